@@ -79,21 +79,88 @@ def test_together_is_one_by_one() -> None:
     assert refused > 20
 
 
+def entered(claims: PageClaims, name: str, pages: int, lease_pages: int, taken: int = 0) -> DecodeRequest:
+    """Return a request that claims `pages`, of which so many were for its prompt, and some of those are taken."""
+    ref, prefix = RequestRef(name, 1), Prefix(b"")
+    reservation = Reservation("r", ref, (7,) * 4 * lease_pages, SamplingParams(9), PeerRef("p", 1))
+    claimed = claims.enter(prefix, pages, 4 * lease_pages, 0)
+    request = DecodeRequest(reservation, Lease(name, 1, 1), lease_pages, pages, claimed, b"", prefix, 0)
+    request.lease_pages = request.held = lease_pages
+    claims.await_prompt(lease_pages, lease_pages)
+    spent = claims.spend_on_prompt(request, taken)
+    request.pages += claims._pool.allocate(ref, spent, from_promise=True)
+    return request
+
+
+@pytest.fixture
+def claims() -> PageClaims:
+    return PageClaims(PrefixCache(PagePool(16), KvPages(4)))
+
+
 @pytest.mark.parametrize(("committed", "left"), [(0, 3), (2, 3), (3, 3), (4, 4), (7, 7), (8, 8), (9, 8)], ids=str)
-def test_a_request_whose_kv_is_here_is_committed_to_no_less_than_it_holds(committed: int, left: int) -> None:
+def test_a_request_whose_kv_is_here_is_committed_to_no_less_than_it_holds(
+    claims: PageClaims, committed: int, left: int
+) -> None:
     """Of 8 pages it has taken 3, and 2 more were for its prompt."""
-    pool = PagePool(16)
-    claims = PageClaims(PrefixCache(pool, KvPages(4)))
-    ref, prefix = RequestRef("q", 1), Prefix(b"")
-    reservation = Reservation("r", ref, (7,) * 20, SamplingParams(9), PeerRef("p", 1))
-    claimed = claims.enter(prefix, 8, 20, 0)
-    request = DecodeRequest(
-        reservation, Lease("q", 1, 1), 5, 8, claimed, b"", prefix, 0, lease_pages=5, held=5
-    )  # fmt: skip
-    claims.await_prompt(request.lease_pages, request.held)
-    request.pages += pool.allocate(ref, claims.spend_on_prompt(request, 3), from_promise=True)
+    request, pool = entered(claims, "q", 8, 5, taken=3), claims._pool
     claims.settle(request, committed)
     assert (request.committed, request.claimed, request.held, request.lease_pages) == (left, left - 3, 3, 0)
     assert (claims.committed, claims.left, pool.counts().promised) == (left, 16 - 3, left - 3)
     claims.leave(request)
     assert (claims.committed, claims.left, pool.counts().promised) == (0, 16, 0)
+
+
+def test_what_is_left_is_never_below_nothing(claims: PageClaims) -> None:
+    entered(claims, "q", 8, 5)
+    claims.limit(4)
+    assert claims.left == 0
+
+
+def test_pages_that_are_kept_for_others_count_against_the_limit(claims: PageClaims) -> None:
+    claims.limit(8)
+    with pytest.raises(ResourceExhausted):
+        claims.enter(Prefix(b""), 6, 4, 3)
+    assert claims.enter(Prefix(b""), 5, 4, 3) == 5
+
+
+def test_nobody_enters_while_answers_that_outgrew_their_forecasts_lack_pages(claims: PageClaims) -> None:
+    """Not even one that needs no page of its own, as all it reads is cached."""
+    request = entered(claims, "q", 16, 2, taken=2)
+    claims.extend(request, 17)
+    with pytest.raises(ResourceExhausted, match="outgrown"):
+        claims.enter(Prefix(b""), 0, 4, 0)
+
+
+def test_a_chunk_of_a_local_prompt_gets_the_pages_of_its_lease_and_no_more(claims: PageClaims) -> None:
+    request = entered(claims, "q", 8, 3)
+    assert (claims.for_chunk(request, 2), claims.for_chunk(request, 9)) == (2, 3)
+
+
+def test_a_chunk_waits_where_the_pages_that_were_given_up_for_it_have_gone_to_others(claims: PageClaims) -> None:
+    request = entered(claims, "local", 3, 3, taken=3)
+    claims.give_up(request, 2, for_prompt=True)
+    assert (request.lease_pages, request.held, claims.left) == (2, 3, 13)
+    others = entered(claims, "others", 11, 11)
+    assert claims.for_chunk(request, 9) == 2
+    claims.give_up(request, 1, for_prompt=True)
+    assert claims.for_chunk(request, 9) == 2, "there is no third page, and the other prompt's are not its own"
+    claims.leave(others)
+    assert claims.for_chunk(request, 9) == 3
+
+
+def test_pages_that_are_given_up_may_be_held_by_others(claims: PageClaims) -> None:
+    request = entered(claims, "q", 5, 5, taken=5)
+    claims.give_up(request, 2)
+    assert (request.held, request.claimed, claims.left) == (3, 2, 16 - 3)
+
+
+def test_within_a_limit_only_as_much_is_promised_as_may_be_held(claims: PageClaims) -> None:
+    """Prompts in transfer count as held already, and have their promise."""
+    claims.limit(8)
+    running = entered(claims, "running", 4, 4, taken=4)
+    entered(claims, "coming", 2, 2)
+    claims.settle(running, 4)
+    claims.extend(running, 9)
+    grown = [claims.grow(running) for _ in range(3)]
+    assert grown == [True, True, False]
+    assert (claims.left, claims._pool.counts().promised) == (0, 2), "the two of the prompt that is coming"
