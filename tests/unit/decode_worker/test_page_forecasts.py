@@ -4,18 +4,18 @@ from typing import Any
 
 import pytest
 
-from costs.answer_length import SEEN_MIN
 from decode_worker.config import DecodeConfig
 from decode_worker.page_budget import RETURN_S, PageBudget
 from decode_worker.request import DecodeRequest
-from engine.cache.page_pool import PagePool
-from engine.cache.prefix_cache import PrefixCache
 from kv_transfer.fence import Fence
 from kv_transfer.lease import LeaseTable
+from tandem.cost_model.answer_length import SEEN_MIN
+from tandem.engine.cache.page_pool import PagePool
+from tandem.engine.cache.prefix_cache import PrefixCache
+from tandem.protocol.errors import InvalidArgument, ResourceExhausted
+from tandem.protocol.kv_pages import FREED, KvPages, held_pages
+from tandem.protocol.messages import Lease, PeerRef, RequestRef, Reservation, SamplingParams
 from tests.fake_engine import FACTS
-from wire.errors import InvalidArgument, ResourceExhausted
-from wire.kv_pages import FREED, KvPages, held_pages
-from wire.messages import Lease, PeerRef, RequestRef, Reservation, SamplingParams
 
 PAGE = 4
 PEER = PeerRef("p", 1)

@@ -325,7 +325,7 @@ async def test_they_are_found_wherever_the_router_was_started(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: a folder of the same name in the working directory was imported as the router."""
-    for name in ("router", "wire", "json"):
+    for name in ("router", "tandem", "json"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise ImportError('another')")
     monkeypatch.chdir(tmp_path)
