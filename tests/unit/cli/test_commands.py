@@ -394,7 +394,8 @@ def test_weights_larger_than_the_memory_are_told_before_ray_starts(
 ) -> None:
     monkeypatch.setattr("tandem.cli.start.serving.Cluster", None)
     model = write_tiny_model(tmp_path / "tiny")
-    deep = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": 10, "intermediate_size": 1 << 32}
+    large = {"num_hidden_layers": 1000, "intermediate_size": 1 << 20}
+    deep = json.loads((model / "config.json").read_text()) | large
     (model / "config.json").write_text(json.dumps(deep))
     monkeypatch.setattr("tandem.cli.models.random_model.random_model", lambda _: model)
     result = CliRunner().invoke(app, ["up", "--random-weights", "x", "--kv-cache-gib", "0.1", *ANY_PORTS])

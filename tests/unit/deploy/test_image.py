@@ -72,7 +72,7 @@ def test_every_package_is_in_it(stages: dict[str, Stage]) -> None:
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     installed = {name for name in packages if any(fnmatch(name, pattern) for pattern in patterns)}
     assert installed <= copied
-    assert "cli" in installed
+    assert "tandem" in installed
 
 
 @pytest.mark.parametrize("name", FINAL)

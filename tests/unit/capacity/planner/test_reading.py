@@ -43,7 +43,7 @@ class Cluster:
         self.running = {"prefill-0": 0.0, "decode-0": 0.0}
         self.boards = [self._registry(name) for name in self.running]
         self.cost = COST
-        self.router.watch(lambda: 0, lambda: 3)
+        self.router.registry.read(lambda: {f.REQUESTS_RUNNING: 0, f.REQUESTS_WAITING: 3})
 
     def _registry(self, name: str) -> Registry:
         registry = Registry({"model": "m", "worker": name})
