@@ -5,7 +5,7 @@ import json
 import socket
 import time
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -43,6 +43,10 @@ class Asked:
     keep_ages: bool = False
 
 
+_CALLS_A_CONNECTION = 500
+"""Half of what a router takes at once over one connection."""
+
+
 def run_readers(pipe: Connection, kind: str, address: str, asked: Asked) -> None:
     """Runs the client process: sends the `Answers` once all have been read."""
     settle_heap()
@@ -62,9 +66,14 @@ async def _read_grpc(address: str, asked: Asked) -> Answers:
                     ages.append(age_of(message.chunk.token_ids[-1], time.monotonic()))
         return brought, messages
 
-    async with grpc.aio.insecure_channel(address) as channel:
-        stub = inference_pb2_grpc.InferenceStub(channel)
-        return await _all([one(stub) for _ in range(asked.answers)], asked.tokens, ages)
+    async with AsyncExitStack() as stack:
+        stubs = []
+        for _ in range(0, asked.answers, _CALLS_A_CONNECTION):
+            # Channels with a pool of their own do not share a connection.
+            own = grpc.aio.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
+            stubs.append(inference_pb2_grpc.InferenceStub(await stack.enter_async_context(own)))
+        reading = [one(stubs[number // _CALLS_A_CONNECTION]) for number in range(asked.answers)]
+        return await _all(reading, asked.tokens, ages)
 
 
 async def _read_http(address: str, asked: Asked) -> Answers:
