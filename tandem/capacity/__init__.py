@@ -1,1 +1,1 @@
-"""How many workers a load needs: the planner, and the simulation of a cluster under a virtual clock."""
+"""Sizing of a cluster for a load: the planner, and the simulation of a cluster under a virtual clock."""

@@ -111,7 +111,7 @@ class ClientTool(Body):
     input_examples: Annotated[list[dict[str, Any]], LIST] | None = None
     strict: bool | None = None
     allowed_callers: Annotated[list[str], LIST] | None = None
-    """Those that may call the tool; only the model itself ("direct") can."""
+    """The callers that may use the tool; only the model itself ("direct") can."""
     defer_loading: bool | None = None
     """True: it is not offered before a `ToolReferenceBlock` names it."""
 

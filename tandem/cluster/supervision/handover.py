@@ -1,4 +1,4 @@
-"""What a controller passes on to the next one, beyond what the workers report themselves."""
+"""The state that a controller passes on to the next one, beyond what the workers report themselves."""
 
 from dataclasses import dataclass
 

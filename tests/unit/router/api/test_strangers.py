@@ -1,7 +1,9 @@
 """A router that reconnects to former addresses of workers and controllers reveals nothing to a new listener there."""
 
+import pytest
+
 from tests.stranger import Stranger
-from tests.unit.router.conftest import Cluster
+from tests.unit.router.conftest import WITHOUT_RECOVERY, Cluster
 from tests.unit.router.fake_cluster import until
 
 
@@ -9,12 +11,14 @@ def _port(address: str) -> int:
     return int(address.rpartition(":")[2])
 
 
+@pytest.mark.parametrize("settings", [WITHOUT_RECOVERY])
 async def test_whoever_has_a_dead_workers_port_is_not_shown_the_token(cluster: Cluster) -> None:
     dead = cluster.decode
     await dead.kill()
     stranger = await Stranger().start(_port(dead.address))
     await until(lambda: stranger.connections >= 2 or stranger.headers, "the router came back twice")
     stranger.assert_learned_nothing("secret")
+    assert not cluster.router.ready
     await stranger.stop()
 
 
