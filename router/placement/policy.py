@@ -69,6 +69,11 @@ class PlacementPolicy:
         able = [worker for worker in fleet.live if request.decodes and _can_decode(worker, request)]
         return bool(able) and all(worker.refusing or not _takes_decode(worker, request) for worker in able)
 
+    def waits_for_own_prompts(self, request: QueuedRequest, fleet: Fleet) -> bool:
+        """Return True if workers could compute its prompt, and each has as many prompts of its tenant as it takes."""
+        able = [worker for worker in fleet.live if _can_prefill(worker, request)]
+        return bool(able) and not any(_takes_prefill(worker, request) for worker in able)
+
     def prefill_workers(self, request: QueuedRequest, fleet: Fleet) -> int:
         """Return the number of workers that share prompts like that of `request`."""
         reserved = self._reserved(request, fleet)
@@ -114,7 +119,9 @@ class PlacementPolicy:
             prefills = _with_holders(match, fleet, found, takes_answer)
             answers = [AnswerPrediction(worker, held, request) for worker, held in prefills]
         if answers and (apart or not request.decodes):
-            found = _first(fleet.prefills.with_capacity(), takes_prompt, most)
+            found = _first(fleet.prefills.with_capacity(), takes_prompt, most) or _first(
+                fleet.prefills, takes_prompt, most
+            )
             if self._local(fleet):
                 found += [each for each, _ in prefills if each not in found and takes_prompt(each)]
             prefills = _with_holders(match, fleet, found, takes_prompt)
@@ -184,7 +191,7 @@ class PlacementPolicy:
 
 def _takes_prefill(worker: WorkerState, request: QueuedRequest) -> bool:
     """Return True if the prompt may go there now."""
-    return not worker.prefill_full and _can_prefill(worker, request)
+    return request.tenant not in worker.full_tenants and _can_prefill(worker, request)
 
 
 def _can_prefill(worker: WorkerState, request: QueuedRequest) -> bool:

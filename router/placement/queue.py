@@ -8,7 +8,7 @@ priority, lower first as in vLLM, then by the time at which their prompt must st
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
@@ -139,11 +139,11 @@ class RequestQueue:
             self._tenants[request.tenant] = []
         insort(self._tenants[request.tenant], request, key=_key)
 
-    def head(self) -> QueuedRequest | None:
-        """Return the next request; it stays in the queue."""
+    def head(self, passed: Collection[str] = ()) -> QueuedRequest | None:
+        """Return the next request, which stays in the queue, without those of the tenants in `passed`."""
         if self._resumed:
             return min(self._resumed.values(), key=lambda request: request.sequence)
-        heads = [waiting[0] for waiting in self._tenants.values()]
+        heads = [waiting[0] for tenant, waiting in self._tenants.items() if tenant not in passed]
         return min(heads, key=lambda each: (self._given[each.tenant], each.start_by_s, each.sequence), default=None)
 
     def remove(self, request: QueuedRequest) -> None:

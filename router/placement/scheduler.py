@@ -112,6 +112,8 @@ class RequestScheduler:
         """The waiting requests; one whose attempt failed or was refused is pushed again, at its old position."""
         self._admission = AdmissionController(policy, fleet, self.queue, clock, config.max_deferral_s)
         self._lengths = AnswerLengths()
+        self._passed = set[str]()
+        """The tenants whose next request waits for earlier prompts of its tenant."""
         self._seen_changes = 0
         """The value of `Fleet.changes` when skipped requests were last restored."""
 
@@ -136,12 +138,13 @@ class RequestScheduler:
         if self._seen_changes != self._fleet.changes:
             self._seen_changes = self._fleet.changes
             self.queue.restore_skipped()
-        while (request := self.queue.head()) is not None:
+        while (request := self.queue.head(self._passed)) is not None:
             if request.resumed or now - request.arrived_s <= request.slo.ttft_s:
                 return request
             self.queue.remove(request)
             self._admission.degrade(request)
             self.queue.push(request)
+        self._passed.clear()
         return None
 
     def bind(self, request: QueuedRequest) -> Placement | None:
@@ -156,12 +159,20 @@ class RequestScheduler:
             request.charged = max(placement.computed_tokens, request.charged)
         return placement
 
-    def skip_hopeless(self, request: QueuedRequest) -> bool:
-        """Skip the request at the head until the fleet changes if no worker could ever serve it; return True then."""
-        if self._policy.could_serve(request, self._fleet):
-            return False
-        self.queue.skip(request)
-        return True
+    def may_pass(self, request: QueuedRequest) -> bool:
+        """Return True if others may go before the request at the head, which `bind` could not place.
+
+        A request that no worker could serve is skipped until the fleet changes. One that waits only for earlier
+        prompts of its tenant lets the other tenants pass until `head` has returned None.
+        """
+        if not self._policy.could_serve(request, self._fleet):
+            self.queue.skip(request)
+            return True
+        if not request.resumed and self._policy.waits_for_own_prompts(request, self._fleet):
+            self._passed.add(request.tenant)
+            return True
+        self._passed.clear()
+        return False
 
     def generated(self, request: QueuedRequest, answer_tokens: int) -> None:
         """Charge the tokens of an answer that runs, `answer_tokens` so far: they count before it ends."""
@@ -185,7 +196,7 @@ class RequestScheduler:
 def record(request: QueuedRequest, placement: Placement, prefill: WorkerState, decode: WorkerState | None) -> None:
     """Count a placed request at its workers, with half of the expected answer as context."""
     cached = placement.cached_tokens
-    prefill.add_prompt(request.wire_id, PromptWork(request.prefill_tokens - cached, cached))
+    prefill.add_prompt(request.wire_id, PromptWork(request.prefill_tokens - cached, cached, request.tenant))
     if decode is not None:
         pages = decode.kv.held(request.reserved_tokens, decoding=prefill is not decode)
         context = (request.prefill_tokens + request.reserved_tokens) // 2

@@ -18,17 +18,22 @@ from tandem.protocol.messages import WorkerInfo, WorkerLoad
 BACK_OFF_S = 0.05
 """The time for which a worker that refused a request is not asked again while others can serve."""
 _STEPS_AHEAD = 2
-"""The steps of prompts that may wait at a worker: its device never idles, and few are bound to one that is slow."""
+"""The steps of a tenant's prompts that may wait at a worker: its device never idles, and few are bound to a slow one.
+
+Each tenant has its own, because a worker computes the shortest prompts first: long ones of one tenant that fill a
+worker would keep the short ones of the others in the router for as long as they take.
+"""
 
 Clock = Callable[[], float]
 """A clock of seconds: `time.monotonic` or a virtual one."""
 
 
 class PromptWork(NamedTuple):
-    """A prompt to compute: `tokens` behind `cached` ones."""
+    """A prompt of `tenant` to compute: `tokens` tokens after `cached` ones."""
 
     tokens: int
     cached: int = 0
+    tenant: str = ""
 
 
 class AnswerWork(NamedTuple):
@@ -71,7 +76,9 @@ class WorkerState:
         self._unreported: dict[str, bool] = {}
         """Prompts that the last load report did not include: True if the worker has accepted the prompt since then."""
         self.prefill_tokens, self.prefill_full = 0, False
-        """Prompt tokens that wait there, and True if it takes no further prompt now."""
+        """Prompt tokens that wait there, and True if the prompts of several tenants together fill it."""
+        self.full_tenants: frozenset[str] = frozenset()
+        """The tenants from which it takes no further prompt now."""
         self._answers: dict[str, AnswerWork] = {}
         self._classes: dict[SloClass, int] = {}
         """The number of answers by class."""
@@ -231,15 +238,20 @@ class WorkerState:
         self.gap_targets = tuple(sorted(self.gap_target(slo) for slo in self._classes))
 
     def _refresh_prompts(self) -> None:
-        own, own_pairs = 0, 0.0
-        for work in self._prompts.values():
-            own, own_pairs = own + work.tokens, own_pairs + chunk_pairs(*work)
+        own, own_pairs, by_tenant = 0, 0.0, dict[str, int]()
+        for tokens, cached, tenant in self._prompts.values():
+            own, own_pairs = own + tokens, own_pairs + chunk_pairs(tokens, cached)
+            by_tenant[tenant] = by_tenant.get(tenant, 0) + tokens
         waiting = self._reported[0] + sum(self._prompts[each].tokens for each in self._unreported)
         if self.prefill_tokens and not waiting:
             self._last_prompt_s = self.clock()
         self.prefill_tokens, self.backlog = waiting, None
-        # One without own prompts takes a prompt of any length.
-        self.prefill_full = own > 0 and waiting >= _STEPS_AHEAD * self.max_step_tokens
+        # It takes a prompt of any length from a tenant that has none there.
+        limit = _STEPS_AHEAD * self.max_step_tokens
+        self.prefill_full = own > 0 and waiting >= limit
+        self.full_tenants = frozenset(
+            tenant for tenant, tokens in by_tenant.items() if tokens and waiting - (own - tokens) >= limit
+        )
         if waiting < own:  # the last tokens of a prompt attend to the most
             self.prefill_pairs = own_pairs * (1 - (1 - waiting / own) ** 2)
         else:

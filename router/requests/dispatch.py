@@ -224,7 +224,7 @@ class Dispatcher:
         queued.answered = min(request.assembler.count, capacity)
         placement = self._scheduler.bind(queued)
         if placement is None:
-            return self._scheduler.skip_hopeless(queued)
+            return self._scheduler.may_pass(queued)
         self._place(request, placement)
         return True
 

@@ -132,7 +132,7 @@ class VirtualRouter:
             pair = self.scheduler.bind(queued)
             if pair is not None:
                 self._place(flow, pair)
-            elif not self.scheduler.skip_hopeless(queued):
+            elif not self.scheduler.may_pass(queued):
                 break
         self._pumping = False
 

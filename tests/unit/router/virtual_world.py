@@ -97,7 +97,7 @@ class World:
             placement = self.scheduler.bind(queued)
             if placement is not None:
                 self._place(self._by_id[queued.wire_id], placement)
-            elif not self.scheduler.skip_hopeless(queued):
+            elif not self.scheduler.may_pass(queued):
                 return
 
     def _place(self, request: Request, placement: Placement) -> None:

@@ -170,7 +170,7 @@ def test_streams_join_to_the_text(tmp_path: Path, write: Callable[[Path], Path])
     @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.nested_given])
     def check(texts: list[str], special: bool) -> None:
         begin = [next(iter(tokenizer._added))] if special else []
-        ids = [i for text in texts for i in [*begin, *tokenizer._encode(text, add_special_tokens=False)]]
+        ids = [i for text in texts for i in [*begin, *tokenizer.encode(text, add_special_tokens=False)]]
         parts = pieces(tokenizer, ids)
         assert "".join(parts) == tokenizer.decode(ids)
         if len(texts) == 1 and not texts[0].startswith(" "):  # a SentencePiece decoder strips the first space

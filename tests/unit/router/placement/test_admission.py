@@ -9,6 +9,7 @@ import pytest
 
 from router.observability.verdict import Outcome, Verdict, rejected
 from router.placement.queue import QueuedRequest
+from router.placement.scheduler import record
 from router.refusal import Refusal, Refused
 from router.slo import BEST_EFFORT, Overload, SloClass
 from tandem.cost_model.step_cost import StepCost
@@ -153,6 +154,26 @@ def test_a_tenants_flood_leaves_others_their_service() -> None:
     world.run()
     assert sum(each.met for each in small) >= 0.97 * len(small)
     assert sum(each.refused is not None for each in flood) > 0.8 * len(flood)
+
+
+def test_long_prompts_of_a_tenant_do_not_keep_those_of_another_in_the_router() -> None:
+    """A worker computes the shortest prompts first, so that the other tenant's is computed as soon as it is sent."""
+    world = World(prefills=1)
+    long = [QueuedRequest(f"long-{n}", n, 1000.0, 100_000, 100, tenant="long") for n in range(3)]
+    short = QueuedRequest("short", 3, 1000.5, 100, 100, tenant="short")
+    for each in (*long, short):
+        world.scheduler.enter(each)
+    world.scheduler.queue.charge("short", 10**6)  # so that the next long prompt is the head of the queue
+    placed = []
+    while (head := world.scheduler.head()) is not None:
+        if (placement := world.scheduler.bind(head)) is not None:
+            placed.append(head)
+            decode = None if placement.decode is None else world.by_peer[placement.decode]
+            record(head, placement, world.by_peer[placement.prefill], decode)
+        elif not world.scheduler.may_pass(head):
+            break
+    assert placed == [long[0], short]
+    assert world.scheduler.head() is long[1], "it waits on, at its place"
 
 
 def test_a_tenants_queue_is_bounded() -> None:

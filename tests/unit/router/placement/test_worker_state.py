@@ -41,6 +41,17 @@ class TestPrompts:
         worker.remove_prompt("a")
         assert not worker.request_ids
 
+    def test_it_takes_no_further_prompt_from_a_tenant_that_fills_it(self, worker: WorkerState) -> None:
+        limit = 2 * worker.max_step_tokens
+        worker.add_prompt("a", PromptWork(limit - 1, tenant="long"))
+        worker.add_prompt("b", PromptWork(1, tenant="short"))
+        assert worker.prefill_full
+        assert worker.full_tenants == frozenset()
+        worker.add_prompt("c", PromptWork(1, tenant="long"))
+        assert worker.full_tenants == {"long"}
+        worker.prompt_computed("a")
+        assert not worker.full_tenants
+
     def test_the_worker_reports_how_far_a_prompt_is(self, at: TestFleet, worker: WorkerState) -> None:
         worker.add_prompt("a", PromptWork(1000))
         worker.prompt_accepted("a")
