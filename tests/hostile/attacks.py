@@ -31,11 +31,14 @@ RESTART_WITHIN_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """An attack by its name; `kills` says that processes of the cluster end or restart by its nature."""
+    """An attack by its name."""
 
     name: str
     run: Callable[[Scene], object]
     kills: bool = False
+    """True if processes of the cluster end or restart by its nature."""
+    disconnects: bool = False
+    """True if connections of clients break by its nature, so that they have to try again."""
 
 
 def answers_in_a_format(scene: Scene, **wanted: Any) -> None:
@@ -177,6 +180,7 @@ def restarted(scene: Scene, name: str, before: int) -> bool:
 
 
 ATTACKS = (
+    Attack("none", lambda _: time.sleep(FLOOD_S)),
     Attack("regex-240k", partial(answers_in_a_format, guided_regex="a?" * 120_000)),
     Attack("regex-12k", partial(answers_in_a_format, guided_regex="a?" * 6_000)),
     Attack("regex-abandoned", abandoned_regex),
@@ -198,5 +202,5 @@ ATTACKS = (
     Attack("controller-stopped", partial(stopped, name="controller"), kills=True),
     Attack("prefill-killed", partial(killed, name="prefill-0"), kills=True),
     Attack("decode-stopped", partial(stopped, name="decode-0"), kills=True),
-    Attack("router-killed", partial(killed, name="router"), kills=True),
+    Attack("router-killed", partial(killed, name="router"), kills=True, disconnects=True),
 )

@@ -15,16 +15,22 @@ import httpx
 
 PROMPT_TOKENS = 24
 ANSWER_TOKENS = 64
+BACK_OFF_S = (0.5, 1.0, 2.0, 4.0)
+"""The waits between the five tries of an answer, as the SDKs of the field have them."""
 
 
 @dataclass
 class Waits:
-    """The longest waits of one tenant, in seconds, and the number of its answers."""
+    """The longest waits of one tenant, in seconds, and the numbers of its answers and of the tries that failed."""
 
     gap_s: float = 0.0
     """Between two messages with tokens of one stream."""
     first_token_s: float = 0.0
+    """From the first try to the first token."""
     answers: int = 0
+    retries: int = 0
+    why: str = ""
+    """The reason of the last try that failed."""
     failures: list[str] = field(default_factory=list)
 
 
@@ -53,19 +59,33 @@ def watch(address: str, key: str, stop: threading.Event) -> Waits:
     waits, headers = Waits(), {"Authorization": f"Bearer {key}"}
     with httpx.Client(base_url=f"http://{address}/v1", headers=headers, timeout=300) as client:
         while not stop.is_set():
-            try:
-                _one_answer(client, waits, stop)
-                waits.answers += 1
-            except (httpx.HTTPError, AssertionError) as error:
-                waits.failures.append(f"{type(error).__name__}: {error}")
-                time.sleep(0.2)
-            if waits.answers == 1:
+            _answer_with_retries(client, waits, stop)
+            if waits.answers == 1 and not stop.is_set():
                 print("streaming", flush=True)
+                break
+        while not stop.is_set():
+            _answer_with_retries(client, waits, stop)
     return waits
 
 
-def _one_answer(client: httpx.Client, waits: Waits, stop: threading.Event) -> None:
+def _answer_with_retries(client: httpx.Client, waits: Waits, stop: threading.Event) -> None:
+    """Count an answer, or a failure after the last try."""
     began = time.monotonic()
+    for pause_s in (*BACK_OFF_S, None):
+        try:
+            _one_answer(client, waits, stop, began)
+            waits.answers += 1
+            return
+        except (httpx.HTTPError, AssertionError) as error:
+            if pause_s is None:
+                waits.failures.append(f"{type(error).__name__}: {error}")
+                return
+            waits.retries += 1
+            waits.why = f"{type(error).__name__}: {error}"
+            time.sleep(pause_s)
+
+
+def _one_answer(client: httpx.Client, waits: Waits, stop: threading.Event, began: float) -> None:
     seed = time.time_ns()
     body = {
         "prompt": [3 + (seed >> number) % 4000 for number in range(PROMPT_TOKENS)],
