@@ -24,7 +24,6 @@ from kv_transfer.behind import hold
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_backend.agent import UCX, PoolAgent, agent_name
 from kv_transfer.nixl_backend.flight import Flight
-from kv_transfer.nixl_backend.listening import Listening
 from kv_transfer.nixl_backend.peers import Links
 from kv_transfer.nixl_backend.wire import UCX_LOG
 from kv_transfer.nixl_backend.wires import Wires, host_id
@@ -32,6 +31,27 @@ from kv_transfer.nixl_backend.writes import Writes
 from kv_transfer.poll_backoff import wait_precisely
 from tandem.protocol.errors import FailedPrecondition, TandemError, TransferFailed
 from tandem.protocol.messages import PeerDescription, PeerRef, TransferNotice
+
+LOOK_GAP_S = 0.1
+"""Polls that are further apart than this do not count as listening, in seconds."""
+
+
+class Listening:
+    """A clock that counts while polls follow each other. For the transport's thread; `seconds` for every thread."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        """The time that it has listened."""
+        self._looked_at = time.monotonic()
+
+    def look(self) -> None:
+        """Records that a poll is about to happen."""
+        now = time.monotonic()
+        gap = now - self._looked_at
+        if gap <= LOOK_GAP_S:
+            self.seconds += gap
+        self._looked_at = now
+
 
 log = logging.getLogger(__name__)
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from fastapi import FastAPI, Request, Response
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.access.audit_log import AuditLog
 from router.access.callers import Callers
 from router.access.client_call import served_call
 from router.access.quota import QUOTA_HEADERS
 from router.api.access.http_access import READERS_PATHS, AuditedHttp, HttpAccess
-from router.api.anthropic.error_responses import add_error_handlers
-from router.api.call_limit import CallLimit
+from router.api.anthropic.error_responses import add_error_handlers, error_response
 from router.api.completions.answers import best_of, collected
 from router.api.completions.prompt_replies import PromptReplies
 from router.api.model_routes import add_models
@@ -40,9 +39,37 @@ from router.requests.validation import RequestValidator
 from router.workers.adapter_calls import AdapterCalls
 from tandem.metrics.exposition import Exposition
 from tandem.metrics.metrics_server import METRICS_PATH, TRACES_PATH, Page, metrics_page
+from tandem.net.limits.call_count import CallCount
 from tandem.protocol.conversion import traces_to_json
+from tandem.protocol.errors import ResourceExhausted
 from tandem.protocol.lifecycle.request_trace import TRACEPARENT, only
 from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+
+
+class CallLimit:
+    """An ASGI application that rejects requests while too many are in progress, before it reads their bodies."""
+
+    def __init__(self, app: ASGIApp, limit: int, apart: Collection[str]) -> None:
+        """`apart` lists the paths that are exempt, such as probes and metrics, which operators need under overload."""
+        self._app = app
+        self._count = CallCount(limit)
+        self._apart = apart
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request, or reject it with `ResourceExhausted`."""
+        if scope["type"] != "http" or scope["path"] in self._apart:
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._count.enter()
+        except ResourceExhausted as error:
+            await error_response(scope["path"], error)(scope, receive, send)
+            return
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._count.leave()
+
 
 Parser = Callable[..., OpenAICall]
 

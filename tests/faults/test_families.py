@@ -144,7 +144,7 @@ def adapters_come_and_go(operator: AdapterClient, first: list[int]) -> None:
     """A worker has restarted since `load_first`; the cached prefixes of an adapter are no other adapter's."""
     cluster, base = operator.cluster, operator.answer("")
     assert operator.listed() == ["sql"]
-    wanted = dict.fromkeys(("prefill-0", "decode-0", "decode-1"), ["sql"])
+    wanted = {name: ["sql"] for name in ("prefill-0", "decode-0", "decode-1")}
     within = time.monotonic() + FOLLOWS_WITHIN_S  # the replacement loads the adapter after it has joined
     while (listed := adapters_by_worker(cluster)) != wanted:
         assert time.monotonic() < within, listed

@@ -31,7 +31,7 @@ import router.workers.worker_pool
 import tandem.net.rpc
 import tandem.protocol.lifecycle.timeline
 import tandem.worker.loop
-import tandem.worker.peers.known_peers
+import tandem.worker.peers.peers
 import tandem.worker.worker
 from benchmarks.speculation.oracle import OracleProposer
 from kv_transfer.in_memory_by_hand import FabricByHand, LateNotice, OnTheWay
@@ -151,7 +151,7 @@ class World:
         )
         for module in (router.workers.worker_link, router.workers.worker_pool, tandem.net.rpc):
             self._patches.setattr(module, "open_channel", self._open_channel)
-        self._patches.setattr(tandem.worker.peers.known_peers.SameHostPeers, "lives", lambda _, peer: self._lives(peer))
+        self._patches.setattr(tandem.worker.peers.peers.SameHostPeers, "lives", lambda _, peer: self._lives(peer))
         logging.getLogger().addHandler(self._alarms)
 
     def _open_channel(self, address: str, _token: str = "") -> Channel:

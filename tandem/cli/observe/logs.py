@@ -1,10 +1,70 @@
 """`tandem logs`: prints the logs of this host's processes."""
 
-from typing import Annotated
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Annotated, BinaryIO
 
 import typer
 
 from tandem.cli.plain_errors import plain_errors
+from tandem.logging.log_file import KEPT, earlier
+
+
+class LogTail:
+    """Follows the files of the newest run under a folder of runs, and those of every run that begins later."""
+
+    def __init__(self, root: Path) -> None:
+        """Starts at the newest run; `root` need not exist yet."""
+        self._root = root
+        self._oldest = max((run.name for run in self._runs()), default="")
+        self._read: dict[Path, dict[tuple[int, int], int]] = {}
+        """Bytes that were read of each kept file, by device and inode, because names change."""
+        self._rest: dict[Path, bytes] = {}
+        """The last line of each file, if it is incomplete."""
+
+    def lines(self) -> Iterator[str]:
+        """Yields the new complete lines since the last call, file by file, without line ends."""
+        for run in sorted(self._runs()):
+            if run.name >= self._oldest:
+                for file in sorted(run.glob("*.log")):
+                    yield from self._lines_of(file)
+
+    def _runs(self) -> list[Path]:
+        """Returns the folders of all runs, whose names sort by start time."""
+        try:
+            return [each for each in self._root.iterdir() if each.is_dir()]
+        except FileNotFoundError:
+            return []
+
+    def _lines_of(self, file: Path) -> Iterator[str]:
+        """Yields the new lines of a file and of its rotated predecessors, oldest first, as one stream."""
+        known, read = self._read.get(file, {}), {}
+        fresh = [self._rest.get(file, b"")]
+        with ExitStack() as stack:
+            for part in reversed(_parts(file, stack)):
+                status = os.fstat(part.fileno())
+                name = status.st_dev, status.st_ino
+                if name in read:
+                    continue  # it was rotated between two of these openings
+                before = known.get(name, 0)
+                part.seek(before if before <= status.st_size else 0)
+                fresh.append(part.read())
+                read[name] = part.tell()
+        self._read[file] = read
+        *lines, self._rest[file] = b"".join(fresh).split(b"\n")
+        yield from (line.decode(errors="replace") for line in lines)
+
+
+def _parts(file: Path, stack: ExitStack) -> list[BinaryIO]:
+    """Opens the existing files, newest first: a file that is rotated meanwhile is found under its next name."""
+    parts: list[BinaryIO] = []
+    for path in (file, *(earlier(file, number) for number in range(1, KEPT + 1))):
+        with suppress(FileNotFoundError):  # none so far, or an old run that was removed
+            parts.append(stack.enter_context(path.open("rb")))
+    return parts
+
 
 LOOK_S = 0.5
 
@@ -19,7 +79,6 @@ def logs(
     import time
 
     from tandem.cli.observe.log_folder import log_root
-    from tandem.cli.observe.log_tail import LogTail
     from tandem.protocol.errors import NotFound
 
     root = log_root()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 AUTO = "auto"
-"""Value of --mode and --device: chosen by the hardware and by other options (`tandem/cli/start/hardware_choice.py`)."""
+"""Value of --mode and --device: chosen by the hardware and by other options (`tandem/cli/start/up.py`)."""
 
 
 @dataclass(frozen=True, slots=True)

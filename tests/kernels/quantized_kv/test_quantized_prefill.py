@@ -10,8 +10,7 @@ from torch import Tensor
 
 from tandem.engine.config.attention import AttentionShape
 from tandem.engine.kernels.attention.prefill_attention import FlashPrefill, PrefillAttention, SdpaPrefill
-from tandem.engine.kernels.attention.quantized_prefill import QuantizedPrefill, make_copies
-from tandem.engine.kernels.attention.triton_dequantize import dequantize_pages
+from tandem.engine.kernels.attention.quantized_prefill import QuantizedPrefill, dequantize_pages, make_copies
 from tandem.engine.kernels.kv_cache import QuantizedKv, dequantize_kv
 from tandem.engine.kernels.triton_launch import overlaps_launches
 from tandem.engine.models.shapes import shape_config

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.cli.start.hardware_choice import choose_hardware
+from tandem.cli.start.up import choose_hardware
 from tandem.cli.start.worker_options import EngineOptions, RoleOptions
 
 

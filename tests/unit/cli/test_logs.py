@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from tandem.cli.main import app
 from tandem.cli.observe.log_folder import log_root, new_log_folder
-from tandem.cli.observe.log_tail import LogTail
+from tandem.cli.observe.logs import LogTail
 from tandem.logging.log_file import earlier
 
 

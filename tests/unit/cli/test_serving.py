@@ -14,8 +14,7 @@ from tandem.cli.connection.client import Sampling
 from tandem.cli.main import app
 from tandem.cli.observe import log_folder
 from tandem.cli.start import serving
-from tandem.cli.start.serving import FirstPrompt, serve
-from tandem.cli.start.start_view import StartView
+from tandem.cli.start.serving import FirstPrompt, StartView, serve
 from tandem.cluster.config import ClusterConfig
 from tandem.cluster.launcher import Endpoints, Progress
 from tandem.protocol.errors import Unavailable

@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 from typer.testing import CliRunner
 
 from tandem.cli.main import app
-from tandem.cli.observe.trace_view import drawn, listed
+from tandem.cli.observe.trace import drawn, listed
 from tandem.metrics.metrics_server import TRACES_PATH, MetricsServer
 from tandem.protocol.conversion import traces_to_json
 from tandem.protocol.lifecycle.request_trace import RequestTrace, TraceContext

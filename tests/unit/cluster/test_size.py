@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import tandem.cluster.operations.draining
 import tandem.cluster.operations.operator
 import tandem.cluster.supervision.process_supervisor
 from tandem.cluster.config import ClusterConfig
@@ -262,7 +261,7 @@ async def test_who_drains_since_its_node_leaves_is_handed_over_as_one_that_moves
 
 
 async def test_a_drain_that_never_ends_keeps_nobody_from_taking_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tandem.cluster.operations.draining, "END_S", 0.0)
+    monkeypatch.setattr(tandem.cluster.operations.operator, "END_S", 0.0)
     workers = Workers({"prefill-0": P, "decode-0": D, "decode-1": D}, DISAGGREGATED)
     crew = await Crew.of(workers)
 

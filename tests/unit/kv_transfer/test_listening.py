@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from kv_transfer.nixl_backend.listening import LOOK_GAP_S, Listening
+from kv_transfer.nixl_backend.transport import LOOK_GAP_S, Listening
 
 
 def test_only_close_looks_count_as_listening(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from tandem.cli.observe.log_tail import LogTail
+from tandem.cli.observe.logs import LogTail
 from tandem.logging.log_file import KEPT, earlier
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from tandem.engine.kernels.base import Experts
@@ -18,11 +19,63 @@ from tandem.engine.kernels.experts.expert_tiles import (
     ExpertTile,
     tile_tokens,
 )
-from tandem.engine.kernels.experts.triton_packed_experts import packed_tile_kernel
+from tandem.engine.kernels.experts.triton_products import finish_tile, tile_of
 from tandem.engine.kernels.held_weight import multiplied_on_gpus, step_bytes
 from tandem.engine.kernels.packed import packed_products, products
+from tandem.engine.kernels.packed.triton_packed import add_step, columns_of, finish_sums, words_at
 from tandem.engine.kernels.packed_weight import PackedWeight, Weight
+from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 from tandem.engine.kernels.unpacked import as_matrix
+
+
+@triton.jit(do_not_specialize=["P", "MAX_TILES"])
+def packed_tile_kernel(
+    x, codes, scales, offsets, bias, weights, tiles, pairs, out, P, MAX_TILES,
+    expert_stride, row_stride, group_stride,
+    N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
+    GROUP: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr, OFFSETS: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Multiplies as `tile_kernel` does; codes [E, 2·N or N, K / 32 · BITS] words of int32, COLUMNS bytes at a time.
+
+    The scale and offset of expert e, row r and group g are at e · expert_stride + r · row_stride + g · group_stride.
+    Codes as in `packed_kernel`, COLUMNS bytes too.
+    """
+    BYTES: tl.constexpr = K * BITS // 8
+    EVEN: tl.constexpr = BYTES % COLUMNS == 0
+    launch_dependents(PDL)
+    number = tl.program_id(0)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    places = tl.arange(0, TOKENS)
+    wait_for_inputs(PDL)
+    if number < tl.load(tiles + MAX_TILES):
+        expert, pair, present = tile_of(number, tiles, pairs, places, P, E, TOKENS)
+        x_at = x + (pair // TOP_K if GATED else pair)[:, None] * K
+        held_rows = tl.minimum(rows, N - 1)
+        rows_at = codes + (expert * (2 * N if GATED else N) + held_rows) * (BYTES // 4)
+        place = expert * expert_stride + held_rows * row_stride
+        scales_at, up_scales_at = scales + place, scales + place + N * row_stride
+        offsets_at, up_offsets_at = offsets + place, offsets + place + N * row_stride
+        sums = tl.zeros((ROWS, TOKENS), tl.float32)
+        sums_up = tl.zeros((ROWS, TOKENS), tl.float32)
+        totals = tl.zeros((ROWS, TOKENS), tl.float32)
+        for start in tl.range(0, BYTES, COLUMNS, num_stages=STAGES):
+            words = start // 4 + tl.arange(0, COLUMNS // 4)
+            held = words_at(rows_at, words, words < BYTES // 4, EVEN)
+            held_up = held
+            if GATED:
+                held_up = words_at(rows_at + N * (BYTES // 4), words, words < BYTES // 4, EVEN)
+            at, inside = columns_of(start, K, BITS, COLUMNS)
+            taken = tl.load(x_at + at[None, :], mask=present[:, None] & inside[None, :], other=0.0)
+            sums, sums_up, totals = add_step(
+                sums, sums_up, totals, held, held_up, taken, scales_at, up_scales_at, offsets_at, up_offsets_at, start,
+                group_stride, K, GROUP, BITS, FP8, OFFSETS, GATED,
+            )  # fmt: skip
+        sums = finish_sums(sums, totals, scales_at, offsets_at, K, GROUP, BITS, OFFSETS)
+        if GATED:
+            sums_up = finish_sums(sums_up, totals, up_scales_at, up_offsets_at, K, GROUP, BITS, OFFSETS)
+        finish_tile(sums, sums_up, bias, weights, out, expert, pair, present, rows, N, GATED, ACTIVATION, BIAS)
 
 
 def prepared_experts(experts: Experts, dtype: torch.dtype) -> Experts:

@@ -9,8 +9,7 @@ from rich.console import Console
 
 from router.text.answer_syntax.formats import choose_calls
 from tandem.cli.start import serving
-from tandem.cli.start.serving import _with_model
-from tandem.cli.start.start_view import StartView
+from tandem.cli.start.serving import StartView, _with_model
 from tandem.cluster.config import ClusterConfig
 from tandem.protocol.errors import InvalidArgument, ModelError
 from tests.factories import write_tiny_model

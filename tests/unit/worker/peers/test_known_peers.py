@@ -4,7 +4,7 @@ import pytest
 
 from kv_transfer.nixl_backend import processes
 from tandem.protocol.messages import PeerDescription, PeerRef
-from tandem.worker.peers.known_peers import RUNS_KEPT, SameHostPeers
+from tandem.worker.peers.peers import RUNS_KEPT, SameHostPeers
 
 FIRST = PeerRef("prefill-0", 1)
 

@@ -6,7 +6,7 @@ from typing import Any
 import grpc
 import pytest
 
-from router.api.grpc.conversation import conversation
+from router.api.grpc.calls import conversation
 from router.api.openai.requests import parse_chat
 from router.text.tokenizer import Tokenizer
 from tandem.net.rpc import ERROR_CODE
