@@ -2,7 +2,7 @@
 
 The path of a request, by its queues (`decode_worker/request.py`):
   1. `reserve`  promises pages for prompt and expected answer (`page_budget.py`), less those of the prompt that are
-                cached here; `allot` turns the prompt's share into pages that one prefill worker may write
+                cached here; `allocate_pages` turns the prompt's share into pages that one prefill worker may write
   2. `notice`   the KV has arrived: the pages change owner, the notice is checked, and in the background the bytes
                 (`kv_arrival.py`)
   3.            all is right: the request is ready (`requests.py`)
@@ -59,8 +59,8 @@ class DecodeAdmission:
         expect: Callable[[int], None],
         emit: Callable[[RoutedEvent], None],
         wake: Callable[[], None],
-        listened_s: Callable[[], float],
-        is_near: Callable[[PeerRef], bool],
+        transport_poll_s: Callable[[], float],
+        same_host: Callable[[PeerRef], bool],
         lives: ProcessAlive = process_unknown,
         checks: PageChecks | None = None,
     ) -> None:
@@ -76,8 +76,8 @@ class DecodeAdmission:
                 is the true one.
             emit: Receives the events for the routers.
             wake: Called when work is ready.
-            listened_s: The transport's clock (`Receiver.listened_s`).
-            is_near: True if the prefill worker is known to be on this host.
+            transport_poll_s: The transport's clock (`Receiver.transport_poll_s`).
+            same_host: True if the prefill worker is known to be on this host.
             lives: Whether the process of a prefill worker is alive (`kv_transfer.fence.ProcessAlive`).
             checks: Compares the bytes that arrived with those sent; None = not compared.
         """
@@ -89,8 +89,8 @@ class DecodeAdmission:
         self._wake = wake
         fence = Fence(
             config.write_window_s,
-            lambda peer: config.quarantine_s if is_near(peer) else config.quarantine_far_s,
-            listened_s,
+            lambda peer: config.quarantine_s if same_host(peer) else config.quarantine_far_s,
+            transport_poll_s,
             lives,
         )
         self._leases: LeaseTable = LeaseTable(clock, config.lease_s, fence)
@@ -171,7 +171,7 @@ class DecodeAdmission:
 
     # ---- prefill workers ----
 
-    def allot(self, lease: Lease, pages: int, prefill: PeerRef) -> Sequence[int]:
+    def allocate_pages(self, lease: Lease, pages: int, prefill: PeerRef) -> Sequence[int]:
         """Return the pages of the lease that `prefill` may begin to write within `write_window_s`.
 
         A repeated call returns the same pages and restarts the window. They are the last of the `pages` that the prompt
@@ -179,20 +179,23 @@ class DecodeAdmission:
         belongs to another worker, InvalidArgument if the count is not the prompt's.
         """
         with self.lock:
-            return self._leased.allot(lease, pages, prefill)
+            return self._leased.allocate_pages(lease, pages, prefill)
 
-    def held(self, lease: Lease) -> int:
-        """Return the number of first pages of a local prompt that are read from the cache; StaleEpoch as `allot`."""
+    def cached_pages(self, lease: Lease) -> int:
+        """Return the number of first pages of a local prompt that are read from the cache.
+
+        StaleEpoch as `allocate_pages`.
+        """
         with self.lock:
-            return self._leased.held(lease)
+            return self._leased.cached_pages(lease)
 
-    def take(self, lease: Lease, pages: int, position: int, prefill: PeerRef) -> Sequence[int]:
+    def allocate_chunk_pages(self, lease: Lease, pages: int, position: int, prefill: PeerRef) -> Sequence[int]:
         """Return at most `pages` more pages of the lease of a local prompt, which sees no position before a window.
 
         The next token to be computed is at `position`. StaleEpoch if the lease has ended.
         """
         with self.lock:
-            return self._leased.take(lease, pages, position, prefill)
+            return self._leased.allocate_chunk_pages(lease, pages, position, prefill)
 
     def prolong(self, leases: Iterable[Lease], prefill: PeerRef) -> tuple[Lease, ...]:
         """`prefill` may begin to write under these for `write_window_s` from now on, but for those returned."""
@@ -205,7 +208,7 @@ class DecodeAdmission:
         """
         with self.lock:
             for change in self._leases.release(lease, prefill, in_doubt=in_doubt):
-                self._leased.follow(change, None)
+                self._leased.apply(change, None)
         self._changed()
 
     def delivered(self, leases: Iterable[Lease], prefill: PeerRef) -> None:
@@ -214,7 +217,7 @@ class DecodeAdmission:
             lost = self._leases.delivered(leases, prefill)
             for change in lost:
                 log.warning("the notice of %s from %s was lost", change.lease, prefill.worker_id)
-            self._leased.follow_all(lost, TransferFailed("the notice of the transfer was lost; prefill again"))
+            self._leased.apply_all(lost, TransferFailed("the notice of the transfer was lost; prefill again"))
         if lost:
             self._changed()
 
@@ -227,11 +230,11 @@ class DecodeAdmission:
         seen = EdgeStamp.now(Edge.NOTICE_SEEN)
         with self.lock:
             try:
-                change = self._leases.settle(notice.lease, notice.prefill)
+                change = self._leases.complete(notice.lease, notice.prefill)
             except StaleEpoch as error:
                 log.info("a notice was dropped: %s", error.message)
                 return
-            arrived = self._leased.settle(change)
+            arrived = self._leased.complete(change)
             if arrived is not None:
                 arrived.edges.append(seen)
                 self._arrivals.handle(arrived, notice, pages, self._clock())
@@ -242,7 +245,7 @@ class DecodeAdmission:
         """Handle the believed death of `peer`: its leases end, their pages are quarantined, their requests fail."""
         with self.lock:
             reason = TransferFailed(f"prefill worker {peer.worker_id} is gone; prefill again elsewhere")
-            self._leased.follow_all(self._leases.peer_gone(peer), reason)
+            self._leased.apply_all(self._leases.peer_gone(peer), reason)
         self._changed()
 
     def peer_back(self, peer: PeerRef) -> None:
@@ -258,7 +261,7 @@ class DecodeAdmission:
             reason = TransferFailed("the lease had no heartbeat and expired; prefill again")
             changes = self._leases.expire()
             self.expired_leases += sum(change.action is not PageAction.FREE for change in changes)
-            self._leased.follow_all(changes, reason)
+            self._leased.apply_all(changes, reason)
             late = self.requests.end_late_checks(self._clock())
         if changes or late:
             self._changed()
@@ -272,7 +275,7 @@ class DecodeAdmission:
 
     @property
     def write_window_s(self) -> float:
-        """For how long `allot` permits to write, in seconds."""
+        """For how long `allocate_pages` permits to write, in seconds."""
         return self._config.write_window_s
 
     @property

@@ -46,13 +46,13 @@ class LeasedRequests:
         It fails as `PageBudget.promise` and `LeaseTable.grant` do, and has taken nothing then.
         """
         local, tokens = reservation.prefill == self._me, len(reservation.prompt_token_ids)
-        pages, claimed = self._budget.promise(reservation, prefix, local=local)
+        pages, claimed = self._budget.reserve(reservation, prefix, local=local)
         held = prefix.held
         try:
             lease = self._table.grant(reservation.ref, reservation.prefill)
         except TandemError:
-            self._cache.let_go(prefix)
-            self._budget.withdraw(pages, claimed)
+            self._cache.release(prefix)
+            self._budget.cancel_reservation(pages, claimed)
             raise
         token_hash = hash_token_ids(reservation.prompt_token_ids)
         if local:
@@ -74,13 +74,13 @@ class LeasedRequests:
             held=lease_pages + held,
             adapter=adapter,
         )
-        self._budget.await_prompt(request)
+        self._budget.add_lease(request)
         self._by_epoch[lease.epoch] = request
         self._requests.add(request)
         return request
 
-    def allot(self, lease: Lease, pages: int, prefill: PeerRef) -> Sequence[int]:
-        """See `DecodeAdmission.allot`."""
+    def allocate_pages(self, lease: Lease, pages: int, prefill: PeerRef) -> Sequence[int]:
+        """See `DecodeAdmission.allocate_pages`."""
         given = self._table.permit(lease, prefill)
         if given is not None:
             return given
@@ -90,14 +90,14 @@ class LeasedRequests:
         # A local prompt takes those of groups with a window chunk by chunk.
         here = self._kv.full_groups * (pages - request.skipped)
         count = here if prefill == self._me else request.lease_pages
-        return self._advertise(request, self._budget.spend_on_prompt(request, count))
+        return self._advertise(request, self._budget.spend_on_lease(request, count))
 
-    def held(self, lease: Lease) -> int:
+    def cached_pages(self, lease: Lease) -> int:
         """See `DecodeAdmission.held`."""
         self._table.permit(lease, self._me)
         return self._by_epoch[lease.epoch].skipped
 
-    def take(self, lease: Lease, pages: int, position: int, prefill: PeerRef) -> Sequence[int]:
+    def allocate_chunk_pages(self, lease: Lease, pages: int, position: int, prefill: PeerRef) -> Sequence[int]:
         """See `DecodeAdmission.take`."""
         self._table.permit(lease, prefill)
         request = self._by_epoch[lease.epoch]
@@ -112,29 +112,29 @@ class LeasedRequests:
         request.pages += pages
         return tuple(pages)
 
-    def settle(self, change: LeaseChange) -> DecodeRequest | None:
+    def complete(self, change: LeaseChange) -> DecodeRequest | None:
         """Whose KV has arrived, by what the table says of a notice; it is leased no more.
 
         None if it was over before, and its pages only waited for the end of the writes.
         """
         if change.action is PageAction.ADMIT:
             return self._by_epoch.pop(change.lease.epoch)
-        self.follow(change, None)
+        self.apply(change, None)
         return None
 
     def revoke(self, request: DecodeRequest) -> None:
         """End a request whose KV has not come; no event is sent."""
-        self.follow(self._table.revoke(request.lease), None)
+        self.apply(self._table.revoke(request.lease), None)
 
-    def follow_all(self, changes: Iterable[LeaseChange], failure: TandemError) -> None:
+    def apply_all(self, changes: Iterable[LeaseChange], failure: TandemError) -> None:
         """Apply all changes; an exception in one is logged, as the table has dropped the other leases already."""
         for change in changes:
             try:
-                self.follow(change, failure)
+                self.apply(change, failure)
             except Exception:
                 log.exception("the end of %s was not followed", change.lease)
 
-    def follow(self, change: LeaseChange, failure: TandemError | None) -> None:
+    def apply(self, change: LeaseChange, failure: TandemError | None) -> None:
         """Apply a change of the lease table to the pages; a request that still has the lease ends with `failure`."""
         request = self._by_epoch.pop(change.lease.epoch, None)
         if change.action is PageAction.QUARANTINE:

@@ -30,7 +30,7 @@ RETURN_S = 1.0
 """Seconds for which pages are reserved for a preempted request: enough to return if no other worker has pages."""
 
 
-class PageClaims:
+class PageReservations:
     """The claims of all requests, and the promise that backs them. Guarded by the admission's lock."""
 
     def __init__(self, cache: PrefixCache) -> None:
@@ -40,9 +40,9 @@ class PageClaims:
         self._limit: int | None = None
         self.committed = 0
         """Pages that the requests hold or have claimed."""
-        self._claimed = 0
+        self._reserved = 0
         """Claimed pages: those that the requests may still take from the pool."""
-        self._promised = 0
+        self._backed = 0
         """The part of them that the pool has promised: all, or fewer where answers have outgrown forecasts."""
         self._lease_pages = 0
         """The part of the promised pages that is for leases: for prompts in transfer."""
@@ -61,7 +61,7 @@ class PageClaims:
         """The pages that the requests may hold in addition, if the pool has them."""
         return max(0, (self._pool.total if self._limit is None else self._limit) - self._held)
 
-    def enter(
+    def reserve(
         self,
         prefix: Prefix,
         pages: int,
@@ -76,16 +76,16 @@ class PageClaims:
         `reserved_for_preempted` pages must be left. ResourceExhausted changes nothing. `await_prompt` follows.
         """
         self._balance()
-        short = self._promised < self._claimed
+        short = self._backed < self._reserved
         if short or (self._limit is not None and self.committed + pages + reserved_for_preempted > self._limit):
             raise ResourceExhausted("answers have outgrown their forecasts; come back later")
         claimed = self._cache.promise(prefix, pages, prompt_tokens, aside=reserved_for_preempted, position=position)
         self.committed += pages
-        self._claimed += claimed
-        self._promised += claimed
+        self._reserved += claimed
+        self._backed += claimed
         return claimed
 
-    def await_prompt(self, lease_pages: int, held: int) -> None:
+    def add_lease(self, lease_pages: int, held: int) -> None:
         """Keep so many of the promised pages for a lease; with them the request holds `held` pages."""
         self._lease_pages += lease_pages
         self._held += held
@@ -96,24 +96,24 @@ class PageClaims:
         Other prompts' pages are backed in any case; the claim of this one may exceed what it was promised at first.
         """
         self._balance()
-        return max(0, min(most, request.lease_pages, self._promised - self._lease_pages + request.lease_pages))
+        return max(0, min(most, request.lease_pages, self._backed - self._lease_pages + request.lease_pages))
 
-    def spend_on_prompt(self, request: DecodeRequest, pages: int) -> int:
+    def spend_on_lease(self, request: DecodeRequest, pages: int) -> int:
         """Move so many promised pages to the lease; returns their number."""
-        request.claimed -= pages
+        request.reserved_pages -= pages
         request.lease_pages -= pages
-        self._claimed -= pages
-        self._promised -= pages
+        self._reserved -= pages
+        self._backed -= pages
         self._lease_pages -= pages
         return pages
 
-    def give_up(self, request: DecodeRequest, pages: int, *, for_prompt: bool = False) -> None:
+    def reserve_again(self, request: DecodeRequest, pages: int, *, for_prompt: bool = False) -> None:
         """Claim as many pages anew as a request with windows has given up: it will take others for later positions.
 
         `for_prompt` keeps them for its lease.
         """
-        request.claimed += pages
-        self._claimed += pages
+        request.reserved_pages += pages
+        self._reserved += pages
         if for_prompt:
             request.lease_pages += pages
             self._lease_pages += pages
@@ -121,24 +121,24 @@ class PageClaims:
             request.held -= pages
             self._held -= pages
 
-    def settle(self, request: DecodeRequest, committed: int) -> None:
+    def complete_transfer(self, request: DecodeRequest, committed: int) -> None:
         """Commit a request whose KV is here to `committed` pages from now on, if that is less, or to those it holds."""
         left, request.lease_pages = request.lease_pages, 0
         self._lease_pages -= left
         self._held -= left
         request.held -= left
-        spare = min(request.claimed, max(0, request.committed - committed))
+        spare = min(request.reserved_pages, max(0, request.committed - committed))
         request.committed -= spare
-        request.claimed -= spare
-        self.give_back(spare, spare, 0, 0)
+        request.reserved_pages -= spare
+        self.subtract(spare, spare, 0, 0)
 
     def extend(self, request: DecodeRequest, pages: int) -> None:
         """Claim `pages` pages in all for a request that outgrew its forecast, whether there are any or not."""
         more = pages - request.committed
         request.committed += more
-        request.claimed += more
+        request.reserved_pages += more
         self.committed += more
-        self._claimed += more
+        self._reserved += more
 
     def grow(self, request: DecodeRequest, *, beyond_limit: bool = False) -> bool:
         """Take one more page of each group for a request with a claim; False if there are none."""
@@ -146,8 +146,8 @@ class PageClaims:
         if self._limit is not None and self._held + self._groups > self._limit:
             if not beyond_limit:
                 return False
-            self._promised += self._pool.promise_up_to(self._groups)
-        if self._promised - self._groups < self._lease_pages:
+            self._backed += self._pool.promise_up_to(self._groups)
+        if self._backed - self._groups < self._lease_pages:
             return False
         self._count_growth(request, self._pool.allocate(request.reservation.ref, self._groups, from_promise=True))
         return True
@@ -159,43 +159,43 @@ class PageClaims:
         pages = len(requests) * groups
         if self._limit is not None and self._held + pages > self._limit:
             return False
-        if self._promised - pages < self._lease_pages:
+        if self._backed - pages < self._lease_pages:
             return False
         taken = self._pool.allocate_each([request.reservation.ref for request in requests for _ in range(groups)])
         for index, request in enumerate(requests):
             self._count_growth(request, taken[index * groups : (index + 1) * groups])
         return True
 
-    def leave(self, request: DecodeRequest) -> None:
+    def remove(self, request: DecodeRequest) -> None:
         """Drop the claim of a request that is over; its pages belong to others already."""
-        self.give_back(request.committed, request.claimed, request.held, request.lease_pages)
+        self.subtract(request.committed, request.reserved_pages, request.held, request.lease_pages)
 
     def _count_growth(self, request: DecodeRequest, pages: Sequence[int]) -> None:
         request.pages += pages
-        request.claimed -= len(pages)
+        request.reserved_pages -= len(pages)
         request.held += len(pages)
-        self._claimed -= len(pages)
-        self._promised -= len(pages)
+        self._reserved -= len(pages)
+        self._backed -= len(pages)
         self._held += len(pages)
 
-    def give_back(self, committed: int, claimed: int, held: int, lease_pages: int) -> None:
+    def subtract(self, committed: int, claimed: int, held: int, lease_pages: int) -> None:
         """Subtract what is over from each count."""
         self.committed -= committed
-        self._claimed -= claimed
+        self._reserved -= claimed
         self._held -= held
         self._lease_pages -= lease_pages
         self._balance()
 
     def _balance(self) -> None:
         """Have the pool promise as much of the claims as it can, and no more."""
-        missing = self._claimed - self._promised
+        missing = self._reserved - self._backed
         if missing < 0:
             self._pool.unpromise(-missing)
-            self._promised = self._claimed
+            self._backed = self._reserved
         elif missing > 0:
             if self._limit is not None:
-                missing = min(missing, self._limit - self._held + self._lease_pages - self._promised)
-            self._promised += self._pool.promise_up_to(max(0, missing))
+                missing = min(missing, self._limit - self._held + self._lease_pages - self._backed)
+            self._backed += self._pool.promise_up_to(max(0, missing))
 
 
 class PageBudget:
@@ -225,7 +225,7 @@ class PageBudget:
         self._model = model
         self._clock = clock
         self._limit = cache.pool.total
-        self._claims = PageClaims(cache)
+        self._reservations = PageReservations(cache)
         self._lengths = AnswerLengths()
         self._preempted: dict[tuple[str, str], tuple[int, float]] = {}
         """Preempted requests, by router and id: the pages reserved for each, and until when."""
@@ -239,12 +239,12 @@ class PageBudget:
     @property
     def committed(self) -> int:
         """Pages of all requests that are not over, promised and held."""
-        return self._claims.committed
+        return self._reservations.committed
 
     @property
     def left(self) -> int:
         """The pages that the requests may hold in addition, if the pool has them."""
-        return self._claims.left
+        return self._reservations.left
 
     def expected_pages(self, reservation: Reservation, tokens: int, *, decoding: bool = True) -> int:
         """Pages that prompt and answer are expected to need, once the answer has so many tokens.
@@ -253,7 +253,7 @@ class PageBudget:
         """
         return self._kv.held(self._stored(reservation, self._expected(reservation, tokens)), decoding=decoding)
 
-    def promise(self, reservation: Reservation, prefix: Prefix, *, local: bool) -> tuple[int, int]:
+    def reserve(self, reservation: Reservation, prefix: Prefix, *, local: bool) -> tuple[int, int]:
         """Promise the expected pages, less those of the prefix that are cached, which are read from now on.
 
         A `local` prompt is computed in these pages.
@@ -278,41 +278,43 @@ class PageBudget:
         position = None if local else prompt_tokens
         reserved_for_preempted = self._reserved_for_preempted(reservation, self._limit - pages)
         try:
-            claimed = self._claims.enter(prefix, pages, prompt_tokens, reserved_for_preempted, position=position)
+            reserved = self._reservations.reserve(
+                prefix, pages, prompt_tokens, reserved_for_preempted, position=position
+            )
         except ResourceExhausted:
             message = f"worker {self._worker_id} has no KV pages left to promise; come back later"
             raise self._come_back(message) from None
         self._preempted.pop((reservation.router_id, reservation.ref.request_id), None)
-        return pages, claimed
+        return pages, reserved
 
-    def withdraw(self, pages: int, claimed: int) -> None:
+    def cancel_reservation(self, pages: int, claimed: int) -> None:
         """Give back what `promise` gave for a reservation that becomes no request."""
-        self._claims.give_back(pages, claimed, 0, 0)
+        self._reservations.subtract(pages, claimed, 0, 0)
 
-    def await_prompt(self, request: DecodeRequest) -> None:
+    def add_lease(self, request: DecodeRequest) -> None:
         """Keep the promised pages for a new request's lease."""
-        self._claims.await_prompt(request.lease_pages, request.held)
+        self._reservations.add_lease(request.lease_pages, request.held)
 
-    def spend_on_prompt(self, request: DecodeRequest, pages: int) -> int:
+    def spend_on_lease(self, request: DecodeRequest, pages: int) -> int:
         """Spend promised pages on the request's lease; returns their number."""
-        return self._claims.spend_on_prompt(request, pages)
+        return self._reservations.spend_on_lease(request, pages)
 
     def spend_on_chunk(self, request: DecodeRequest, most: int) -> int:
         """Spend promised pages on the lease of a local prompt; returns how many there are, at most `most`."""
-        return self._claims.spend_on_prompt(request, self._claims.for_chunk(request, most))
+        return self._reservations.spend_on_lease(request, self._reservations.for_chunk(request, most))
 
     def retire_read(self, request: DecodeRequest, position: int) -> None:
         """Release what a local prompt has read and sees no more; it may take as many other pages."""
         retired = self._cache.retire_read(request.prefix, position)
-        self._claims.give_up(request, retired, for_prompt=True)
+        self._reservations.reserve_again(request, retired, for_prompt=True)
 
-    def settle(self, request: DecodeRequest) -> None:
+    def complete_transfer(self, request: DecodeRequest) -> None:
         """Keep what a request whose KV is here needs from now on: fewer pages if the prompt was computed in them."""
         if not self._kv.windowed:
             return
         self._retire(request, len(request.reservation.prompt_token_ids))
         pages = self.expected_pages(request.reservation, request.reservation.answered)
-        self._claims.settle(request, pages)
+        self._reservations.complete_transfer(request, pages)
 
     def grow(self, request: DecodeRequest, *, beyond_limit: bool = False) -> bool:
         """Take one more page of each group for a running request, and give up those that it sees no more.
@@ -320,23 +322,25 @@ class PageBudget:
         False if there are none, or none within the limit.
         """
         self._retire_unseen(request)
-        if request.claimed < self._kv.groups:
+        if request.reserved_pages < self._kv.groups:
             pages = self.expected_pages(request.reservation, len(request.token_ids) + request.in_flight)
-            self._claims.extend(request, max(pages, request.held + self._kv.groups))
-        return self._claims.grow(request, beyond_limit=beyond_limit)
+            self._reservations.extend(request, max(pages, request.held + self._kv.groups))
+        return self._reservations.grow(request, beyond_limit=beyond_limit)
 
     def grow_all(self, requests: Sequence[DecodeRequest]) -> bool:
         """`grow` for each request; False, and no page is taken, if any of them has no claim or no page."""
         for request in requests:
             self._retire_unseen(request)
-        return all(request.claimed >= self._kv.groups for request in requests) and self._claims.grow_all(requests)
+        return all(request.reserved_pages >= self._kv.groups for request in requests) and self._reservations.grow_all(
+            requests
+        )
 
-    def give_back(self, request: DecodeRequest) -> None:
+    def release(self, request: DecodeRequest) -> None:
         """Drop the claim of a request that is over and whose pages belong to others. The caller frees what it reads."""
-        self._claims.leave(request)
+        self._reservations.remove(request)
 
     def expect_return(self, request: DecodeRequest) -> None:
-        """Reserve pages for a preempted request, for a while. It must be called before `give_back`."""
+        """Reserve pages for a preempted request, for a while. It must be called before `release`."""
         self._preempted[request.key] = request.committed, self._clock() + RETURN_S
 
     def learn(self, request: DecodeRequest) -> None:
@@ -357,11 +361,11 @@ class PageBudget:
         Existing promises stay.
         """
         self._limit = self._pool.total if max_pages is None else max_pages
-        self._claims.limit(max_pages)
+        self._reservations.limit(max_pages)
 
     def update_lost(self) -> None:
         """Count the pages in quarantine."""
-        self._lost.look(self._pool.counts().quarantined, self._limit, self._why)
+        self._lost.update(self._pool.counts().quarantined, self._limit, self._why)
 
     def _retire_unseen(self, request: DecodeRequest) -> None:
         """Give up the pages of a request that no step in flight or to come reads."""
@@ -370,7 +374,7 @@ class PageBudget:
 
     def _retire(self, request: DecodeRequest, position: int) -> None:
         retired = self._cache.retire(request.reservation.ref, request.prefix, request.pages, position)
-        self._claims.give_up(request, retired)
+        self._reservations.reserve_again(request, retired)
 
     def _why(self) -> str:
         writers = ", ".join(self._leases.silent_writers()) or "prefill workers"

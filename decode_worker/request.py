@@ -46,7 +46,7 @@ class DecodeRequest:
     """The number of pages that the prompt fills in a group without a window."""
     committed: int
     """Pages that prompt and answer are expected to fill, counted against the worker's limit until it is over."""
-    claimed: int
+    reserved_pages: int
     """The part of them that it may still take from the pool (`page_budget.py`)."""
     token_hash: bytes
     """The hash of the prefilled tokens: made when there is time, compared when there is none."""

@@ -79,7 +79,7 @@ class DecodeRequests:
     def admit(self, request: DecodeRequest, notice: TransferNotice) -> None:
         """Make a request ready, as its KV is right; others may read its prompt's full pages."""
         self._cache.publish(request.reservation.ref, request.prefix, request.pages)
-        self._budget.settle(request)
+        self._budget.complete_transfer(request)
         answer = request.reservation.answer
         request.answer = [*answer, notice.first_token_id]
         request.first_draw = notice.next_draw - len(answer)
@@ -181,9 +181,9 @@ class DecodeRequests:
 
         Its own pages, if any, have another owner by now. Its router is told of a failure.
         """
-        self._cache.let_go(request.prefix)
-        self._budget.give_back(request)
-        request.claimed, request.pages, request.stage = 0, [], Stage.OVER
+        self._cache.release(request.prefix)
+        self._budget.release(request)
+        request.reserved_pages, request.pages, request.stage = 0, [], Stage.OVER
         self._dropped.discard(request)
         if self._by_key.get(request.key) is request:
             del self._by_key[request.key]

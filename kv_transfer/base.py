@@ -102,7 +102,7 @@ class Receiver(ABC):
         """
 
     @abstractmethod
-    def listened_s(self) -> float:
+    def transport_poll_s(self) -> float:
         """Returns for how long this end has polled for incoming data, in seconds.
 
         It grows as monotonic time does, except while nothing polls: data sent by a process that has died stays in this

@@ -37,9 +37,9 @@ class Fence:
     """The time for which a permission lets the writer begin writes, in seconds."""
     grace_s: Callable[[PeerRef], float]
     """The time within which what it has begun lands, in seconds."""
-    listened_s: Callable[[], float]
-    """The clock of the grace period (`Receiver.listened_s`)."""
-    lives: ProcessAlive = process_unknown
+    transport_poll_s: Callable[[], float]
+    """The clock of the grace period (`Receiver.transport_poll_s`)."""
+    process_alive: ProcessAlive = process_unknown
 
 
 class Exposure:
@@ -50,7 +50,7 @@ class Exposure:
         self._permitted_at = -math.inf
         self._grace_s: float | None = None
         self._safe_at: float | None = None
-        self._begins_no_more = False
+        self._writer_stopped = False
 
     def permit(self, now: float) -> None:
         """Permits the writer to begin writes for `window_s` from now on."""
@@ -61,10 +61,10 @@ class Exposure:
         if self._grace_s is None:
             self._grace_s = self._fence.grace_s(self._writer)
 
-    def begins_no_more(self) -> None:
+    def writer_stopped(self) -> None:
         """Records the writer's statement that it begins nothing more; what it had begun may still land."""
         self.believe_dead()
-        self._begins_no_more = True
+        self._writer_stopped = True
 
     def is_safe(self, now: float, lives: ProcessAlive) -> bool:
         """Returns True if nothing of a writer that is dead or begins no more can land.
@@ -73,13 +73,13 @@ class Exposure:
         """
         if self._grace_s is None:
             return False
-        if not self._begins_no_more and self._may_begin(now, lives(self._writer)):
+        if not self._writer_stopped and self._may_begin(now, lives(self._writer)):
             self._safe_at = None
             return False
-        listened_s = self._fence.listened_s()
+        transport_poll_s = self._fence.transport_poll_s()
         if self._safe_at is None:
-            self._safe_at = listened_s + self._grace_s
-        return listened_s >= self._safe_at
+            self._safe_at = transport_poll_s + self._grace_s
+        return transport_poll_s >= self._safe_at
 
     def _may_begin(self, now: float, alive: bool | None) -> bool:
         return bool(alive) or (alive is None and now < self._permitted_at + self._fence.window_s)

@@ -19,9 +19,9 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from kv_transfer.base import NoticeHandler, PageWrite, Transport, WriteDone
-from kv_transfer.behind import hold
 from kv_transfer.in_memory_flight import Flight
 from kv_transfer.layout import KVLayout
+from kv_transfer.ordered_writes import hold
 from tandem.protocol.errors import FailedPrecondition, TransferFailed
 from tandem.protocol.messages import PeerDescription, PeerRef
 
@@ -278,7 +278,7 @@ class InMemoryTransport(Transport):
         """Records the number of leases for tests."""
         self.expected = leases
 
-    def listened_s(self) -> float:
+    def transport_poll_s(self) -> float:
         """Returns the fabric's time: this transport polls always."""
         return self._fabric.now()
 

@@ -1,6 +1,6 @@
 """The decode side's table of leases: the worker that may write each page, and the time when a page is safe again.
 
-    granted ──advertise──► advertised ──settle──► ended (admit the pages)
+    granted ──advertise──► advertised ──complete──► ended (admit the pages)
        │                       │ revoke, expire, peer_gone, release in doubt, delivered
        │ revoke, expire,       ▼
        │ release, peer_gone  quarantined ──release, late notice, or in doubt or writer dead for a while──► ended (free)
@@ -19,7 +19,7 @@ that has lost a notice was broken.
 The outcome when events cross; the first column came first:
 
     first            then              outcome
-    abort            allot request     StaleEpoch: nothing was advertised, the writer stops
+    abort            allocate_pages request     StaleEpoch: nothing was advertised, the writer stops
     abort            notice            the notice proves quiescence: fenced, pages freed, request not admitted
     abort            release           pages freed; in doubt: after the grace period
     abort            expiry            nothing: a quarantined lease has no deadline
@@ -34,13 +34,13 @@ The outcome when events cross; the first column came first:
     delivered        notice            as after a release in doubt: it was not lost after all, and comes too late
     release          abort, expiry     StaleEpoch, nothing
     expiry           renew             reported as unknown, the router makes its next attempt
-    expiry           allot, notice,    as after an abort
+    expiry           allocate_pages, notice,    as after an abort
                      release, death
     writer dies      notice            as after an abort: it had left before the death
     writer dies      release           pages freed at once; in doubt: after the grace period
     writer dies      abort             StaleEpoch: already quarantined, the clock continues
     writer dies      grant for it      Unavailable
-    writer dies      it lives: allot   StaleEpoch, and without permission it begins no write
+    writer dies      it lives: allocate_pages   StaleEpoch, and without permission it begins no write
     writer dies      it lives: write   lands in quarantine: pages are freed once they are safe
     writer dies      it is back        new leases may be granted to it; its old ones stay as they are
     next attempt     anything of the   as after an abort: the caller revokes the earlier lease before it grants another
@@ -57,9 +57,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 
-from kv_transfer.departed import Departed
 from kv_transfer.fence import Exposure, Fence
 from kv_transfer.lease_change import LeaseChange, PageAction
+from kv_transfer.removed_peers import RemovedPeers
 from tandem.protocol.errors import StaleEpoch, Unavailable
 from tandem.protocol.messages import Lease, PeerRef, RequestRef
 
@@ -92,7 +92,7 @@ class LeaseTable:
         self._clock = clock
         self._lock = threading.Lock()
         self._entries: dict[int, _Entry] = {}
-        self._gone = Departed()
+        self._gone = RemovedPeers()
         self._epoch = 0
         self._fenced = 0
 
@@ -158,7 +158,7 @@ class LeaseTable:
             entry.page_ids = tuple(page_ids)
             entry.exposure.permit(self._clock())
 
-    def settle(self, lease: Lease, prefill: PeerRef) -> LeaseChange:
+    def complete(self, lease: Lease, prefill: PeerRef) -> LeaseChange:
         """Settles a lease whose notice arrived: ADMIT, or FREE when it was revoked meanwhile (counted as fenced).
 
         StaleEpoch when it is over, not `prefill`'s, or never advertised pages.
@@ -176,7 +176,7 @@ class LeaseTable:
         """Ends a lease whose writer gives up and begins nothing more: FREE, or NONE when it never held pages.
 
         `in_doubt`: a write failed, and what it left behind may still land: QUARANTINE, unless that is so already; it
-        ends (see `expire`) after the grace period of a dead writer. StaleEpoch as in `settle`.
+        ends (see `expire`) after the grace period of a dead writer. StaleEpoch as in `complete`.
         """
         with self._lock:
             entry = self._entry(lease, prefill)
@@ -209,12 +209,12 @@ class LeaseTable:
         """
         with self._lock:
             self._gone.add(peer)
-            changes, lives = [], cache(self._fence.lives)
+            changes, process_alive = [], cache(self._fence.process_alive)
             for entry in [e for e in self._entries.values() if e.prefill in self._gone]:
                 if not entry.quarantined:
                     changes.append(self._revoke(entry))
                 entry.exposure.believe_dead()
-                entry.exposure.is_safe(self._clock(), lives)
+                entry.exposure.is_safe(self._clock(), process_alive)
             return tuple(changes)
 
     def peer_back(self, peer: PeerRef) -> None:
@@ -223,7 +223,7 @@ class LeaseTable:
         Its quarantines end as they would.
         """
         with self._lock:
-            self._gone.take_back(peer)
+            self._gone.restore(peer)
 
     def expire(self) -> tuple[LeaseChange, ...]:
         """Ends what is due now; call it often.
@@ -231,11 +231,11 @@ class LeaseTable:
         Leases without a heartbeat are revoked; quarantines after a writer's death or a release in doubt end once safe.
         """
         with self._lock:
-            now, lives = self._clock(), cache(self._fence.lives)
+            now, process_alive = self._clock(), cache(self._fence.process_alive)
             changes = []
             for entry in list(self._entries.values()):
                 if entry.quarantined:
-                    if entry.exposure.is_safe(now, lives):
+                    if entry.exposure.is_safe(now, process_alive):
                         changes.append(self._end(entry, PageAction.FREE))
                 elif now >= entry.expires_at:
                     changes.append(self._revoke(entry))
@@ -283,8 +283,8 @@ class LeaseTable:
 
     def _doubt(self, entry: _Entry) -> tuple[LeaseChange, ...]:
         """Quarantines a lease whose writer begins nothing more, but whose begun writes may still land."""
-        entry.exposure.begins_no_more()
-        entry.exposure.is_safe(self._clock(), self._fence.lives)  # the grace period starts now
+        entry.exposure.writer_stopped()
+        entry.exposure.is_safe(self._clock(), self._fence.process_alive)  # the grace period starts now
         return () if entry.quarantined else (self._revoke(entry),)
 
     def _revoke(self, entry: _Entry) -> LeaseChange:

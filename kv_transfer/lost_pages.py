@@ -25,7 +25,7 @@ class LostPages:
         It is announced to the whole cluster whenever it changes, so it contains no counts and does not flicker.
         """
 
-    def look(self, lost: int, pool: int, why: Callable[[], str]) -> None:
+    def update(self, lost: int, pool: int, why: Callable[[], str]) -> None:
         """Updates `not_ready` for `lost` pages of `pool`; `why` completes "too many of its 16 KV pages"."""
         allowed = self._share_max * pool * (READY_AGAIN if self.not_ready else 1.0)
         if lost <= allowed:

@@ -9,7 +9,7 @@ from tandem.protocol.messages import Destination, Lease, PeerRef, TransferNotice
 
 
 @dataclass(frozen=True, slots=True)
-class Allotment:
+class AllocatedPages:
     """Pages in the decode worker's pool that a prefill worker may write to.
 
     `write_for_s` is the length of the permission, in seconds from the request on.
@@ -26,7 +26,7 @@ class Renewal:
     `write_for_s` is the length of that permission, in seconds from the request on.
     """
 
-    over: frozenset[Lease]
+    ended: frozenset[Lease]
     write_for_s: float
 
 
@@ -42,7 +42,7 @@ class DecodePeers(ABC):
         """
 
     @abstractmethod
-    async def allot(self, destination: Destination, pages: int) -> Allotment:
+    async def allocate_pages(self, destination: Destination, pages: int) -> AllocatedPages:
         """Allots the pages that receive the last of the prompt's `pages`; the decode worker has the earlier ones.
 
         A repeated call gives the same pages for as long as the first one. StaleEpoch if the lease is over.
@@ -71,22 +71,25 @@ class DecodePeers(ABC):
 class LocalDecode(Protocol):
     """The decode half of this process. Every method returns at once and may be called from any thread.
 
-    The prompt's pages that `allot` leaves out are read by the decode half from the shared cache.
+    The prompt's pages that `allocate_pages` leaves out are read by the decode half from the shared cache.
     """
 
-    def allot(self, lease: Lease, pages: int, prefill: PeerRef) -> Sequence[int]:
+    def allocate_pages(self, lease: Lease, pages: int, prefill: PeerRef) -> Sequence[int]:
         """Allots the pages that receive the last of the prompt's `pages`; StaleEpoch if the lease is over."""
         ...
 
-    def take(self, lease: Lease, pages: int, position: int, prefill: PeerRef) -> Sequence[int]:
+    def allocate_chunk_pages(self, lease: Lease, pages: int, position: int, prefill: PeerRef) -> Sequence[int]:
         """Takes at most `pages` more pages, for groups with a window; no token from `position` on sees those behind it.
 
         Fewer if there are no more. StaleEpoch if the lease is over.
         """
         ...
 
-    def held(self, lease: Lease) -> int:
-        """Returns the number of the prompt's first pages that are read from the shared cache; StaleEpoch as `allot`."""
+    def cached_pages(self, lease: Lease) -> int:
+        """Returns the number of the prompt's first pages that are read from the shared cache.
+
+        StaleEpoch as `allocate_pages`.
+        """
         ...
 
     def release(self, lease: Lease, prefill: PeerRef) -> None:

@@ -1,18 +1,18 @@
 """The transfer of a prompt's KV to the decode worker: one coroutine per request, on the event loop.
 
 1. connect      while the request waits for its first chunk
-2. allot        the lease's promise becomes pages, as soon as the first chunk is computed or was cached; it says which
-                of the prompt's first pages the decode worker has and needs no more, and for how long the others may
-                be written (`write_window.py`); that time is renewed together with those of other prompts
+2. allocate     as soon as the first chunk is computed or was cached, the pages that the lease reserves are
+                allocated. The reply says which of the prompt's first pages the decode worker already has, and for how
+                long the others may be written (`write_window.py`); that time is renewed with those of other prompts
 3. write        the other full pages of finished chunks, while the next chunk computes; of groups with a window, only
                 those that the first decode step sees
 4. notice       with the last page, which the transport holds until all others have landed: token, draw, what was sent,
                 and checksums of some pages, which were begun as soon as those were final (`page_writes.py`). It goes
                 with a page because NIXL looks after writes to their end, and after a notice alone only until it is
                 handed on
-5. settle       whatever happened: the pages are free only when the engine has released them and every write has settled
-6. give back    an undelivered lease, until the decode worker has confirmed it, and say if a write failed: if none
-                did, its pages wait for nothing else
+5. release      whatever happened, the pages are free only when the engine has released them and every write has ended
+6. return       a lease without a delivered notice is returned until the decode worker confirms it, with whether a
+                write failed: if none did, its pages wait for nothing else
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ FIRST_RETRY_S, LAST_RETRY_S = 0.1, 5.0
 """The seconds between two attempts to give a lease back; the wait doubles."""
 
 
-class PrefillHalfView(Protocol):
+class PrefillSchedulerView(Protocol):
     """The part of the prefill half that a handoff uses."""
 
     def withdraw(self, request: PrefillRequest) -> None:
@@ -74,7 +74,7 @@ class Handoff:
         self,
         *,
         request: PrefillRequest,
-        half: PrefillHalfView,
+        half: PrefillSchedulerView,
         me: PeerRef,
         kv: KvPages,
         sender: Sender,

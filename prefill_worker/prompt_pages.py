@@ -67,10 +67,10 @@ class PromptPages:
             self._give_up(request, request.prompt_tokens)
             self._unpromise(request)
 
-    def give_back(self, request: PrefillRequest) -> None:
+    def release(self, request: PrefillRequest) -> None:
         """Nothing touches the pages any more."""
         if request.local:
-            self._cache.let_go(request.prefix)
+            self._cache.release(request.prefix)
         else:
             self._cache.leave(request.task.ref, request.prefix, request.pages)
             self._unpromise(request)
@@ -79,9 +79,9 @@ class PromptPages:
     def _take_local(self, request: PrefillRequest) -> None:
         destination, kv = request.task.destination, self._kv
         assert destination is not None
-        own = self._local.allot(destination.lease, request.pages_needed, self._me)
+        own = self._local.allocate_pages(destination.lease, request.pages_needed, self._me)
         full = kv.full_groups
-        known = request.pages_needed - len(own) // full if full else self._local.held(destination.lease)
+        known = request.pages_needed - len(own) // full if full else self._local.cached_pages(destination.lease)
         self._cache.join(request.prefix, known)
         entries = [FREED] * ((request.pages_needed - known) * kv.groups)
         for index, group in enumerate(group for group, window in enumerate(kv.windows) if window is None):
@@ -113,7 +113,7 @@ class PromptPages:
         for entry in self._kv.dead(read, request.computed):
             request.pages[entry] = FREED
         self._cache.retire_read(request.prefix, request.computed)
-        more = list(self._local.take(destination.lease, count, request.computed, self._me))
+        more = list(self._local.allocate_chunk_pages(destination.lease, count, request.computed, self._me))
         for entry in self._kv.dead(request.pages, request.computed)[: count - len(more)]:
             more.append(request.pages[entry])
             request.pages[entry] = FREED

@@ -123,7 +123,7 @@ class PendingTransfers:
             self._update()
 
     def _update(self) -> None:
-        self._lost.look(self.pages, self._pool_pages, self._why)
+        self._lost.update(self.pages, self._pool_pages, self._why)
 
     def _why(self) -> str:
         places = (request.task.destination for request in self._requests)

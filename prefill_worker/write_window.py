@@ -67,7 +67,7 @@ class WriteWindow:
         """
         if self._remote is None:
             asked_at = time.monotonic()
-            allotted = await self._peers.allot(self.destination, self._pages)
+            allotted = await self._peers.allocate_pages(self.destination, self._pages)
             self._remote = tuple(allotted.page_ids)
             self.extend(asked_at, allotted.write_for_s)
             self._renewals.watch(self)
@@ -205,7 +205,7 @@ class WindowRenewals:
         pair.tried_at = asked_at = time.monotonic()
         answer = await self._peers.renew(pair.peer, pair.address, [each.lease for each in windows], pair.period_s())
         for each in windows:
-            if each.lease in answer.over:
+            if each.lease in answer.ended:
                 each.over = True
             else:
                 each.extend(asked_at, answer.write_for_s)

@@ -4,7 +4,7 @@ import asyncio
 
 
 def jump(seconds: float) -> None:
-    """Moves the running event loop's clock forward, so that its timers fire `seconds` earlier."""
+    """PostedTransfers the running event loop's clock forward, so that its timers fire `seconds` earlier."""
     loop = asyncio.get_running_loop()
     clock = loop.time
     loop.time = lambda: clock() + seconds  # type: ignore[method-assign]

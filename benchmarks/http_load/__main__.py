@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from benchmarks.command_line import exit_on_error
 from benchmarks.results import run_facts, save_result
-from router.observability.verdict import Outcome
+from router.observability.request_outcome import Outcome
 from tandem.cli.bench.servers import list_models
 from tandem.cli.load.http_client import HttpShare, run_http_share
 from tandem.cli.load.record import RequestRecord

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from router.observability.verdict import Outcome
+from router.observability.request_outcome import Outcome
 from tandem.cli.load.report import LoadReport
 from tandem.cli.load.slo import SloCell
 from tandem.cli.load.synthetic import Lengths, Synthetic

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from benchmarks.planner.hours import Day, Tally
 from benchmarks.simulation.stage import make_cluster
-from router.observability.verdict import Outcome as Kind
-from router.observability.verdict import Verdict
+from router.observability.request_outcome import Outcome as Kind
+from router.observability.request_outcome import RequestOutcome
 from tandem.capacity.planner.decision import Decision, Direction, Limits, Split, State
 from tandem.capacity.planner.demand import Promise
 from tandem.capacity.planner.load_ratio import WorkerFacts
@@ -95,7 +95,7 @@ class Run:
     def _on_end(self, outcome: Outcome) -> None:
         self._end(outcome)
 
-    def _end(self, outcome: Outcome) -> Verdict:
+    def _end(self, outcome: Outcome) -> RequestOutcome:
         verdict = judge(outcome, self.day.slo, self.idle_step_s, outcome.token_s(NETWORK.event_s))
         self.tally.met[self.day.hour_of(outcome.asked.due_s)] += verdict.phase is None
         return verdict
@@ -115,7 +115,7 @@ class PlannedRun(Run):
     _offered: list[LoadRequest] = field(default_factory=list)
     _expected: float = 0.0
     _lengths: AnswerLengths = field(default_factory=AnswerLengths)
-    _verdicts: list[Verdict] = field(default_factory=list)
+    _verdicts: list[RequestOutcome] = field(default_factory=list)
 
     def go(self) -> Tally:
         """Runs the day with the planner."""
@@ -127,7 +127,7 @@ class PlannedRun(Run):
         self._expected += asked.new_tokens if self.limits_known else self._lengths.mean(SAME_LIMIT)
         Run._arrive(self, asked)
 
-    def _end(self, outcome: Outcome) -> Verdict:
+    def _end(self, outcome: Outcome) -> RequestOutcome:
         verdict = Run._end(self, outcome)
         if not outcome.error:
             self._lengths.learn(SAME_LIMIT, outcome.asked.new_tokens)

@@ -17,7 +17,7 @@ from benchmarks.load.token_source import TOKEN, TokenSource
 from router.api.listeners import SERVICE
 from router.config import RouterConfig
 from router.server import RouterServer
-from tandem.net.heap import settle_heap
+from tandem.net.heap import freeze_gc
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ def run_source(pipe: Connection, step_s: float) -> None:
 
     async def run() -> None:
         address = await TokenSource(step_s).start()
-        settle_heap()
+        freeze_gc()
         pipe.send(address)
         await asyncio.Event().wait()
 
@@ -67,7 +67,7 @@ def run_router(pipe: Connection, controller: str, model: Path, settings: Mapping
             async for health in health_pb2_grpc.HealthStub(channel).Watch(asked):
                 if health.status == health_pb2.HealthCheckResponse.SERVING:
                     break
-        settle_heap()  # as a router's process does
+        freeze_gc()  # as a router's process does
         before = _usage()
         pipe.send((listeners.grpc_address, listeners.http_address.removeprefix("http://")))
         while await asyncio.to_thread(pipe.recv) != "end":

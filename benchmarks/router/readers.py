@@ -13,7 +13,7 @@ from typing import Any
 import grpc.aio
 
 from benchmarks.load.token_source import age_of
-from tandem.net.heap import settle_heap
+from tandem.net.heap import freeze_gc
 from tandem.protocol.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 
 PROMPT = tuple(range(1000, 1020))
@@ -49,7 +49,7 @@ _CALLS_A_CONNECTION = 500
 
 def run_readers(pipe: Connection, kind: str, address: str, asked: Asked) -> None:
     """Runs the client process: sends the `Answers` once all have been read."""
-    settle_heap()
+    freeze_gc()
     read = {"grpc": _read_grpc, "http": _read_http}[kind]
     pipe.send(asyncio.run(read(address, asked)))
 

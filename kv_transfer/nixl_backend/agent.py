@@ -19,9 +19,9 @@ import numpy as np
 
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_backend.processes import lives, this_process
+from kv_transfer.nixl_backend.ucx_log import UCX_LOG
 from kv_transfer.nixl_backend.ucx_shared_memory import check_transports, listening, ucx_settings
-from kv_transfer.nixl_backend.wire import UCX_LOG
-from kv_transfer.nixl_backend.wires import host_id
+from kv_transfer.nixl_backend.ucx_transports import host_id
 from tandem.protocol.errors import FailedPrecondition
 from tandem.protocol.messages import PeerDescription, PeerRef
 

@@ -20,14 +20,14 @@ from functools import partial
 from google.protobuf.message import DecodeError
 
 from kv_transfer.base import NoticeHandler, PageWrite, Transport, WriteDone
-from kv_transfer.behind import hold
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_backend.agent import UCX, PoolAgent, agent_name
-from kv_transfer.nixl_backend.flight import Flight
 from kv_transfer.nixl_backend.peers import Links
-from kv_transfer.nixl_backend.wire import UCX_LOG
-from kv_transfer.nixl_backend.wires import Wires, host_id
+from kv_transfer.nixl_backend.pending_write import PendingWrite
+from kv_transfer.nixl_backend.ucx_log import UCX_LOG
+from kv_transfer.nixl_backend.ucx_transports import UcxTransports, host_id
 from kv_transfer.nixl_backend.writes import Writes
+from kv_transfer.ordered_writes import hold
 from kv_transfer.poll_backoff import wait_precisely
 from tandem.protocol.errors import FailedPrecondition, TandemError, TransferFailed
 from tandem.protocol.messages import PeerDescription, PeerRef, TransferNotice
@@ -88,7 +88,7 @@ class NixlTransport(Transport):
         self._expected = 0
         self._listening = Listening()
         self._attentive_until = 0.0
-        self._wires = Wires(UCX, agent_name(me), layout, host_id())
+        self._wires = UcxTransports(UCX, agent_name(me), layout, host_id())
         self._closing = self._left = False
         self._gate = threading.Lock()
         started: Future[PeerDescription] = Future()
@@ -131,7 +131,7 @@ class NixlTransport(Transport):
         # A running future cannot be cancelled: a posted write is always waited for.
         future.set_running_or_notify_cancel()
         now = time.monotonic()
-        flight = Flight(write, now, now + deadline_s, future)
+        flight = PendingWrite(write, now, now + deadline_s, future)
         if not self._command(partial(self._take, flight)):
             flight.fail(_CLOSED)
         return future
@@ -146,7 +146,7 @@ class NixlTransport(Transport):
             self._expected = leases
             self._command(lambda: None)
 
-    def listened_s(self) -> float:
+    def transport_poll_s(self) -> float:
         """Returns for how long the thread has polled, in seconds."""
         return self._listening.seconds
 
@@ -190,13 +190,13 @@ class NixlTransport(Transport):
 
     # ---- for its own thread ----
 
-    def _take(self, flight: Flight) -> None:
+    def _take(self, flight: PendingWrite) -> None:
         write = flight.write
         if write.notice is not None and not all(other.done() for other in write.behind):
             self._writes.announce(write.peer)
         hold(write.behind, partial(self._begin, flight))
 
-    def _begin(self, flight: Flight, why_not: str) -> None:
+    def _begin(self, flight: PendingWrite, why_not: str) -> None:
         """Begins a write after the writes that it depends on, unless it may not begin."""
         if why_not or self._left:
             flight.fail(why_not or _CLOSED)

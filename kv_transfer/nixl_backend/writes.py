@@ -12,9 +12,9 @@ from typing import Any
 
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_backend.agent import PoolAgent
-from kv_transfer.nixl_backend.flight import Flight
-from kv_transfer.nixl_backend.moves import Moves
 from kv_transfer.nixl_backend.peers import Link, Links
+from kv_transfer.nixl_backend.pending_write import PendingWrite
+from kv_transfer.nixl_backend.posted_transfers import PostedTransfers
 from tandem.protocol.conversion import decode_notice, encode_notice
 from tandem.protocol.errors import TransferFailed
 from tandem.protocol.messages import PeerDescription, PeerRef, TransferNotice
@@ -37,8 +37,8 @@ class Writes:
 
     def __init__(self, agent: PoolAgent, links: Links, layout: KVLayout, deliver: Deliver) -> None:
         self._links, self._layout, self._deliver = links, layout, deliver
-        self._moves = Moves(agent, links, layout.page_bytes)
-        self._flights: dict[Flight, Link] = {}
+        self._moves = PostedTransfers(agent, links, layout.page_bytes)
+        self._flights: dict[PendingWrite, Link] = {}
         self._due: dict[str, float] = {}
         """Agents whose notice is due, each with the time at which that ends (`time.monotonic`)."""
 
@@ -67,12 +67,12 @@ class Writes:
         """Peers of connections whose first transfer has succeeded; the reader removes them."""
         return self._moves.reached
 
-    def post(self, flight: Flight) -> None:
+    def post(self, flight: PendingWrite) -> None:
         """Begins a write, or fails it when it is late, impossible or its peer is out of reach: nothing moved then."""
         write, link = flight.write, self._links.find(flight.write.peer)
-        wrong = flight.wrong(link, self._layout.pages)
-        if wrong or link is None:
-            flight.fail(wrong)
+        invalid = flight.invalid_reason(link, self._layout.pages)
+        if invalid or link is None:
+            flight.fail(invalid)
             return
         notice = b"" if write.notice is None else encode_notice(write.notice)
         try:
@@ -81,7 +81,7 @@ class Writes:
                 self._moves.begin(link, write.local_pages, write.remote_pages, notice, partial(self._ended, flight))
             else:
                 self._links.notify(link, notice)
-                flight.land(0)
+                flight.complete(0)
         except TransferFailed as error:
             self._flights.pop(flight, None)
             flight.future.set_exception(error)
@@ -120,7 +120,7 @@ class Writes:
     def abandon(self, link: Link, why: str) -> None:
         """Fails every write to a peer that is assumed dead, each when it is quiescent, without notifying the peer."""
         for flight in [flight for flight, its_link in self._flights.items() if its_link is link]:
-            flight.doomed = why
+            flight.failure = why
 
     def abandon_all(self, why: str) -> None:
         """Fails every write, because the transport closes."""
@@ -129,9 +129,9 @@ class Writes:
             flight.fail(why)
         self._flights.clear()
 
-    def _ended(self, flight: Flight, whole: bool) -> None:
+    def _ended(self, flight: PendingWrite, whole: bool) -> None:
         del self._flights[flight]
         if whole:
-            flight.land(len(flight.write.local_pages) * self._layout.page_bytes)
+            flight.complete(len(flight.write.local_pages) * self._layout.page_bytes)
         else:
             flight.fail("the connection failed")

@@ -23,11 +23,11 @@ from router.front.link import FrontStream, RouterLink
 from router.front.relay import GrpcRelay, HttpRelay
 from tandem.logging.logs import LogConfig, LogFormat, begin_log
 from tandem.net.frames import FrameStream
-from tandem.net.heap import settle_heap
+from tandem.net.heap import freeze_gc
 from tandem.net.limits.listener_limits import ListenerLimits
 from tandem.net.security.api_keys import ApiKeys, KeySource
 from tandem.net.security.server_tls import TlsFiles
-from tandem.net.turns import take_short_turns
+from tandem.net.turns import set_switch_interval
 from tandem.protocol.errors import TandemError
 from tandem.protocol.generated.tandem.v1 import front_pb2
 
@@ -115,7 +115,7 @@ async def serve(router: socket.socket) -> None:
         log.error("%s", error)
         sys.exit(1)
     link.opened()
-    settle_heap()
+    freeze_gc()
     await listeners.leave(await leaving)
     await listeners.gone()
     stream.close()
@@ -133,7 +133,7 @@ def _set_once(future: asyncio.Future[float], seconds: float) -> None:
 
 def main() -> None:
     """Run a front process on the socket at standard input."""
-    take_short_turns()
+    set_switch_interval()
     asyncio.run(serve(socket.socket(fileno=sys.stdin.fileno())))
 
 

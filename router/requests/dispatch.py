@@ -18,7 +18,7 @@ from itertools import chain
 from router.access.client_call import served_call
 from router.config import RouterConfig
 from router.observability.prediction_quality import PredictionQuality
-from router.observability.verdict import JointVerdict
+from router.observability.request_outcome import JointOutcome
 from router.placement.policy import Placement, PlacementPolicy
 from router.placement.queue import QueuedRequest
 from router.placement.scheduler import RequestScheduler, record
@@ -79,7 +79,7 @@ class Dispatcher:
             prediction_quality=self.prediction_quality,
             metrics=self.metrics,
             pump=self._schedule_pump,
-            tell=self._tell,
+            tell=self._send_error,
             forget=self._forget,
         )
         self._slots = SlotShares(policy, self.pool.fleet, self._ends)
@@ -109,7 +109,7 @@ class Dispatcher:
             raise InvalidArgument("request_id", f"{first.request_id!r} is still running here; choose another id")
         if (closed := self._closed()) is not None:
             raise closed
-        joint = JointVerdict(sum(each.n for each in admitted))
+        joint = JointOutcome(sum(each.n for each in admitted))
         prompts = [self._live.make(each, joint) for each in admitted]
         requests = list(chain.from_iterable(prompts))
         for request in requests:
@@ -211,7 +211,7 @@ class Dispatcher:
                 goes_on = self._bind(request)
             except Exception as error:
                 # It is at the head of the queue: left there, it would block every request behind it.
-                self._ends.break_off(request, error)
+                self._ends.fail_internal(request, error)
                 goes_on = self._scheduler.head() is not queued
             if not goes_on:
                 return
@@ -267,7 +267,7 @@ class Dispatcher:
         if (queued := self._scheduler.head()) is not None:
             self._slots.make_room(self._live[queued.wire_id], self._live.values())
         self._schedule_pump()
-        if self._follow_recovery():
+        if self._update_recovery():
             self._on_readiness()
 
     # ---- observer of the worker links ----
@@ -279,7 +279,7 @@ class Dispatcher:
 
     def on_lost(self, link: WorkerLink) -> None:
         """Retry every request of a worker whose event stream broke; they fail if no other is live or coming."""
-        self._follow_recovery()
+        self._update_recovery()
         self._end_attempts(link, "went away while it served the request", retry=self._serves_or_waits)
 
     def _leave_silent_workers(self) -> None:
@@ -304,7 +304,7 @@ class Dispatcher:
                 if where(request):
                     self._ends.fail_attempt(request, lost, retry=retry)
             except Exception as error:
-                self._ends.break_off(request, error)
+                self._ends.fail_internal(request, error)
 
     def on_lease_lost(self, link: WorkerLink, lease: Lease) -> None:
         """Fail the attempt whose lease its decode worker no longer holds."""
@@ -325,12 +325,12 @@ class Dispatcher:
 
     def on_change(self) -> None:
         """Place waiting requests after a change of the workers, and update readiness."""
-        self._follow_recovery()
+        self._update_recovery()
         self._leave_silent_workers()
         self._schedule_pump()
         self._on_readiness()
 
-    def _follow_recovery(self) -> bool:
+    def _update_recovery(self) -> bool:
         """Update whether requests wait for workers that are coming; returns True if that has changed."""
         changed = self._recovery.update(recovering=self.pool.recovering)
         if changed and self._recovery.waits:
@@ -364,7 +364,7 @@ class Dispatcher:
         self._ends.finish(request, FinishReason.ABORT, "")
         self.metrics.left(request)
 
-    def _tell(self, request: RoutedRequest, error: TandemError) -> None:
+    def _send_error(self, request: RoutedRequest, error: TandemError) -> None:
         """End its answer with `error`, after the tokens that are still in the text thread."""
         self._events.fail(request, error)
 

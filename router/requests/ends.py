@@ -112,7 +112,7 @@ class RequestEnds:
             self._metrics.retried()
         self.requeue(request)
 
-    def break_off(self, request: RoutedRequest, error: Exception) -> None:
+    def fail_internal(self, request: RoutedRequest, error: Exception) -> None:
         """Fail a request with Internal after an unexpected exception that concerns this request alone.
 
         It fails at once, since tokens of it may be lost; other requests go on. Never raises: each cleanup step runs
@@ -194,11 +194,11 @@ class RequestEnds:
         for link in {link for link in (request.prefill, request.decode) if link is not None}:
             if not request.generated:
                 link.abort(ref)
-        self.settle(request)
+        self.release_load(request)
         request.prefill = request.decode = None
         self._pump()
 
-    def settle(self, request: RoutedRequest) -> None:
+    def release_load(self, request: RoutedRequest) -> None:
         """Release the attempt's load in the state of its workers, which compute nothing more for it."""
         if request.prefill is not None:
             request.prefill.state.remove_prompt(request.wire_id)

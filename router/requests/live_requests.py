@@ -8,7 +8,7 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from router.observability.verdict import JointVerdict
+from router.observability.request_outcome import JointOutcome
 from router.requests.answer import Answer
 from router.requests.choices import choice_of
 from router.requests.request import Admitted, RoutedRequest
@@ -54,7 +54,7 @@ class LiveRequests(Mapping[str, RoutedRequest]):
         """Return the number of held requests of this tenant."""
         return self._held_of[tenant]
 
-    def make(self, admitted: Admitted, joint: JointVerdict) -> list[RoutedRequest]:
+    def make(self, admitted: Admitted, joint: JointOutcome) -> list[RoutedRequest]:
         """Return one request for each answer to a prompt, the first answer first; `add` makes them live.
 
         `joint` is the verdict on the client's request, which may have other prompts, too.
@@ -96,7 +96,7 @@ class LiveRequests(Mapping[str, RoutedRequest]):
             self._emptied.clear()
             await self._emptied.wait()
 
-    def _make(self, admitted: Admitted, joint: JointVerdict) -> RoutedRequest:
+    def _make(self, admitted: Admitted, joint: JointOutcome) -> RoutedRequest:
         self.arrivals += 1
         now, wire_id = time.monotonic(), f"{admitted.request_id}~{uuid.uuid4().hex[:12]}"
         return RoutedRequest(

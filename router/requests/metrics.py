@@ -12,7 +12,7 @@ from router.config import RouterConfig
 from router.observability.goodput import Goodput
 from router.observability.prediction_quality import PlacementRecord
 from router.observability.recent_traces import Exemplars, TraceStore
-from router.observability.verdict import Outcome, PhaseTimes, Verdict, failed, judge, rejected
+from router.observability.request_outcome import Outcome, PhaseTimes, RequestOutcome, failed, judge, rejected
 from router.refusal import Refusal, reason_of
 from router.requests.request import RoutedRequest
 from tandem.metrics import families as f
@@ -176,13 +176,13 @@ class RouterMetrics:
         verdict = judge(slo, request.pace, ttft_s, PhaseTimes.of(spans), before_first)
         self._ended(request, verdict if met_counts or verdict.outcome is not Outcome.MET else None)
 
-    def _ended(self, request: RoutedRequest, verdict: Verdict | None) -> None:
+    def _ended(self, request: RoutedRequest, verdict: RequestOutcome | None) -> None:
         """Add the verdict on one answer; the SLO is counted once per client request, with its last answer."""
         joint = request.joint.add(verdict)
         if joint is not None:
             self._count(request.admitted.slo.name, joint)
 
-    def _count(self, slo_class: str, verdict: Verdict) -> None:
+    def _count(self, slo_class: str, verdict: RequestOutcome) -> None:
         self.registry.counter(f.SLO_REQUESTS, slo_class, verdict.outcome).add()
         if verdict.phase is not None:
             self.registry.counter(f.SLO_MISSED, slo_class, verdict.phase).add()

@@ -10,7 +10,7 @@ from typing import Any
 from router.requests.request import ClientRequest, Conversation
 from router.text.chat_template import ChatTurn
 from router.text.request_reader import check_message_count
-from router.text.token_scores import TokenScore, spell_prompt
+from router.text.token_scores import TokenScore, format_prompt_logprobs
 from router.text.tokenizer import Tokenizer
 from router.text.tokenizing import TokenizerPool
 from router.workers.worker_pool import ServedModel
@@ -115,9 +115,11 @@ class PromptEncoder:
         return await self._pool.run(tenant, len(ids), partial(self._tokenizer.decode_all, ids))
 
     async def spelled(self, tenant: str, ids: tuple[int, ...], logprobs: PromptLogprobs) -> list[TokenScore]:
-        """Return the scores of a prompt's tokens with their texts, see `spell_prompt`."""
+        """Return the scores of a prompt's tokens with their texts, see `format_prompt_logprobs`."""
         values = len(ids) * (1 + logprobs.top_count)
-        return await self._pool.run(tenant, values, partial(spell_prompt, ids, logprobs, self._tokenizer.token_bytes))
+        return await self._pool.run(
+            tenant, values, partial(format_prompt_logprobs, ids, logprobs, self._tokenizer.token_bytes)
+        )
 
     async def page_digests(self, tenant: str, ids: tuple[int, ...], salt: str, page_tokens: int) -> tuple[bytes, ...]:
         """Return the digests of the prompt's full pages, the keys of the prefix caches; () if page sizes differ."""

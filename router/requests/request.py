@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from router.observability.prediction_quality import PlacementRecord
-from router.observability.verdict import JointVerdict, TokenPace
+from router.observability.request_outcome import GapTracker, JointOutcome
 from router.placement.policy import Placement
 from router.placement.queue import QueuedRequest
 from router.requests.answer import Answer, Ending
@@ -226,13 +226,13 @@ class RoutedRequest:
     """Number of prompt tokens whose KV was found in the prefix cache."""
     prefill_worker: str = ""
     decode_worker: str = ""
-    pace: TokenPace = field(default_factory=TokenPace)
+    pace: GapTracker = field(default_factory=GapTracker)
     """The timing of its tokens as they leave for the client."""
     counted: bool = False
     """True if its end is counted in the metrics."""
     failure: str = ""
     """The code of its error while it waits to be sent after the last tokens; "" = no error, or already sent."""
-    joint: JointVerdict = field(default_factory=JointVerdict)
+    joint: JointOutcome = field(default_factory=JointOutcome)
     """The verdict on the client's request, shared by all its answers."""
     generated: bool = False
     """True if the workers have generated the whole answer and hold no state of it."""

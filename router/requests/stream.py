@@ -36,7 +36,7 @@ class RequestOwner(Protocol):
     def fail_attempt(self, request: RoutedRequest, error: TandemError) -> None:
         """End a failed attempt, with a retry if `error` allows one."""
 
-    def break_off(self, request: RoutedRequest, error: Exception) -> None:
+    def fail_internal(self, request: RoutedRequest, error: Exception) -> None:
         """Fail the request after an unexpected exception."""
 
     def release(self, request: RoutedRequest) -> None:
@@ -45,7 +45,7 @@ class RequestOwner(Protocol):
     def requeue(self, request: RoutedRequest) -> None:
         """Return the request to the queue for another attempt."""
 
-    def settle(self, request: RoutedRequest) -> None:
+    def release_load(self, request: RoutedRequest) -> None:
         """Release the attempt's load in the state of its workers."""
 
 
@@ -157,7 +157,7 @@ class EventStream:
 
     def _break_off(self, request: RoutedRequest, error: Exception) -> None:
         self.forget(request)
-        self._owner.break_off(request, error)
+        self._owner.fail_internal(request, error)
 
     def forget(self, request: RoutedRequest) -> None:
         """Drop the unsent tokens of a request that is over."""
@@ -272,7 +272,7 @@ class EventStream:
     def _generated(self, request: RoutedRequest) -> None:
         """Release the workers' load of a finished request, before its last text is made."""
         request.generated = True
-        self._owner.settle(request)
+        self._owner.release_load(request)
 
     def _note(self, request: RoutedRequest, event: RequestEvent) -> None:
         request.edges.extend(event.edges)

@@ -72,7 +72,7 @@ class Sweeper:
         try:
             sweep(request)
         except Exception as error:
-            self._ends.break_off(request, error)
+            self._ends.fail_internal(request, error)
 
     def _end_wait(self, request: RoutedRequest) -> None:
         # An answer that gave its slot to another tenant waits for answers of its own tenant, which run.

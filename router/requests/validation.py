@@ -123,7 +123,7 @@ class RequestValidator:
         return ids, spelled, served.facts.max_context
 
     async def spelled(self, tenant: str, ids: tuple[int, ...], logprobs: PromptLogprobs) -> list[TokenScore]:
-        """Return the scores of a prompt's tokens with their texts, see `spell_prompt`."""
+        """Return the scores of a prompt's tokens with their texts, see `format_prompt_logprobs`."""
         return await self._prompts.spelled(tenant, ids, logprobs)
 
     async def detokenize(self, tenant: str, model: str, ids: tuple[int, ...]) -> str:

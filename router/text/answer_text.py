@@ -7,7 +7,7 @@ from typing import Protocol
 
 from router.text.detokenizer import Detokenizer
 from router.text.stop_strings import StopStrings
-from router.text.token_scores import TokenScore, spell
+from router.text.token_scores import TokenScore, format_logprobs
 from tandem.protocol.messages import FinishReason, TokenLogprobs
 
 
@@ -89,7 +89,9 @@ class AnswerText:
         out: list[str] = []
         for count, token_id in enumerate(job.token_ids, 1):
             if job.logprobs:
-                job.scores.append(spell(token_id, job.logprobs[count - 1], self._chars, self._tokens.token_bytes))
+                job.scores.append(
+                    format_logprobs(token_id, job.logprobs[count - 1], self._chars, self._tokens.token_bytes)
+                )
             kept = self._kept.get(token_id)
             piece = self._detokenizer.add(token_id) if kept is None else self._detokenizer.flush() + kept
             self._chars += len(piece)

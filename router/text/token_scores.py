@@ -27,7 +27,9 @@ class TokenScore:
     offset: int
 
 
-def spell(token_id: int, logprobs: TokenLogprobs, offset: int, token_bytes: Callable[[int], bytes]) -> TokenScore:
+def format_logprobs(
+    token_id: int, logprobs: TokenLogprobs, offset: int, token_bytes: Callable[[int], bytes]
+) -> TokenScore:
     """Add the bytes of `token_bytes` to the engine's log probabilities of one token."""
 
     def top() -> Iterator[ScoredToken]:
@@ -37,11 +39,13 @@ def spell(token_id: int, logprobs: TokenLogprobs, offset: int, token_bytes: Call
     return TokenScore(ScoredToken(token_id, token_bytes(token_id), logprobs.chosen), tuple(top()), offset)
 
 
-def spell_prompt(ids: Sequence[int], logprobs: PromptLogprobs, token_bytes: Callable[[int], bytes]) -> list[TokenScore]:
+def format_prompt_logprobs(
+    ids: Sequence[int], logprobs: PromptLogprobs, token_bytes: Callable[[int], bytes]
+) -> list[TokenScore]:
     """Return the scores of all tokens of a prompt; the first one, which follows nothing, has NaN."""
     decoder = getincrementaldecoder("utf-8")("replace")
     scores, offset = list[TokenScore](), 0
     for token_id, each in zip(ids, chain((TokenLogprobs(math.nan),), logprobs.tokens()), strict=True):
-        scores.append(spell(token_id, each, offset, token_bytes))
+        scores.append(format_logprobs(token_id, each, offset, token_bytes))
         offset += len(decoder.decode(token_bytes(token_id)))
     return scores

@@ -43,7 +43,7 @@ class LivenessProbe:
         self.silent = False
         """True while the worker does not respond."""
 
-    def heard(self) -> None:
+    def observe(self) -> None:
         """Record a message from the worker."""
         self._heartbeat.beat()
 

@@ -121,7 +121,7 @@ class WorkerLink:
         """The wire ids of the requests that still depend on this worker."""
         return self.state.request_ids
 
-    def follow(self, info: WorkerInfo | None) -> None:
+    def apply_registration(self, info: WorkerInfo | None) -> None:
         """Apply the controller's latest registration of the worker; None = it left the cluster."""
         if info is not None:
             self.state.update(info)
@@ -229,7 +229,7 @@ class WorkerLink:
         await call.initial_metadata()
         self._set_connected(True)
         async for message in call:
-            self._probe.heard()
+            self._probe.observe()
             step = conversion.step_events_from_proto(message)
             self._learn(step)
             self._observer.on_step(self, step)

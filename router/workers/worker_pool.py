@@ -183,7 +183,7 @@ class WorkerPool:
         while True:
             try:
                 async for message in self.controller.Watch(cluster_pb2.WatchRequest()):
-                    self._follow(conversion.membership_from_proto(message))
+                    self._apply_membership(conversion.membership_from_proto(message))
                     pause = _RETRY_S[0]
             except grpc.aio.AioRpcError as error:
                 # Workers continue to serve without a controller; only changes are missed until it is back.
@@ -207,12 +207,12 @@ class WorkerPool:
         else:
             log.warning("watching the controller at %s failed: %s", address, error.details(), extra=RECURRING)
 
-    def _follow(self, membership: Membership) -> None:
+    def _apply_membership(self, membership: Membership) -> None:
         named = {info.peer: info for info in membership.workers}
         successors = {info.peer.worker_id: info.peer for info in membership.workers}
         for peer, link in list(self._links.items()):
             if peer not in named:
-                link.follow(None)
+                link.apply_registration(None)
             if successors.get(peer.worker_id, peer) != peer:
                 self._drop(link)  # its process is gone: its requests are lost now, not at a timeout
         for peer, info in named.items():
@@ -220,7 +220,7 @@ class WorkerPool:
             if known is None:
                 self._links[peer] = self._open(info)
             else:
-                known.follow(info)
+                known.apply_registration(info)
         if membership.mode not in {"", self.mode}:
             self.mode = membership.mode
             self._observer.on_mode(self.mode)

@@ -99,13 +99,13 @@ class Controller:
         self._supervisor.started.set()
         self._election.started()
 
-    async def let_go(self) -> Handover:
-        """Releases the workers to another controller; see `LeaderElection.let_go`."""
-        return await self._election.let_go()
+    async def release_workers(self) -> Handover:
+        """Releases the workers to another controller; see `LeaderElection.release_workers`."""
+        return await self._election.release_workers()
 
-    async def settled(self) -> str:
-        """Waits as `LeaderElection.settled` does and returns this controller's listener, host:port."""
-        await self._election.settled()
+    async def wait_until_settled(self) -> str:
+        """Waits as `LeaderElection.wait_until_settled` does and returns this controller's listener, host:port."""
+        await self._election.wait_until_settled()
         return self._address
 
     async def _continue_router(self) -> None:

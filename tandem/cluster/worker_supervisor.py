@@ -70,7 +70,7 @@ class ControllerConfig:
 
 
 class WorkerSupervisor:
-    """Owns the workers from `take_over` until `let_go` or `stop`. Belongs to the event loop."""
+    """Owns the workers from `take_over` until `release_workers` or `stop`. Belongs to the event loop."""
 
     def __init__(self, config: ControllerConfig, registry: Registry, left: OrphanedWorkers) -> None:
         cluster = config.cluster
@@ -153,16 +153,16 @@ class WorkerSupervisor:
         topology = self._assignments.topology_with([slot.worker_id for slot in slots])
         return ControllerState(slots, topology, self.operator.handover())
 
-    async def let_go(self) -> Handover:
+    async def release_workers(self) -> Handover:
         """Releases the workers, which keep serving; returns when this controller no longer acts on them."""
         planning_and_more, self._tasks = self._tasks[1:], self._tasks[:1]
         await _cancel(planning_and_more)
         try:
-            return await self.operator.let_go()
+            return await self.operator.finish()
         finally:
             await self._leave()
 
-    async def follow(self, address: str) -> None:
+    async def mirror_membership(self, address: str) -> None:
         """Mirrors the membership of the controller at `address`; see `mirror`."""
         await mirror(address, self._config.token, self._registry)
 
@@ -178,8 +178,8 @@ class WorkerSupervisor:
     async def _leave(self) -> None:
         await _cancel(self._tasks)
         names = tuple(self.fleet.keepers)
-        await self.fleet.let_go()
-        self._workers.let_go()
+        await self.fleet.release()
+        self._workers.release_all()
         self.taken_over = frozenset()
         if self._metrics is not None:
             for name in names:

@@ -19,7 +19,7 @@ FORCED_CHUNK_TOKENS = 32 * MIN_CHUNK_TOKENS
 """The size of a forced chunk."""
 
 
-def tightest_kept(targets: Sequence[float], decoding_s: float, asked_s: float | None = None) -> float:
+def strictest_feasible_target(targets: Sequence[float], decoding_s: float, asked_s: float | None = None) -> float:
     """Return the smallest of `asked_s` and those `targets` (sorted) that are above `decoding_s`, infinite without one.
 
     All are in seconds. A target that decoding alone breaks bounds nothing: shorter steps would not save it.
@@ -70,7 +70,7 @@ def step_limit(cost: StepCost, assignment: Assignment | None, decode: Concurrent
     if assignment is None or not rows:
         return StepLimit()
     asked_s, policy = assignment.itl_target_s, assignment.step_policy
-    target_s = tightest_kept(targets, cost.decode_step_seconds(rows, context), asked_s)
+    target_s = strictest_feasible_target(targets, cost.decode_step_seconds(rows, context), asked_s)
     bounded = asked_s is not None or (target_s < math.inf and targets[-1] < math.inf)
     if policy is PolicyName.UNCHUNKED or (policy is PolicyName.DECODE_PRIORITY and bounded):
         return StepLimit(None, target_s / cost.margin)

@@ -27,7 +27,7 @@ times and found little: 5 to 8 % of its CPU time, in pauses of up to 27 ms. Now 
 """
 
 
-def settle_heap() -> None:
+def freeze_gc() -> None:
     """Collect garbage once and freeze the heap; call it at the end of a process's start.
 
     Libraries and models are about 300,000 objects. A full collection of them takes 0.1 to 0.3 seconds, in which no

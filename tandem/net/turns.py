@@ -9,6 +9,6 @@ A token passes through two threads of a process, and Python's default of 5 ms is
 """
 
 
-def take_short_turns() -> None:
+def set_switch_interval() -> None:
     """Set the switch interval; call it once at the start of a process."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from kv_transfer.nixl_backend.processes import this_process
 from tandem.logging.logs import LogConfig, begin_log
-from tandem.net.heap import keep_imports, settle_heap
+from tandem.net.heap import freeze_gc, keep_imports
 from tandem.protocol.messages import PeerRef
 from tandem.worker.config import WorkerConfig
 from tandem.worker.reporting.description import WorkerDescription, served_of, tuning_of
@@ -75,7 +75,7 @@ class WorkerActor:
         """See `WorkerProcess.start`; host:port of its metrics."""
         self._called()
         await asyncio.to_thread(self._process.start, self._note)
-        settle_heap()
+        freeze_gc()
         return self._process.metrics_address
 
     async def progress(self) -> tuple[str, float]:
@@ -88,13 +88,13 @@ class WorkerActor:
         process, config = self._process, self._config
         return WorkerDescription(self._me, process.assignment, process.serves, served_of(config), tuning_of(config))
 
-    async def follow(self, controller_address: str, outlive_s: float) -> str:
-        """See `WorkerProcess.follow`; host:port of its metrics.
+    async def change_controller(self, controller_address: str, outlive_s: float) -> str:
+        """See `WorkerProcess.change_controller`; host:port of its metrics.
 
         From now on it lives for `outlive_s` seconds without a controller.
         """
         self._called()
-        await asyncio.to_thread(self._process.follow, controller_address)
+        await asyncio.to_thread(self._process.change_controller, controller_address)
         self._outlive_s = outlive_s
         log.info("%s follows the controller at %s", self._me.worker_id, controller_address)
         return self._process.metrics_address

@@ -22,7 +22,7 @@ OTHER_ROLE, DRAINS = "has another role now", "drains"
 
 
 @dataclass(frozen=True, slots=True)
-class Half:
+class PhaseControl:
     """The calls that open and close one half of a worker; `role` is PREFILL or DECODE."""
 
     role: Role
@@ -42,7 +42,7 @@ class WorkerAssignment:
         self,
         me: PeerRef,
         assignment: Assignment,
-        halves: Sequence[Half],
+        halves: Sequence[PhaseControl],
         *,
         resize: Callable[[Role], None],
         set_steps: Callable[[Assignment], None],
@@ -78,7 +78,7 @@ class WorkerAssignment:
         return None if not closing else closing[0] if len(closing) == 1 else Role.BOTH
 
     def assume(self, assignment: Assignment, grace_s: float) -> None:
-        """Do this from now on. Halves that close have `grace_s` seconds before others get what they still have.
+        """Take over `assignment`; a phase that closes has `grace_s` seconds before others get its requests.
 
         Unavailable while draining: the worker ends.
         """
@@ -116,7 +116,7 @@ class WorkerAssignment:
         for half in self._halves:
             self._cancel(half)
 
-    async def _finish(self, half: Half, grace_s: float) -> None:
+    async def _finish(self, half: PhaseControl, grace_s: float) -> None:
         """Until the half is empty, whatever becomes of its requests; then it leaves the role."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
@@ -129,7 +129,7 @@ class WorkerAssignment:
         self._resize(self.role)
         self.on_change()
 
-    async def _come_to_rest(self, half: Half) -> None:
+    async def _come_to_rest(self, half: PhaseControl) -> None:
         """Until nothing reads or writes its pages, for as long as that takes: before that they are nobody else's."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(REST_S):
@@ -144,7 +144,7 @@ class WorkerAssignment:
             )
             await self._emptied([half])
 
-    def _give_up(self, half: Half, why: str) -> list[tuple[str, RequestRef]]:
+    def _give_up(self, half: PhaseControl, why: str) -> list[tuple[str, RequestRef]]:
         left = half.refs()
         by_router: dict[str, list[RequestRef]] = defaultdict(list)
         reason = RoleClosed(f"worker {self._me.worker_id} {why}; others go on with the request")
@@ -155,12 +155,12 @@ class WorkerAssignment:
             half.abort(router_id, refs)
         return left
 
-    def _cancel(self, half: Half) -> None:
+    def _cancel(self, half: PhaseControl) -> None:
         closing = self._closing.pop(half.role, None)
         if closing is not None:
             closing.cancel()
 
-    async def _emptied(self, halves: Sequence[Half]) -> None:
+    async def _emptied(self, halves: Sequence[PhaseControl]) -> None:
         while any(half.requests() for half in halves):  # noqa: ASYNC110 - they empty on other threads
             await asyncio.sleep(DRAIN_LOOK_S)
 

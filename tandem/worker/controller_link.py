@@ -88,7 +88,7 @@ class ControllerLink:
         await self._announce(self._stub)
         self._begin()
 
-    async def follow(self, address: str) -> None:
+    async def change_controller(self, address: str) -> None:
         """Belong to the controller at `address` from now on.
 
         Unavailable when it does not answer, or when this worker leaves; then nothing has changed.

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from kv_transfer.base import Transport
 from kv_transfer.checksums import PageChecks
 from prefill_worker.decode_peers import DecodePeers, LocalDecode
-from prefill_worker.half import PrefillHalf
 from prefill_worker.handoff import Handoff
 from prefill_worker.page_writes import WritingTime
 from prefill_worker.request import PrefillRequest
+from prefill_worker.scheduler import PrefillScheduler
 from prefill_worker.write_window import WindowRenewals
 from tandem.protocol.kv_pages import KvPages
 from tandem.protocol.messages import PeerRef, RoutedEvent
@@ -38,7 +38,7 @@ class Handovers:
     def __post_init__(self) -> None:
         self._renewals = WindowRenewals(self.peers)
 
-    def begin(self, request: PrefillRequest, half: PrefillHalf) -> Handoff:
+    def begin(self, request: PrefillRequest, half: PrefillScheduler) -> Handoff:
         """Begin the hand-over of a request that has just been queued."""
         handoff = Handoff(
             request=request,
@@ -59,7 +59,7 @@ class Handovers:
         handoff.ended.add_done_callback(self._open.discard)
         return handoff
 
-    async def settle(self) -> None:
+    async def wait_until_ended(self) -> None:
         """Wait for all of them to end, and give up those that take too long."""
         if self._open:
             _, left = await asyncio.wait(self._open, timeout=SETTLE_S)

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from decode_worker.half import DecodeHalf
-from prefill_worker.half import PrefillHalf
+from decode_worker.scheduler import DecodeScheduler
+from prefill_worker.scheduler import PrefillScheduler
 from tandem.cost_model.step_cost import CostParameters, StepCost
 from tandem.cost_model.step_fit import StepFit
 from tandem.cost_model.step_work import StepWork
@@ -99,8 +99,8 @@ class StepLoop:
         self,
         runner: Runner,
         *,
-        decode: DecodeHalf,
-        prefill: PrefillHalf,
+        decode: DecodeScheduler,
+        prefill: PrefillScheduler,
         max_step_tokens: int,
         assignment: Assignment,
         meter: StepMeter,

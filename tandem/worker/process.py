@@ -26,7 +26,7 @@ from tandem.metrics.metrics_server import METRICS_PATH, MetricsServer, metrics_p
 from tandem.net import rpc
 from tandem.net.address import address_of, is_loopback
 from tandem.net.security.credentials import reading_keys
-from tandem.net.turns import take_short_turns
+from tandem.net.turns import set_switch_interval
 from tandem.protocol.errors import Internal, TandemError, Unavailable
 from tandem.protocol.generated.tandem.v1 import worker_pb2_grpc
 from tandem.protocol.messages import Assignment, PeerRef, WorkerInfo
@@ -72,7 +72,7 @@ class WorkerProcess:
 
         ModelError, InvalidArgument, FailedPrecondition or Unavailable say in words what to change.
         """
-        take_short_turns()
+        set_switch_interval()
         report = progress or (lambda _stage, _fraction: None)
         self._thread.start()
         try:
@@ -121,11 +121,11 @@ class WorkerProcess:
             with contextlib.suppress(RuntimeError):  # it has closed its event loop in this moment
                 await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._look(), self._events))
 
-    def follow(self, controller_address: str) -> None:
-        """See `ControllerLink.follow`. Unavailable for a worker that does not serve."""
+    def change_controller(self, controller_address: str) -> None:
+        """See `ControllerLink.change_controller`. Unavailable for a worker that does not serve."""
         if self._controller is None or not self.serves:
             raise Unavailable(f"worker {self._me.worker_id} does not serve; start it again")
-        self._call(self._controller.follow(controller_address))
+        self._call(self._controller.change_controller(controller_address))
 
     def drain(self, grace_s: float) -> int:
         """Take nothing new, let what runs finish, leave the cluster; returns how many requests others have to finish.

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from decode_worker.batch_snapshot import CompletedStep
 from decode_worker.draft_choice import StepBounds
-from decode_worker.half import NO_ROWS, DecodeHalf
-from prefill_worker.half import PrefillHalf
-from tandem.cost_model.chunks import tightest_kept
+from decode_worker.scheduler import NO_ROWS, DecodeScheduler
+from prefill_worker.scheduler import PrefillScheduler
+from tandem.cost_model.chunks import strictest_feasible_target
 from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import NOTHING, StepWork, chunk_pairs
 from tandem.engine.steps.batch import StepBatch, StepResult, StepRow, TokenRows
@@ -52,8 +52,8 @@ class StepScheduler:
     def __init__(
         self,
         *,
-        decode: DecodeHalf,
-        prefill: PrefillHalf,
+        decode: DecodeScheduler,
+        prefill: PrefillScheduler,
         max_step_tokens: int,
         cost: Callable[[], StepCost],
         assignment: Assignment,
@@ -102,13 +102,13 @@ class StepScheduler:
         if self._decode.speculation is None or self._prefill.queue.length:
             return None
         cost = self._cost()
-        seconds = tightest_kept(targets, cost.seconds(self.decoding), self._growth.target_s)
+        seconds = strictest_feasible_target(targets, cost.seconds(self.decoding), self._growth.target_s)
         return StepBounds(cost, seconds, self._max_step_tokens)
 
     def apply(self, work: StepWork, result: StepResult) -> StepOutput:
         """Give both halves the results of the oldest plan that was not applied; returns the output for the routers.
 
-        The caller delivers `PrefillHalf.take_updates` after that output.
+        The caller delivers `PrefillScheduler.take_updates` after that output.
         """
         decoded, prefilled = result.split(work.decode_rows)
         completed = self._decode.apply(decoded.token_ids, decoded.logprobs) if work.decode_rows else None
@@ -145,7 +145,7 @@ class BatchGrowth:
             return most
         cost = self._cost()
         decoding_s = cost.decode_step_seconds(running.decode_rows, running.decode_context_tokens)
-        rows = cost.rows_within(tightest_kept(targets, decoding_s, self.target_s), self._context)
+        rows = cost.rows_within(strictest_feasible_target(targets, decoding_s, self.target_s), self._context)
         return min(most, max(running.decode_rows, int(min(most, rows)))) if rows >= 1.0 else most
 
 

@@ -106,7 +106,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.AllotPagesResponse:
         """Allots pages under a lease to a prefill worker, which may write to them for `write_for_s` seconds."""
         writer = PeerRef(request.prefill_worker_id, request.prefill_incarnation)
-        page_ids = self._worker.admission.allot(conversion.lease_from_proto(request.lease), request.pages, writer)
+        page_ids = self._worker.admission.allocate_pages(
+            conversion.lease_from_proto(request.lease), request.pages, writer
+        )
         return worker_pb2.AllotPagesResponse(page_ids=page_ids, write_for_s=self._worker.admission.write_window_s)
 
     async def RenewPermissions(

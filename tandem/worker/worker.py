@@ -13,12 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from decode_worker.admission import DecodeAdmission
-from decode_worker.half import DecodeHalf
+from decode_worker.scheduler import DecodeScheduler
 from kv_transfer.base import NoticeHandler, Transport
 from kv_transfer.checksums import PageChecks
 from kv_transfer.handshake import make_handshake
 from kv_transfer.layout import KVLayout
-from prefill_worker.half import PrefillHalf
+from prefill_worker.scheduler import PrefillScheduler
 from tandem.engine.cache.prefix_cache import PrefixCache
 from tandem.engine.speculation.methods import make_proposer
 from tandem.engine.steps.draws import History
@@ -37,13 +37,13 @@ from tandem.protocol.messages import (
 from tandem.worker.adapters import WorkerAdapters
 from tandem.worker.assignment import WorkerAssignment, decode_batch
 from tandem.worker.config import WorkerConfig
-from tandem.worker.halves import Halves
 from tandem.worker.handovers import Handovers
 from tandem.worker.loaded_engine import LoadedEngine, engine_facts
 from tandem.worker.loop import StepLoop, StepMeter
 from tandem.worker.outbox import Outbox
 from tandem.worker.peers.peers import Peers
 from tandem.worker.peers.warm_ups import WarmUps
+from tandem.worker.phases import PhaseSchedulers
 from tandem.worker.reporting.metrics import Utilization, WorkerMetrics
 from tandem.worker.reporting.report import WorkerReport
 from tandem.worker.reporting.watchdog import Watchdog
@@ -93,7 +93,7 @@ class Worker:
         self.assignment = WorkerAssignment(
             me,
             config.assignment,
-            halves.half_controls(),
+            halves.phase_controls(),
             resize=halves.resize,
             set_steps=loop.set_assignment,
             emit=post,
@@ -158,7 +158,7 @@ class Worker:
         return granted
 
     def prefill(self, task: PrefillTask, history: History | None = None) -> None:
-        """See `PrefillHalf.submit`; InvalidArgument for what no worker would take, NotFound for its adapter.
+        """See `PrefillScheduler.submit`; InvalidArgument for what no worker would take, NotFound for its adapter.
 
         `history` is what `begin_answer` returned for the task.
         """
@@ -179,7 +179,7 @@ class Worker:
         """
         self.admission.peer_back(info.peer)
         self.peers.welcome(info.peer)
-        self._warm_ups.see(info)
+        self._warm_ups.add(info)
 
     def peer_gone(self, peer: PeerRef) -> None:
         """Take that run of another worker, and its earlier ones, for dead."""
@@ -195,7 +195,7 @@ class Worker:
         if meant != self.me:
             raise StaleEpoch(f"{meant.worker_id}, incarnation {meant.incarnation}, is not here; look who serves now")
         self.assignment.assume(assignment, grace_s)
-        self._warm_ups.look()
+        self._warm_ups.start_due()
         self._wake()
 
     def look_for_stuck(self) -> None:
@@ -218,7 +218,7 @@ class Worker:
         self._halves.abandon()
         await asyncio.to_thread(self.transport.close)
         self._checks.close()
-        await self._handovers.settle()
+        await self._handovers.wait_until_ended()
         self._outbox.close()
         await self.peers.close()
         self._grammar_threads.shutdown(wait=False, cancel_futures=True)
@@ -235,8 +235,8 @@ class Worker:
             expect=self._expect,
             emit=lambda routed: self._post_threadsafe(self._outbox.post, routed),
             wake=self._wake,
-            listened_s=self._listened_s,
-            is_near=self._is_near,
+            transport_poll_s=self._transport_poll_s,
+            same_host=self._is_near,
             lives=self._lives,
             checks=self._checks,
         )
@@ -259,9 +259,9 @@ class Worker:
             self.metrics.writing,
         )
 
-    def _make_halves(self, engine: LoadedEngine) -> Halves:
+    def _make_halves(self, engine: LoadedEngine) -> PhaseSchedulers:
         config, cache, model, admission = self._config, self._cache, self.facts, self.admission
-        prefill = PrefillHalf(
+        prefill = PrefillScheduler(
             config=config.prefill,
             me=self.me,
             cache=cache,
@@ -271,7 +271,7 @@ class Worker:
             wake=self._wake,
             events=self._events,
         )
-        decode = DecodeHalf(
+        decode = DecodeScheduler(
             requests=admission.requests,
             lock=admission.lock,
             model=model,
@@ -282,7 +282,7 @@ class Worker:
         )
         if decode.speculation is not None and config.engine.draft_graphs and engine.asynchronous:
             decode.speculation.read_kv_once()
-        return Halves(config, cache, model, prefill=prefill, decode=decode, admission=admission)
+        return PhaseSchedulers(config, cache, model, prefill=prefill, decode=decode, admission=admission)
 
     def _make_loop(self, engine: LoadedEngine) -> StepLoop:
         config = self._config
@@ -304,14 +304,14 @@ class Worker:
     def _expect(self, leases: int) -> None:
         self.transport.expect(leases)
 
-    def _listened_s(self) -> float:
-        return self.transport.listened_s()
+    def _transport_poll_s(self) -> float:
+        return self.transport.transport_poll_s()
 
     def _is_near(self, peer: PeerRef) -> bool:
-        return self.peers.is_near(peer)
+        return self.peers.same_host(peer)
 
     def _lives(self, peer: PeerRef) -> bool | None:
-        return self.peers.lives(peer)
+        return self.peers.process_alive(peer)
 
     def _load(self) -> WorkerLoad:
         return self.report.load()

@@ -21,7 +21,7 @@ import torch
 from kv_transfer.backends import available_backends, open_transport
 from kv_transfer.base import PageWrite, Transport, WriteDone
 from kv_transfer.nixl_backend.transport import CONNECT_ATTENTION_S, LISTEN_S, REST_S, NixlTransport
-from kv_transfer.nixl_backend.wires import host_id
+from kv_transfer.nixl_backend.ucx_transports import host_id
 from tandem.protocol.errors import FailedPrecondition, TransferFailed
 from tandem.protocol.messages import Lease, PeerDescription, PeerRef, TransferNotice
 
@@ -359,18 +359,18 @@ class TestEdges:
         transport, gate = prefill.transport, threading.Event()
         transport.expect(1)
         assert isinstance(transport, NixlTransport)
-        before = transport.listened_s()
+        before = transport.transport_poll_s()
         until = time.monotonic() + 60
-        while transport.listened_s() < before + 0.2:
+        while transport.transport_poll_s() < before + 0.2:
             assert time.monotonic() < until
             time.sleep(0.01)
         held, after = threading.Event(), threading.Event()
         transport._command(lambda: held.set() or (gate.wait(60) and None))
         assert held.wait(60)
-        before, heard = transport.listened_s(), []
-        transport._command(lambda: heard.append(transport.listened_s()) or after.set())
+        before, heard = transport.transport_poll_s(), []
+        transport._command(lambda: heard.append(transport.transport_poll_s()) or after.set())
         time.sleep(0.4)
-        assert transport.listened_s() == before
+        assert transport.transport_poll_s() == before
         gate.set()
         assert after.wait(60)
         assert heard[0] < before + 0.4

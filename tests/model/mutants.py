@@ -23,11 +23,11 @@ from kv_transfer.fence import Exposure
 from kv_transfer.in_memory import InMemoryTransport
 from kv_transfer.lease import LeaseTable
 from kv_transfer.lease_change import LeaseChange, PageAction
-from prefill_worker.half import PrefillHalf
 from prefill_worker.handoff import Handoff
 from prefill_worker.page_writes import OutgoingWrites
 from prefill_worker.prompt_pages import PromptPages
 from prefill_worker.request import PrefillRequest
+from prefill_worker.scheduler import PrefillScheduler
 from tandem.engine.cache.prefix_cache import Prefix, PrefixCache
 from tandem.protocol.errors import TransferFailed
 from tandem.protocol.messages import Lease, PeerRef, TransferNotice
@@ -141,13 +141,13 @@ def pages_are_freed_under_their_writes(patch: pytest.MonkeyPatch) -> None:
 
 def pages_are_freed_under_a_prefill_step(patch: pytest.MonkeyPatch) -> None:
     """A prompt that is withdrawn counts as released while a step computes it."""
-    withdraw = PrefillHalf.withdraw
+    withdraw = PrefillScheduler.withdraw
 
-    def hasty(self: PrefillHalf, request: PrefillRequest) -> None:
+    def hasty(self: PrefillScheduler, request: PrefillRequest) -> None:
         withdraw(self, request)
         request.progress.release()
 
-    patch.setattr(PrefillHalf, "withdraw", hasty)
+    patch.setattr(PrefillScheduler, "withdraw", hasty)
 
 
 def pages_are_freed_under_a_decode_step(patch: pytest.MonkeyPatch) -> None:
@@ -165,7 +165,7 @@ def what_prefill_reads_is_not_held(patch: pytest.MonkeyPatch) -> None:
 
     def hasty(self: PromptPages, request: PrefillRequest) -> bool:
         taken = take(self, request)
-        self._cache.let_go(request.prefix)
+        self._cache.release(request.prefix)
         request.prefix.digests.clear()
         return taken
 
@@ -203,7 +203,7 @@ def what_decode_holds_is_let_go_at_the_notice(patch: pytest.MonkeyPatch) -> None
 
     def hasty(self: DecodeRequests, request: DecodeRequest, check_until: float, pages: Sequence[int] = ()) -> None:
         adopt(self, request, check_until, pages)
-        self._cache.let_go(request.prefix)
+        self._cache.release(request.prefix)
         request.prefix.digests.clear()
 
     patch.setattr(DecodeRequests, "adopt", hasty)

@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager
 
 from tandem.capacity.simulation.clock import VirtualClock
 from tandem.protocol.messages import Role
-from tandem.worker.assignment import OTHER_ROLE, Half
-from tandem.worker.halves import Halves
+from tandem.worker.assignment import OTHER_ROLE, PhaseControl
+from tandem.worker.phases import PhaseSchedulers
 
 LOOK_S = 0.1
 """Interval in seconds at which a closing half is checked for remaining requests."""
@@ -21,7 +21,11 @@ class VirtualAssignment:
     """Tracks which halves are open. A closing half finishes all its requests, however long that takes."""
 
     def __init__(
-        self, role: Role, halves: Halves, clock: VirtualClock, visit: Callable[[], AbstractContextManager[None]]
+        self,
+        role: Role,
+        halves: PhaseSchedulers,
+        clock: VirtualClock,
+        visit: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """Opens the halves of `role`; `visit` is entered while halves are changed."""
         self.wanted = role
@@ -32,7 +36,7 @@ class VirtualAssignment:
         self._halves, self._clock, self._visit = halves, clock, visit
         self._closing: dict[Role, int] = {}
         self._changes = 0
-        for half in halves.half_controls():
+        for half in halves.phase_controls():
             if role | half.role is not role:
                 half.close(OTHER_ROLE)
 
@@ -48,7 +52,7 @@ class VirtualAssignment:
             before, self._changes = self.role, self._changes + 1
             self.wanted, self.role = role, before | role
             self._halves.resize(self.role)
-            for half in self._halves.half_controls():
+            for half in self._halves.phase_controls():
                 if role | half.role is role:
                     self._closing.pop(half.role, None)
                     half.open()
@@ -58,7 +62,7 @@ class VirtualAssignment:
                     self._look(half, self._changes)
         self.on_change()
 
-    def _look(self, half: Half, change: int) -> None:
+    def _look(self, half: PhaseControl, change: int) -> None:
         """Leaves the half that this change closes once it has no requests; else checks again after `LOOK_S`."""
         if self._closing.get(half.role) != change:
             return
@@ -67,7 +71,7 @@ class VirtualAssignment:
         else:
             self._clock.after(0.0, lambda: self._leave(half, change))
 
-    def _leave(self, half: Half, change: int) -> None:
+    def _leave(self, half: PhaseControl, change: int) -> None:
         if self._closing.get(half.role) != change:
             return
         with self._visit():

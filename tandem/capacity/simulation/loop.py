@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 
-from prefill_worker.half import PrefillHalf
+from prefill_worker.scheduler import PrefillScheduler
 from tandem.capacity.simulation.clock import VirtualClock
 from tandem.capacity.simulation.flights import Flight, Flights
 from tandem.capacity.simulation.steady import SteadyDecodeHalf, SteadyRun, later
@@ -30,7 +30,7 @@ class VirtualStepLoop:
         truth: StepCost,
         *,
         decode: SteadyDecodeHalf,
-        prefill: PrefillHalf,
+        prefill: PrefillScheduler,
         spare_pages: Callable[[], int],
         publish: Callable[[int, StepWork, StepOutput], None],
         on_progress: Callable[[], None],

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from router.observability.verdict import Verdict
+from router.observability.request_outcome import RequestOutcome
 from router.placement.policy import Placement
 from router.slo import SloClass
 from tandem.capacity.simulation.prompt import VirtualPrompt
@@ -51,7 +51,7 @@ class Outcome:
     """Tokens that each attempt decoded after its first."""
     held_s: float = 0.0
     """Maximum time for which the first token is held until the second."""
-    rejected: Verdict | None = None
+    rejected: RequestOutcome | None = None
     """The verdict on a request that was rejected on arrival."""
 
     def token_s(self, later_s: float) -> Sequence[float]:

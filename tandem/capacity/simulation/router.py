@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from router.config import RouterConfig
 from router.observability.prediction_quality import PredictionQuality
-from router.observability.verdict import rejected
+from router.observability.request_outcome import rejected
 from router.placement.fleet import Fleet
 from router.placement.policy import Placement, PlacementPolicy
 from router.placement.queue import QueuedRequest

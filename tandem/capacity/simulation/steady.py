@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from decode_worker.batch_snapshot import BatchSnapshot
 from decode_worker.drafting_batch import DraftingBatch
-from decode_worker.half import DecodeHalf
+from decode_worker.scheduler import DecodeScheduler
 from tandem.capacity.simulation.drafts import Drafts
 from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import StepWork
@@ -95,13 +95,13 @@ class SteadyBatch(DraftingBatch):
         self.in_flight_steps = deque((step + steps, snapshot) for step, snapshot in self.in_flight_steps)
 
 
-class SteadyDecodeHalf(DecodeHalf):
+class SteadyDecodeHalf(DecodeScheduler):
     """A decode half that can apply many equal steps at once."""
 
     _batch: SteadyBatch
 
     def __init__(self, *, kv: KvPages, max_batch_requests: int, drafts: Drafts | None = None, **others: Any) -> None:
-        """See `DecodeHalf`; with `drafts` every step needs a decision."""
+        """See `DecodeScheduler`; with `drafts` every step needs a decision."""
         super().__init__(kv=kv, max_batch_requests=max_batch_requests, **others)
         self._batch = SteadyBatch(max_batch_requests, kv)
         if drafts is not None:

@@ -10,8 +10,8 @@ import numpy as np
 
 from decode_worker.admission import DecodeAdmission
 from decode_worker.batch_snapshot import CompletedStep
-from prefill_worker.half import PrefillHalf
 from prefill_worker.request import PrefillRequest
+from prefill_worker.scheduler import PrefillScheduler
 from tandem.capacity.simulation.assignment import VirtualAssignment
 from tandem.capacity.simulation.clock import VirtualClock
 from tandem.capacity.simulation.loop import VirtualStepLoop
@@ -40,7 +40,7 @@ from tandem.protocol.messages import (
     WorkerLoad,
 )
 from tandem.protocol.prefixes import PrefixChanges
-from tandem.worker.halves import Halves
+from tandem.worker.phases import PhaseSchedulers
 from tandem.worker.reporting.report import load_of
 from tandem.worker.scheduler import StepOutput, StepScheduler
 
@@ -93,7 +93,7 @@ class VirtualWorker:
         )
         self._token_logs: dict[RequestRef, StepLog] = {}
         handovers = VirtualHandovers(self, clock, network)
-        self._prefill = PrefillHalf(
+        self._prefill = PrefillScheduler(
             config=spec.config.prefill,
             me=self.peer,
             cache=self.cache,
@@ -103,7 +103,7 @@ class VirtualWorker:
             wake=self._wake,
             events=handovers,
         )
-        self._halves = Halves(
+        self._halves = PhaseSchedulers(
             spec.config, self.cache, spec.model, prefill=self._prefill, decode=self._decode, admission=self.admission
         )
         self._loop = VirtualStepLoop(
@@ -112,7 +112,7 @@ class VirtualWorker:
             StepCost(spec.device.truth),
             decode=self._decode,
             prefill=self._prefill,
-            spare_pages=lambda: min(self.pool.room, self.admission.pages_left),
+            spare_pages=lambda: min(self.pool.unreserved, self.admission.pages_left),
             publish=self._step_ended,
             on_progress=handovers.look,
             jumps=jumps,
@@ -128,7 +128,7 @@ class VirtualWorker:
             return self.admission.reserve(reservation)
 
     def prefill(self, task: PrefillTask) -> None:
-        """Queues a prompt like `PrefillHalf.submit`."""
+        """Queues a prompt like `PrefillScheduler.submit`."""
         with self.visit():
             self._prefill.submit(task)
 
@@ -137,10 +137,10 @@ class VirtualWorker:
         with self.visit():
             self._halves.abort(router_id, refs)
 
-    def allot(self, lease: Lease, pages: int, prefill: PeerRef) -> int:
+    def allocate_pages(self, lease: Lease, pages: int, prefill: PeerRef) -> int:
         """Allots a lease's pages; returns how many of them are to be sent."""
         with self.visit():
-            return len(self.admission.allot(lease, pages, prefill))
+            return len(self.admission.allocate_pages(lease, pages, prefill))
 
     def notice(self, notice: TransferNotice) -> None:
         """Takes the notice that a lease's KV has arrived."""
@@ -229,8 +229,8 @@ class VirtualWorker:
             expect=lambda _leases: None,
             emit=self._emit,
             wake=self._wake,
-            listened_s=self._clock,
-            is_near=lambda _peer: True,
+            transport_poll_s=self._clock,
+            same_host=lambda _peer: True,
         )
 
     def _make_scheduler(self) -> StepScheduler:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from router.observability.verdict import Outcome
+from router.observability.request_outcome import Outcome
 from tandem.cli.load.record import RequestRecord
 from tandem.cli.load.slo import SloCell
 from tandem.cli.load.spread import Spread

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from http import HTTPStatus
 
-from router.observability.verdict import Outcome
+from router.observability.request_outcome import Outcome
 from tandem.cli.load.record import RequestRecord
 from tandem.cli.load.spread import percentile
 from tandem.protocol.errors import InvalidArgument, ResourceExhausted

@@ -30,10 +30,10 @@ class SupervisedWorkers(Protocol):
     async def take_over(self, handover: Handover) -> None:
         """Supervises all live workers, and starts missing ones."""
 
-    async def let_go(self) -> Handover:
+    async def release_workers(self) -> Handover:
         """Releases all workers; ends nothing that serves."""
 
-    async def follow(self, address: str) -> None:
+    async def mirror_membership(self, address: str) -> None:
         """Mirrors the membership of the controller at this address, until cancelled."""
 
 
@@ -74,12 +74,12 @@ class LeaderElection:
         """Marks the first start as complete: another controller may take over from now on."""
         self._started.set()
 
-    async def settled(self) -> None:
+    async def wait_until_settled(self) -> None:
         """Waits until this controller leads or mirrors a settled leader. Unavailable if it stops."""
         await self.decided()
         self._check_not_stopped()
 
-    async def let_go(self) -> Handover:
+    async def release_workers(self) -> Handover:
         """Releases the workers to a younger controller. Unavailable if this one stops or does not lead."""
         await self._started.wait()
         async with self._one_at_a_time:
@@ -90,7 +90,7 @@ class LeaderElection:
             self._keeps = False
             self._changed.clear()
             try:
-                return await self._workers.let_go()
+                return await self._workers.release_workers()
             finally:
                 self._leader_task = asyncio.ensure_future(self._follow_leader())
 
@@ -118,7 +118,7 @@ class LeaderElection:
         older = [each for each in await self._controllers.others(self._number) if each.number < self._number]
         for each in reversed(older):
             try:
-                return await each.let_go()
+                return await each.release_workers()
             except Unavailable as error:
                 log.info("%s", error.message)
         return Handover()
@@ -173,13 +173,13 @@ class LeaderElection:
 
     async def _follow(self, successor: OtherController) -> None:
         try:
-            self.successor = self.kept_at = await successor.settled()
+            self.successor = self.kept_at = await successor.wait_until_settled()
         except Unavailable as error:
             log.info("%s", error.message)
             return
         self._changed.set()
         log.info("the controller at %s supervises the workers", self.successor)
-        await self._workers.follow(self.successor)
+        await self._workers.mirror_membership(self.successor)
 
     async def _youngest(self, over: set[int]) -> OtherController | None:
         others = await self._controllers.others(self._number)

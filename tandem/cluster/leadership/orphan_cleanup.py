@@ -63,12 +63,12 @@ class Clearing:
             raise NotFound("no workers were left there; --cluster-name says whose are meant")
         return Cleared(_sorted([each.peer.worker_id for each in workers]), _sorted(places))
 
-    async def let_go(self) -> Handover:
+    async def release_workers(self) -> Handover:
         """Returns an empty handover to a younger controller, which then finds no workers."""
         await self._over.wait()
         return Handover()
 
-    async def settled(self) -> str:
+    async def wait_until_settled(self) -> str:
         """Raises Unavailable to an older controller, which has to wait until this one is gone."""
         raise Unavailable("the workers are being ended")
 
@@ -115,7 +115,7 @@ async def _live_controllers(others: Collection[OtherController]) -> str:
 async def _listener(controller: OtherController) -> str:
     try:
         async with asyncio.timeout(ANSWER_S):
-            return f"at {await controller.settled()}"
+            return f"at {await controller.wait_until_settled()}"
     except TimeoutError:
         return "one that starts or hangs"
     except Unavailable:

@@ -138,7 +138,7 @@ class Operator:
     def _is_coming(self, keeper: ProcessSupervisor) -> bool:
         return keeper in self._awaited or keeper.phase in {Phase.STARTING, Phase.WAITING}
 
-    async def let_go(self) -> Handover:
+    async def finish(self) -> Handover:
         """Completes running drains, cancels pending waits, and returns the facts that the next controller needs."""
         while self._draining:  # noqa: ASYNC110
             await asyncio.sleep(LOOK_S)

@@ -85,10 +85,10 @@ class Fleet:
             keeper.stop()
         await asyncio.gather(*self._runs.values(), *self._removals.values())
 
-    async def let_go(self) -> None:
+    async def release(self) -> None:
         """Releases all processes: those that serve live on, all keep their resources, and the slots are forgotten."""
         for keeper in self._keepers.values():
-            keeper.let_go()
+            keeper.detach()
         await asyncio.gather(*self._runs.values(), *self._removals.values())
         for mine in (self._slots, self._keepers, self._runs):
             mine.clear()

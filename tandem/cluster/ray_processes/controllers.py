@@ -23,11 +23,11 @@ class OtherController(ABC):
         """The controller's number; a higher number means a younger controller."""
 
     @abstractmethod
-    async def let_go(self) -> Handover:
+    async def release_workers(self) -> Handover:
         """Makes it release its workers; waits until its own start is complete."""
 
     @abstractmethod
-    async def settled(self) -> str:
+    async def wait_until_settled(self) -> str:
         """Waits until it leads or follows a settled leader, and returns its listener, host:port."""
 
     @abstractmethod
@@ -66,12 +66,12 @@ class _RayController(OtherController):
         super().__init__(number)
         self._actor = actor
 
-    async def let_go(self) -> Handover:
-        handover: Handover = await _answer(self._actor.let_go.remote())
+    async def release_workers(self) -> Handover:
+        handover: Handover = await _answer(self._actor.release_workers.remote())
         return handover
 
-    async def settled(self) -> str:
-        return str(await _answer(self._actor.settled.remote()))
+    async def wait_until_settled(self) -> str:
+        return str(await _answer(self._actor.wait_until_settled.remote()))
 
     async def ended(self) -> None:
         from ray.exceptions import RayError

@@ -100,15 +100,15 @@ class _RayOrphanedWorker(OrphanedWorker):
         return description
 
     def process(self, controller_address: str, outlive_s: float, on_start: Callable[[str], None]) -> Process:
-        follow = partial(self._actor.follow.remote, controller_address, outlive_s)
-        return RayProcess(self._actor, on_start, start=follow)
+        start = partial(self._actor.change_controller.remote, controller_address, outlive_s)
+        return RayProcess(self._actor, on_start, start=start)
 
     async def end(self, *, keep_place: bool = False) -> None:
         import ray
 
         ray.kill(self._actor, no_restart=True)
         if not keep_place:
-            await asyncio.to_thread(give_back, self.peer.worker_id)
+            await asyncio.to_thread(release_placement_group, self.peer.worker_id)
 
 
 async def fitting(
@@ -168,10 +168,10 @@ def _clear(kept: Collection[str]) -> list[str]:
     groups = placement_group_table().values()
     # Names are those of all namespaces.
     names = {group["name"] for group in groups if group["state"] != "REMOVED"} - {"", *kept}
-    return [name for name in names if give_back(name)]
+    return [name for name in names if release_placement_group(name)]
 
 
-def give_back(worker_id: str) -> bool:
+def release_placement_group(worker_id: str) -> bool:
     """Releases a worker's placement group, which ends its actors; returns True if there was one.
 
     Waits until the name is free again, or logs a warning if Ray takes too long to forget it.

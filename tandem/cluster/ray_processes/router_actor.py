@@ -13,8 +13,8 @@ from tandem.cluster.config import ClusterConfig
 from tandem.cluster.ray_processes.ray_process import RayProcess, actor_class, in_place
 from tandem.cluster.supervision.process_supervisor import Process
 from tandem.logging.logs import LogConfig, begin_log
-from tandem.net.heap import keep_imports, settle_heap
-from tandem.net.turns import take_short_turns
+from tandem.net.heap import freeze_gc, keep_imports
+from tandem.net.turns import set_switch_interval
 
 if TYPE_CHECKING:
     from router.api.listeners import RouterEndpoints
@@ -62,14 +62,14 @@ class RouterActor:
 
     async def prepare(self) -> None:
         """Imports the router and loads the tokenizer, which is all of a start but opening the listeners."""
-        take_short_turns()
+        set_switch_interval()
         with keep_imports():
             from router.server import RouterServer
 
         server = RouterServer(self._config)
         await server.prepare()
         self._prepared = server
-        settle_heap()
+        freeze_gc()
         log.info("router %s is ready to open its listeners", self._config.router_id)
 
     async def start(self) -> "RouterEndpoints":
@@ -84,7 +84,7 @@ class RouterActor:
         assert self._prepared is not None
         endpoints = await self._prepared.start()
         self._server = self._prepared
-        settle_heap()
+        freeze_gc()
         return endpoints
 
     async def progress(self) -> tuple[str, float]:

@@ -6,7 +6,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tandem.cluster.config import ClusterConfig
-from tandem.cluster.ray_processes.orphaned_workers import OrphanedWorker, give_back, is_made, is_removed, place_of
+from tandem.cluster.ray_processes.orphaned_workers import (
+    OrphanedWorker,
+    is_made,
+    is_removed,
+    place_of,
+    release_placement_group,
+)
 from tandem.cluster.ray_processes.ray_process import RayProcess, actor_class, in_place
 from tandem.cluster.supervision.process_supervisor import Process
 from tandem.cluster.supervision.roles import GPU, Slot, bundle
@@ -67,14 +73,14 @@ class WorkerActors:
         """Returns a live worker of `slot` as a process of this controller."""
         return left.process(self.controller_address, self._cluster.workers_outlive_s, partial(self._on_metrics, slot))
 
-    def let_go(self) -> None:
+    def release_all(self) -> None:
         """Releases all placement groups to another controller."""
         self._groups.clear()
 
     async def release(self, slot: Slot) -> None:
         """Releases the slot's placement group, which ends its actor."""
         self._groups.pop(slot.worker_id, None)
-        await asyncio.to_thread(give_back, slot.worker_id)  # also a group that an earlier controller made
+        await asyncio.to_thread(release_placement_group, slot.worker_id)  # also a group that an earlier controller made
 
     async def _placed(self, slot: Slot) -> None:
         while not await asyncio.to_thread(lambda: is_made(self._group(slot))):  # noqa: ASYNC110
@@ -89,7 +95,7 @@ class WorkerActors:
             return known
         group = place_of(slot.worker_id)
         if group is not None and group.bundle_specs != [bundle(slot)]:
-            give_back(slot.worker_id)
+            release_placement_group(slot.worker_id)
             group = None
         if group is None:
             lifetime = "detached" if self._cluster.workers_outlive_s else None

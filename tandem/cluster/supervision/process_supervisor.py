@@ -129,7 +129,7 @@ class ProcessSupervisor:
         """Adopts a live process, before `run`; its `start` makes it follow this controller."""
         self._adopted = incarnation, process
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """Releases the process: one that serves, or served where it was adopted from, lives on; any other is ended.
 
         `run` returns then.

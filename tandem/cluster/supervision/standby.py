@@ -58,7 +58,7 @@ class Standby:
         if self._in_use is None or own.phase is not Phase.SERVING:
             own.stop()
             return None
-        own.let_go()
+        own.detach()
         return own.health().incarnation, self._in_use
 
     def stop(self) -> None:

@@ -57,7 +57,7 @@ class PagePool:
     def promise_up_to(self, pages: int) -> int:
         """Promises `pages` pages, or as many as are free; returns the number promised."""
         with self.lock:
-            promised = max(0, min(pages, self._room))
+            promised = max(0, min(pages, self._unreserved))
             self._promised += promised
             return promised
 
@@ -141,7 +141,7 @@ class PagePool:
         """
         with self.lock:
             self._need_known(pages, [page for page in pages if page not in self._shared and page not in self._cached])
-            room = self._room
+            room = self._unreserved
             for count, page in enumerate(pages):
                 if page in self._cached:
                     if not room:
@@ -183,10 +183,10 @@ class PagePool:
         return self._total
 
     @property
-    def room(self) -> int:
+    def unreserved(self) -> int:
         """The number of pages that are unused and not promised; the only one of the counts that is cheap."""
         with self.lock:
-            return self._room
+            return self._unreserved
 
     def counts(self) -> PageCounts:
         """Returns the number of pages in each state, all at one moment."""
@@ -240,13 +240,13 @@ class PagePool:
     def _need(self, pages: int) -> None:
         if pages < 0:
             raise Internal(f"{pages} pages were asked for.")
-        if pages > self._room:
+        if pages > self._unreserved:
             raise ResourceExhausted(
-                f"{pages} KV pages are needed and {self._room} of {self._total} are free; try again soon."
+                f"{pages} KV pages are needed and {self._unreserved} of {self._total} are free; try again soon."
             )
 
     @property
-    def _room(self) -> int:
+    def _unreserved(self) -> int:
         """The number of pages that may be handed out without a promise."""
         return len(self._free) + len(self._cached) - self._promised
 

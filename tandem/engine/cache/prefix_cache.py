@@ -128,7 +128,7 @@ class PrefixCache:
             try:
                 self.pool.promise(pages - prefix.held + aside)
             except TandemError:
-                self._let_go(prefix)
+                self._release_prefix(prefix)
                 raise
             self.pool.unpromise(aside)
             self._count(prefix, prompt_tokens)
@@ -147,7 +147,7 @@ class PrefixCache:
             try:
                 self.pool.promise(promised + len(self._full) * missing)
             except TandemError:
-                self._let_go(prefix)
+                self._release_prefix(prefix)
                 raise
             new = self.pool.allocate(owner, len(self._full) * missing, from_promise=True)
             self._count(prefix, prompt_tokens)
@@ -164,7 +164,7 @@ class PrefixCache:
             if numbers <= self._hit(prefix.digests[:numbers]):
                 self._retain(prefix, numbers, None)
             if prefix.known < numbers:
-                self._let_go(prefix)
+                self._release_prefix(prefix)
                 raise StaleEpoch(f"{numbers} cached pages are there no longer, not all of them; drop this attempt")
 
     def retire(self, owner: RequestRef, prefix: Prefix, pages: list[int], position: int) -> int:
@@ -241,12 +241,12 @@ class PrefixCache:
             read = prefix.pages
             unread = [page for page, known in zip(pages, read, strict=False) if page != known]
             self.pool.free(owner, held_pages([*unread, *pages[len(read) :]]))
-            self._let_go(prefix)
+            self._release_prefix(prefix)
 
-    def let_go(self, prefix: Prefix) -> None:
+    def release(self, prefix: Prefix) -> None:
         """Releases all pages that the request reads."""
         with self.pool.lock:
-            self._let_go(prefix)
+            self._release_prefix(prefix)
 
     # ---- for the router's copy of the index ----
 
@@ -381,7 +381,7 @@ class PrefixCache:
         page, prefix.pages[entry] = prefix.pages[entry], FREED
         self.pool.release([page])
 
-    def _let_go(self, prefix: Prefix) -> None:
+    def _release_prefix(self, prefix: Prefix) -> None:
         """Releases the pages from the end, because the pool evicts in that order and must evict leaves first."""
         self.pool.release(held_pages(prefix.pages)[::-1])
         prefix.pages.clear()

@@ -129,7 +129,7 @@ class DraftModel(BatchProposer):
         drafts = min(drafts, self._runner.facts.max_context - fed)
         more = kv.numbers(fed + drafts) * kv.groups - len(request.pages)
         if drafts > 0 and more > 0:
-            whole = min(more, pool.room) // kv.groups * kv.groups
+            whole = min(more, pool.unreserved) // kv.groups * kv.groups
             # A part of the context is of no use.
             if whole and kv.tokens_of(request.pages) + whole // kv.groups * kv.page_tokens > fed:
                 request.pages += pool.allocate(request.owner, whole)

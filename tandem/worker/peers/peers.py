@@ -10,10 +10,10 @@ from typing import TypeVar
 import grpc.aio
 
 from kv_transfer.base import PageWrite, Sender
-from kv_transfer.departed import Departed
 from kv_transfer.handshake import check_compatible
 from kv_transfer.nixl_backend import processes
-from prefill_worker.decode_peers import Allotment, DecodePeers, Renewal
+from kv_transfer.removed_peers import RemovedPeers
+from prefill_worker.decode_peers import AllocatedPages, DecodePeers, Renewal
 from tandem.net import rpc
 from tandem.protocol import conversion
 from tandem.protocol.errors import FailedPrecondition, StaleEpoch, TandemError, Unavailable
@@ -52,7 +52,7 @@ class SameHostPeers:
         """Return whether this run said that it is on this host. From any thread."""
         return peer.incarnation in self._runs.get(peer.worker_id, {})
 
-    def lives(self, peer: PeerRef) -> bool | None:
+    def process_alive(self, peer: PeerRef) -> bool | None:
         """Return whether the process of this run lives; None if that is unknown. From any thread."""
         process = self._runs.get(peer.worker_id, {}).get(peer.incarnation)
         return processes.lives(process) if process else None
@@ -119,7 +119,7 @@ class Peers(DecodePeers):
         self._token = token
         self._timeout_s = rpc_timeout_s
         self._connections: dict[PeerRef, _Connection] = {}
-        self._gone = Departed()
+        self._gone = RemovedPeers()
         self._accepted: dict[str, PeerDescription] = {}
         self._owed: dict[PeerRef, deque[Destination]] = {}
         self._incompatible = IncompatiblePeers()
@@ -158,7 +158,7 @@ class Peers(DecodePeers):
             return True
         return False
 
-    async def allot(self, destination: Destination, pages: int) -> Allotment:
+    async def allocate_pages(self, destination: Destination, pages: int) -> AllocatedPages:
         """Asks the decode worker for the pages that receive the last of the prompt's `pages`."""
         request = worker_pb2.AllotPagesRequest(
             lease=conversion.lease_to_proto(destination.lease),
@@ -168,7 +168,7 @@ class Peers(DecodePeers):
         )
         stub = self._connection(destination.peer, destination.address).stub
         reply = await _call(stub.AllotPages(request, timeout=self._timeout_s), destination.peer)
-        return Allotment(tuple(reply.page_ids), reply.write_for_s)
+        return AllocatedPages(tuple(reply.page_ids), reply.write_for_s)
 
     async def renew(self, peer: PeerRef, address: str, leases: Sequence[Lease], within_s: float) -> Renewal:
         """Asks the decode worker for permission to go on writing under these leases."""
@@ -233,13 +233,13 @@ class Peers(DecodePeers):
         self._same_host.add(theirs.description)
         return self._mine.description
 
-    def is_near(self, peer: PeerRef) -> bool:
+    def same_host(self, peer: PeerRef) -> bool:
         """True if this run of a prefill worker has reported that it is on this host."""
         return self._same_host.has(peer)
 
-    def lives(self, peer: PeerRef) -> bool | None:
+    def process_alive(self, peer: PeerRef) -> bool | None:
         """True if the process of this run of a prefill worker is alive; None = not visible from here."""
-        return self._same_host.lives(peer)
+        return self._same_host.process_alive(peer)
 
     # ---- both ----
 
@@ -263,7 +263,7 @@ class Peers(DecodePeers):
 
     def welcome(self, peer: PeerRef) -> None:
         """This run serves. If it was believed dead, all is as it was, and it hears which leases it has back."""
-        if not self._gone.take_back(peer):
+        if not self._gone.restore(peer):
             return
         log.info("%s, which was taken for dead, is back", peer.worker_id)
         known = self._accepted.get(peer.worker_id)

@@ -22,10 +22,10 @@ class WarmUps:
         self._running: dict[PeerRef, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def see(self, info: WorkerInfo) -> None:
+    def add(self, info: WorkerInfo) -> None:
         """Another worker serves, or has opened other halves."""
         self._others[info.peer.worker_id] = info
-        self.look()
+        self.start_due()
 
     def forget(self, peer: PeerRef) -> None:
         """This run and its earlier ones are believed dead."""
@@ -36,7 +36,7 @@ class WarmUps:
             if other.worker_id == peer.worker_id and other.incarnation <= peer.incarnation:
                 self._running.pop(other).cancel()
 
-    def look(self) -> None:
+    def start_due(self) -> None:
         """Connect to whoever may get prompts from here and is not connected; one that is costs next to nothing."""
         for info in self._others.values():
             if self._wanted(info.peer) and info.peer not in self._running:

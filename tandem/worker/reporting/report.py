@@ -7,19 +7,19 @@ from tandem.engine.cache.prefix_cache import PrefixCache
 from tandem.protocol.messages import PeerRef, WorkerInspection, WorkerLoad
 from tandem.protocol.prefixes import PrefixList
 from tandem.worker.assignment import WorkerAssignment
-from tandem.worker.halves import Halves
 from tandem.worker.loop import StepLoop, StepMeter
+from tandem.worker.phases import PhaseSchedulers
 from tandem.worker.reporting.watchdog import Watchdog
 
 
-def load_of(halves: Halves, cache: PrefixCache, decoding: StepWork, cost: CostParameters) -> WorkerLoad:
+def load_of(halves: PhaseSchedulers, cache: PrefixCache, decoding: StepWork, cost: CostParameters) -> WorkerLoad:
     """Return the load of a worker, real or simulated, from its newest decode rows and its cost parameters."""
     pool, speculation = cache.pool, halves.decode.speculation
     return WorkerLoad(
         prefill_requests=halves.prefill.queue.length,
         prefill_tokens=halves.prefill.waiting_tokens(),
         decode_requests=halves.decode.running_requests(),
-        pages_used=pool.total - pool.room,
+        pages_used=pool.total - pool.unreserved,
         pages_total=pool.total,
         prefix_query_tokens=cache.query_tokens,
         prefix_hit_tokens=cache.hit_tokens,
@@ -38,7 +38,7 @@ class WorkerReport:
         me: PeerRef,
         *,
         cache: PrefixCache,
-        halves: Halves,
+        halves: PhaseSchedulers,
         loop: StepLoop,
         meter: StepMeter,
         assignment: WorkerAssignment,

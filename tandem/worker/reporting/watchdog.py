@@ -9,8 +9,8 @@ from kv_transfer.checksums import PageChecks
 from tandem.engine.cache.prefix_cache import PrefixCache
 from tandem.protocol.errors import DeadlineExceeded, Internal
 from tandem.worker.config import WorkerConfig
-from tandem.worker.halves import Halves
 from tandem.worker.loop import StepLoop
+from tandem.worker.phases import PhaseSchedulers
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class Watchdog:
         config: WorkerConfig,
         *,
         loop: StepLoop,
-        halves: Halves,
+        halves: PhaseSchedulers,
         cache: PrefixCache,
         checks: PageChecks,
         on_stuck: Callable[[BaseException], None],

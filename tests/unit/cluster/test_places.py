@@ -89,7 +89,7 @@ async def test_a_place_that_was_left_is_used_again_and_given_back(groups: Groups
     assert first.lifetime == "detached"
     second = WorkerActors(OUTLIVING, "t")
     assert second._group(SLOT) is first
-    second.let_go()
+    second.release()
     assert groups.mine == {"decode-0": first}
     third = WorkerActors(OUTLIVING, "t")
     await third.release(SLOT)

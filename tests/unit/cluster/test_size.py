@@ -210,7 +210,7 @@ async def test_who_lets_go_ends_what_is_under_way_and_tells_who_stays_away(monke
     crew.room.clear()
     restarting = asyncio.ensure_future(crew.operator.drain_worker("decode-2", 1.0, restart=True, force=True))
     await until(lambda: crew.keepers["decode-2"].phase is Phase.STARTING)
-    handover = await crew.operator.let_go()
+    handover = await crew.operator.finish()
     assert handover == Handover(("decode-0",), (("decode-1", "a"),))
     with pytest.raises(Unavailable, match="another controller has taken over"):
         await restarting
@@ -230,7 +230,7 @@ async def test_a_drain_that_runs_is_waited_for(monkeypatch: pytest.MonkeyPatch) 
     crew.drains.clear()
     leaving = asyncio.ensure_future(crew.operator.resize(SizeChange(prefill=1, decode=1)))
     await until(lambda: any(keeper.phase is Phase.DRAINING for keeper in crew.keepers.values()))
-    letting_go = asyncio.ensure_future(crew.operator.let_go())
+    letting_go = asyncio.ensure_future(crew.operator.finish())
     await asyncio.sleep(0.02)
     assert not letting_go.done()
     crew.drains.set()
@@ -251,12 +251,12 @@ async def test_who_drains_since_its_node_leaves_is_handed_over_as_one_that_moves
     asking = crew.operator.drain_worker("decode-1", 1.0, restart=False, force=True, node_leaves=True)
     draining = asyncio.ensure_future(asking)
     await until(lambda: crew.keepers["decode-1"].phase is Phase.DRAINING)
-    letting_go = asyncio.ensure_future(crew.operator.let_go())
+    letting_go = asyncio.ensure_future(crew.operator.finish())
     await asyncio.sleep(0)
     crew.drains.set()
     assert await letting_go == Handover(rescheduling=(("decode-1", "a"),))
     await draining
-    assert await crew.operator.let_go() == Handover(("decode-1",)), "it was given up, and nobody knows of its node"
+    assert await crew.operator.finish() == Handover(("decode-1",)), "it was given up, and nobody knows of its node"
     await crew.stop()
 
 
@@ -273,5 +273,5 @@ async def test_a_drain_that_never_ends_keeps_nobody_from_taking_over(monkeypatch
         await crew.operator.drain_worker("decode-1", 0.0, restart=False, force=False)
     assert crew.keepers["decode-1"].phase is Phase.DRAINING
     async with asyncio.timeout(60):
-        assert await crew.operator.let_go() == Handover()
+        assert await crew.operator.finish() == Handover()
     await crew.stop()

@@ -9,7 +9,7 @@ import pytest
 
 from decode_worker.admission import DecodeAdmission
 from decode_worker.config import DecodeConfig
-from decode_worker.half import DecodeHalf
+from decode_worker.scheduler import DecodeScheduler
 from tandem.engine.cache.page_pool import PagePool
 from tandem.engine.cache.prefix_cache import PrefixCache
 from tandem.protocol.errors import InvalidArgument, ResourceExhausted, StaleEpoch, Unavailable
@@ -57,12 +57,12 @@ class House:
             expect=self._expect,
             emit=self.events.append,
             wake=self._wake,
-            listened_s=lambda: self.now,
-            is_near=lambda peer: not self.far,
+            transport_poll_s=lambda: self.now,
+            same_host=lambda peer: not self.far,
             checks=checks,
         )
         self.admission.limit(max_pages)
-        self.half = DecodeHalf(
+        self.half = DecodeScheduler(
             requests=self.admission.requests,
             lock=self.admission.lock,
             model=FACTS,
@@ -108,11 +108,11 @@ class House:
 
     def allotted(self, name: str, gap_target_s: float) -> Lease:
         lease = self.reserve(name, gap_target_s=gap_target_s)
-        self.allot(lease)
+        self.allocate_pages(lease)
         return lease
 
-    def allot(self, lease: Lease) -> list[int]:
-        return list(self.admission.allot(lease, -(-len(self.prompts[lease]) // PAGE_TOKENS), P))
+    def allocate_pages(self, lease: Lease) -> list[int]:
+        return list(self.admission.allocate_pages(lease, -(-len(self.prompts[lease]) // PAGE_TOKENS), P))
 
     def deliver(self, lease: Lease, **changes: object) -> None:
         prompt = self.prompts[lease]
@@ -124,7 +124,7 @@ class House:
 
     def arrive(self, name: str, router: str = "r", **reservation: int) -> Lease:
         lease = self.reserve(name, router=router, **reservation)
-        self.allot(lease)
+        self.allocate_pages(lease)
         self.deliver(lease)
         return lease
 
@@ -227,7 +227,7 @@ def test_an_adapter_is_in_use_until_no_step_computes_with_it() -> None:
     house = House()
     for name in ("base", "tuned"):
         lease = house.reserve(name, adapter="" if name == "base" else "hash")
-        house.allot(lease)
+        house.allocate_pages(lease)
         house.deliver(lease)
     house.half.schedule(16)
     house.abort("tuned")
@@ -272,17 +272,17 @@ def test_a_full_house_promises_nothing_more() -> None:
 def test_pages_are_allotted_once() -> None:
     house = House()
     lease = house.reserve("a")
-    assert house.allot(lease) == house.allot(lease)
+    assert house.allocate_pages(lease) == house.allocate_pages(lease)
     with pytest.raises(InvalidArgument):
-        house.admission.allot(house.reserve("b"), 1, P)
+        house.admission.allocate_pages(house.reserve("b"), 1, P)
     with pytest.raises(StaleEpoch):
-        house.admission.allot(lease, 2, PeerRef("prefill-1", 1))
+        house.admission.allocate_pages(lease, 2, PeerRef("prefill-1", 1))
 
 
 def test_a_late_notice_frees_the_quarantine() -> None:
     house = House()
     lease = house.reserve("a")
-    house.allot(lease)
+    house.allocate_pages(lease)
     house.abort("a")
     assert house.pool.counts().quarantined == 2
     house.deliver(lease)
@@ -297,7 +297,7 @@ def test_a_late_notice_frees_the_quarantine() -> None:
 def test_a_notice_that_does_not_fit_fails_closed(changes: dict[str, object]) -> None:
     house = House()
     lease = house.reserve("a")
-    house.allot(lease)
+    house.allocate_pages(lease)
     house.deliver(lease, **changes)
     (routed,) = house.events
     assert routed.event.error is not None
@@ -334,7 +334,7 @@ def errors_of(house: House) -> list[str]:
 def test_a_sender_cannot_choose_what_is_checked(checks: Checks | None, told: tuple[PageChecksum, ...]) -> None:
     house = House(checks=checks)
     lease = house.reserve("a")
-    house.allot(lease)
+    house.allocate_pages(lease)
     house.deliver(lease, checksums=told)
     agreed = told == (() if checks is None else SUMS)
     assert errors_of(house) == ([] if agreed else ["TRANSFER_FAILED"])
@@ -348,7 +348,7 @@ def test_a_check_without_a_result_ends_the_request_at_once_and_frees_its_pages_l
     checks = Checks()
     house = House(checks=checks)
     lease = house.reserve("a")
-    house.allot(lease)
+    house.allocate_pages(lease)
     house.deliver(lease, checksums=SUMS)
     house.now = 3.0
     house.admission.expire()
@@ -369,7 +369,7 @@ def test_a_result_that_cannot_be_followed_ends_the_request(monkeypatch: pytest.M
     checks = Checks()
     house = House(checks=checks)
     lease = house.reserve("a")
-    house.allot(lease)
+    house.allocate_pages(lease)
     house.deliver(lease, checksums=SUMS)
     monkeypatch.setattr("decode_worker.requests.EdgeStamp", None)
     checks.results[0]("")
@@ -382,7 +382,7 @@ def test_checks_that_are_closed_fail_the_request() -> None:
     checks.closed = True
     house = House(checks=checks)
     lease = house.reserve("a")
-    house.allot(lease)
+    house.allocate_pages(lease)
     house.deliver(lease, checksums=SUMS)
     assert errors_of(house) == ["TRANSFER_FAILED"]
     house.assert_empty()
@@ -393,7 +393,7 @@ def test_the_step_loop_is_woken_by_the_result_of_a_check_not_by_its_beginning(re
     checks = Checks()
     house = House(checks=checks)
     lease = house.reserve("a")
-    house.allot(lease)
+    house.allocate_pages(lease)
     house.woken = 0
     house.deliver(lease, checksums=SUMS)
     assert house.woken == 0
@@ -404,7 +404,7 @@ def test_the_step_loop_is_woken_by_the_result_of_a_check_not_by_its_beginning(re
 def test_what_arrives_unchecked_wakes_the_step_loop() -> None:
     house = House()
     lease = house.reserve("a")
-    house.allot(lease)
+    house.allocate_pages(lease)
     house.woken = 0
     house.deliver(lease)
     assert house.woken == 1
@@ -413,7 +413,7 @@ def test_what_arrives_unchecked_wakes_the_step_loop() -> None:
 def test_a_stranger_cannot_deliver() -> None:
     house = House()
     lease = house.reserve("a")
-    house.allot(lease)
+    house.allocate_pages(lease)
     house.deliver(lease, prefill=PeerRef("prefill-0", 2))
     assert not house.half.schedule(16)
     assert house.admission.fenced == 1
@@ -422,7 +422,7 @@ def test_a_stranger_cannot_deliver() -> None:
 def test_a_lease_without_heartbeat_ends_and_the_router_hears_it() -> None:
     house = House()
     promised, advertised = house.reserve("a"), house.reserve("b")
-    house.allot(advertised)
+    house.allocate_pages(advertised)
     house.now = 4.0
     assert house.admission.heartbeat([promised]) == ()
     house.now = 6.0
@@ -454,7 +454,7 @@ def random_walk(rng: random.Random) -> None:
                 )
                 open_leases += [lease] if lease not in open_leases else []
             elif choice < 0.45 and open_leases:
-                house.allot(rng.choice(open_leases))
+                house.allocate_pages(rng.choice(open_leases))
             elif choice < 0.6 and open_leases:
                 house.deliver(open_leases.pop(rng.randrange(len(open_leases))))
             elif choice < 0.7 and open_leases:
@@ -486,7 +486,7 @@ def test_an_abort_of_an_earlier_attempt_leaves_the_one_that_is_here(stage: str) 
     """An abort is repeated until it is delivered, which may be after the next attempt has begun."""
     house = House()
     lease = house.reserve("q", attempt=2)
-    house.allot(lease)
+    house.allocate_pages(lease)
     if stage != "leased":
         house.deliver(lease)
     if stage == "running":
@@ -505,12 +505,12 @@ def test_an_abort_of_an_earlier_attempt_leaves_the_one_that_is_here(stage: str) 
 def test_two_routers_may_use_the_same_request_id() -> None:
     house = House()
     lease = house.reserve("q")
-    house.allot(lease)
+    house.allocate_pages(lease)
     reservation = Reservation("other", RequestRef("q", 2), (3, 4, 5), SamplingParams(max_tokens=6), P)
     other = house.admission.reserve(reservation).lease
     house.admission.abort("other", [RequestRef("q", 2)])
     with pytest.raises(StaleEpoch):
-        house.admission.allot(other, 1, P)
+        house.admission.allocate_pages(other, 1, P)
     house.deliver(lease)
     assert len(house.half.schedule(16)) == 1
     house.abort("q")
@@ -592,7 +592,7 @@ def test_the_transport_hears_each_count_before_the_next_change() -> None:
 def test_quarantine_beyond_its_share_stops_promises_until_the_dead_writer_is_surely_quiet() -> None:
     house = House(pages=8)
     for name in ("a", "b"):
-        house.allot(house.reserve(name, tokens=4 * PAGE_TOKENS - 1, max_tokens=1))
+        house.allocate_pages(house.reserve(name, tokens=4 * PAGE_TOKENS - 1, max_tokens=1))
     house.abort("a")
     assert not house.admission.not_ready
     house.abort("b")
@@ -611,7 +611,7 @@ def test_a_worker_is_ready_again_only_well_below_the_share_and_says_the_same_mea
     house = House(pages=20)
     leases = {name: house.reserve(name, tokens=PAGE_TOKENS - 1, max_tokens=1) for name in "abcdefghijkl"}
     for name, lease in leases.items():
-        house.allot(lease)
+        house.allocate_pages(lease)
         house.abort(name)
         if name == "k":
             said = house.admission.not_ready
@@ -628,7 +628,7 @@ def test_a_worker_is_ready_again_only_well_below_the_share_and_says_the_same_mea
 def test_pages_of_a_dead_writer_far_away_are_kept_longer(far: bool, grace_s: float) -> None:
     house = House()
     house.far = far
-    house.allot(house.reserve("q"))
+    house.allocate_pages(house.reserve("q"))
     house.admission.peer_gone(P)
     house.now += grace_s - 0.1
     house.admission.expire()
@@ -642,7 +642,7 @@ def test_one_end_that_cannot_be_followed_keeps_no_other_from_it(monkeypatch: pyt
     house = House()
     first, second = house.reserve("q1"), house.reserve("q2")
     for lease in (first, second):
-        house.allot(lease)
+        house.allocate_pages(lease)
     quarantine = house.pool.quarantine
 
     def broken(lease: Lease) -> None:
@@ -661,7 +661,7 @@ def test_one_end_that_cannot_be_followed_keeps_no_other_from_it(monkeypatch: pyt
 def test_pages_of_a_release_in_doubt_are_free_after_the_grace(aborted: bool) -> None:
     house = House()
     lease = house.reserve("q")
-    house.allot(lease)
+    house.allocate_pages(lease)
     if aborted:
         house.abort("q", attempt=1)
     house.admission.release(lease, P, in_doubt=True)

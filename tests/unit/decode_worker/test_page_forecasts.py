@@ -37,18 +37,18 @@ class Desk:
         """Return a request with its promise, whose lease has taken no page so far."""
         tokens = len(reservation.prompt_token_ids)
         prefix = self.cache.prefix(reservation.prompt_token_ids, "")
-        pages, claimed = self.budget.promise(reservation, prefix, local=local)
+        pages, claimed = self.budget.reserve(reservation, prefix, local=local)
         kv = self.cache.kv
         lease_pages = kv.held(tokens) - prefix.held if local else len(kv.sent(tokens, prefix.known))
         lease = Lease(reservation.ref.request_id, 1, 1)
         request = DecodeRequest(reservation, lease, kv.numbers(tokens), pages, claimed, b"", prefix, prefix.known)
         request.lease_pages, request.held = lease_pages, lease_pages + prefix.held
-        self.budget.await_prompt(request)
+        self.budget.add_lease(request)
         return request
 
     def end(self, request: DecodeRequest) -> None:
-        self.cache.let_go(request.prefix)
-        self.budget.give_back(request)
+        self.cache.release(request.prefix)
+        self.budget.release(request)
 
 
 def ask(name: str, tokens: int, max_tokens: int, **sampling: Any) -> Reservation:
@@ -105,7 +105,7 @@ def test_the_next_forecast_counts_the_tokens_in_flight(steps: int, pages: int) -
         desk.budget._lengths.learn(40, 1)
     request.answer, request.batch = [100] * 5, InFlight(steps)
     desk.end(request)
-    request.committed = request.claimed = request.lease_pages = 0
+    request.committed = request.reserved_pages = request.lease_pages = 0
     request.held = 2
     assert desk.budget.grow(request)
     assert request.committed == pages
@@ -121,7 +121,7 @@ def cached(desk: Desk, tokens: int) -> None:
     desk.pool.unpromise(promised - len(missing))
     desk.cache.publish(ref, prefix, pages)
     desk.cache.leave(ref, prefix, pages)
-    desk.cache.let_go(prefix)
+    desk.cache.release(prefix)
 
 
 @pytest.mark.parametrize(("local", "read"), [(False, 5), (True, 7)])
@@ -131,7 +131,7 @@ def test_of_a_cached_prefix_a_prompt_reads_what_its_first_step_here_sees(local: 
     cached(desk, 20)
     request = desk.promise(ask("q", 40, 8), local=local)
     assert (request.prefix.known, request.prefix.held, desk.pool.counts().shared) == (5, read, read)
-    assert request.committed == request.claimed + read
+    assert request.committed == request.reserved_pages + read
     desk.end(request)
     assert (desk.pool.counts().shared, desk.pool.counts().promised, desk.budget.committed) == (0, 0, 0)
 
@@ -140,10 +140,10 @@ def test_what_a_local_prompt_has_read_and_sees_no_more_becomes_pages_for_later_p
     desk = Desk(64, WINDOWED)
     cached(desk, 20)
     request = desk.promise(ask("q", 40, 8), local=True)
-    claimed, lease_pages = request.claimed, request.lease_pages
+    reserved_pages, lease_pages = request.reserved_pages, request.lease_pages
     desk.budget.retire_read(request, 28)
     assert (request.prefix.held, desk.pool.counts().shared) == (5, 5)
-    assert (request.claimed, request.lease_pages) == (claimed + 2, lease_pages + 2)
+    assert (request.reserved_pages, request.lease_pages) == (reserved_pages + 2, lease_pages + 2)
     assert desk.budget.spend_on_chunk(request, 99) == lease_pages + 2
 
 
@@ -167,17 +167,17 @@ def test_a_running_request_keeps_all_that_its_oldest_row_sees_and_nothing_else(w
 def test_a_prompt_that_was_computed_here_needs_fewer_pages_from_then_on() -> None:
     desk = Desk(64, WINDOWED)
     request = desk.promise(ask("q", 40, 8), local=True)
-    taken = desk.budget.spend_on_prompt(request, request.lease_pages)
+    taken = desk.budget.spend_on_lease(request, request.lease_pages)
     pages = iter(desk.pool.allocate(request.reservation.ref, taken, from_promise=True))
     # Its last chunk saw nothing of the window's first three pages, which are given up already.
     for number in range(10):
         request.pages += [next(pages), next(pages) if number >= 3 else FREED]
     assert (next(pages, None), request.held, request.committed) == (None, 17, 12 + 7)
-    desk.budget.settle(request)
+    desk.budget.complete_transfer(request)
     assert held_pages(request.pages) == [request.pages[entry] for entry in WINDOWED.seen(40, 0, 10)]
     assert request.held == len(held_pages(request.pages)) == 10 + 2
     assert request.committed == desk.budget.committed == 12 + 4
-    assert desk.pool.counts().promised == request.claimed == request.committed - request.held
+    assert desk.pool.counts().promised == request.reserved_pages == request.committed - request.held
 
 
 class TestPreempted:

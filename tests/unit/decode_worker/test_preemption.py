@@ -13,11 +13,11 @@ import pytest
 
 from decode_worker.admission import DecodeAdmission
 from decode_worker.config import DecodeConfig
-from decode_worker.half import DecodeHalf
 from decode_worker.page_budget import RETURN_S
 from decode_worker.preemption import PROGRESS_TOKENS, choose
 from decode_worker.request import DecodeRequest, Stage
 from decode_worker.requests import DecodeRequests
+from decode_worker.scheduler import DecodeScheduler
 from tandem.cost_model.answer_length import SEEN_MIN
 from tandem.engine.cache.page_pool import PagePool
 from tandem.engine.cache.prefix_cache import Prefix, PrefixCache
@@ -96,11 +96,11 @@ class House:
             expect=lambda _leases: None,
             emit=self.notes.append,
             wake=lambda: None,
-            listened_s=lambda: self.now,
-            is_near=lambda _peer: True,
+            transport_poll_s=lambda: self.now,
+            same_host=lambda _peer: True,
         )
         self.admission.limit(max_pages)
-        self.half = DecodeHalf(
+        self.half = DecodeScheduler(
             requests=self.admission.requests,
             lock=self.admission.lock,
             model=FACTS,
@@ -198,7 +198,7 @@ class House:
     def _arrive(self, asked: Asked, ref: RequestRef, prompt: tuple[int, ...], granted: GrantedLease) -> None:
         answered = len(asked.got)
         pages = -(-len(prompt) // PAGE_TOKENS)
-        self.admission.allot(granted.lease, pages, P)
+        self.admission.allocate_pages(granted.lease, pages, P)
         first = asked.token(answered)
         self._take(asked, RequestEvent(ref, answered, (first,)))
         if asked.over:
@@ -371,7 +371,7 @@ def test_the_oldest_goes_on_where_its_limit_was_lowered(behind: bool) -> None:
     house.believe_in_short_answers(50)
     house.ask("old", 4, 50)
     house.place()
-    house.admission._budget._claims._limit = 3
+    house.admission._budget._reservations._limit = 3
     house.run()
 
 

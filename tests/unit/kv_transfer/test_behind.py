@@ -7,7 +7,7 @@ from itertools import permutations
 import pytest
 
 from kv_transfer.base import WriteDone
-from kv_transfer.behind import hold
+from kv_transfer.ordered_writes import hold
 from tandem.protocol.errors import TransferFailed
 
 DONE = WriteDone(1, 1, 1)

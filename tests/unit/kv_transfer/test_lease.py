@@ -61,7 +61,7 @@ def test_the_straight_way(desk: Desk) -> None:
     assert desk.table.permit(desk.lease, WRITER) is None
     desk.advertise()
     assert desk.table.permit(desk.lease, WRITER) == (5, 7)
-    change = desk.table.settle(desk.lease, WRITER)
+    change = desk.table.complete(desk.lease, WRITER)
     assert (change.action, change.page_ids) == (PageAction.ADMIT, (5, 7))
     assert desk.table.open_leases == 0
     assert desk.table.fenced == 0
@@ -133,7 +133,7 @@ def test_a_release_in_doubt_after_a_revocation_begins_the_grace(desk: Desk, over
 def test_a_notice_ends_the_doubt(desk: Desk) -> None:
     lease = desk.advertise()
     desk.table.release(lease, WRITER, in_doubt=True)
-    assert desk.table.settle(lease, WRITER).action is PageAction.FREE
+    assert desk.table.complete(lease, WRITER).action is PageAction.FREE
 
 
 def test_a_promise_is_never_in_doubt(desk: Desk) -> None:
@@ -156,10 +156,10 @@ def test_once_revoked_every_late_word_is_fenced_and_no_page_is_freed(desk: Desk,
 def test_after_a_revocation_a_late_notice_proves_quiet(desk: Desk, over: Callable[[Desk], None]) -> None:
     lease = desk.advertise()
     over(desk)
-    change = desk.table.settle(lease, WRITER)
+    change = desk.table.complete(lease, WRITER)
     assert (change.action, change.page_ids) == (PageAction.FREE, (5, 7))
     assert desk.table.fenced == 1
-    desk.stale(lambda: desk.table.settle(lease, WRITER))
+    desk.stale(lambda: desk.table.complete(lease, WRITER))
     desk.stale(lambda: desk.table.release(lease, WRITER))
 
 
@@ -168,7 +168,7 @@ def test_after_a_revocation_a_release_frees(desk: Desk, over: Callable[[Desk], N
     lease = desk.advertise()
     over(desk)
     assert [change.action for change in desk.table.release(lease, WRITER)] == [PageAction.FREE]
-    desk.stale(lambda: desk.table.settle(lease, WRITER))
+    desk.stale(lambda: desk.table.complete(lease, WRITER))
     desk.stale(lambda: desk.table.release(lease, WRITER))
 
 
@@ -182,7 +182,7 @@ def test_a_delivery_that_was_not_heard_of_ends_the_lease(desk: Desk, over: Calla
     freed_after_the_grace(desk)
     assert desk.table.delivered([lease], WRITER) == ()
     assert desk.table.fenced == 0
-    desk.stale(lambda: desk.table.settle(lease, WRITER))
+    desk.stale(lambda: desk.table.complete(lease, WRITER))
 
 
 def test_only_the_writer_s_own_open_leases_count_as_delivered(desk: Desk) -> None:
@@ -190,7 +190,7 @@ def test_only_the_writer_s_own_open_leases_count_as_delivered(desk: Desk) -> Non
     stranger = PeerRef("somebody", 1)
     assert desk.table.delivered([lease], stranger) == ()
     assert desk.table.delivered([replace(lease, attempt=7)], WRITER) == ()
-    assert desk.table.settle(lease, WRITER).action is PageAction.ADMIT
+    assert desk.table.complete(lease, WRITER).action is PageAction.ADMIT
     assert desk.table.delivered([lease], WRITER) == ()
 
 
@@ -323,7 +323,7 @@ def test_those_who_may_still_write_to_quarantined_pages_are_named_once(desk: Des
     desk.table.revoke(desk.lease)
     desk.table.revoke(later)
     assert desk.table.silent_writers() == ("prefill-0",)
-    desk.table.settle(desk.lease, WRITER)
+    desk.table.complete(desk.lease, WRITER)
     desk.table.release(later, PeerRef("prefill-0", 4))
     assert desk.table.silent_writers() == ()
 
@@ -428,7 +428,7 @@ def test_a_promise_ends_at_once_since_nobody_could_write(desk: Desk, end: str) -
         case _:
             (change,) = desk.table.peer_gone(WRITER)
     assert (change.action, change.page_ids) == (PageAction.NONE, ())
-    for call in (desk.table.permit, desk.table.settle, desk.table.release):
+    for call in (desk.table.permit, desk.table.complete, desk.table.release):
         desk.stale(lambda call=call: call(desk.lease, WRITER))
     desk.stale(lambda: desk.table.advertise(desk.lease, WRITER, [1]))
 
@@ -436,14 +436,14 @@ def test_a_promise_ends_at_once_since_nobody_could_write(desk: Desk, end: str) -
 def test_release_without_revocation_ends_the_lease(desk: Desk) -> None:
     lease = desk.advertise()
     assert [change.action for change in desk.table.release(lease, WRITER)] == [PageAction.FREE]
-    desk.stale(lambda: desk.table.settle(lease, WRITER))
+    desk.stale(lambda: desk.table.complete(lease, WRITER))
     desk.stale(lambda: desk.table.revoke(lease))
 
 
 def test_nothing_touches_a_settled_lease(desk: Desk) -> None:
     lease = desk.advertise()
-    desk.table.settle(lease, WRITER)
-    desk.stale(lambda: desk.table.settle(lease, WRITER))
+    desk.table.complete(lease, WRITER)
+    desk.stale(lambda: desk.table.complete(lease, WRITER))
     desk.stale(lambda: desk.table.release(lease, WRITER))
     desk.stale(lambda: desk.table.revoke(lease))
     assert desk.table.peer_gone(WRITER) == ()
@@ -468,24 +468,24 @@ def test_nobody_but_its_writer_may_use_a_lease(desk: Desk, stranger: PeerRef) ->
     desk.stale(lambda: desk.table.advertise(desk.lease, stranger, [1]))
     lease = desk.advertise()
     desk.stale(lambda: desk.table.permit(lease, stranger))
-    desk.stale(lambda: desk.table.settle(lease, stranger))
+    desk.stale(lambda: desk.table.complete(lease, stranger))
     desk.stale(lambda: desk.table.release(lease, stranger))
-    assert desk.table.settle(lease, WRITER).action is PageAction.ADMIT
+    assert desk.table.complete(lease, WRITER).action is PageAction.ADMIT
 
 
 @pytest.mark.parametrize("wrong", [Lease("r", 2, 1), Lease("q", 1, 1), Lease("r", 1, 2), Lease("r", 1, 0)], ids=str)
 def test_every_part_of_a_lease_counts(desk: Desk, wrong: Lease) -> None:
     desk.advertise()
-    desk.stale(lambda: desk.table.settle(wrong, WRITER))
+    desk.stale(lambda: desk.table.complete(wrong, WRITER))
     desk.stale(lambda: desk.table.release(wrong, WRITER))
     desk.stale(lambda: desk.table.revoke(wrong))
     assert desk.table.renew([wrong]) == (wrong,)
 
 
 def test_a_notice_before_any_pages_is_fenced(desk: Desk) -> None:
-    desk.stale(lambda: desk.table.settle(desk.lease, WRITER))
+    desk.stale(lambda: desk.table.complete(desk.lease, WRITER))
     desk.advertise()
-    assert desk.table.settle(desk.lease, WRITER).action is PageAction.ADMIT
+    assert desk.table.complete(desk.lease, WRITER).action is PageAction.ADMIT
 
 
 def test_a_dead_writer_gets_no_lease_but_its_next_incarnation_does(desk: Desk) -> None:
@@ -506,4 +506,4 @@ def test_one_request_s_leases_do_not_touch_each_other(desk: Desk) -> None:
     other = desk.table.grant(RequestRef("r", 1), WRITER)
     assert desk.table.revoke(other).action is PageAction.NONE
     desk.advertise()
-    assert desk.table.settle(desk.lease, WRITER).action is PageAction.ADMIT
+    assert desk.table.complete(desk.lease, WRITER).action is PageAction.ADMIT

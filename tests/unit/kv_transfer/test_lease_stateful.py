@@ -69,8 +69,8 @@ class Leases(RuleBasedStateMachine):
         leases = list(self.seen)
         return leases[-1 - number % min(len(leases), 8)] if leases else None
 
-    @rule(request=REQUESTS, worker=WRITERS, allot=st.booleans())
-    def grant(self, request: str, worker: str, allot: bool) -> None:
+    @rule(request=REQUESTS, worker=WRITERS, allocate_pages=st.booleans())
+    def grant(self, request: str, worker: str, allocate_pages: bool) -> None:
         self.attempt += 1
         writer = PeerRef(worker, self.incarnation[worker])
         try:
@@ -80,11 +80,11 @@ class Leases(RuleBasedStateMachine):
             return
         assert lease.epoch > max((seen.epoch for seen in self.seen), default=0)
         self.seen[lease] = Seen(writer)
-        if allot:
-            self.allot(0)
+        if allocate_pages:
+            self.allocate_pages(0)
 
     @rule(number=PICK)
-    def allot(self, number: int) -> None:
+    def allocate_pages(self, number: int) -> None:
         lease = self.pick(number)
         if lease is None or self.seen[lease].writer in self.died:
             return
@@ -138,7 +138,7 @@ class Leases(RuleBasedStateMachine):
         seen = self.seen[lease]
         try:
             if notice:
-                change = self.table.settle(lease, seen.writer)
+                change = self.table.complete(lease, seen.writer)
             else:
                 (change,) = self.table.release(lease, seen.writer)
         except StaleEpoch:

@@ -12,12 +12,12 @@ def test_a_loss_beyond_the_share_is_told_once_and_rests_only_when_it_is_well_bel
 ) -> None:
     lost = LostPages("decode-0", 0.5)
     with caplog.at_level(logging.WARNING):
-        lost.look(50, 100, lambda: "are away")
+        lost.update(50, 100, lambda: "are away")
         assert (lost.not_ready, caplog.messages) == ("", [])
         for pages in (51, 80, 45, 41):
-            lost.look(pages, 100, lambda: "are away")
+            lost.update(pages, 100, lambda: "are away")
             assert lost.not_ready == "too many of its 100 KV pages are away"
-        lost.look(40, 100, lambda: "are away")
+        lost.update(40, 100, lambda: "are away")
         assert lost.not_ready == ""
     assert caplog.messages == [
         "decode-0 is not ready (51 KV pages lost): too many of its 100 KV pages are away",
@@ -27,7 +27,7 @@ def test_a_loss_beyond_the_share_is_told_once_and_rests_only_when_it_is_well_bel
 
 def test_a_share_of_nothing_allows_nothing() -> None:
     lost = LostPages("decode-0", 0.0)
-    lost.look(0, 100, lambda: "are away")
+    lost.update(0, 100, lambda: "are away")
     assert not lost.not_ready
-    lost.look(1, 100, lambda: "are away")
+    lost.update(1, 100, lambda: "are away")
     assert lost.not_ready

@@ -1,6 +1,6 @@
 import pytest
 
-from kv_transfer.nixl_backend.wire import find_wire
+from kv_transfer.nixl_backend.ucx_log import find_transport
 
 
 def table(agent: str, operation: str, *rows: str) -> str:
@@ -14,7 +14,7 @@ CMA = table("prefill-0/1", PUT, "| 0..inf | zero-copy   | cma/memory |")
 
 
 def test_the_wire_of_my_writes_is_named() -> None:
-    assert find_wire(CMA, "prefill-0/1", 1 << 20) == "cma"
+    assert find_transport(CMA, "prefill-0/1", 1 << 20) == "cma"
 
 
 @pytest.mark.parametrize(
@@ -28,26 +28,26 @@ def test_the_wire_of_my_writes_is_named() -> None:
     ],
 )
 def test_tables_of_others_and_of_other_operations_say_nothing(other: str) -> None:
-    assert find_wire(other, "prefill-0/1", 1 << 20) is None
-    assert find_wire(CMA + other, "prefill-0/1", 1 << 20) == "cma"
+    assert find_transport(other, "prefill-0/1", 1 << 20) is None
+    assert find_transport(CMA + other, "prefill-0/1", 1 << 20) == "cma"
 
 
 def test_the_row_for_my_page_size_counts() -> None:
     rows = ("| 0 | short | posix/memory |", "| 1..16K | copy-in | tcp/lo |", "| 16385..inf | zero-copy | cma/memory |")
     log = table("a/1", PUT, *rows)
-    assert [find_wire(log, "a/1", size) for size in (0, 1, 16384, 16385)] == ["posix", "tcp", "tcp", "cma"]
+    assert [find_transport(log, "a/1", size) for size in (0, 1, 16384, 16385)] == ["posix", "tcp", "tcp", "cma"]
 
 
 def test_several_rails_are_all_named_once() -> None:
     config = "50% on rc_mlx5/mlx5_0:1/path0 and 50% on rc_mlx5/mlx5_1:1/path0"
-    assert find_wire(table("a/1", PUT, f"| 0..inf | zero-copy | {config} |"), "a/1", 1) == "rc_mlx5"
+    assert find_transport(table("a/1", PUT, f"| 0..inf | zero-copy | {config} |"), "a/1", 1) == "rc_mlx5"
 
 
 def test_the_newest_table_wins() -> None:
     newer = table("prefill-0/1", PUT, "| 0..inf | zero-copy | tcp/eth0 |")
-    assert find_wire(CMA + newer, "prefill-0/1", 1) == "tcp"
+    assert find_transport(CMA + newer, "prefill-0/1", 1) == "tcp"
 
 
 def test_reads_have_tables_of_their_own() -> None:
     log = CMA + table("prefill-0/1", GET, "| 0..inf | software emulation | tcp/lo |")
-    assert find_wire(log, "prefill-0/1", 1) == "cma"
+    assert find_transport(log, "prefill-0/1", 1) == "cma"

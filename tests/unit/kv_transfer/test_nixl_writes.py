@@ -11,11 +11,11 @@ import pytest
 from kv_transfer import poll_backoff
 from kv_transfer.base import PageWrite, WriteDone
 from kv_transfer.layout import KVLayout
-from kv_transfer.nixl_backend import moves as nixl_moves
+from kv_transfer.nixl_backend import posted_transfers as nixl_moves
 from kv_transfer.nixl_backend import writes as nixl_writes
 from kv_transfer.nixl_backend.agent import Connection, TransferState
-from kv_transfer.nixl_backend.flight import Flight
 from kv_transfer.nixl_backend.peers import Links
+from kv_transfer.nixl_backend.pending_write import PendingWrite
 from kv_transfer.nixl_backend.writes import Writes
 from kv_transfer.poll_backoff import FIRST_LOOK_S, LAST_LOOK_S
 from tandem.protocol.conversion import encode_notice
@@ -77,7 +77,7 @@ class Bench:
     def post(self) -> "Future[WriteDone]":
         now = time.monotonic()
         future: Future[WriteDone] = Future()
-        self.writes.post(Flight(PageWrite(PEER, [1], [2]), now, now + 60.0, future))
+        self.writes.post(PendingWrite(PageWrite(PEER, [1], [2]), now, now + 60.0, future))
         return future
 
 
@@ -182,7 +182,7 @@ def test_a_peer_that_is_back_is_connected_to_when_its_old_writes_rest(bench: Ben
 def test_a_write_that_may_not_begin_any_more_does_not(bench: Bench) -> None:
     now = time.monotonic()
     future: Future[WriteDone] = Future()
-    bench.writes.post(Flight(PageWrite(PEER, [1], [2], begin_by=lambda: now), now, now + 60.0, future))
+    bench.writes.post(PendingWrite(PageWrite(PEER, [1], [2], begin_by=lambda: now), now, now + 60.0, future))
     with pytest.raises(TransferFailed, match="had expired before it began"):
         future.result(timeout=0)
     assert not bench.agent.states

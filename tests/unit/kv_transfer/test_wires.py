@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from kv_transfer.layout import KVLayout
-from kv_transfer.nixl_backend.wires import Wires, host_id, slow_wire
+from kv_transfer.nixl_backend.ucx_transports import UcxTransports, host_id, slow_transport
 from tandem.protocol.messages import PeerDescription, PeerRef
 from tests.unit.kv_transfer.test_nixl_wire import PUT, table
 
@@ -21,8 +21,8 @@ def peer(worker_id: str, host: str = HERE, memory: str = "DRAM") -> PeerDescript
     return PeerDescription(PeerRef(worker_id, 1), b"", 0, LAYOUT.page_bytes, 8, 0, memory, host)
 
 
-def wires() -> Wires:
-    return Wires("UCX", "prefill-0/1", LAYOUT, HERE)
+def wires() -> UcxTransports:
+    return UcxTransports("UCX", "prefill-0/1", LAYOUT, HERE)
 
 
 def test_each_peer_is_logged_once_with_its_wire(caplog: pytest.LogCaptureFixture) -> None:
@@ -97,8 +97,8 @@ def test_tcp_on_one_host_is_a_loud_warning(caplog: pytest.LogCaptureFixture) -> 
     ],
 )
 def test_the_warning_says_what_to_do(wire: str, near: bool, on_gpu: bool, words: str) -> None:
-    assert words in slow_wire(wire, "go to decode-0", near=near, on_gpu=on_gpu, environment={})
-    asked = slow_wire(wire, "go to decode-0", near=near, on_gpu=on_gpu, environment={"UCX_TLS": "tcp,cuda_copy"})
+    assert words in slow_transport(wire, "go to decode-0", near=near, on_gpu=on_gpu, environment={})
+    asked = slow_transport(wire, "go to decode-0", near=near, on_gpu=on_gpu, environment={"UCX_TLS": "tcp,cuda_copy"})
     assert "UCX_TLS=tcp,cuda_copy asks for it: unset it" in asked
 
 
@@ -113,7 +113,7 @@ def test_the_warning_says_what_to_do(wire: str, near: bool, on_gpu: bool, words:
     ],
 )
 def test_what_is_as_fast_as_it_can_be_is_no_warning(wire: str, near: bool, on_gpu: bool) -> None:
-    assert slow_wire(wire, "go to decode-0", near=near, on_gpu=on_gpu, environment={}) == ""
+    assert slow_transport(wire, "go to decode-0", near=near, on_gpu=on_gpu, environment={}) == ""
 
 
 def test_a_wire_that_nobody_knows_is_a_warning_where_pages_are_on_a_gpu() -> None:

@@ -15,7 +15,7 @@ from tandem.worker import actor as worker_actor
 
 _IN_A_PROCESS = """
 import gc, weakref
-from tandem.net.heap import settle_heap
+from tandem.net.heap import freeze_gc
 
 class Node:
     pass
@@ -26,7 +26,7 @@ def circle():
     return weakref.ref(node)
 
 kept, before = [Node() for _ in range(1000)], circle()
-settle_heap()
+freeze_gc()
 assert before() is None, "what was garbage by then is gone"
 assert gc.isenabled()
 assert gc.get_freeze_count() >= 1000 and len(gc.get_objects()) < 1000, "nobody looks at the others again"
@@ -79,7 +79,7 @@ async def test_a_router_and_a_worker_settle_when_they_have_started(monkeypatch: 
 
     monkeypatch.setattr(router_server, "RouterServer", Server)
     for module in (router_actor, worker_actor):
-        monkeypatch.setattr(module, "settle_heap", lambda: done.append("settled"))
+        monkeypatch.setattr(module, "freeze_gc", lambda: done.append("settled"))
     monkeypatch.setattr(router_actor, "begin_log", lambda *_: None)
     config = RouterConfig("router-1", Path("m"), "m", "127.0.0.1:1", "t")
     router = router_actor.RouterActor(config, 1, LogConfig())

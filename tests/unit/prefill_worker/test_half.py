@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import pytest
 
 from prefill_worker.config import PrefillConfig
-from prefill_worker.half import PrefillHalf
 from prefill_worker.queue import WaitingPrompts
 from prefill_worker.request import PrefillRequest
+from prefill_worker.scheduler import PrefillScheduler
 from tandem.engine.cache.page_pool import PagePool
 from tandem.engine.cache.prefix_cache import PrefixCache
 from tandem.engine.steps.batch import StepRow
@@ -38,7 +38,7 @@ class OtherHalf:
         self.pages: dict[Lease, list[int]] = {}
         self.notices: list[TransferNotice] = []
 
-    def allot(self, lease: Lease, pages: int, prefill: PeerRef) -> Sequence[int]:
+    def allocate_pages(self, lease: Lease, pages: int, prefill: PeerRef) -> Sequence[int]:
         if lease not in self.pages:
             raise StaleEpoch("it is over")
         return self.pages[lease]
@@ -73,7 +73,7 @@ class House:
         self.pool = PagePool(pages)
         self.local = OtherHalf()
         self.requests: dict[str, PrefillRequest] = {}
-        self.half = PrefillHalf(
+        self.half = PrefillScheduler(
             config=PrefillConfig(max_rows=max_rows),
             me=ME,
             cache=PrefixCache(self.pool, KvPages(PAGE_TOKENS)),
@@ -84,7 +84,7 @@ class House:
             events=asyncio.get_running_loop(),
         )
 
-    def _hand_over(self, request: PrefillRequest, half: PrefillHalf) -> Handed:
+    def _hand_over(self, request: PrefillRequest, half: PrefillScheduler) -> Handed:
         self.requests[request.task.ref.request_id] = request
         return Handed()
 

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from kv_transfer.base import PageWrite, Sender, WriteDone
-from kv_transfer.behind import hold
+from kv_transfer.ordered_writes import hold
 from prefill_worker import handoff, write_window
-from prefill_worker.decode_peers import Allotment, DecodePeers, Renewal
+from prefill_worker.decode_peers import AllocatedPages, DecodePeers, Renewal
 from prefill_worker.handoff import Handoff
 from prefill_worker.page_writes import WritingTime
 from prefill_worker.progress import Progress
@@ -92,9 +92,9 @@ class Scene(Sender, DecodePeers):
             raise self.refuse
         self.diary.append("connect")
 
-    async def allot(self, destination: Destination, pages: int) -> Allotment:
-        self.diary.append(f"allot {pages}")
-        return Allotment(self.allotted, self.write_for_s)
+    async def allocate_pages(self, destination: Destination, pages: int) -> AllocatedPages:
+        self.diary.append(f"allocate_pages {pages}")
+        return AllocatedPages(self.allotted, self.write_for_s)
 
     async def renew(self, peer: PeerRef, address: str, leases: Sequence[Lease], within_s: float) -> Renewal:
         assert (peer, address, leases) == (THERE, "nowhere", [LEASE])
@@ -147,7 +147,7 @@ async def test_pages_go_as_they_fill_and_the_notice_goes_last() -> None:
     await scene.turn()
     assert scene.diary == ["connect"]
     await scene.compute(PAGE_TOKENS - 1)
-    assert scene.diary == ["connect", "allot 3"]
+    assert scene.diary == ["connect", "allocate_pages 3"]
     await scene.compute(PAGE_TOKENS + 1)
     assert scene.diary[2:] == ["write [10]"]
     await scene.finish()
@@ -187,7 +187,7 @@ async def test_what_decode_holds_is_not_sent() -> None:
     scene = Scene()
     scene.allotted = [21, 22]
     await scene.compute(PAGE_TOKENS)
-    assert scene.diary == ["connect", "allot 3"]
+    assert scene.diary == ["connect", "allocate_pages 3"]
     await scene.compute(2 * PAGE_TOKENS)
     assert scene.diary[2:] == ["write [11]"]
     await scene.finish()
@@ -210,7 +210,7 @@ async def test_the_last_page_alone_goes_with_the_notice() -> None:
     await scene.finish()
     await scene.settle(0)
     await scene.handoff.ended
-    assert scene.diary == ["connect", "allot 3", "write [12] + notice", "delivered", "withdraw", "free"]
+    assert scene.diary == ["connect", "allocate_pages 3", "write [12] + notice", "delivered", "withdraw", "free"]
 
 
 @pytest.mark.parametrize("allotted", [[], [20, 21, 22, 23]])
@@ -220,7 +220,7 @@ async def test_an_allotment_that_fits_no_prompt_ends_the_request(allotted: list[
     await scene.compute(PAGE_TOKENS)
     scene.request.progress.release()
     await scene.handoff.ended
-    assert scene.diary == ["connect", "allot 3", "withdraw", "free", "release"]
+    assert scene.diary == ["connect", "allocate_pages 3", "withdraw", "free", "release"]
     (routed,) = scene.events
     assert routed.event.error is not None
     assert routed.event.error.code == "INTERNAL"
@@ -303,7 +303,7 @@ async def test_an_answer_that_ends_at_once_gives_the_lease_back() -> None:
     await scene.handoff.ended
     assert scene.diary == [
         "connect",
-        "allot 3",
+        "allocate_pages 3",
         "write [10]",
         "withdraw",
         "transfer_outlives_request",
@@ -482,7 +482,7 @@ async def test_without_permission_nothing_is_written(
     await scene.handoff.ended
     assert scene.diary == [
         "connect",
-        "allot 3",
+        "allocate_pages 3",
         "write [10]",
         "renew",
         "withdraw",

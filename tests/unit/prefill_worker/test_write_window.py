@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import pytest
 
 from prefill_worker import write_window
-from prefill_worker.decode_peers import Allotment, DecodePeers, Renewal
+from prefill_worker.decode_peers import AllocatedPages, DecodePeers, Renewal
 from prefill_worker.write_window import WindowRenewals, WriteWindow
 from tandem.protocol.errors import DeadlineExceeded, Internal, StaleEpoch, TransferFailed, Unavailable
 from tandem.protocol.messages import Destination, Lease, PeerRef
@@ -43,9 +43,9 @@ class Decode(DecodePeers):
 
     async def connect(self, destination: Destination) -> None: ...
 
-    async def allot(self, destination: Destination, pages: int) -> Allotment:
+    async def allocate_pages(self, destination: Destination, pages: int) -> AllocatedPages:
         await asyncio.sleep(self.allot_after_s)
-        return Allotment((7,), WINDOW_S)
+        return AllocatedPages((7,), WINDOW_S)
 
     async def renew(self, peer: PeerRef, address: str, leases: Sequence[Lease], within_s: float) -> Renewal:
         assert address == f"{peer.worker_id}:1"

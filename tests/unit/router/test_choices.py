@@ -9,7 +9,7 @@ import grpc
 import openai
 import pytest
 
-from router.observability.verdict import Outcome
+from router.observability.request_outcome import Outcome
 from router.slo import BEST_EFFORT
 from tandem.metrics import families as f
 from tandem.protocol.errors import Internal

@@ -598,7 +598,7 @@ async def placed(cluster: Cluster, attempts: int) -> None:
 
 
 def silence(cluster: Cluster) -> None:
-    """Moves the sweeper's clock past the stall timeout."""
+    """PostedTransfers the sweeper's clock past the stall timeout."""
     sweeper = cluster.router._dispatcher._sweeper
     sweeper._sweep(sweeper._clock() + cluster.config.stall_timeout_s)
 

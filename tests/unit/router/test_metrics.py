@@ -14,7 +14,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from router.config import RouterConfig
 from router.observability.goodput import Goodput
 from router.observability.prediction_quality import PlacementRecord
-from router.observability.verdict import MET, JointVerdict, Outcome, PhaseTimes, TokenPace, Verdict, failed, judge
+from router.observability.request_outcome import (
+    MET,
+    GapTracker,
+    JointOutcome,
+    Outcome,
+    PhaseTimes,
+    RequestOutcome,
+    failed,
+    judge,
+)
 from router.placement.policy import Placement
 from router.refusal import Refusal, Refused
 from router.requests.live_requests import LiveRequests
@@ -47,8 +56,8 @@ class Clock:
         return self.now
 
 
-def pace_of(*gaps: float, target_s: float = 0.025) -> TokenPace:
-    pace, now = TokenPace(target_s), 5.0
+def pace_of(*gaps: float, target_s: float = 0.025) -> GapTracker:
+    pace, now = GapTracker(target_s), 5.0
     pace.leave(1, now)
     for gap in gaps:
         now += gap
@@ -108,22 +117,32 @@ def test_a_first_token_that_a_silent_worker_kept_back(metrics: RouterMetrics) ->
         ((0.02,) * 10, 0.9, PhaseTimes(0.5, 0.4, 0.1, 1.0), MET),
         ((), 0.9, PhaseTimes(0.5, 0.4, None, None), MET),
         ((), None, PhaseTimes(None, None, None, None), MET),
-        ((0.02,), 1.1, PhaseTimes(0.7, 0.4, 0.1, 1.0), Verdict(Outcome.MISSED_TTFT, Phase.QUEUE)),
-        ((0.02,), 1.1, PhaseTimes(0.3, 0.8, 0.1, 1.0), Verdict(Outcome.MISSED_TTFT, Phase.PREFILL)),
+        ((0.02,), 1.1, PhaseTimes(0.7, 0.4, 0.1, 1.0), RequestOutcome(Outcome.MISSED_TTFT, Phase.QUEUE)),
+        ((0.02,), 1.1, PhaseTimes(0.3, 0.8, 0.1, 1.0), RequestOutcome(Outcome.MISSED_TTFT, Phase.PREFILL)),
         # One gap in ten may be too long, no matter which.
         ((0.02,) * 9 + (0.05,), 0.9, PhaseTimes(0.5, 0.4, 0.1, 1.0), MET),
         ((0.05,) + (0.02,) * 9, 0.9, PhaseTimes(0.5, 0.4, 0.1, 1.0), MET),
-        ((0.02,) * 8 + (0.05,), 0.9, PhaseTimes(0.5, 0.4, 0.1, 1.0), Verdict(Outcome.MISSED_ITL, Phase.DECODE)),
-        ((0.02,) * 8 + (0.05,) * 2, 0.9, PhaseTimes(0.5, 0.4, 0.1, 1.0), Verdict(Outcome.MISSED_ITL, Phase.DECODE)),
+        ((0.02,) * 8 + (0.05,), 0.9, PhaseTimes(0.5, 0.4, 0.1, 1.0), RequestOutcome(Outcome.MISSED_ITL, Phase.DECODE)),
+        (
+            (0.02,) * 8 + (0.05,) * 2,
+            0.9,
+            PhaseTimes(0.5, 0.4, 0.1, 1.0),
+            RequestOutcome(Outcome.MISSED_ITL, Phase.DECODE),
+        ),
         # Without the transfer after the first token it would have been met.
-        ((0.05,) + (0.02,) * 8, 0.9, PhaseTimes(0.5, 0.4, 0.1, 1.0), Verdict(Outcome.MISSED_ITL, Phase.TRANSFER)),
-        ((0.05,) + (0.02,) * 8, 0.9, PhaseTimes(0.5, 0.4, None, 1.0), Verdict(Outcome.MISSED_ITL, Phase.DECODE)),
+        (
+            (0.05,) + (0.02,) * 8,
+            0.9,
+            PhaseTimes(0.5, 0.4, 0.1, 1.0),
+            RequestOutcome(Outcome.MISSED_ITL, Phase.TRANSFER),
+        ),
+        ((0.05,) + (0.02,) * 8, 0.9, PhaseTimes(0.5, 0.4, None, 1.0), RequestOutcome(Outcome.MISSED_ITL, Phase.DECODE)),
         # Only the worst gap counts.
-        ((0.02,) * 9 + (0.3,), 0.9, PhaseTimes(0.5, 0.4, 0.1, 1.0), Verdict(Outcome.MISSED_ITL, Phase.DECODE)),
-        ((0.3,) + (0.02,) * 9, 0.9, PhaseTimes(0.5, 0.4, 0.1, 1.0), Verdict(Outcome.MISSED_ITL, Phase.TRANSFER)),
+        ((0.02,) * 9 + (0.3,), 0.9, PhaseTimes(0.5, 0.4, 0.1, 1.0), RequestOutcome(Outcome.MISSED_ITL, Phase.DECODE)),
+        ((0.3,) + (0.02,) * 9, 0.9, PhaseTimes(0.5, 0.4, 0.1, 1.0), RequestOutcome(Outcome.MISSED_ITL, Phase.TRANSFER)),
     ],
 )
-def test_verdicts(gaps: tuple[float, ...], ttft_s: float | None, times: PhaseTimes, verdict: Verdict) -> None:
+def test_verdicts(gaps: tuple[float, ...], ttft_s: float | None, times: PhaseTimes, verdict: RequestOutcome) -> None:
     assert judge(TIGHT, pace_of(*gaps), ttft_s, times) == verdict
     assert judge(BEST_EFFORT, pace_of(*gaps, target_s=math.inf), ttft_s, times) == MET
 
@@ -140,7 +159,7 @@ def test_the_percentile_is_the_load_generators(count: int) -> None:
 
 
 def test_tokens_that_leave_together() -> None:
-    pace = TokenPace()
+    pace = GapTracker()
     assert pace.leave(3, 1.0) is None
     assert pace.leave(2, 1.5) == 0.5
     assert (pace.tokens, pace.gaps, pace.mean_gap_s, pace.first_over) == (5, 4, 0.125, False)
@@ -153,10 +172,10 @@ def test_tokens_that_leave_together() -> None:
 def test_the_phase_in_which_a_request_failed(last: str, phase: str) -> None:
     names = list(WHOLE)
     seen = {name: WHOLE[name] for name in names[: names.index(last) + 1]}
-    assert failed(timeline_of(**seen)) == Verdict(Outcome.FAILED, Phase(phase))
+    assert failed(timeline_of(**seen)) == RequestOutcome(Outcome.FAILED, Phase(phase))
     before = timeline_of(**{**WHOLE, "REQUEUED": 2.9}).edges
     retried = replace(timeline_of(), edges=(*before, *timeline_of(**seen).edges))
-    assert failed(retried) == Verdict(Outcome.FAILED, Phase(phase)), "of the last try"
+    assert failed(retried) == RequestOutcome(Outcome.FAILED, Phase(phase)), "of the last try"
 
 
 def test_goodput_slides() -> None:
@@ -233,7 +252,7 @@ def test_placement_counts_from_the_reception_as_the_metric_does() -> None:
     now = time.time_ns()
     edges = EdgeStamp(Edge.RECEIVED, now - 3 * 10**9), EdgeStamp(Edge.TOKENIZED, now)
     admitted = Admitted("r", (1,), SamplingParams(8), (), 0, edges)
-    (request,) = LiveRequests(cast(Any, SimpleNamespace(decode=str, eos_token_ids=()))).make(admitted, JointVerdict())
+    (request,) = LiveRequests(cast(Any, SimpleNamespace(decode=str, eos_token_ids=()))).make(admitted, JointOutcome())
     assert time.monotonic() - request.queued.arrived_s == pytest.approx(3.0, abs=0.5)
     ahead = Admitted("r", (1,), SamplingParams(8), (), 0, (EdgeStamp(Edge.RECEIVED, now + 10**12),))
     assert ahead.waited_s == 0.0, "the wall clock was set back"
@@ -282,8 +301,8 @@ def test_refusals(metrics: RouterMetrics) -> None:
         assert grown == {("tight", each) for each in missed}
 
 
-LATE, SLOW = Verdict(Outcome.MISSED_TTFT, Phase.QUEUE), Verdict(Outcome.MISSED_ITL, Phase.DECODE)
-BROKEN = Verdict(Outcome.FAILED, Phase.TRANSFER)
+LATE, SLOW = RequestOutcome(Outcome.MISSED_TTFT, Phase.QUEUE), RequestOutcome(Outcome.MISSED_ITL, Phase.DECODE)
+BROKEN = RequestOutcome(Outcome.FAILED, Phase.TRANSFER)
 
 
 @pytest.mark.parametrize(
@@ -299,9 +318,9 @@ BROKEN = Verdict(Outcome.FAILED, Phase.TRANSFER)
     ],
 )
 def test_a_request_is_judged_once_by_its_worst_answer(
-    answers: tuple[Verdict | None, ...], joint: Verdict | None
+    answers: tuple[RequestOutcome | None, ...], joint: RequestOutcome | None
 ) -> None:
-    request = JointVerdict(len(answers))
+    request = JointOutcome(len(answers))
     assert [request.add(each) for each in answers] == [*(None for _ in answers[1:]), joint]
 
 

@@ -65,7 +65,7 @@ async def decodes(pair: WorkerPair) -> Heard:
 QUEUES = [waits_in_line, is_computed, is_on_its_way, decodes]
 
 
-def let_go(pair: WorkerPair) -> None:
+def let_writes_land(pair: WorkerPair) -> None:
     pair.fabric.let_go()
     for end in pair.ends:
         end.engine.let_go()
@@ -86,7 +86,7 @@ async def test_both_swap_roles_and_a_request_ends_where_it_began(queue: object) 
             pair.prefill.worker.prefill(pair.task("late", PROMPT, ONE, None))
         # The same call again is no new work.
         pair.decode.worker.reserve(pair.reservation("q", PROMPT, TEN))
-        let_go(pair)
+        let_writes_land(pair)
         await until(lambda: heard.finish)
         assert heard.tokens == answer_to(PROMPT, TEN)
         await until(lambda: state(pair.prefill) == (Role.DECODE, None))
@@ -104,7 +104,7 @@ async def test_the_role_is_the_old_one_until_the_last_request_has_ended() -> Non
         await asyncio.sleep(0.1)
         assert not heard.finish
         assert state(pair.decode) == (Role.BOTH, Role.DECODE)
-        let_go(pair)
+        let_writes_land(pair)
         await until(lambda: state(pair.decode) == (Role.PREFILL, None))
         await until(lambda: heard.finish)  # its last words may be on their way
         assert heard.tokens == answer_to(PROMPT, TEN)
@@ -116,7 +116,7 @@ async def test_a_half_that_opens_is_ready_at_once() -> None:
         become(pair.decode, Role.PREFILL)
         one = pair.heard["one"] = Heard()
         pair.decode.worker.prefill(pair.task("one", PROMPT, ONE, None))
-        let_go(pair)
+        let_writes_land(pair)
         await until(lambda: one.finish and waiting.finish)
         assert one.tokens == answer_to(PROMPT, ONE)
         assert waiting.tokens == answer_to(PROMPT, TEN)
@@ -132,7 +132,7 @@ async def test_what_takes_too_long_goes_on_elsewhere(queue: object) -> None:
         await until(lambda: heard.error == RoleClosed.code)
         assert heard.tokens == answer_to(PROMPT, TEN)[: len(heard.tokens)]
         pair.abort("q")  # as a router does before it sends the next attempt
-        let_go(pair)
+        let_writes_land(pair)
         await until(lambda: state(end)[1] is None)
         await pair.empty()
 
@@ -148,7 +148,7 @@ async def test_a_half_whose_pages_are_still_read_says_so_and_closes_once_they_re
         pair.abort("q")
         await until(lambda: "still closes its prefill half: pages of 1 requests" in caplog.text)
         assert state(pair.prefill) == (Role.BOTH, Role.PREFILL)
-        let_go(pair)
+        let_writes_land(pair)
         await until(lambda: state(pair.prefill) == (Role.DECODE, None))
         await pair.empty()
 
@@ -160,7 +160,7 @@ async def test_a_half_that_opens_again_before_it_was_empty_stays() -> None:
         become(pair.decode, Role.BOTH)
         assert state(pair.decode) == (Role.BOTH, None)
         more = pair.send("more", PROMPT[:4], TEN)
-        let_go(pair)
+        let_writes_land(pair)
         await until(lambda: heard.finish and more.finish)
         assert more.tokens == answer_to(PROMPT[:4], TEN)
         await pair.empty()
@@ -192,7 +192,7 @@ async def test_steps_follow_the_policy() -> None:
         late = pair.send("late", [7] * 12, TEN)
         await until(lambda: pair.decode.worker.report.load().prefill_requests)
         begun = len(engine.batches)
-        let_go(pair)
+        let_writes_land(pair)
         await until(lambda: heard.finish and late.finish)
         assert (heard.tokens, late.tokens) == (answer_to(PROMPT, TEN), answer_to([7] * 12, TEN))
         # One step may have been planned before.
@@ -222,7 +222,7 @@ async def test_a_drain_finishes_or_hands_over_what_it_has(queue: object, grace_s
         await until(partial(getattr, end.worker.assignment, "draining"))
         assert state(end)[1] is end.config.role
         if grace_s == LONG_S:
-            let_go(pair)
+            let_writes_land(pair)
             assert await draining == 0
             await until(lambda: heard.finish)
             assert heard.tokens == answer_to(PROMPT, TEN)
@@ -230,5 +230,5 @@ async def test_a_drain_finishes_or_hands_over_what_it_has(queue: object, grace_s
             assert await draining == (2 if queue is waits_in_line else 1)
             await until(lambda: heard.error == RoleClosed.code)
             pair.abort("q")
-            let_go(pair)
+            let_writes_land(pair)
         await pair.empty()

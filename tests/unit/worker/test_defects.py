@@ -10,7 +10,7 @@ import pytest
 from decode_worker import token_events
 from decode_worker.kv_arrival import ArrivalCheck
 from decode_worker.requests import DecodeRequests
-from prefill_worker.half import PrefillHalf
+from prefill_worker.scheduler import PrefillScheduler
 from tandem.protocol.messages import FinishReason, RequestEvent, RequestRef, RoutedEvent, SamplingParams, WorkerLoad
 from tandem.worker.outbox import Outbox
 from tandem.worker.step_publisher import StepPublisher
@@ -64,14 +64,14 @@ async def test_a_token_that_cannot_be_told(
 @pytest.mark.parametrize("both", [False, True])
 async def test_a_prompt_whose_end_cannot_be_handled(both: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     name = lambda _half, request, *_: request.task.ref.request_id  # noqa: E731
-    monkeypatch.setattr(PrefillHalf, "_finish", defect(PrefillHalf._finish, name))
+    monkeypatch.setattr(PrefillScheduler, "_finish", defect(PrefillScheduler._finish, name))
     async with WorkerPair(both=both) as pair:
         await others_are_whole(pair, "INTERNAL")
 
 
 async def test_a_local_prompt_that_cannot_be_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     name = lambda _half, request, *_: request.task.ref.request_id  # noqa: E731
-    monkeypatch.setattr(PrefillHalf, "_local_notice", defect(PrefillHalf._local_notice, name))
+    monkeypatch.setattr(PrefillScheduler, "_local_notice", defect(PrefillScheduler._local_notice, name))
     async with WorkerPair(both=True) as pair:
         await others_are_whole(pair, "INTERNAL")
 

@@ -45,7 +45,7 @@ def fail_at_result(end: End) -> None:
 
 
 def never_end(end: End) -> None:
-    """Moves the start of the held step back by the deadline."""
+    """PostedTransfers the start of the held step back by the deadline."""
     assert end.worker._loop._busy_since is not None
     end.worker._loop._busy_since -= DEADLINE_S
 

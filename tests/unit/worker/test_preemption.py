@@ -60,7 +60,7 @@ class Sender:
 async def test_answers_are_the_same(changes: dict[str, Any]) -> None:
     async with WorkerPair(pages=64 if changes.get("both") else 26, prefill_pages=64, **changes) as pair:
         if changes.get("both"):
-            pair.decode.worker.admission._budget._claims._limit = 26
+            pair.decode.worker.admission._budget._reservations._limit = 26
         sender = Sender(pair)
         asked = {f"q{n}": ([n + 3, *range(20, 25)], SAMPLINGS[n % 3]) for n in range(7)}
         answers = await asyncio.gather(*(sender.run(name, *each) for name, each in asked.items()))

@@ -25,7 +25,7 @@ CHUNKED = Assignment(Role.BOTH, PolicyName.CHUNKED, step_budget=300)
 PRIORITY = Assignment(Role.BOTH, PolicyName.DECODE_PRIORITY, itl_target_s=9.01e-3)
 
 
-class Halves:
+class PhaseSchedulers:
     """Both in one: a prompt waits, nobody decodes; `asked` is how many rows each might have."""
 
     idle = False
@@ -46,7 +46,7 @@ class Halves:
 
 def rows_of_step(assignment: Assignment, *, steered: bool) -> tuple[int, int]:
     """Rows that may decode beside DECODING, and prompt tokens beside nobody."""
-    halves: Any = Halves()
+    halves: Any = PhaseSchedulers()
     first = SHARED if steered else assignment
     scheduler = StepScheduler(
         decode=halves, prefill=halves, max_step_tokens=STEP, cost=lambda: StepCost(MS), assignment=first

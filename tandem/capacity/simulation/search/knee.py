@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from router.observability.verdict import Outcome as Kind
+from router.observability.request_outcome import Outcome as Kind
 from router.slo import BEST_EFFORT, SloClass
 from tandem.capacity.simulation.arrivals import Mix
 from tandem.capacity.simulation.hardware import Hardware

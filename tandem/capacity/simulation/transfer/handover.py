@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from prefill_worker.half import PrefillHalf
 from prefill_worker.notice import make_notice
 from prefill_worker.request import PrefillRequest
+from prefill_worker.scheduler import PrefillScheduler
 from tandem.capacity.simulation.clock import VirtualClock
 from tandem.capacity.simulation.network import Network, Wire
 from tandem.protocol.ending import failure_event
@@ -20,7 +20,7 @@ from tandem.protocol.messages import Destination, Lease, PeerRef, RequestEvent, 
 class DecodeEnd(Protocol):
     """The calls of a hand-over to the decode worker."""
 
-    def allot(self, lease: Lease, pages: int, prefill: PeerRef) -> int:
+    def allocate_pages(self, lease: Lease, pages: int, prefill: PeerRef) -> int:
         """Returns the number of pages to be sent."""
 
     def notice(self, notice: TransferNotice) -> None:
@@ -52,7 +52,7 @@ class VirtualHandover:
     """Hands one request over and releases its pages; call `look` whenever its progress has changed."""
 
     def __init__(
-        self, request: PrefillRequest, half: PrefillHalf, here: PrefillEnd, clock: VirtualClock, network: Network
+        self, request: PrefillRequest, half: PrefillScheduler, here: PrefillEnd, clock: VirtualClock, network: Network
     ) -> None:
         self._request, self._half, self._here = request, half, here
         self._clock, self._network = clock, network
@@ -109,7 +109,9 @@ class VirtualHandover:
     def _ask(self, destination: Destination) -> None:
         if self.over:
             return
-        missing = self._there(destination).allot(destination.lease, self._request.pages_needed, self._here.peer)
+        missing = self._there(destination).allocate_pages(
+            destination.lease, self._request.pages_needed, self._here.peer
+        )
         skipped = self._here.kv.skipped(self._request.prompt_tokens, missing)
         assert skipped is not None
         self._skipped = self._sent = skipped

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from prefill_worker.half import PrefillHalf
 from prefill_worker.request import PrefillRequest
+from prefill_worker.scheduler import PrefillScheduler
 from tandem.capacity.simulation.clock import VirtualClock
 from tandem.capacity.simulation.network import Network
 from tandem.capacity.simulation.transfer.handover import PrefillEnd, VirtualHandover
@@ -17,7 +17,7 @@ class VirtualHandovers:
         self._open: dict[PrefillRequest, VirtualHandover] = {}
         self._called = False
 
-    def begin(self, request: PrefillRequest, half: PrefillHalf) -> VirtualHandover:
+    def begin(self, request: PrefillRequest, half: PrefillScheduler) -> VirtualHandover:
         """Begins the hand-over of a request that has just been queued."""
         handover = self._open[request] = VirtualHandover(request, half, self._here, self._clock, self._network)
         return handover

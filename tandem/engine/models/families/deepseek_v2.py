@@ -21,7 +21,7 @@ from tandem.engine.models.families.family import (
     parse_dense,
     parse_expert_count,
 )
-from tandem.engine.models.families.rows import with_halves
+from tandem.engine.models.families.rows import permute_rope_rows
 from tandem.engine.models.parameters import LatentParameters, Parameters, Place, standard_places
 from tandem.protocol.errors import ModelError
 
@@ -124,8 +124,8 @@ def _layer_places(spec: LatentAttention, weights: LatentParameters) -> dict[str,
     queries = weights.down[:first] if weights.query_up is None else weights.query_up
     name = "q_proj" if weights.query_up is None else "q_b_proj"
     found = {
-        f"{name}.weight": with_halves(Place(queries), shape.heads, shape.query, slice(shape.nope, shape.query)),
-        "kv_a_proj_with_mqa.weight": with_halves(Place(weights.down[first:]), 1, shape.cached, rotated_key),
+        f"{name}.weight": permute_rope_rows(Place(queries), shape.heads, shape.query, slice(shape.nope, shape.query)),
+        "kv_a_proj_with_mqa.weight": permute_rope_rows(Place(weights.down[first:]), 1, shape.cached, rotated_key),
         "kv_a_layernorm.weight": Place(weights.latent_norm),
         "kv_b_proj.weight": Place(weights.kv_up.view(-1, shape.latent)),
         "o_proj.weight": Place(weights.output),
@@ -133,7 +133,9 @@ def _layer_places(spec: LatentAttention, weights: LatentParameters) -> dict[str,
     if weights.query_norm is not None:
         found |= {"q_a_proj.weight": Place(weights.down[:first]), "q_a_layernorm.weight": Place(weights.query_norm)}
     if weights.down_bias is not None and weights.output_bias is not None:
-        found["kv_a_proj_with_mqa.bias"] = with_halves(Place(weights.down_bias[first:]), 1, shape.cached, rotated_key)
+        found["kv_a_proj_with_mqa.bias"] = permute_rope_rows(
+            Place(weights.down_bias[first:]), 1, shape.cached, rotated_key
+        )
         found["o_proj.bias"] = Place(weights.output_bias)
         if weights.query_norm is not None:
             found["q_a_proj.bias"] = Place(weights.down_bias[:first])

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from tandem.engine.config.model import GroupedQueryAttention, ModelSpec
 from tandem.engine.models.families.family import Family, Json, grouped_layers, make_model, parse_dense, parse_shape
-from tandem.engine.models.families.rows import with_halves
+from tandem.engine.models.families.rows import permute_rope_rows
 from tandem.engine.models.parameters import DenseParameters, Parameters, Place, standard_places
 
 
@@ -33,7 +33,7 @@ def _places(spec: ModelSpec, parameters: Parameters) -> dict[str, Place]:
             for kind in ("weight", "bias"):
                 key = f"{prefix}self_attn.{name}.{kind}"
                 if key in found:
-                    found[key] = with_halves(found[key], heads, shape.head_dim, slice(0, shape.rotated))
+                    found[key] = permute_rope_rows(found[key], heads, shape.head_dim, slice(0, shape.rotated))
         found |= {
             f"{prefix}mlp.gate_up_proj.weight": Place(weights.feed_forward.gate_up),
             f"{prefix}post_self_attn_layernorm.weight": Place(weights.attention_output_norm),

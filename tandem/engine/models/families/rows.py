@@ -8,7 +8,7 @@ from torch import Tensor
 from tandem.engine.models.parameters import Place
 
 
-def with_halves(place: Place, heads: int, dims: int, rotated: slice) -> Place:
+def permute_rope_rows(place: Place, heads: int, dims: int, rotated: slice) -> Place:
     """Returns a place whose rotated rows are stored in neighbouring pairs, as kernels have pairs half a width apart.
 
     The rows belong to `heads` heads of `dims` rows each, of which `rotated` are rotated.

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from router.observability.verdict import Outcome as Kind
-from router.observability.verdict import rejected
+from router.observability.request_outcome import Outcome as Kind
+from router.observability.request_outcome import rejected
 from router.refusal import Refusal, Refused
 from router.slo import SloClass
 from tandem.capacity.simulation.arrivals import Mix

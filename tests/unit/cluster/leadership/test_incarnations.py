@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from kv_transfer.departed import Departed
+from kv_transfer.removed_peers import RemovedPeers
 from tandem.cluster.supervision.incarnations import Incarnations, generation_of
 from tandem.protocol.messages import PeerRef
 
@@ -28,7 +28,7 @@ def test_another_generation_is_above_whatever_the_one_before_gave_out() -> None:
     first, second = Incarnations(), Incarnations()
     first.begin(7)
     second.begin(8)
-    believed_dead = Departed()
+    believed_dead = RemovedPeers()
     believed_dead.add(PeerRef("prefill-0", max(first.next() for _ in range(5000))))
     assert PeerRef("prefill-0", second.next()) not in believed_dead
 

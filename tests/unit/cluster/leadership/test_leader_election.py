@@ -36,11 +36,11 @@ class SupervisedWorkers:
         self.got.append(handover)
         self.did.append("take over")
 
-    async def let_go(self) -> Handover:
+    async def release_workers(self) -> Handover:
         self.did.append("let go")
         return self.handover
 
-    async def follow(self, address: str) -> None:
+    async def mirror_membership(self, address: str) -> None:
         self.follows = address
         try:
             await asyncio.Event().wait()
@@ -55,11 +55,11 @@ class Seen(OtherController):
         super().__init__(one.number)
         self._one = one
 
-    async def let_go(self) -> Handover:
-        return await self._answer(self._one.election.let_go())
+    async def release_workers(self) -> Handover:
+        return await self._answer(self._one.election.release_workers())
 
-    async def settled(self) -> str:
-        await self._answer(self._one.election.settled())
+    async def wait_until_settled(self) -> str:
+        await self._answer(self._one.election.wait_until_settled())
         return f"listener-{self.number}"
 
     async def ended(self) -> None:
@@ -330,7 +330,7 @@ async def test_one_that_fails_to_let_go_is_no_obstacle_and_heeds_the_younger() -
     async def fail() -> Handover:
         raise Unavailable("it does not work")
 
-    first.workers.let_go = fail  # type: ignore[method-assign]
+    first.workers.release_workers = fail  # type: ignore[method-assign]
     await One(group, 2).start()
     assert keepers(group) == [2]
     await until(lambda: first.workers.follows == "listener-2")
@@ -357,6 +357,6 @@ async def test_one_that_stops_hands_nothing_over_and_heeds_nobody() -> None:
     await taking
     assert first.workers.did == ["take over"]
     await second.election.stop()
-    for ask in (second.election.let_go, second.election.settled):
+    for ask in (second.election.release_workers, second.election.wait_until_settled):
         with pytest.raises(Unavailable):
             await ask()

@@ -25,10 +25,10 @@ class Other(OtherController):
         super().__init__(1)
         self._listener = listener
 
-    async def let_go(self) -> Handover:
+    async def release_workers(self) -> Handover:
         raise AssertionError("nothing is taken from it")
 
-    async def settled(self) -> str:
+    async def wait_until_settled(self) -> str:
         if self._listener is None:
             await asyncio.Event().wait()
         assert self._listener is not None
@@ -123,16 +123,16 @@ async def test_whom_a_start_serves_with_is_left_alone(
     with pytest.raises(FailedPrecondition, match=said):
         await clear.clear()
     assert left.workers == left.places == ["decode-0"]
-    assert await clear.let_go() == Handover(), "whoever begins does not wait for what was refused"
+    assert await clear.release_workers() == Handover(), "whoever begins does not wait for what was refused"
 
 
 async def test_a_start_that_begins_meanwhile_waits_until_all_is_over() -> None:
     left = Left(["decode-0"], ["decode-0"])
     left.may_end.clear()
     clear = Clearing(9, Others(), left)
-    clearing_up, asked = asyncio.ensure_future(clear.clear()), asyncio.ensure_future(clear.let_go())
+    clearing_up, asked = asyncio.ensure_future(clear.clear()), asyncio.ensure_future(clear.release_workers())
     with pytest.raises(Unavailable):
-        await clear.settled()
+        await clear.wait_until_settled()
     for _ in range(9):
         await asyncio.sleep(0)
     assert not asked.done()

@@ -236,7 +236,7 @@ async def test_one_that_is_let_go_lives_on_and_another_keeper_adopts_it() -> Non
     process = await stage.until(1, Phase.STARTING)
     process.may_start.set()
     await stage.until(1, Phase.SERVING)
-    stage.keeper.let_go()
+    stage.keeper.detach()
     await stage.run
     assert (process.ends, stage.dead) == (0, [])
 
@@ -264,7 +264,7 @@ async def test_one_that_does_not_serve_when_it_is_let_go_is_ended(dies: bool) ->
         process.may_start.set()
         await stage.until(1, Phase.SERVING)
         process.death.set_result("at that moment")
-    stage.keeper.let_go()
+    stage.keeper.detach()
     await stage.run
     assert process.ends == 1
     assert stage.dead == stage.incarnations
@@ -276,7 +276,7 @@ async def test_one_that_was_adopted_and_does_not_follow_yet_lives_on_when_it_is_
     stage = Stage((7, adopted))
     await asyncio.sleep(0.01)
     assert stage.keeper.phase is Phase.STARTING
-    stage.keeper.let_go()
+    stage.keeper.detach()
     await stage.run
     assert (adopted.ends, stage.dead, stage.incarnations) == (0, [], [])
 

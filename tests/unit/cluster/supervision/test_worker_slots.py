@@ -49,7 +49,7 @@ async def test_a_slot_is_taken_until_its_place_is_back_whoever_waits_for_it() ->
     assert fleet.keepers["decode-0"].phase is Phase.STOPPED
     assert fleet.new_slots([Role.DECODE])[0].worker_id == "decode-1"
     removals[0].cancel()
-    letting_go = asyncio.ensure_future(fleet.let_go())
+    letting_go = asyncio.ensure_future(fleet.release())
     await asyncio.sleep(0)
     assert not letting_go.done(), "another controller may want the name"
     may_end.set()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_transfer.departed import Departed
+from kv_transfer.removed_peers import RemovedPeers
 from tandem.cluster import background
 from tandem.cluster import worker_supervisor as supervisor
 from tandem.cluster.config import ClusterConfig
@@ -206,7 +206,7 @@ async def test_who_is_let_go_lives_on_with_the_next() -> None:
     await until(lambda: len(world.serving) == 2)
     await until(lambda: all(keeper.phase is Phase.SERVING for keeper in world.supervisor.fleet.keepers.values()))
     before, first = world.serving, world.supervisor
-    assert await first.let_go() == Handover()
+    assert await first.release_workers() == Handover()
     assert (first.fleet.health(), first.taken_over) == ((), frozenset())
     assert len(world.running) == 2
     second = world.move_in()
@@ -228,9 +228,9 @@ async def test_peers_accept_who_is_started_after_a_takeover_on_a_host_whose_cloc
     await until(lambda: len(world.serving) == 2)
     await until(lambda: all(keeper.phase is Phase.SERVING for keeper in world.supervisor.fleet.keepers.values()))
     dead = world.of("prefill-0").peer
-    await world.supervisor.let_go()
+    await world.supervisor.release_workers()
     world.running.remove(world.of("prefill-0"))
-    known_to_decode = Departed()
+    known_to_decode = RemovedPeers()
     known_to_decode.add(dead)
 
     monkeypatch.setattr("time.time_ns", lambda: 1)
@@ -240,7 +240,7 @@ async def test_peers_accept_who_is_started_after_a_takeover_on_a_host_whose_cloc
     assert heir not in known_to_decode
     # The one before takes over again, as the younger has ended: whom it starts is younger still.
     await until(lambda: all(keeper.phase is Phase.SERVING for keeper in world.supervisor.fleet.keepers.values()))
-    await world.supervisor.let_go()
+    await world.supervisor.release_workers()
     world.running.remove(world.of("prefill-0"))
     known_to_decode.add(heir)
     await world.move_in().take_over(Handover())
@@ -282,7 +282,7 @@ async def test_who_is_away_stays_away_until_it_is_wanted() -> None:
     await world.supervisor.take_over(Handover(drained=("decode-1",)))
     keeper = world.supervisor.fleet.keepers["decode-1"]
     await until(lambda: keeper.phase is Phase.DRAINED)
-    assert (await world.supervisor.let_go()).drained == ("decode-1",)
+    assert (await world.supervisor.release_workers()).drained == ("decode-1",)
     supervisor = world.move_in(replace(CONFIG, decode=2))
     await supervisor.take_over(Handover(drained=("decode-1",)))
     await until(lambda: supervisor.fleet.keepers["decode-1"].phase is Phase.DRAINED)

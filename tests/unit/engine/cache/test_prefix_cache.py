@@ -187,7 +187,7 @@ def test_joining_needs_pages_that_are_there() -> None:
         desk.cache.join(desk.cache.prefix(PROMPT, "bob"), 1)
     with pytest.raises(StaleEpoch):
         desk.cache.join(desk.cache.prefix([1], ""), 1)
-    desk.cache.let_go(other)
+    desk.cache.release(other)
     desk.end("a")
     desk.cache.check_integrity()
 

@@ -109,7 +109,7 @@ def test_a_decoding_request_reads_what_its_next_token_sees() -> None:
     # 17 tokens: the second group sees 13 .., pages 6 and 7; the third 15 .., page 7.
     assert (prefix.known, prefix.held, promised) == (8, 8 + 2 + 1, 9)
     assert desk.cache.retire_read(prefix, len(PROMPT) + 2) == 2
-    desk.cache.let_go(prefix)
+    desk.cache.release(prefix)
     desk.pool.unpromise(promised)
     desk.cache.check_integrity()
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from router.config import RouterConfig
 from router.server import RouterServer
-from tandem.net.heap import settle_heap
-from tandem.net.turns import take_short_turns
+from tandem.net.heap import freeze_gc
+from tandem.net.turns import set_switch_interval
 from tandem.protocol.messages import Role
 from tests.unit.router.fake_cluster import FakeController, FakeWorker, until
 
@@ -102,7 +102,7 @@ async def _serve(model: Path, front_processes: int, lines: asyncio.StreamReader)
     endpoints = await router.start()
     await controller.set(*workers)
     await until(lambda: router.ready, "the router is ready")
-    settle_heap()  # as a router's process does
+    freeze_gc()  # as a router's process does
     pulse = _Pulse()
     print(json.dumps([endpoints.http_address, endpoints.grpc_address]), flush=True)
     while await lines.readline():
@@ -126,5 +126,5 @@ async def _main() -> None:
 
 
 if __name__ == "__main__":
-    take_short_turns()
+    set_switch_interval()
     asyncio.run(_main())

@@ -26,14 +26,14 @@ def describe(peer: PeerRef, process: str, host: str = "here") -> PeerDescription
 
 def test_a_neighbour_lives_until_the_kernel_says_otherwise(kernel: Kernel) -> None:
     them = SameHostPeers("here")
-    assert them.lives(FIRST) is None
+    assert them.process_alive(FIRST) is None
     kernel["p"] = True
     them.add(describe(FIRST, "p"))
-    assert them.lives(FIRST) is True
+    assert them.process_alive(FIRST) is True
     them.add(describe(FIRST, "hidden"))
-    assert them.lives(FIRST) is True, "what is known of it is not forgotten"
+    assert them.process_alive(FIRST) is True, "what is known of it is not forgotten"
     kernel["p"] = False
-    assert them.lives(FIRST) is False
+    assert them.process_alive(FIRST) is False
 
 
 def test_a_run_whose_successor_is_here_may_live_all_the_same(kernel: Kernel) -> None:
@@ -42,7 +42,7 @@ def test_a_run_whose_successor_is_here_may_live_all_the_same(kernel: Kernel) -> 
     them.add(describe(FIRST, "old"))
     them.add(describe(PeerRef("prefill-0", 2), "new"))
     kernel["new"] = False
-    assert (them.lives(FIRST), them.lives(PeerRef("prefill-0", 2))) == (True, False)
+    assert (them.process_alive(FIRST), them.process_alive(PeerRef("prefill-0", 2))) == (True, False)
     assert them.has(FIRST), "its pages are a near worker's, though its successor was faster than the news"
     assert them.has(PeerRef("prefill-0", 2))
 
@@ -52,7 +52,7 @@ def test_on_another_host_or_an_unknown_one_nobody_is_a_neighbour(kernel: Kernel,
     them = SameHostPeers(here)
     kernel["p"] = True
     them.add(describe(FIRST, "p", there))
-    assert them.lives(FIRST) is None
+    assert them.process_alive(FIRST) is None
     assert not them.has(FIRST)
 
 
@@ -61,7 +61,7 @@ def test_who_was_never_seen_to_live_is_not_seen_to_be_dead(kernel: Kernel) -> No
     them = SameHostPeers("here")
     kernel["p"] = False
     them.add(describe(FIRST, "p"))
-    assert them.lives(FIRST) is None
+    assert them.process_alive(FIRST) is None
     assert them.has(FIRST)
 
 
@@ -70,5 +70,5 @@ def test_runs_of_long_ago_are_forgotten(kernel: Kernel) -> None:
     kernel["p"] = True
     for incarnation in range(1, RUNS_KEPT + 2):
         them.add(describe(PeerRef("prefill-0", incarnation), "p"))
-    assert them.lives(FIRST) is None
-    assert them.lives(PeerRef("prefill-0", 2)) is True
+    assert them.process_alive(FIRST) is None
+    assert them.process_alive(PeerRef("prefill-0", 2)) is True

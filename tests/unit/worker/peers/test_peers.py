@@ -44,7 +44,7 @@ class Decode(worker_pb2_grpc.WorkerServicer):
         return self.reply
 
     async def AllotPages(self, _request: Any, _context: Any) -> worker_pb2.AllotPagesResponse:
-        self.calls.append("allot")
+        self.calls.append("allocate_pages")
         await self.go.wait()
         return worker_pb2.AllotPagesResponse(page_ids=[1, 2])
 
@@ -94,7 +94,7 @@ async def scene() -> AsyncIterator[Scene]:
 
 
 async def test_a_channel_dropped_under_a_call_is_a_peer_that_is_unavailable(scene: Scene) -> None:
-    call = asyncio.ensure_future(scene.peers.allot(scene.there, 2))
+    call = asyncio.ensure_future(scene.peers.allocate_pages(scene.there, 2))
     await until(lambda: scene.decode.calls)
     scene.peers.forget(THERE)
     with pytest.raises(Unavailable, match="decode-0"):
@@ -102,7 +102,7 @@ async def test_a_channel_dropped_under_a_call_is_a_peer_that_is_unavailable(scen
 
 
 async def test_a_caller_that_is_cancelled_stays_cancelled(scene: Scene) -> None:
-    call = asyncio.ensure_future(scene.peers.allot(scene.there, 2))
+    call = asyncio.ensure_future(scene.peers.allocate_pages(scene.there, 2))
     await until(lambda: scene.decode.calls)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -113,7 +113,7 @@ async def test_nothing_is_said_to_a_worker_that_is_gone(scene: Scene) -> None:
     """Its address may be somebody else's by now, and the call carries the token."""
     scene.decode.go.set()
     scene.peers.forget(THERE)
-    for call in (scene.peers.connect(scene.there), scene.peers.allot(scene.there, 2)):
+    for call in (scene.peers.connect(scene.there), scene.peers.allocate_pages(scene.there, 2)):
         with pytest.raises(Unavailable, match="gone"):
             await call
     await scene.peers.release(scene.there, in_doubt=False)
@@ -204,7 +204,7 @@ async def test_the_dead_do_not_introduce_themselves(scene: Scene) -> None:
     assert "prefill-9" not in scene.transport._peers
     scene.peers.accept(make_handshake(new.describe(), (), layout))
     assert scene.transport._peers["prefill-9"].peer == new.me
-    assert scene.peers.is_near(old.me), "what it left is in quarantine as a near worker's, whoever came after it"
+    assert scene.peers.same_host(old.me), "what it left is in quarantine as a near worker's, whoever came after it"
 
 
 async def test_a_worker_that_closes_leaves_no_warm_up_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,8 +291,8 @@ async def test_a_sender_that_is_back_need_not_introduce_itself_again(scene: Scen
     layout = scene.engine.layout
     other = InMemoryTransport(scene.fabric, layout, PeerRef("prefill-9", 4), lambda _: None)
     scene.peers.accept(make_handshake(other.describe(), (), layout))
-    assert scene.peers.is_near(other.me)
-    assert not scene.peers.is_near(PeerRef("prefill-9", 3))
+    assert scene.peers.same_host(other.me)
+    assert not scene.peers.same_host(PeerRef("prefill-9", 3))
     scene.peers.forget(other.me)
     assert "prefill-9" not in scene.transport._peers
     scene.peers.welcome(other.me)
@@ -304,14 +304,14 @@ async def test_who_is_on_another_host_or_says_nothing_of_it_is_far(scene: Scene)
     for host in ("there", ""):
         other = InMemoryTransport(scene.fabric, layout, PeerRef("prefill-9", 4), lambda _: None)
         scene.peers.accept(make_handshake(replace(other.describe(), host=host), (), layout))
-        assert not scene.peers.is_near(other.me)
+        assert not scene.peers.same_host(other.me)
 
 
 async def test_permissions_of_many_leases_are_renewed_in_one_call(scene: Scene) -> None:
     scene.decode.go.set()
     leases = [LEASE, replace(LEASE, epoch=10)]
     renewed = await scene.peers.renew(THERE, scene.there.address, leases, 5.0)
-    assert (renewed.over, renewed.write_for_s) == ({LEASE}, 2.5)
+    assert (renewed.ended, renewed.write_for_s) == ({LEASE}, 2.5)
     assert scene.decode.calls == ["renew 2 of prefill-0/1"]
 
 
@@ -324,6 +324,6 @@ async def test_it_is_seen_whether_a_neighbour_lives(scene: Scene) -> None:
     layout = scene.engine.layout
     other = InMemoryTransport(scene.fabric, layout, PeerRef("prefill-9", 4), lambda _: None)
     scene.peers.accept(make_handshake(other.describe(), (), layout))
-    assert scene.peers.lives(other.me) is None
+    assert scene.peers.process_alive(other.me) is None
     scene.peers.accept(make_handshake(replace(other.describe(), process=this_process()), (), layout))
-    assert scene.peers.lives(other.me) is True
+    assert scene.peers.process_alive(other.me) is True

@@ -78,16 +78,16 @@ async def test_a_distant_writer_s_grace_is_its_own(monkeypatch: pytest.MonkeyPat
     async with WorkerPair(
         pages=POOL, prefill_pages=64, write_window_s=10.0, quarantine_s=5.0, quarantine_far_s=60.0
     ) as pair:
-        pool, listened_s = pair.decode.engine.pool, 0.0
+        pool, transport_poll_s = pair.decode.engine.pool, 0.0
         await fill_quarantine(pair, 1)
-        monkeypatch.setattr(pair.decode.worker.peers, "is_near", lambda _: False)
-        monkeypatch.setattr(pair.decode.worker.transport, "listened_s", lambda: listened_s)
+        monkeypatch.setattr(pair.decode.worker.peers, "same_host", lambda _: False)
+        monkeypatch.setattr(pair.decode.worker.transport, "transport_poll_s", lambda: transport_poll_s)
         pair.decode.worker.peer_gone(pair.prefill.me)
         pair.decode.age(10.0)
-        listened_s = 59.0
+        transport_poll_s = 59.0
         pair.decode.age(0.0)
         assert pool.counts().quarantined == 2
-        listened_s = 60.0
+        transport_poll_s = 60.0
         pair.decode.age(0.0)
         assert pool.counts().free == POOL
 
@@ -108,7 +108,7 @@ async def test_the_grace_passes_only_while_the_transport_listens(monkeypatch: py
         pool = pair.decode.engine.pool
         await fill_quarantine(pair, 1)
         with monkeypatch.context() as deaf:
-            deaf.setattr(pair.decode.worker.transport, "listened_s", lambda: 0.0)
+            deaf.setattr(pair.decode.worker.transport, "transport_poll_s", lambda: 0.0)
             pair.decode.worker.peer_gone(pair.prefill.me)
             await asyncio.sleep(0.5)
             assert pool.counts().quarantined == 2

@@ -47,7 +47,7 @@ def let_in(scene: Scene) -> None:
 async def test_a_way_that_failed_is_tried_again_until_it_is_warm(scene: Scene) -> None:
     scene.decode.refusal = Unavailable("not yet")
     ways = WarmUps(scene.peers, lambda: True)
-    ways.see(seen(scene))
+    ways.add(seen(scene))
     await until(lambda: len(scene.decode.calls) > 3)
     let_in(scene)
     await until(lambda: not ways._running)
@@ -62,14 +62,14 @@ async def test_nobody_is_tried_who_gets_no_prompts_from_here(scene: Scene, end: 
     scene.decode.refusal = Unavailable("not yet")
     prefills = [True]
     ways = WarmUps(scene.peers, lambda: prefills[0])
-    ways.see(seen(scene))
+    ways.add(seen(scene))
     await until(lambda: len(scene.decode.calls) > 2)
     if end == "gone":
         ways.forget(THERE)
     elif end == "replaced":
-        ways.see(seen(scene, PeerRef(THERE.worker_id, THERE.incarnation + 1), Role.PREFILL))
+        ways.add(seen(scene, PeerRef(THERE.worker_id, THERE.incarnation + 1), Role.PREFILL))
     elif end == "other role":
-        ways.see(seen(scene, role=Role.PREFILL))
+        ways.add(seen(scene, role=Role.PREFILL))
     else:
         prefills[0] = False
     await until(lambda: not ways._tasks)
@@ -79,9 +79,9 @@ async def test_nobody_is_tried_who_gets_no_prompts_from_here(scene: Scene, end: 
 async def test_one_that_is_back_is_tried_anew(scene: Scene) -> None:
     scene.decode.refusal = Unavailable("not yet")
     ways = WarmUps(scene.peers, lambda: True)
-    ways.see(seen(scene))
+    ways.add(seen(scene))
     ways.forget(THERE)
-    ways.see(seen(scene))
+    ways.add(seen(scene))
     await until(lambda: len(scene.decode.calls) > 2)
     await ways.close()
     assert not ways._tasks

@@ -17,7 +17,7 @@ from router.api.openai.replies import ReplyShape
 from router.requests.answer import Answer
 from router.requests.choices import Choices
 from router.requests.request import ClientRequest, Options
-from router.text.token_scores import spell_prompt
+from router.text.token_scores import format_prompt_logprobs
 from router.text.tokenizer import Tokenizer
 from tandem.protocol.errors import Cancelled
 from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
@@ -231,7 +231,7 @@ async def test_a_prompt_with_too_many_scores_is_refused(http: httpx.AsyncClient,
 
 def test_offsets_count_characters_over_parts_of_characters() -> None:
     parts = {1: b"a", 2: "😀".encode()[:2], 3: "😀".encode()[2:], 4: b"b"}
-    scores = spell_prompt((1, 2, 3, 4), PromptLogprobs((-1.0, -2.0, -3.0)), parts.__getitem__)
+    scores = format_prompt_logprobs((1, 2, 3, 4), PromptLogprobs((-1.0, -2.0, -3.0)), parts.__getitem__)
     assert [each.offset for each in scores] == [0, 1, 1, 2]
     assert [each.chosen.logprob for each in scores[1:]] == [-1.0, -2.0, -3.0]
 

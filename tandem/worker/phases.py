@@ -4,13 +4,13 @@ import logging
 from collections.abc import Sequence
 
 from decode_worker.admission import DecodeAdmission
-from decode_worker.half import DecodeHalf
-from prefill_worker.half import PrefillHalf
+from decode_worker.scheduler import DecodeScheduler
+from prefill_worker.scheduler import PrefillScheduler
 from tandem.engine.cache.prefix_cache import PrefixCache
 from tandem.protocol.ending import decode_pages, failure_event
 from tandem.protocol.errors import TandemError, Unavailable
 from tandem.protocol.messages import ModelFacts, RequestEvent, RequestRef, Role, RoutedEvent
-from tandem.worker.assignment import Half, decode_batch
+from tandem.worker.assignment import PhaseControl, decode_batch
 from tandem.worker.config import WorkerConfig
 
 log = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ DIES = "has lost its engine"
 """The reason why nothing new is taken then."""
 
 
-class Halves:
+class PhaseSchedulers:
     """Applies to both halves what is asked of the worker; they own their requests and pages."""
 
     def __init__(
@@ -28,8 +28,8 @@ class Halves:
         cache: PrefixCache,
         model: ModelFacts,
         *,
-        prefill: PrefillHalf,
-        decode: DecodeHalf,
+        prefill: PrefillScheduler,
+        decode: DecodeScheduler,
         admission: DecodeAdmission,
     ) -> None:
         self.prefill = prefill
@@ -40,12 +40,14 @@ class Halves:
         self._longest = cache.kv.held(model.max_context)
         self.resize(config.role)
 
-    def half_controls(self) -> tuple[Half, Half]:
+    def phase_controls(self) -> tuple[PhaseControl, PhaseControl]:
         """Return the calls that open and close each half to new requests."""
         prefill, admission = self.prefill, self.admission
         return (
-            Half(Role.PREFILL, prefill.open, prefill.close, prefill.refs, prefill.abort, prefill.known_requests),
-            Half(
+            PhaseControl(
+                Role.PREFILL, prefill.open, prefill.close, prefill.refs, prefill.abort, prefill.known_requests
+            ),
+            PhaseControl(
                 Role.DECODE,
                 admission.open,
                 admission.close,

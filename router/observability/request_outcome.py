@@ -31,7 +31,7 @@ class Outcome(StrEnum):
 
 
 @dataclass(slots=True)
-class TokenPace:
+class GapTracker:
     """The timing of one answer's tokens as they leave the router, in seconds of one clock."""
 
     target_s: float = math.inf
@@ -92,25 +92,25 @@ class PhaseTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RequestOutcome:
     """An outcome, and the phase that caused any outcome but MET."""
 
     outcome: Outcome
     phase: Phase | None = None
 
 
-MET = Verdict(Outcome.MET)
+MET = RequestOutcome(Outcome.MET)
 _GRAVEST_FIRST = (Outcome.FAILED, Outcome.MISSED_TTFT, Outcome.MISSED_ITL)
 
 
-class JointVerdict:
+class JointOutcome:
     """The verdict on a client's request with several answers: that on the worst of them."""
 
     def __init__(self, answers: int = 1) -> None:
         self._answers = answers
-        self._found: list[Verdict | None] = []
+        self._found: list[RequestOutcome | None] = []
 
-    def add(self, verdict: Verdict | None) -> Verdict | None:
+    def add(self, verdict: RequestOutcome | None) -> RequestOutcome | None:
         """Add the verdict on one answer; None means that the client cancelled it before a target was missed.
 
         Returns the verdict on the request with the last answer, or None if the request does not count; None before
@@ -128,8 +128,8 @@ class JointVerdict:
 
 
 def judge(
-    slo: SloClass, pace: TokenPace, ttft_s: float | None, times: PhaseTimes, first: PhaseTimes | None = None
-) -> Verdict:
+    slo: SloClass, pace: GapTracker, ttft_s: float | None, times: PhaseTimes, first: PhaseTimes | None = None
+) -> RequestOutcome:
     """Judge one answer, which may have ended early.
 
     `ttft_s` is the time to the first token, or the time waited without one. `first` has the phase times before the
@@ -138,30 +138,30 @@ def judge(
     first = first or times
     if ttft_s is not None and ttft_s > slo.ttft_s:
         waits = {Phase.QUEUE: first.queue_s, Phase.STALL: first.stall_s, Phase.PREFILL: first.prefill_s}
-        return Verdict(Outcome.MISSED_TTFT, max(waits, key=lambda phase: waits[phase] or 0.0))
+        return RequestOutcome(Outcome.MISSED_TTFT, max(waits, key=lambda phase: waits[phase] or 0.0))
     allowed = pace.gaps - math.ceil(round(slo.itl_percent / 100 * pace.gaps, 6))
     stalled = (times.stall_s or 0.0) - (first.stall_s or 0.0) > min(pace.target_s, slo.worst_gap_s)
     if pace.over > allowed or pace.worst_s > slo.worst_gap_s:
-        return Verdict(Outcome.MISSED_ITL, Phase.STALL if stalled else Phase.DECODE)
+        return RequestOutcome(Outcome.MISSED_ITL, Phase.STALL if stalled else Phase.DECODE)
     if pace.over + pace.first_over > allowed or pace.first_gap_s > slo.worst_gap_s:
         handed = Phase.DECODE if times.transfer_s is None else Phase.TRANSFER
-        return Verdict(Outcome.MISSED_ITL, Phase.STALL if stalled else handed)
+        return RequestOutcome(Outcome.MISSED_ITL, Phase.STALL if stalled else handed)
     return MET
 
 
-def rejected(error: TandemError) -> Verdict:
+def rejected(error: TandemError) -> RequestOutcome:
     """Return the verdict on a request that was rejected with `error`: SHED, or FAILED if no worker could serve it."""
     if not isinstance(error, ResourceExhausted):
-        return Verdict(Outcome.FAILED, Phase.QUEUE)
-    return Verdict(Outcome.SHED, Phase.DECODE if reason_of(error) is Refusal.SLO_ITL else Phase.QUEUE)
+        return RequestOutcome(Outcome.FAILED, Phase.QUEUE)
+    return RequestOutcome(Outcome.SHED, Phase.DECODE if reason_of(error) is Refusal.SLO_ITL else Phase.QUEUE)
 
 
-def failed(timeline: Timeline) -> Verdict:
+def failed(timeline: Timeline) -> RequestOutcome:
     """Return the verdict on a request that ended with an error: FAILED in the phase of its last attempt."""
     timeline = last_attempt(timeline)
     if timeline.at(Edge.PLACED) is None:
-        return Verdict(Outcome.FAILED, Phase.QUEUE)
+        return RequestOutcome(Outcome.FAILED, Phase.QUEUE)
     if timeline.at(Edge.PREFILL_FINISHED) is None:
-        return Verdict(Outcome.FAILED, Phase.PREFILL)
+        return RequestOutcome(Outcome.FAILED, Phase.PREFILL)
     arrived = timeline.at(Edge.DECODE_ADMITTED) is not None
-    return Verdict(Outcome.FAILED, Phase.DECODE if arrived else Phase.TRANSFER)
+    return RequestOutcome(Outcome.FAILED, Phase.DECODE if arrived else Phase.TRANSFER)

@@ -38,7 +38,7 @@ from tandem.protocol.messages import ModelFacts, RequestRef, TokenLogprobs
 NO_ROWS = TokenRows.of(())
 
 
-class DecodeHalf:
+class DecodeScheduler:
     """Owns the running batch; a request owns its pages until it leaves."""
 
     def __init__(

@@ -29,7 +29,7 @@ ERROR_REST_S = 0.5
 
 
 @dataclass(slots=True, eq=False)
-class _Move:
+class _PostedTransfer:
     """A posted transfer.
 
     `rests_at`: when it will be quiescent on this side after its failure; `abandoned`: no caller waits for its end.
@@ -43,12 +43,12 @@ class _Move:
     abandoned: bool = False
 
 
-class Moves:
+class PostedTransfers:
     """All transfers that this agent has posted. For the transport's thread alone."""
 
     def __init__(self, agent: PoolAgent, links: Links, page_bytes: int) -> None:
         self._agent, self._links, self._page_bytes = agent, links, page_bytes
-        self._moves: list[_Move] = []
+        self._moves: list[_PostedTransfer] = []
         self._poll_backoff = PollBackoff()
         self._turn = 0
         self.reached: list[PeerDescription] = []
@@ -89,7 +89,7 @@ class Moves:
             raise TransferFailed(f"pages of {peer}: NIXL refused the transfer: {error!r}; prefill again") from error
         link.in_flight += 1
         self._poll_backoff.began(len(self._moves))
-        move = _Move(link, handle, len(local) * self._page_bytes, on_end)
+        move = _PostedTransfer(link, handle, len(local) * self._page_bytes, on_end)
         self._moves.append(move)
         self._note(move, self._agent.start(handle))
 
@@ -101,13 +101,13 @@ class Moves:
             elif time.monotonic() >= move.rests_at:
                 self._end(move, whole=False)
 
-    def _worth_a_look(self) -> Iterator[_Move]:
+    def _worth_a_look(self) -> Iterator[_PostedTransfer]:
         """Yields the transfers to poll: each link's oldest ones up to the first in flight, then one other in turn.
 
         One poll makes progress on all, and each costs as much as the copy of a page.
         """
         going: set[Link] = set()
-        others: list[_Move] = []
+        others: list[_PostedTransfer] = []
         for move in list(self._moves):
             if move.link in going:
                 others.append(move)
@@ -124,7 +124,7 @@ class Moves:
         for move in self._moves:
             move.abandoned = True
 
-    def _note(self, move: _Move, state: TransferState) -> None:
+    def _note(self, move: _PostedTransfer, state: TransferState) -> None:
         if state is TransferState.MOVING:
             return
         self._agent.release(move.handle)
@@ -139,7 +139,7 @@ class Moves:
                 self.reached.append(move.link.description)
         self._end(move, whole=True)
 
-    def _end(self, move: _Move, *, whole: bool) -> None:
+    def _end(self, move: _PostedTransfer, *, whole: bool) -> None:
         self._moves.remove(move)
         move.link.in_flight -= 1
         if not move.abandoned:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kv_transfer.layout import KVLayout
-from kv_transfer.nixl_backend.wire import find_wire
+from kv_transfer.nixl_backend.ucx_log import find_transport
 from tandem.protocol.messages import PeerDescription, PeerRef
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ def host_id() -> str:
         return socket.gethostname()
 
 
-class Wires:
+class UcxTransports:
     """The UCX transports to one transport's peers.
 
     `learn` and `forget` belong to its thread; any thread may read the rest.
@@ -51,9 +51,9 @@ class Wires:
         """Finds and logs the UCX transport to `peer` after its first pages; `ucx_log` is UCX's whole log."""
         near = bool(self._host) and peer.host == self._host
         place = near if peer.host else None
-        wire = find_wire(ucx_log, self._agent, self._layout.page_bytes, near=place) or ""
+        wire = find_transport(ucx_log, self._agent, self._layout.page_bytes, near=place) or ""
         route, on_gpu = f"go to {peer.peer.worker_id}", "VRAM" in (self._layout.memory, peer.memory)
-        slow = slow_wire(wire, route, near=near, on_gpu=on_gpu, environment=environment)
+        slow = slow_transport(wire, route, near=near, on_gpu=on_gpu, environment=environment)
         log.info("KV pages %s by %s (%s)", route, self._backend, wire or "UCX does not report the transport")
         if slow:
             log.warning("%s", slow)
@@ -77,7 +77,7 @@ class Wires:
         return f"{self._backend} ({', '.join(wires)})" if wires else self._backend
 
 
-def slow_wire(wire: str, route: str, *, near: bool, on_gpu: bool, environment: Mapping[str, str]) -> str:
+def slow_transport(wire: str, route: str, *, near: bool, on_gpu: bool, environment: Mapping[str, str]) -> str:
     """Returns a warning about a `wire` that is TCP where a faster one should exist, or unknown with pages on a GPU.
 
     "" = no warning. `route`: the direction of the pages, e.g. `go to decode-0`. `near`: both workers are on one host.

@@ -3,7 +3,7 @@
 from tandem.protocol.messages import PeerRef
 
 
-class Departed:
+class RemovedPeers:
     """The set of worker incarnations assumed dead.
 
     The death of an incarnation includes all before it. It is an assumption: an incarnation that turns out to serve is
@@ -24,7 +24,7 @@ class Departed:
         """Returns True if this is the latest incarnation of its worker that is assumed dead."""
         return self._until.get(peer.worker_id) == peer.incarnation
 
-    def take_back(self, peer: PeerRef) -> bool:
+    def restore(self, peer: PeerRef) -> bool:
         """Removes an incarnation that serves after all; returns False if it was not the latest one assumed dead."""
         was_last = self.is_last(peer)
         if was_last:

@@ -53,7 +53,7 @@ from tandem.protocol.messages import (
 log = logging.getLogger(__name__)
 
 
-class PrefillHalf:
+class PrefillScheduler:
     """Owns the prompts it was given and, through their handoffs, the pages it took for them."""
 
     def __init__(
@@ -64,7 +64,7 @@ class PrefillHalf:
         cache: PrefixCache,
         model: ModelFacts,
         local: LocalDecode,
-        hand_over: Callable[[PrefillRequest, PrefillHalf], Abortable],
+        hand_over: Callable[[PrefillRequest, PrefillScheduler], Abortable],
         wake: Callable[[], None],
         events: EventThread,
     ) -> None:
@@ -164,7 +164,7 @@ class PrefillHalf:
         with self._lock:
             self.registry.remove(request)
             self._pending_transfers.discard(request)
-            self._pages.give_back(request)
+            self._pages.release(request)
         # Breaks a reference cycle, which would keep both and all their writes until the garbage collector runs.
         request.handoff = None
         self._wake()

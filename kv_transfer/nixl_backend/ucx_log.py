@@ -28,7 +28,7 @@ _OPERATION = "remote memory write by ucp_put*(multi)"
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
-def find_wire(log: str, agent: str, page_bytes: int, *, near: bool | None = None) -> str | None:
+def find_transport(log: str, agent: str, page_bytes: int, *, near: bool | None = None) -> str | None:
     """Returns the newest table's transports for writes of `page_bytes` by `agent`, e.g. `cma`; None if unknown.
 
     Tables for peers on this host count if `near`, those for other hosts if not; any if None, or if there is no other.

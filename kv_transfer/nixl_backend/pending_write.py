@@ -11,7 +11,7 @@ from tandem.protocol.errors import TransferFailed
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class PendingWrite:
     """A write in flight or about to be. Times are monotonic seconds."""
 
     write: PageWrite
@@ -19,52 +19,52 @@ class Flight:
     """The time of the request until the write begins, then the time at which it began."""
     deadline: float
     future: "Future[WriteDone]"
-    doomed: str = ""
+    failure: str = ""
     """The reason why it will fail, no matter how it ends: its peer was removed. Empty = none."""
 
     @property
-    def settled(self) -> bool:
+    def done(self) -> bool:
         """True if the future is done."""
         return self.future.done()
 
     @property
-    def late(self) -> bool:
+    def deadline_passed(self) -> bool:
         """True if the deadline has passed."""
         return time.monotonic() >= self.deadline
 
     @property
-    def forbidden(self) -> bool:
+    def permission_expired(self) -> bool:
         """True if the write may not begin any more."""
         return time.monotonic() >= self.write.begin_by()
 
     def fail(self, why: str) -> None:
         """Fails the future with TransferFailed, unless it is done; `doomed` takes precedence over `why`."""
-        if not self.settled:
-            error = TransferFailed(f"write to {self.write.peer.worker_id}: {self.doomed or why}; prefill again")
+        if not self.done:
+            error = TransferFailed(f"write to {self.write.peer.worker_id}: {self.failure or why}; prefill again")
             self.future.set_exception(error)
 
-    def land(self, moved: int) -> None:
+    def complete(self, moved: int) -> None:
         """Settles the write after all `moved` bytes have landed; it fails when doomed, or when late without a notice.
 
         A notice cannot be recalled: once it has left, the peer continues the request, so a late write with one is a
         success.
         """
-        if self.doomed:
-            self.fail(self.doomed)
-        elif self.late and self.write.notice is None:
+        if self.failure:
+            self.fail(self.failure)
+        elif self.deadline_passed and self.write.notice is None:
             self.fail("it ended after its deadline")
-        elif not self.settled:
+        elif not self.done:
             took_s = time.monotonic() - self.begun_at
             self.future.set_result(WriteDone(moved, int(took_s * 1e9), time.time_ns()))
 
-    def wrong(self, link: Link | None, pages_here: int) -> str:
+    def invalid_reason(self, link: Link | None, pages_here: int) -> str:
         """Returns why it cannot begin over the link to its peer from a pool of `pages_here` pages; "" = it can."""
         write = self.write
         if link is None:
             return "that peer is unknown here; introduce it first"
-        if self.late:
+        if self.deadline_passed:
             return "it was past its deadline before it began"
-        if self.forbidden:
+        if self.permission_expired:
             return "the permission to write the peer's pages had expired before it began"
         if not write.local_pages and not write.remote_pages and write.notice is None:
             return "it has neither pages nor a notice"
