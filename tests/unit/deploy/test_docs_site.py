@@ -59,6 +59,11 @@ def test_every_page_is_in_the_navigation() -> None:
     assert listed == {each for each in there if not each.startswith("decisions/")}
 
 
+def test_every_decision_is_in_the_index() -> None:
+    listed = re.findall(r"^\| \[[^\]]+\]\((\w+\.md)\)", (DOCS / "decisions" / "README.md").read_text(), re.MULTILINE)
+    assert set(listed) == {path.name for path in (DOCS / "decisions").glob("*.md")} - {"README.md"}
+
+
 @pytest.mark.skipif(find_spec("material") is None, reason="mkdocs-material is not installed")
 def test_the_site_is_built(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site"]
