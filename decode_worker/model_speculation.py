@@ -72,7 +72,8 @@ class ModelSpeculation(Speculation):
         self._model = proposer
         self._clock = clock
         self.counts.model_bytes = proposer.memory
-        # Optimism finds out what an unknown draft model is worth: a few wrong drafts correct it (decision 48).
+        # Optimism finds out what an unknown draft model is worth: a few wrong drafts correct it
+        # (docs/decisions/speculative_decoding.md).
         self._acceptance = Acceptance(prior=1.0)
         self._newest: CompletedStep | None = None
         """The newest step whose tokens are here."""

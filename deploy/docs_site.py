@@ -13,7 +13,7 @@ _ELSEWHERE = re.compile(r"[a-z]+:")
 
 
 def on_config(config: Any, **_: Any) -> Any:
-    """Appends the decisions to the navigation, in order."""
+    """Appends the decisions to the navigation, their index first."""
     docs = Path(config["docs_dir"])
     decisions = sorted(path.relative_to(docs).as_posix() for path in (docs / "decisions").glob("*.md"))
     if decisions and config["nav"]:

@@ -1,6 +1,6 @@
 """Chooses the cheapest feasible placement: the worker that computes the prompt and the one that decodes the answer.
 
-The cost of a placement is defined in `router/placement/latency_model.py`, its limits in docs/decisions/0014.
+The cost of a placement is defined in `router/placement/latency_model.py`, its limits in docs/decisions/placement.md.
 """
 
 import math
@@ -35,7 +35,7 @@ class Placement(NamedTuple):
     cached_tokens: int
     computed_tokens: int
     cost_s: float
-    """The cost to all requests together (docs/decisions/0014)."""
+    """The cost to all requests together (docs/decisions/placement.md)."""
     runner_up_s: float = math.inf
     """The cost of the next best placement, infinite without one that misses no more targets."""
 

@@ -1,7 +1,7 @@
 """Reserves workers for prefill while the gap targets of answers leave no time for chunks in their steps.
 
 Such answers, placed one by one, would spread over all workers and leave prompts only forced chunks. So as many workers
-are reserved as let the largest share of the requests be served (docs/decisions/0038):
+are reserved as let the largest share of the requests be served (docs/decisions/placement.md):
 
     served(n) = min(1, prefill rate of n reserved workers / arrival rate, answers that the others decode in time / all)
 

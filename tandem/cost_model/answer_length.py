@@ -2,7 +2,7 @@
 
 Answers form classes by the power of two of their limit. An answer that already has n tokens is compared with those that
 became longer. Most answers stay within their forecast; one that exceeds it gets a new forecast, and the worker that
-counted on the old one frees pages (docs/decisions/0020).
+counted on the old one frees pages (docs/decisions/page_reservation.md).
 """
 
 from bisect import bisect_right, insort

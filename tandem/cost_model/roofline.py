@@ -20,7 +20,8 @@ _UNPACKING = 1.5
 """Time to unpack codes for a row of a decode step / that of its arithmetic with those weights in 16 bits.
 
 Steps of llama-3-8b on an H100, int8 and int4, are .92 and .93 times as fast as in 16 bits with 128 rows, .72 and .75
-with 256 (docs/decisions/0042). This says .87 and .94, .78 and .81; without it 1.18 and 1.31, 1.11 and 1.18.
+with 256 (docs/decisions/quantized_weights.md). This says .87 and .94, .78 and .81; without it 1.18 and 1.31, 1.11 and
+1.18.
 """
 _DEQUANTIZING = 1.5
 """Time to dequantize the weights for a step with a prompt / that of writing them in 16 bits at memory bandwidth.
@@ -74,7 +75,8 @@ GPU = Ceilings(flops=6.7e14, bytes_per_s=4e12, launch_s=3e-4, verify_s=2.2e-3)
 """The ceilings of an H200 in bfloat16, as measured: a guess for other GPUs.
 
 `verify_s` is the least squares of 16 sizes of steps with drafts and 5 without, of llama-3-8b on an H100
-(docs/decisions/0043). The host of a CPU worker computes the steps themselves, so that it hides nothing in either.
+(docs/decisions/cost_model.md). The host of a CPU worker computes the steps themselves, so that it hides nothing in
+either.
 """
 CPU = Ceilings(flops=1e11, bytes_per_s=2e10, launch_s=1e-4)
 """The ceilings of a few cores in float32."""

@@ -8,7 +8,7 @@
 A step reads the weights once. The free tokens are the knee of the roofline: up to it a token more costs nothing. Where
 steps fill tiles, whole tiles are charged, and prompts attend as if they had at least a wave of tokens
 (`tandem/cost_model/step_grid.py`). The coefficients are fitted in microseconds (`tandem/cost_model/step_fit.py`,
-docs/decisions/0013).
+docs/decisions/cost_model.md).
 """
 
 import sys

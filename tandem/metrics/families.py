@@ -1,7 +1,7 @@
 """All metrics of Tandem, in the order of a request: router, prefill, transfer, decode, and the cluster.
 
 Names and suffixes follow vLLM's, so that dashboards and autoscalers made for other servers need one rename.
-docs/operations.md describes how to read each.
+docs/operations/metrics.md describes how to read each.
 """
 
 from tandem.metrics.family import Family, counter, gauge, histogram

@@ -1,8 +1,9 @@
 """Grammars that an answer follows: which tokens may come next (structured output).
 
 A grammar is a text of llguidance, made of a JSON schema, a regular expression, a list of choices, or a grammar in EBNF.
-Routers have it checked before a request is admitted, engines apply it to the logits (decision 44). Grammars are hostile
-input: the limits below bound the time and memory of each, and one that exceeds them while an answer grows fails alone.
+Routers have it checked before a request is admitted, engines apply it to the logits (docs/decisions/sampling.md).
+Grammars are hostile input: the limits below bound the time and memory of each, and one that exceeds them while an
+answer grows fails alone.
 """
 
 import json

@@ -2,7 +2,7 @@
 
 `.ci/client_environments` creates them, in TANDEM_CLIENT_ENVIRONMENTS or the user's cache; TANDEM_EXTERNAL_CLIENTS=1
 runs it first, which takes minutes. A test whose environment is missing is skipped. The commands are those of
-docs/operations.md.
+docs/operations/clients.md.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ class Network:
     """Maximum chunks per second that the router sends (`RouterConfig.chunks_per_s`); None = every token at once."""
     chunk_delay_max_s: float = 0.025
     event_jitter_s: float = 3e-4
-    """Mean extra delay of a token; exponentially distributed, like the gaps at two H200s' clients (decision 22)."""
+    """Mean extra delay of a token, exponentially distributed like the gaps at the clients of two H200
+    (docs/decisions/capacity_planning.md)."""
 
 
 class Wire:

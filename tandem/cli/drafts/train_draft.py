@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _PROMPT_TOKENS = 256
 """The most tokens of a paragraph that is a prompt; longer ones are cut."""
 _EPOCHS = {"medusa": 3, "eagle": 24}
-"""The passes over the answers, by kind (decision 49)."""
+"""The passes over the answers, by kind (docs/decisions/speculative_decoding.md)."""
 _PROMPT_CHARACTERS = 40
 """Shorter paragraphs, such as headings, are no prompts."""
 

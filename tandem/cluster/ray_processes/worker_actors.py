@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 
 _CPU_GATHER_S = 0.01
-"""Seconds to gather a burst of requests, on CPUs: it arrives within 10 ms, and a step takes longer (decision 0005)."""
+"""Seconds to gather a burst of requests, on CPUs: it arrives within 10 ms, and a step takes longer
+(docs/decisions/step_policy.md)."""
 
 
 _PLACE_LOOK_S = 0.25

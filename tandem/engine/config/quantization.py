@@ -83,7 +83,7 @@ class WeightScheme:
     quantized_inputs: bool = False
     """True if products quantize their inputs to codes of the same type, with a scale for each token and group.
 
-    Of weights with zero points they do not (docs/decisions/0041).
+    Of weights with zero points they do not (docs/decisions/quantized_weights.md).
     """
 
     def packing(self, columns: int) -> Packing | None:

@@ -1,7 +1,7 @@
 """Compilation of libraries' kernels in separate processes, into the folder in which the libraries look for them.
 
 Such a compiler holds the GIL nearly all of its time. In the engine's process it would alternate with Triton's, with the
-library's own import and with itself, and dominate the start (docs/decisions/0030).
+library's own import and with itself, and dominate the start (docs/decisions/startup.md).
 """
 
 import contextlib

@@ -328,7 +328,7 @@ class CudaKernels(Kernels):
         """Computes attention of `single` rows of one token and the longer ones after them.
 
         A short chunk leaves most of the multiprocessors idle: the others' keys and values are read concurrently
-        (docs/decisions/0034).
+        (docs/decisions/attention_kernels.md).
         """
         second = self._second if leaves_idle(len(q) - single, shape.heads, self._multiprocessors) else _ONE_STREAM
         with second.joined():

@@ -36,7 +36,7 @@ def prefer_shared_memory(compiled: Any, percent: int) -> None:
     `compiled` is the return value of a launch. By default a kernel with large tiles gets all it can. A multiprocessor
     runs kernels concurrently only if they agree on that split, so the kernels before and after, which have no tiles,
     could not overlap with it: the whole gain of overlapped launches in a decode step. And it runs no more programs than
-    fit into their part. Both are measured in docs/decisions/0006-gpu-decode-step.md.
+    fit into their part. Both are measured in docs/decisions/attention_kernels.md.
     """
     if not INTERPRETED:
         _prefer_carveout(compiled.function, percent)

@@ -107,7 +107,7 @@ async def test_who_scrapes_each_process_keeps_what_the_controller_alone_says(clu
     cluster.opened("decode-0", "decode", address)
     every = {name for name, _ in await samples(cluster) if name.startswith("tandem_")}
     for file in (
-        "docs/operations.md",
+        "docs/operations/metrics.md",
         "deploy/helm/tandem/templates/monitoring.yaml",
         "benchmarks/dashboards/prometheus.py",
     ):

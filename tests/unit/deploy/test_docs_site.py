@@ -1,4 +1,4 @@
-"""The documentation: every link leads to a file and a heading, every page is in the site, and the site can be built."""
+"""The documentation: links, headings and paths exist, every page is in the site, and the site can be built."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from tandem.cli.main import app
 from tests.unit.deploy.chart import ROOT
 
 DOCS = ROOT / "docs"
-PAGES = sorted([*DOCS.rglob("*.md"), *(ROOT / name for name in ("README.md", "examples/README.md", "CHANGELOG.md"))])
+OTHERS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")
+PAGES = sorted([*DOCS.rglob("*.md"), *(ROOT / name for name in OTHERS)])
+PATH = re.compile(r"`(\w+/[\w./-]*)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
@@ -44,6 +46,13 @@ def test_every_link_leads_somewhere(page: Path) -> None:
             assert anchor in anchors(target), f"{link} names no heading"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_path_in_code_quotes_is_in_the_repository(page: Path) -> None:
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir()}
+    named = {path for path in PATH.findall(page.read_text()) if path.partition("/")[0] in folders}
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
 def test_links_to_sources_become_paths_in_the_site() -> None:
     page = PurePosixPath("guides/one_gpu.md")
     text = "[a](../../engine/a.py#L3), [`proto/d`](../../proto/d), [b](../models.md#b), [c](https://c.org/x)"
@@ -57,6 +66,11 @@ def test_every_page_is_in_the_navigation() -> None:
     listed = set(re.findall(r"[\w/]+\.md", str(yaml.safe_load(text)["nav"])))
     there = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
     assert listed == {each for each in there if not each.startswith("decisions/")}
+
+
+def test_every_decision_is_in_the_index() -> None:
+    listed = re.findall(r"^\| \[[^\]]+\]\((\w+\.md)\)", (DOCS / "decisions" / "README.md").read_text(), re.MULTILINE)
+    assert set(listed) == {path.name for path in (DOCS / "decisions").glob("*.md")} - {"README.md"}
 
 
 @pytest.mark.skipif(find_spec("material") is None, reason="mkdocs-material is not installed")

@@ -1,6 +1,6 @@
 """Plans of decode attention by rows, heads and GPU: tile sizes, and the number of programs.
 
-Measured in whole steps, see docs/decisions/0006-gpu-decode-step.md. No Triton.
+Measured in whole steps, see docs/decisions/attention_kernels.md. No Triton.
 """
 
 from collections.abc import Callable, Iterable

@@ -8,7 +8,7 @@ number of threads changes nothing. Products of packed weights have one order in 
 
 Addresses go to machine code unchecked, so tensors must be as the interface requires: contiguous (of the cache, its last
 two dimensions), of the kernels' dtype; norms may be float32.
-docs/decisions/0002-cpu-kernels.md gives the reasons of this design, with figures.
+docs/decisions/cpu_kernels.md gives the reasons of this design, with figures.
 """
 
 from dataclasses import replace

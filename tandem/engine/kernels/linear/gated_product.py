@@ -1,7 +1,7 @@
 """The gated product silu(x · gateᵀ) ∘ (x · upᵀ) for many tokens: quack's fused one where it runs, else cuBLAS.
 
 The product of gate and up is the largest intermediate of a layer. Written and read again it costs about a tenth of the
-product's own time, and, on a chip at its power limit, energy that the matrix units lack (docs/decisions/0007).
+product's own time, and, on a chip at its power limit, energy that the matrix units lack (docs/decisions/gpu_steps.md).
 """
 
 import logging

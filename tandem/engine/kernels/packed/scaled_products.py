@@ -1,9 +1,9 @@
 """Products on GPUs whose weights and inputs both have 8 bits: FP8 or INT8 codes, multiplied by the matrix units.
 
 One kernel quantizes the input, token by token, and norms it before where a norm is due. In steps of any size the codes
-are the same, so that a token's output differs between steps only by the order of sums (docs/decisions/0041). A Triton
-kernel multiplies few tokens, and int8 in steps of any size; a library multiplies FP8 from some tokens on, unless it
-lacks the product.
+are the same, so that a token's output differs between steps only by the order of sums
+(docs/decisions/quantized_weights.md). A Triton kernel multiplies few tokens, and int8 in steps of any size; a library
+multiplies FP8 from some tokens on, unless it lacks the product.
 
 The memory of inputs has whole tiles of tokens: nothing is read outside of it, and what is computed for tokens that are
 not there is never stored.
