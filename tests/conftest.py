@@ -11,6 +11,7 @@ import gc
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,8 @@ import pytest
 import torch
 
 from tandem.cluster.ray_processes.ray_node import ENVIRONMENT
+from tests.pairwise import each_value_once
+from tests.soak import examples, soak
 
 if TYPE_CHECKING:
     from tests.running_cluster import RunningCluster, Shelf
@@ -38,8 +41,10 @@ if find_spec("hypothesis"):
     from hypothesis import HealthCheck, settings
 
     # The time that an example takes depends on the machine.
-    settings.register_profile("untimed", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.load_profile("untimed")
+    settings.register_profile(
+        "tests", max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("tests")
 
 HERE = Path(__file__).parent
 LONG_ROOMS = ("e2e", "kernels", "gpu", "model", "faults", "integration")
@@ -124,8 +129,11 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sorts the tests so that long folders come first, and within a folder those last that share no cluster."""
+    if not torch.cuda.is_available():
+        leave_combinations_to_soak([item for item in items if item.path.is_relative_to(HERE / "kernels")])
     rooms = {room: number for number, room in enumerate(LONG_ROOMS)}
 
     def rank(item: pytest.Item) -> tuple[int, bool]:
@@ -133,6 +141,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return rooms.get(room, len(rooms)), item.path.name in OWN_CLUSTERS | SHARING_NOTHING
 
     items.sort(key=rank)
+
+
+def leave_combinations_to_soak(items: list[pytest.Item]) -> None:
+    """Marks `soak` the tests without which each value of each parameter still occurs in one test of its function.
+
+    Triton's interpreter needs a second for what a GPU does in a millisecond.
+    """
+    functions: dict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        skipped = item.get_closest_marker("soak") or any(mark.args[0] for mark in item.iter_markers("skipif"))
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not skipped:
+            functions[item.nodeid.partition("[")[0]].append(item)
+    for tests in functions.values():
+        cases = [parameter_sets(test) for test in tests]
+        kept = set(each_value_once(cases))
+        for test, case in zip(tests, cases, strict=True):
+            if case not in kept:
+                test.add_marker(soak)
+
+
+def parameter_sets(test: pytest.Function) -> tuple[object, ...]:
+    """Returns an identity of what a test has from each of its `parametrize` marks and parametrized fixtures."""
+    values = dict(test.callspec.params)
+    marked = [
+        names if isinstance(names := mark.args[0], (list, tuple)) else names.split(",")
+        for mark in test.iter_markers("parametrize")
+    ]
+    together = [tuple(id(values.pop(name.strip())) for name in names) for names in marked]
+    return *together, *map(id, values.values())
 
 
 @pytest.hookimpl(trylast=True)
@@ -181,11 +218,4 @@ def _shelf(
 @pytest.fixture(scope="session")
 def running_cluster(_shelf: Shelf) -> Callable[..., RunningCluster]:
     """Returns a cluster with the given settings of `ClusterConfig`, which later tests may share."""
-    return lambda **settings: _shelf.get(fresh=False, **settings)
-
-
-@pytest.fixture
-def fresh_cluster(_shelf: Shelf) -> Iterator[Callable[..., RunningCluster]]:
-    """Returns a cluster that the test does not share, for tests that break it."""
-    yield lambda **settings: _shelf.get(fresh=True, **settings)
-    _shelf.clear()
+    return _shelf.get

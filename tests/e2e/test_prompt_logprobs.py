@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
@@ -15,18 +16,21 @@ from tests.e2e.reference import Reference
 TOLERANCE = 1e-3
 LENGTHS = (1, 12, 21)
 """Numbers of prompts: of 7, 100 and 700 tokens, the last of which takes several chunks."""
+AS_STARTED: dict[str, Any] = {"mode": "disaggregated", "prefill": 1, "decode": 1, "step_policy": "unchunked"}
 WAYS: dict[str, dict[str, Any]] = {
-    "disaggregated": {"mode": "disaggregated", "max_step_tokens": 512},
-    "colocated": {"mode": "colocated", "max_step_tokens": 192},
+    "disaggregated": AS_STARTED,
+    "colocated": {"mode": "colocated", "step_policy": "chunked", "step_budget": 192},
 }
 
 
 @pytest.fixture(scope="module", params=WAYS)
 def client(request: pytest.FixtureRequest, running_cluster: Callable[..., Any]) -> Iterator[openai.OpenAI]:
-    cluster = running_cluster(dtype="float32", page_tokens=16, **WAYS[request.param])
+    cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512)
+    asyncio.run(cluster.controller.set_mode(**WAYS[request.param]))
     with openai.OpenAI(base_url=f"http://{cluster.http_address}/v1", api_key="unused", max_retries=0) as client:
         yield client
     cluster.assert_idle_and_sound()
+    asyncio.run(cluster.controller.set_mode(**AS_STARTED))
 
 
 @pytest.fixture(scope="module")

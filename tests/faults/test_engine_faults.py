@@ -19,7 +19,9 @@ NOTICED_WITHIN_S = 60.0
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("role", "fault"), [("prefill", "raise"), ("decode", "raise"), ("decode", "hang")])
-def test_a_lost_engine(role: str, fault: str, pair: Callable[..., Any], engine_faults: EngineFaults) -> None:
+def test_a_lost_engine_fails_its_batch_with_a_clear_error_and_its_worker_restarts(
+    role: str, fault: str, pair: Callable[..., Any], engine_faults: EngineFaults
+) -> None:
     cluster = pair()
     other = "decode" if role == "prefill" else "prefill"
     before, bystander = cluster.worker(role), cluster.worker(other)

@@ -85,9 +85,7 @@ def run(runner: ModelRunner, chunk: int) -> tuple[list[PromptScores], list[list[
 @pytest.mark.parametrize("chunk", [512, PIECE, 37])
 def test_as_on_the_cpu(folder: Path, chunk: int) -> None:
     wanted, tokens = run(ModelRunner.load(tiny_engine_config(folder, kv_cache_bytes=KV_CACHE_BYTES)), 512)
-    runner = ModelRunner.load(
-        tiny_engine_config(folder, device="cuda", dtype="float32", kv_cache_bytes=KV_CACHE_BYTES)
-    )
+    runner = ModelRunner.load(tiny_engine_config(folder, device="cuda", dtype="float32", kv_cache_bytes=KV_CACHE_BYTES))
     found, answers = run(runner, chunk)
     assert answers == tokens
     assert runner.graph_use.hits > 0

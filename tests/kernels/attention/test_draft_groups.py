@@ -25,6 +25,7 @@ from tests.kernels.decode_cases import DEVICE, NO_PAGE, ON_GPU, REFERENCE, SHAPE
 from tests.kernels.quantized_kv.quantized_caches import moved, quantized
 from tests.kernels.steps import LAYER, Step, assert_as_good, heads, make_step, with_sinks
 from tests.pairwise import pairwise
+from tests.soak import seeds
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16} | ({"bfloat16": torch.bfloat16} if ON_GPU else {})
 REQUESTS = [(1, 1), (8, 8), (4, 129), (2, 128), (1, 300), (6, 131), (3, 48), (5, 17)]
@@ -169,7 +170,7 @@ def test_a_request_of_more_rows_than_a_group_has_several() -> None:
     assert groups[-1] == [10, 0, 0]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@seeds(20)
 def test_groups_have_each_row_once(seed: int) -> None:
     dice = np.random.default_rng(seed)
     counts, group = dice.integers(1, 9, size=dice.integers(1, 30)).tolist(), int(dice.integers(1, 9))
