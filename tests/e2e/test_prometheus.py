@@ -33,7 +33,7 @@ from tandem.metrics import families as f
 from tandem.metrics.family import Family
 from tests.e2e.test_metrics import ask
 from tests.integration.silent_router import PAGE_TOKENS, SilentRouter
-from tests.soak import SOAKING
+from tests.soak import SOAKING, soak
 
 pytestmark = pytest.mark.skipif(
     find_prometheus() is None, reason="Prometheus is not installed (Debian: apt-get install prometheus)"
@@ -235,6 +235,7 @@ def _compare(watched: Watched, tell: Callable[[str], None], family: Family, seen
         assert not too_low or moved, (family.name, part, theirs, ours)
 
 
+@soak
 def test_a_router_that_falls_silent_fires_and_its_end_rests(watched: Watched) -> None:
     """Writable leases over nearly all pages without heartbeats expire, and their pages wait in quarantine.
 
@@ -261,6 +262,7 @@ def test_a_router_that_falls_silent_fires_and_its_end_rests(watched: Watched) ->
     watched.fired |= grown
 
 
+@soak
 def test_broken_promises_fire(watched: Watched) -> None:
     """Requests whose token gap target no machine can meet, one after the other."""
     prometheus, expected = watched.prometheus, {"TandemGoodputBurnsFast", "TandemGoodputBurnsSlowly"}
@@ -277,6 +279,7 @@ def test_broken_promises_fire(watched: Watched) -> None:
     watched.fired |= expected
 
 
+@soak
 def test_a_worker_that_hangs_fires_and_its_waking_rests(watched: Watched, tmp_path: Path) -> None:
     """Uses a Prometheus with a scrape timeout longer than the controller waits for the worker that hangs."""
     with running_prometheus(watched.cluster.metrics_address, tmp_path, full_windows=False, every_s=3) as prometheus:
@@ -295,6 +298,7 @@ def test_a_worker_that_hangs_fires_and_its_waking_rests(watched: Watched, tmp_pa
         _await(lambda: "TandemProcessNotResponding" not in prometheus.firing())
 
 
+@soak
 def test_a_controller_that_stands_still_fires_and_its_waking_rests(watched: Watched) -> None:
     """The alert of the test before must have resolved: a controller that waits for a worker looks unreachable, too."""
     prometheus, hangs, expected = watched.prometheus, watched.cluster.controller_pid(), "TandemControllerUnreachable"
@@ -307,6 +311,7 @@ def test_a_controller_that_stands_still_fires_and_its_waking_rests(watched: Watc
     _await(lambda: expected not in prometheus.firing())
 
 
+@soak
 @pytest.mark.parametrize(
     ("role", "expected", "other"),
     [
@@ -329,6 +334,7 @@ def test_a_killed_worker_fires_and_its_return_rests(watched: Watched, role: str,
     assert prometheus.number(f'tandem_process_restarts_total{{worker="{role}-0"}}') > 0
 
 
+@soak
 def test_what_has_grown_no_more_rests(watched: Watched) -> None:
     _await(lambda: not watched.fired & watched.prometheus.firing())
 

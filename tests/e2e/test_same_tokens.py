@@ -13,6 +13,7 @@ import pytest
 from tandem.net.rpc import open_client_channel
 from tandem.protocol.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 from tests.e2e.reference import Choices, Reference, compare
+from tests.soak import soak
 
 Prompt = tuple[int, ...]
 NEW_TOKENS = 40
@@ -130,7 +131,9 @@ def test_the_transfer_is_real(running_cluster: Callable[..., Any], prompts: list
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "name", [name if shape.start == FIRST else pytest.param(name, marks=soak) for name, shape in SHAPES.items()]
+)
 def test_the_same_tokens_in_every_shape(
     name: str,
     running_cluster: Callable[..., Any],

@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from tandem.protocol.errors import Unavailable
+from tests.soak import soak
 
 from .moments import LOOK_S, kill, restarted
 from .streams import Client, Question, Stream, undisturbed
@@ -98,7 +99,7 @@ async def amid_streams(cluster: Any, strike: Callable[[], None]) -> list[Stream]
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGSTOP, marks=soak), signal.SIGKILL])
 def test_a_controller_that_hangs_or_dies_is_replaced_and_streams_continue(cluster: Any, number: signal.Signals) -> None:
     """Another one adopts router and workers: streams go on, and operators reach it at the same address."""
     expected = asyncio.run(undisturbed(cluster.grpc_address, QUESTIONS))

@@ -1,6 +1,6 @@
 """Two prefill and two decode workers: whichever dies or is suspended, every stream continues with the same tokens.
 
-`make soak` restarts each role thirty times instead of once; TANDEM_FAULT_SAVE=1 saves the measurements.
+`make soak` restarts each role thirty times, too; TANDEM_FAULT_SAVE=1 saves the measurements.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.soak import SOAKING
+from tests.soak import soak
 
 from .conftest import VOCAB
 from .growth import MIB, Growth
@@ -27,7 +27,7 @@ from .streams import AT_ONCE, LONG_PROMPT_TOKENS, SHORT_PROMPT_TOKENS, Client, L
 from .traffic import IN_DECODE, in_flight_when_suspended
 
 STILL_S = 3.0
-RESTARTS = 30 if SOAKING else 1
+RESTARTS = 30
 """The number of restarts of each role."""
 REFUSED_MAX = RESTARTS // 10
 """The number of requests that may be rejected with a clear error.
@@ -116,7 +116,7 @@ def test_streams_survive_a_death_amid_transfer_and_decode(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("role", [pytest.param("prefill", marks=soak), "decode"])
 def test_a_worker_suspended_amid_a_transfer_completes_it(
     role: str, cluster: Any, questions: list[Question], expected: list[list[int]]
 ) -> None:
@@ -152,6 +152,7 @@ def test_streams_leave_a_suspended_worker_and_it_continues(
     assert cluster.named(victim.name) == victim
 
 
+@soak
 @pytest.mark.timeout(300 + 60 * RESTARTS)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_restarts_under_load_leak_neither_descriptors_nor_memory(
@@ -159,8 +160,7 @@ def test_restarts_under_load_leak_neither_descriptors_nor_memory(
 ) -> None:
     """The router and the other role survive all restarts without one more file descriptor.
 
-    A memory leak is found from a dozen restarts of each role on, which only `make soak` runs: a few restarts show
-    only memory that a process touches once.
+    A memory leak is found from a dozen restarts of each role on: a few show only memory that a process touches once.
     """
     survivors = [cluster.router(), *(one for one in cluster.workers() if not one.name.startswith(role))]
     growth = Growth(survivors, KV_CACHE_BYTES)

@@ -21,6 +21,8 @@ import httpx
 import psutil
 import pytest
 
+from tests.soak import soak
+
 UP = [sys.executable, "-m", "tandem.cli.main", "up", "--grpc-port", "0", "--http-port", "0", "--kv-cache-gib", "0.1"]
 
 
@@ -150,10 +152,10 @@ def test_once_answers_and_leaves_nothing(start_up: Callable[..., subprocess.Pope
 @pytest.mark.parametrize(
     ("at", "number", "group", "code"),
     [
-        ("… starting Ray", signal.SIGINT, True, 130),
+        pytest.param("… starting Ray", signal.SIGINT, True, 130, marks=soak),
         ("✓ starting Ray", signal.SIGTERM, False, 130),
         ("… starting decode-0", signal.SIGINT, True, 130),
-        ("Ctrl-C stops it", signal.SIGINT, True, 0),
+        pytest.param("Ctrl-C stops it", signal.SIGINT, True, 0, marks=soak),
     ],
 )
 def test_a_signal_at_any_moment_leaves_nothing(
