@@ -68,6 +68,8 @@ They run in any process, and last in their folder, so that the others start a sh
 """
 SHARING_NOTHING = {"test_cluster_life.py", "test_cpu_machines.py", "test_families.py", "test_model_of_the_cluster.py"}
 """Long files whose tests have no cluster or fixture in common: each of these tests runs in any process."""
+EACH_VALUE_ONCE = (HERE / "kernels", HERE / "unit" / "worker" / "speculation")
+"""Folders whose tests combine many values of parameters, and are slow without a GPU."""
 GPU_ROOMS = {"gpu", "kernels"}
 COMPILE = """
 import sys, torch
@@ -133,7 +135,7 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sorts the tests so that long folders come first, and within a folder those last that share no cluster."""
     if not torch.cuda.is_available():
-        leave_combinations_to_soak([item for item in items if item.path.is_relative_to(HERE / "kernels")])
+        leave_combinations_to_soak([item for item in items if any(map(item.path.is_relative_to, EACH_VALUE_ONCE))])
     rooms = {room: number for number, room in enumerate(LONG_ROOMS)}
 
     def rank(item: pytest.Item) -> tuple[int, bool]:

@@ -92,12 +92,18 @@ def _vocabulary(model: Any, size: int) -> Any:
     return changed
 
 
-def test_one_request_alone_tells_the_step(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _short_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"WARM_PROMPT": 16, "WARM_TOKENS": 3, "LONE_PROMPT": 32, "LONE_TOKENS": 5}.items():
         monkeypatch.setattr(f"tandem.cli.load.target.{name}", value)
+
+
+@pytest.mark.usefixtures("_short_warm_up")
+def test_one_request_alone_measures_a_step(address: str) -> None:
     assert 0 < warm_up(find_target(address)) < 10
 
 
+@pytest.mark.usefixtures("_short_warm_up")
 @pytest.mark.parametrize("api", ["grpc", "completions", "chat"])
 def test_the_bench_command_measures_a_real_model(api: str, cluster: Any, tmp_path: Path) -> None:
     http = f"http://{cluster.http_address.removeprefix('http://')}"
