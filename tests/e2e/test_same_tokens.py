@@ -12,13 +12,16 @@ import pytest
 
 from tandem.net.rpc import open_client_channel
 from tandem.protocol.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
+from tests.e2e.conftest import PROMPT_LENGTHS
 from tests.e2e.reference import Choices, Reference, compare
-from tests.soak import soak
+from tests.soak import SOAKING, soak
 
 Prompt = tuple[int, ...]
 NEW_TOKENS = 40
 """The answer length in tokens: every answer crosses two boundaries of pages of 16, some one of pages of 128."""
 PAGE_TOKENS = 16
+LENGTHS = set(PROMPT_LENGTHS) if SOAKING else {7, 15, 16, 17, 64, 129, 511, 513}
+"""The prompt lengths in tokens: at the boundaries of pages and chunks, and between them."""
 FIRST = {"page_tokens": PAGE_TOKENS, "max_step_tokens": 512}
 """The settings that other tests of this folder use too, so that they share its cluster."""
 LARGE_PAGES = {
@@ -66,6 +69,11 @@ SHAPES = {
 """One cluster starts disaggregated and one colocated, and each changes to the other mode."""
 
 
+def up_to(longest: int, prompts: list[Prompt]) -> list[Prompt]:
+    """Returns the prompts of `LENGTHS` that have at most `longest` tokens."""
+    return [prompt for prompt in prompts if len(prompt) in LENGTHS and len(prompt) <= longest]
+
+
 async def ask(
     stub: inference_pb2_grpc.InferenceStub, prompt: tuple[int, ...], tokens: int, salt: str = ""
 ) -> tuple[list[int], Any]:
@@ -100,7 +108,7 @@ def test_the_same_tokens_and_again_from_the_caches(
 ) -> None:
     """Sends each prompt twice, and then with most of its answer appended, as the next turn of a conversation does."""
     cluster = running_cluster(dtype="float32", **FIRST)
-    prompts = [prompt for prompt in prompts if len(prompt) <= LONGEST]
+    prompts = up_to(LONGEST, prompts)
     salt, answers = "conversation", []
     for turn in range(3):
         behind = NEW_TOKENS - 3 if turn == 2 else 0
@@ -147,7 +155,7 @@ def test_the_same_tokens_in_every_shape(
         asyncio.run(cluster.controller.set_mode(**shape.change))
     try:
         assert Counter(member.role for member in cluster.members()) == shape.roles
-        asked = [prompt for prompt in prompts if len(prompt) <= shape.longest]
+        asked = up_to(shape.longest, prompts)
         answers = asyncio.run(ask_all(cluster.grpc_address, asked, NEW_TOKENS, salt=name))
         for prompt, (tokens, complete) in zip(asked, answers, strict=True):
             assert complete.prompt_tokens == len(prompt)
