@@ -59,7 +59,7 @@ def test_logprobs_are_those_of_transformers(
         assert reply.text[offset:].startswith(token)
 
 
-def test_a_stream_has_the_same_ones(client: openai.OpenAI, prompts: list[tuple[int, ...]]) -> None:
+def test_a_stream_has_the_same_log_probabilities(client: openai.OpenAI, prompts: list[tuple[int, ...]]) -> None:
     whole = complete(client, prompts[2], logprobs=2).choices[0].logprobs
     chunks = [chunk.choices[0].logprobs for chunk in complete(client, prompts[2], stream=True, logprobs=2)]
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):

@@ -69,7 +69,7 @@ def test_the_figures_add_up(report: LoadReport, workload: Workload) -> None:
     assert result["prompt_tokens"] == sum(arrival.prompt_tokens for arrival in workload.arrivals)
 
 
-def test_what_the_cluster_refuses_and_what_does_not_fit_is_counted(address: str) -> None:
+def test_rejected_truncated_and_late_requests_are_counted(address: str) -> None:
     """A prompt with ids outside the vocabulary, one that is too long and is truncated, and one that times out."""
     target = find_target(address)
     foreign = replace(target, view=replace(target.view, model=_vocabulary(target.view.model, 10**6)))
@@ -119,6 +119,6 @@ def test_the_bench_command_measures_a_real_model(api: str, cluster: Any, tmp_pat
         assert figures["end_to_end_ms"]["p50"] >= figures["ttft_ms"]["p50"] > 0
 
 
-def test_without_a_router_there_is_no_load(workload: Workload) -> None:
+def test_a_load_without_a_router_says_that_it_is_unreachable(workload: Workload) -> None:
     with pytest.raises(Unavailable, match=r"cannot reach the router at 127.0.0.1:1"):
         run_load("127.0.0.1:1", workload, (LOOSE,), SETTINGS)

@@ -175,7 +175,7 @@ def test_the_folded_row_of_front_processes_has_data(watched: Watched) -> None:
     assert named == {"router front-0", "router front-1"}
 
 
-def test_rules_are_loaded_and_nothing_fires(watched: Watched) -> None:
+def test_rules_are_loaded_and_no_alert_fires(watched: Watched) -> None:
     """No alert fires but the SLO burn-rate alerts, which depend on this machine's speed."""
     groups = watched.prometheus.get("rules")["groups"]
     rules = [rule for group in groups for rule in group["rules"]]
@@ -236,7 +236,7 @@ def _compare(watched: Watched, tell: Callable[[str], None], family: Family, seen
 
 
 @soak
-def test_a_router_that_falls_silent_fires_and_its_end_rests(watched: Watched) -> None:
+def test_alerts_fire_for_a_router_that_falls_silent_and_resolve_after_its_end(watched: Watched) -> None:
     """Writable leases over nearly all pages without heartbeats expire, and their pages wait in quarantine.
 
     A request whose KV is handed over to one of these leases afterwards is rejected.
@@ -263,7 +263,7 @@ def test_a_router_that_falls_silent_fires_and_its_end_rests(watched: Watched) ->
 
 
 @soak
-def test_broken_promises_fire(watched: Watched) -> None:
+def test_alerts_fire_when_requests_miss_their_targets(watched: Watched) -> None:
     """Requests whose token gap target no machine can meet, one after the other."""
     prometheus, expected = watched.prometheus, {"TandemGoodputBurnsFast", "TandemGoodputBurnsSlowly"}
     _await(lambda: not expected & prometheus.firing())
@@ -280,7 +280,9 @@ def test_broken_promises_fire(watched: Watched) -> None:
 
 
 @soak
-def test_a_worker_that_hangs_fires_and_its_waking_rests(watched: Watched, tmp_path: Path) -> None:
+def test_an_alert_fires_for_a_worker_that_hangs_and_resolves_when_it_continues(
+    watched: Watched, tmp_path: Path
+) -> None:
     """Uses a Prometheus with a scrape timeout longer than the controller waits for the worker that hangs."""
     with running_prometheus(watched.cluster.metrics_address, tmp_path, full_windows=False, every_s=3) as prometheus:
         prometheus.await_scrape(PROCESSES)
@@ -299,7 +301,7 @@ def test_a_worker_that_hangs_fires_and_its_waking_rests(watched: Watched, tmp_pa
 
 
 @soak
-def test_a_controller_that_stands_still_fires_and_its_waking_rests(watched: Watched) -> None:
+def test_an_alert_fires_for_a_suspended_controller_and_resolves_when_it_continues(watched: Watched) -> None:
     """The alert of the test before must have resolved: a controller that waits for a worker looks unreachable, too."""
     prometheus, hangs, expected = watched.prometheus, watched.cluster.controller_pid(), "TandemControllerUnreachable"
     _await(lambda: expected not in prometheus.firing())
@@ -319,7 +321,9 @@ def test_a_controller_that_stands_still_fires_and_its_waking_rests(watched: Watc
         ("decode", "TandemNoDecodeWorker", "TandemNoPrefillWorker"),
     ],
 )
-def test_a_killed_worker_fires_and_its_return_rests(watched: Watched, role: str, expected: str, other: str) -> None:
+def test_alerts_fire_for_a_killed_worker_and_resolve_after_its_restart(
+    watched: Watched, role: str, expected: str, other: str
+) -> None:
     cluster, prometheus = watched.cluster, watched.prometheus
     os.kill(cluster.worker(role).pid, signal.SIGKILL)
     _await(lambda: {expected, "TandemProcessDown"} <= prometheus.firing())
@@ -335,7 +339,7 @@ def test_a_killed_worker_fires_and_its_return_rests(watched: Watched, role: str,
 
 
 @soak
-def test_what_has_grown_no_more_rests(watched: Watched) -> None:
+def test_alerts_on_counters_resolve_when_the_counters_stop_growing(watched: Watched) -> None:
     _await(lambda: not watched.fired & watched.prometheus.firing())
 
 

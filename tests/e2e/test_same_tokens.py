@@ -103,7 +103,7 @@ async def ask_all(
 
 
 @pytest.mark.timeout(600)
-def test_the_same_tokens_and_again_from_the_caches(
+def test_answers_are_those_of_transformers_and_again_from_the_caches(
     running_cluster: Callable[..., Any], prompts: list[Prompt], reference: Reference, tell: Callable[[str], None]
 ) -> None:
     """Sends each prompt twice, and then with most of its answer appended, as the next turn of a conversation does."""
@@ -127,7 +127,9 @@ def test_the_same_tokens_and_again_from_the_caches(
     cluster.assert_idle_and_sound()
 
 
-def test_the_transfer_is_real(running_cluster: Callable[..., Any], prompts: list[Prompt]) -> None:
+def test_every_page_of_a_prompt_is_transferred_by_ucx(
+    running_cluster: Callable[..., Any], prompts: list[Prompt]
+) -> None:
     cluster = running_cluster(dtype="float32", **FIRST)
     (_, complete), *_ = asyncio.run(ask_all(cluster.grpc_address, [prompts[12]], 4, salt="real"))
     transfer = complete.timeline.transfer
@@ -142,7 +144,7 @@ def test_the_transfer_is_real(running_cluster: Callable[..., Any], prompts: list
 @pytest.mark.parametrize(
     "name", [name if shape.start == FIRST else pytest.param(name, marks=soak) for name, shape in SHAPES.items()]
 )
-def test_the_same_tokens_in_every_shape(
+def test_answers_are_those_of_transformers_in_every_mode_and_size(
     name: str,
     running_cluster: Callable[..., Any],
     prompts: list[Prompt],
@@ -193,7 +195,7 @@ def counting(prompt: Prompt, answer: Prompt) -> Choices:
     return Choices(best, tuple(number + 10 for number in best), gaps)
 
 
-def test_a_tie_is_told_and_the_rest_still_compared() -> None:
+def test_a_tie_is_reported_and_the_rest_still_compared() -> None:
     assert compare((7,), [8, 9, 10, 11, 12], counting) == []
     (tie,) = compare((7,), [8, 9, 20, 21, 22], counting)
     assert "prompt of 1 tokens, token 2" in tie

@@ -81,7 +81,7 @@ def questions() -> list[Question]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_tokens_of_transformers_though_a_worker_dies(
+def test_answers_are_those_of_transformers_though_a_worker_dies(
     family: str, running_cluster: Callable[..., Any], model_folder: Path, tmp_path: Path
 ) -> None:
     folder = copy_of_tiny_model(family, model_folder, tmp_path)
@@ -180,7 +180,7 @@ def adapters_come_and_go(operator: AdapterClient, first: list[int]) -> None:
 @soak
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("family", ["llama3", "gpt_oss"])
-def test_8_bits_give_the_tokens_of_one_engine_though_a_worker_dies(
+def test_answers_from_8_bits_are_those_of_one_engine_though_a_worker_dies(
     family: str, running_cluster: Callable[..., Any], model_folder: Path, tmp_path: Path
 ) -> None:
     """Codes and scales are handed over: the answers are those of one engine that computes each alone.

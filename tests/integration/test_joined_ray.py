@@ -114,7 +114,9 @@ def read_until(process: subprocess.Popen[str], words: str) -> str:
 
 
 @pytest.mark.timeout(600)
-def test_every_place_is_given_back(head: Head, up: Callable[..., subprocess.Popen[str]], folder: Path) -> None:
+def test_every_resource_is_released_at_any_end(
+    head: Head, up: Callable[..., subprocess.Popen[str]], folder: Path
+) -> None:
     first = up("--address", "auto", RAY_ADDRESS=head.address)
     read_until(first, "Ctrl-C stops it")
     head.assert_soon([*WITHOUT_WORKERS, ACTORS[-1], ACTORS[-1]])
@@ -182,7 +184,7 @@ def test_a_node_that_leaves_is_drained_from_outside(head: Head, up: Callable[...
 
 
 @pytest.mark.timeout(300)
-def test_who_waits_for_places_can_be_stopped(head: Head, up: Callable[..., subprocess.Popen[str]]) -> None:
+def test_an_up_that_waits_for_resources_can_be_stopped(head: Head, up: Callable[..., subprocess.Popen[str]]) -> None:
     process = up("--address", head.address, "--prefill", "2", "--places-timeout", "600")
     read_until(process, "has 1 slots for prefill workers, 2 are needed")
     process.send_signal(signal.SIGTERM)
@@ -192,7 +194,7 @@ def test_who_waits_for_places_can_be_stopped(head: Head, up: Callable[..., subpr
 
 
 @pytest.mark.timeout(300)
-def test_too_few_places_are_told(head: Head, up: Callable[..., subprocess.Popen[str]]) -> None:
+def test_an_up_without_enough_resources_says_which(head: Head, up: Callable[..., subprocess.Popen[str]]) -> None:
     process = up("--address", head.address, "--prefill", "2")
     out, _ = process.communicate(timeout=180)
     assert process.returncode != 0
