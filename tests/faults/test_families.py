@@ -67,6 +67,8 @@ def copy_of_tiny_model(family: str, model_folder: Path, folder: Path) -> Path:
 
 
 SETTINGS = {
+    "prefill": 1,
+    "decode": 2,
     "dtype": "float32",
     "page_tokens": 16,
     "max_step_tokens": 32,
@@ -143,7 +145,7 @@ def adapters_come_and_go(operator: AdapterClient, first: list[int]) -> None:
     """A worker has restarted since `load_first`; the cached prefixes of an adapter are no other adapter's."""
     cluster, base = operator.cluster, operator.answer("")
     assert operator.listed() == ["sql"]
-    wanted = {name: ["sql"] for name in ("prefill-0", "decode-0")}
+    wanted = {name: ["sql"] for name in ("prefill-0", "decode-0", "decode-1")}
     within = time.monotonic() + FOLLOWS_WITHIN_S  # the replacement loads the adapter after it has joined
     while (listed := adapters_by_worker(cluster)) != wanted:
         assert time.monotonic() < within, listed
