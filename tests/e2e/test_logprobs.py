@@ -10,12 +10,13 @@ import openai
 import pytest
 
 from tests.e2e.reference import Reference
+from tests.soak import soak
 
 NEW_TOKENS = 16
 TOLERANCE = 2e-3
-PENALTIES: list[dict[str, float]] = [
-    {"repetition_penalty": 1.3},
-    {"frequency_penalty": 1.1, "presence_penalty": 0.6},
+PENALTIES = [
+    pytest.param({"repetition_penalty": 1.3}, marks=soak),
+    pytest.param({"frequency_penalty": 1.1, "presence_penalty": 0.6}, marks=soak),
     {"repetition_penalty": 1.2, "frequency_penalty": 1.4, "presence_penalty": -0.9},
 ]
 
@@ -40,7 +41,7 @@ def complete(client: openai.OpenAI, prompt: tuple[int, ...], *, stream: bool = F
     return list(reply) if stream else reply
 
 
-@pytest.mark.parametrize("length", [3, 12])
+@pytest.mark.parametrize("length", [pytest.param(3, marks=soak), 12])
 def test_logprobs_are_those_of_transformers(
     length: int, client: openai.OpenAI, prompts: list[tuple[int, ...]], reference: Reference
 ) -> None:

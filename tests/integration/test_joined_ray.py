@@ -18,6 +18,7 @@ import pytest
 
 from tests.ray_start import UP as RAY_UP
 from tests.ray_start import free_port, head_address, ray_environment, ray_start
+from tests.soak import soak
 
 UP = [sys.executable, "-m", "tandem.cli.main", "up", "--grpc-port", "0", "--http-port", "0", "--kv-cache-gib", "0.1"]
 ACTORS = ("ray::Controller", "ray::RouterActor", "ray::WorkerActor")
@@ -155,6 +156,7 @@ def test_every_resource_is_released_at_any_end(
     assert {path.name for path in folder.iterdir()} <= {"ray", "state"}, "a Ray of its own was started"
 
 
+@soak
 @pytest.mark.timeout(600)
 def test_a_node_that_leaves_is_drained_from_outside(head: Head, up: Callable[..., subprocess.Popen[str]]) -> None:
     """A pod's preStop hook does this: it has the controller's port and token beforehand, and its own address."""
