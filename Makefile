@@ -1,7 +1,7 @@
 # make run    install, start a cluster, answer PROMPT, serve until Ctrl-C (ONCE=1: exit after the answer)
 # make test   install what tests need and run what a change needs, in three processes (TEST_PROCESSES=0: in one)
 # make soak   run all tests, more seeds and more generated examples, for hours
-# make check  style, types, room rules, generated code
+# make check  style, types, import contracts, generated code
 # make proto  regenerate tandem/protocol/generated from proto/
 # make docs   the documentation's site, in build/site
 # make clean  remove .venv and caches

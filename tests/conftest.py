@@ -47,12 +47,12 @@ if find_spec("hypothesis"):
     settings.load_profile("tests")
 
 HERE = Path(__file__).parent
-LONG_ROOMS = ("e2e", "kernels", "gpu", "model", "faults", "integration")
+LONG_FOLDERS = ("e2e", "kernels", "gpu", "model", "faults", "integration")
 """Folders that run first, in this order, so that all processes end at about the same time.
 
 Some begin with clusters, the others with computation, and the smallest files come last.
 """
-SHARING_ROOMS = {"e2e", "faults"}
+SHARING_FOLDERS = {"e2e", "faults"}
 """The folders whose files share clusters with one another."""
 OWN_CLUSTERS = {
     "test_processes_that_hang.py",
@@ -70,7 +70,7 @@ SHARING_NOTHING = {"test_cluster_life.py", "test_cpu_machines.py", "test_familie
 """Long files whose tests have no cluster or fixture in common: each of these tests runs in any process."""
 EACH_VALUE_ONCE = (HERE / "kernels", HERE / "unit" / "worker" / "speculation")
 """Folders whose tests combine many values of parameters, and are slow without a GPU."""
-GPU_ROOMS = {"gpu", "kernels"}
+GPU_FOLDERS = {"gpu", "kernels"}
 COMPILE = """
 import sys, torch
 from tandem.engine.kernels.cpu.kernels import CpuKernels
@@ -85,10 +85,10 @@ PLUGIN_OPTIONS = {"asyncio": ("asyncio_mode", "asyncio_default_fixture_loop_scop
 def sharing(nodeid: str) -> str:
     """Returns what all tests have in common that may share a cluster: their folder or file, or the test's own name."""
     file = Path(nodeid.split("::", maxsplit=1)[0])
-    room = file.parts[1]
+    folder = file.parts[1]
     if file.name in SHARING_NOTHING:
         return nodeid
-    return room if room in SHARING_ROOMS and file.name not in OWN_CLUSTERS else str(file)
+    return folder if folder in SHARING_FOLDERS and file.name not in OWN_CLUSTERS else str(file)
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
@@ -112,12 +112,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Keeps tests that share clusters or the GPU in one process, in order; the others are distributed file by file."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class ByRoom(LoadScopeScheduling):
+    class ByFolder(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            on_gpu = Path(nodeid).parts[1] in GPU_ROOMS and torch.cuda.is_available()
+            on_gpu = Path(nodeid).parts[1] in GPU_FOLDERS and torch.cuda.is_available()
             return "gpu" if on_gpu else sharing(nodeid)
 
-    return ByRoom(config, log)
+    return ByFolder(config, log)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -136,11 +136,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sorts the tests so that long folders come first, and within a folder those last that share no cluster."""
     if not torch.cuda.is_available():
         leave_combinations_to_soak([item for item in items if any(map(item.path.is_relative_to, EACH_VALUE_ONCE))])
-    rooms = {room: number for number, room in enumerate(LONG_ROOMS)}
+    ranks = {folder: number for number, folder in enumerate(LONG_FOLDERS)}
 
     def rank(item: pytest.Item) -> tuple[int, bool]:
-        room = item.path.relative_to(HERE).parts[0]
-        return rooms.get(room, len(rooms)), item.path.name in OWN_CLUSTERS | SHARING_NOTHING
+        folder = item.path.relative_to(HERE).parts[0]
+        return ranks.get(folder, len(ranks)), item.path.name in OWN_CLUSTERS | SHARING_NOTHING
 
     items.sort(key=rank)
 
