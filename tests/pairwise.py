@@ -3,15 +3,21 @@
 A defect mostly needs one value, or two together; the full product of four parameters is many times as long and finds
 little more (Kuhn, Wallace, Gallo: Software Fault Interactions and Implications for Software Testing, 2004). A case that
 needs three values together is an edge case: it is named with `always`.
+
+Without a GPU, `make test` runs as many of the cases as have each value once, and `make soak` runs the others.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
 import pytest
+import torch
+
+from tests.soak import soak
 
 Case = tuple[Any, ...]
 Values = Mapping[str, Any] | Iterable[Any]
@@ -30,8 +36,13 @@ def pairwise(
         for values in parameters.values()
     ]
     cases = covering([list(values) for values in named], always)
+    first = cases if torch.cuda.is_available() else each_value_once(cases, always)
     chosen = [
-        pytest.param(*(values[name] for values, name in zip(named, case, strict=True)), id="-".join(case))
+        pytest.param(
+            *(values[name] for values, name in zip(named, case, strict=True)),
+            id="-".join(case),
+            marks=() if case in first else soak,
+        )
         for case in cases
     ]
     return pytest.mark.parametrize(list(parameters), chosen, indirect=list(indirect))
@@ -58,3 +69,21 @@ def covering(columns: Sequence[Sequence[str]], always: Sequence[Case] = ()) -> l
 def _pairs(case: Case) -> set[tuple[tuple[int, Any], ...]]:
     """Returns the pairs of a case with their columns; with a single column, its values."""
     return set(combinations(enumerate(case), min(2, len(case))))
+
+
+def each_value_once(cases: Sequence[Case], always: Sequence[Case] = ()) -> list[Case]:
+    """Returns as many of the cases as have each value at least once: `always`, then those with the most new values.
+
+    Among equals it takes the one whose values were chosen least, so that short columns vary with long ones.
+    """
+    chosen = list(always)
+    uses = Counter(value for case in always for value in enumerate(case))
+
+    def worth(case: Case) -> tuple[int, int]:
+        counts = [uses[value] for value in enumerate(case)]
+        return counts.count(0), -sum(counts)
+
+    while worth(best := max(cases, key=worth))[0]:
+        chosen.append(best)
+        uses.update(enumerate(best))
+    return chosen

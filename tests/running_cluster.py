@@ -131,7 +131,7 @@ class Shelf:
         self._new_folder = new_folder
         self._running: RunningCluster | None = None
 
-    def get(self, *, fresh: bool, **settings: Any) -> RunningCluster:
+    def get(self, **settings: Any) -> RunningCluster:
         config = ClusterConfig(
             **{
                 "model": self._model,
@@ -145,7 +145,7 @@ class Shelf:
                 **settings,
             }
         )
-        if self._running is not None and (fresh or self._running.config != config):
+        if self._running is not None and self._running.config != config:
             self.clear()
         if self._running is None:
             self._running = RunningCluster(config, self._new_folder())

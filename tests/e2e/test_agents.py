@@ -1,6 +1,6 @@
 """Agents in their newest versions, each in a tool loop against a running cluster.
 
-`.ci/client_environments` installs them, see test_external_clients.py; the commands are those of docs/guides/agents.md.
+`.ci/client_environments` installs them, and `make soak` runs them; the commands are those of docs/guides/agents.md.
 The model calls a tool by weights made by hand, and only a result that came back to it has the word that it answers
 with (`tests.tool_calling_model`).
 """
@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
+from tests.soak import soak
 from tests.tool_calling_model import write_tool_calling_model
 
+pytestmark = soak
 MODEL, WORD = "caller", "xylophone-4711"
 CONTEXT = 40_960
 """It holds the prompt of each agent, but not with the 32,000 tokens of an answer that Claude Code asks for."""

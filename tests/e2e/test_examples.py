@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tandem.protocol.generate import ROOT
+from tests.soak import soak
 
 EXAMPLES = ROOT / "examples"
 
@@ -76,6 +77,7 @@ def test_grpc_streams_an_answer_and_its_timeline(cluster: Any) -> None:
     assert re.search(r"0\.0 ms +EDGE_\w+", said)
 
 
+@soak
 def test_a_cluster_lives_in_a_program(model_folder: Any) -> None:
     assert "Paris" in run("embedded_cluster.py", str(model_folder))
 

@@ -1,7 +1,7 @@
 """Common load generators, client libraries and a generated stub, each in a virtual environment of its own.
 
 `.ci/client_environments` creates them, in TANDEM_CLIENT_ENVIRONMENTS or the user's cache; TANDEM_EXTERNAL_CLIENTS=1
-runs it first, which takes minutes. A test whose environment is missing is skipped. The commands are those of
+runs it first, which takes minutes. `make soak` runs the tests whose environment is there. The commands are those of
 docs/operations/clients.md.
 """
 
@@ -17,6 +17,8 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+
+from tests.soak import soak
 
 REQUESTS, PROMPT_TOKENS, ANSWER_TOKENS = 50, 64, 16
 MODEL = "SmolLM2-135M-Instruct"
@@ -189,6 +191,7 @@ def since(url: str, before: tuple[int, int]) -> tuple[int, int]:
     return prompts - before[0], answers - before[1]
 
 
+@soak
 @pytest.mark.timeout(CLIENT_TEST_S)
 def test_guidellm(run: Callable[..., str], url: str, model_folder: Path, tmp_path: Path) -> None:
     before = tokens(url)
@@ -211,6 +214,7 @@ def test_guidellm(run: Callable[..., str], url: str, model_folder: Path, tmp_pat
     assert counted[1] == REQUESTS * ANSWER_TOKENS
 
 
+@soak
 @pytest.mark.parametrize("counts", ["the-server's", "its-own"])
 @pytest.mark.timeout(CLIENT_TEST_S)
 def test_aiperf(run: Callable[..., str], url: str, model_folder: Path, tmp_path: Path, counts: str) -> None:
@@ -241,6 +245,7 @@ def test_aiperf(run: Callable[..., str], url: str, model_folder: Path, tmp_path:
         assert total("input_sequence_length") == prompts
 
 
+@soak
 @pytest.mark.timeout(CLIENT_TEST_S)
 @pytest.mark.parametrize(
     ("client", "script"), [("litellm", LITELLM), ("langchain-openai", LANGCHAIN), ("instructor", INSTRUCTOR)]
@@ -250,6 +255,7 @@ def test_chats_tools_and_formats(run: Callable[..., str], url: str, client: str,
     run(client, "python", "-c", script, MODEL, f"{url}/v1", ASKED, LITELLM_LOCAL_MODEL_COST_MAP="True")
 
 
+@soak
 @pytest.mark.timeout(CLIENT_TEST_S)
 def test_a_stub_of_the_published_schema(run: Callable[..., str], cluster: Any, tmp_path: Path) -> None:
     """An environment with grpcio-tools alone; health and reflection answer as any gRPC tool asks for them."""
@@ -260,7 +266,7 @@ def test_a_stub_of_the_published_schema(run: Callable[..., str], cluster: Any, t
     run("grpcio-tools", "python", "-c", GRPC, cluster.grpc_address, MODEL)
 
 
-def test_curl(url: str) -> None:
+def test_curl_reads_a_stream(url: str) -> None:
     curl = shutil.which("curl")
     if curl is None:
         pytest.skip("curl is not installed")

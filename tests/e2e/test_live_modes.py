@@ -95,7 +95,9 @@ def _incarnations(cluster: Any) -> dict[str, int]:
 
 
 @pytest.mark.timeout(300)
-def test_nobody_misses_a_token(running_cluster: Callable[..., Any], prompts: list[tuple[int, ...]]) -> None:
+def test_streams_keep_their_tokens_while_modes_and_roles_change(
+    running_cluster: Callable[..., Any], prompts: list[tuple[int, ...]]
+) -> None:
     cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512)
     before = _incarnations(cluster)
     asyncio.run(live(cluster, [prompts[number] for number in (0, 4, 8)]))

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.soak import soak
+
 QUESTIONS = 24
 TASK = """
 task: capitals
@@ -58,6 +60,7 @@ def write_task(folder: Path) -> None:
     (folder / "capitals.yaml").write_text(TASK.format(data=data))
 
 
+@soak
 @pytest.mark.timeout(1700.0)
 def test_a_multiple_choice_task_has_the_accuracy_of_transformers(
     run: Callable[..., str], running_cluster: Callable[..., Any], model_folder: Path, tmp_path: Path

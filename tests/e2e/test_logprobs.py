@@ -10,12 +10,13 @@ import openai
 import pytest
 
 from tests.e2e.reference import Reference
+from tests.soak import soak
 
 NEW_TOKENS = 16
 TOLERANCE = 2e-3
-PENALTIES: list[dict[str, float]] = [
-    {"repetition_penalty": 1.3},
-    {"frequency_penalty": 1.1, "presence_penalty": 0.6},
+PENALTIES = [
+    pytest.param({"repetition_penalty": 1.3}, marks=soak),
+    pytest.param({"frequency_penalty": 1.1, "presence_penalty": 0.6}, marks=soak),
     {"repetition_penalty": 1.2, "frequency_penalty": 1.4, "presence_penalty": -0.9},
 ]
 
@@ -40,7 +41,7 @@ def complete(client: openai.OpenAI, prompt: tuple[int, ...], *, stream: bool = F
     return list(reply) if stream else reply
 
 
-@pytest.mark.parametrize("length", [3, 12])
+@pytest.mark.parametrize("length", [pytest.param(3, marks=soak), 12])
 def test_logprobs_are_those_of_transformers(
     length: int, client: openai.OpenAI, prompts: list[tuple[int, ...]], reference: Reference
 ) -> None:
@@ -59,7 +60,7 @@ def test_logprobs_are_those_of_transformers(
         assert reply.text[offset:].startswith(token)
 
 
-def test_a_stream_has_the_same_ones(client: openai.OpenAI, prompts: list[tuple[int, ...]]) -> None:
+def test_a_stream_has_the_same_log_probabilities(client: openai.OpenAI, prompts: list[tuple[int, ...]]) -> None:
     whole = complete(client, prompts[2], logprobs=2).choices[0].logprobs
     chunks = [chunk.choices[0].logprobs for chunk in complete(client, prompts[2], stream=True, logprobs=2)]
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):

@@ -147,7 +147,9 @@ async def storm(cluster: Any, prompts: list[tuple[int, ...]], requests: int, see
 
 
 @pytest.mark.timeout(600)
-def test_every_page_comes_home(running_cluster: Callable[..., Any], prompts: list[tuple[int, ...]]) -> None:
+def test_cancelled_requests_leave_every_page_free(
+    running_cluster: Callable[..., Any], prompts: list[tuple[int, ...]]
+) -> None:
     cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512)
     earlier = len(cancelled_requests(cluster))
     for number in range(STORMS):
@@ -173,7 +175,7 @@ def cancelled_requests(cluster: Any) -> list[tuple[str, str]]:
 
 
 @pytest.mark.timeout(240)
-def test_pages_come_home_from_the_midst_of_a_prompt(
+def test_a_request_cancelled_in_prefill_leaves_every_page_free(
     running_cluster: Callable[..., Any], prompts: list[tuple[int, ...]]
 ) -> None:
     """A prompt of several chunks on an idle cluster is cancelled once the prefill worker holds pages for it."""

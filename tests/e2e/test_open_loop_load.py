@@ -69,7 +69,7 @@ def test_the_figures_add_up(report: LoadReport, workload: Workload) -> None:
     assert result["prompt_tokens"] == sum(arrival.prompt_tokens for arrival in workload.arrivals)
 
 
-def test_what_the_cluster_refuses_and_what_does_not_fit_is_counted(address: str) -> None:
+def test_rejected_truncated_and_late_requests_are_counted(address: str) -> None:
     """A prompt with ids outside the vocabulary, one that is too long and is truncated, and one that times out."""
     target = find_target(address)
     foreign = replace(target, view=replace(target.view, model=_vocabulary(target.view.model, 10**6)))
@@ -92,12 +92,18 @@ def _vocabulary(model: Any, size: int) -> Any:
     return changed
 
 
-def test_one_request_alone_tells_the_step(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _short_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"WARM_PROMPT": 16, "WARM_TOKENS": 3, "LONE_PROMPT": 32, "LONE_TOKENS": 5}.items():
         monkeypatch.setattr(f"tandem.cli.load.target.{name}", value)
+
+
+@pytest.mark.usefixtures("_short_warm_up")
+def test_one_request_alone_measures_a_step(address: str) -> None:
     assert 0 < warm_up(find_target(address)) < 10
 
 
+@pytest.mark.usefixtures("_short_warm_up")
 @pytest.mark.parametrize("api", ["grpc", "completions", "chat"])
 def test_the_bench_command_measures_a_real_model(api: str, cluster: Any, tmp_path: Path) -> None:
     http = f"http://{cluster.http_address.removeprefix('http://')}"
@@ -113,6 +119,6 @@ def test_the_bench_command_measures_a_real_model(api: str, cluster: Any, tmp_pat
         assert figures["end_to_end_ms"]["p50"] >= figures["ttft_ms"]["p50"] > 0
 
 
-def test_without_a_router_there_is_no_load(workload: Workload) -> None:
+def test_a_load_without_a_router_says_that_it_is_unreachable(workload: Workload) -> None:
     with pytest.raises(Unavailable, match=r"cannot reach the router at 127.0.0.1:1"):
         run_load("127.0.0.1:1", workload, (LOOSE,), SETTINGS)

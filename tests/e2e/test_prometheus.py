@@ -1,6 +1,6 @@
 """A real Prometheus scrapes a real cluster: every panel has data, and its values are those that clients measured.
 
-The load takes some seconds; TANDEM_MIXED_LOAD_S=120 makes it two minutes.
+What needs no cluster is tested in tests/unit/deploy.
 """
 
 from __future__ import annotations
@@ -33,14 +33,17 @@ from tandem.metrics import families as f
 from tandem.metrics.family import Family
 from tests.e2e.test_metrics import ask
 from tests.integration.silent_router import PAGE_TOKENS, SilentRouter
+from tests.soak import soak
 
-pytestmark = pytest.mark.skipif(
-    find_prometheus() is None, reason="Prometheus is not installed (Debian: apt-get install prometheus)"
-)
+pytestmark = [
+    soak,
+    pytest.mark.skipif(
+        find_prometheus() is None, reason="Prometheus is not installed (Debian: apt-get install prometheus)"
+    ),
+]
 
-LOAD_S = float(os.environ.get("TANDEM_MIXED_LOAD_S", "8"))
-WHOLE_LOAD_S = 120.0
-"""The load duration in seconds from which a stall is too small a share of it to widen any tolerance."""
+LOAD_S = 120.0
+"""The load duration in seconds, in which a stall is too small a share to change a quantile much."""
 PROCESSES = 3
 RECOVERS_S = 120.0
 OTHER_CLOCK_S = 5.0
@@ -174,7 +177,7 @@ def test_the_folded_row_of_front_processes_has_data(watched: Watched) -> None:
     assert named == {"router front-0", "router front-1"}
 
 
-def test_rules_are_loaded_and_nothing_fires(watched: Watched) -> None:
+def test_rules_are_loaded_and_no_alert_fires(watched: Watched) -> None:
     """No alert fires but the SLO burn-rate alerts, which depend on this machine's speed."""
     groups = watched.prometheus.get("rules")["groups"]
     rules = [rule for group in groups for rule in group["rules"]]
@@ -209,11 +212,7 @@ def _met(records: list[RequestRecord], cell: SloCell) -> int:
 
 
 def test_latencies_are_in_the_clients_buckets(watched: Watched, tell: Callable[[str], None]) -> None:
-    """The quantiles of router and clients are in the same or neighbouring histogram buckets.
-
-    A short load is allowed larger differences caused by one stall: for TTFT, which clients never see before the router,
-    only the client's side may be larger; for gaps only the median is checked.
-    """
+    """The quantiles of router and clients are in the same or neighbouring histogram buckets."""
     records = [record for each in watched.requests.values() for record in each]
     _compare(watched, tell, f.TIME_TO_FIRST_TOKEN, [each.ttft_s for each in since_sent(records) if each.token_s])
     _compare(watched, tell, f.INTER_TOKEN_LATENCY, [gap for each in records for gap in each.gaps_s])
@@ -228,13 +227,11 @@ def _compare(watched: Watched, tell: Callable[[str], None], family: Family, seen
         least, ours, most = (float(np.quantile(seen, rank, method="inverted_cdf")) for rank in ranks)
         at = bisect_left(family.buckets, theirs)
         tell(f"{family.name} p{part * 100:g}: {theirs * 1e3:.1f} ms by Prometheus, {ours * 1e3:.1f} ms by clients")
-        moved = part > 0.5 and LOAD_S < WHOLE_LOAD_S
-        too_high, too_low = at - bisect_left(family.buckets, most) > 1, bisect_left(family.buckets, least) - at > 1
-        assert not too_high or (moved and family is f.INTER_TOKEN_LATENCY), (family.name, part, theirs, ours)
-        assert not too_low or moved, (family.name, part, theirs, ours)
+        lowest, highest = bisect_left(family.buckets, least) - 1, bisect_left(family.buckets, most) + 1
+        assert lowest <= at <= highest, (family.name, part, theirs, ours)
 
 
-def test_a_router_that_falls_silent_fires_and_its_end_rests(watched: Watched) -> None:
+def test_alerts_fire_for_a_router_that_falls_silent_and_resolve_after_its_end(watched: Watched) -> None:
     """Writable leases over nearly all pages without heartbeats expire, and their pages wait in quarantine.
 
     A request whose KV is handed over to one of these leases afterwards is rejected.
@@ -260,7 +257,7 @@ def test_a_router_that_falls_silent_fires_and_its_end_rests(watched: Watched) ->
     watched.fired |= grown
 
 
-def test_broken_promises_fire(watched: Watched) -> None:
+def test_alerts_fire_when_requests_miss_their_targets(watched: Watched) -> None:
     """Requests whose token gap target no machine can meet, one after the other."""
     prometheus, expected = watched.prometheus, {"TandemGoodputBurnsFast", "TandemGoodputBurnsSlowly"}
     _await(lambda: not expected & prometheus.firing())
@@ -276,7 +273,9 @@ def test_broken_promises_fire(watched: Watched) -> None:
     watched.fired |= expected
 
 
-def test_a_worker_that_hangs_fires_and_its_waking_rests(watched: Watched, tmp_path: Path) -> None:
+def test_an_alert_fires_for_a_worker_that_hangs_and_resolves_when_it_continues(
+    watched: Watched, tmp_path: Path
+) -> None:
     """Uses a Prometheus with a scrape timeout longer than the controller waits for the worker that hangs."""
     with running_prometheus(watched.cluster.metrics_address, tmp_path, full_windows=False, every_s=3) as prometheus:
         prometheus.await_scrape(PROCESSES)
@@ -294,7 +293,7 @@ def test_a_worker_that_hangs_fires_and_its_waking_rests(watched: Watched, tmp_pa
         _await(lambda: "TandemProcessNotResponding" not in prometheus.firing())
 
 
-def test_a_controller_that_stands_still_fires_and_its_waking_rests(watched: Watched) -> None:
+def test_an_alert_fires_for_a_suspended_controller_and_resolves_when_it_continues(watched: Watched) -> None:
     """The alert of the test before must have resolved: a controller that waits for a worker looks unreachable, too."""
     prometheus, hangs, expected = watched.prometheus, watched.cluster.controller_pid(), "TandemControllerUnreachable"
     _await(lambda: expected not in prometheus.firing())
@@ -313,7 +312,9 @@ def test_a_controller_that_stands_still_fires_and_its_waking_rests(watched: Watc
         ("decode", "TandemNoDecodeWorker", "TandemNoPrefillWorker"),
     ],
 )
-def test_a_killed_worker_fires_and_its_return_rests(watched: Watched, role: str, expected: str, other: str) -> None:
+def test_alerts_fire_for_a_killed_worker_and_resolve_after_its_restart(
+    watched: Watched, role: str, expected: str, other: str
+) -> None:
     cluster, prometheus = watched.cluster, watched.prometheus
     os.kill(cluster.worker(role).pid, signal.SIGKILL)
     _await(lambda: {expected, "TandemProcessDown"} <= prometheus.firing())
@@ -328,7 +329,7 @@ def test_a_killed_worker_fires_and_its_return_rests(watched: Watched, role: str,
     assert prometheus.number(f'tandem_process_restarts_total{{worker="{role}-0"}}') > 0
 
 
-def test_what_has_grown_no_more_rests(watched: Watched) -> None:
+def test_alerts_on_counters_resolve_when_the_counters_stop_growing(watched: Watched) -> None:
     _await(lambda: not watched.fired & watched.prometheus.firing())
 
 

@@ -12,12 +12,16 @@ import pytest
 
 from tandem.net.rpc import open_client_channel
 from tandem.protocol.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
+from tests.e2e.conftest import PROMPT_LENGTHS
 from tests.e2e.reference import Choices, Reference, compare
+from tests.soak import SOAKING, soak
 
 Prompt = tuple[int, ...]
 NEW_TOKENS = 40
 """The answer length in tokens: every answer crosses two boundaries of pages of 16, some one of pages of 128."""
 PAGE_TOKENS = 16
+LENGTHS = set(PROMPT_LENGTHS) if SOAKING else {7, 15, 16, 17, 64, 129, 511, 513}
+"""The prompt lengths in tokens: at the boundaries of pages and chunks, and between them."""
 FIRST = {"page_tokens": PAGE_TOKENS, "max_step_tokens": 512}
 """The settings that other tests of this folder use too, so that they share its cluster."""
 LARGE_PAGES = {
@@ -65,6 +69,11 @@ SHAPES = {
 """One cluster starts disaggregated and one colocated, and each changes to the other mode."""
 
 
+def up_to(longest: int, prompts: list[Prompt]) -> list[Prompt]:
+    """Returns the prompts of `LENGTHS` that have at most `longest` tokens."""
+    return [prompt for prompt in prompts if len(prompt) in LENGTHS and len(prompt) <= longest]
+
+
 async def ask(
     stub: inference_pb2_grpc.InferenceStub, prompt: tuple[int, ...], tokens: int, salt: str = ""
 ) -> tuple[list[int], Any]:
@@ -94,12 +103,12 @@ async def ask_all(
 
 
 @pytest.mark.timeout(600)
-def test_the_same_tokens_and_again_from_the_caches(
+def test_answers_are_those_of_transformers_and_again_from_the_caches(
     running_cluster: Callable[..., Any], prompts: list[Prompt], reference: Reference, tell: Callable[[str], None]
 ) -> None:
     """Sends each prompt twice, and then with most of its answer appended, as the next turn of a conversation does."""
     cluster = running_cluster(dtype="float32", **FIRST)
-    prompts = [prompt for prompt in prompts if len(prompt) <= LONGEST]
+    prompts = up_to(LONGEST, prompts)
     salt, answers = "conversation", []
     for turn in range(3):
         behind = NEW_TOKENS - 3 if turn == 2 else 0
@@ -118,7 +127,9 @@ def test_the_same_tokens_and_again_from_the_caches(
     cluster.assert_idle_and_sound()
 
 
-def test_the_transfer_is_real(running_cluster: Callable[..., Any], prompts: list[Prompt]) -> None:
+def test_every_page_of_a_prompt_is_transferred_by_ucx(
+    running_cluster: Callable[..., Any], prompts: list[Prompt]
+) -> None:
     cluster = running_cluster(dtype="float32", **FIRST)
     (_, complete), *_ = asyncio.run(ask_all(cluster.grpc_address, [prompts[12]], 4, salt="real"))
     transfer = complete.timeline.transfer
@@ -130,8 +141,10 @@ def test_the_transfer_is_real(running_cluster: Callable[..., Any], prompts: list
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", SHAPES)
-def test_the_same_tokens_in_every_shape(
+@pytest.mark.parametrize(
+    "name", [name if shape.start == FIRST else pytest.param(name, marks=soak) for name, shape in SHAPES.items()]
+)
+def test_answers_are_those_of_transformers_in_every_mode_and_size(
     name: str,
     running_cluster: Callable[..., Any],
     prompts: list[Prompt],
@@ -144,7 +157,7 @@ def test_the_same_tokens_in_every_shape(
         asyncio.run(cluster.controller.set_mode(**shape.change))
     try:
         assert Counter(member.role for member in cluster.members()) == shape.roles
-        asked = [prompt for prompt in prompts if len(prompt) <= shape.longest]
+        asked = up_to(shape.longest, prompts)
         answers = asyncio.run(ask_all(cluster.grpc_address, asked, NEW_TOKENS, salt=name))
         for prompt, (tokens, complete) in zip(asked, answers, strict=True):
             assert complete.prompt_tokens == len(prompt)
@@ -182,7 +195,7 @@ def counting(prompt: Prompt, answer: Prompt) -> Choices:
     return Choices(best, tuple(number + 10 for number in best), gaps)
 
 
-def test_a_tie_is_told_and_the_rest_still_compared() -> None:
+def test_a_tie_is_reported_and_the_rest_still_compared() -> None:
     assert compare((7,), [8, 9, 10, 11, 12], counting) == []
     (tie,) = compare((7,), [8, 9, 20, 21, 22], counting)
     assert "prompt of 1 tokens, token 2" in tie

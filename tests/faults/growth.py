@@ -96,7 +96,7 @@ class Growth:
     def save(self, role: str, **figures: object) -> None:
         """Saves the run to benchmarks/results/."""
         restarts = len(next(iter(self.series.values()))) - 1
-        command = f"TANDEM_FAULT_RESTARTS={restarts} TANDEM_FAULT_SAVE=1 python -m pytest tests/faults -k restarts"
+        command = "TANDEM_SOAK=1 TANDEM_FAULT_SAVE=1 python -m pytest tests/faults -k restarts"
         series = {
             name: {"memory_mib": [round(size.memory / MIB, 2) for size in sizes], "fds": [size.fds for size in sizes]}
             for name, sizes in self.series.items()

@@ -9,6 +9,8 @@ from typing import Any
 import grpc
 import pytest
 
+from tests.soak import soak
+
 from .conftest import STEP_DEADLINE_S
 from .engine_fault import EngineFaults
 from .traffic import QUESTION, in_flight_when, serves_again
@@ -18,8 +20,12 @@ NOTICED_WITHIN_S = 60.0
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("role", "fault"), [("prefill", "raise"), ("decode", "raise"), ("decode", "hang")])
-def test_a_lost_engine(role: str, fault: str, pair: Callable[..., Any], engine_faults: EngineFaults) -> None:
+@pytest.mark.parametrize(
+    ("role", "fault"), [pytest.param("prefill", "raise", marks=soak), ("decode", "raise"), ("decode", "hang")]
+)
+def test_a_lost_engine_fails_its_batch_with_a_clear_error_and_its_worker_restarts(
+    role: str, fault: str, pair: Callable[..., Any], engine_faults: EngineFaults
+) -> None:
     cluster = pair()
     other = "decode" if role == "prefill" else "prefill"
     before, bystander = cluster.worker(role), cluster.worker(other)

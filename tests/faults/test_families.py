@@ -29,6 +29,7 @@ from tandem.metrics.scrape import Scrape
 from tests.adapter_client import AdapterClient
 from tests.e2e.reference import TIE, Reference
 from tests.factories import greedy_answer, tiny_engine_config, write_tiny_model
+from tests.soak import soak
 
 from .conftest import VOCAB
 from .moments import busy, kill, restarted
@@ -38,7 +39,7 @@ ADAPTED = "qwen3_moe"
 """The family whose cluster loads adapters."""
 DRAFTED = "deepseek_v3"
 """The family whose cluster has Medusa heads; n-grams, which the others draft with, find next to nothing here."""
-FAMILIES = ["qwen3_moe", "deepseek_v3", "gpt_oss"]
+FAMILIES = ["qwen3_moe", pytest.param("deepseek_v3", marks=soak), pytest.param("gpt_oss", marks=soak)]
 PROMPTS = (20, 33, 64, 90)
 ANSWER = 150
 IN_DECODE = 5
@@ -82,7 +83,7 @@ def questions() -> list[Question]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_tokens_of_transformers_though_a_worker_dies(
+def test_answers_are_those_of_transformers_though_a_worker_dies(
     family: str, running_cluster: Callable[..., Any], model_folder: Path, tmp_path: Path
 ) -> None:
     folder = copy_of_tiny_model(family, model_folder, tmp_path)
@@ -178,9 +179,10 @@ def adapters_come_and_go(operator: AdapterClient, first: list[int]) -> None:
     assert "all 2 slots for adapters are in use" in full.text
 
 
+@soak
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("family", ["llama3", "gpt_oss"])
-def test_8_bits_give_the_tokens_of_one_engine_though_a_worker_dies(
+def test_answers_from_8_bits_are_those_of_one_engine_though_a_worker_dies(
     family: str, running_cluster: Callable[..., Any], model_folder: Path, tmp_path: Path
 ) -> None:
     """Codes and scales are handed over: the answers are those of one engine that computes each alone.

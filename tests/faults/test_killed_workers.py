@@ -37,7 +37,7 @@ async def killed_amid(cluster: Any, role: str) -> list[Stream]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_sigkill(role: str, pair: Callable[..., Any]) -> None:
+def test_all_requests_wait_for_the_replacement_of_a_killed_worker(role: str, pair: Callable[..., Any]) -> None:
     cluster = pair()
     before, router = cluster.worker(role), cluster.router().pid
     expected = asyncio.run(undisturbed(cluster.grpc_address, [*SHORT, LONG, LATER]))
@@ -47,4 +47,5 @@ def test_sigkill(role: str, pair: Callable[..., Any]) -> None:
         stream.check(tokens)
     restarted(cluster, before)
     assert cluster.router().pid == router
+    assert f"{role}-0 is gone (the process died)" in cluster.log("controller")
     cluster.assert_idle_and_sound()

@@ -1,7 +1,6 @@
 """A worker, router or controller that is suspended lives and keeps its sockets open, but does nothing.
 
-Its supervisor kills it and continues as after any other death, of which there are some here, too. The streams of a
-worker leave it before.
+Its supervisor kills it and continues as after any other death, of which there are some here, too.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ import psutil
 import pytest
 
 from tandem.protocol.errors import Unavailable
+from tests.soak import soak
 
-from .moments import LOOK_S, busy, kill, restarted
+from .moments import LOOK_S, kill, restarted
 from .streams import Client, Question, Stream, undisturbed
-from .traffic import serves_again
+from .traffic import IN_DECODE, in_flight_when_suspended, serves_again
 
 HANG_DEADLINE_S = 8.0
 """Short, and still far longer than any process here waits for a core."""
 QUESTIONS = [Question((5, 6, 7, 8 + n), 400) for n in range(6)]
-IN_DECODE = 3
 RESTART_WITHIN_S = 240.0
 """Far longer than the hang deadline and a start, even when other tests load the cores."""
 
@@ -42,26 +41,10 @@ def cluster(running_cluster: Callable[..., Any], small_model: Path) -> Any:
     )
 
 
-def stop(pid: int) -> None:
-    os.kill(pid, signal.SIGSTOP)
-
-
-async def stopped_amid(cluster: Any) -> tuple[list[Stream], Any]:
-    """Streams in flight, and the decode worker of some of them, which was suspended."""
-    async with Client(cluster.grpc_address) as client:
-        streams = [client.ask(question) for question in QUESTIONS]
-        await asyncio.gather(*(stream.reached(IN_DECODE) for stream in streams))
-        decoding = await asyncio.to_thread(busy, cluster, "decode", lambda one: one.requests)
-        victim = cluster.named(decoding[0])
-        stop(victim.pid)
-        await asyncio.gather(*(stream.task for stream in streams))
-        return streams, victim
-
-
 @pytest.mark.timeout(900)
-def test_a_worker_that_hangs(cluster: Any) -> None:
+def test_a_worker_that_hangs_is_replaced_and_its_streams_continue(cluster: Any) -> None:
     expected = asyncio.run(undisturbed(cluster.grpc_address, QUESTIONS))
-    streams, victim = asyncio.run(stopped_amid(cluster))
+    streams, victim = asyncio.run(in_flight_when_suspended(cluster, QUESTIONS))
     for stream, tokens in zip(streams, expected, strict=True):
         stream.check(tokens)
     after = restarted(cluster, victim)
@@ -72,28 +55,9 @@ def test_a_worker_that_hangs(cluster: Any) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_streams_leave_a_suspended_worker_and_it_continues(
-    running_cluster: Callable[..., Any], small_model: Path
-) -> None:
-    """Here nothing kills it: its streams go on at once, and when it runs again it drops its work for them."""
-    cluster = running_cluster(model=small_model, decode=2, dtype="float32", page_tokens=16, hang_deadline_s=0.0)
-    expected = asyncio.run(undisturbed(cluster.grpc_address, QUESTIONS))
-    streams, victim = asyncio.run(stopped_amid(cluster))
-    try:
-        assert psutil.Process(victim.pid).status() == psutil.STATUS_STOPPED
-        for stream, tokens in zip(streams, expected, strict=True):
-            stream.check(tokens)
-        assert f"worker {victim.name} does not respond" in cluster.log("router")
-    finally:
-        os.kill(victim.pid, signal.SIGCONT)
-    cluster.assert_idle_and_sound()
-    assert cluster.named(victim.name) == victim
-
-
-@pytest.mark.timeout(900)
-def test_a_router_that_hangs(cluster: Any) -> None:
+def test_a_router_that_hangs_is_replaced(cluster: Any) -> None:
     before = cluster.router()
-    stop(before.pid)
+    os.kill(before.pid, signal.SIGSTOP)
     give_up = time.monotonic() + 90
     while (now := cluster.router()).incarnation == before.incarnation or now.phase != "serving":
         assert time.monotonic() < give_up, now
@@ -135,8 +99,8 @@ async def amid_streams(cluster: Any, strike: Callable[[], None]) -> list[Stream]
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_controller_that_hangs_or_dies(cluster: Any, number: signal.Signals) -> None:
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGSTOP, marks=soak), signal.SIGKILL])
+def test_a_controller_that_hangs_or_dies_is_replaced_and_streams_continue(cluster: Any, number: signal.Signals) -> None:
     """Another one adopts router and workers: streams go on, and operators reach it at the same address."""
     expected = asyncio.run(undisturbed(cluster.grpc_address, QUESTIONS))
     pid, served = cluster.controller_pid(), [cluster.router(), *cluster.workers()]

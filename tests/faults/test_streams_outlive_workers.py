@@ -1,6 +1,6 @@
 """Two prefill and two decode workers: whichever dies or is suspended, every stream continues with the same tokens.
 
-TANDEM_FAULT_RESTARTS=30 restarts each role thirty times instead of a few, TANDEM_FAULT_SAVE=1 saves the measurements.
+`make soak` restarts each role thirty times, too; TANDEM_FAULT_SAVE=1 saves the measurements.
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+
+from tests.soak import soak
 
 from .conftest import VOCAB
 from .growth import MIB, Growth
 from .moments import LOOK_S, AmidTransfer, busy, freeze_amid_transfer, kill, restarted, thawed
 from .streams import AT_ONCE, LONG_PROMPT_TOKENS, SHORT_PROMPT_TOKENS, Client, Load, Question, Stream, undisturbed
+from .traffic import IN_DECODE, in_flight_when_suspended
 
 STILL_S = 3.0
-RESTARTS = int(os.environ.get("TANDEM_FAULT_RESTARTS", "2"))
+RESTARTS = 30
 """The number of restarts of each role."""
 REFUSED_MAX = RESTARTS // 10
 """The number of requests that may be rejected with a clear error.
@@ -34,8 +38,6 @@ worker is ready for some seconds.
 KV_CACHE_BYTES = 45 * MIB // 4
 """5,120 tokens of 8-bit KV: 32 codes and a scale for each layer, head and part."""
 CHUNK_TOKENS = 16
-IN_DECODE = 3
-"""The number of tokens from which a request is certainly in decode: the prefill worker sends only one."""
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +59,7 @@ def cluster(running_cluster: Callable[..., Any], small_model: Path) -> Any:
         page_tokens=16,
         max_step_tokens=CHUNK_TOKENS,
         kv_cache_bytes=KV_CACHE_BYTES,
+        hang_deadline_s=0.0,  # a suspended worker is not killed
     )
 
 
@@ -96,7 +99,7 @@ def moved(cluster: Any, streams: list[Stream]) -> list[Stream]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_death_amid_transfer_and_decode(
+def test_streams_survive_a_death_amid_transfer_and_decode(
     role: str, cluster: Any, questions: list[Question], expected: list[list[int]]
 ) -> None:
     result = asyncio.run(struck(cluster, questions, lambda moment: kill(getattr(moment, role))))
@@ -113,8 +116,8 @@ def test_death_amid_transfer_and_decode(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_worker_that_stands_still_amid_a_transfer(
+@pytest.mark.parametrize("role", [pytest.param("prefill", marks=soak), "decode"])
+def test_a_worker_suspended_amid_a_transfer_completes_it(
     role: str, cluster: Any, questions: list[Question], expected: list[list[int]]
 ) -> None:
     def strike(moment: AmidTransfer) -> None:
@@ -131,13 +134,33 @@ def test_a_worker_that_stands_still_amid_a_transfer(
     assert [(one.pid, one.incarnation) for one in cluster.workers()] == before
 
 
+@pytest.mark.timeout(900)
+def test_streams_leave_a_suspended_worker_and_it_continues(
+    cluster: Any, questions: list[Question], expected: list[list[int]]
+) -> None:
+    """Its streams go on with other workers at once, and when it runs again it drops its work for them."""
+    logged = len(cluster.log("router"))
+    streams, victim = asyncio.run(in_flight_when_suspended(cluster, questions[:-1]))
+    try:
+        assert psutil.Process(victim.pid).status() == psutil.STATUS_STOPPED
+        for stream, tokens in zip(streams, expected[:-1], strict=True):
+            stream.check(tokens)
+        assert f"worker {victim.name} does not respond" in cluster.log("router")[logged:]
+    finally:
+        os.kill(victim.pid, signal.SIGCONT)
+    cluster.assert_idle_and_sound()
+    assert cluster.named(victim.name) == victim
+
+
+@soak
 @pytest.mark.timeout(300 + 60 * RESTARTS)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_restarts_under_load(role: str, cluster: Any, questions: list[Question], expected: list[list[int]]) -> None:
+def test_restarts_under_load_leak_neither_descriptors_nor_memory(
+    role: str, cluster: Any, questions: list[Question], expected: list[list[int]]
+) -> None:
     """The router and the other role survive all restarts without one more file descriptor.
 
-    A memory leak is found from a dozen restarts of each role on, which `make test` does not run: a few restarts show
-    only memory that a process touches once.
+    A memory leak is found from a dozen restarts of each role on: a few show only memory that a process touches once.
     """
     survivors = [cluster.router(), *(one for one in cluster.workers() if not one.name.startswith(role))]
     growth = Growth(survivors, KV_CACHE_BYTES)

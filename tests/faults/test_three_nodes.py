@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.soak import soak
+
 from .conftest import VOCAB
 from .streams import Client, Load, Question, Stream, undisturbed
 from .three_nodes import HEAD, LOOK_S, SECOND, THIRD, ThreeNodes, three_nodes
@@ -167,6 +169,7 @@ async def play(model: Path, tell: Callable[[str], None]) -> None:
             tell(f"{step.__name__} {time.monotonic() - began:.1f} s")
 
 
+@soak
 @pytest.mark.timeout(1200)
 def test_nodes_and_workers_come_and_go(small_model: Path, tell: Callable[[str], None]) -> None:
     asyncio.run(play(small_model, tell))

@@ -8,6 +8,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from tests.soak import soak
+
 from .streams import Client, Question, Stream
 from .two_hosts import TwoHosts, refusal, two_hosts
 from .wire import ADDRESSES
@@ -83,7 +85,8 @@ async def scenario(model: Path) -> None:
         assert any("tcp" in transport for transport in transports), transports
 
 
+@soak
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("_namespaces")
-def test_a_bad_wire(small_model: Path) -> None:
+def test_requests_over_a_lossy_link_end_with_right_tokens_or_clear_errors(small_model: Path) -> None:
     asyncio.run(scenario(small_model))

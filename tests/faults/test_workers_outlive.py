@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.soak import soak
+
 from .streams import Client, Load, Question, undisturbed
 from .ups import LOOK_S, WITHIN_S, ups
 
@@ -16,8 +18,9 @@ QUESTIONS = [Question(tuple(range(100, 100 + length)), 60) for length in (20, 33
 LONG_ENOUGH, SHORT = ("--workers-outlive", "600"), ("--workers-outlive", "1")
 
 
+@soak
 @pytest.mark.timeout(900)
-async def test_workers_serve_on_when_their_start_is_gone(small_model: Path) -> None:
+async def test_workers_continue_after_their_tandem_up_has_ended(small_model: Path) -> None:
     async with ups(small_model) as cluster:
         first = await cluster.start(*LONG_ENOUGH)
         await first.serves()

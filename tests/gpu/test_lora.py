@@ -62,7 +62,13 @@ def steps() -> list[StepBatch]:
 def config_of(folder: Path, adapters: list[Path], **changes: Any) -> EngineConfig:
     sources = tuple(AdapterSource(path.name, path) for path in adapters)
     config = EngineConfig(
-        folder, device="cuda", dtype="float32", kv_cache_bytes=1 << 26, page_tokens=PAGE_TOKENS, adapters=sources
+        folder,
+        device="cuda",
+        dtype="float32",
+        kv_cache_bytes=1 << 26,
+        page_tokens=PAGE_TOKENS,
+        adapters=sources,
+        max_lora_rank=max(adapter.rank for adapter in ADAPTERS),
     )
     return replace(config, **changes)
 

@@ -19,6 +19,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 PROMPTS = [[(7 * i * i + 31 * s + 3) % 150 for i in range(n)] for s, n in enumerate((2 * PIECE + 21, 9, 70))]
 TOP = (2, 0, 5)
 NEW_TOKENS = 6
+KV_CACHE_BYTES = 1 << 26
+"""Enough for the pages of all prompts, whatever a device's page size is."""
 BIASES = (((7, 30.0), (9, -100.0)), (), ((3, 2.5),))
 
 
@@ -82,8 +84,8 @@ def run(runner: ModelRunner, chunk: int) -> tuple[list[PromptScores], list[list[
 
 @pytest.mark.parametrize("chunk", [512, PIECE, 37])
 def test_as_on_the_cpu(folder: Path, chunk: int) -> None:
-    wanted, tokens = run(ModelRunner.load(tiny_engine_config(folder)), 512)
-    runner = ModelRunner.load(tiny_engine_config(folder, device="cuda", dtype="float32", kv_cache_bytes=1 << 26))
+    wanted, tokens = run(ModelRunner.load(tiny_engine_config(folder, kv_cache_bytes=KV_CACHE_BYTES)), 512)
+    runner = ModelRunner.load(tiny_engine_config(folder, device="cuda", dtype="float32", kv_cache_bytes=KV_CACHE_BYTES))
     found, answers = run(runner, chunk)
     assert answers == tokens
     assert runner.graph_use.hits > 0

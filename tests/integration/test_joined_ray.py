@@ -18,6 +18,7 @@ import pytest
 
 from tests.ray_start import UP as RAY_UP
 from tests.ray_start import free_port, head_address, ray_environment, ray_start
+from tests.soak import soak
 
 UP = [sys.executable, "-m", "tandem.cli.main", "up", "--grpc-port", "0", "--http-port", "0", "--kv-cache-gib", "0.1"]
 ACTORS = ("ray::Controller", "ray::RouterActor", "ray::WorkerActor")
@@ -114,7 +115,9 @@ def read_until(process: subprocess.Popen[str], words: str) -> str:
 
 
 @pytest.mark.timeout(600)
-def test_every_place_is_given_back(head: Head, up: Callable[..., subprocess.Popen[str]], folder: Path) -> None:
+def test_every_resource_is_released_at_any_end(
+    head: Head, up: Callable[..., subprocess.Popen[str]], folder: Path
+) -> None:
     first = up("--address", "auto", RAY_ADDRESS=head.address)
     read_until(first, "Ctrl-C stops it")
     head.assert_soon([*WITHOUT_WORKERS, ACTORS[-1], ACTORS[-1]])
@@ -153,6 +156,7 @@ def test_every_place_is_given_back(head: Head, up: Callable[..., subprocess.Pope
     assert {path.name for path in folder.iterdir()} <= {"ray", "state"}, "a Ray of its own was started"
 
 
+@soak
 @pytest.mark.timeout(600)
 def test_a_node_that_leaves_is_drained_from_outside(head: Head, up: Callable[..., subprocess.Popen[str]]) -> None:
     """A pod's preStop hook does this: it has the controller's port and token beforehand, and its own address."""
@@ -182,7 +186,7 @@ def test_a_node_that_leaves_is_drained_from_outside(head: Head, up: Callable[...
 
 
 @pytest.mark.timeout(300)
-def test_who_waits_for_places_can_be_stopped(head: Head, up: Callable[..., subprocess.Popen[str]]) -> None:
+def test_an_up_that_waits_for_resources_can_be_stopped(head: Head, up: Callable[..., subprocess.Popen[str]]) -> None:
     process = up("--address", head.address, "--prefill", "2", "--places-timeout", "600")
     read_until(process, "has 1 slots for prefill workers, 2 are needed")
     process.send_signal(signal.SIGTERM)
@@ -192,7 +196,7 @@ def test_who_waits_for_places_can_be_stopped(head: Head, up: Callable[..., subpr
 
 
 @pytest.mark.timeout(300)
-def test_too_few_places_are_told(head: Head, up: Callable[..., subprocess.Popen[str]]) -> None:
+def test_an_up_without_enough_resources_says_which(head: Head, up: Callable[..., subprocess.Popen[str]]) -> None:
     process = up("--address", head.address, "--prefill", "2")
     out, _ = process.communicate(timeout=180)
     assert process.returncode != 0

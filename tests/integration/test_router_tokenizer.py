@@ -11,6 +11,7 @@ from router.text.chat_template import ChatTurn, PromptEnd
 from router.text.detokenizer import Detokenizer
 from router.text.tokenizer import Tokenizer
 from tandem.cli.models.default_model import find_default_model
+from tests.soak import examples
 
 TEXTS = [
     "Hello",
@@ -96,7 +97,7 @@ def test_special_tokens_that_a_turn_spells_are_text(mine: Tokenizer, reference: 
 
 
 @given(st.lists(st.tuples(st.sampled_from(["user", "assistant"]), st.text(st.characters(exclude_categories=["Cs"])))))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_ordinary_chats_have_the_ids_of_their_rendering(mine: Tokenizer, turns: list[tuple[str, str]]) -> None:
     chat = [ChatTurn("system", "Be brief."), *(ChatTurn(role, text) for role, text in turns)]
     assert mine._template is not None

@@ -16,6 +16,7 @@ import pytest
 
 from tandem.cli.models.default_model import find_default_model
 from tandem.protocol.generate import ROOT
+from tests.soak import soak
 
 PACKAGES = ("tandem", "router", "prefill_worker", "decode_worker", "kv_transfer")
 """The import names that the wheel installs."""
@@ -73,6 +74,7 @@ def test_it_holds_the_packages_and_their_data_alone(wheel: Path) -> None:
     assert names >= SCHEMAS
 
 
+@soak
 @pytest.mark.timeout(900)
 def test_it_serves_outside_of_the_repository(environment: Path, tmp_path: Path) -> None:
     model = find_default_model().resolve()

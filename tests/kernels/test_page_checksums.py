@@ -14,6 +14,7 @@ from tandem.engine.config.attention import AttentionShape
 from tandem.engine.config.model import DenseFeedForward, GroupedQueryAttention, LayerSpec, ModelSpec
 from tandem.engine.kernels.kv_cache import KvCache, QuantizedKv, quantize_kv
 from tandem.engine.kernels.rowwise.triton_checksum import SPLITS, partial_sums, reference_sums
+from tests.soak import seeds
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = [(5, 2, 2, 3, 16, 64), (4, 3, 2, 1, 5, 6), (3, 1, 2, 1, 4, 2), (4, 4, 2, 8, 128, 8)]
@@ -84,7 +85,7 @@ def test_sums_that_overflow_are_still_equal() -> None:
     assert triton_sums(cache, pages, filled) == [naive(cache, page, PAGE_TOKENS) for page in pages]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@seeds(20)
 def test_one_changed_bit_and_two_swapped_words_are_seen(seed: int) -> None:
     """Words of similar size, of opposite sign and adjacent ones are included."""
     cache = make_cache()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.pairwise import covering, pairwise
+from tests.pairwise import covering, each_value_once, pairwise
 
 sizes = st.lists(st.integers(1, 6), min_size=1, max_size=4)
 
@@ -28,6 +28,14 @@ def test_each_two_values_meet_and_what_is_asked_for_is_there(counts: list[int], 
         met = {(case[one], case[other]) for case in cases}
         assert len(met) == counts[one] * counts[other]
     assert {value for case in cases for value in case} == {value for column in columns for value in column}
+
+
+def test_each_value_is_in_one_of_the_first_cases() -> None:
+    cases = covering(columns_of([4, 7, 2, 2]))
+    first = each_value_once(cases, cases[5:6])
+    assert first[0] == cases[5]
+    assert len(first) <= 9
+    assert {value for case in first for value in case} == {value for case in cases for value in case}
 
 
 @pytest.mark.parametrize(("counts", "most"), [([10, 2, 2], 20), ([4, 7, 2, 2], 28), ([2, 2, 3], 6), ([5, 5, 3, 3], 30)])

@@ -25,11 +25,13 @@ from tests.kernels.decode_cases import DEVICE, NO_PAGE, ON_GPU, REFERENCE, SHAPE
 from tests.kernels.quantized_kv.quantized_caches import moved, quantized
 from tests.kernels.steps import LAYER, Step, assert_as_good, heads, make_step, with_sinks
 from tests.pairwise import pairwise
+from tests.soak import seeds, soak
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16} | ({"bfloat16": torch.bfloat16} if ON_GPU else {})
 REQUESTS = [(1, 1), (8, 8), (4, 129), (2, 128), (1, 300), (6, 131), (3, 48), (5, 17)]
 """Rows of a request, and the context of its last one: alone, at the borders of pages and tiles, within them."""
 PLANS = {"chosen": make_group_plan, "splits": fixed(splits=7), "one range": fixed(), "units": fixed(units=7)}
+SLOW = () if ON_GPU else soak
 LUCK = 4
 """Scores and weights over codes are rounded otherwise than by PyTorch, which dequantizes before it multiplies."""
 EXTRA = {
@@ -126,7 +128,10 @@ def test_as_exact_as_torch(
     check(Rows(with_sinks(step) if sinks else step, group, spare_groups=2, padding=3), dtype, choose=choose)
 
 
-@pytest.mark.parametrize(("name", "group"), [("gqa", 2), ("gqa", 8), ("mqa", 4), ("window", 8)])
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [pytest.param("gqa", 2, marks=SLOW), ("gqa", 8), pytest.param("mqa", 4, marks=SLOW), ("window", 8)],
+)
 def test_the_bits_of_single_rows_in_float32(name: str, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """At 512 tokens, and behind, a row gets one more split than the rows of the same request before it."""
     if not ON_GPU:
@@ -169,7 +174,7 @@ def test_a_request_of_more_rows_than_a_group_has_several() -> None:
     assert groups[-1] == [10, 0, 0]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@seeds(20)
 def test_groups_have_each_row_once(seed: int) -> None:
     dice = np.random.default_rng(seed)
     counts, group = dice.integers(1, 9, size=dice.integers(1, 30)).tolist(), int(dice.integers(1, 9))

@@ -24,6 +24,7 @@ from tests.kernels import tile_range_model
 from tests.kernels.decode_cases import DEVICE, ON_GPU, attention_of, check, decode_step, fixed, rows_of
 from tests.kernels.steps import heads
 from tests.kernels.tile_range_model import Line, Part, seen_tiles, tile_line
+from tests.soak import examples
 
 BLOCK = 32
 """Tokens of a tile, see `fixed`."""
@@ -182,7 +183,7 @@ def test_rows_of_about_one_length_are_not_cut(lengths: list[int], units: int, ra
 @example([5, 0, 5, 0], 1, 3)
 @example([*[33] * 70], 7, None)
 @example([2500, *[1] * 40], 16, None)
-@settings(max_examples=30)
+@settings(max_examples=examples(8))
 def test_records_are_those_of_the_model(lengths: list[int], units: int, window: int | None) -> None:
     attention = attention_with(fixed(units), shape_of(window), len(lengths))
     begin(attention, lengths)
@@ -197,7 +198,7 @@ def test_records_are_those_of_the_model(lengths: list[int], units: int, window: 
 @example([5, 0, 5, 0], 1, 3)
 @example([256, 0, 256, 0], 7, None)
 @example([2500, *[1] * 40], 16, None)
-@settings(max_examples=10)
+@settings(max_examples=examples(4))
 def test_programs_take_what_the_model_gives_them(lengths: list[int], units: int, window: int | None) -> None:
     seen = tiles_of(lengths, window)
     notebook = noted(attention_with(fixed(units), shape_of(window), len(lengths)), lengths)
@@ -209,7 +210,7 @@ def test_programs_take_what_the_model_gives_them(lengths: list[int], units: int,
 @interpreted
 @given(st.lists(contexts, min_size=1, max_size=3), st.sampled_from([1, 2, 7, 33]), st.integers(1, 40), windows)
 @example([700], 33, 1, None)
-@settings(max_examples=15)
+@settings(max_examples=examples(4))
 def test_programs_of_one_row_take_what_the_model_gives_them(
     lengths: list[int], splits: int, least: int, window: int | None
 ) -> None:
@@ -228,7 +229,7 @@ steps = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 1 << 30)), min_siz
 @interpreted
 @given(st.integers(1, 40), steps, windows, st.sampled_from([64, 128]))
 @example(2, [(1, 0), (40, 1), (1, 2)], None, 64)
-@settings(max_examples=8)
+@settings(max_examples=examples(3))
 def test_steps_of_as_many_rows_and_tables_of_other_widths(
     count: int, widths_and_seeds: list[tuple[int, int]], window: int | None, head_dim: int
 ) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.soak import soak
+
 ROOT = Path(__file__).parents[3]
 X86 = platform.machine() == "x86_64"
 SCRIPT = """
@@ -80,6 +82,7 @@ def test_kept_code_computes_what_fresh_code_does(tmp_path: Path) -> None:
     assert list(cache.rglob("*.nbc")) == kept
 
 
+@soak
 @pytest.mark.skipif(not X86, reason="names x86-64 instructions")
-def test_the_oldest_machines(tmp_path: Path) -> None:
+def test_machines_without_avx_compute_as_exactly(tmp_path: Path) -> None:
     run("bfloat16", XDG_CACHE_HOME=str(tmp_path), **OLDEST)

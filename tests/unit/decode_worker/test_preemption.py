@@ -38,6 +38,7 @@ from tandem.protocol.messages import (
     hash_token_ids,
 )
 from tests.fake_engine import FACTS, PAGE_TOKENS
+from tests.soak import seeds
 from tests.unit.decode_worker.step_events import events_of
 
 P = PeerRef("prefill-0", 1)
@@ -391,20 +392,20 @@ def house_of_any_lengths(seed: int, *, behind: bool, late: bool = False) -> Hous
     return house
 
 
-@pytest.mark.parametrize("seed", range(40))
+@seeds(40)
 def test_all_end_whatever_their_lengths(seed: int, behind: bool) -> None:
     house = house_of_any_lengths(seed, behind=behind)
     house.run()
     assert sum(asked.preempted for asked in house.asked.values()) == house.admission.requests.preemptions
 
 
-@pytest.mark.parametrize("seed", range(40))
+@seeds(40)
 def test_all_end_in_whatever_order_their_kv_comes(seed: int, behind: bool) -> None:
     """The request with the oldest lease may be ready last, when others are running."""
     house_of_any_lengths(seed, behind=behind, late=True).run()
 
 
-@pytest.mark.parametrize("seed", range(25))
+@seeds(25)
 def test_pages_given_together_are_those_given_one_by_one(
     seed: int, behind: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

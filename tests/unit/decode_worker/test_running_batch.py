@@ -17,6 +17,7 @@ from tandem.engine.steps.draws import History
 from tandem.protocol.ending import Ending
 from tandem.protocol.kv_pages import KvPages
 from tandem.protocol.messages import Lease, ModelFacts, PeerRef, RequestRef, Reservation, RoutedTokens, SamplingParams
+from tests.soak import seeds
 
 PAGE_TOKENS = 4
 PEER = PeerRef("p", 1)
@@ -266,7 +267,7 @@ class Model:
 
 
 @pytest.mark.parametrize("ahead", [0, 1], ids=["each step by itself", "one step ahead"])
-@pytest.mark.parametrize("seed", range(4))
+@seeds(4)
 def test_it_does_what_one_that_counts_does(seed: int, ahead: int) -> None:
     model = Model(random.Random(seed))
     for _ in range(300):
@@ -285,7 +286,7 @@ def test_it_does_what_one_that_counts_does(seed: int, ahead: int) -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1], ids=["each step by itself", "one step ahead"])
-@pytest.mark.parametrize("seed", range(4))
+@seeds(4)
 def test_drafts_change_no_more_than_the_number_of_steps(seed: int, ahead: int) -> None:
     batch = DraftingBatch(2, KvPages(PAGE_TOKENS))
     model = Model(random.Random(seed), batch)

@@ -21,6 +21,7 @@ from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import StepWork
 from tandem.engine.speculation.proposer import Draft
 from tandem.protocol.cost_parameters import CostParameters
+from tests.soak import seeds
 
 ONE = StepWork(decode_rows=1, decode_context_tokens=100)
 CHEAP = StepCost(CostParameters(base_s=10e-3, row_s=0.2e-3, context_s=0.0))
@@ -46,7 +47,7 @@ def test_drafts_are_added_while_the_tokens_per_second_rise() -> None:
     assert chosen(DEAR, candidate(0.3)) == []
 
 
-@pytest.mark.parametrize("seed", range(20))
+@seeds(20)
 def test_no_other_number_of_drafts_is_better(seed: int) -> None:
     dice = random.Random(seed)
     cost = StepCost(CostParameters(base_s=10e-3, row_s=dice.choice((0.2e-3, 1e-3, 3e-3)), context_s=0.0))

@@ -12,6 +12,7 @@ from tandem.engine.steps.step_buffer import StepLimits, StepSizes
 from tandem.engine.steps.step_packer import PackedStep, StepPacker, unpack, view_step
 from tandem.protocol.errors import Internal
 from tandem.protocol.messages import SamplingParams
+from tests.soak import seeds
 
 LIMITS = StepLimits(vocab_size=50, max_context=64, pages=9, page_tokens=4)
 DRAW = Draw(SamplingParams(max_tokens=1), 0)
@@ -135,7 +136,7 @@ def scattered(rows: list[StepRow], dice: random.Random) -> TokenRows:
     return TokenRows(len(rows), 0, lambda: columns)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@seeds(8)
 def test_rows_are_packed_as_one_by_one(seed: int) -> None:
     """Decode rows, padding rows up to `chunks_at`, and prompts, in a buffer with old contents."""
     dice = random.Random(seed)

@@ -12,6 +12,7 @@ from kv_transfer.lease import LeaseTable
 from kv_transfer.lease_change import LeaseChange, PageAction
 from tandem.protocol.errors import StaleEpoch, Unavailable
 from tandem.protocol.messages import Lease, PeerRef, RequestRef
+from tests.soak import examples
 
 DURATION, WINDOW, GRACE = 10.0, 2.0, 4.0
 REQUESTS = st.integers(0, 3).map(lambda i: f"r{i}")
@@ -211,4 +212,4 @@ class Leases(RuleBasedStateMachine):
 
 
 TestLeases = Leases.TestCase
-TestLeases.settings = settings(max_examples=100, stateful_step_count=40)
+TestLeases.settings = settings(max_examples=examples(25), stateful_step_count=40)

@@ -1,7 +1,7 @@
 """A small model folder, and a router over fake workers."""
 
 import json
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from router.server import RouterServer
 from router.text.tokenizer import Tokenizer
 from tandem.protocol.generated.tandem.v1 import inference_pb2_grpc
 from tandem.protocol.messages import PeerRef, Role, WorkerInfo
+from tests.certificates import Authority
 from tests.small_tokenizer import save_tokenizer
 from tests.unit.router.fake_cluster import VOCAB_SIZE, FakeController, FakeWorker, channel_to, until
 
@@ -22,6 +23,16 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TEXT = "The quick brown fox jumps over the lazy dog; 你好世界, naïve café 😀. " * 3
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_authority(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Each HTTP client reads the authorities that it trusts, also for plain HTTP: one, not those of the public web."""
+    file = tmp_path_factory.mktemp("authority") / "authority.crt"
+    file.write_bytes(Authority("unused").pem)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SSL_CERT_FILE", str(file))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,7 @@ from tandem.tokenizers.grammars import (
     of_tool_calls,
 )
 from tests.small_tokenizer import EOS, TOKENS, save_tokenizer
+from tests.soak import seeds
 
 VOCAB = 600
 """More logits than tokens, as models have."""
@@ -84,7 +85,7 @@ def text_of(folder: Path, answer: Sequence[int]) -> str:
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-@pytest.mark.parametrize("seed", range(4))
+@seeds(4)
 def test_json_validates(grammars: Grammars, folder: Path, name: str, seed: int) -> None:
     answer = walk(grammars, of_json_schema(SCHEMAS[name]), seed)
     if answer[-1] == EOS:
@@ -93,7 +94,7 @@ def test_json_validates(grammars: Grammars, folder: Path, name: str, seed: int) 
         assert name == "recursive"
 
 
-@pytest.mark.parametrize("seed", range(4))
+@seeds(4)
 def test_texts_match(grammars: Grammars, folder: Path, seed: int) -> None:
     pattern = r"[a-c]{2,5}-(x|yy)\.[0-9]{3}"
     assert re.fullmatch(pattern, text_of(folder, walk(grammars, of_regex(pattern), seed)))
@@ -115,7 +116,7 @@ TOOLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("seed", range(6))
+@seeds(6)
 def test_a_tool_call_has_the_parameters_of_its_function(grammars: Grammars, folder: Path, seed: int) -> None:
     call = json.loads(text_of(folder, walk(grammars, of_tool_calls(TOOLS), seed)))
     assert set(call) == {"name", "parameters"}

@@ -16,6 +16,7 @@ from router.text.detokenizer import Detokenizer
 from router.text.tokenizer import Tokenizer
 from tandem.protocol.errors import ModelError
 from tandem.tokenizers import tokenizer_formats
+from tests.soak import examples
 
 WORDS = [b"he", b"ll", b"hell", b"hello", b" w", b"or", b" wor", b"ld", b" world", "你".encode()]
 RANKS = {token: rank for rank, token in enumerate([bytes([byte]) for byte in range(256)] + [b"\xe4\xbd", *WORDS])}
@@ -167,7 +168,7 @@ def test_streams_join_to_the_text(tmp_path: Path, write: Callable[[Path], Path])
     tokenizer = Tokenizer(write(tmp_path))
 
     @given(st.lists(TEXT, min_size=1, max_size=3), st.booleans())
-    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.nested_given])
+    @settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.nested_given])
     def check(texts: list[str], special: bool) -> None:
         begin = [next(iter(tokenizer._added))] if special else []
         ids = [i for text in texts for i in [*begin, *tokenizer.encode(text, add_special_tokens=False)]]

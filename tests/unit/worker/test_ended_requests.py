@@ -14,9 +14,10 @@ from tandem.engine.speculation.proposer import Proposer
 from tandem.protocol.messages import SamplingParams
 from tandem.protocol.speculation_method import SpeculationMethod
 from tests.fake_engine import FakeEngine, answer_to, whole_text
+from tests.soak import examples
 from tests.worker_pair import WorkerPair, until
 
-REQUESTS = 1000
+REQUESTS = examples(104)
 TOGETHER = 8
 PROMPT = [20, 21, 22, 23, 24]
 LIMIT = 9

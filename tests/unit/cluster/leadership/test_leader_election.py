@@ -12,6 +12,7 @@ from tandem.cluster.leadership.election import LeaderElection
 from tandem.cluster.ray_processes.controllers import Controllers, OtherController
 from tandem.cluster.supervision.handover import Handover
 from tandem.protocol.errors import Unavailable
+from tests.soak import seeds
 from tests.unit.cluster.crew import until
 
 
@@ -227,7 +228,7 @@ async def test_who_follows_from_the_beginning_takes_over_from_its_elders() -> No
     assert between.workers.got == [Handover(("drained-1",))]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@seeds(40)
 async def test_one_of_many_keeps_them_whoever_begins_or_dies_when(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers are given out before controllers can be found, and a look may be outdated when it returns."""
     monkeypatch.setattr(election, "AGAIN_S", 0.0)

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tandem.engine.cache.page_pool import PagePool
 from tandem.protocol.errors import Internal, ResourceExhausted, StaleEpoch
 from tandem.protocol.messages import Lease, RequestRef
+from tests.soak import examples
 
 TOTAL = 12
 owners = st.integers(0, 2).map(lambda number: RequestRef(f"r{number}", 1))
@@ -178,4 +179,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=100, stateful_step_count=50)
+TestPool.settings = settings(max_examples=examples(25), stateful_step_count=50)

@@ -12,6 +12,7 @@ from tandem.engine.cache.prefix_cache import Prefix, PrefixCache
 from tandem.protocol.errors import ResourceExhausted
 from tandem.protocol.kv_pages import KvPages
 from tandem.protocol.messages import RequestRef
+from tests.soak import examples
 
 TOTAL, PAGE = 12, 2
 Path = tuple[object, ...]
@@ -154,4 +155,4 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCache = CacheMachine.TestCase
-TestCache.settings = settings(max_examples=150, stateful_step_count=40)
+TestCache.settings = settings(max_examples=examples(30), stateful_step_count=40)

@@ -27,7 +27,10 @@ from tandem.engine.quality.teacher_forced import compare
 from tandem.engine.quantizer.quantize import Recipe, quantize
 from tandem.engine.quantizer.scheme import SCHEMES
 from tandem.engine.steps.batch import StepBatch
+from tests.soak import soak
 from tests.unit.engine.quantizer.plain_reader import read_plainly
+
+pytestmark = soak
 
 SAMPLES, TOKENS = 8, 64
 LAYERS = 2

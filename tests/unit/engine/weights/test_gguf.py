@@ -31,6 +31,7 @@ from tandem.engine.weights.gguf import default_cache, prepare_model, refuse_code
 from tandem.engine.weights.gguf_config import huggingface_config, huggingface_name
 from tandem.protocol.errors import ModelError
 from tests.factories import FAMILIES, random_weights, row, tiny_engine_config, write_tiny_model
+from tests.soak import soak
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TEXT = "<|im_start|>user\nName 3 häufige birds, e.g. 12345 🦜 crows.<|im_end|>\n<|im_start|>assistant\n"
@@ -63,6 +64,7 @@ def their_tokenizer(smollm2: Path) -> Any:
     return AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=smollm2.name)
 
 
+@soak
 def test_smollm2_has_the_logits_of_transformers(smollm2: Path, converted: Path, their_tokenizer: Any) -> None:
     ids = their_tokenizer(TEXT)["input_ids"]
     theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(smollm2.parent, gguf_file=smollm2.name))

@@ -18,11 +18,11 @@ from hypothesis import HealthCheck, settings
 
 from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
 from tandem.protocol.generated.tandem.v1 import inference_pb2_grpc
+from tests.soak import SOAKING
 from tests.unit.router.fuzz.router_process import KEYS, RouterState
 
-CASES = int(os.environ.get("TANDEM_FUZZ_CASES", "0"))
-"""The number of cases of all properties together; 0 = the same 2,000 in each run."""
-_DEFAULT_CASES = 2000
+CASES = 50_000 if SOAKING else 600
+"""The number of cases of all properties together: the same ones in each `make test`, new ones in each `make soak`."""
 _QUIET_WITHIN_S = 60.0
 IDLE_S = 4.0
 """Less than the time after which the router closes an idle connection."""
@@ -34,8 +34,8 @@ ROOT = Path(__file__).parents[4]
 def cases(share: float) -> settings:
     """Returns the settings of a property with this share of all cases, half of them for each kind of `router`."""
     return settings(
-        max_examples=max(1, round(share * (CASES or _DEFAULT_CASES) / 2)),
-        derandomize=not CASES,
+        max_examples=max(1, round(share * CASES / 2)),
+        derandomize=not SOAKING,
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     )
 

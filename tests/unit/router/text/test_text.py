@@ -17,6 +17,7 @@ from router.text.stop_strings import StopStrings
 from router.text.tokenizer import Tokenizer
 from tandem.protocol.errors import Unavailable
 from tandem.protocol.messages import FinishReason, TokenLogprobs
+from tests.soak import examples
 from tests.unit.router.fake_cluster import VOCAB_SIZE
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
@@ -46,13 +47,13 @@ def test_pieces_are_whole_characters_and_join_to_the_text(tokenizer: Tokenizer, 
 
 
 @given(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=80))
-@settings(max_examples=150)
+@settings(max_examples=examples(30))
 def test_any_tokens_join_to_their_decoding(tokenizer: Tokenizer, ids: list[int]) -> None:
     assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
 
 
 @given(st.lists(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=40), max_size=6))
-@settings(max_examples=150)
+@settings(max_examples=examples(30))
 def test_tokens_that_come_together_join_to_their_decoding(tokenizer: Tokenizer, batches: list[list[int]]) -> None:
     detokenizer = Detokenizer(tokenizer.decode)
     parts = [*map(detokenizer.add_all, batches), detokenizer.flush()]
@@ -70,7 +71,7 @@ def test_endless_broken_text_is_let_out_in_time(tokenizer: Tokenizer) -> None:
 
 
 @given(st.text(max_size=30))
-@settings(max_examples=100)
+@settings(max_examples=examples(30))
 def test_the_bytes_of_tokens_join_to_the_text(tokenizer: Tokenizer, text: str) -> None:
     assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))) == text.encode()
 
@@ -114,7 +115,7 @@ def split(text: str, dice: random.Random) -> list[str]:
 
 
 @given(st.text("ab", max_size=24), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), st.integers(0, 99))
-@settings(max_examples=300)
+@settings(max_examples=examples(60))
 def test_stop_strings_cut_wherever_pieces_end(text: str, stops: list[str], seed: int) -> None:
     watch = StopStrings(stops)
     out = ""

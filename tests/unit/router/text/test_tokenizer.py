@@ -18,6 +18,7 @@ from router.text.chat_template import ChatTemplate, ChatTurn
 from router.text.tokenizer import Tokenizer
 from tandem.protocol.errors import InvalidArgument, ModelError
 from tandem.tokenizers.model_folder import GenerationDefaults, read_generation_defaults
+from tests.soak import examples
 from tests.unit.router.conftest import TEMPLATE
 
 TURNS = [ChatTurn("user", "<b>Hi</b> & 'you'")]
@@ -138,7 +139,7 @@ def test_special_tokens_that_a_turn_spells_are_text(folder: Path, template: str)
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @given(contents=st.lists(st.text(st.sampled_from("<|im_start>end  \nfox."), max_size=12), min_size=1, max_size=3))
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_ordinary_chats_have_the_ids_of_their_rendering(folder: Path, template: str, contents: list[str]) -> None:
     turns = [ChatTurn("user", content) for content in contents]
     tokenizer = configure(folder, chat_template=template)

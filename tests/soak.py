@@ -1,0 +1,25 @@
+"""What `make soak` adds to `make test`: tests marked `soak`, further seeds of drills, and more generated examples."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+SOAKING = os.environ.get("TANDEM_SOAK") == "1"
+"""Whether `make soak` runs, which takes hours."""
+EXAMPLES_FACTOR = 20
+"""The number of generated examples in `make soak` for each one in `make test`."""
+
+soak = pytest.mark.soak
+"""Marks a test that only `make soak` runs: more of a behaviour that another test covers."""
+
+
+def examples(count: int) -> int:
+    """Returns the number of generated examples of a property, of which `make test` runs `count`."""
+    return count * EXAMPLES_FACTOR if SOAKING else count
+
+
+def seeds(count: int) -> pytest.MarkDecorator:
+    """Runs a random drill, which takes `seed`, with 0 in `make test` and with 1 to `count` - 1 in `make soak`."""
+    return pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=soak) for seed in range(1, count))])
