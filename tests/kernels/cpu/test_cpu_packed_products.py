@@ -92,7 +92,7 @@ class Product:
 
     def normed(self, tokens: slice, ours: CpuKernels) -> Tensor:
         """Returns RMSNorm of the input as the kernels compute it: with another last bit, another code is chosen."""
-        return ours._norm(self.x[tokens].to(ours._dtype), self.norm.to(ours._dtype), EPS)
+        return ours._norm(self.x[tokens].to(ours._dtype), Norm(self.norm.to(ours._dtype), EPS))
 
 
 Operation = Callable[..., Tensor]

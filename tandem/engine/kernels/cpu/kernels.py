@@ -134,6 +134,8 @@ class CpuKernels(Kernels):
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         """Computes the product."""
+        if _is_long(x, linear):
+            return self._long.linear(x, linear)
         out = torch.zeros(len(x), len(linear.weight), dtype=self._dtype)
         self.linear_add(x, linear, out)
         return out

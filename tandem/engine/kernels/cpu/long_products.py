@@ -17,8 +17,8 @@ from tandem.engine.kernels.reference import activate
 
 LONG_TOKENS = 48
 """Tokens from which a product with a weight that is not packed is PyTorch's."""
-_PIECE = 128
-"""Rows of a piece: its float32 copy stays in the second-level cache."""
+_PIECE = 256
+"""Rows of a piece: enough that the library's copy of the input costs little, few enough for many threads."""
 
 
 class LongProducts:
@@ -35,6 +35,17 @@ class LongProducts:
     def close(self) -> None:
         """Ends the threads. Idempotent."""
         self._pool.shutdown()
+
+    def linear(self, x: Tensor, linear: Linear) -> Tensor:
+        """Returns x · weightᵀ + bias → [T, N]."""
+
+        def compute(rows: slice) -> None:
+            out[:, rows] = self._product(wide, linear, rows)
+
+        wide = x.to(self._computed)
+        out = x.new_empty(len(x), len(linear.matrix))
+        self._by_piece(out.shape[1], compute)
+        return out
 
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
         """Adds x · weightᵀ + bias to hidden [T, N] in place, rounded once."""
