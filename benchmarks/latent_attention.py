@@ -101,6 +101,7 @@ def _prompt_seconds(shape: LatentShape, cached: int, tokens: int) -> tuple[float
     from tandem.engine.kernels.base import StepLayout
     from tandem.engine.kernels.latent.block_attention import BlockAttention, choose_block_attention, compiled
     from tandem.engine.kernels.latent.latent_kernels import LatentKernels
+    from tandem.engine.kernels.layers import LatentLayer, Norm
     from tandem.engine.kernels.triton_launch import overlaps_launches
 
     device, dtype = torch.device("cuda", torch.cuda.current_device()), torch.bfloat16
@@ -124,8 +125,10 @@ def _prompt_seconds(shape: LatentShape, cached: int, tokens: int) -> tuple[float
     q = torch.randn(tokens, shape.heads, shape.query, dtype=dtype, device=device)
     kv_up = torch.randn(shape.heads, shape.nope + shape.v_dim, shape.latent, dtype=dtype, device=device)
     kv_up /= shape.latent**0.5
+    norm = Norm(torch.ones(shape.latent, dtype=dtype, device=device), 1e-6)
+    layer = LatentLayer(0, shape, torch.zeros(context, shape.rope, device=device), norm, kv_up)
     kernels.begin_step(cache, layout, 0)
-    seconds = median_seconds(lambda: kernels.attention(q, kv_up, cache, 0, layout, shape, 0))
+    seconds = median_seconds(lambda: kernels.attention(q, layer, cache, layout, 0))
     return seconds, type(blocks.result()).__name__
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from benchmarks.gpu.ceilings import graph_seconds
 from tandem.engine.config.model import MixtureOfExperts
-from tandem.engine.kernels.base import Experts
 from tandem.engine.kernels.experts.expert_tiles import ExpertShape, ExpertTile
 from tandem.engine.kernels.experts.triton_experts import ExpertKernels
+from tandem.engine.kernels.layers import Experts, ExpertsLayer, Norm
 from tandem.engine.kernels.triton_launch import overlaps_launches
 from tandem.engine.models.shapes import shape_config
 
@@ -48,7 +48,7 @@ class ExpertLayer:
         self.spec, hidden = spec, config.hidden_size
         self.shape = ExpertShape(spec.experts, spec.top_k, hidden, spec.width)
         self.kernels = ExpertKernels(overlaps_launches())
-        self._norm = torch.ones(hidden, dtype=_DTYPE, device="cuda")
+        self._norm = Norm(torch.ones(hidden, dtype=_DTYPE, device="cuda"), _EPS)
         self.experts = Experts(
             router=_random(0.02, spec.experts, hidden),
             router_bias=_random(0.0, spec.experts) if spec.router.bias else None,
@@ -72,7 +72,8 @@ class ExpertLayer:
         tokens = len(hidden)
         slots = torch.arange(tokens, device="cuda")
         used = torch.zeros(self.spec.experts, dtype=torch.int64, device="cuda") if counter is None else counter
-        self.kernels.add(hidden, self._norm, _EPS, replace(self.experts, tokens=used), self.spec, slots, tile)
+        layer = ExpertsLayer(self._norm, replace(self.experts, tokens=used), self.spec)
+        self.kernels.add(hidden, layer, slots, tile)
 
     def measure(self, tokens: int, tile: ExpertTile | None = None) -> ExpertStep:
         """Measures steps of `tokens` tokens, with `tile` or the table's."""
@@ -84,10 +85,10 @@ class ExpertLayer:
             self.add(hidden, tile, counter)
             hit += int((counter > 0).sum()) / len(inputs)
         slots = torch.arange(tokens, device="cuda")
-        experts = replace(self.experts, tokens=counter)
+        layer = ExpertsLayer(self._norm, replace(self.experts, tokens=counter), spec)
 
         def launch(number: int) -> None:
-            self.kernels.add(inputs[number], self._norm, _EPS, experts, spec, slots, tile)
+            self.kernels.add(inputs[number], layer, slots, tile)
 
         seconds = graph_seconds(launch, len(inputs))
         weights = hit * 3 * shape.hidden * shape.width + spec.experts * shape.hidden

@@ -16,8 +16,9 @@ from tandem.engine import sampler
 from tandem.engine.config import GPU_PAGE_TOKENS
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.cuda.sampler_cuda import DeviceSampler
-from tandem.engine.kernels.base import Kernels, Linear, StepLayout
+from tandem.engine.kernels.base import Kernels, StepLayout
 from tandem.engine.kernels.cuda import CudaKernels
+from tandem.engine.kernels.layers import AttentionLayer, Linear, Norm
 from tandem.engine.kernels.linear.gated_product import FusedGated, PlainGated, choose_gated_product
 from tandem.engine.kernels.linear.triton_activation import silu_mul
 from tandem.engine.kernels.reference import ReferenceKernels
@@ -48,7 +49,7 @@ class Contests:
         self._device = device
         self._pdl = overlaps_launches()
         self._kernels = CudaKernels(shape, device, _DTYPE, GPU_PAGE_TOKENS, DECODE_TOKENS)
-        self._norm = self._random(shape.hidden_size)
+        self._norm = Norm(self._random(shape.hidden_size), shape.norm_eps)
         self._sampler = DeviceSampler(shape.vocab_size, min(most_tokens, DECODE_TOKENS), device, self._pdl)
 
     def of(self, tokens: int) -> list[Contest]:
@@ -71,10 +72,10 @@ class Contests:
         sizes = (pages, copies, 2, heads.kv_heads, GPU_PAGE_TOKENS, heads.head_dim)
         cache = torch.zeros(sizes, dtype=_DTYPE, device=self._device)
 
+        layers = [AttentionLayer(index, heads, self._rope_table, norm, norm, shape.norm_eps) for index in range(copies)]
+
         def rotate(kernels: Kernels, layer: int) -> Tensor:
-            return kernels.rope_and_store(
-                qkv[layer], self._rope_table, norm, norm, shape.norm_eps, cache, layer, layout, heads
-            )
+            return kernels.rope_and_store(qkv[layer], layers[layer], cache, layout)
 
         fused, plain = partial(rotate, self._kernels), partial(rotate, ReferenceKernels())
         return Contest("rope + store", tokens, range(copies), fused, plain, moved)
@@ -84,7 +85,7 @@ class Contests:
         inputs = self._random(_copies(moved), tokens, self._shape.hidden_size).unbind()
 
         def plain(x: Tensor) -> Tensor:
-            return plain_rms_norm(x, self._norm, self._shape.norm_eps)
+            return plain_rms_norm(x, self._norm.weight, self._norm.eps)
 
         return Contest("rms norm", tokens, inputs, self._normed, plain, moved)
 
@@ -102,7 +103,7 @@ class Contests:
         x = self._random(tokens, self._shape.hidden_size)
 
         def fused(linear: Linear) -> Tensor:
-            return self._kernels.norm_linear(x, self._norm, self._shape.norm_eps, linear)
+            return self._kernels.norm_linear(x, self._norm, linear)
 
         def cut(linear: Linear) -> Tensor:
             return F.linear(self._normed(x), linear.matrix, linear.bias)
@@ -113,9 +114,7 @@ class Contests:
         x = self._random(tokens, self._shape.hidden_size)
 
         def fused(linear: Linear) -> Tensor:
-            return self._kernels.norm_gate_up(
-                x, self._norm, self._shape.norm_eps, linear, self._feed_forward.activation
-            )
+            return self._kernels.norm_gate_up(x, self._norm, linear, self._feed_forward.activation)
 
         def cut(linear: Linear) -> Tensor:
             return silu_mul(F.linear(self._normed(x), linear.matrix, linear.bias), pdl=self._pdl)
@@ -162,7 +161,7 @@ class Contests:
         return Contest("sampling, top-k top-p", tokens, inputs, self._drawing(draws), plain, asks_host=True)
 
     def _normed(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self._norm, self._shape.norm_eps, pdl=self._pdl)
+        return rms_norm(x, self._norm, pdl=self._pdl)
 
     def _drawing(self, draws: Sequence[Draw]) -> Callable[[Tensor], None]:
         plan = self._sampler.plan(draws)

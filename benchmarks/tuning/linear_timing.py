@@ -9,6 +9,7 @@ from torch import Tensor
 
 from benchmarks.gpu.ceilings import graph_seconds
 from benchmarks.tuning.linear_candidates import Model, Product
+from tandem.engine.kernels.layers import Linear, Norm
 from tandem.engine.kernels.linear import triton_linear
 from tandem.engine.kernels.linear.triton_linear_tiles import Tile
 
@@ -49,7 +50,7 @@ class Inputs:
     """A product's input, norm weight and output."""
 
     x: Tensor
-    norm: Tensor | None
+    norm: Norm | None
     out: Tensor
 
 
@@ -59,13 +60,13 @@ def make_inputs(product: Product, tokens: int, normed: bool) -> Inputs:
     def random(*sizes: int) -> Tensor:
         return torch.randn(*sizes, dtype=torch.bfloat16, device="cuda")
 
-    norm = random(product.k) if normed else None
+    norm = Norm(random(product.k), _EPS) if normed else None
     return Inputs(random(tokens, product.k), norm, random(tokens, product.outputs))
 
 
 def launch(product: Product, inputs: Inputs, weight: Tensor, tile: Tile | None, pdl: bool) -> None:
     """Launches the product's kernel with this tile."""
-    triton_linear.launch(inputs.x, inputs.norm, _EPS, weight, None, inputs.out, product.op, pdl=pdl, tile=tile)
+    triton_linear.launch(inputs.x, inputs.norm, Linear(weight), inputs.out, product.op, pdl=pdl, tile=tile)
 
 
 def product_seconds(
@@ -100,7 +101,7 @@ def chain_seconds(model: Model, tokens: int, found: Found | None, weights: Weigh
         source = x[: tokens * product.k].view(tokens, product.k)
         wide = out[: tokens * product.n].view(tokens, product.n)
         narrow = out[: tokens * product.outputs].view(tokens, product.outputs)
-        inputs = Inputs(source, norm[: product.k] if product.normed else None, narrow)
+        inputs = Inputs(source, Norm(norm[: product.k], _EPS) if product.normed else None, narrow)
         tile = None if found is None else found[product, tokens]
         calls.append(_call(product, inputs, weight, wide, tile=tile, pdl=pdl))
     return len(calls) * graph_seconds(lambda number: calls[number](), len(calls))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from benchmarks.tuning.linear_candidates import Product
 from benchmarks.tuning.linear_timing import Inputs, make_inputs
+from tandem.engine.kernels.layers import Linear
 from tandem.engine.kernels.linear.triton_linear_plan import FUSED_NORM_TOKENS, MULTIPROCESSORS, fits_scratch
 from tandem.engine.kernels.linear.triton_linear_tiles import Skinny
 from tandem.engine.kernels.packed import packed_products
@@ -19,7 +20,6 @@ from tandem.engine.kernels.triton_launch import overlaps_launches
 FORMS = {"int8": (torch.int8, 8), "fp8": (torch.float8_e4m3fn, 8), "int4": (torch.uint8, 4)}
 _SHARED_MEMORY = 227 << 10
 _MOST_PROGRAMS = 6 * MULTIPROCESSORS
-_EPS = 1e-5
 
 _TILES = {
     16: ((64, 4, 4), (64, 6, 4), (128, 4, 4), (128, 4, 8)),
@@ -76,7 +76,7 @@ def _useful_splits(tiles: int, steps: int) -> list[int]:
 def launch_packed(product: Product, weight: PackedWeight, tile: Skinny, inputs: Inputs) -> None:
     """Launches the product's kernel with this tile."""
     packed_products.launch(
-        inputs.x, inputs.norm, _EPS, weight, None, inputs.out, product.op, pdl=overlaps_launches(), tile=tile
+        inputs.x, inputs.norm, Linear(weight), inputs.out, product.op, pdl=overlaps_launches(), tile=tile
     )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from benchmarks.gpu.ceilings import graph_seconds
 from benchmarks.tuning.linear_candidates import Product
 from benchmarks.tuning.linear_timing import Weights, make_inputs, product_seconds
+from tandem.engine.kernels.layers import Linear
 from tandem.engine.kernels.linear.triton_activation import silu_mul
 from tandem.engine.kernels.linear.triton_linear import ADD
 from tandem.engine.kernels.linear.triton_linear_plan import TOKEN_TILES, fits_scratch, tile_for
@@ -31,7 +32,6 @@ TOKENS = (1, 16, 32, 64, 96, 128, 160, 192, 256, 384, 512, 1024, 2048, 4096, 819
 FORMS = {"fp8": (torch.float8_e4m3fn, 0), "fp8_blocks": (torch.float8_e4m3fn, 128), "int8": (torch.int8, 0)}
 """The type of codes, and the columns of a group; 0 = one scale a row."""
 _ROTATED_BYTES = 256 << 20
-_EPS = 1e-5
 
 Figures = dict[str, float | str]
 
@@ -53,7 +53,7 @@ def measure(product: Product, form: str, tokens: int, *, candidates: bool) -> Fi
     scaled = [scaled_products.prepared(weight) for weight in plain]
     inputs = make_inputs(product, tokens, product.normed)
     pdl = overlaps_launches()
-    quantize = partial(scaled_products.quantized, inputs.x, inputs.norm, _EPS, scaled[0], pdl=pdl)
+    quantize = partial(scaled_products.quantized, inputs.x, inputs.norm, scaled[0], pdl=pdl)
     x = quantize()
     found: Figures = {"product": product.name, "form": form, "tokens": tokens}
     found["quantize_us"] = _us(lambda _: quantize(), 8)
@@ -105,7 +105,7 @@ def _weight_only_us(product: Product, weights: list[PackedWeight], tokens: int, 
 
     def launch(number: int) -> None:
         weight = prepared[number % len(prepared)]
-        packed_products.launch(inputs.x, None, _EPS, weight, None, inputs.out, product.op, pdl=pdl)
+        packed_products.launch(inputs.x, None, Linear(weight), inputs.out, product.op, pdl=pdl)
 
     return _us(launch, count)
 

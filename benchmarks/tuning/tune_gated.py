@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.command_line import need_gpu
 from benchmarks.gpu.race import Contestant, race
 from benchmarks.results import run_facts, save_result
-from tandem.engine.kernels.base import Linear
+from tandem.engine.kernels.layers import Linear
 from tandem.engine.kernels.linear.gated_product import FusedGated, GatedTile, PlainGated
 from tandem.engine.kernels.triton_launch import overlaps_launches
 

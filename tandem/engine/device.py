@@ -9,7 +9,8 @@ from tandem.engine.config import CPU_PAGE_TOKENS, GPU_PAGE_TOKENS, EngineConfig
 from tandem.engine.config.kv import kv_groups
 from tandem.engine.config.model import LatentAttention, ModelSpec
 from tandem.engine.kernels.base import Kernels
-from tandem.engine.kernels.lora.lora_kernels import LoraReferenceKernels
+from tandem.engine.kernels.lora.adapted_products import LoraUpdates
+from tandem.engine.kernels.lora.plain_updates import PlainUpdates
 from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.engine.weights.checkpoint import stored_dtype
 from tandem.protocol.errors import InvalidArgument
@@ -143,19 +144,28 @@ def choose_kernels(
     """Returns the fastest kernels of the device; InvalidArgument for a model that they cannot compute."""
     if device.type == "cuda":
         from tandem.engine.kernels.cuda import CudaKernels
-        from tandem.engine.kernels.lora.cuda_lora import LoraCudaKernels
 
-        chosen = LoraCudaKernels if config.has_loras else CudaKernels
-        return chosen(model, device, dtype, page_tokens, config.max_batch_requests, kv_dtype)
+        return CudaKernels(model, device, dtype, page_tokens, config.max_batch_requests, kv_dtype)
     if dtype in {torch.float32, torch.bfloat16}:
         # Imported here, as compiling takes seconds and processes on GPUs need none of it.
         from tandem.engine.kernels.cpu.kernels import CpuKernels
-        from tandem.engine.kernels.lora.cpu_lora import LoraCpuKernels
 
         # The kernels bring their own threads; PyTorch's would spin on the same cores after every operation.
         torch.set_num_threads(1)
-        return (LoraCpuKernels if config.has_loras else CpuKernels)(dtype, config.threads)
-    return LoraReferenceKernels() if config.has_loras else ReferenceKernels()
+        return CpuKernels(dtype, config.threads)
+    return ReferenceKernels()
+
+
+def choose_updates(device: torch.device) -> LoraUpdates:
+    """Returns the fastest updates of adapters on the device.
+
+    On CPUs they are PyTorch's: their products are small, and few of a step's tokens need each.
+    """
+    if device.type != "cuda":
+        return PlainUpdates()
+    from tandem.engine.kernels.lora.triton_updates import TritonUpdates
+
+    return TritonUpdates()
 
 
 def device_name(device: torch.device) -> str:

@@ -18,6 +18,7 @@ from tandem.engine.config.model import ModelSpec
 from tandem.engine.device import (
     check_weights,
     choose_kernels,
+    choose_updates,
     parse_device,
     parse_dtype,
     parse_kv_dtype,
@@ -28,7 +29,7 @@ from tandem.engine.grammar_masks import AllowedDrafts, GrammarMasks
 from tandem.engine.graph_use import GraphUse
 from tandem.engine.host_stepper import HostStepper, forward_over
 from tandem.engine.kernels.base import Kernels, is_cpu
-from tandem.engine.kernels.lora.lora_kernels import LoraProducts
+from tandem.engine.kernels.lora.adapted_products import AdaptedProducts
 from tandem.engine.memory import GIB, check_host_memory, ran_out_of_memory
 from tandem.engine.model_summary import model_summary
 from tandem.engine.models.allocation import allocate_parameters, weight_bytes
@@ -202,10 +203,10 @@ def _load_model(
             else:
                 load_weights(config.model, spec, parameters, progress)
             adapters = load_adapters(config, spec, parameters)
+            adapted = None
             if adapters.tables:
-                assert isinstance(kernels, LoraProducts)
-                kernels.tables = adapters.tables
-            return model_with_draft(config, spec, parameters, kernels, kernels_of), adapters
+                adapted = AdaptedProducts(kernels, choose_updates(setting.device), adapters.tables)
+            return model_with_draft(config, spec, parameters, kernels, kernels_of, adapted=adapted), adapters
     except RuntimeError as error:
         if not ran_out_of_memory(error):
             raise

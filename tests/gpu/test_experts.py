@@ -7,6 +7,7 @@ import torch
 
 from tandem.engine.config.model import ExpertRouter, MixtureOfExperts
 from tandem.engine.kernels.experts.expert_tiles import TILES, TUNED, ExpertShape, ExpertTile, tile_for
+from tandem.engine.kernels.layers import ExpertsLayer, Norm
 from tests.kernels.experts.expert_cases import EPS, OURS, ExpertCase, experts_as, make_case, moe, reference_run, run
 from tests.kernels.steps import assert_as_good
 
@@ -72,8 +73,10 @@ def test_a_graph_computes_whatever_tokens_it_is_given(tokens: int, spec: Mixture
     hidden = cases[0].hidden.to(BF16).clone()
     slots = torch.full((tokens,), -1, dtype=torch.int64, device=GPU)
 
+    layer = ExpertsLayer(Norm(norm.to(BF16), EPS), experts, spec)
+
     def step() -> None:
-        OURS.add(hidden, norm.to(BF16), EPS, experts, spec, slots)
+        OURS.add(hidden, layer, slots)
 
     step()
     torch.cuda.synchronize()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tandem.engine.config import AdapterSource, EngineConfig
-from tandem.engine.kernels.lora.lora_kernels import LoraReferenceKernels
+from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.steps.batch import StepBatch, StepRow
 from tests.adapters import ATTENTION, DENSE, TinyAdapter
@@ -82,7 +82,7 @@ def test_logits_of_the_plain_kernels(dtype: str, tolerance: float, quantization:
     adapters = [adapter.write(tmp_path / f"adapter-{number}") for number, adapter in enumerate(ADAPTERS)]
     ours = ModelRunner.load(config_of(folder, adapters, dtype=dtype, quantization=quantization))
     exact = ModelRunner.load(
-        config_of(folder, adapters, device="cpu", threads=4, quantization=quantization), kernels=LoraReferenceKernels()
+        config_of(folder, adapters, device="cpu", threads=4, quantization=quantization), kernels=ReferenceKernels()
     )
     for step in steps():
         wanted = exact.logits(step)

@@ -65,7 +65,7 @@ def run(attention: DecodeAttention, step: Step, dtype: torch.dtype, cache: Tenso
 
 
 def torch_of(step: Step, dtype: torch.dtype) -> Tensor:
-    return REFERENCE.attention(step.q.to(dtype), step.cache_as(dtype), LAYER, step.layout, step.shape, step.sinks)
+    return REFERENCE.attention(step.q.to(dtype), step.layer, step.cache_as(dtype), step.layout)
 
 
 def check(step: Step, dtype: torch.dtype, **options: Any) -> None:

@@ -1,13 +1,16 @@
 """The cases of every prefill attention: fresh random steps on shuffled pages, NaN in all unwritten memory."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from tandem.engine.kernels.attention.prefill_attention import PrefillAttention
 from tandem.engine.kernels.base import StepLayout
+from tandem.engine.kernels.layers import AttentionLayer
 from tandem.engine.kernels.reference import ReferenceKernels
 
-from .steps import LAYER, Step, assert_as_good, heads
+from .steps import Step, assert_as_good, heads
 
 REFERENCE = ReferenceKernels()
 LENGTHS = (1, 127, 128, 129)
@@ -57,8 +60,7 @@ def run(
     q = step.q.to(device, dtype)
     held = (step.cache if cache is None else cache).to(device, dtype)
     attention.begin_step(held, layout, first_row)
-    sinks = None if step.sinks is None else step.sinks.to(device)
-    out = attention(q, held, LAYER, layout, step.shape, first_row, sinks)[int(step.layout.row_starts[first_row]) :]
+    out = attention(q, _layer(step, device), held, layout, first_row)[int(step.layout.row_starts[first_row]) :]
     assert out.dtype == dtype
     return out.flatten(1).cpu()
 
@@ -66,8 +68,11 @@ def run(
 def torch_of(step: Step, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Runs PyTorch's plain operations in `dtype`."""
     q, cache = step.q.to(device, dtype), step.cache.to(device, dtype)
-    sinks = None if step.sinks is None else step.sinks.to(device)
-    return REFERENCE.attention(q, cache, LAYER, to_device(step.layout, device), step.shape, sinks).cpu()
+    return REFERENCE.attention(q, _layer(step, device), cache, to_device(step.layout, device)).cpu()
+
+
+def _layer(step: Step, device: torch.device) -> AttentionLayer:
+    return replace(step.layer, sinks=None if step.sinks is None else step.sinks.to(device))
 
 
 def check(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tandem.engine.kernels.base import Linear
+from tandem.engine.kernels.layers import Linear, Norm
 from tandem.engine.kernels.linear import triton_linear as ours
 from tandem.engine.kernels.linear.triton_linear_tiles import Tile
 from tandem.engine.kernels.reference import ReferenceKernels, activate, rms_norm
@@ -86,10 +86,10 @@ def run(
     fresh = torch.full((tokens, n), float("nan"))
     out = guarded(case.residual if op == ours.ADD.value else fresh, dtype)
     x, weight = guarded(case.x, dtype), guarded(case.weight, dtype)
-    norm = None if case.norm is None else guarded(case.norm, norm_dtype or dtype)
+    norm = None if case.norm is None else Norm(guarded(case.norm, norm_dtype or dtype), EPS)
     bias = None if case.bias is None else guarded(case.bias, dtype)
     gelu = activation == "gelu_tanh"
-    ours.launch(x, norm, EPS, weight, bias, out, op, pdl=overlaps_launches(), tile=tile, gelu=gelu)
+    ours.launch(x, norm, Linear(weight, bias), out, op, pdl=overlaps_launches(), tile=tile, gelu=gelu)
     assert guards_of(out).isnan().all()
     return out.to(case.x.device)
 

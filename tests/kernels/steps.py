@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tandem.engine.config.attention import AttentionShape
 from tandem.engine.kernels.base import StepLayout
+from tandem.engine.kernels.layers import AttentionLayer
 
 LAYERS, LAYER = 3, 1
 
@@ -24,6 +25,11 @@ class Step:
     qkv: Tensor
     rope: Tensor
     sinks: Tensor | None = None
+
+    @property
+    def layer(self) -> AttentionLayer:
+        """The layer of the cache that the step has keys and values of, without norms."""
+        return AttentionLayer(LAYER, self.shape, self.rope, norm_eps=1e-6, sinks=self.sinks)
 
     def cache_as(self, dtype: torch.dtype) -> Tensor:
         return self.cache.to(dtype)

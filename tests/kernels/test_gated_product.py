@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.engine.kernels.base import Linear
+from tandem.engine.kernels.layers import Linear
 from tandem.engine.kernels.linear.gated_product import (
     FUSED_TOKENS,
     FusedGated,

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from tandem.engine.kernels.base import Linear
+from tandem.engine.kernels.layers import Linear, Norm
 from tandem.engine.kernels.reference import ReferenceKernels, rms_norm, visible
 
 from .steps import LAYER, heads, make_step
@@ -27,8 +27,8 @@ def test_stored_and_attended_tokens_are_those_of_one_long_sequence(window: int |
     shape = heads(6, 2, 16, window)
     step = make_step([(13, 13)], shape, page_tokens, filled=False)
     cache = step.cache_as(torch.float32).clone()
-    q = REFERENCE.rope_and_store(step.qkv.float(), step.rope, None, None, 0.0, cache, LAYER, step.layout, shape)
-    ours = REFERENCE.attention(q, cache, LAYER, step.layout, shape)
+    q = REFERENCE.rope_and_store(step.qkv.float(), step.layer, cache, step.layout)
+    ours = REFERENCE.attention(q, step.layer, cache, step.layout)
     heads_first = step.qkv.float().view(13, 10, 16).transpose(0, 1)[None]
     cos, sin = (half.repeat(1, 2)[None] for half in step.rope[:13].chunk(2, dim=-1))
     rotated, keys = apply_rotary_pos_emb(heads_first[:, :6], heads_first[:, 6:8], cos, sin)
@@ -44,7 +44,7 @@ def test_a_window_is_the_latest_positions() -> None:
 
 def test_gate_rows_come_first() -> None:
     weight = torch.tensor([[2.0, 0.0], [0.0, 3.0]])
-    result = REFERENCE.norm_gate_up(torch.ones(1, 2), torch.ones(2), 0.0, Linear(weight))
+    result = REFERENCE.norm_gate_up(torch.ones(1, 2), Norm(torch.ones(2), 0.0), Linear(weight))
     assert torch.allclose(result, F.silu(torch.tensor([[2.0]])) * 3)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tandem.engine.config.attention import AttentionShape
 from tandem.engine.kernels.base import Feed
+from tandem.engine.kernels.layers import AttentionLayer, Norm
 from tandem.engine.kernels.linear.triton_activation import gelu_mul, silu_mul
 from tandem.engine.kernels.reference import ReferenceKernels, activate
 from tandem.engine.kernels.reference import rms_norm as reference_rms_norm
@@ -50,7 +51,7 @@ def guarded(values: Tensor, dtype: torch.dtype) -> Tensor:
 def test_rms_norm(tokens: int, width: int, dtype: torch.dtype) -> None:
     x, weight = random(tokens, width), random(width, seed=1)
     x[0] *= 300
-    ours = rms_norm(guarded(x, dtype), guarded(weight, dtype), EPS, pdl=PDL)
+    ours = rms_norm(guarded(x, dtype), Norm(guarded(weight, dtype), EPS), pdl=PDL)
     baseline = reference_rms_norm(x.to(DEVICE, dtype), weight.to(DEVICE, dtype), EPS)
     assert_as_good(ours.cpu(), baseline.cpu(), reference_rms_norm(x, weight, EPS))
 
@@ -58,7 +59,7 @@ def test_rms_norm(tokens: int, width: int, dtype: torch.dtype) -> None:
 @all_dtypes
 def test_norm_weights_in_float32(dtype: torch.dtype) -> None:
     x, weight = random(3, 100), random(100, seed=1).float() * 1.001
-    ours = rms_norm(guarded(x, dtype), guarded(weight, torch.float32), EPS, pdl=PDL)
+    ours = rms_norm(guarded(x, dtype), Norm(guarded(weight, torch.float32), EPS), pdl=PDL)
     baseline = reference_rms_norm(x.to(DEVICE, dtype), weight.to(DEVICE), EPS)
     assert_as_good(ours.cpu(), baseline.cpu(), reference_rms_norm(x, weight.double(), EPS))
 
@@ -70,9 +71,9 @@ def test_norm_add(tokens: int, width: int, wide: bool, dtype: torch.dtype) -> No
     x, weight, residual = random(tokens, width), random(width, seed=1), random(tokens, width, seed=2)
     weight_dtype = torch.float32 if wide else dtype
     ours, given = guarded(residual, dtype), guarded(x, dtype)
-    norm_add(given, guarded(weight, weight_dtype), EPS, ours, pdl=PDL)
+    norm_add(given, Norm(guarded(weight, weight_dtype), EPS), ours, pdl=PDL)
     baseline = residual.to(DEVICE, dtype, copy=True)
-    ReferenceKernels().norm_add(x.to(DEVICE, dtype), weight.to(DEVICE, weight_dtype), EPS, baseline)
+    ReferenceKernels().norm_add(x.to(DEVICE, dtype), Norm(weight.to(DEVICE, weight_dtype), EPS), baseline)
     assert_as_good(ours.cpu(), baseline.cpu(), residual + reference_rms_norm(x, weight, EPS))
 
 
@@ -135,15 +136,9 @@ def run_rope(
     positions = torch.where(slots >= 0, step.layout.positions, 2**30)
     q = rope_and_store(
         guarded(step.qkv, dtype),
-        step.rope.to(DEVICE),
-        q_norm,
-        k_norm,
-        EPS,
+        replace(step.layer, rope=step.rope.to(DEVICE), q_norm=q_norm, k_norm=k_norm),
         cache,
-        LAYER,
-        positions.to(DEVICE),
-        slots.to(DEVICE),
-        step.shape,
+        replace(step.layout, positions=positions.to(DEVICE), slots=slots.to(DEVICE)),
         pdl=PDL,
         tile=plan_tile(planned_tokens, step.shape, dtype.itemsize),
     )
@@ -159,9 +154,8 @@ def run_reference(
     cache = step.cache_as(dtype)
     q_norm, k_norm = (None if norm is None else norm.to(norm_dtype or dtype) for norm in norms)
     rope = step.rope.to(torch.promote_types(dtype, torch.float32))
-    q = ReferenceKernels().rope_and_store(
-        step.qkv.to(dtype), rope, q_norm, k_norm, EPS, cache, LAYER, step.layout, step.shape
-    )
+    layer = replace(step.layer, rope=rope, q_norm=q_norm, k_norm=k_norm)
+    q = ReferenceKernels().rope_and_store(step.qkv.to(dtype), layer, cache, step.layout)
     return [q, cache]
 
 
@@ -280,11 +274,11 @@ def test_offsets_beyond_32_bits() -> None:
     """The cache has more than 2³¹ elements, and its last page is the only one used."""
     page_tokens, head_dim, pages = 128, 128, 20_000
     cache = torch.empty(pages, 1, 2, 8, page_tokens, head_dim, dtype=torch.bfloat16, device=DEVICE)
-    shape = heads(32, 8, head_dim)
+    layer = AttentionLayer(0, heads(32, 8, head_dim), torch.ones(4, head_dim, device=DEVICE))
     qkv = random(1, 48 * head_dim).to(DEVICE, torch.bfloat16)
     values = qkv.view(48, head_dim)[40:].clone()
-    rope = torch.ones(4, head_dim, device=DEVICE)
     slot = torch.tensor([pages * page_tokens - 1], device=DEVICE)
     position = torch.tensor([3], dtype=torch.int32, device=DEVICE)
-    rope_and_store(qkv, rope, None, None, EPS, cache, 0, position, slot, shape, pdl=PDL)
+    layout = replace(make_step([(1, 4)], layer.shape).layout, positions=position, slots=slot)
+    rope_and_store(qkv, layer, cache, layout, pdl=PDL)
     assert torch.equal(cache[-1, 0, 1, :, -1], values)

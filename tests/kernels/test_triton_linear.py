@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tandem.engine.kernels.layers import Linear, Norm
 from tandem.engine.kernels.linear import triton_linear as ours
 from tandem.engine.kernels.linear.triton_linear_plan import tile_for
 from tandem.engine.kernels.linear.triton_linear_tiles import Gemv, Skinny, Tile
@@ -116,13 +117,14 @@ def test_the_public_functions(dtype: torch.dtype) -> None:
     case = make_case(3, 64, 96, bias=True)
     assert case.norm is not None
     assert case.bias is not None
-    x, norm, weight, bias = (guarded(t, dtype) for t in (case.x, case.norm, case.weight, case.bias))
+    x, scale, weight, bias = (guarded(t, dtype) for t in (case.x, case.norm, case.weight, case.bias))
+    norm, linear = Norm(scale, EPS), Linear(weight, bias)
     pdl = overlaps_launches()
     store, gate_up, add = OPS
-    assert torch.equal(ours.norm_linear(x, norm, EPS, weight, bias, pdl=pdl).cpu(), run(store, case, dtype))
-    assert torch.equal(ours.norm_gate_up(x, norm, EPS, weight, bias, pdl=pdl).cpu(), run(gate_up, case, dtype))
+    assert torch.equal(ours.norm_linear(x, norm, linear, pdl=pdl).cpu(), run(store, case, dtype))
+    assert torch.equal(ours.norm_gate_up(x, norm, linear, pdl=pdl).cpu(), run(gate_up, case, dtype))
     hidden = guarded(case.residual, dtype)
-    ours.linear_add(x, weight, bias, hidden, pdl=pdl)
+    ours.linear_add(x, linear, hidden, pdl=pdl)
     plain = Case(case.x, None, case.weight, case.bias, case.residual)
     assert torch.equal(hidden.cpu(), run(add, plain, dtype))
 

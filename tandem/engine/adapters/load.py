@@ -15,7 +15,7 @@ from tandem.engine.adapters.reader import check_unchanged, read_adapter
 from tandem.engine.adapters.slots import AdapterSlots
 from tandem.engine.config import EngineConfig
 from tandem.engine.config.model import ModelSpec
-from tandem.engine.kernels.lora.tables import LoraTables
+from tandem.engine.kernels.lora_tables import LoraTables
 from tandem.engine.models.allocation import allocate_parameters
 from tandem.engine.models.parameters import Parameters
 from tandem.engine.weights.tensor_reader import check_range, read_tensors

@@ -1,7 +1,7 @@
 """Assigns adapters to the slots of an engine's tables.
 
 A slot is free, or holds an adapter that is listed, or one that was unloaded. The latter keeps its slot, and requests
-that came before its end keep their adapter, until another adapter needs the slot and no request uses it any more.
+that came before its end keep their adapter, until another adapter needs the slot and no request uses the old one.
 """
 
 import threading
@@ -37,7 +37,7 @@ class _Slot:
 class AdapterSlots:
     """The adapters of an engine. A number in steps is that of a slot, from 1.
 
-    Any thread may ask; adapters are loaded one after the other: `read`, `claim`, then `fill` unless `claim` found it.
+    Any thread may call it. Adapters are loaded one after the other, by `read`, `claim` and `fill`.
     """
 
     def __init__(self, count: int = 0, files: AdapterFiles | None = None) -> None:
@@ -98,7 +98,7 @@ class AdapterSlots:
                 self._slots[number] = _Slot(adapter, listed=True) if written else _Slot()
 
     def unload(self, name: str) -> bool:
-        """Lists an adapter no more; returns True if it was listed."""
+        """Removes an adapter from those listed; returns True if it was listed."""
         with self._lock:
             found = [slot for slot in self._slots if slot.listed and slot.adapter and slot.adapter.name == name]
             for slot in found:

@@ -141,7 +141,7 @@ def _compile(config: EngineConfig, model: DecoderModel, probe: PagedCache) -> No
         trials |= stepper.verify.trials(_verify_sizes(config, model))
     tokens = min(_COMPILED_PROMPT, config.max_step_tokens, step_limits(model.spec, probe).max_context)
     trials["a prefill step"] = lambda: stepper.logits(StepBatch(_prompt_rows(tokens, tokens, probe)))
-    for number in model.kernels.trial_tokens:
+    for number in model.trial_tokens:
         if number <= tokens:
             rows = _prompt_rows(number, number, probe)
             trials[f"a prefill step of {number} tokens"] = partial(stepper.logits, StepBatch(rows))

@@ -11,22 +11,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tandem.engine.config.attention import AttentionShape, LatentShape
-from tandem.engine.config.model import MixtureOfExperts
 from tandem.engine.kernels.kv_cache import KvCache
-from tandem.engine.kernels.packed_weight import Weight
+from tandem.engine.kernels.layers import AttentionLayer, DenseLayer, Experts, ExpertsLayer, LatentLayer, Linear, Norm
 
 
 @dataclass(frozen=True, slots=True)
 class DraftGroups:
     """The rows of one token that attention computes together, as they are of one request: its KV is read once.
 
-    A group is a row and up to `rows` - 1 rows of the positions behind it, which follow one another.
+    A group is a row and up to `rows` - 1 rows of the positions after it, which follow one another.
 
     table [groups + 1, 3] int32, on the device: the group's first row, the row of the next position, and the number of
-          rows; 0 = no group, behind all others. The last entry begins with the number of rows that are in groups: those
-          behind are padding.
-    rows  host int, the most rows of a group
+          rows; 0 = no group, after all groups. The last entry begins with the number of rows that are in groups: the
+          rows after these are padding.
+    rows  host int, the largest number of rows of a group
     """
 
     table: Tensor
@@ -76,54 +74,6 @@ class StepLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
-    """A weight [out, in], row-major, and its bias [out] or None."""
-
-    weight: Weight
-    bias: Tensor | None = None
-
-    @property
-    def matrix(self) -> Tensor:
-        """The weight, for kernels whose `prepare` keeps none packed."""
-        assert isinstance(self.weight, Tensor)
-        return self.weight
-
-
-@dataclass(frozen=True, slots=True)
-class Experts:
-    """The weights of a mixture of E experts with I inner elements; H is the hidden size, and gate rows come first."""
-
-    router: Tensor
-    """[E, H]."""
-    router_bias: Tensor | None
-    """[E]."""
-    choice_bias: Tensor | None
-    """[E] float32, see `ExpertRouter.choice_bias`."""
-    gate_up: Weight
-    """[E, 2·I, H]."""
-    gate_up_bias: Tensor | None
-    """[E, 2·I]."""
-    down: Weight
-    """[E, H, I]."""
-    down_bias: Tensor | None
-    """[E, H]."""
-    shared_gate_up: Linear | None
-    """The shared expert, as a dense network."""
-    shared_down: Linear | None
-    shared_gate: Tensor | None
-    """[1, H]: the sigmoid of its product with the normed hidden state multiplies the shared expert's output."""
-    tokens: Tensor | None = None
-    """[E] int64, to which `Kernels.experts` adds the number of tokens that chose each expert; None = not counted."""
-
-    @property
-    def matrices(self) -> tuple[Tensor, Tensor]:
-        """`gate_up` and `down`, for kernels whose `prepare_experts` keeps none packed."""
-        assert isinstance(self.gate_up, Tensor)
-        assert isinstance(self.down, Tensor)
-        return self.gate_up, self.down
-
-
-@dataclass(frozen=True, slots=True)
 class Feed:
     """Tokens that only the device knows: where sources[t] >= 0, token t of the step is drawn[sources[t]].
 
@@ -139,7 +89,42 @@ class Feed:
         return torch.where(sources >= 0, self.drawn[sources.clamp(min=0)].clamp(min=0), token_ids)
 
 
-class Kernels(ABC):
+class Products(ABC):
+    """The dense products of a model's layers."""
+
+    @abstractmethod
+    def prepare(self, linear: Linear) -> Linear:
+        """Called once for each weight after loading; may repack or dequantize it."""
+
+    @abstractmethod
+    def norm_linear(self, hidden: Tensor, norm: Norm, linear: Linear) -> Tensor:
+        """Returns RMSNorm(hidden) · weightᵀ + bias → [T, out]: the stacked q/k/v product, and the output layer."""
+
+    @abstractmethod
+    def norm_gate_up(self, hidden: Tensor, norm: Norm, gate_up: Linear, activation: str = "silu") -> Tensor:
+        """Returns activation(g) · u with [g | u] = RMSNorm(hidden) · gate_upᵀ (gate rows first) → [T, intermediate].
+
+        `activation` is one of `DenseFeedForward.activation`.
+        """
+
+    @abstractmethod
+    def linear(self, x: Tensor, linear: Linear) -> Tensor:
+        """Returns x · weightᵀ + bias → [T, out]."""
+
+    @abstractmethod
+    def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
+        """Adds x · weightᵀ + bias to `hidden` in place: attention's and the MLP's output products."""
+
+    def feed_forward(self, hidden: Tensor, layer: DenseLayer) -> None:
+        """Adds down · (activation(g) · u) to `hidden` in place, with `norm_gate_up`'s g and u.
+
+        The default computes one after the other.
+        """
+        active = self.norm_gate_up(hidden, layer.norm, layer.gate_up, layer.activation)
+        self.linear_add(active, layer.down, hidden)
+
+
+class Kernels(Products):
     """One implementation of a layer's arithmetic. Holds no request state and may cache scratch memory."""
 
     def prepare(self, linear: Linear) -> Linear:
@@ -165,11 +150,6 @@ class Kernels(ABC):
         """The largest number of KV pages of all prompts of a step that a CUDA graph may contain; None = any."""
         return None
 
-    @property
-    def trial_tokens(self) -> tuple[int, ...]:
-        """Numbers of tokens of prefill steps whose kernels no other step at the start compiles."""
-        return ()
-
     def draft_group_rows(self, drafts: int) -> int:
         """Returns the most rows of a group (`DraftGroups`) in steps where a request has up to `drafts` drafts.
 
@@ -177,28 +157,22 @@ class Kernels(ABC):
         """
         return 1
 
-    def reserve_draft_groups(self, groups: int, rows: int) -> None:  # noqa: B027 - most have no scratch for them
+    def reserve_draft_groups(self, groups: int, rows: int) -> None:
         """Allocates the scratch memory of steps with up to `groups` groups of up to `rows` rows, before any such step.
 
         The default does nothing.
         """
 
-    def end_trials(self) -> None:  # noqa: B027 - most keep nothing
+    def end_trials(self) -> None:
         """Resets the scratch memory that concurrent trials (`tandem/engine/cuda/compile_ahead.py`) have used.
 
-        Called once they are over. The default does nothing.
+        Called once after all trials. The default does nothing.
         """
 
-    def begin_step(self, cache: KvCache, layout: StepLayout) -> None:  # noqa: B027 - most have nothing to do
+    def begin_step(self, cache: KvCache, layout: StepLayout) -> None:
         """Called once for each KV group before a step's first layer, for work that all layers of the group share.
 
-        The first group comes last, so that what is launched for all groups is followed by `embed`.
-
-        The default does nothing.
-        """
-
-    def keep_tokens(self, kept: Tensor) -> None:  # noqa: B027 - most have nothing to do
-        """Called in a step once the rest of it is computed for the tokens `kept` [D] int64 only.
+        The first group comes last, so that `embed` follows what is launched for all groups.
 
         The default does nothing.
         """
@@ -208,43 +182,11 @@ class Kernels(ABC):
         """Returns the rows of `table` [vocab, hidden] for `token_ids` [T] (int64) → [T, hidden]; see `Feed`."""
 
     @abstractmethod
-    def norm_linear(self, hidden: Tensor, norm: Tensor, eps: float, linear: Linear) -> Tensor:
-        """Returns RMSNorm(hidden) · weightᵀ + bias → [T, out]: the stacked q/k/v product, and the output layer."""
-
-    @abstractmethod
-    def norm_gate_up(
-        self, hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear, activation: str = "silu"
-    ) -> Tensor:
-        """Returns activation(g) · u with [g | u] = RMSNorm(hidden) · gate_upᵀ (gate rows first) → [T, intermediate].
-
-        `activation` is one of `DenseFeedForward.activation`.
-        """
-
-    @abstractmethod
-    def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        """Returns x · weightᵀ + bias → [T, out]."""
-
-    @abstractmethod
-    def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
-        """Adds x · weightᵀ + bias to `hidden` in place: attention's and the MLP's output products."""
-
-    def feed_forward(
-        self, hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear, down: Linear, activation: str = "silu"
-    ) -> None:
-        """Adds down · (activation(g) · u) to `hidden` in place, with `norm_gate_up`'s g and u.
-
-        The default computes one after the other.
-        """
-        self.linear_add(self.norm_gate_up(hidden, norm, eps, gate_up, activation), down, hidden)
-
-    @abstractmethod
-    def norm_add(self, x: Tensor, norm: Tensor, eps: float, hidden: Tensor) -> None:
+    def norm_add(self, x: Tensor, norm: Norm, hidden: Tensor) -> None:
         """Adds RMSNorm(x) to `hidden` in place; x [T, hidden_size] may be overwritten."""
 
     @abstractmethod
-    def experts(
-        self, hidden: Tensor, norm: Tensor, eps: float, experts: Experts, spec: MixtureOfExperts, slots: Tensor
-    ) -> None:
+    def experts(self, hidden: Tensor, layer: ExpertsLayer, slots: Tensor) -> None:
         """Adds the output of a mixture of experts for RMSNorm(hidden) to `hidden` in place.
 
         The router's product accumulates and stays in float32: rounded to bfloat16, other experts are chosen. slots [T]
@@ -252,74 +194,36 @@ class Kernels(ABC):
         """
 
     @abstractmethod
-    def rope_and_store(
-        self,
-        qkv: Tensor,
-        rope: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        cache: KvCache,
-        layer: int,
-        layout: StepLayout,
-        shape: AttentionShape,
-    ) -> Tensor:
-        """Applies RMSNorm to q and k where given and rotary embedding, and stores k and v in the cache.
+    def rope_and_store(self, qkv: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout) -> Tensor:
+        """Applies RMSNorm to q and k where the layer has norms, and rotary embedding, and stores k and v in the cache.
 
         qkv    [T, (heads + 2·kv_heads)·head_dim]; may be overwritten
-        rope   [max_context, shape.rotated] float32: cos of the first half of the dimensions, then sin, with scaling
-        q_norm [head_dim] norms each head by itself, [heads·head_dim] the whole row; k_norm likewise
         cache  [pages, layers, 2, kv_heads, page_tokens, head_dim]: written at `layout.slots`; see `QuantizedKv`
         → q [T, heads, head_dim], which may be a view into qkv
         """
 
     @abstractmethod
-    def attention(
-        self,
-        q: Tensor,
-        cache: KvCache,
-        layer: int,
-        layout: StepLayout,
-        shape: AttentionShape,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attention(self, q: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout) -> Tensor:
         """Computes causal attention of each row's tokens over its pages.
 
-        Q [T, heads, head_dim] → [T, heads·head_dim]. sinks [heads] float32: scores that take part in the softmax of
-        every token and have no value.
+        Q [T, heads, head_dim] → [T, heads·head_dim].
         """
 
     @abstractmethod
-    def latent_store(
-        self,
-        q: Tensor,
-        latents: Tensor,
-        rope: Tensor,
-        norm: Tensor,
-        eps: float,
-        cache: Tensor,
-        layer: int,
-        layout: StepLayout,
-        shape: LatentShape,
-    ) -> Tensor:
+    def latent_store(self, q: Tensor, latents: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
         """Rotates queries, and norms and stores the latents of latent attention.
 
         q       [T, heads·(nope + rope)], rows may be strided; may be overwritten
         latents [T, latent + rope], rows may be strided: the latent, then the key that all heads share
-        rope    [max_context, rope] as in `rope_and_store`
-        norm    [latent], of the latent
         cache   [pages, layers, 1, 1, page_tokens, latent + rope]: written at `layout.slots`
         → q [T, heads, nope + rope] with its last `rope` dimensions rotated
         """
 
     @abstractmethod
-    def latent_attention(
-        self, q: Tensor, kv_up: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: LatentShape
-    ) -> Tensor:
+    def latent_attention(self, q: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
         """Computes causal attention of each row's tokens over the latents of its pages.
 
-        q [T, heads, nope + rope] as `latent_store` returns it; kv_up [heads, nope + v_dim, latent] computes each head's
-        keys and values from the latents → [T, heads·v_dim].
+        q [T, heads, nope + rope] as `latent_store` returns it → [T, heads·v_dim].
         """
 
 

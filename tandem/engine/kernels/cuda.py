@@ -8,18 +8,19 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from tandem.engine.config.attention import AttentionShape, LatentShape
-from tandem.engine.config.model import MixtureOfExperts, ModelSpec
+from tandem.engine.config.attention import AttentionShape
+from tandem.engine.config.model import ModelSpec
 from tandem.engine.kernels.attention.prefill_attention import FlashPrefill, PrefillAttention, leaves_idle
 from tandem.engine.kernels.attention.quantized_prefill import QuantizedPrefill, make_copies
 from tandem.engine.kernels.attention.triton_attention import DecodeAttention
 from tandem.engine.kernels.attention.triton_attention_plan import group_rows, make_group_plan
-from tandem.engine.kernels.base import Experts, Feed, Kernels, Linear, StepLayout
+from tandem.engine.kernels.base import Feed, Kernels, StepLayout
 from tandem.engine.kernels.experts import packed_experts
 from tandem.engine.kernels.experts.triton_experts import ExpertKernels
 from tandem.engine.kernels.fallback import why_no_flash
 from tandem.engine.kernels.kv_cache import KvCache, is_quantized
 from tandem.engine.kernels.latent.latent_kernels import LatentKernels
+from tandem.engine.kernels.layers import AttentionLayer, DenseLayer, Experts, ExpertsLayer, LatentLayer, Linear, Norm
 from tandem.engine.kernels.libraries import Libraries, Wanted
 from tandem.engine.kernels.linear import triton_linear
 from tandem.engine.kernels.linear.gated_product import GatedProduct
@@ -169,36 +170,32 @@ class CudaKernels(Kernels):
         sources, drawn = (None, None) if feed is None else (feed.sources, feed.drawn)
         return embed(token_ids, sources, drawn, table, pdl=self._pdl)
 
-    def norm_linear(self, hidden: Tensor, norm: Tensor, eps: float, linear: Linear) -> Tensor:
+    def norm_linear(self, hidden: Tensor, norm: Norm, linear: Linear) -> Tensor:
         """Computes RMSNorm and the product, as a streaming kernel for few tokens, else with cuBLAS."""
         linear = dequantized_for(len(hidden), linear, self._dtype)
         if isinstance(linear.weight, PackedWeight):
-            return products.products_of(linear.weight).norm_linear(hidden, norm, eps, linear, pdl=self._pdl)
+            return products.products_of(linear.weight).norm_linear(hidden, norm, linear, pdl=self._pdl)
         if not _streams(hidden, linear):
-            return _product(rms_norm(hidden, norm, eps, pdl=self._pdl), linear)
-        x, scale = self._normed(hidden, norm, eps)
-        return triton_linear.norm_linear(x, scale, eps, linear.matrix, linear.bias, pdl=self._pdl)
+            return _product(rms_norm(hidden, norm, pdl=self._pdl), linear)
+        x, due = self._normed(hidden, norm)
+        return triton_linear.norm_linear(x, due, linear, pdl=self._pdl)
 
-    def norm_gate_up(
-        self, hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear, activation: str = "silu"
-    ) -> Tensor:
+    def norm_gate_up(self, hidden: Tensor, norm: Norm, gate_up: Linear, activation: str = "silu") -> Tensor:
         """Computes RMSNorm and the gated product, as a streaming kernel for few tokens."""
         gate_up = dequantized_for(len(hidden), gate_up, self._dtype)
         if isinstance(gate_up.weight, PackedWeight):
-            return self._gate_up(hidden, norm, eps, gate_up, activation)
-        x, scale = self._normed(hidden, norm, eps, streamed=_streams(hidden, gate_up))
-        return self._gate_up(x, scale, eps, gate_up, activation)
+            return self._gate_up(hidden, norm, gate_up, activation)
+        x, due = self._normed(hidden, norm, streamed=_streams(hidden, gate_up))
+        return self._gate_up(x, due, gate_up, activation)
 
-    def _gate_up(self, x: Tensor, norm: Tensor | None, eps: float, gate_up: Linear, activation: str = "silu") -> Tensor:
+    def _gate_up(self, x: Tensor, norm: Norm | None, gate_up: Linear, activation: str = "silu") -> Tensor:
         """Computes activation(g) · u of x, which only kernels of packed weights and streaming ones norm."""
         gate_up = dequantized_for(len(x), gate_up, self._dtype)
         if isinstance(gate_up.weight, PackedWeight):
             packed = products.products_of(gate_up.weight)
-            return packed.norm_gate_up(x, norm, eps, gate_up, pdl=self._pdl, activation=activation)
+            return packed.norm_gate_up(x, norm, gate_up, pdl=self._pdl, activation=activation)
         if _streams(x, gate_up):
-            return triton_linear.norm_gate_up(
-                x, norm, eps, gate_up.matrix, gate_up.bias, pdl=self._pdl, activation=activation
-            )
+            return triton_linear.norm_gate_up(x, norm, gate_up, pdl=self._pdl, activation=activation)
         if activation == "gelu_tanh":
             return gelu_mul(_product(x, gate_up), pdl=self._pdl)
         return self._gated(x, gate_up)
@@ -207,9 +204,9 @@ class CudaKernels(Kernels):
         """Computes the product, as a streaming kernel for few tokens, else with cuBLAS."""
         linear = dequantized_for(len(x), linear, self._dtype)
         if isinstance(linear.weight, PackedWeight):
-            return products.products_of(linear.weight).norm_linear(x, None, 0.0, linear, pdl=self._pdl)
+            return products.products_of(linear.weight).norm_linear(x, None, linear, pdl=self._pdl)
         if _streams(x, linear):
-            return triton_linear.norm_linear(x, None, 0.0, linear.matrix, linear.bias, pdl=self._pdl)
+            return triton_linear.norm_linear(x, None, linear, pdl=self._pdl)
         return _product(x, linear)
 
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
@@ -219,130 +216,82 @@ class CudaKernels(Kernels):
             products.products_of(linear.weight).linear_add(x, linear, hidden, pdl=self._pdl)
             return
         if _streams(x, linear):
-            triton_linear.linear_add(x, linear.matrix, linear.bias, hidden, pdl=self._pdl)
+            triton_linear.linear_add(x, linear, hidden, pdl=self._pdl)
             return
         if linear.bias is not None:
             hidden += linear.bias  # first, where rounding costs less than after the larger product is added
         hidden.addmm_(x, linear.matrix.t())
 
-    def feed_forward(
-        self, hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear, down: Linear, activation: str = "silu"
-    ) -> None:
+    def feed_forward(self, hidden: Tensor, layer: DenseLayer) -> None:
         """Computes the network; with 8-bit inputs the activation is quantized in the launch that computes it."""
-        if isinstance(gate_up.weight, ScaledWeight) and isinstance(down.weight, ScaledWeight):
-            scaled_products.feed_forward(hidden, norm, eps, gate_up, down, pdl=self._pdl, activation=activation)
+        if isinstance(layer.gate_up.weight, ScaledWeight) and isinstance(layer.down.weight, ScaledWeight):
+            scaled_products.feed_forward(hidden, layer, pdl=self._pdl)
         else:
-            super().feed_forward(hidden, norm, eps, gate_up, down, activation)
+            super().feed_forward(hidden, layer)
 
-    def norm_add(self, x: Tensor, norm: Tensor, eps: float, hidden: Tensor) -> None:
+    def norm_add(self, x: Tensor, norm: Norm, hidden: Tensor) -> None:
         """Applies RMSNorm and adds the result to `hidden`."""
-        norm_add(x, norm, eps, hidden, pdl=self._pdl)
+        norm_add(x, norm, hidden, pdl=self._pdl)
 
-    def experts(
-        self, hidden: Tensor, norm: Tensor, eps: float, experts: Experts, spec: MixtureOfExperts, slots: Tensor
-    ) -> None:
+    def experts(self, hidden: Tensor, layer: ExpertsLayer, slots: Tensor) -> None:
         """Computes the routed experts in Triton, then the shared one as a dense network."""
-        x = self._experts.add(hidden, norm, eps, experts, spec, slots)
+        x, experts = self._experts.add(hidden, layer, slots), layer.experts
         if experts.shared_gate_up is None or experts.shared_down is None:
             return
-        inner = self._gate_up(x, None, 0.0, experts.shared_gate_up)
+        inner = self._gate_up(x, None, experts.shared_gate_up)
         if experts.shared_gate is not None:
             self._experts.gate(inner, x, experts.shared_gate)
         self.linear_add(inner, experts.shared_down, hidden)
 
-    def latent_store(
-        self,
-        q: Tensor,
-        latents: Tensor,
-        rope: Tensor,
-        norm: Tensor,
-        eps: float,
-        cache: Tensor,
-        layer: int,
-        layout: StepLayout,
-        shape: LatentShape,
-    ) -> Tensor:
+    def latent_store(self, q: Tensor, latents: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
         """Computes norm, rotation and store in one launch; queries are rotated in place."""
-        return self._latent.store(q, latents, rope, norm, eps, cache, layer, layout, shape)
+        return self._latent.store(q, latents, layer, cache, layout)
 
-    def latent_attention(
-        self, q: Tensor, kv_up: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: LatentShape
-    ) -> Tensor:
+    def latent_attention(self, q: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
         """Computes absorbed attention of rows of few tokens and expanded attention of longer ones."""
-        return self._latent.attention(q, kv_up, cache, layer, layout, shape, self._single_rows(layout))
+        return self._latent.attention(q, layer, cache, layout, self._single_rows(layout))
 
-    def _normed(
-        self, hidden: Tensor, norm: Tensor, eps: float, *, streamed: bool = True
-    ) -> tuple[Tensor, Tensor | None]:
+    def _normed(self, hidden: Tensor, norm: Norm, *, streamed: bool = True) -> tuple[Tensor, Norm | None]:
         """Returns the input of a product, and the norm that the product still has to apply if it is `streamed`."""
         if streamed and (len(hidden) <= FUSED_NORM_TOKENS or hidden.dtype == torch.float32):
             return hidden, norm
-        return rms_norm(hidden, norm, eps, pdl=self._pdl), None
+        return rms_norm(hidden, norm, pdl=self._pdl), None
 
-    def rope_and_store(
-        self,
-        qkv: Tensor,
-        rope: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        cache: KvCache,
-        layer: int,
-        layout: StepLayout,
-        shape: AttentionShape,
-    ) -> Tensor:
+    def rope_and_store(self, qkv: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout) -> Tensor:
         """Computes norms, rotation and the KV store in one launch."""
-        return triton_rope.rope_and_store(
-            qkv, rope, q_norm, k_norm, eps, cache, layer, layout.positions, layout.slots, shape, pdl=self._pdl
-        )
+        return triton_rope.rope_and_store(qkv, layer, cache, layout, pdl=self._pdl)
 
-    def attention(
-        self,
-        q: Tensor,
-        cache: KvCache,
-        layer: int,
-        layout: StepLayout,
-        shape: AttentionShape,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attention(self, q: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout) -> Tensor:
         """Computes decode attention of the rows of one token and prefill attention of the others."""
         single, groups = self._single_rows(layout), layout.draft_groups
         if single == len(layout.context_lens):
-            decode = self._decode[shape] if groups is None else self._grouped[shape, groups.rows]
-            return decode(q, cache, layer, layout.page_table, layout.context_lens, sinks=sinks)
+            decode = self._decode[layer.shape] if groups is None else self._grouped[layer.shape, groups.rows]
+            return decode(q, cache, layer.index, layout.page_table, layout.context_lens, sinks=layer.sinks)
         if single == 0:
-            return self._prefill(q, cache, layer, layout, shape, 0, sinks).flatten(1)
-        return self._mixed_attention(q, cache, layer, layout, shape, sinks, single=single)
+            return self._prefill(q, layer, cache, layout, 0).flatten(1)
+        return self._mixed_attention(q, layer, cache, layout, single)
 
     def _mixed_attention(
-        self,
-        q: Tensor,
-        cache: KvCache,
-        layer: int,
-        layout: StepLayout,
-        shape: AttentionShape,
-        sinks: Tensor | None,
-        *,
-        single: int,
+        self, q: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout, single: int
     ) -> Tensor:
         """Computes attention of `single` rows of one token and the longer ones after them.
 
         A short chunk leaves most of the multiprocessors idle: the others' keys and values are read concurrently
         (docs/decisions/attention_kernels.md).
         """
-        second = self._second if leaves_idle(len(q) - single, shape.heads, self._multiprocessors) else _ONE_STREAM
+        second = self._second if leaves_idle(len(q) - single, layer.shape.heads, self._multiprocessors) else _ONE_STREAM
         with second.joined():
             # The chunk first: its programs need whole multiprocessors, and would wait for the others' to end.
-            out = self._prefill(q, cache, layer, layout, shape, single, sinks).flatten(1)
+            out = self._prefill(q, layer, cache, layout, single).flatten(1)
             with second.turn():
-                self._decode[shape](
+                self._decode[layer.shape](
                     q[:single],
                     cache,
-                    layer,
+                    layer.index,
                     layout.page_table[:single],
                     layout.context_lens[:single],
                     out[:single],
-                    sinks,
+                    layer.sinks,
                     alone=second.apart,
                 )
         return out

@@ -9,7 +9,7 @@ from tandem.engine.kernels.packed_weight import TILE, PackedWeight
 LEAST_COLUMNS = 16
 """The least number of columns that the matrix units of GPUs multiply."""
 CODES_A_BLOCK = 32
-"""Columns whose products a CPU sums as integers: an input's scale covers so many, and it divides a weight's group."""
+"""Columns whose products a CPU sums as integers: those of one scale of an input. It divides a weight's group."""
 _GPU_SCALE_BYTES = 4
 """GPUs keep scales and offsets in float32, CPUs in float16 (`PanelWeight`)."""
 _CPU_SCALE_BYTES = 2

@@ -73,7 +73,7 @@ class PackedWeight:
         return PackedWeight(*parts, quantized_inputs=self.quantized_inputs)
 
     def split_with_sizes(self, sizes: Sequence[int]) -> tuple[PackedWeight, ...]:
-        """Returns views of `sizes` rows each, one behind the other, as `Tensor.split_with_sizes` does."""
+        """Returns views of `sizes` rows each, one after the other, as `Tensor.split_with_sizes` does."""
         ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
         return tuple(self[end - size : end] for size, end in zip(sizes, ends, strict=True))
 

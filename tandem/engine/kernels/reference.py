@@ -10,8 +10,9 @@ from torch import Tensor
 
 from tandem.engine.config.attention import AttentionShape, LatentShape
 from tandem.engine.config.model import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertRouter, MixtureOfExperts
-from tandem.engine.kernels.base import Experts, Feed, Kernels, Linear, StepLayout
+from tandem.engine.kernels.base import Feed, Kernels, StepLayout
 from tandem.engine.kernels.kv_cache import KvCache, QuantizedKv, dequantize_kv, quantize_kv
+from tandem.engine.kernels.layers import AttentionLayer, Experts, ExpertsLayer, LatentLayer, Linear, Norm
 from tandem.engine.kernels.packed_weight import PackedWeight
 from tandem.engine.kernels.unpacked import as_matrix
 
@@ -25,15 +26,13 @@ class ReferenceKernels(Kernels):
             token_ids = feed.tokens(token_ids)
         return F.embedding(token_ids, table)
 
-    def norm_linear(self, hidden: Tensor, norm: Tensor, eps: float, linear: Linear) -> Tensor:
+    def norm_linear(self, hidden: Tensor, norm: Norm, linear: Linear) -> Tensor:
         """Applies RMSNorm, then the product."""
-        return self.linear(rms_norm(hidden, norm, eps), linear)
+        return self.linear(rms_norm(hidden, norm.weight, norm.eps), linear)
 
-    def norm_gate_up(
-        self, hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear, activation: str = "silu"
-    ) -> Tensor:
+    def norm_gate_up(self, hidden: Tensor, norm: Norm, gate_up: Linear, activation: str = "silu") -> Tensor:
         """Applies RMSNorm, the product, then activation(gate) · up."""
-        return activate(self.norm_linear(hidden, norm, eps, gate_up), activation)
+        return activate(self.norm_linear(hidden, norm, gate_up), activation)
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         """Computes the product, with a quantized input where the weight says so."""
@@ -48,15 +47,14 @@ class ReferenceKernels(Kernels):
         """Computes the product and adds it to `hidden`."""
         hidden += self.linear(x, linear)
 
-    def norm_add(self, x: Tensor, norm: Tensor, eps: float, hidden: Tensor) -> None:
+    def norm_add(self, x: Tensor, norm: Norm, hidden: Tensor) -> None:
         """Applies RMSNorm and adds the result to `hidden`."""
-        hidden += rms_norm(x, norm, eps)
+        hidden += rms_norm(x, norm.weight, norm.eps)
 
-    def experts(
-        self, hidden: Tensor, norm: Tensor, eps: float, experts: Experts, spec: MixtureOfExperts, slots: Tensor
-    ) -> None:
+    def experts(self, hidden: Tensor, layer: ExpertsLayer, slots: Tensor) -> None:
         """Computes the chosen experts one after the other, each for all of its tokens."""
-        x = rms_norm(hidden, norm, eps)
+        experts, spec = layer.experts, layer.spec
+        x = rms_norm(hidden, layer.norm.weight, layer.norm.eps)
         logits = router_logits(x, experts.router, experts.router_bias)
         weights, chosen = choose_experts(logits, experts.choice_bias, spec)
         mixed = torch.zeros_like(hidden)
@@ -75,91 +73,59 @@ class ReferenceKernels(Kernels):
             mixed += shared
         hidden += mixed
 
-    def rope_and_store(
-        self,
-        qkv: Tensor,
-        rope: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        cache: KvCache,
-        layer: int,
-        layout: StepLayout,
-        shape: AttentionShape,
-    ) -> Tensor:
+    def rope_and_store(self, qkv: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout) -> Tensor:
         """Norms and rotates q and k, and stores k and v at their slots."""
-        heads, kv_heads = shape.heads, shape.kv_heads
-        per_head = qkv.view(-1, heads + 2 * kv_heads, shape.head_dim)
+        heads, kv_heads = layer.shape.heads, layer.shape.kv_heads
+        per_head = qkv.view(-1, heads + 2 * kv_heads, layer.shape.head_dim)
         q, k, v = torch.split(per_head, [heads, kv_heads, kv_heads], dim=1)
-        if q_norm is not None:
-            q = _norm_heads(q, q_norm, eps)
-        if k_norm is not None:
-            k = _norm_heads(k, k_norm, eps)
-        cos, sin = rope[layout.positions.long()].to(qkv.dtype).unsqueeze(1).chunk(2, dim=-1)
+        if layer.q_norm is not None:
+            q = _norm_heads(q, layer.q_norm, layer.norm_eps)
+        if layer.k_norm is not None:
+            k = _norm_heads(k, layer.k_norm, layer.norm_eps)
+        cos, sin = layer.rope[layout.positions.long()].to(qkv.dtype).unsqueeze(1).chunk(2, dim=-1)
         page_tokens = cache.shape[4]
         page, offset = layout.slots // page_tokens, layout.slots % page_tokens
         for part, values in enumerate((rotate(k, cos, sin), v)):
             if isinstance(cache, QuantizedKv):
                 codes, scales = quantize_kv(values, cache.codes.dtype)
-                cache.codes[page, layer, part, :, offset] = codes
-                cache.scales[page, layer, part, :, offset] = scales
+                cache.codes[page, layer.index, part, :, offset] = codes
+                cache.scales[page, layer.index, part, :, offset] = scales
             else:
-                cache[page, layer, part, :, offset] = values
+                cache[page, layer.index, part, :, offset] = values
         return rotate(q, cos, sin)
 
-    def attention(
-        self,
-        q: Tensor,
-        cache: KvCache,
-        layer: int,
-        layout: StepLayout,
-        shape: AttentionShape,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attention(self, q: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout) -> Tensor:
         """Computes attention row by row over gathered keys and values."""
-        starts = layout.row_starts.tolist()
-        contexts = layout.context_lens.tolist()
+        shape, starts, contexts = layer.shape, layout.row_starts.tolist(), layout.context_lens.tolist()
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for row, context in enumerate(contexts):
             tokens = slice(starts[row], starts[row + 1])
             first = first_read(context, starts[row + 1] - starts[row], shape.window, cache.shape[4])
-            keys, values = gather_row(cache, layer, layout.page_table[row], context, first, q.dtype)
-            out[tokens] = attend(q[tokens], keys, values, layout.positions[tokens] - first, shape, sinks)
+            keys, values = gather_row(cache, layer.index, layout.page_table[row], context, first, q.dtype)
+            out[tokens] = attend(q[tokens], keys, values, layout.positions[tokens] - first, shape, layer.sinks)
         return out.flatten(1)
 
-    def latent_store(
-        self,
-        q: Tensor,
-        latents: Tensor,
-        rope: Tensor,
-        norm: Tensor,
-        eps: float,
-        cache: Tensor,
-        layer: int,
-        layout: StepLayout,
-        shape: LatentShape,
-    ) -> Tensor:
+    def latent_store(self, q: Tensor, latents: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
         """Norms and rotates the latents and stores them at their slots."""
-        cos, sin = rope[layout.positions.long()].to(q.dtype).unsqueeze(1).chunk(2, dim=-1)
+        shape = layer.shape
+        cos, sin = layer.rope[layout.positions.long()].to(q.dtype).unsqueeze(1).chunk(2, dim=-1)
         page_tokens = cache.shape[4]
         page, offset = layout.slots // page_tokens, layout.slots % page_tokens
-        cache[page, layer, 0, 0, offset, : shape.latent] = rms_norm(latents[:, : shape.latent], norm, eps)
-        cache[page, layer, 0, 0, offset, shape.latent :] = rotate(
-            latents[:, shape.latent :].unsqueeze(1), cos, sin
-        ).squeeze(1)
+        latent, key = latents[:, : shape.latent], latents[:, shape.latent :]
+        stored = cache[:, layer.index, 0, 0]
+        stored[page, offset, : shape.latent] = rms_norm(latent, layer.norm.weight, layer.norm.eps)
+        stored[page, offset, shape.latent :] = rotate(key.unsqueeze(1), cos, sin).squeeze(1)
         per_head = q.reshape(-1, shape.heads, shape.query)
         return torch.cat((per_head[..., : shape.nope], rotate(per_head[..., shape.nope :], cos, sin)), dim=-1)
 
-    def latent_attention(
-        self, q: Tensor, kv_up: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: LatentShape
-    ) -> Tensor:
+    def latent_attention(self, q: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
         """Expands each row's latents to keys and values of all heads and attends to them."""
-        starts = layout.row_starts.tolist()
+        shape, starts = layer.shape, layout.row_starts.tolist()
         out = q.new_empty(len(q), shape.heads * shape.v_dim)
         for row, context in enumerate(layout.context_lens.tolist()):
             tokens = slice(starts[row], starts[row + 1])
-            stored = gather_latents(cache, layer, layout.page_table[row], context)
-            out[tokens] = attend_latents(q[tokens], stored, kv_up, layout.positions[tokens], shape)
+            stored = gather_latents(cache, layer.index, layout.page_table[row], context)
+            out[tokens] = attend_latents(q[tokens], stored, layer.kv_up, layout.positions[tokens], shape)
         return out
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tandem.engine.kernels.base import Linear
+from tandem.engine.kernels.layers import Linear
 from tandem.engine.kernels.packed_weight import PackedWeight, Weight
 
 

@@ -18,8 +18,8 @@ from tandem.engine.config.model import (
     ModelSpec,
 )
 from tandem.engine.config.quantization import Codes, Packing, WeightFormat, WeightScheme
-from tandem.engine.kernels.base import Experts, Linear
 from tandem.engine.kernels.held_weight import held_bytes
+from tandem.engine.kernels.layers import Experts, Linear
 from tandem.engine.kernels.packed_weight import PackedWeight, Weight
 from tandem.engine.models.families import places_of
 from tandem.engine.models.parameters import (

@@ -7,8 +7,10 @@ from torch import Tensor
 
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.expert_tokens import ExpertTokens
-from tandem.engine.kernels.base import Feed, Kernels, Linear, StepLayout
+from tandem.engine.kernels.base import Feed, Kernels, Products, StepLayout
 from tandem.engine.kernels.kv_cache import KvCache
+from tandem.engine.kernels.layers import Linear, Norm
+from tandem.engine.kernels.lora.adapted_products import AdaptedProducts
 from tandem.engine.models.layers import DecoderLayer, prepare_layers
 from tandem.engine.models.parameters import Parameters
 from tandem.engine.steps.prompt_scoring import StepScoring
@@ -17,12 +19,23 @@ from tandem.engine.steps.prompt_scoring import StepScoring
 class DecoderModel:
     """A model of any family. Keeps the prepared weights, no state of requests."""
 
-    def __init__(self, spec: ModelSpec, parameters: Parameters, kernels: Kernels, max_context: int) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        parameters: Parameters,
+        kernels: Kernels,
+        max_context: int,
+        *,
+        adapted: AdaptedProducts | None = None,
+    ) -> None:
+        """Prepares the weights; `adapted` are the products of `kernels` with adapters, None without."""
         self.spec = spec
         self.dtype = parameters.dtype
         """The dtype of the activations."""
         self.kernels = kernels
-        self._final_norm = parameters.final_norm
+        self._updates = None if adapted is None else adapted.updates
+        self._products: Products = kernels if adapted is None else adapted
+        self._final_norm = Norm(parameters.final_norm, spec.norm_eps)
         self._lm_head = kernels.prepare(Linear(parameters.lm_head))
         # A tied table that was rearranged for the last product is not kept twice.
         tied = parameters.lm_head is parameters.embedding
@@ -32,7 +45,14 @@ class DecoderModel:
         scale = torch.tensor(spec.embedding_scale, dtype=parameters.dtype).item()
         self._embedding_scale = None if scale == 1.0 else scale
         self.expert_tokens = ExpertTokens(spec, device)
-        self._layers = prepare_layers(spec, parameters, kernels, max_context, self.expert_tokens)
+        self._layers = prepare_layers(
+            spec, parameters, kernels, self._products, max_context=max_context, expert_tokens=self.expert_tokens
+        )
+
+    @property
+    def trial_tokens(self) -> tuple[int, ...]:
+        """See `LoraUpdates.trial_tokens`."""
+        return () if self._updates is None else self._updates.trial_tokens
 
     def run_layer(self, number: int, hidden: Tensor, layouts: Sequence[StepLayout], cache: KvCache) -> None:
         """Stores the KV of layer `number` and adds both of its halves to `hidden`, in place; see `forward`."""
@@ -54,11 +74,13 @@ class DecoderModel:
         """Stores the step's KV and returns logits [len(drawn), vocab] in the model's dtype.
 
         token_ids [T] int64; layouts: of each group of layers; cache as in `Kernels.rope_and_store`; drawn [D] int64:
-        tokens whose logits are asked for, None = every one; feed: see `Feed`. Nothing drawn (D = 0) gives None, and
+        tokens whose logits are returned, None = every one; feed: see `Feed`. Nothing drawn (D = 0) gives None, and
         saves all that follows the last layer's store. With `scoring`, `drawn` has what it wants as well.
         """
         for layout in reversed(layouts):
             self.kernels.begin_step(cache, layout)
+        if self._updates is not None:
+            self._updates.begin_step(layouts[0].adapters)
         hidden = self._embed(token_ids, feed)
         if self._embedding_scale is not None:
             hidden *= self._embedding_scale
@@ -72,7 +94,8 @@ class DecoderModel:
         mixed = last.attention.attend(q, layout, cache)
         slots = layouts[0].slots
         if drawn is not None:
-            self.kernels.keep_tokens(drawn)
+            if self._updates is not None:
+                self._updates.keep_tokens(drawn)
             hidden, mixed, slots = hidden[drawn], mixed[drawn], slots[drawn]
         self._finish(last, mixed, hidden, slots)
         return self._logits(hidden) if scoring is None else scoring.logits(hidden, self._logits)
@@ -88,16 +111,16 @@ class DecoderModel:
 
     def _finish(self, layer: DecoderLayer, mixed: Tensor, hidden: Tensor, slots: Tensor) -> None:
         """Adds attention's output and the feed-forward network to the residual stream, in place."""
-        kernels, eps = self.kernels, self.spec.norm_eps
         if layer.attention_output_norm is None:
-            kernels.linear_add(mixed, layer.attention.output, hidden)
+            self._products.linear_add(mixed, layer.attention.output, hidden)
         else:
-            kernels.norm_add(kernels.linear(mixed, layer.attention.output), layer.attention_output_norm, eps, hidden)
+            out = self._products.linear(mixed, layer.attention.output)
+            self.kernels.norm_add(out, layer.attention_output_norm, hidden)
         layer.feed_forward.add(hidden, slots, layer.feed_forward_output_norm)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         spec = self.spec
-        logits = self.kernels.norm_linear(hidden, self._final_norm, spec.norm_eps, self._lm_head)
+        logits = self.kernels.norm_linear(hidden, self._final_norm, self._lm_head)
         if spec.logits_scale != 1.0:
             logits *= spec.logits_scale
         if spec.logits_softcap is not None:

@@ -10,8 +10,9 @@ from tandem.engine.config.kv import kv_groups
 from tandem.engine.config.model import GroupedQueryAttention, MixtureOfExperts, ModelSpec
 from tandem.engine.config.rope import RopeConfig
 from tandem.engine.expert_tokens import ExpertTokens
-from tandem.engine.kernels.base import Experts, Kernels
-from tandem.engine.models.blocks import AttentionBlock, DenseBlock, ExpertsBlock, LatentBlock, Norm
+from tandem.engine.kernels.base import Kernels, Products
+from tandem.engine.kernels.layers import Experts, Norm
+from tandem.engine.models.blocks import AttentionBlock, DenseBlock, ExpertsBlock, LatentBlock
 from tandem.engine.models.parameters import (
     AttentionParameters,
     DenseParameters,
@@ -36,16 +37,25 @@ class DecoderLayer:
     """The two halves of a layer, the norms of their outputs if it has any, and its group's number in the KV cache."""
 
     attention: AttentionBlock | LatentBlock
-    attention_output_norm: Tensor | None
+    attention_output_norm: Norm | None
     feed_forward: DenseBlock | ExpertsBlock
-    feed_forward_output_norm: Tensor | None
+    feed_forward_output_norm: Norm | None
     group: int
 
 
 def prepare_layers(
-    spec: ModelSpec, parameters: Parameters, kernels: Kernels, max_context: int, expert_tokens: ExpertTokens
+    spec: ModelSpec,
+    parameters: Parameters,
+    kernels: Kernels,
+    products: Products,
+    *,
+    max_context: int,
+    expert_tokens: ExpertTokens,
 ) -> list[DecoderLayer]:
-    """Prepares all layers; those with the same rotary embedding share its table."""
+    """Prepares all layers; those with the same rotary embedding share its table.
+
+    `products` are those of `kernels`, or with adapters.
+    """
     device = parameters.embedding.device
     tables: dict[tuple[RopeConfig | None, int], Tensor] = {}
 
@@ -60,7 +70,16 @@ def prepare_layers(
         for index, layer in enumerate(group.layers)
     }
     return [
-        _prepare_layer(spec, number, places[number], weights, kernels=kernels, table=table, expert_tokens=expert_tokens)
+        _prepare_layer(
+            spec,
+            number,
+            places[number],
+            weights,
+            kernels=kernels,
+            products=products,
+            table=table,
+            expert_tokens=expert_tokens,
+        )
         for number, weights in enumerate(parameters.layers)
     ]
 
@@ -72,22 +91,27 @@ def _prepare_layer(
     weights: LayerParameters,
     *,
     kernels: Kernels,
+    products: Products,
     table: RopeTable,
     expert_tokens: ExpertTokens,
 ) -> DecoderLayer:
     layer = spec.layers[number]
     attention, feed_forward = layer.attention, layer.feed_forward
-    found, inner = weights.attention, weights.feed_forward
+    outer, inner = weights.attention, weights.feed_forward
     before, between = Norm(weights.input_norm, spec.norm_eps), Norm(weights.feed_forward_norm, spec.norm_eps)
     attention_block: AttentionBlock | LatentBlock
     if isinstance(attention, GroupedQueryAttention):
-        assert isinstance(found, AttentionParameters)
+        assert isinstance(outer, AttentionParameters)
         rope = table(attention.rope, attention.shape.rotated)
-        attention_block = AttentionBlock(attention, place.layer, before, found, rope=rope, kernels=kernels)
+        attention_block = AttentionBlock(
+            attention, place.layer, before, outer, rope=rope, kernels=kernels, products=products
+        )
     else:
-        assert isinstance(found, LatentParameters)
+        assert isinstance(outer, LatentParameters)
         rope = table(attention.rope, attention.shape.rope)
-        attention_block = LatentBlock(attention, place.layer, before, found, rope=rope, kernels=kernels)
+        attention_block = LatentBlock(
+            attention, place.layer, before, outer, rope=rope, kernels=kernels, products=products
+        )
     feed_forward_block: DenseBlock | ExpertsBlock
     if isinstance(feed_forward, MixtureOfExperts):
         assert isinstance(inner, Experts)
@@ -95,11 +119,15 @@ def _prepare_layer(
         feed_forward_block = ExpertsBlock(feed_forward, between, counted, kernels)
     else:
         assert isinstance(inner, DenseParameters)
-        feed_forward_block = DenseBlock(feed_forward, between, inner, kernels)
+        feed_forward_block = DenseBlock(feed_forward, between, inner, kernels=kernels, products=products)
     return DecoderLayer(
         attention_block,
-        weights.attention_output_norm,
+        _output_norm(weights.attention_output_norm, spec),
         feed_forward_block,
-        weights.feed_forward_output_norm,
+        _output_norm(weights.feed_forward_output_norm, spec),
         place.group,
     )
+
+
+def _output_norm(weight: Tensor | None, spec: ModelSpec) -> Norm | None:
+    return None if weight is None else Norm(weight, spec.norm_eps)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.config.model import GroupedQueryAttention, LayerSpec, ModelSpec
-from tandem.engine.kernels.base import Experts
+from tandem.engine.kernels.layers import Experts
 from tandem.engine.kernels.packed_weight import PackedWeight, Weight
 
 

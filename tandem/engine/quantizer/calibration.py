@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tandem.engine.kernels.base import Linear
-from tandem.engine.kernels.reference import ReferenceKernels, rms_norm
+from tandem.engine.kernels.layers import Linear
+from tandem.engine.kernels.reference import ReferenceKernels
 
 
 @dataclass(slots=True)
@@ -62,10 +62,6 @@ class CalibrationKernels(ReferenceKernels):
         self.statistics: dict[int, InputStatistics] = {}
         """The statistics of each product, by its weight's address; empty = nothing is added up."""
 
-    def norm_linear(self, hidden: Tensor, norm: Tensor, eps: float, linear: Linear) -> Tensor:
-        """Applies RMSNorm, then the product."""
-        return self.linear(rms_norm(hidden, norm, eps), linear)
-
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         """Adds up the inputs and computes the product."""
         assert isinstance(linear.weight, Tensor)
@@ -73,7 +69,3 @@ class CalibrationKernels(ReferenceKernels):
         if found is not None:
             found.add(x)
         return super().linear(x, linear)
-
-    def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
-        """Adds up the inputs, computes the product and adds it to `hidden`."""
-        hidden += self.linear(x, linear)

@@ -12,6 +12,7 @@ from tandem.engine.config import EngineConfig
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.device import parse_device, parse_kv_dtype
 from tandem.engine.kernels.base import Kernels
+from tandem.engine.kernels.lora.adapted_products import AdaptedProducts
 from tandem.engine.memory import kv_cache_bytes
 from tandem.engine.models.decoder import DecoderModel
 from tandem.engine.models.parameters import Parameters
@@ -96,15 +97,17 @@ def model_with_draft(
     parameters: Parameters,
     kernels: Kernels,
     kernels_of: MakeKernels,
+    *,
+    adapted: AdaptedProducts | None = None,
 ) -> ModelWithDraft:
     """Return the model, with the heads of `config.draft` if it has such; ModelError if they do not fit.
 
-    A head with a layer of its own gets other `kernels_of`.
+    `adapted` as in `DecoderModel`. A head with a layer of its own gets other `kernels_of`.
     """
     kind = None if config.draft is None else draft_kind(config.draft)
     if kind in {None, DraftKind.MODEL} and not config.keep_hidden:
-        return ModelWithDraft(DecoderModel(spec, parameters, kernels, spec.max_context))
-    model = HiddenStateModel(spec, parameters, kernels, spec.max_context, hidden_rows(config))
+        return ModelWithDraft(DecoderModel(spec, parameters, kernels, spec.max_context, adapted=adapted))
+    model = HiddenStateModel(spec, parameters, kernels, spec.max_context, hidden_rows(config), adapted=adapted)
     loaded = ModelWithDraft(model, drawn_hidden=model.drawn_hidden)
     if config.draft is None or kind is DraftKind.MODEL:
         return loaded

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from tandem.engine.kernels.base import StepLayout
 from tandem.engine.kernels.cuda import CudaKernels
+from tandem.engine.kernels.layers import AttentionLayer
 from tandem.engine.models.shapes import shape_config
 from tests.kernels.prefill_cases import to_device
-from tests.kernels.steps import LAYER, make_step
+from tests.kernels.steps import make_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -46,10 +47,10 @@ def test_the_same_bits_as_in_turn(
     def attended() -> Tensor:
         with torch.inference_mode():
             kernels.begin_step(cache, layout)
-            return kernels.attention(q, cache, LAYER, layout, SHAPE).clone()
+            return kernels.attention(q, step.layer, cache, layout).clone()
 
     beside = [attended() for _ in range(20)]
-    graph, captured = _capture(kernels, q, cache, layout)
+    graph, captured = _capture(kernels, step.layer, q, cache, layout)
     for _ in range(20):
         graph.replay()
         beside.append(captured.clone())
@@ -59,9 +60,11 @@ def test_the_same_bits_as_in_turn(
     assert all(torch.equal(each, in_turn) for each in beside)
 
 
-def _capture(kernels: CudaKernels, q: Tensor, cache: Tensor, layout: StepLayout) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+def _capture(
+    kernels: CudaKernels, layer: AttentionLayer, q: Tensor, cache: Tensor, layout: StepLayout
+) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     graph = torch.cuda.CUDAGraph()
     with torch.inference_mode(), torch.cuda.graph(graph):
         kernels.begin_step(cache, layout)
-        out = kernels.attention(q, cache, LAYER, layout, SHAPE)
+        out = kernels.attention(q, layer, cache, layout)
     return graph, out

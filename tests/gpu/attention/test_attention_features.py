@@ -16,6 +16,7 @@ from torch import Tensor
 from tandem.engine.config.attention import AttentionShape
 from tandem.engine.kernels.attention.prefill_attention import AttentionKind, FlashPrefill, PrefillAttention, SdpaPrefill
 from tandem.engine.kernels.attention.triton_attention import DecodeAttention
+from tandem.engine.kernels.layers import AttentionLayer
 from tandem.engine.kernels.rowwise.triton_rope import rope_and_store
 from tandem.engine.kernels.triton_launch import overlaps_launches
 from tests.kernels import decode_cases, prefill_cases
@@ -127,18 +128,16 @@ def test_rope_and_store(shape: AttentionShape, norms: str | None, tokens: int, d
     weights = [torch.randn(n * shape.head_dim, generator=generator).bfloat16().double() for n in groups]
     cache = head_major(step.cache).to(GPU, dtype)
     given = [None, None] if norms is None else [w.to(GPU, torch.float32 if norms == "wide" else dtype) for w in weights]
-    q = rope_and_store(
-        step.qkv.to(GPU, dtype, copy=True), step.rope.to(GPU), *given, 1e-5, cache, LAYER,
-        step.layout.positions.to(GPU), step.layout.slots.to(GPU), shape, pdl=overlaps_launches(),
-    )  # fmt: skip
+    layer = AttentionLayer(LAYER, shape, step.rope.to(GPU), *given, norm_eps=1e-5)
+    layout = prefill_cases.to_device(step.layout, GPU)
+    q = rope_and_store(step.qkv.to(GPU, dtype, copy=True), layer, cache, layout, pdl=overlaps_launches())
 
     def plain(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         held = step.cache.to(dtype, copy=True)
         found = [None, None] if norms is None else [w.to(dtype) for w in weights]
         rope = step.rope.to(torch.promote_types(dtype, torch.float32))
-        turned = decode_cases.REFERENCE.rope_and_store(
-            step.qkv.to(dtype, copy=True), rope, *found, 1e-5, held, LAYER, step.layout, shape
-        )
+        layer = AttentionLayer(LAYER, shape, rope, *found, norm_eps=1e-5)
+        turned = decode_cases.REFERENCE.rope_and_store(step.qkv.to(dtype, copy=True), layer, held, step.layout)
         return turned, held
 
     (base_q, base), (exact_q, exact) = plain(dtype), plain(torch.float64)

@@ -23,7 +23,7 @@ from tandem.engine.kernels.latent.block_attention import (
 from tandem.engine.kernels.latent.latent_kernels import LatentKernels
 from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.engine.kernels.triton_launch import overlaps_launches
-from tests.kernels.latent.latent_steps import EPS, LAYER, TINY, LatentStep, make_latent_step
+from tests.kernels.latent.latent_steps import LAYER, TINY, LatentStep, make_latent_step
 from tests.kernels.steps import assert_as_good
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -58,11 +58,11 @@ def run(step: LatentStep, blocks: BlockAttention | None = None) -> Tensor:
     """Computes a step whose queries are rotated and whose latents are stored already."""
     kernels, single = kernels_of(step.shape, step.q.dtype, blocks), step.layout.single_rows
     kernels.begin_step(step.cache, step.layout, single)
-    return kernels.attention(step.queries, step.kv_up, step.cache, LAYER, step.layout, step.shape, single)
+    return kernels.attention(step.queries, step.layer, step.cache, step.layout, single)
 
 
 def reference(step: LatentStep) -> Tensor:
-    return REFERENCE.latent_attention(step.queries, step.kv_up, step.cache, LAYER, step.layout, step.shape)
+    return REFERENCE.latent_attention(step.queries, step.layer, step.cache, step.layout)
 
 
 def check(step: LatentStep, dtype: torch.dtype, blocks: BlockAttention | None = None) -> None:
@@ -120,7 +120,7 @@ def test_the_store() -> None:
         spare = each.cache.shape[0] * each.cache.shape[4] - 1
         slots = each.layout.slots if each is ours else each.layout.slots.where(real, spare)
         layout = replace(each.layout, slots=slots)
-        q = store(each.q, each.latents, each.rope, each.norm, EPS, each.cache, LAYER, layout, each.shape)
+        q = store(each.q, each.latents, each.layer, each.cache, layout)
         page, offset = slots[real] // each.cache.shape[4], slots[real] % each.cache.shape[4]
         stored.append((q[real], each.cache[page, LAYER, 0, 0, offset]))
     for found, baseline, expected in zip(*reversed(stored), strict=True):
@@ -146,7 +146,7 @@ def test_a_captured_graph_computes_other_steps(rows: str) -> None:
 
     def compute() -> Tensor:
         kernels.begin_step(cache, layout, single)
-        return kernels.attention(held.queries, held.kv_up, cache, LAYER, layout, shape, single)
+        return kernels.attention(held.queries, held.layer, cache, layout, single)
 
     compute()
     torch.cuda.synchronize()

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tandem.engine.config.model import ExpertRouter
-from tandem.engine.kernels.base import Experts
 from tandem.engine.kernels.experts.packed_experts import prepared_experts
+from tandem.engine.kernels.layers import Experts, ExpertsLayer, Norm
 from tandem.engine.kernels.packed_weight import PackedWeight
 from tests.kernels.experts.expert_cases import EPS, OURS, ExpertCase, experts_as, make_case, moe, reference_run
 from tests.kernels.packed_cases import KINDS, make_packed
@@ -41,7 +41,7 @@ def packed_case(kind: str, tokens: int, group: int) -> tuple[ExpertCase, Experts
 
 def run(case: ExpertCase, experts: Experts) -> Tensor:
     hidden = case.hidden.to(BF16)
-    OURS.add(hidden, case.norm.to(BF16), EPS, experts, case.spec, case.slots)
+    OURS.add(hidden, ExpertsLayer(Norm(case.norm.to(BF16), EPS), experts, case.spec), case.slots)
     return hidden[case.valid]
 
 
@@ -59,11 +59,11 @@ def test_a_graph_repeats_its_bits(tokens: int, kind: str) -> None:
     case, experts = packed_case(kind, tokens, 64)
     once = run(case, experts)
     hidden = case.hidden.to(BF16)
-    norm = case.norm.to(BF16)
+    layer = ExpertsLayer(Norm(case.norm.to(BF16), EPS), experts, case.spec)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        OURS.add(hidden, norm, EPS, experts, case.spec, case.slots)
+        OURS.add(hidden, layer, case.slots)
     for _ in range(10):
         hidden.copy_(case.hidden)
         graph.replay()

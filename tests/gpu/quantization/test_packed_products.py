@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.engine.kernels.base import Linear
+from tandem.engine.kernels.layers import Linear, Norm
 from tandem.engine.kernels.linear.triton_linear import reserve_scratch
 from tandem.engine.kernels.packed import packed_products
 from tandem.engine.kernels.packed_weight import PackedWeight
@@ -33,16 +33,16 @@ def random(*sizes: int) -> Tensor:
     return torch.randn(*sizes, device="cuda").bfloat16()
 
 
-def operate(kernels: ReferenceKernels | None, operation: str, x: Tensor, norm: Tensor, linear: Linear) -> Tensor:
+def operate(kernels: ReferenceKernels | None, operation: str, x: Tensor, norm: Norm, linear: Linear) -> Tensor:
     pdl = overlaps_launches()
     if operation == "norm_linear":
         if kernels is None:
-            return packed_products.norm_linear(x, norm, EPS, linear, pdl=pdl)
-        return kernels.norm_linear(x, norm, EPS, linear)
+            return packed_products.norm_linear(x, norm, linear, pdl=pdl)
+        return kernels.norm_linear(x, norm, linear)
     if operation == "norm_gate_up":
         if kernels is None:
-            return packed_products.norm_gate_up(x, norm, EPS, linear, pdl=pdl)
-        return kernels.norm_gate_up(x, norm, EPS, linear)
+            return packed_products.norm_gate_up(x, norm, linear, pdl=pdl)
+        return kernels.norm_gate_up(x, norm, linear)
     hidden = torch.ones(len(x), len(linear.weight), device="cuda", dtype=x.dtype)
     if kernels is None:
         packed_products.linear_add(x, linear, hidden, pdl=pdl)
@@ -57,22 +57,25 @@ def operate(kernels: ReferenceKernels | None, operation: str, x: Tensor, norm: T
 def test_products_are_those_of_the_dequantized_weight(kind: str, operation: str, shape: tuple[int, int, int]) -> None:
     rows, k, group = shape
     torch.manual_seed(k)
-    packed, norm, bias = on_gpu(make_packed(kind, (rows, k), group)), random(k), random(rows)
+    packed, norm, bias = on_gpu(make_packed(kind, (rows, k), group)), Norm(random(k), EPS), random(rows)
     weights = {dtype: packed.dequantized(dtype) for dtype in (torch.bfloat16, torch.float64)}
-    reserve_scratch(norm.device)
+    reserve_scratch(packed.device)
     for tokens in TOKENS:
         x = random(tokens, k)
         found = operate(None, operation, x, norm, Linear(packed, bias))
         baseline = operate(REFERENCE, operation, x, norm, Linear(weights[torch.bfloat16], bias))
         exact = Linear(weights[torch.float64], bias.double())
-        assert_as_good(found, baseline, operate(REFERENCE, operation, x.double(), norm.double(), exact))
+        assert_as_good(
+            found, baseline, operate(REFERENCE, operation, x.double(), Norm(norm.weight.double(), EPS), exact)
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_graph_repeats_its_bits(kind: str) -> None:
-    packed, norm, x = on_gpu(make_packed(kind, (512, 4096), 128)), random(4096), random(5, 4096)
+    packed, norm = on_gpu(make_packed(kind, (512, 4096), 128)), Norm(random(4096), EPS)
+    x = random(5, 4096)
     linear = Linear(packed)
-    reserve_scratch(norm.device)
+    reserve_scratch(packed.device)
     once = operate(None, "norm_linear", x, norm, linear)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -85,7 +88,8 @@ def test_a_graph_repeats_its_bits(kind: str) -> None:
 
 
 def test_a_row_does_not_depend_on_others_of_the_same_tile() -> None:
-    packed, norm, x = on_gpu(make_packed("int4", (512, 4096), 128)), random(4096), random(16, 4096)
+    packed, norm = on_gpu(make_packed("int4", (512, 4096), 128)), Norm(random(4096), EPS)
+    x = random(16, 4096)
     together = operate(None, "norm_linear", x, norm, Linear(packed))
     for row in range(16):
         assert torch.equal(operate(None, "norm_linear", x[row : row + 1], norm, Linear(packed))[0], together[row])

@@ -14,7 +14,7 @@ from tandem.engine.kernels.attention.quantized_prefill import QuantizedPrefill
 from tests.kernels.prefill_cases import BATCHES, ROWS, to_device
 from tests.kernels.quantized_kv.quantized_caches import moved, quantized
 from tests.kernels.quantized_kv.test_quantized_prefill import run, torch_of
-from tests.kernels.steps import LAYER, assert_as_good, heads, make_step
+from tests.kernels.steps import assert_as_good, heads, make_step
 from tests.pairwise import pairwise
 
 pytestmark = [
@@ -59,7 +59,7 @@ def test_one_graph_serves_every_length() -> None:
 
     def compute() -> Tensor:
         attention.begin_step(cache, layout, 0)
-        return attention(q, cache, LAYER, layout, step.shape, 0)
+        return attention(q, step.layer, cache, layout, 0)
 
     expected = compute().clone()
     torch.cuda.synchronize()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.engine.kernels.base import Linear
+from tandem.engine.kernels.layers import Linear, Norm
 from tandem.engine.kernels.linear.triton_linear import reserve_scratch
 from tandem.engine.kernels.packed import scaled_products
 from tandem.engine.kernels.packed.scaled_weight import ScaledWeight
@@ -38,9 +38,9 @@ def random(*sizes: int) -> Tensor:
     return torch.randn(*sizes, device="cuda").bfloat16()
 
 
-def exact_product(x: Tensor, norm: Tensor | None, weight: PackedWeight, prepared: ScaledWeight) -> Tensor:
+def exact_product(x: Tensor, norm: Norm | None, weight: PackedWeight, prepared: ScaledWeight) -> Tensor:
     """The product of what the codes stand for, in float64."""
-    found = scaled_products.quantized(x, norm, EPS, prepared, pdl=False)
+    found = scaled_products.quantized(x, norm, prepared, pdl=False)
     scales = found.scales[:, : len(x)].t().double().repeat_interleave(weight.group, dim=1)
     return (found.codes[: len(x)].double() * scales) @ weight.dequantized(torch.float64).t()
 
@@ -61,16 +61,16 @@ def test_products_of_any_number_of_tokens(kind: str, shape: tuple[int, int, int]
     rows, k, group = shape
     torch.manual_seed(rows)
     weight = make_weight(kind, rows, k, group)
-    prepared, norm, bias = scaled_products.prepared(weight), random(k), random(rows)
-    reserve_scratch(norm.device)
+    prepared, norm, bias = scaled_products.prepared(weight), Norm(random(k), EPS), random(rows)
+    reserve_scratch(weight.device)
     pdl = overlaps_launches()
     for tokens in TOKENS:
         x = random(tokens, k)
         product = exact_product(x, norm, weight, prepared)
-        found = scaled_products.norm_linear(x, norm, EPS, Linear(prepared, bias), pdl=pdl)
+        found = scaled_products.norm_linear(x, norm, Linear(prepared, bias), pdl=pdl)
         check(found, product + bias.double(), kind == "fp8", group)
         gate, up = (product + bias.double()).chunk(2, dim=1)
-        found = scaled_products.norm_gate_up(x, norm, EPS, Linear(prepared, bias), pdl=pdl)
+        found = scaled_products.norm_gate_up(x, norm, Linear(prepared, bias), pdl=pdl)
         wanted = torch.nn.functional.silu(gate) * up
         slack = (gate.abs() + up.abs()).square().mean().sqrt() ** 2
         assert ((found.double() - wanted).abs() <= wanted.abs() * 2**-6 + slack * 2**-4).all()
@@ -96,14 +96,14 @@ def test_the_library_is_used_where_it_has_the_product() -> None:
 @pytest.mark.parametrize("tokens", [5, 200])
 def test_a_graph_repeats_its_bits(tokens: int, kind: str, group: int) -> None:
     weight = scaled_products.prepared(make_weight(kind, 512, 4096, group))
-    norm, x = random(4096), random(tokens, 4096)
+    norm, x = Norm(random(4096), EPS), random(tokens, 4096)
     pdl = overlaps_launches()
-    reserve_scratch(norm.device)
-    once = scaled_products.norm_linear(x, norm, EPS, Linear(weight), pdl=pdl)
+    reserve_scratch(weight.device)
+    once = scaled_products.norm_linear(x, norm, Linear(weight), pdl=pdl)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = scaled_products.norm_linear(x, norm, EPS, Linear(weight), pdl=pdl)
+        out = scaled_products.norm_linear(x, norm, Linear(weight), pdl=pdl)
     for _ in range(20):
         out.zero_()
         graph.replay()
@@ -114,15 +114,15 @@ def test_a_graph_repeats_its_bits(tokens: int, kind: str, group: int) -> None:
 def test_a_token_alone_and_in_company(kind: str, group: int) -> None:
     """Codes and scales have the same bits in all steps, products those of the same tile; else sums differ in order."""
     weight = make_weight(kind, 512, 4096, group)
-    prepared, norm, x = scaled_products.prepared(weight), random(4096), random(400, 4096)
+    prepared, norm, x = scaled_products.prepared(weight), Norm(random(4096), EPS), random(400, 4096)
     pdl = overlaps_launches()
-    alone = scaled_products.norm_linear(x[7:8], norm, EPS, Linear(prepared), pdl=pdl)
-    codes = scaled_products.quantized(x[7:8], norm, EPS, prepared, pdl=pdl)
+    alone = scaled_products.norm_linear(x[7:8], norm, Linear(prepared), pdl=pdl)
+    codes = scaled_products.quantized(x[7:8], norm, prepared, pdl=pdl)
     for tokens in (16, 64, 200, 400):
-        many = scaled_products.quantized(x[:tokens], norm, EPS, prepared, pdl=pdl)
+        many = scaled_products.quantized(x[:tokens], norm, prepared, pdl=pdl)
         assert torch.equal(many.codes[7].float(), codes.codes[0].float())
         assert torch.equal(many.scales[:, 7], codes.scales[:, 0])
-        together = scaled_products.norm_linear(x[:tokens], norm, EPS, Linear(prepared), pdl=pdl)
+        together = scaled_products.norm_linear(x[:tokens], norm, Linear(prepared), pdl=pdl)
         if tokens == 16:
             assert torch.equal(together[7], alone[0])
         check(together[7:8], exact_product(x[7:8], norm, weight, prepared), kind == "fp8")
@@ -136,7 +136,7 @@ def test_codes_are_the_reference_s(kind: str) -> None:
     x = random(300, 14336)
     for group in (14336, 128):
         weight = make_weight(kind, 16, 14336, group)
-        found = scaled_products.quantized(x, None, 0.0, weight, pdl=False)
+        found = scaled_products.quantized(x, None, weight, pdl=False)
         codes, scales = quantize_kv(x.view(300, -1, group), weight.codes.dtype)
         assert torch.equal(found.codes[:300].float(), codes.view(300, -1).float())
         assert torch.equal(found.scales[:, :300].t(), scales)

@@ -15,7 +15,7 @@ from tandem.engine.kernels.attention.triton_attention_plan import PlanFunction, 
 from tandem.engine.kernels.reference import ReferenceKernels
 from tests.kernels import prefill_cases
 from tests.kernels.decode_cases import ON_GPU, attention_of, check, decode_step, fixed, run, torch_of
-from tests.kernels.steps import LAYER, Step, assert_as_good, head_major, heads, make_step, with_sinks
+from tests.kernels.steps import Step, assert_as_good, head_major, heads, make_step, with_sinks
 from tests.pairwise import pairwise
 
 CPU = torch.device("cpu")
@@ -85,6 +85,6 @@ def test_the_reference_reads_pages_of_any_order() -> None:
     step = with_sinks(make_step([(9, 50), (1, 20)], SHAPES["capped window"]))
 
     def reference(cache: Tensor) -> Tensor:
-        return ReferenceKernels().attention(step.q, cache, LAYER, step.layout, step.shape, step.sinks)
+        return ReferenceKernels().attention(step.q, step.layer, cache, step.layout)
 
     assert torch.equal(reference(head_major(step.cache)), reference(step.cache))

@@ -152,8 +152,7 @@ def test_codes(*, shape: AttentionShape, choose: object, kind: torch.dtype) -> N
     rows, cache = Rows(step, 4, spare_groups=1, padding=2), quantized(step.cache, kind)
     for dtype in (torch.float32, torch.float16):
         baseline, exact = (
-            REFERENCE.attention(step.q.to(each), cache, LAYER, step.layout, shape, step.sinks)
-            for each in (dtype, torch.float64)
+            REFERENCE.attention(step.q.to(each), step.layer, cache, step.layout) for each in (dtype, torch.float64)
         )
         assert_as_good(rows.attend(dtype, cache, choose=choose, kv_dtype=kind), baseline, exact, LUCK)
 

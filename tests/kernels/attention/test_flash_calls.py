@@ -17,7 +17,7 @@ from tandem.engine.kernels.reference import attend
 from tandem.engine.kernels.triton_launch import overlaps_launches
 from tandem.engine.models.shapes import shape_config
 from tests.kernels.prefill_cases import check, run, to_device, torch_of
-from tests.kernels.steps import LAYER, assert_as_good, head_major, heads, make_step, with_sinks
+from tests.kernels.steps import assert_as_good, head_major, heads, make_step, with_sinks
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAGE = 128
@@ -90,7 +90,7 @@ def test_one_step_of_layers_of_both_kinds(flash: Flash) -> None:
     q, cache = step.q.to(DEVICE, torch.bfloat16), step.cache.to(DEVICE, torch.bfloat16)
     attention.begin_step(cache, layout, 0)
     for shape in (WINDOWED, WHOLE, WINDOWED, WHOLE):
-        attention(q, cache, LAYER, layout, shape, 0)
+        attention(q, replace(step.layer, shape=shape), cache, layout, 0)
     assert flash.calls == [(39, 3), (None, 3)] * 2
 
 
@@ -139,6 +139,6 @@ def test_all_kernels_together(flash: Flash, single: int) -> None:
     layout = replace(to_device(step.layout, DEVICE), single_rows=single)
     q, cache = step.q.to(DEVICE, torch.bfloat16), step.cache.to(DEVICE, torch.bfloat16)
     kernels.begin_step(cache, layout)
-    ours = kernels.attention(q, cache, LAYER, layout, shape).cpu()
+    ours = kernels.attention(q, step.layer, cache, layout).cpu()
     assert_as_good(ours, whole, exact)
     assert flash.calls == [(None, 3)]

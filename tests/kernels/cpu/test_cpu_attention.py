@@ -39,7 +39,7 @@ NAMED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def attend(kernels: Kernels, step: Step, dtype: torch.dtype) -> Tensor:
-    return kernels.attention(step.q.to(dtype), step.cache_as(dtype), LAYER, step.layout, step.shape, step.sinks)
+    return kernels.attention(step.q.to(dtype), step.layer, step.cache_as(dtype), step.layout)
 
 
 @pairwise(rows=STEPS, shape=SHAPES, page_tokens=[16, 128], dtype=NAMED_DTYPES, always=EDGES)
@@ -102,15 +102,15 @@ def test_a_row_is_the_same_alone_and_in_any_step(
     together, q, cache = attend(kernels, step, dtype), step.q.to(dtype), step.cache_as(dtype)
     for number in range(len(rows)):
         mine, alone = row_alone(step.layout, number)
-        assert torch.equal(kernels.attention(q[mine], cache, LAYER, alone, shape), together[mine])
+        assert torch.equal(kernels.attention(q[mine], step.layer, cache, alone), together[mine])
 
 
 def test_large_scores_do_not_overflow(kernels: CpuKernels, dtype: torch.dtype) -> None:
     step = make_step([(1, 700), (20, 300)], SHAPES["gqa"])
     q = (step.q * 200).to(dtype)
-    exact = REFERENCE.attention(q.double(), step.cache, LAYER, step.layout, step.shape)
-    ours = kernels.attention(q, step.cache_as(dtype), LAYER, step.layout, step.shape)
-    assert_as_good(ours, REFERENCE.attention(q, step.cache_as(dtype), LAYER, step.layout, step.shape), exact)
+    exact = REFERENCE.attention(q.double(), step.layer, step.cache, step.layout)
+    ours = kernels.attention(q, step.layer, step.cache_as(dtype), step.layout)
+    assert_as_good(ours, REFERENCE.attention(q, step.layer, step.cache_as(dtype), step.layout), exact)
 
 
 ROTATED = SHAPES | {"partial": replace(heads(4, 2, 80), rotary_dims=20)}
@@ -138,7 +138,7 @@ def test_rope_and_store(
         norm_dtype = torch.float32 if normed is torch.float32 and dtype is torch.bfloat16 else dtype
         q_norm, k_norm = (None if norm is None else norm.to(norm_dtype) for norm in norms)
         qkv = step.qkv.to(dtype, copy=True)
-        q = kernels.rope_and_store(qkv, step.rope, q_norm, k_norm, 1e-6, cache, LAYER, step.layout, shape)
+        q = kernels.rope_and_store(qkv, replace(step.layer, q_norm=q_norm, k_norm=k_norm), cache, step.layout)
         return q, cache
 
     (ours_q, ours), (torch_q, baseline) = store(kernels, dtype), store(REFERENCE, dtype)
@@ -156,5 +156,5 @@ def test_attention_reads_a_view_of_qkv(kernels: CpuKernels, dtype: torch.dtype) 
     qkv = torch.cat((step.q.flatten(1), torch.zeros(len(step.q), 64)), dim=1).to(dtype)
     view = qkv[:, :width].view(len(step.q), step.shape.heads, step.shape.head_dim)
     assert torch.equal(
-        kernels.attention(view, step.cache_as(dtype), LAYER, step.layout, step.shape), attend(kernels, step, dtype)
+        kernels.attention(view, step.layer, step.cache_as(dtype), step.layout), attend(kernels, step, dtype)
     )

@@ -5,6 +5,7 @@ import torch
 
 from tandem.engine.config.model import ExpertRouter, MixtureOfExperts
 from tandem.engine.kernels.cpu.kernels import CpuKernels
+from tandem.engine.kernels.layers import ExpertsLayer, Norm
 from tests.kernels.experts.expert_cases import ExpertCase, experts_as, make_case, moe, reference_run
 from tests.kernels.product_cases import EPS
 from tests.kernels.steps import assert_as_good
@@ -26,7 +27,7 @@ _any_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def run(case: ExpertCase, kernels: CpuKernels, dtype: torch.dtype, counter: torch.Tensor | None = None) -> torch.Tensor:
     hidden = case.hidden.to(dtype, copy=True)
     experts = kernels.prepare_experts(experts_as(case.experts, dtype, counter))
-    kernels.experts(hidden, case.norm.to(dtype), EPS, experts, case.spec, case.slots)
+    kernels.experts(hidden, ExpertsLayer(Norm(case.norm.to(dtype), EPS), experts, case.spec), case.slots)
     return hidden
 
 

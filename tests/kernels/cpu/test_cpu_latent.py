@@ -6,7 +6,7 @@ import torch
 from tandem.engine.config.attention import LatentShape
 from tandem.engine.kernels.cpu.latent import latent_attention
 from tandem.engine.kernels.reference import ReferenceKernels
-from tests.kernels.latent.latent_steps import LAYER, REAL, TINY, LatentStep, make_latent_step
+from tests.kernels.latent.latent_steps import REAL, TINY, LatentStep, make_latent_step
 from tests.kernels.steps import assert_as_good
 
 REFERENCE = ReferenceKernels()
@@ -14,7 +14,7 @@ ROWS = [(1, 40), (1, 1), (9, 30), (2, 2)]
 
 
 def run(step: LatentStep) -> torch.Tensor:
-    return latent_attention(step.queries, step.kv_up, step.cache, LAYER, step.layout, step.shape)
+    return latent_attention(step.queries, step.layer, step.cache, step.layout)
 
 
 @pytest.mark.parametrize(
@@ -23,8 +23,7 @@ def run(step: LatentStep) -> torch.Tensor:
 def test_as_exact_as_torch(shape: LatentShape, dtype: torch.dtype) -> None:
     step = make_latent_step(ROWS, shape)
     exact, plain = (
-        REFERENCE.latent_attention(each.queries, each.kv_up, each.cache, LAYER, each.layout, each.shape)
-        for each in (step, step.to(dtype))
+        REFERENCE.latent_attention(each.queries, each.layer, each.cache, each.layout) for each in (step, step.to(dtype))
     )
     assert_as_good(run(step.to(dtype)), plain, exact)
 

@@ -17,8 +17,8 @@ SCRIPT = """
 import sys, torch
 sys.path.insert(0, "tests")
 from kernels.packed_cases import make_packed
-from kernels.steps import LAYER, assert_as_good, heads, make_step
-from tandem.engine.kernels.base import Linear
+from kernels.steps import assert_as_good, heads, make_step
+from tandem.engine.kernels.layers import Linear, Norm
 from tandem.engine.kernels.cpu.kernels import CpuKernels
 from tandem.engine.kernels.reference import ReferenceKernels
 torch.set_num_threads(1)
@@ -29,10 +29,10 @@ for dtype in map(torch.__dict__.get, sys.argv[1:]):
     kernels, numbers = CpuKernels(dtype, threads=2), []
     for made, exact in ((kernels, dtype), (reference, dtype), (reference, torch.float64)):
         few, many = (
-            made.norm_gate_up(x[:tokens].to(exact), norm.to(exact), 1e-5, Linear(weight.to(exact))).flatten()
+            made.norm_gate_up(x[:tokens].to(exact), Norm(norm.to(exact), 1e-5), Linear(weight.to(exact))).flatten()
             for tokens in (5, 60)
         )
-        mixed = made.attention(step.q.to(exact), step.cache_as(exact), LAYER, step.layout, step.shape).flatten()
+        mixed = made.attention(step.q.to(exact), step.layer, step.cache_as(exact), step.layout).flatten()
         numbers.append((few, many, mixed))
     for ours, baseline, exact in zip(*numbers):
         assert_as_good(ours, baseline, exact)

@@ -9,12 +9,13 @@ from numba import types
 from torch import Tensor
 
 from tandem.engine.config.model import ExpertRouter
-from tandem.engine.kernels.base import Experts, Kernels, Linear
+from tandem.engine.kernels.base import Kernels
 from tandem.engine.kernels.cpu import code_tiles, integer_units
 from tandem.engine.kernels.cpu.kernels import CpuKernels
+from tandem.engine.kernels.cpu.long_products import LONG_TOKENS
 from tandem.engine.kernels.cpu.panel_weight import PanelWeight, in_panels
-from tandem.engine.kernels.cpu.products import LONG_TOKENS
 from tandem.engine.kernels.held_weight import CODES_A_BLOCK, multiplied_on_cpus
+from tandem.engine.kernels.layers import Experts, ExpertsLayer, Linear, Norm
 from tandem.engine.kernels.packed_weight import PackedWeight
 from tandem.engine.kernels.reference import ReferenceKernels
 from tests.kernels.experts.expert_cases import moe
@@ -68,7 +69,7 @@ class Product:
     ) -> Tensor:
         linear = self.linear(kernels, dtype)
         if isinstance(kernels, CpuKernels):
-            return kernels.norm_linear(self.x[tokens].to(dtype), self.norm.to(dtype), EPS, linear)
+            return kernels.norm_linear(self.x[tokens].to(dtype), Norm(self.norm.to(dtype), EPS), linear)
         return kernels.linear(rounded(self.normed(tokens, ours)).to(dtype), linear)
 
     def norm_gate_up(
@@ -76,7 +77,7 @@ class Product:
     ) -> Tensor:
         linear = self.linear(kernels, dtype)
         if isinstance(kernels, CpuKernels):
-            return kernels.norm_gate_up(self.x[tokens].to(dtype), self.norm.to(dtype), EPS, linear, how)
+            return kernels.norm_gate_up(self.x[tokens].to(dtype), Norm(self.norm.to(dtype), EPS), linear, how)
         gate, up = REFERENCE.linear(rounded(self.normed(tokens, ours)).to(dtype), linear).chunk(2, dim=-1)
         gelu = torch.nn.functional.gelu(gate, approximate="tanh")
         return (gelu if how == "gelu_tanh" else torch.nn.functional.silu(gate)) * up
@@ -91,7 +92,7 @@ class Product:
 
     def normed(self, tokens: slice, ours: CpuKernels) -> Tensor:
         """Returns RMSNorm of the input as the kernels compute it: with another last bit, another code is chosen."""
-        return ours._norm(self.x[tokens].to(ours._dtype), self.norm.to(ours._dtype), EPS)
+        return ours._norm(self.x[tokens].to(ours._dtype), Norm(self.norm.to(ours._dtype), EPS))
 
 
 Operation = Callable[..., Tensor]
@@ -177,14 +178,14 @@ def test_experts_with_packed_weights(kernels: CpuKernels, dtype: torch.dtype) ->
         router = torch.randn(3, 64, generator=torch.Generator().manual_seed(2)).to(dtype)
         return Experts(router, None, None, gate_up, None, down, None, None, None, None)  # type: ignore[arg-type]
 
-    norm, slots = torch.ones(64).to(dtype), torch.arange(5)
+    norm, slots = Norm(torch.ones(64).to(dtype), EPS), torch.arange(5)
     hidden = torch.randn(5, 64).to(dtype)
     ours, theirs = hidden.clone(), hidden.clone()
     prepared = kernels.prepare_experts(experts(**packed))
     assert isinstance(prepared.gate_up, PanelWeight)
-    kernels.experts(ours, norm, EPS, prepared, spec, slots)
+    kernels.experts(ours, ExpertsLayer(norm, prepared, spec), slots)
     plain = experts(**{name: each.dequantized(dtype) for name, each in packed.items()})
-    REFERENCE.experts(theirs, norm, EPS, plain, spec, slots)
+    REFERENCE.experts(theirs, ExpertsLayer(norm, plain, spec), slots)
     added = (theirs - hidden).double()
     assert ((ours - hidden).double() - added).norm() <= 0.03 * added.norm()
 

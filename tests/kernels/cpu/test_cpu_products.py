@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.engine.kernels.base import Kernels, Linear
+from tandem.engine.kernels.base import Kernels
 from tandem.engine.kernels.cpu.kernels import CpuKernels
-from tandem.engine.kernels.cpu.products import LONG_TOKENS
+from tandem.engine.kernels.cpu.long_products import LONG_TOKENS
+from tandem.engine.kernels.layers import Linear, Norm
 from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.protocol.errors import Internal
 from tests.kernels.steps import assert_as_good
@@ -38,10 +39,10 @@ class Product:
         return Linear(self.linear.weight.to(dtype), None if bias is None else bias.to(dtype))
 
     def norm_linear(self, kernels: Kernels, dtype: torch.dtype, tokens: slice = slice(None)) -> Tensor:
-        return kernels.norm_linear(self.x[tokens].to(dtype), self.norm.to(dtype), EPS, self.linear_as(dtype))
+        return kernels.norm_linear(self.x[tokens].to(dtype), Norm(self.norm.to(dtype), EPS), self.linear_as(dtype))
 
     def norm_gate_up(self, kernels: Kernels, dtype: torch.dtype, tokens: slice = slice(None)) -> Tensor:
-        return kernels.norm_gate_up(self.x[tokens].to(dtype), self.norm.to(dtype), EPS, self.linear_as(dtype))
+        return kernels.norm_gate_up(self.x[tokens].to(dtype), Norm(self.norm.to(dtype), EPS), self.linear_as(dtype))
 
     def linear_add(self, kernels: Kernels, dtype: torch.dtype, tokens: slice = slice(None)) -> Tensor:
         # A copy: where the dtype is the tensor's own, `to` returns the tensor itself.
@@ -50,11 +51,12 @@ class Product:
         return hidden
 
     def wide_norm_linear(self, kernels: Kernels, dtype: torch.dtype) -> Tensor:
-        norm = self.norm.to(torch.promote_types(dtype, torch.float32))
-        return kernels.norm_linear(self.x.to(dtype), norm, EPS, self.linear_as(dtype))
+        norm = Norm(self.norm.to(torch.promote_types(dtype, torch.float32)), EPS)
+        return kernels.norm_linear(self.x.to(dtype), norm, self.linear_as(dtype))
 
     def norm_gelu(self, kernels: Kernels, dtype: torch.dtype) -> Tensor:
-        return kernels.norm_gate_up(self.x.to(dtype), self.norm.to(dtype), EPS, self.linear_as(dtype), "gelu_tanh")
+        norm = Norm(self.norm.to(dtype), EPS)
+        return kernels.norm_gate_up(self.x.to(dtype), norm, self.linear_as(dtype), "gelu_tanh")
 
 
 Operation = Callable[..., Tensor]
@@ -83,8 +85,8 @@ def assert_close_by_row(ours: Tensor, exact: Tensor) -> None:
     assert ((ours.double() - exact).norm(dim=1) <= 64 * torch.finfo(ours.dtype).eps * exact.norm(dim=1)).all()
 
 
-def test_many_tokens_share_a_panel_and_then_another(kernels: CpuKernels, dtype: torch.dtype) -> None:
-    product = Product(1025, 64, 34, bias=True)
+def test_products_of_a_long_prompt_whose_rows_fill_no_piece(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    product = Product(1025, 64, 290, bias=True)
     for operation in OPERATIONS:
         exact = operation(product, REFERENCE, torch.float64)
         assert_as_good(operation(product, kernels, dtype), operation(product, REFERENCE, dtype), exact)
@@ -120,7 +122,7 @@ def test_the_number_of_threads_changes_nothing(tokens: int, kernels: CpuKernels,
 def test_extreme_gates_stay_finite(kernels: CpuKernels, dtype: torch.dtype) -> None:
     weight = torch.cat((torch.eye(4) * 60, torch.eye(4))).to(dtype)
     hidden = torch.tensor([[1.0, -1.0, 1.0, -1.0]]).to(dtype)
-    result = kernels.norm_gate_up(hidden, torch.full((4,), 4.0).to(dtype), EPS, Linear(weight))
+    result = kernels.norm_gate_up(hidden, Norm(torch.full((4,), 4.0).to(dtype), EPS), Linear(weight))
     assert torch.allclose(result.float(), torch.tensor([[960.0, 0.0, 960.0, 0.0]]), rtol=1e-2, atol=1e-6)
 
 

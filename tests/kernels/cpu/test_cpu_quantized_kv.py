@@ -35,7 +35,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def attend(kernels: Kernels, step: Step, cache: QuantizedKv, dtype: torch.dtype) -> Tensor:
-    return kernels.attention(step.q.to(dtype), cache, LAYER, step.layout, step.shape, step.sinks)
+    return kernels.attention(step.q.to(dtype), step.layer, cache, step.layout)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
@@ -68,7 +68,7 @@ def test_a_row_is_the_same_alone_and_in_any_step(kernels: CpuKernels, dtype: tor
     together = attend(kernels, step, cache, dtype)
     for number in range(len(rows)):
         mine, alone = row_alone(step.layout, number)
-        out = kernels.attention(step.q[mine].to(dtype), cache, LAYER, alone, step.shape)
+        out = kernels.attention(step.q[mine].to(dtype), step.layer, cache, alone)
         assert torch.equal(out, together[mine])
 
 
@@ -87,7 +87,7 @@ def test_rope_and_store(
     def store(kernels: Kernels) -> tuple[Tensor, QuantizedKv]:
         cache = quantized(step.cache)
         qkv = step.qkv.to(dtype, copy=True)
-        return kernels.rope_and_store(qkv, step.rope, norm, norm, 1e-6, cache, LAYER, step.layout, shape), cache
+        return kernels.rope_and_store(qkv, replace(step.layer, q_norm=norm, k_norm=norm), cache, step.layout), cache
 
     (our_q, ours), (torch_q, torchs) = store(kernels), store(REFERENCE)
     torch.testing.assert_close(our_q, torch_q, rtol=0.02, atol=0.02)
@@ -118,7 +118,7 @@ def test_keys_and_values_that_are_not_finite_stay_so(value: float, kernels: CpuK
     step = make_step([(3, 3)], SHAPES["gqa"], filled=False)
     cache, qkv = quantized(step.cache), step.qkv.to(dtype, copy=True)
     qkv[1, -1] = value
-    kernels.rope_and_store(qkv, step.rope, None, None, 1e-6, cache, LAYER, step.layout, step.shape)
+    kernels.rope_and_store(qkv, step.layer, cache, step.layout)
     slot = int(step.layout.slots[1])
     scales = cache.scales[slot // 16, LAYER, 1, :, slot % 16]
     assert scales.isnan().tolist() == [False, False, True]

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.engine.kernels.base import Linear
 from tandem.engine.kernels.cpu.kernels import CpuKernels
 from tandem.engine.kernels.cpu.pool import SLEEPING
+from tandem.engine.kernels.layers import Linear
 
 NAME = "tandem-kernels"
 

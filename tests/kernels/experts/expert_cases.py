@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from tandem.engine.config.model import ExpertRouter, MixtureOfExperts
-from tandem.engine.kernels.base import Experts, Linear
 from tandem.engine.kernels.experts.expert_tiles import ExpertTile
 from tandem.engine.kernels.experts.triton_experts import ExpertKernels
+from tandem.engine.kernels.layers import Experts, ExpertsLayer, Linear, Norm
 from tandem.engine.kernels.reference import ReferenceKernels, choose_experts, rms_norm, router_logits
 from tandem.engine.kernels.triton_launch import overlaps_launches
 from tests.kernels.product_cases import DEVICE, EPS, guarded, guards_of
@@ -122,15 +122,16 @@ def reference_run(case: ExpertCase, dtype: torch.dtype) -> Tensor:
     """Returns the hidden states after plain PyTorch's experts, without padding."""
     hidden = case.hidden[case.valid].to(dtype)
     experts = experts_as(case.experts, dtype)
-    REFERENCE.experts(hidden, case.norm.to(dtype), EPS, experts, case.spec, case.slots[case.valid])
+    layer = ExpertsLayer(Norm(case.norm.to(dtype), EPS), experts, case.spec)
+    REFERENCE.experts(hidden, layer, case.slots[case.valid])
     return hidden
 
 
 def run(case: ExpertCase, dtype: torch.dtype, tile: ExpertTile | None = None, counter: Tensor | None = None) -> Tensor:
     """Returns the hidden states after the routed experts under test, with NaN around all tensors."""
-    hidden, norm = guarded(case.hidden, dtype), guarded(case.norm, dtype)
+    hidden, norm = guarded(case.hidden, dtype), Norm(guarded(case.norm, dtype), EPS)
     experts = experts_as(case.experts, dtype, counter, guard=True)
     slots = case.slots.to(DEVICE)
-    OURS.add(hidden, norm, EPS, experts, case.spec, slots, tile)
+    OURS.add(hidden, ExpertsLayer(norm, experts, case.spec), slots, tile)
     assert guards_of(hidden).isnan().all()
     return hidden.to(case.hidden.device)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from tandem.engine.config.model import ExpertRouter
-from tandem.engine.kernels.base import Linear
 from tandem.engine.kernels.experts.packed_experts import prepared_experts
+from tandem.engine.kernels.layers import Linear
 from tandem.engine.kernels.packed_weight import PackedWeight, Weight
 from tests.kernels.experts.expert_cases import OURS, ExpertCase, experts_as, make_case, moe, reference_run
 from tests.kernels.packed_cases import KINDS, make_packed

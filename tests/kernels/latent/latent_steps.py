@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tandem.engine.config.attention import LatentShape
 from tandem.engine.kernels.base import StepLayout
+from tandem.engine.kernels.layers import LatentLayer, Norm
 
 LAYERS, LAYER = 3, 1
 EPS = 1e-6
@@ -40,6 +41,11 @@ class LatentStep:
         tensors = {name: getattr(self.layout, name).to(device) for name in names}
         moved = {name: getattr(self, name).to(device, dtype) for name in ("cache", "q", "latents", "kv_up", "norm")}
         return replace(self, layout=replace(self.layout, **tensors), rope=self.rope.to(device), **moved)
+
+    @property
+    def layer(self) -> LatentLayer:
+        """The layer of the cache that the step has latents of."""
+        return LatentLayer(LAYER, self.shape, self.rope, Norm(self.norm, EPS), self.kv_up)
 
     @property
     def queries(self) -> Tensor:

@@ -34,7 +34,7 @@ def run(step: LatentStep, choose: PlanFunction = make_plan, tokens: int | None =
 
 
 def reference(step: LatentStep) -> torch.Tensor:
-    return REFERENCE.latent_attention(step.queries, step.kv_up, step.cache, LAYER, step.layout, step.shape)
+    return REFERENCE.latent_attention(step.queries, step.layer, step.cache, step.layout)
 
 
 def check(step: LatentStep, dtype: torch.dtype, choose: PlanFunction = make_plan, tokens: int | None = None) -> None:

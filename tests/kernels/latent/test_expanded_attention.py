@@ -54,8 +54,7 @@ def run(step: LatentStep, attention: BlockAttention | None = None) -> Tensor:
 def check(step: LatentStep, dtype: torch.dtype) -> None:
     ours = run(step.to(dtype, DEVICE))
     plain, exact = (
-        REFERENCE.latent_attention(each.queries, each.kv_up, each.cache, LAYER, each.layout, each.shape)
-        for each in (step.to(dtype), step)
+        REFERENCE.latent_attention(each.queries, each.layer, each.cache, each.layout) for each in (step.to(dtype), step)
     )
     single = step.layout.single_rows
     assert_as_good(ours, plain[single:], exact[single:])

@@ -8,7 +8,7 @@ import torch
 from tandem.engine.config.attention import LatentShape
 from tandem.engine.kernels.latent.triton_store import latent_store
 from tandem.engine.kernels.reference import ReferenceKernels
-from tests.kernels.latent.latent_steps import EPS, LAYER, MANY, ODD, REAL, TINY, LatentStep, make_latent_step
+from tests.kernels.latent.latent_steps import MANY, ODD, REAL, TINY, LatentStep, make_latent_step
 from tests.kernels.steps import assert_as_good
 
 REFERENCE = ReferenceKernels()
@@ -17,16 +17,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def store(step: LatentStep) -> tuple[torch.Tensor, torch.Tensor]:
     cache = step.cache.clone()
-    q = latent_store(
-        step.q.clone(), step.latents, step.rope, step.norm, EPS, cache, LAYER, step.layout.positions,
-        step.layout.slots, step.shape, pdl=False,
-    )  # fmt: skip
+    q = latent_store(step.q.clone(), step.latents, step.layer, cache, step.layout, pdl=False)
     return q.cpu(), cache.cpu()
 
 
 def reference(step: LatentStep) -> tuple[torch.Tensor, torch.Tensor]:
     cache = step.cache.clone()
-    q = REFERENCE.latent_store(step.q, step.latents, step.rope, step.norm, EPS, cache, LAYER, step.layout, step.shape)
+    q = REFERENCE.latent_store(step.q, step.latents, step.layer, cache, step.layout)
     return q.cpu(), cache.cpu()
 
 
@@ -57,10 +54,7 @@ def test_rows_inside_a_stacked_product() -> None:
     both = torch.cat((step.q, step.latents), dim=1)
     parts = replace(step, latents=both[:, step.q.shape[1] :])
     cache = step.cache.clone()
-    q = latent_store(
-        both[:, : step.q.shape[1]], parts.latents, step.rope, step.norm, EPS, cache, LAYER, step.layout.positions,
-        step.layout.slots, step.shape, pdl=False,
-    )  # fmt: skip
+    q = latent_store(both[:, : step.q.shape[1]], parts.latents, step.layer, cache, step.layout, pdl=False)
     expected = store(step)
     assert torch.equal(q.cpu(), expected[0])
     assert torch.equal(cache.cpu().nan_to_num(), expected[1].nan_to_num())

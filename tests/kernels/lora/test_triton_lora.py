@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.engine.kernels.lora import triton_lora
-from tandem.engine.kernels.lora.tables import LoraTables
+from tandem.engine.kernels.layers import Norm
+from tandem.engine.kernels.lora.triton_lora import TritonUpdate
+from tandem.engine.kernels.lora_tables import LoraTables
 from tandem.engine.kernels.reference import activate, rms_norm
 from tandem.engine.kernels.triton_launch import overlaps_launches
 
@@ -51,20 +52,17 @@ def test_update(numbers: list[int], part_ends: tuple[int, ...], normed: bool, dt
         tables = make_tables(part_ends, k, rank, dtype)
         generator = torch.Generator().manual_seed(len(numbers))
         x = torch.randn(len(numbers), k, generator=generator).to(DEVICE, dtype)
-        norm = 1 + torch.randn(k, generator=generator).to(DEVICE, dtype) / 10 if normed else None
+        norm = Norm(1 + torch.randn(k, generator=generator).to(DEVICE, dtype) / 10, 1e-5) if normed else None
         out = torch.randn(len(numbers), part_ends[-1], generator=generator).to(DEVICE, dtype)
         given = torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
-        y = x.double() if norm is None else rms_norm(x.double(), norm.double(), 1e-5)
+        y = x.double() if norm is None else rms_norm(x.double(), norm.weight.double(), 1e-5)
         wanted = expected(y, given, tables, out)
-        pdl = overlaps_launches()
-        sums, squares = triton_lora.shrink(x, norm, given, tables, pdl=pdl)
+        update = TritonUpdate(x, norm, given, tables, pdl=overlaps_launches())
         if len(part_ends) == 2:
-            gated = triton_lora.add_gated(sums, squares, k, 1e-5, given, tables, out, gelu=False, pdl=pdl)
-            close(gated, activate(wanted, "silu"), dtype)
-            gated = triton_lora.add_gated(sums, squares, k, 1e-5, given, tables, out, gelu=True, pdl=pdl)
-            close(gated, activate(wanted, "gelu_tanh"), dtype)
+            for activation in ("silu", "gelu_tanh"):
+                close(update.activated(out, activation), activate(wanted, activation), dtype)
         before = out.clone()
-        triton_lora.add(sums, squares, k, 1e-5, given, tables, out, pdl=pdl)
+        update.add_to(out)
         close(out, wanted, dtype)
         assert torch.equal(out[given == 0], before[given == 0])
 

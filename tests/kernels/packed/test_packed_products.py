@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.engine.kernels.base import Linear
 from tandem.engine.kernels.held_weight import step_bytes
+from tandem.engine.kernels.layers import Linear, Norm
 from tandem.engine.kernels.linear.triton_linear_tiles import Skinny
 from tandem.engine.kernels.packed import packed_products
 from tandem.engine.kernels.packed.triton_codes import bytes_as, nibbles_as, words_as
@@ -48,21 +48,21 @@ class Case:
         return Linear(self.packed if dequantized is None else self.packed.dequantized(dequantized).to(dtype), bias)
 
     def ours(self, operation: str, dtype: torch.dtype) -> Tensor:
-        x, norm, linear = self.x.to(dtype), self.norm.to(dtype), self.linear(dtype)
+        x, norm, linear = self.x.to(dtype), Norm(self.norm.to(dtype), EPS), self.linear(dtype)
         if operation == "norm_linear":
-            return packed_products.norm_linear(x, norm, EPS, linear, pdl=PDL)
+            return packed_products.norm_linear(x, norm, linear, pdl=PDL)
         if operation in {"silu", "gelu_tanh"}:
-            return packed_products.norm_gate_up(x, norm, EPS, linear, pdl=PDL, activation=operation)
+            return packed_products.norm_gate_up(x, norm, linear, pdl=PDL, activation=operation)
         hidden = self.residual.to(dtype)
         packed_products.linear_add(x, linear, hidden, pdl=PDL)
         return hidden
 
     def torch(self, operation: str, dtype: torch.dtype, weight: torch.dtype) -> Tensor:
-        x, norm, linear = self.x.to(dtype), self.norm.to(dtype), self.linear(dtype, weight)
+        x, norm, linear = self.x.to(dtype), Norm(self.norm.to(dtype), EPS), self.linear(dtype, weight)
         if operation == "norm_linear":
-            return REFERENCE.norm_linear(x, norm, EPS, linear)
+            return REFERENCE.norm_linear(x, norm, linear)
         if operation in {"silu", "gelu_tanh"}:
-            return REFERENCE.norm_gate_up(x, norm, EPS, linear, operation)
+            return REFERENCE.norm_gate_up(x, norm, linear, operation)
         hidden = self.residual.to(dtype, copy=True)
         REFERENCE.linear_add(x, linear, hidden)
         return hidden

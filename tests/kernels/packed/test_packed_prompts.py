@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.engine.kernels.base import Linear
 from tandem.engine.kernels.cuda import CudaKernels
+from tandem.engine.kernels.layers import Linear, Norm
 from tandem.engine.kernels.packed import packed_products
 from tandem.engine.kernels.packed_weight import PackedWeight
 from tandem.engine.kernels.reference import ReferenceKernels
@@ -55,13 +55,14 @@ def results(kernels: CudaKernels | ReferenceKernels, linear: Linear) -> list[Ten
     if isinstance(linear.weight, PackedWeight):
         linear = kernels.prepare(linear)
     generator = torch.Generator().manual_seed(0)
-    x, norm = torch.randn(TOKENS, HIDDEN, generator=generator), torch.rand(HIDDEN, generator=generator)
+    x = torch.randn(TOKENS, HIDDEN, generator=generator)
+    norm = Norm(torch.rand(HIDDEN, generator=generator), EPS)
     added = torch.ones(TOKENS, ROWS)
     kernels.linear_add(x, linear, added)
     return [
-        kernels.norm_linear(x, norm, EPS, linear),
-        kernels.norm_gate_up(x, norm, EPS, linear),
-        kernels.norm_gate_up(x, norm, EPS, linear, "gelu_tanh"),
+        kernels.norm_linear(x, norm, linear),
+        kernels.norm_gate_up(x, norm, linear),
+        kernels.norm_gate_up(x, norm, linear, "gelu_tanh"),
         kernels.linear(x, linear),
         added,
     ]

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.engine.kernels.base import Linear
 from tandem.engine.kernels.kv_cache import quantize_kv
+from tandem.engine.kernels.layers import DenseLayer, Linear, Norm
 from tandem.engine.kernels.linear.triton_activation import gelu_mul, silu_mul
 from tandem.engine.kernels.linear.triton_linear_tiles import Skinny
 from tandem.engine.kernels.packed import scaled_products
@@ -57,7 +57,7 @@ def values_of(x: QuantizedInput, group: int) -> Tensor:
 def test_codes_are_the_reference_s(tokens: int, k: int, group: int, kind: str, dtype: torch.dtype) -> None:
     x, weight = random(tokens, k, seed=k).to(dtype), make_weight(kind, 16, k, group)
     x[0, :group] = 0
-    found = scaled_products.quantized(x, None, 0.0, weight, pdl=False)
+    found = scaled_products.quantized(x, None, weight, pdl=False)
     codes, scales = quantize_kv(x.view(tokens, -1, group), weight.codes.dtype)
     assert torch.equal(found.codes[:tokens].float(), codes.view(tokens, k).float())
     assert torch.equal(found.scales[:, :tokens].t(), scales)
@@ -70,7 +70,7 @@ def test_an_activation_has_the_codes_that_it_has_when_it_is_stored_first(kind: s
     both, weight = random(5, 384, seed=1).half(), make_weight(kind, 16, 192, 64)
     stored = (gelu_mul if activation == "gelu_tanh" else silu_mul)(both, pdl=False)
     first, once = (
-        scaled_products.quantized(x, None, 0.0, weight, pdl=False, activation=name)
+        scaled_products.quantized(x, None, weight, pdl=False, activation=name)
         for x, name in ((stored, None), (both, activation))
     )
     assert torch.equal(first.codes.float(), once.codes.float())
@@ -80,13 +80,14 @@ def test_an_activation_has_the_codes_that_it_has_when_it_is_stored_first(kind: s
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("library", [True, False])
 def test_a_feed_forward_network(library: bool, activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, norm, hidden = random(6, 64, seed=1).bfloat16(), random(64, seed=2).bfloat16(), random(6, 64, seed=1).bfloat16()
+    x, hidden = random(6, 64, seed=1).bfloat16(), random(6, 64, seed=1).bfloat16()
+    norm = Norm(random(64, seed=2).bfloat16(), EPS)
     gate_up = Linear(scaled_products.prepared(make_weight("fp8", 192, 64, 64)))
     down = Linear(scaled_products.prepared(make_weight("fp8", 64, 96, 96)))
     if library:
         monkeypatch.setattr(scaled_products, "uses_library", lambda *_: True)
-    scaled_products.feed_forward(hidden, norm, EPS, gate_up, down, pdl=False, activation=activation)
-    inner = scaled_products.norm_gate_up(x, norm, EPS, gate_up, pdl=False, activation=activation)
+    scaled_products.feed_forward(hidden, DenseLayer(norm, gate_up, down, activation), pdl=False)
+    inner = scaled_products.norm_gate_up(x, norm, gate_up, pdl=False, activation=activation)
     wanted = x.clone()
     scaled_products.linear_add(inner, down, wanted, pdl=False)
     assert torch.equal(hidden, wanted)
@@ -96,9 +97,10 @@ def test_a_feed_forward_network(library: bool, activation: str, monkeypatch: pyt
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("group", [64, 192])
 def test_a_normed_input_is_rounded_once(group: int, kind: str) -> None:
-    x, norm, weight = random(7, 192, seed=1), random(192, seed=2), make_weight(kind, 16, 192, group)
-    found = scaled_products.quantized(x, norm, EPS, weight, pdl=False)
-    exact = rms_norm(x.double(), norm.double(), EPS)
+    x, norm = random(7, 192, seed=1), Norm(random(192, seed=2), EPS)
+    weight = make_weight(kind, 16, 192, group)
+    found = scaled_products.quantized(x, norm, weight, pdl=False)
+    exact = rms_norm(x.double(), norm.weight.double(), EPS)
     most = exact.view(7, -1, group).abs().amax(-1, keepdim=True).expand(-1, -1, group).reshape(exact.shape)
     # Half a step of integers, or of three bits of a mantissa.
     allowed = most / 127 / 2 if kind == "int8" else torch.maximum(exact.abs() / 16, most / 448 / 512)
@@ -113,13 +115,13 @@ def assert_summed_as_well(kind: str, ours: Tensor, baseline: Tensor, exact: Tens
         assert_as_good(ours, baseline, exact)
 
 
-def operate(operation: str, x: Tensor, norm: Tensor, linear: Linear, residual: Tensor) -> Tensor:
+def operate(operation: str, x: Tensor, norm: Norm, linear: Linear, residual: Tensor) -> Tensor:
     if operation == "norm_linear":
-        return scaled_products.norm_linear(x, norm, EPS, linear, pdl=False)
+        return scaled_products.norm_linear(x, norm, linear, pdl=False)
     if operation == "linear":
-        return scaled_products.norm_linear(x, None, 0.0, linear, pdl=False)
+        return scaled_products.norm_linear(x, None, linear, pdl=False)
     if operation in {"silu", "gelu_tanh"}:
-        return scaled_products.norm_gate_up(x, norm, EPS, linear, pdl=False, activation=operation)
+        return scaled_products.norm_gate_up(x, norm, linear, pdl=False, activation=operation)
     hidden = residual.clone()
     scaled_products.linear_add(x, linear, hidden, pdl=False)
     return hidden
@@ -136,13 +138,14 @@ def expected(operation: str, x: Tensor, linear: Linear, residual: Tensor) -> Ten
 def check(kind: str, operation: str, dtype: torch.dtype, shapes: list[tuple[int, int, int, int]]) -> None:
     found, baseline, exact = [], [], []
     for number, (tokens, rows, k, group) in enumerate(shapes):
-        x, norm, residual = random(tokens, k, seed=1), random(k, seed=2), random(tokens, rows, seed=3)
+        x, residual = random(tokens, k, seed=1), random(tokens, rows, seed=3)
+        norm = Norm(random(k, seed=2).to(dtype), EPS)
         bias = random(rows, seed=4) if number % 2 == 0 else None
         weight = make_weight(kind, rows, k, group)
         normed = operation in {"norm_linear", "silu", "gelu_tanh"}
-        codes = scaled_products.quantized(x.to(dtype), norm.to(dtype) if normed else None, EPS, weight, pdl=False)
+        codes = scaled_products.quantized(x.to(dtype), norm if normed else None, weight, pdl=False)
         ours = Linear(scaled_products.prepared(weight), None if bias is None else bias.to(dtype))
-        found.append(operate(operation, x.to(dtype), norm.to(dtype), ours, residual.to(dtype)).flatten())
+        found.append(operate(operation, x.to(dtype), norm, ours, residual.to(dtype)).flatten())
         for results, wide in ((baseline, dtype), (exact, torch.float64)):
             plain = Linear(weight.dequantized(torch.float64).to(wide), None if bias is None else bias.to(wide))
             values = values_of(codes, group).to(wide)
@@ -175,7 +178,7 @@ def test_programs_share_the_columns(
 def test_a_number_that_is_none_makes_outputs_that_are_none(kind: str) -> None:
     x, weight = random(3, 256, seed=1), make_weight(kind, 48, 256, 256)
     x[1, 200] = float("nan")
-    found = operate("linear", x, x[0], Linear(scaled_products.prepared(weight)), x)
+    found = operate("linear", x, Norm(x[0], EPS), Linear(scaled_products.prepared(weight)), x)
     assert found[1].isnan().all()
     assert found[[0, 2]].isfinite().all()
 
@@ -184,12 +187,13 @@ def test_a_number_that_is_none_makes_outputs_that_are_none(kind: str) -> None:
 @pytest.mark.parametrize("group", [128, 256])
 def test_a_token_has_the_same_bits_in_every_step(kind: str, group: int) -> None:
     """Its codes do not depend on others; with one program for all columns the tiles have one order of sums, too."""
-    x, norm, weight = random(140, 256, seed=1), random(256, seed=2), make_weight(kind, 48, 256, group)
+    x, norm = random(140, 256, seed=1), Norm(random(256, seed=2), EPS)
+    weight = make_weight(kind, 48, 256, group)
     linear = Linear(scaled_products.prepared(weight))
     alone = operate("norm_linear", x[5:6], norm, linear, x)
-    codes = scaled_products.quantized(x[5:6], norm, EPS, weight, pdl=False)
+    codes = scaled_products.quantized(x[5:6], norm, weight, pdl=False)
     for tokens in (6, 40, 140):
-        many = scaled_products.quantized(x[:tokens], norm, EPS, weight, pdl=False)
+        many = scaled_products.quantized(x[:tokens], norm, weight, pdl=False)
         assert torch.equal(many.codes[5].float(), codes.codes[0].float())
         assert torch.equal(many.scales[:, 5], codes.scales[:, 0])
         together = operate("norm_linear", x[:tokens], norm, linear, x)[5]
@@ -224,7 +228,7 @@ def test_the_library_s_product_of_rows(bias: bool) -> None:
     """PyTorch's row-wise product takes what the kernel writes, without the rows that only fill up a tile."""
     weight = scaled_products.prepared(make_weight("fp8", 64, 256, 256))
     x, added = random(40, 256, seed=1).bfloat16(), random(64, seed=2).bfloat16() if bias else None
-    codes = scaled_products.quantized(x, None, 0.0, weight, pdl=False)
+    codes = scaled_products.quantized(x, None, weight, pdl=False)
     found = library_product(codes, weight, added, torch.bfloat16)
     exact = values_of(codes, 256) @ weight.dequantized(torch.float64).t() + (0.0 if added is None else added.double())
     assert found.shape == (40, 64)

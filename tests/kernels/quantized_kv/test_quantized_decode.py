@@ -45,7 +45,7 @@ def run(attention: DecodeAttention, step: Step, cache: QuantizedKv, dtype: torch
 
 
 def torch_of(step: Step, cache: QuantizedKv, dtype: torch.dtype) -> Tensor:
-    return REFERENCE.attention(step.q.to(dtype), cache, LAYER, step.layout, step.shape, step.sinks)
+    return REFERENCE.attention(step.q.to(dtype), step.layer, cache, step.layout)
 
 
 def check(

@@ -48,12 +48,12 @@ def run(
     held = moved(cache, DEVICE)
     sinks = None if step.sinks is None else step.sinks.to(DEVICE)
     attention.begin_step(held, layout, first_row)
-    out = attention(step.q.to(DEVICE, dtype), held, LAYER, layout, step.shape, first_row, sinks)
+    out = attention(step.q.to(DEVICE, dtype), replace(step.layer, sinks=sinks), held, layout, first_row)
     return out[int(step.layout.row_starts[first_row]) :].flatten(1).cpu()
 
 
 def torch_of(step: Step, cache: QuantizedKv, dtype: torch.dtype) -> Tensor:
-    return REFERENCE.attention(step.q.to(dtype), cache, LAYER, step.layout, step.shape, step.sinks)
+    return REFERENCE.attention(step.q.to(dtype), step.layer, cache, step.layout)
 
 
 def check(attention: PrefillAttention, step: Step, cache: QuantizedKv, first_row: int = 0) -> None:
@@ -136,7 +136,7 @@ def test_groups_of_layers_share_the_copies(flash: Flash) -> None:
     for group in (1, 0):
         attention.begin_step(caches[group], layouts[group], 0)
     for group, each in enumerate((step, other)):
-        out = attention(each.q.to(DEVICE, torch.float16), caches[group], LAYER, layouts[group], GQA, 0)
+        out = attention(each.q.to(DEVICE, torch.float16), each.layer, caches[group], layouts[group], 0)
         cache = quantized(each.cache)
         baseline, exact = torch_of(each, cache, torch.float16), torch_of(each, cache, torch.float64)
         assert_as_good(out.flatten(1).cpu(), baseline, exact)

@@ -37,15 +37,9 @@ def store(
     tile = None if tile_tokens is None else plan_tile(tile_tokens, shape, dtype.itemsize)
     return rope_and_store(
         step.qkv.to(DEVICE, dtype),
-        step.rope.to(DEVICE),
-        norm,
-        norm,
-        1e-6,
+        replace(step.layer, rope=step.rope.to(DEVICE), q_norm=norm, k_norm=norm),
         cache,
-        LAYER,
-        layout.positions.to(DEVICE),
-        layout.slots.to(DEVICE),
-        shape,
+        replace(layout, positions=layout.positions.to(DEVICE), slots=layout.slots.to(DEVICE)),
         pdl=overlaps_launches(),
         tile=tile,
     )

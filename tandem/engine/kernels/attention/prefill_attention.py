@@ -16,6 +16,7 @@ from tandem.engine.kernels.attention.triton_tails import clear_value_tails
 from tandem.engine.kernels.base import StepLayout
 from tandem.engine.kernels.fallback import failure_of, why_no_flash, why_not_imported
 from tandem.engine.kernels.kv_cache import KvCache, unquantized
+from tandem.engine.kernels.layers import AttentionLayer
 from tandem.engine.kernels.reference import attend, first_read, gather_row, visible
 from tandem.protocol.ending import pages_for
 
@@ -54,19 +55,8 @@ class PrefillAttention(Protocol):
     def begin_step(self, cache: KvCache, layout: StepLayout, first_row: int) -> None:
         """Called once before a step's first layer; `cache` as in `Kernels.rope_and_store`."""
 
-    def __call__(
-        self,
-        q: Tensor,
-        cache: KvCache,
-        layer: int,
-        layout: StepLayout,
-        shape: AttentionShape,
-        first_row: int,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, q: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout, first_row: int) -> Tensor:
         """Computes attention: q [T, heads, head_dim] of the whole step → [T, heads, head_dim], contiguous.
-
-        sinks as in `Kernels.attention`.
 
         The result of the rows before `first_row`, which have one token each, is undefined; the caller overwrites it
         (see `Kernels.attention`).
@@ -150,7 +140,7 @@ class FlashPrefill:
         device: torch.device,
         lengths: Iterable[int] = COMPILED_LENGTHS,
     ) -> None:
-        """Compiles the kernels that layers of these kinds need for rows of so many tokens."""
+        """Compiles the kernels that layers of these kinds need for rows of `lengths` tokens."""
         for (shape, has_sinks), tokens in itertools.product(kinds, lengths):
             pages = pages_for(tokens, self._page_tokens)
             cache = torch.zeros(
@@ -158,33 +148,25 @@ class FlashPrefill:
             )
             q = torch.zeros(tokens, shape.heads, shape.head_dim, dtype=dtype, device=device)
             sinks = torch.zeros(shape.heads, device=device) if has_sinks else None
-            self(q, cache, 0, _one_prompt(tokens, pages, device), shape, 0, sinks)
+            layer = AttentionLayer(0, shape, rope=q, sinks=sinks)  # q and k are rotated already
+            self(q, layer, cache, _one_prompt(tokens, pages, device), 0)
 
     def begin_step(self, cache: KvCache, layout: StepLayout, first_row: int) -> None:
         """Zeroes the values after each row's context in its last page."""
         if self._page_tokens == _FLASH_PAGE:
             clear_value_tails(unquantized(cache), layout, first_row, pdl=self._pdl)
 
-    def __call__(
-        self,
-        q: Tensor,
-        cache: KvCache,
-        layer: int,
-        layout: StepLayout,
-        shape: AttentionShape,
-        first_row: int,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, q: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout, first_row: int) -> Tensor:
         """Computes attention of all rows from `first_row` on in one launch."""
-        held, special = unquantized(cache), dict[str, Any]()
+        shape, held, special = layer.shape, unquantized(cache), dict[str, Any]()
         if shape.softcap is not None:
             special[_SOFTCAP] = shape.softcap
-        if sinks is not None:
-            special[_SINKS] = self._rounded(sinks)
+        if layer.sinks is not None:
+            special[_SINKS] = self._rounded(layer.sinks)
         out = self._flash(
             q,
-            held[:, layer, 0].transpose(1, 2),
-            held[:, layer, 1].transpose(1, 2),
+            held[:, layer.index, 0].transpose(1, 2),
+            held[:, layer.index, 1].transpose(1, 2),
             cu_seqlens_q=layout.row_starts[first_row:],
             max_seqlen_q=layout.max_row_tokens,
             seqused_k=layout.context_lens[first_row:],
@@ -219,32 +201,23 @@ class SdpaPrefill:
     """
 
     def begin_step(self, cache: KvCache, layout: StepLayout, first_row: int) -> None:
-        """Does nothing: no more than a row's context is read."""
+        """Does nothing, as only a row's context is read."""
 
-    def __call__(
-        self,
-        q: Tensor,
-        cache: KvCache,
-        layer: int,
-        layout: StepLayout,
-        shape: AttentionShape,
-        first_row: int,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, q: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout, first_row: int) -> Tensor:
         """Computes attention row by row, a bounded number of scores at a time."""
-        starts, contexts = layout.row_starts.tolist(), layout.context_lens.tolist()
+        shape, starts, contexts = layer.shape, layout.row_starts.tolist(), layout.context_lens.tolist()
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for row in range(first_row, len(contexts)):
             first = first_read(contexts[row], starts[row + 1] - starts[row], shape.window, cache.shape[4])
-            keys, values = gather_row(cache, layer, layout.page_table[row], contexts[row], first, q.dtype)
+            keys, values = gather_row(cache, layer.index, layout.page_table[row], contexts[row], first, q.dtype)
             at_once = max(1, _SDPA_SCORES // (shape.heads * keys.shape[1]))
             for start in range(starts[row], starts[row + 1], at_once):
                 here = slice(start, min(start + at_once, starts[row + 1]))
                 positions = layout.positions[here] - first
-                if shape.softcap is None and sinks is None:
+                if shape.softcap is None and layer.sinks is None:
                     out[here] = _sdpa(q[here], keys, values, positions, shape)
                 else:
-                    out[here] = attend(q[here], keys, values, positions, shape, sinks)
+                    out[here] = attend(q[here], keys, values, positions, shape, layer.sinks)
         return out
 
 

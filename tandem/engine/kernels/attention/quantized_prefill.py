@@ -9,11 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.engine.config.attention import AttentionShape
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.kernels.attention.prefill_attention import PrefillAttention
 from tandem.engine.kernels.base import StepLayout
 from tandem.engine.kernels.kv_cache import KvCache, QuantizedKv
+from tandem.engine.kernels.layers import AttentionLayer
 from tandem.protocol.ending import pages_for
 
 _TOKENS = 32
@@ -31,7 +31,7 @@ def dequantize_pages(
     """Writes the keys and values of `layer` that the tokens of `rows` see to `pages`, row after row.
 
     pages [n, 2, kv_heads, page_tokens, head_dim] float16, bfloat16 or float32. Row r gets as many pages as its context
-    has, behind those of the rows before it; what does not fit is left out. Positions after a row's context are 0. Pages
+    has, after those of the rows before it; what does not fit is left out. Positions after a row's context are 0. Pages
     before the window of a row's first token are not read, and not written. The launch overlaps no other.
     """
     _, _, _, kv_heads, page_tokens, head_dim = cache.shape
@@ -187,22 +187,15 @@ class QuantizedPrefill:
         token = torch.arange(len(layout.positions), dtype=torch.int32, device=first.device)
         return _Part(rows, part, (token >= layout.row_starts[rows.start])[:, None, None])
 
-    def __call__(
-        self,
-        q: Tensor,
-        cache: KvCache,
-        layer: int,
-        layout: StepLayout,
-        shape: AttentionShape,
-        first_row: int,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, q: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout, first_row: int) -> Tensor:
         """Computes attention of all rows from `first_row` on."""
         assert isinstance(cache, QuantizedKv)
         out: Tensor | None = None
         for rows, part, later in self._begun.parts:
-            dequantize_pages(cache, layer, layout, rows, shape.window, self._copies)
-            found = self._attention(q, self._copies[:, None], 0, part, shape, 0, sinks)
+            dequantize_pages(cache, layer.index, layout, rows, layer.shape.window, self._copies)
+            # Every layer finds its keys and values in the same copies.
+            copies = self._copies[:, None].expand(-1, layer.index + 1, -1, -1, -1, -1)
+            found = self._attention(q, layer, copies, part, 0)
             out = found if out is None else torch.where(later, found, out)
         assert out is not None
         return out

@@ -164,11 +164,11 @@ class DecodeAttention:
 
         q            [R, heads, head_dim]; rows and heads may be strided
         cache        [pages, layers, 2, kv_heads, page_tokens, head_dim], its last two dimensions contiguous; of codes
-                     the scales are found behind them, as `QuantizedKv` says
+                     the scales follow them in memory, as `QuantizedKv` says
         page_table   [R, W] int32; entries after a row's context are not read
         context_lens [R] int32; 0 marks a padded row, which reads nothing and gives zeros
         out          the contiguous result; allocated if it is None
-        sinks        [heads] float32 as in `Kernels.attention`, never written by an earlier kernel, or None
+        sinks        [heads] float32 as in `AttentionLayer.sinks`, never written by an earlier kernel, or None
         alone        the launch does not overlap the one before it in its stream
         → [R, heads·head_dim], dtype of q; ValueError if the step did not begin with as many rows
         """
@@ -259,7 +259,7 @@ class DecodeAttention:
         return self._plans[key]
 
     def _tile_ranges(self, rows: int, units: int) -> Tensor:
-        """Returns this thread's tile ranges for so many rows and programs: [units, fields of `TileRange`] int32.
+        """Returns this thread's tile ranges for a number of rows and of programs: [units, fields of `TileRange`] int32.
 
         Both numbers depend on the width of the table, too: trial steps run concurrently before the start is complete,
         and one of their launches may be left out. They are kept when the thread has ended: graphs that it captured read

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.engine.config.model import MixtureOfExperts
-from tandem.engine.kernels.base import Experts, Linear
+from tandem.engine.kernels.layers import Experts, ExpertsLayer, Linear
 from tandem.engine.kernels.reference import choose_experts, count_experts
 
 
@@ -34,13 +34,12 @@ def with_wide_router(experts: Experts) -> Experts:
     return replace(experts, router=experts.router.float(), router_bias=None if bias is None else bias.float())
 
 
-def add_experts(
-    products: Products, x: Tensor, hidden: Tensor, experts: Experts, spec: MixtureOfExperts, slots: Tensor
-) -> None:
+def add_experts(products: Products, x: Tensor, hidden: Tensor, layer: ExpertsLayer, slots: Tensor) -> None:
     """Adds the output of the experts for x = RMSNorm(hidden) to `hidden`; see `Kernels.experts`.
 
     The router is that of `with_wide_router`. Sums over a token's experts are in float32, in the order of their numbers.
     """
+    experts, spec = layer.experts, layer.spec
     weights, chosen = _choose(_logits(x, experts), experts, spec)
     valid = slots >= 0
     count_experts(chosen[valid], experts)

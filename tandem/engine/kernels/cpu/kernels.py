@@ -1,7 +1,7 @@
 """Kernels for CPUs: float32 and bfloat16, all arithmetic in float32, on dedicated threads.
 
 A token's numbers do not depend on the other tokens: in steps of fewer than LONG_TOKENS tokens every product runs in one
-order, whatever else is in the step; longer steps, which are prefill, repack their weights and have another order.
+order, whatever else is in the step; those of longer steps, which are prefill, are PyTorch's (`long_products.py`).
 Attention of a row depends on that row alone in any step. An expert's products count its own tokens, not the step's. The
 number of threads changes nothing. Products of packed weights have one order in any step; their input is quantized to
 8 bits in blocks of 32 columns.
@@ -17,9 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.engine.config.attention import AttentionShape, LatentShape
-from tandem.engine.config.model import MixtureOfExperts
-from tandem.engine.kernels.base import Experts, Feed, Kernels, Linear, StepLayout, is_cpu
+from tandem.engine.config.attention import AttentionShape
+from tandem.engine.kernels.base import Feed, Kernels, StepLayout, is_cpu
 from tandem.engine.kernels.cpu import attention as cpu_attention
 from tandem.engine.kernels.cpu import jobs as cpu_jobs
 from tandem.engine.kernels.cpu import latent as cpu_latent
@@ -29,12 +28,13 @@ from tandem.engine.kernels.cpu.attention import ITEM_FIELDS, KEYS, QUERIES
 from tandem.engine.kernels.cpu.experts import add_experts, with_wide_router
 from tandem.engine.kernels.cpu.integer_units import unit_bytes
 from tandem.engine.kernels.cpu.ir import LANES
+from tandem.engine.kernels.cpu.long_products import LONG_TOKENS, LongProducts
 from tandem.engine.kernels.cpu.panel_weight import UNIT, PanelWeight, in_panels
-from tandem.engine.kernels.cpu.panels import PANEL_ROWS
 from tandem.engine.kernels.cpu.pool import Pool, usable_cores
-from tandem.engine.kernels.cpu.products import LONG_TOKENS, MAX_CHUNK_ROWS
+from tandem.engine.kernels.cpu.products import MAX_CHUNK_ROWS
 from tandem.engine.kernels.held_weight import CODES_A_BLOCK, multiplied_on_cpus
 from tandem.engine.kernels.kv_cache import KvCache, QuantizedKv, codes_of
+from tandem.engine.kernels.layers import AttentionLayer, Experts, ExpertsLayer, LatentLayer, Linear, Norm
 from tandem.engine.kernels.packed_weight import PackedWeight, Weight
 from tandem.engine.kernels.reference import ReferenceKernels, activate, rms_norm
 from tandem.protocol.errors import Internal
@@ -58,6 +58,7 @@ class CpuKernels(Kernels):
         self._tag = tag = cpu_jobs.TAGS[str(dtype).removeprefix("torch.")]
         self._pool = Pool(self._threads, lambda shared, scratch: cpu_jobs.perform(shared, scratch, cpu_jobs.HELP, tag))
         self._plain = ReferenceKernels()
+        self._long = LongProducts(dtype, self._threads)
         self._normed = torch.empty(0, dtype=dtype)
         self._quantized = torch.empty(0, dtype=torch.uint8)
         self._items = torch.empty(0, dtype=torch.int64)
@@ -68,6 +69,7 @@ class CpuKernels(Kernels):
     def close(self) -> None:
         """Ends the helper threads. Idempotent."""
         self._pool.close()
+        self._long.close()
 
     def prepare(self, linear: Linear) -> Linear:
         """Rearranges a packed weight, or dequantizes it where codes cannot be multiplied; keeps a plain one.
@@ -101,125 +103,101 @@ class CpuKernels(Kernels):
             raise Internal("On CPUs the tokens of a step are known before it starts.")
         return F.embedding(token_ids, table)
 
-    def norm_linear(self, hidden: Tensor, norm: Tensor, eps: float, linear: Linear) -> Tensor:
+    def norm_linear(self, hidden: Tensor, norm: Norm, linear: Linear) -> Tensor:
         """Computes RMSNorm and the product as two jobs."""
+        if _is_long(hidden, linear):
+            return self.linear(self._norm(hidden, norm), linear)
         out = torch.empty(len(hidden), len(linear.weight), dtype=self._dtype)
-        self._product(cpu_jobs.NORM_LINEAR, hidden, self._normed_memory(hidden.numel()), norm, eps, linear, out)
+        self._product(cpu_jobs.NORM_LINEAR, hidden, self._normed_memory(hidden.numel()), norm, linear, out)
         return out
 
-    def norm_gate_up(
-        self, hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear, activation: str = "silu"
-    ) -> Tensor:
+    def norm_gate_up(self, hidden: Tensor, norm: Norm, gate_up: Linear, activation: str = "silu") -> Tensor:
         """Computes RMSNorm and the gated product as two jobs."""
+        if _is_long(hidden, gate_up):
+            return self._long.gate_up(self._norm(hidden, norm), gate_up, activation)
         if not _halves_are_apart(gate_up.weight):
-            return _activated(self.norm_linear(hidden, norm, eps, gate_up), activation)
+            return _activated(self.norm_linear(hidden, norm, gate_up), activation)
         out = torch.empty(len(hidden), len(gate_up.weight) // 2, dtype=self._dtype)
         normed, gelu = self._normed_memory(hidden.numel()), activation == "gelu_tanh"
-        self._product(cpu_jobs.NORM_GATE_UP, hidden, normed, norm, eps, gate_up, out, gelu=gelu)
+        self._product(cpu_jobs.NORM_GATE_UP, hidden, normed, norm, gate_up, out, gelu=gelu)
         return out
 
     def gate_up(self, x: Tensor, gate_up: Linear, activation: str) -> Tensor:
         """Returns activation(g) · u with [g | u] = x · gate_upᵀ + bias → [T, intermediate]."""
+        if _is_long(x, gate_up):
+            return self._long.gate_up(x, gate_up, activation)
         if activation != "silu" or not _halves_are_apart(gate_up.weight):
             return _activated(self.linear(x, gate_up), activation)
         out = torch.empty(len(x), len(gate_up.weight) // 2, dtype=self._dtype)
-        self._product(cpu_jobs.GATE_UP, x, x, None, 0.0, gate_up, out)
+        self._product(cpu_jobs.GATE_UP, x, x, None, gate_up, out)
         return out
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         """Computes the product."""
+        if _is_long(x, linear):
+            return self._long.linear(x, linear)
         out = torch.zeros(len(x), len(linear.weight), dtype=self._dtype)
         self.linear_add(x, linear, out)
         return out
 
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
         """Computes the product and adds it to `hidden`."""
-        self._product(cpu_jobs.LINEAR, x, x, None, 0.0, linear, hidden)
+        if _is_long(x, linear):
+            self._long.linear_add(x, linear, hidden)
+        else:
+            self._product(cpu_jobs.LINEAR, x, x, None, linear, hidden)
 
-    def norm_add(self, x: Tensor, norm: Tensor, eps: float, hidden: Tensor) -> None:
+    def norm_add(self, x: Tensor, norm: Norm, hidden: Tensor) -> None:
         """Applies RMSNorm and adds the result to `hidden`."""
-        hidden += rms_norm(x, norm, eps)
+        hidden += rms_norm(x, norm.weight, norm.eps)
 
-    def experts(
-        self, hidden: Tensor, norm: Tensor, eps: float, experts: Experts, spec: MixtureOfExperts, slots: Tensor
-    ) -> None:
+    def experts(self, hidden: Tensor, layer: ExpertsLayer, slots: Tensor) -> None:
         """Computes the chosen experts one after the other, each for all of its tokens."""
-        add_experts(self, self._norm(hidden, norm, eps), hidden, experts, spec, slots)
+        add_experts(self, self._norm(hidden, layer.norm), hidden, layer, slots)
 
-    def rope_and_store(
-        self,
-        qkv: Tensor,
-        rope: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        cache: KvCache,
-        layer: int,
-        layout: StepLayout,
-        shape: AttentionShape,
-    ) -> Tensor:
+    def rope_and_store(self, qkv: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout) -> Tensor:
         """Rotates q and k in place and stores k and v in the cache."""
+        shape, rope, q_norm, k_norm = layer.shape, layer.rope, layer.q_norm, layer.k_norm
         if q_norm is not None and q_norm.numel() != shape.head_dim:
-            return self._plain.rope_and_store(qkv, rope, q_norm, k_norm, eps, cache, layer, layout, shape)
+            return self._plain.rope_and_store(qkv, layer, cache, layout)
         codes, tokens, width = _int8_or_plain(cache), len(qkv), shape.heads * shape.head_dim
         self._pool.write(
             cpu_rope.ROPE, cpu_jobs.ROPE, 0, qkv.data_ptr(), rope.data_ptr(), _address(q_norm), _address(k_norm),
-            _is_wide(q_norm), _layer_address(codes, layer), codes.stride(0), codes.stride(2), codes.stride(3),
+            _is_wide(q_norm), _layer_address(codes, layer.index), codes.stride(0), codes.stride(2), codes.stride(3),
             layout.positions.data_ptr(), layout.slots.data_ptr(), tokens, shape.heads, shape.kv_heads, shape.head_dim,
-            rope.shape[1], codes.shape[4], isinstance(cache, QuantizedKv), eps,
+            rope.shape[1], codes.shape[4], isinstance(cache, QuantizedKv), layer.norm_eps,
         )  # fmt: skip
         self._perform(cpu_jobs.ROPE)
         return qkv[:, :width].view(tokens, shape.heads, shape.head_dim)
 
-    def attention(
-        self,
-        q: Tensor,
-        cache: KvCache,
-        layer: int,
-        layout: StepLayout,
-        shape: AttentionShape,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attention(self, q: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout) -> Tensor:
         """Computes attention of all rows as one job."""
-        codes, tokens, rows = _int8_or_plain(cache), q.shape[0], len(layout.context_lens)
+        shape, codes, tokens, rows = layer.shape, _int8_or_plain(cache), q.shape[0], len(layout.context_lens)
         out = torch.empty(tokens, shape.heads * shape.head_dim, dtype=self._dtype)
         self._reserve_items(tokens, rows, layout.max_context, shape)
         self._pool.write(
             cpu_attention.ATTENTION, cpu_jobs.ATTENTION, 0, q.data_ptr(), q.stride(0), out.data_ptr(),
-            _layer_address(codes, layer), codes.stride(0), codes.stride(2), codes.stride(3), codes.shape[4],
+            _layer_address(codes, layer.index), codes.stride(0), codes.stride(2), codes.stride(3), codes.shape[4],
             layout.positions.data_ptr(), layout.row_starts.data_ptr(), layout.context_lens.data_ptr(),
             layout.page_table.data_ptr(), layout.page_table.stride(0), rows, shape.heads, shape.kv_heads,
-            shape.head_dim, shape.window or _ALL_POSITIONS, _address(sinks), self._items.data_ptr(),
+            shape.head_dim, shape.window or _ALL_POSITIONS, _address(layer.sinks), self._items.data_ptr(),
             self._partials.data_ptr(), isinstance(cache, QuantizedKv), shape.scale, shape.softcap or 0.0,
         )  # fmt: skip
         self._perform(cpu_jobs.ATTENTION)
         return out
 
-    def latent_store(
-        self,
-        q: Tensor,
-        latents: Tensor,
-        rope: Tensor,
-        norm: Tensor,
-        eps: float,
-        cache: Tensor,
-        layer: int,
-        layout: StepLayout,
-        shape: LatentShape,
-    ) -> Tensor:
+    def latent_store(self, q: Tensor, latents: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
         """Norms and rotates the latents and stores them at their slots."""
-        return self._plain.latent_store(q, latents, rope, norm, eps, cache, layer, layout, shape)
+        return self._plain.latent_store(q, latents, layer, cache, layout)
 
-    def latent_attention(
-        self, q: Tensor, kv_up: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: LatentShape
-    ) -> Tensor:
+    def latent_attention(self, q: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
         """Computes attention of rows of one token over the latents themselves, expands those of longer rows."""
-        return cpu_latent.latent_attention(q, kv_up, cache, layer, layout, shape)
+        return cpu_latent.latent_attention(q, layer, cache, layout)
 
-    def _norm(self, hidden: Tensor, norm: Tensor, eps: float) -> Tensor:
+    def _norm(self, hidden: Tensor, norm: Norm) -> Tensor:
         """Returns RMSNorm(hidden), whatever the other tokens are."""
         out = torch.empty_like(hidden)
-        self._product(cpu_jobs.NORM, hidden, out, norm, eps, Linear(hidden), out)
+        self._product(cpu_jobs.NORM, hidden, out, norm, Linear(hidden), out)
         return out
 
     def _product(
@@ -227,8 +205,7 @@ class CpuKernels(Kernels):
         operation: int,
         source: Tensor,
         x: Tensor,
-        norm: Tensor | None,
-        eps: float,
+        norm: Norm | None,
         linear: Linear,
         out: Tensor,
         *,
@@ -237,16 +214,17 @@ class CpuKernels(Kernels):
         """Computes out [T, rows] = or (without a norm) += x · weightᵀ + bias; x is memory for the normed source."""
         tokens, k = source.shape
         rows, weight = out.shape[1], linear.weight
+        scale, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         arguments = (
             tokens, k, x.data_ptr(), out.data_ptr(), _codes_of(weight).data_ptr(), _address(linear.bias), rows,
-            norm is None, source.data_ptr(), _address(norm), _is_wide(norm), gelu, eps,
+            norm is None, source.data_ptr(), _address(scale), _is_wide(scale), gelu, eps,
         )  # fmt: skip
         if isinstance(weight, PanelWeight):
             step = self._code_chunk_rows(rows, tokens)
             more = self._code_arguments(weight, tokens)
             self._pool.write(cpu_products.CODE_PRODUCT, operation, weight.bits, step, *arguments, *more)
         else:
-            self._pool.write(cpu_products.PRODUCT, operation, 0, self._chunk_rows(rows, tokens, k), *arguments)
+            self._pool.write(cpu_products.PRODUCT, operation, 0, self._chunk_rows(rows), *arguments)
         self._perform(operation)
 
     def _code_arguments(self, weight: PanelWeight, tokens: int) -> tuple[int, ...]:
@@ -265,10 +243,8 @@ class CpuKernels(Kernels):
     def _perform(self, operation: int) -> None:
         cpu_jobs.perform(self._pool.shared, self._pool.scratch, operation, self._tag)
 
-    def _chunk_rows(self, rows: int, tokens: int, k: int) -> int:
+    def _chunk_rows(self, rows: int) -> int:
         """Returns a chunk size small enough that the threads end together, and large enough to stream."""
-        if cpu_products.repacks.py_func(tokens, k):
-            return PANEL_ROWS
         share = rows // (self._threads * _CHUNKS_A_THREAD)
         return min(max(share - share % 4, 8), MAX_CHUNK_ROWS)
 
@@ -294,6 +270,10 @@ class CpuKernels(Kernels):
         partials = decode * min(group, QUERIES) * (shape.head_dim + 2)
         if blocks > 1 and self._partials.numel() < partials:
             self._partials = torch.empty(partials)
+
+
+def _is_long(x: Tensor, linear: Linear) -> bool:
+    return len(x) >= LONG_TOKENS and not isinstance(linear.weight, PanelWeight)
 
 
 def _codes_of(weight: Weight) -> Tensor:

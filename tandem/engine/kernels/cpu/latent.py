@@ -8,19 +8,19 @@ from torch import Tensor
 
 from tandem.engine.config.attention import LatentShape
 from tandem.engine.kernels.base import StepLayout
+from tandem.engine.kernels.layers import LatentLayer
 from tandem.engine.kernels.reference import attend_latents, gather_latents
 
 
-def latent_attention(
-    q: Tensor, kv_up: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: LatentShape
-) -> Tensor:
+def latent_attention(q: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
     """Implements `Kernels.latent_attention`; absorbed attention runs in float32 and rounds its result alone."""
+    shape, kv_up = layer.shape, layer.kv_up
     starts, contexts = layout.row_starts.tolist(), layout.context_lens.tolist()
     out = q.new_empty(len(q), shape.heads * shape.v_dim)
     wide = kv_up.float() if layout.single_rows else kv_up
     for row, context in enumerate(contexts):
         first, end = starts[row], starts[row + 1]
-        stored = gather_latents(cache, layer, layout.page_table[row], context)
+        stored = gather_latents(cache, layer.index, layout.page_table[row], context)
         if row < layout.single_rows:
             out[first] = _absorbed(q[first].float(), stored.float(), wide, shape)
         else:

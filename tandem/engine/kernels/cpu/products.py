@@ -4,7 +4,8 @@ Every output is a dot product in the one order of `vector.dot_tile`, so it depen
 step nor on the partition of the work. Tokens come in blocks of eight, because sixteen accumulators (two weight rows by
 eight tokens) keep the multipliers busy with ten loads; a chunk's weights come from memory once and are in the
 second-level cache for the blocks that follow. Products of packed weights quantize their input first (`code_tiles.py`)
-and have one order of sums for any number of tokens.
+and have one order of sums for any number of tokens. Products of many tokens with other weights are PyTorch's
+(`long_products.py`).
 """
 
 import math
@@ -14,7 +15,6 @@ import numpy as np
 
 from tandem.engine.kernels.cpu.code_tiles import code_rows, quantize_row, row_code_bytes
 from tandem.engine.kernels.cpu.ir import LANES
-from tandem.engine.kernels.cpu.panels import PANEL_BYTES, PANEL_UNITS, panel_rows
 from tandem.engine.kernels.cpu.pool import argument, inlined, real
 from tandem.engine.kernels.cpu.tiles import BLOCK, dot_rows
 from tandem.engine.kernels.cpu.vector import (
@@ -36,10 +36,6 @@ TOKENS_A_CHUNK = 16
 """Tokens of a chunk of the token-wise jobs."""
 MAX_CHUNK_ROWS = 256
 """Maximum weight rows of a chunk: a block's outputs must fit a thread's scratch memory twice."""
-LONG_TOKENS = 48
-"""Tokens from which a product repacks its weights."""
-TOKENS_A_PANEL = 512
-"""Tokens that share a repacked panel; a thread's scratch memory holds it and two such blocks of outputs."""
 
 CODE_BITS, ROWS_A_CHUNK, TOKENS, K, X, OUT, WEIGHT, BIAS, ROWS, ADDS, SOURCE, NORM_WEIGHT, WIDE_NORM, GELU, EPS = range(
     1, 16
@@ -82,12 +78,6 @@ def norm_factor(source, eps, n, tag):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def repacks(tokens, k):  # type: ignore[no-untyped-def]
-    """Returns True if a product uses panels; k must be even, as bfloat16 elements are multiplied in pairs."""
-    return tokens >= LONG_TOKENS and k % 2 == 0
-
-
-@inlined
 def _code_rows(shared, row, n, token, tokens, out, out_stride, tag):  # type: ignore[no-untyped-def]
     """Computes n rows of a packed weight from `row` on, which begins a panel, for some tokens from `token` on."""
     k = argument(shared, K)
@@ -121,19 +111,11 @@ def linear_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
                 _finish_linear(shared, scratch + i * y_stride, t + i, first, n, tag)
         return
     weight += first * stride
-    if not repacks(tokens, k):
-        for t in range(0, tokens, BLOCK):
-            block = min(BLOCK, tokens - t)
-            dot_rows(weight, stride, n, x + t * stride, stride, block, k, scratch, n * F32_BYTES, tag)
-            for i in range(block):
-                _finish_linear(shared, scratch + i * n * F32_BYTES, t + i, first, n, tag)
-    else:
-        y = scratch + PANEL_BYTES * PANEL_UNITS
-        for t in range(0, tokens, TOKENS_A_PANEL):
-            block = min(TOKENS_A_PANEL, tokens - t)
-            panel_rows(weight, stride, n, x + t * stride, stride, block, k, scratch, y, PANEL_BYTES, tag)
-            for i in range(block):
-                _finish_linear(shared, y + i * PANEL_BYTES, t + i, first, n, tag)
+    for t in range(0, tokens, BLOCK):
+        block = min(BLOCK, tokens - t)
+        dot_rows(weight, stride, n, x + t * stride, stride, block, k, scratch, n * F32_BYTES, tag)
+        for i in range(block):
+            _finish_linear(shared, scratch + i * n * F32_BYTES, t + i, first, n, tag)
 
 
 @inlined
@@ -167,24 +149,14 @@ def gate_up_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
         return
     gate = argument(shared, WEIGHT) + first * stride
     up = gate + rows * stride
-    if not repacks(tokens, k):
-        y_stride = n * F32_BYTES
-        ups = scratch + BLOCK * y_stride
-        for t in range(0, tokens, BLOCK):
-            block, xs = min(BLOCK, tokens - t), x + t * stride
-            dot_rows(gate, stride, n, xs, stride, block, k, scratch, y_stride, tag)
-            dot_rows(up, stride, n, xs, stride, block, k, ups, y_stride, tag)
-            for i in range(block):
-                _finish_gate_up(shared, scratch + i * y_stride, ups + i * y_stride, t + i, first, n, tag)
-    else:
-        gates = scratch + PANEL_BYTES * PANEL_UNITS
-        ups = gates + TOKENS_A_PANEL * PANEL_BYTES
-        for t in range(0, tokens, TOKENS_A_PANEL):
-            block, xs = min(TOKENS_A_PANEL, tokens - t), x + t * stride
-            panel_rows(gate, stride, n, xs, stride, block, k, scratch, gates, PANEL_BYTES, tag)
-            panel_rows(up, stride, n, xs, stride, block, k, scratch, ups, PANEL_BYTES, tag)
-            for i in range(block):
-                _finish_gate_up(shared, gates + i * PANEL_BYTES, ups + i * PANEL_BYTES, t + i, first, n, tag)
+    y_stride = n * F32_BYTES
+    ups = scratch + BLOCK * y_stride
+    for t in range(0, tokens, BLOCK):
+        block, xs = min(BLOCK, tokens - t), x + t * stride
+        dot_rows(gate, stride, n, xs, stride, block, k, scratch, y_stride, tag)
+        dot_rows(up, stride, n, xs, stride, block, k, ups, y_stride, tag)
+        for i in range(block):
+            _finish_gate_up(shared, scratch + i * y_stride, ups + i * y_stride, t + i, first, n, tag)
 
 
 @inlined

@@ -1,7 +1,7 @@
 """Products of the CPU kernels in registers: weights by tokens, keys by queries, values by attention weights.
 
 `dot_rows` and `mix_rows` stream a matrix once for a few tokens; every output has one order of accumulation, whatever
-the other outputs are. Products of many tokens are in `panels.py`.
+the other outputs are. Products of many tokens are PyTorch's (`long_products.py`).
 """
 
 from typing import Any
@@ -33,7 +33,14 @@ from tandem.engine.kernels.cpu.ir import (
     steps,
     tag_bytes,
 )
-from tandem.engine.kernels.cpu.units import first_lanes, has_pair_products, load_masked, load_pairs, multiply_pairs
+from tandem.engine.kernels.cpu.units import (
+    first_lanes,
+    has_pair_products,
+    has_wide_registers,
+    load_masked,
+    load_pairs,
+    multiply_pairs,
+)
 
 
 def _dot_tile(rows: int, tokens: int) -> "Function":
@@ -144,19 +151,31 @@ def _emit_dot_rows(builder: Builder, tag: Any, args: Any) -> None:
         def some_tokens(t: Value, width: int) -> None:
             xs = builder.add(at(builder, x, start, size), builder.mul(t, x_stride))
             outs = builder.add(out, builder.mul(t, out_stride))
+            tile_tokens = min(width, BLOCK if has_wide_registers() else _NARROW_BLOCK)
 
             def some_rows(r: Value, height: int) -> None:
-                ws = builder.add(at(builder, w, start, size), builder.mul(r, w_stride))
-                target = at(builder, outs, r, 4)
-                tile = _DOT_TILES[height, width]
-                tile.call(builder, tag, [ws, w_stride, xs, x_stride, n, target, out_stride, start])
+                ws, target = builder.add(at(builder, w, start, size), builder.mul(r, w_stride)), at(builder, outs, r, 4)
+                x_rows, targets = (
+                    row_addresses(builder, base, stride, width)
+                    for base, stride in ((xs, x_stride), (target, out_stride))
+                )
+                for first in range(0, width, tile_tokens):
+                    places = [ws, w_stride, x_rows[first], x_stride, n, targets[first], out_stride, start]
+                    _DOT_TILES[height, tile_tokens].call(builder, tag, places)
 
-            steps(builder, rows, (2 if width == BLOCK else 4, 1), some_rows)
+            steps(builder, rows, (_tile_rows(tile_tokens), 1), some_rows)
 
         steps(builder, tokens, (BLOCK, 4, 2, 1), some_tokens)
         return []
 
     loop(builder, I64(0), k, K_BLOCK, [], block)
+
+
+def _tile_rows(tokens: int) -> int:
+    """Returns the weight rows of a tile of some tokens, as many as there are registers for their sums."""
+    if has_wide_registers():
+        return 2 if tokens == BLOCK else 4
+    return 2 if tokens == _NARROW_BLOCK else 4
 
 
 def _emit_mix_rows(builder: Builder, tag: Any, args: Any) -> None:
@@ -202,13 +221,15 @@ def _emit_mix_scalar(builder: Builder, tag: Any, args: Any) -> None:
 
 BLOCK = 8
 """Tokens of the widest tile: with two weight rows, sixteen sums that keep the multipliers busy with ten loads."""
+_NARROW_BLOCK = 2
+"""The same without AVX-512, where a sum takes two registers or more of sixteen: four sums of eight loads."""
 K_BLOCK = 768
 """Elements of a dot product at a time: eight tokens of them stay in the first-level cache."""
 MIX_BLOCK = 32
 """Values that are summed separately: longer sums in one lane would round away what each adds."""
 _DOT_TILES = {
     (rows, tokens): _dot_tile(rows, tokens)
-    for rows, tokens in ((2, 8), (1, 8), (4, 4), (1, 4), (4, 2), (1, 2), (4, 1), (1, 1))
+    for rows, tokens in ((2, 8), (1, 8), (4, 4), (1, 4), (4, 2), (2, 2), (1, 2), (4, 1), (1, 1))
 }
 _MIX_TILES = {(tokens, vectors): _mix_tile(tokens, vectors) for tokens in (4, 1) for vectors in (4, 1)}
 _DOT_ROWS = Function("dot_rows", _emit_dot_rows)

@@ -1,6 +1,6 @@
-"""The unit that one lane of a product multiplies: a float32, a bfloat16 or, where the host can, a pair of bfloat16.
+"""Pairs of bfloat16, which some hosts multiply in one lane, and vectors of which only the first lanes are loaded.
 
-That pair is the one thing in these kernels that is tied to an instruction set.
+The pairs and the products of codes (`integer_units.py`) are all that is tied to an instruction set.
 """
 
 from typing import Any
@@ -18,40 +18,26 @@ from tandem.engine.kernels.cpu.ir import (
     VEC,
     Builder,
     Value,
-    load_element,
-    load_vector,
     pointer,
-    tag_bytes,
     widen,
 )
 
 
 def has_pair_products() -> bool:
     """Returns True if the host multiplies pairs of bfloat16 into float32 lanes (AVX512_BF16)."""
+    return _host_has("avx512bf16")
+
+
+def has_wide_registers() -> bool:
+    """Returns True if a register holds sixteen float32, and there are 32 of them (AVX-512)."""
+    return _host_has("avx512f")
+
+
+def _host_has(feature: str) -> bool:
     chosen = numba.config.CPU_FEATURES
     if chosen is not None:
-        return "+avx512bf16" in str(chosen)
-    return bool(get_host_cpu_features().get("avx512bf16", False))
-
-
-def multiplies_pairs(tag: Any) -> bool:
-    """Returns True if products of `tag` elements are computed two at a time."""
-    return bool(tag != types.float32) and has_pair_products()
-
-
-def unit_bytes(tag: Any) -> int:
-    """Returns the bytes of a unit in memory."""
-    return 4 if multiplies_pairs(tag) else tag_bytes(tag)
-
-
-def load_unit(builder: Builder, address: Value, tag: Any) -> Value:
-    """Loads a unit, in 32 bits."""
-    return load_element(builder, address, types.float32 if multiplies_pairs(tag) else tag)
-
-
-def load_units(builder: Builder, address: Value, tag: Any) -> Value:
-    """Loads sixteen adjacent units."""
-    return load_vector(builder, address, types.float32 if multiplies_pairs(tag) else tag)
+        return f"+{feature}" in str(chosen)
+    return bool(get_host_cpu_features().get(feature, False))
 
 
 class BFloatType(ir.Type):  # type: ignore[misc]

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.engine.kernels.base import Experts
 from tandem.engine.kernels.experts.expert_tiles import (
     PACKED_FLOAT_TILE,
     PACKED_TILES,
@@ -21,6 +20,7 @@ from tandem.engine.kernels.experts.expert_tiles import (
 )
 from tandem.engine.kernels.experts.triton_products import finish_tile, tile_of
 from tandem.engine.kernels.held_weight import multiplied_on_gpus, step_bytes
+from tandem.engine.kernels.layers import Experts
 from tandem.engine.kernels.packed import packed_products, products
 from tandem.engine.kernels.packed.triton_packed import add_step, columns_of, finish_sums, words_at
 from tandem.engine.kernels.packed_weight import PackedWeight, Weight

@@ -12,8 +12,6 @@ import torch
 import triton
 from torch import Tensor
 
-from tandem.engine.config.model import MixtureOfExperts
-from tandem.engine.kernels.base import Experts
 from tandem.engine.kernels.experts.expert_tiles import (
     ExpertShape,
     ExpertTile,
@@ -41,6 +39,7 @@ from tandem.engine.kernels.experts.triton_router import (
     router_kernel,
     sort_kernel,
 )
+from tandem.engine.kernels.layers import ExpertsLayer
 from tandem.engine.kernels.packed_weight import PackedWeight
 from tandem.engine.kernels.rowwise.triton_norm import rms_norm
 
@@ -85,10 +84,7 @@ class ExpertKernels:
     def add(
         self,
         hidden: Tensor,
-        norm: Tensor,
-        eps: float,
-        experts: Experts,
-        spec: MixtureOfExperts,
+        layer: ExpertsLayer,
         slots: Tensor,
         tile: ExpertTile | None = None,
     ) -> Tensor:
@@ -96,21 +92,21 @@ class ExpertKernels:
 
         `tile` takes the place of the table's.
         """
-        tokens, width = len(hidden), hidden.shape[1]
+        experts, spec, (tokens, width) = layer.experts, layer.spec, hidden.shape
         shape = ExpertShape(spec.experts, spec.top_k, width, spec.width)
         plan = router_tile(tokens, shape, hidden.element_size())
         counts = torch.empty(triton.next_power_of_2(spec.experts), dtype=torch.int32, device=hidden.device)
-        x, logits = self._route(hidden, norm, eps, experts.router, counts, plan)
+        x, logits = self._route(hidden, layer, counts, plan)
         packed = any(isinstance(weight, PackedWeight) for weight in (experts.gate_up, experts.down))
         tile = tile or (packed_tile if packed else tile_for)(tokens, shape, hidden.element_size())
         if tile.tokens == 1:
             choice = Choice(tokens, shape, hidden.device)
-            self._choose(logits, experts, spec, slots, choice, counts, x.dtype)
-            self._add_single(x, experts, spec, choice, hidden, tile)
+            self._choose(logits, layer, slots, choice, counts, x.dtype)
+            self._add_single(x, layer, choice, hidden, tile)
             return x
         tiled = TiledChoice(tokens, shape, tile.tokens, hidden.device)
-        self._choose(logits, experts, spec, slots, tiled, counts, x.dtype)
-        self._add_tiles(x, experts, spec, tiled, hidden, tile)
+        self._choose(logits, layer, slots, tiled, counts, x.dtype)
+        self._add_tiles(x, layer, tiled, hidden, tile)
         return x
 
     def gate(self, inner: Tensor, x: Tensor, gate: Tensor) -> None:
@@ -123,17 +119,16 @@ class ExpertKernels:
             x, gate, inner, H=x.shape[1], WIDTH=width, COLUMNS=_GATE_COLUMNS, PDL=self._pdl, launch_pdl=self._pdl
         )
 
-    def _route(
-        self, hidden: Tensor, norm: Tensor, eps: float, router: Tensor, counts: Tensor, plan: RouterTile
-    ) -> tuple[Tensor, Tensor]:
+    def _route(self, hidden: Tensor, layer: ExpertsLayer, counts: Tensor, plan: RouterTile) -> tuple[Tensor, Tensor]:
         """Returns RMSNorm(hidden), and the logits [splits, T, E] in float32, as sums of parts of the columns."""
-        (tokens, width), experts = hidden.shape, len(router)
+        (tokens, width), norm, router = hidden.shape, layer.norm, layer.experts.router
+        experts = len(router)
         fused = tokens <= FUSED_NORM_TOKENS and hidden.dtype != torch.float32
-        x = torch.empty_like(hidden) if fused else rms_norm(hidden, norm, eps, pdl=self._pdl)
+        x = torch.empty_like(hidden) if fused else rms_norm(hidden, norm, pdl=self._pdl)
         logits = torch.empty(plan.splits, tokens, experts, dtype=torch.float32, device=hidden.device)
         grid = (triton.cdiv(experts, plan.experts), triton.cdiv(tokens, plan.tokens), plan.splits)
         router_kernel[grid](
-            hidden, norm, router, x, logits, counts, tokens, eps,
+            hidden, norm.weight, router, x, logits, counts, tokens, norm.eps,
             H=width, E=experts, NORM=fused, SPLITS=plan.splits, TOKENS=plan.tokens, EXPERTS=plan.experts,
             COLUMNS=plan.columns, ZEROED=len(counts), PDL=self._pdl, num_warps=4, num_stages=3, launch_pdl=self._pdl,
         )  # fmt: skip
@@ -142,15 +137,14 @@ class ExpertKernels:
     def _choose(
         self,
         logits: Tensor,
-        experts: Experts,
-        spec: MixtureOfExperts,
+        layer: ExpertsLayer,
         slots: Tensor,
         choice: Choice,
         counts: Tensor,
         dtype: torch.dtype,
     ) -> None:
         """Fills the choice from the logits; `dtype` is the model's."""
-        splits, tokens, _ = logits.shape
+        experts, spec, (splits, tokens, _) = layer.experts, layer.spec, logits.shape
         router = spec.router
         groups = triton.next_power_of_2(router.groups)
         size = triton.next_power_of_2(spec.experts // router.groups)
@@ -184,15 +178,8 @@ class ExpertKernels:
                 BLOCK_E=len(counts), PDL=self._pdl, num_warps=8, launch_pdl=self._pdl,
             )  # fmt: skip
 
-    def _add_tiles(
-        self,
-        x: Tensor,
-        experts: Experts,
-        spec: MixtureOfExperts,
-        choice: TiledChoice,
-        hidden: Tensor,
-        tile: ExpertTile,
-    ) -> None:
+    def _add_tiles(self, x: Tensor, layer: ExpertsLayer, choice: TiledChoice, hidden: Tensor, tile: ExpertTile) -> None:
+        experts, spec = layer.experts, layer.spec
         (tokens, width), pairs = hidden.shape, choice.pairs
         inner, parts = x.new_empty(pairs, spec.width), x.new_empty(pairs, width)
         activation = ACTIVATIONS[spec.activation]
@@ -220,10 +207,9 @@ class ExpertKernels:
             num_warps=2, launch_pdl=self._pdl,
         )  # fmt: skip
 
-    def _add_single(
-        self, x: Tensor, experts: Experts, spec: MixtureOfExperts, choice: Choice, hidden: Tensor, tile: ExpertTile
-    ) -> None:
+    def _add_single(self, x: Tensor, layer: ExpertsLayer, choice: Choice, hidden: Tensor, tile: ExpertTile) -> None:
         """Adds the experts of one token."""
+        experts, spec = layer.experts, layer.spec
         width, ranks = hidden.shape[1], triton.next_power_of_2(spec.top_k)
         gate_up, down = tile.gate_up, tile.down
         inner = x.new_empty(spec.top_k, spec.width)

@@ -16,6 +16,7 @@ from tandem.engine.kernels.latent.block_attention import BlockAttention
 from tandem.engine.kernels.latent.expanded import ExpandedAttention
 from tandem.engine.kernels.latent.token_groups import group_chunks
 from tandem.engine.kernels.latent.triton_store import latent_store
+from tandem.engine.kernels.layers import LatentLayer
 
 _ABSORBED_ROWS = 8
 """Chunks of the longest absorbed size in a step: partial results of more would take hundreds of megabytes."""
@@ -68,36 +69,21 @@ class LatentKernels:
             else:
                 self._prompts[shape].begin_step(layout, single)
 
-    def store(
-        self,
-        q: Tensor,
-        latents: Tensor,
-        rope: Tensor,
-        norm: Tensor,
-        eps: float,
-        cache: Tensor,
-        layer: int,
-        layout: StepLayout,
-        shape: LatentShape,
-    ) -> Tensor:
+    def store(self, q: Tensor, latents: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
         """Implements `Kernels.latent_store` in one launch."""
-        return latent_store(
-            q, latents, rope, norm, eps, cache, layer, layout.positions, layout.slots, shape, pdl=self._pdl
-        )
+        return latent_store(q, latents, layer, cache, layout, pdl=self._pdl)
 
-    def attention(
-        self, q: Tensor, kv_up: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: LatentShape, single: int
-    ) -> Tensor:
+    def attention(self, q: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout, single: int) -> Tensor:
         """Implements `Kernels.latent_attention` for a step that began with as many `single` rows."""
-        rows = len(layout.context_lens)
+        rows, shape = len(layout.context_lens), layer.shape
         if single == rows or _is_absorbed(shape, layout, single):
             out = q.new_empty(len(q), shape.heads * shape.v_dim)
             if single < rows:
-                self._chunks[shape](q[single:], kv_up, cache, layer, out[single:])
+                self._chunks[shape](q[single:], layer.kv_up, cache, layer.index, out[single:])
         else:
-            out = self._prompts[shape](q, kv_up, cache, layer, layout, single).flatten(1)
+            out = self._prompts[shape](q, layer.kv_up, cache, layer.index, layout, single).flatten(1)
         if single:
-            self._single[shape](q[:single], kv_up, cache, layer, out[:single])
+            self._single[shape](q[:single], layer.kv_up, cache, layer.index, out[:single])
         return out
 
 

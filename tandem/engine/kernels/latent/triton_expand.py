@@ -20,8 +20,8 @@ _MERGED_HEADS = 16
 TAIL = 128
 """Tokens of zeros after each row's keys and values.
 
-flash-attn-4 multiplies whole tiles, of at most so many keys, and gives those behind a row a weight of zero: were they
-another row's, values that are not finite would spread from one request to another.
+flash-attn-4 multiplies whole tiles, which have at most this number of keys, and gives those after a row a weight of
+zero: were they another row's, values that are not finite would spread from one request to another.
 """
 
 

@@ -4,7 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.engine.config.attention import LatentShape
+from tandem.engine.kernels.base import StepLayout
+from tandem.engine.kernels.layers import LatentLayer
 from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 
 HEADS_TILE = 16
@@ -13,38 +14,28 @@ WARPS = 4
 
 
 def latent_store(
-    q: Tensor,
-    latents: Tensor,
-    rope: Tensor,
-    norm: Tensor,
-    eps: float,
-    cache: Tensor,
-    layer: int,
-    positions: Tensor,
-    slots: Tensor,
-    shape: LatentShape,
-    *,
-    pdl: bool,
+    q: Tensor, latents: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout, *, pdl: bool
 ) -> Tensor:
     """Implements `Kernels.latent_store`: the queries are rotated in place.
 
     q         [T, heads·(nope + rope)] and latents [T, latent + rope]: rows may be strided
-    positions [T] int32, slots [T] int64: a token of slot -1 is stored nowhere, and its query is undefined
+    layout    a token of slot -1 is stored nowhere, and its query is undefined
     → a view of q [T, heads, nope + rope]. Arithmetic in float32, rounded once.
     """
+    shape = layer.shape
     _latent_store[(len(q), 1 + triton.cdiv(shape.heads, HEADS_TILE))](
         q,
         latents,
-        rope,
-        norm,
+        layer.rope,
+        layer.norm.weight,
         cache,
-        positions,
-        slots,
+        layout.positions,
+        layout.slots,
         q.stride(0),
         latents.stride(0),
         cache.stride(0),
-        cache.stride(1) * layer,
-        eps,
+        cache.stride(1) * layer.index,
+        layer.norm.eps,
         HEADS=shape.heads,
         LATENT=shape.latent,
         LATENT_PADDED=triton.next_power_of_2(shape.latent),

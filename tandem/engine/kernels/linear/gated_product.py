@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tandem.engine.kernels.base import Linear
 from tandem.engine.kernels.fallback import failure_of, why_not_imported
+from tandem.engine.kernels.layers import Linear
 from tandem.engine.kernels.linear.triton_activation import silu_mul
 
 log = logging.getLogger(__name__)

@@ -20,6 +20,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from tandem.engine.kernels.layers import Linear, Norm
 from tandem.engine.kernels.linear.triton_linear_kernels import (
     ADD,
     GATE_UP,
@@ -56,49 +57,36 @@ _VECTOR_BYTES = 16
 """The width of a thread's loads, and the alignment that rows need for the prefetch into L2."""
 
 
-def norm_linear(
-    hidden: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None, *, pdl: bool
-) -> Tensor:
+def norm_linear(hidden: Tensor, norm: Norm | None, linear: Linear, *, pdl: bool) -> Tensor:
     """Returns RMSNorm(hidden) · weightᵀ + bias: hidden [T, K], norm [K], weight [N, K], bias [N] → [T, N].
 
     Without norm the plain product. All of one dtype: bfloat16, float16 or float32, rounded once, at the end. Only the
     norm may be float32 with others of 16 bits.
     """
-    out = hidden.new_empty(hidden.shape[0], weight.shape[0])
-    launch(hidden, norm, eps, weight, bias, out, STORE.value, pdl=pdl)
+    out = hidden.new_empty(hidden.shape[0], len(linear.matrix))
+    launch(hidden, norm, linear, out, STORE.value, pdl=pdl)
     return out
 
 
-def norm_gate_up(
-    hidden: Tensor,
-    norm: Tensor | None,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    pdl: bool,
-    activation: str = "silu",
-) -> Tensor:
+def norm_gate_up(hidden: Tensor, norm: Norm | None, gate_up: Linear, *, pdl: bool, activation: str = "silu") -> Tensor:
     """Returns activation(g) · u with [g | u] = RMSNorm(hidden) · weightᵀ + bias.
 
     Weight [2·I, K], gate rows first → [T, I]; `activation` is one of `DenseFeedForward.activation`.
     """
-    out = hidden.new_empty(hidden.shape[0], weight.shape[0] // 2)
-    launch(hidden, norm, eps, weight, bias, out, GATE_UP.value, pdl=pdl, gelu=activation == "gelu_tanh")
+    out = hidden.new_empty(hidden.shape[0], len(gate_up.matrix) // 2)
+    launch(hidden, norm, gate_up, out, GATE_UP.value, pdl=pdl, gelu=activation == "gelu_tanh")
     return out
 
 
-def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, hidden: Tensor, *, pdl: bool) -> None:
+def linear_add(x: Tensor, linear: Linear, hidden: Tensor, *, pdl: bool) -> None:
     """Adds x · weightᵀ + bias to hidden in place: x [T, K], weight [N, K], bias [N], hidden [T, N]."""
-    launch(x, None, 0.0, weight, bias, hidden, ADD.value, pdl=pdl)
+    launch(x, None, linear, hidden, ADD.value, pdl=pdl)
 
 
 def launch(
     x: Tensor,
-    norm: Tensor | None,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None,
+    norm: Norm | None,
+    linear: Linear,
     out: Tensor,
     op: int,
     *,
@@ -112,7 +100,7 @@ def launch(
 
     Raises ValueError where a split tile's partial sums do not fit the scratch memory.
     """
-    tokens, k = x.shape
+    (tokens, k), weight, bias = x.shape, linear.matrix, linear.bias
     paired = op == GATE_UP.value
     if tile is None:
         tile = tile_for(tokens, weight.shape[0], k, paired, x.element_size())
@@ -121,7 +109,8 @@ def launch(
     n = out.shape[1]
     shared = {"num_warps": tile.warps, "launch_pdl": pdl}
     # Tensors that a variant does not read still need an address: x's is used.
-    norm_or_any, bias_or_any = x if norm is None else norm, x if bias is None else bias
+    norm_or_any, eps = (x, 0.0) if norm is None else (norm.weight, norm.eps)
+    bias_or_any = x if bias is None else bias
     if isinstance(tile, Gemv):
         gemv_kernel[(-(-n // tile.rows),)](
             x, norm_or_any, weight, bias_or_any, out, n, eps,

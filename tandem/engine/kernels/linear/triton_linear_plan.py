@@ -32,7 +32,7 @@ _FLOATS_PER_ROW_TILE = 16
 
 
 def streams(tokens: int, n: int, k: int, item_bytes: int) -> bool:
-    """Returns True if these products beat cuBLAS for so many tokens and a weight [n, k] of `item_bytes` per element."""
+    """Returns True if these products beat cuBLAS for `tokens` tokens and a weight [n, k]."""
     if item_bytes == 4:
         return tokens <= FLOAT_STREAMED_TOKENS
     return tokens <= STREAMED_TOKENS.get((n, k), DEFAULT_STREAMED_TOKENS)

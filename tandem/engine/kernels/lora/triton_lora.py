@@ -5,7 +5,7 @@ ends at once where the tile has none: so tokens need no order, the grid depends 
 contain the launches, because the numbers of the adapters are read on the device.
 
 Sums are float32; A · x is rounded to the model's dtype before the second product, as peft does. The numbers of adapters
-are read before `wait_for_inputs`: whoever writes them launches another kernel, without overlap, before these.
+are read before `wait_for_inputs`: the kernel that writes them is launched before these, without overlap.
 """
 
 import torch
@@ -14,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.engine.kernels.latent.triton_products import dot
+from tandem.engine.kernels.layers import Norm
 from tandem.engine.kernels.linear.triton_activation import gated
-from tandem.engine.kernels.lora.tables import LoraTables
+from tandem.engine.kernels.lora_tables import LoraTables
 from tandem.engine.kernels.triton_launch import INTERPRETED, launch_dependents, wait_for_inputs
 
 _TOKEN_TILES = (16, 32, 64)
@@ -35,64 +36,69 @@ TRIAL_TOKENS = (16, 32, 64, 128, 512)
 """Steps of these numbers of tokens use all kernels."""
 
 
-def shrink(
-    x: Tensor, norm: Tensor | None, numbers: Tensor, tables: LoraTables, *, pdl: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Returns A · (x ∘ norm) with each token's adapter, and Σ x² if there is a norm, both for `add` and `add_gated`.
+class TritonUpdate:
+    """A · (x ∘ norm) with each token's adapter, and Σ x² if there is a norm, as partial sums over columns, float32.
 
-    x [T, K] and norm [K] contiguous; numbers [T] int32: each token's adapter from 1, 0 = none. → partial sums over
-    columns [splits, T, P·r] and [splits, T], float32. Tokens without an adapter keep what the memory held.
+    The sums are [splits, T, P·r] and [splits, T]; tokens without an adapter keep what the memory held.
     """
-    tokens, k = x.shape
-    slots, rows, _ = tables.a.shape
-    tile, parts = _token_tile(tokens), rows // tables.rank
-    tiles = triton.cdiv(tokens, tile)
+
+    def __init__(self, x: Tensor, norm: Norm | None, numbers: Tensor, tables: LoraTables, *, pdl: bool) -> None:
+        """Launches the first product.
+
+        x [T, K] and the norm's weight [K] contiguous; numbers [T] int32: each token's adapter from 1, 0 = none.
+        """
+        tokens, self._columns = x.shape
+        self._numbers, self._tables, self._pdl = numbers, tables, pdl
+        self._eps = 0.0 if norm is None else norm.eps
+        slots, rows, _ = tables.a.shape
+        tile, parts = _token_tile(tokens), rows // tables.rank
+        tiles = triton.cdiv(tokens, tile)
+        columns = _columns_of_a_program(self._columns, tiles, parts)
+        splits = triton.cdiv(self._columns, columns)
+        self._sums = torch.empty(splits, tokens, rows, dtype=torch.float32, device=x.device)
+        self._squares = self._sums
+        if norm is not None:
+            self._squares = torch.empty(splits, tokens, dtype=torch.float32, device=x.device)
+        self._normed = norm is not None
+        _shrink[(splits * parts, slots, tiles)](
+            x, x if norm is None else norm.weight, numbers, tables.a, self._sums, self._squares, tokens, self._columns,
+            columns,
+            NORM=self._normed, PARTS=parts, RANK=tables.rank, TOKENS=tile, COLUMNS=_COLUMNS, PDL=pdl,
+            WIDE_DOT=INTERPRETED, num_warps=4, num_stages=3, launch_pdl=pdl,
+        )  # fmt: skip
+
+    def add_to(self, out: Tensor) -> None:
+        """Adds B · (A · RMSNorm(x)) to out [T, N] in place."""
+        (tokens, n), tables = out.shape, self._tables
+        tile = _token_tile(tokens)
+        ends = (*tables.part_ends, n, n)
+        blocks = sum(triton.cdiv(len(rows), _OUTPUTS) for rows in tables.part_rows)
+        _add[(blocks, len(tables.b), triton.cdiv(tokens, tile))](
+            self._sums, self._squares, self._numbers, tables.b, out, tokens, n, self._columns, self._eps, ends[0],
+            ends[1],
+            SPLITS=len(self._sums), NORM=self._normed, PARTS=len(tables.part_ends), RANK=tables.rank, TOKENS=tile,
+            OUTPUTS=_OUTPUTS, PDL=self._pdl, WIDE_DOT=INTERPRETED, num_warps=4, launch_pdl=self._pdl,
+        )  # fmt: skip
+
+    def activated(self, gate_up: Tensor, activation: str) -> Tensor:
+        """Returns activation(g) · u of [g | u] = gate_up [T, 2·I] + B · (A · RMSNorm(x)) → [T, I]."""
+        tokens, width, tables = gate_up.shape[0], gate_up.shape[1] // 2, self._tables
+        tile = _token_tile(tokens)
+        out = gate_up.new_empty(tokens, width)
+        _add_gated[(triton.cdiv(width, _GATED_OUTPUTS), len(tables.b) + 1, triton.cdiv(tokens, tile))](
+            self._sums, self._squares, self._numbers, tables.b, gate_up, out, tokens, width, self._columns, self._eps,
+            SPLITS=len(self._sums), NORM=self._normed, GELU=activation == "gelu_tanh", RANK=tables.rank, TOKENS=tile,
+            OUTPUTS=_GATED_OUTPUTS, PDL=self._pdl, WIDE_DOT=INTERPRETED, num_warps=4, launch_pdl=self._pdl,
+        )  # fmt: skip
+        return out
+
+
+def _columns_of_a_program(k: int, tiles: int, parts: int) -> int:
+    """Returns the columns of x that one program multiplies, of k columns, for a number of token tiles and of parts."""
     splits = next((splits for most, splits in _SPLITS if tiles <= most), 1)
     if tiles == 1 and parts > 1:
         splits //= 2
-    columns = triton.cdiv(triton.cdiv(k, splits), _COLUMNS) * _COLUMNS
-    splits = triton.cdiv(k, columns)
-    sums = torch.empty(splits, tokens, rows, dtype=torch.float32, device=x.device)
-    squares = None if norm is None else torch.empty(splits, tokens, dtype=torch.float32, device=x.device)
-    _shrink[(splits * parts, slots, tiles)](
-        x, x if norm is None else norm, numbers, tables.a, sums, sums if squares is None else squares, tokens, k,
-        columns,
-        NORM=norm is not None, PARTS=parts, RANK=tables.rank, TOKENS=tile, COLUMNS=_COLUMNS, PDL=pdl,
-        WIDE_DOT=INTERPRETED, num_warps=4, num_stages=3, launch_pdl=pdl,
-    )  # fmt: skip
-    return sums, squares
-
-
-def add(
-    sums: Tensor, squares: Tensor | None, k: int, eps: float, numbers: Tensor, tables: LoraTables, out: Tensor,
-    *, pdl: bool,
-) -> None:  # fmt: skip
-    """Adds B · (A · RMSNorm(x)) to out [T, N] in place, with what `shrink` returned for x [T, k]."""
-    tokens, n = out.shape
-    tile = _token_tile(tokens)
-    ends = (*tables.part_ends, n, n)
-    blocks = sum(triton.cdiv(len(rows), _OUTPUTS) for rows in tables.part_rows)
-    _add[(blocks, len(tables.b), triton.cdiv(tokens, tile))](
-        sums, sums if squares is None else squares, numbers, tables.b, out, tokens, n, k, eps, ends[0], ends[1],
-        SPLITS=len(sums), NORM=squares is not None, PARTS=len(tables.part_ends), RANK=tables.rank, TOKENS=tile,
-        OUTPUTS=_OUTPUTS, PDL=pdl, WIDE_DOT=INTERPRETED, num_warps=4, launch_pdl=pdl,
-    )  # fmt: skip
-
-
-def add_gated(
-    sums: Tensor, squares: Tensor | None, k: int, eps: float, numbers: Tensor, tables: LoraTables, gate_up: Tensor,
-    *, gelu: bool, pdl: bool,
-) -> Tensor:  # fmt: skip
-    """Returns activation(g) · u of [g | u] = gate_up [T, 2·I] + B · (A · RMSNorm(x)), like `add` → [T, I]."""
-    tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
-    tile = _token_tile(tokens)
-    out = gate_up.new_empty(tokens, width)
-    _add_gated[(triton.cdiv(width, _GATED_OUTPUTS), len(tables.b) + 1, triton.cdiv(tokens, tile))](
-        sums, sums if squares is None else squares, numbers, tables.b, gate_up, out, tokens, width, k, eps,
-        SPLITS=len(sums), NORM=squares is not None, GELU=gelu, RANK=tables.rank, TOKENS=tile, OUTPUTS=_GATED_OUTPUTS,
-        PDL=pdl, WIDE_DOT=INTERPRETED, num_warps=4, launch_pdl=pdl,
-    )  # fmt: skip
-    return out
+    return -(-k // (splits * _COLUMNS)) * _COLUMNS
 
 
 def _token_tile(tokens: int) -> int:

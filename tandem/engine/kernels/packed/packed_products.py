@@ -15,8 +15,8 @@ import torch
 import triton
 from torch import Tensor
 
-from tandem.engine.kernels.base import Linear
 from tandem.engine.kernels.held_weight import multiplied_on_gpus, step_bytes
+from tandem.engine.kernels.layers import Linear, Norm
 from tandem.engine.kernels.linear.triton_activation import gelu_mul, silu_mul
 from tandem.engine.kernels.linear.triton_linear import ADD, GATE_UP, STORE, early_bytes, reserve_scratch
 from tandem.engine.kernels.linear.triton_linear_kernels import NO_NORM, NORM_LAST
@@ -60,13 +60,13 @@ def _by_group(scales: Tensor) -> Tensor:
 
 
 def fuses(tokens: int, weight: PackedWeight) -> bool:
-    """Returns True if a product of so many tokens unpacks codes in registers."""
+    """Returns True if a product of `tokens` tokens unpacks codes in registers."""
     narrow = weight.group < weight.shape[1] and step_bytes(weight) < _NARROW_BYTES
     return tokens <= (min(_NARROW_FUSED_TOKENS, FUSED_TOKENS) if narrow else FUSED_TOKENS)
 
 
 def dequantized_for(tokens: int, linear: Linear, dtype: torch.dtype) -> Linear:
-    """Returns the linear with a plain weight if a step of so many tokens multiplies that, else as it is."""
+    """Returns the linear with a plain weight if a step of `tokens` tokens multiplies that, else as it is."""
     weight = linear.weight
     if type(weight) is not PackedWeight or weight.shape.numel() > SCRATCH_ITEMS or fuses(tokens, weight):
         return linear
@@ -75,13 +75,13 @@ def dequantized_for(tokens: int, linear: Linear, dtype: torch.dtype) -> Linear:
     return Linear(matrix, linear.bias)
 
 
-def norm_linear(hidden: Tensor, norm: Tensor | None, eps: float, linear: Linear, *, pdl: bool) -> Tensor:
+def norm_linear(hidden: Tensor, norm: Norm | None, linear: Linear, *, pdl: bool) -> Tensor:
     """Returns RMSNorm(hidden) · weightᵀ + bias → [T, N]; without norm the plain product."""
-    x, norm = _normed(hidden, norm, eps, pdl)
+    x, norm = _normed(hidden, norm, pdl)
     weight = _packed(linear)
     out = x.new_empty(len(x), len(weight))
     if fuses(len(x), weight):
-        launch(x, norm, eps, weight, linear.bias, out, STORE.value, pdl=pdl)
+        launch(x, norm, linear, out, STORE.value, pdl=pdl)
     else:
         assert norm is None, "a norm is due to the product of a dequantized weight"
         multiply_dequantized(x, weight, linear.bias, out)
@@ -97,26 +97,24 @@ def multiply_dequantized(x: Tensor, weight: PackedWeight, bias: Tensor | None, o
             torch.addmm(bias[rows], x, matrix.t(), out=out[:, rows])
 
 
-def norm_gate_up(
-    hidden: Tensor, norm: Tensor | None, eps: float, gate_up: Linear, *, pdl: bool, activation: str = "silu"
-) -> Tensor:
+def norm_gate_up(hidden: Tensor, norm: Norm | None, gate_up: Linear, *, pdl: bool, activation: str = "silu") -> Tensor:
     """Returns activation(g) · u with [g | u] = RMSNorm(hidden) · weightᵀ + bias, gate rows first → [T, I]."""
     gelu = activation == "gelu_tanh"
-    x, norm = _normed(hidden, norm, eps, pdl)
+    x, norm = _normed(hidden, norm, pdl)
     weight = _packed(gate_up)
     if not fuses(len(x), weight):
         assert norm is None, "a norm is due to the product of a dequantized weight"
-        both = norm_linear(x, None, eps, gate_up, pdl=pdl)
+        both = norm_linear(x, None, gate_up, pdl=pdl)
         return gelu_mul(both, pdl=pdl) if gelu else silu_mul(both, pdl=pdl)
     out = x.new_empty(len(x), len(weight) // 2)
-    launch(x, norm, eps, weight, gate_up.bias, out, GATE_UP.value, pdl=pdl, gelu=gelu)
+    launch(x, norm, gate_up, out, GATE_UP.value, pdl=pdl, gelu=gelu)
     return out
 
 
 def linear_add(x: Tensor, linear: Linear, hidden: Tensor, *, pdl: bool) -> None:
     """Adds x · weightᵀ + bias to hidden [T, N] in place."""
     if fuses(len(x), _packed(linear)):
-        launch(x, None, 0.0, _packed(linear), linear.bias, hidden, ADD.value, pdl=pdl)
+        launch(x, None, linear, hidden, ADD.value, pdl=pdl)
         return
     if linear.bias is not None:
         hidden += linear.bias  # first, where rounding costs less than after the larger product is added
@@ -126,10 +124,8 @@ def linear_add(x: Tensor, linear: Linear, hidden: Tensor, *, pdl: bool) -> None:
 
 def launch(
     x: Tensor,
-    norm: Tensor | None,
-    eps: float,
-    weight: PackedWeight,
-    bias: Tensor | None,
+    norm: Norm | None,
+    linear: Linear,
     out: Tensor,
     op: int,
     *,
@@ -141,15 +137,15 @@ def launch(
 
     A tile's `columns` are bytes of codes; they have to divide those of `tile_for`.
     """
-    (tokens, k), n = x.shape, out.shape[1]
+    (tokens, k), n, weight, bias = x.shape, out.shape[1], _packed(linear), linear.bias
     if tile is None:
         tile = tile_for(tokens, len(weight), k, op == GATE_UP.value, weight.bits, step_bytes(weight))
     grid = (triton.cdiv(n, tile.rows), triton.cdiv(tokens, tile.tokens), tile.splits)
     partials, counters = (out, out) if tile.splits == 1 else reserve_scratch(x.device)
     packed_kernel[grid](
-        x, x if norm is None else norm, weight.codes.view(torch.int32), weight.scales,
+        x, x if norm is None else norm.weight, weight.codes.view(torch.int32), weight.scales,
         weight.scales if weight.offsets is None else weight.offsets, x if bias is None else bias, out, partials,
-        counters, tokens, n, eps, *weight.scales.stride(),
+        counters, tokens, n, 0.0 if norm is None else norm.eps, *weight.scales.stride(),
         K=k, GROUP=weight.group, BITS=weight.bits, FP8=_is_float(weight),
         OFFSETS=weight.offsets is not None, OP=op, GELU=gelu,
         NORM=NO_NORM.value if norm is None else NORM_LAST.value, BIAS=bias is not None,
@@ -191,14 +187,14 @@ def _is_float(weight: PackedWeight) -> bool:
     return weight.codes.dtype.is_floating_point
 
 
-def _normed(hidden: Tensor, norm: Tensor | None, eps: float, pdl: bool) -> tuple[Tensor, Tensor | None]:
+def _normed(hidden: Tensor, norm: Norm | None, pdl: bool) -> tuple[Tensor, Norm | None]:
     """Returns the input of a product, and the norm that its kernel has to apply.
 
     float16 cannot hold x ∘ norm of every x.
     """
     if norm is None or (len(hidden) <= FUSED_NORM_TOKENS and hidden.dtype != torch.float16):
         return hidden, norm
-    return rms_norm(hidden, norm, eps, pdl=pdl), None
+    return rms_norm(hidden, norm, pdl=pdl), None
 
 
 def _packed(linear: Linear) -> PackedWeight:

@@ -6,21 +6,21 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tandem.engine.kernels.base import Linear
+from tandem.engine.kernels.layers import Linear, Norm
 from tandem.engine.kernels.packed import packed_products, scaled_products
 from tandem.engine.kernels.packed.scaled_weight import ScaledWeight
 from tandem.engine.kernels.packed_weight import PackedWeight
 from tandem.engine.kernels.unpacked import unpacked
 
 
-class Products(Protocol):
-    """The products with one form of prepared weight, see `Kernels`; they also take inputs that no norm is due to."""
+class PackedProducts(Protocol):
+    """The products with one form of prepared weight, see `base.Products`; they also take inputs without a norm."""
 
-    def norm_linear(self, hidden: Tensor, norm: Tensor | None, eps: float, linear: Linear, *, pdl: bool) -> Tensor:
+    def norm_linear(self, hidden: Tensor, norm: Norm | None, linear: Linear, *, pdl: bool) -> Tensor:
         """Returns RMSNorm(hidden) · weightᵀ + bias."""
 
     def norm_gate_up(
-        self, hidden: Tensor, norm: Tensor | None, eps: float, gate_up: Linear, *, pdl: bool, activation: str = "silu"
+        self, hidden: Tensor, norm: Norm | None, gate_up: Linear, *, pdl: bool, activation: str = "silu"
     ) -> Tensor:
         """Returns activation(g) · u with [g | u] = RMSNorm(hidden) · weightᵀ + bias."""
 
@@ -28,7 +28,7 @@ class Products(Protocol):
         """Adds x · weightᵀ + bias to `hidden` in place."""
 
 
-def products_of(weight: PackedWeight) -> Products:
+def products_of(weight: PackedWeight) -> PackedProducts:
     """Returns the products with a weight that `prepared` returned."""
     return scaled_products if isinstance(weight, ScaledWeight) else packed_products
 

@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from tandem.engine.kernels.base import Linear
+from tandem.engine.kernels.layers import DenseLayer, Linear, Norm
 from tandem.engine.kernels.linear.triton_activation import gelu_mul, silu_mul
 from tandem.engine.kernels.linear.triton_linear import ADD, GATE_UP, STORE, early_bytes, reserve_scratch
 from tandem.engine.kernels.linear.triton_linear_plan import MULTIPROCESSORS, fits_scratch
@@ -55,7 +55,7 @@ def prepared(weight: PackedWeight) -> ScaledWeight:
 
 
 def uses_library(tokens: int, weight: ScaledWeight, dtype: torch.dtype) -> bool:
-    """Returns True if the library multiplies so many tokens: FP8 codes with a scale a row, or in blocks."""
+    """Returns True if the library multiplies `tokens` tokens: FP8 codes with a scale a row, or in blocks."""
     rows, columns = weight.shape
     served = (
         weight.codes.dtype == torch.float8_e4m3fn
@@ -66,10 +66,10 @@ def uses_library(tokens: int, weight: ScaledWeight, dtype: torch.dtype) -> bool:
     return served and weight.codes.is_cuda and tokens > LIBRARY_TOKENS
 
 
-def norm_linear(hidden: Tensor, norm: Tensor | None, eps: float, linear: Linear, *, pdl: bool) -> Tensor:
+def norm_linear(hidden: Tensor, norm: Norm | None, linear: Linear, *, pdl: bool) -> Tensor:
     """Returns RMSNorm(hidden) · weightᵀ + bias → [T, N]; without norm the plain product."""
     weight = _scaled(linear)
-    x = quantized(hidden, norm, eps, weight, pdl=pdl)
+    x = quantized(hidden, norm, weight, pdl=pdl)
     if uses_library(x.tokens, weight, hidden.dtype):
         return library_product(x, weight, linear.bias, hidden.dtype)
     out = hidden.new_empty(len(hidden), len(weight))
@@ -77,13 +77,11 @@ def norm_linear(hidden: Tensor, norm: Tensor | None, eps: float, linear: Linear,
     return out
 
 
-def norm_gate_up(
-    hidden: Tensor, norm: Tensor | None, eps: float, gate_up: Linear, *, pdl: bool, activation: str = "silu"
-) -> Tensor:
+def norm_gate_up(hidden: Tensor, norm: Norm | None, gate_up: Linear, *, pdl: bool, activation: str = "silu") -> Tensor:
     """Returns activation(g) · u with [g | u] = RMSNorm(hidden) · weightᵀ + bias, gate rows first → [T, I]."""
     gelu = activation == "gelu_tanh"
     weight = _scaled(gate_up)
-    x = quantized(hidden, norm, eps, weight, pdl=pdl)
+    x = quantized(hidden, norm, weight, pdl=pdl)
     if uses_library(x.tokens, weight, hidden.dtype):
         both = library_product(x, weight, gate_up.bias, hidden.dtype)
         return gelu_mul(both, pdl=pdl) if gelu else silu_mul(both, pdl=pdl)
@@ -94,23 +92,22 @@ def norm_gate_up(
 
 def linear_add(x: Tensor, linear: Linear, hidden: Tensor, *, pdl: bool) -> None:
     """Adds x · weightᵀ + bias to hidden [T, N] in place."""
-    _add(quantized(x, None, 0.0, _scaled(linear), pdl=pdl), linear, hidden, pdl=pdl)
+    _add(quantized(x, None, _scaled(linear), pdl=pdl), linear, hidden, pdl=pdl)
 
 
-def feed_forward(
-    hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear, down: Linear, *, pdl: bool, activation: str
-) -> None:
-    """Adds a feed-forward network to hidden [T, H] in place, see `Kernels.feed_forward`.
+def feed_forward(hidden: Tensor, layer: DenseLayer, *, pdl: bool) -> None:
+    """Adds a feed-forward network to hidden [T, H] in place, see `Products.feed_forward`.
 
     Where a library computes gate and up, the activation is quantized in the launch that computes it.
     """
+    gate_up, down, activation = layer.gate_up, layer.down, layer.activation
     weight = _scaled(gate_up)
     if not uses_library(len(hidden), weight, hidden.dtype):
-        active = norm_gate_up(hidden, norm, eps, gate_up, pdl=pdl, activation=activation)
+        active = norm_gate_up(hidden, layer.norm, gate_up, pdl=pdl, activation=activation)
         linear_add(active, down, hidden, pdl=pdl)
         return
-    both = library_product(quantized(hidden, norm, eps, weight, pdl=pdl), weight, gate_up.bias, hidden.dtype)
-    _add(quantized(both, None, 0.0, _scaled(down), pdl=pdl, activation=activation), down, hidden, pdl=pdl)
+    both = library_product(quantized(hidden, layer.norm, weight, pdl=pdl), weight, gate_up.bias, hidden.dtype)
+    _add(quantized(both, None, _scaled(down), pdl=pdl, activation=activation), down, hidden, pdl=pdl)
 
 
 def _add(x: QuantizedInput, linear: Linear, hidden: Tensor, *, pdl: bool) -> None:
@@ -122,7 +119,7 @@ def _add(x: QuantizedInput, linear: Linear, hidden: Tensor, *, pdl: bool) -> Non
 
 
 def quantized(
-    x: Tensor, norm: Tensor | None, eps: float, weight: PackedWeight, *, pdl: bool, activation: str | None = None
+    x: Tensor, norm: Norm | None, weight: PackedWeight, *, pdl: bool, activation: str | None = None
 ) -> QuantizedInput:
     """Returns RMSNorm(x), or x [T, K] itself, as codes of the weight's dtype, with the scales of its groups.
 
@@ -137,7 +134,7 @@ def quantized(
     scales = empty(columns // weight.group, memory, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(columns)
     quantize_kernel[(tokens,)](
-        x, x if norm is None else norm, codes, scales, eps, memory,
+        x, x if norm is None else norm.weight, codes, scales, 0.0 if norm is None else norm.eps, memory,
         K=columns, GROUP=block if weight.group == columns else weight.group, NORM=norm is not None,
         GATED=activation is not None, GELU=activation == "gelu_tanh", FP8=codes.dtype == torch.float8_e4m3fn,
         BLOCK=block, PDL=pdl, num_warps=min(max(block // _ELEMENTS_PER_WARP, 1), _MOST_WARPS), launch_pdl=pdl,

@@ -9,7 +9,7 @@ from tandem.engine.kernels.packed_weight import PackedWeight
 BLOCK = 128
 """Rows and columns of a block that shares a scale, and columns of a group of the input, in the library's product."""
 ROW_TILE = 256
-"""The memory of inputs holds multiples of so many tokens: every tile's, and more than a library reads in excess."""
+"""The memory of inputs holds multiples of this number of tokens: those of every tile, and of what a library reads."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ def partial_sums(words: Tensor, codes: int, token_words: int, chosen: Tensor, pa
     """Computes rows of `parts` [n, SPLITS] int64 that add up to the checksums mod 2^64; does not wait.
 
     words [pages, rows, words of a row] int32, contiguous: `codes` words of a row have `token_words` words of each
-    token, those behind them one. chosen [n, 2] int64: page, and its filled tokens. All on one device.
+    token, those after them one. chosen [n, 2] int64: page, and its filled tokens. All on one device.
     """
     _, rows, row_words = words.shape
     _sum_page[(len(chosen), SPLITS)](

@@ -22,7 +22,7 @@ def store_head(at, scale_at, first, second, gap, mask, present, CODES: tl.conste
 def _store_codes(at, scale_at, first, second, gap, mask, present, rounded: tl.constexpr):
     """Stores one head of some tokens as 8-bit codes and a float32 scale.
 
-    first, second [tokens, lanes]: its numbers, stored at `at` and `gap` behind, 0 outside of the head's dimensions;
+    first, second [tokens, lanes]: its numbers, stored at `at` and at `at + gap`, 0 outside of the head's dimensions;
     they are rounded to the dtype `rounded` before. scale_at, present [tokens, 1]. The scale is NaN if any number is not
     finite.
     """

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.engine.kernels.layers import Norm
 from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 
 ELEMENTS_PER_THREAD = 16
@@ -13,26 +14,28 @@ THREADS_PER_WARP = 32
 MOST_WARPS = 16
 
 
-def rms_norm(hidden: Tensor, norm: Tensor, eps: float, *, pdl: bool) -> Tensor:
+def rms_norm(hidden: Tensor, norm: Norm, *, pdl: bool) -> Tensor:
     """Returns hidden · rsqrt(mean(hidden²) + eps) · norm over rows, in float32 and rounded once.
 
-    hidden [T, H] and norm [H] of any dtype, contiguous → [T, H] in hidden's dtype.
+    hidden [T, H] and the norm's weight [H] of any dtype, contiguous → [T, H] in hidden's dtype.
     """
     out = torch.empty_like(hidden)
-    _launch(hidden, norm, out, eps, adds=False, pdl=pdl)
+    _launch(hidden, norm, out, adds=False, pdl=pdl)
     return out
 
 
-def norm_add(x: Tensor, norm: Tensor, eps: float, hidden: Tensor, *, pdl: bool) -> None:
+def norm_add(x: Tensor, norm: Norm, hidden: Tensor, *, pdl: bool) -> None:
     """Adds RMSNorm(x) to `hidden` in place, both [T, H] contiguous; in float32, rounded once."""
-    _launch(x, norm, hidden, eps, adds=True, pdl=pdl)
+    _launch(x, norm, hidden, adds=True, pdl=pdl)
 
 
-def _launch(x: Tensor, norm: Tensor, out: Tensor, eps: float, *, adds: bool, pdl: bool) -> None:
+def _launch(x: Tensor, norm: Norm, out: Tensor, *, adds: bool, pdl: bool) -> None:
     tokens, width = x.shape
     block = triton.next_power_of_2(width)
     warps = min(max(block // (ELEMENTS_PER_THREAD * THREADS_PER_WARP), 1), MOST_WARPS)
-    _rms_norm[(tokens,)](x, norm, out, eps, width, BLOCK=block, ADDS=adds, PDL=pdl, num_warps=warps, launch_pdl=pdl)
+    _rms_norm[(tokens,)](
+        x, norm.weight, out, norm.eps, width, BLOCK=block, ADDS=adds, PDL=pdl, num_warps=warps, launch_pdl=pdl
+    )
 
 
 @triton.jit

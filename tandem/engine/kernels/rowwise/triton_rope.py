@@ -16,7 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.engine.config.attention import AttentionShape
+from tandem.engine.kernels.base import StepLayout
 from tandem.engine.kernels.kv_cache import KvCache, codes_of
+from tandem.engine.kernels.layers import AttentionLayer
 from tandem.engine.kernels.rowwise.triton_codes import store_head
 from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 
@@ -55,15 +57,9 @@ def _group(shape: AttentionShape, most: int) -> int:
 
 def rope_and_store(
     qkv: Tensor,
-    rope: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
+    layer: AttentionLayer,
     cache: KvCache,
-    layer: int,
-    positions: Tensor,
-    slots: Tensor,
-    shape: AttentionShape,
+    layout: StepLayout,
     *,
     pdl: bool,
     tile: Tile | None = None,
@@ -71,23 +67,22 @@ def rope_and_store(
     """Implements `Kernels.rope_and_store`: rotated queries stay in qkv, keys and values go to the cache.
 
     qkv       [T, (heads + 2·kv_heads)·head_dim] contiguous; its queries are overwritten
-    rope      [max_context, shape.rotated] float32, cosines then sines; head_dim and shape.rotated are even
-    q_norm    [head_dim] norms each head by itself, [heads·head_dim] the whole row; any dtype, or None
-    k_norm    likewise
+    layer     its norms may have any dtype; head_dim and the number of rotated dimensions are even
     cache     [pages, layers, 2, kv_heads, page_tokens, head_dim], its last dimension contiguous; of a `QuantizedKv` the
               last two
-    positions [T] int32, slots [T] int64 below 2³¹: a token of slot -1 (a padded row) is stored nowhere, its position
-              unused and its query undefined
+    layout    its slots are below 2³¹: a token of slot -1 (a padded row) is stored nowhere, its position is unused and
+              its query undefined
     tile      the plan's if None
     → q [T, heads, head_dim], a view into qkv. Arithmetic in float32, rounded once; then keys and values are quantized.
     """
+    shape, rope, q_norm, k_norm = layer.shape, layer.rope, layer.q_norm, layer.k_norm
     tokens, head_dim, all_heads = qkv.shape[0], shape.head_dim, shape.heads + 2 * shape.kv_heads
     if tile is None:
         tile = plan_tile(tokens, shape, qkv.element_size())
     held = codes_of(cache)
     page_stride, layer_stride, kind_stride, head_stride, token_stride, _ = held.stride()
     whole_rows = _norms_rows(q_norm, shape) or _norms_rows(k_norm, shape)
-    scales = _row_scales(qkv, eps, shape, pdl=pdl) if whole_rows else rope
+    scales = _row_scales(qkv, layer.norm_eps, shape, pdl=pdl) if whole_rows else rope
     _rope_and_store[(-(-tokens // tile.tokens), all_heads // tile.group)](
         qkv,
         rope,
@@ -95,11 +90,11 @@ def rope_and_store(
         rope if k_norm is None else k_norm,
         scales,
         held,
-        positions,
-        slots,
+        layout.positions,
+        layout.slots,
         tokens,
-        eps,
-        layer,
+        layer.norm_eps,
+        layer.index,
         page_stride,
         layer_stride,
         kind_stride,
@@ -232,7 +227,7 @@ def _rope_and_store(
     page, offset = slot // PAGE_TOKENS, slot % PAGE_TOKENS
     CODES: tl.constexpr = cache_ptr.dtype.element_ty.primitive_bitwidth == 8
     kept = cache_ptr + layer.to(tl.int64) * layer_stride + page.to(tl.int64) * page_stride
-    scale = kept + (PAGE_TOKENS * HEAD_DIM + offset * 4)  # behind the codes of the page's tokens
+    scale = kept + (PAGE_TOKENS * HEAD_DIM + offset * 4)  # after the codes of the page's tokens
     kept += offset * token_stride + column
     if head < HEADS:
         q_norm = q_norm_ptr + column

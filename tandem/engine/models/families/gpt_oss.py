@@ -15,7 +15,7 @@ from tandem.engine.config.model import (
     ModelSpec,
 )
 from tandem.engine.config.rope import parse_rope
-from tandem.engine.kernels.base import Experts
+from tandem.engine.kernels.layers import Experts
 from tandem.engine.models.families.family import (
     Family,
     Json,

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from tandem.engine.config.model import ModelSpec
-from tandem.engine.kernels.base import Feed, Kernels, Linear, StepLayout
+from tandem.engine.kernels.base import Feed, Kernels, StepLayout
 from tandem.engine.kernels.kv_cache import KvCache
+from tandem.engine.kernels.layers import Linear
 from tandem.engine.models.blocks import AttentionBlock
 from tandem.engine.models.parameters import Parameters
 from tandem.engine.speculation.eagle.folder import (
@@ -42,10 +43,7 @@ class _AttentionWithoutNorm(AttentionBlock):
 
     def store(self, hidden: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
         """See `AttentionBlock`."""
-        qkv = self._kernels.linear(hidden, self._qkv)
-        return self._kernels.rope_and_store(
-            qkv, self._rope, self._q_norm, self._k_norm, self._eps, cache, self._layer, layout, self._shape
-        )
+        return self._store(self._products.linear(hidden, self._qkv), layout, cache)
 
 
 class EagleModel(HiddenStateModel):

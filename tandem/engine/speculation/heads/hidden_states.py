@@ -6,6 +6,7 @@ from torch import Tensor
 from tandem.engine.config import EngineConfig
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.kernels.base import Kernels
+from tandem.engine.kernels.lora.adapted_products import AdaptedProducts
 from tandem.engine.models.decoder import DecoderModel
 from tandem.engine.models.parameters import Parameters
 
@@ -18,9 +19,18 @@ def hidden_rows(config: EngineConfig) -> int:
 class HiddenStateModel(DecoderModel):
     """Computes the same as `DecoderModel`; each step also leaves its hidden states, CUDA graphs included."""
 
-    def __init__(self, spec: ModelSpec, parameters: Parameters, kernels: Kernels, max_context: int, rows: int) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        parameters: Parameters,
+        kernels: Kernels,
+        max_context: int,
+        rows: int,
+        *,
+        adapted: AdaptedProducts | None = None,
+    ) -> None:
         """`rows`: the most drawn rows of a step of which any is kept."""
-        super().__init__(spec, parameters, kernels, max_context)
+        super().__init__(spec, parameters, kernels, max_context, adapted=adapted)
         device = parameters.embedding.device
         self.drawn_hidden = torch.zeros(rows, spec.hidden_size, dtype=parameters.dtype, device=device)
         """[rows, H]: the residual stream before the final norm, by the drawn row of the newest step that drew any.

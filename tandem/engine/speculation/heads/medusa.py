@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from tandem.engine.config.model import ModelSpec
-from tandem.engine.kernels.base import Kernels, Linear
+from tandem.engine.kernels.base import Kernels
+from tandem.engine.kernels.layers import Linear
 from tandem.engine.kernels.packed_weight import PackedWeight
 from tandem.engine.kernels.reference import rms_norm
 from tandem.engine.models.parameters import Parameters

@@ -10,7 +10,7 @@ import torch
 
 from tandem.engine.config import AdapterSource
 from tandem.engine.kernels.base import Kernels
-from tandem.engine.kernels.lora.lora_kernels import LoraReferenceKernels
+from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.steps.batch import StepBatch, StepRow
 from tests.adapters import ATTENTION, DENSE, EVERY, TinyAdapter
@@ -19,7 +19,7 @@ from tests.factories import draw, tiny_engine_config, write_tiny_model
 TOLERANCE = 3e-5
 PROMPT = 37
 
-KERNELS: dict[str, Callable[[], Kernels | None]] = {"device": lambda: None, "reference": LoraReferenceKernels}
+KERNELS: dict[str, Callable[[], Kernels | None]] = {"device": lambda: None, "reference": ReferenceKernels}
 EIGHT = [
     TinyAdapter(seed=0),
     TinyAdapter(seed=1, rank=1, alpha=1),

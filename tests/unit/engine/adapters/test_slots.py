@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from tandem.engine.adapters.folder import AdapterFolder
-from tandem.engine.adapters.load import slot_bytes
+from tandem.engine.adapters.load import load_adapters, slot_bytes
 from tandem.engine.adapters.reader import read_adapter
 from tandem.engine.adapters.slots import AdapterSlots
-from tandem.engine.kernels.lora.lora_kernels import LoraReferenceKernels
+from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.engine.model_runner import ModelRunner
+from tandem.engine.models.allocation import allocate_parameters
 from tandem.engine.models.load_spec import load_spec
 from tandem.engine.steps.batch import StepBatch
 from tandem.protocol.errors import FailedPrecondition, InvalidArgument, ModelError, NotFound, ResourceExhausted
@@ -54,7 +55,7 @@ def test_steps_of_others_do_not_see_a_slot_that_is_written(base: Path, tmp_path:
     """The bits of another adapter's rows and of the base model's are the same while adapters come and go."""
     paths = [FIRST.write(tmp_path / "first"), SECOND.write(tmp_path / "second")]
     config = tiny_engine_config(base, runtime_loras=True, max_loras=2)
-    runner = ModelRunner.load(config, kernels=LoraReferenceKernels())
+    runner = ModelRunner.load(config, kernels=ReferenceKernels())
     put(runner.adapters, "stays", paths[0])
     wanted, over = logits_of(runner, [1, 0]), threading.Event()
 
@@ -151,10 +152,10 @@ def test_limits_and_engines_without_slots(base: Path, tmp_path: Path) -> None:
 def test_memory_of_the_slots(base: Path) -> None:
     """That of all tables, as the host's memory is checked before they are allocated."""
     config = tiny_engine_config(base, runtime_loras=True, max_loras=3, max_lora_rank=17)
-    kernels = LoraReferenceKernels()
-    ModelRunner.load(config, kernels=kernels)
-    held = sum(table.a.nbytes + table.b.nbytes for table in kernels.tables.values())
-    assert held == slot_bytes(config, load_spec(base), torch.float32) > 0
+    spec = load_spec(base)
+    loaded = load_adapters(config, spec, allocate_parameters(spec, torch.float32, torch.device("cpu")))
+    held = sum(table.a.nbytes + table.b.nbytes for table in loaded.tables.values())
+    assert held == slot_bytes(config, spec, torch.float32) > 0
 
 
 def test_a_step_without_adapters_in_an_engine_with_empty_slots(base: Path) -> None:

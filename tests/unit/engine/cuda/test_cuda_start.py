@@ -33,8 +33,8 @@ def test_what_is_compiled_ahead_fits_into_the_context_and_the_step(
     config = EngineConfig(Path(), max_step_tokens=step, cuda_graphs=False)
     told: list[str] = []
     over = partial(told.append, "trials are over")
-    kernels = SimpleNamespace(end_trials=over, trial_tokens=(16, 96, 97))
-    model = cast(Any, SimpleNamespace(spec=shape, dtype=torch.bfloat16, kernels=kernels))
+    kernels, trial_tokens = SimpleNamespace(end_trials=over), (16, 96, 97)
+    model = cast(Any, SimpleNamespace(spec=shape, dtype=torch.bfloat16, kernels=kernels, trial_tokens=trial_tokens))
     probe = cuda_start._one_row(config, model, PAGE, torch.float32, CPU)
     packer = StepPacker(step_limits(shape, probe))
     sizes = []
@@ -54,7 +54,7 @@ def test_what_is_compiled_ahead_fits_into_the_context_and_the_step(
     monkeypatch.setattr(cuda_start, "run_side_by_side", run_all)
     cuda_start._compile(config, model, probe)
     assert told == ["trials are over"]
-    asked = [each for each in kernels.trial_tokens if each <= tokens]
+    asked = [each for each in trial_tokens if each <= tokens]
     prompt, *mixed, later = sizes[:1] + sizes[1 + len(asked) :]
     assert [each.tokens for each in sizes[1 : 1 + len(asked)]] == asked
     assert prompt.tokens == tokens

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.engine.config.quantization import WeightScheme, at_load
-from tandem.engine.kernels.base import Linear
+from tandem.engine.kernels.layers import Linear
 from tandem.engine.kernels.packed_weight import PackedWeight
 from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.engine.models.allocation import allocate_parameters

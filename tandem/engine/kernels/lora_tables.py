@@ -1,18 +1,16 @@
 """The matrices of all adapters for one product of the base model."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
-
-from tandem.engine.kernels.base import Linear
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraTables:
     """Low-rank updates of one stacked product [N, K] for S adapters: y += B · (A · x), for each part of its rows.
 
-    The product's rows are one part, or several where it stacks matrices that adapters change apart: q, k and v, or gate
-    and up. P is the number of parts, r the rank to which all adapters are padded with zeros.
+    The product's rows are one part, or several where it stacks matrices that adapters change separately: q, k and v, or
+    gate and up. P is the number of parts, r the rank to which all adapters are padded with zeros.
 
     a           [S, P·r, K]: each part's A
     b           [S, N, r]: B, times the adapter's scale
@@ -32,11 +30,3 @@ class LoraTables:
     def part_rows(self) -> tuple[range, ...]:
         """The rows of each part."""
         return tuple(map(range, (0, *self.part_ends[:-1]), self.part_ends))
-
-
-@dataclass(frozen=True, slots=True)
-class AdaptedLinear(Linear):
-    """A prepared weight that adapters change: `base` is the product without them."""
-
-    base: Linear = field(kw_only=True)
-    tables: LoraTables = field(kw_only=True)

@@ -1,0 +1,81 @@
+"""Products of many tokens with weights that are not packed: PyTorch's, a piece of the weight's rows after the other.
+
+From some dozens of tokens on the arithmetic takes longer than reading the weight, and PyTorch's libraries are as fast
+as any code (docs/decisions/cpu_kernels.md). The pieces do not depend on the number of threads, so neither do the sums.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.engine.kernels.cpu.units import has_pair_products
+from tandem.engine.kernels.layers import Linear
+from tandem.engine.kernels.reference import activate
+
+LONG_TOKENS = 48
+"""Tokens from which a product with a weight that is not packed is PyTorch's."""
+_PIECE = 256
+"""Rows of a piece: enough that the library's copy of the input costs little, few enough for many threads."""
+
+
+class LongProducts:
+    """PyTorch's products on threads of their own, each of which computes alone.
+
+    PyTorch's threads would spin on the cores that the other kernels need. `close`, or collection, ends the threads.
+    """
+
+    def __init__(self, dtype: torch.dtype, threads: int) -> None:
+        """Takes the dtype of weights, inputs and outputs: float32 or bfloat16."""
+        self._computed = dtype if has_pair_products() else torch.float32
+        self._pool = ThreadPoolExecutor(threads, "tandem-products", initializer=lambda: torch.set_num_threads(1))
+
+    def close(self) -> None:
+        """Ends the threads. Idempotent."""
+        self._pool.shutdown()
+
+    def linear(self, x: Tensor, linear: Linear) -> Tensor:
+        """Returns x · weightᵀ + bias → [T, N]."""
+
+        def compute(rows: slice) -> None:
+            out[:, rows] = self._product(wide, linear, rows)
+
+        wide = x.to(self._computed)
+        out = x.new_empty(len(x), len(linear.matrix))
+        self._by_piece(out.shape[1], compute)
+        return out
+
+    def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
+        """Adds x · weightᵀ + bias to hidden [T, N] in place, rounded once."""
+
+        def add(rows: slice) -> None:
+            hidden[:, rows] = self._product(wide, linear, rows).add_(hidden[:, rows])
+
+        wide = x.to(self._computed)
+        self._by_piece(hidden.shape[1], add)
+
+    def gate_up(self, x: Tensor, gate_up: Linear, activation: str) -> Tensor:
+        """Returns activation(g) · u with [g | u] = x · weightᵀ + bias, gate rows first → [T, N / 2]."""
+
+        def compute(rows: slice) -> None:
+            gate = self._product(wide, gate_up, rows)
+            up = self._product(wide, gate_up, slice(rows.start + width, rows.stop + width))
+            out[:, rows] = activate(torch.cat((gate, up), dim=1), activation)
+
+        wide, width = x.to(self._computed), gate_up.matrix.shape[0] // 2
+        out = x.new_empty(len(x), width)
+        self._by_piece(width, compute)
+        return out
+
+    def _product(self, x: Tensor, linear: Linear, rows: slice) -> Tensor:
+        """Returns x · weightᵀ + bias of some rows → [T, rows] float32."""
+        product = F.linear(x, linear.matrix[rows].to(x.dtype)).float()
+        return product if linear.bias is None else product.add_(linear.bias[rows])
+
+    def _by_piece(self, rows: int, compute: Callable[[slice], None]) -> None:
+        pieces = (slice(first, min(first + _PIECE, rows)) for first in range(0, rows, _PIECE))
+        # Inference mode is a thread's own, and its tensors may be written in it only.
+        for done in [self._pool.submit(torch.inference_mode()(compute), piece) for piece in pieces]:
+            done.result()

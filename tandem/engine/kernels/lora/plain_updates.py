@@ -1,0 +1,60 @@
+"""The updates of adapters in plain PyTorch, on any device."""
+
+import threading
+
+import torch
+from torch import Tensor
+
+from tandem.engine.kernels.layers import Norm
+from tandem.engine.kernels.lora.adapted_products import LoraUpdate, LoraUpdates
+from tandem.engine.kernels.lora_tables import LoraTables
+from tandem.engine.kernels.reference import activate, rms_norm
+
+
+class PlainUpdates(LoraUpdates):
+    """One small product for each adapter in a step; a step in which no token has an adapter does nothing more."""
+
+    def __init__(self) -> None:
+        self._step = threading.local()
+
+    def begin_step(self, numbers: Tensor | None) -> None:
+        """Finds the tokens of each adapter."""
+        used = [] if numbers is None else [number for number in set(numbers.tolist()) if number]
+        self._step.tokens = {number - 1: torch.where(numbers == number)[0] for number in used}
+
+    def keep_tokens(self, kept: Tensor) -> None:
+        """Drops the adapters of the other tokens."""
+        self._step.tokens = {slot: torch.where(torch.isin(kept, some))[0] for slot, some in self._step.tokens.items()}
+
+    def start(self, x: Tensor, norm: Norm | None, tables: LoraTables) -> LoraUpdate | None:
+        """Multiplies the tokens of each adapter."""
+        tokens = self._step.tokens
+        if not tokens:
+            return None
+        parts = []
+        for slot, some in tokens.items():
+            mine = x[some] if norm is None else rms_norm(x[some], norm.weight, norm.eps)
+            parts.append((slot, some, mine @ tables.a[slot].T))
+        return _PlainUpdate(tables, parts)
+
+
+class _PlainUpdate:
+    """The tokens of each adapter, and A · x of them."""
+
+    def __init__(self, tables: LoraTables, parts: list[tuple[int, Tensor, Tensor]]) -> None:
+        self._tables, self._parts = tables, parts
+
+    def add_to(self, out: Tensor) -> None:
+        """See `LoraUpdate`."""
+        for slot, some, low in self._parts:
+            by_part = torch.split(low, self._tables.rank, dim=1)
+            updates = [
+                part @ self._tables.b[slot, rows.start : rows.stop].T
+                for part, rows in zip(by_part, self._tables.part_rows, strict=True)
+            ]
+            out[some] += torch.cat(updates, dim=1)
+
+    def activated(self, gate_up: Tensor, activation: str) -> Tensor:
+        """See `LoraUpdate`."""
+        self.add_to(gate_up)
+        return activate(gate_up, activation)
