@@ -1,4 +1,4 @@
-"""The part of a call's way over HTTP that all APIs share: reading its body, submission, clients that leave."""
+"""What all APIs over HTTP share: a call's body is read, its requests are submitted, and the response is returned."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class HttpCalls:
         try:
             return await self.validator.admit_all(self.requests_of(request, call))
         except InvalidArgument as error:
-            raise call.names.error(error) from error
+            raise call.names.error(error) from None
 
     async def _data(self, request: Request) -> bytes:
         try:

@@ -69,7 +69,7 @@ class _TokenizerRoutes:
         try:
             return await self.calls.validator.tokenize(wanted, spell=spell)
         except InvalidArgument as error:
-            raise call.names.error(error) from error
+            raise call.names.error(error) from None
 
 
 def add_tokenizer(app: FastAPI, calls: HttpCalls) -> None:
