@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import FastAPI, Request
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
 
 from router.access.client_call import served_call
@@ -74,7 +75,7 @@ def error_response(path: str, error: TandemError) -> Response:
     return Response(error_content(path, error), error.http_status, error_headers(error), _JSON)
 
 
-def add_error_handlers(app: FastAPI) -> None:
+def add_error_handlers(app: Starlette) -> None:
     """Let `app` answer its errors, routing's and defects included, in these forms."""
     app.add_exception_handler(TandemError, _on_tandem_error)
     app.add_exception_handler(HTTPException, _on_http_error)
