@@ -12,10 +12,10 @@ from starlette.types import ASGIApp
 
 from router.access.audit_log import AuditLog
 from router.access.callers import Callers
-from router.api.access.grpc_access import GrpcAccess
-from router.api.access.http_access import only_operations
+from router.api.app import make_app
+from router.api.grpc.access import GrpcAccess
 from router.api.grpc.service import InferenceServicer, add_inference
-from router.api.http import make_app
+from router.api.http_access import only_operations
 from router.api.listeners import InProcessListeners, Listeners, RouterEndpoints
 from router.config import RouterConfig
 from router.front.processes import FrontListeners

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router.api.completions.prompt_replies import PromptReplies
-from router.api.replies.reply import StreamedReply
+from router.api.prompt_replies import PromptReplies
+from router.api.reply import Reply
 from router.requests.answer import Ending
 from router.requests.choices import Choices
 from tandem.protocol.errors import TandemError
@@ -25,24 +25,24 @@ class AnswerStream(Response):
     The headers are sent at once, so a later failure is an event that no DONE follows; rejections happen before and have
     an HTTP status of their own. The first events are sent with the first token, because clients measure TTFT there.
 
-    Closes `choices` and cancels `watch` when it is over, in every case.
+    Closes `choices` and cancels `watch` at its end, in every case.
     """
 
     def __init__(
         self,
         choices: Choices,
-        shape: StreamedReply,
+        reply: Reply,
+        prompts: PromptReplies,
         watch: asyncio.Task[None],
         *,
         headers: Mapping[str, str],
         comment_s: float,
-        prompts: PromptReplies | None = None,
     ) -> None:
         """`comment_s` is the time without an event after which a comment is sent, in seconds."""
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache", **headers})
         del self.headers["content-length"]
         self._choices = choices
-        self._shape = shape
+        self._reply = reply
         self._watch = watch
         self._prompts = prompts
         self._prompted: set[int] = set()
@@ -94,27 +94,27 @@ class AnswerStream(Response):
 
     async def _next(self) -> bytes:
         index, event = await self._choices.next()
-        event = self._shape.event(event)
-        opening = b"" if self._opened else self._shape.opening(len(self._choices))
+        event = self._reply.event(event)
+        opening = b"" if self._opened else self._reply.opening(len(self._choices))
         self._opened = True
-        if self._prompts is not None and index not in self._prompted:
-            opening += await self._prompt(index, self._prompts)
+        if index not in self._prompted:
+            opening += await self._prompt(index)
         if not isinstance(event, Ending):
-            return opening + self._shape.chunk(index, event)
+            return opening + self._reply.chunk(index, event)
         self._endings[index] = event
         self._over = self._choices.over
-        closing = self._shape.closing(self._endings) if self._over else b""
-        return opening + self._shape.ending(index, event) + closing
+        closing = self._reply.closing(self._endings) if self._over else b""
+        return opening + self._reply.ending(index, event) + closing
 
-    async def _prompt(self, index: int, prompts: PromptReplies) -> bytes:
+    async def _prompt(self, index: int) -> bytes:
         """Return the event with the prompt of an answer, made in a thread, as its scores may be megabytes of text."""
         self._prompted.add(index)
-        prompt = await prompts.of(index)
-        return b"" if prompt is None else await asyncio.to_thread(self._shape.prompt, index, prompt)
+        prompt = await self._prompts.of(index)
+        return b"" if prompt is None else await asyncio.to_thread(self._reply.prompt, index, prompt)
 
     async def _next_or_error(self) -> bytes:
         try:
             return await self._next()
         except TandemError as error:
             self._over = True
-            return self._shape.failure(error)
+            return self._reply.failure(error)

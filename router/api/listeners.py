@@ -71,7 +71,7 @@ class InProcessListeners:
     ) -> None:
         """`ports` are those of gRPC and HTTP, 0 = any free one.
 
-        `check` is applied to the metadata of gRPC calls, `rejected` is told those that it does not allow; `app` checks
+        `check` is applied to the metadata of gRPC calls, `rejected` gets those that it does not allow; `app` checks
         HTTP requests itself. `add_inference` adds
         `tandem.v1.Inference` to a server. `shared` lets other processes of this user listen on
         the same ports. Raises InvalidArgument for `tls` that cannot be used.

@@ -11,19 +11,19 @@ _LEAST = -9999.0
 
 def chat_logprobs(scores: Sequence[TokenScore]) -> dict[str, Any]:
     """Return `logprobs` of a choice of /v1/chat/completions: one entry per token, end of sequence included."""
-    content = [{**_entry(each.chosen), "top_logprobs": [_entry(other) for other in each.top]} for each in scores]
+    content = [{**_entry(score.chosen), "top_logprobs": [_entry(token) for token in score.top]} for score in scores]
     return {"content": content, "refusal": None}
 
 
 def completion_logprobs(scores: Sequence[TokenScore]) -> dict[str, Any]:
     """Return `logprobs` of a choice of /v1/completions; the top tokens always include the chosen one."""
     return {
-        "tokens": [entry_text(each.chosen.utf8) for each in scores],
-        "token_logprobs": [finite(each.chosen.logprob) for each in scores],
+        "tokens": [entry_text(score.chosen.utf8) for score in scores],
+        "token_logprobs": [finite(score.chosen.logprob) for score in scores],
         "top_logprobs": [
-            {entry_text(token.utf8): finite(token.logprob) for token in (*each.top, each.chosen)} for each in scores
+            {entry_text(token.utf8): finite(token.logprob) for token in (*score.top, score.chosen)} for score in scores
         ],
-        "text_offset": [each.offset for each in scores],
+        "text_offset": [score.offset for score in scores],
     }
 
 

@@ -35,12 +35,12 @@ def add_models(app: FastAPI, config: RouterConfig, dispatcher: Dispatcher) -> No
         adapters = () if served is None else (adapter.name for adapter in served.facts.adapters)
         cards = [card(name) for name in (*config.model_names, *adapters)]
         if _ANTHROPIC in request.headers:
-            return JSONResponse(_anthropic_list([_anthropic_model(each) for each in cards]))
+            return JSONResponse(_anthropic_list([_anthropic_model(entry) for entry in cards]))
         return JSONResponse({"object": "list", "data": cards})
 
     async def model(request: Request, name: str) -> JSONResponse:
-        found = card(name)
-        return JSONResponse(_anthropic_model(found) if _ANTHROPIC in request.headers else found)
+        entry = card(name)
+        return JSONResponse(_anthropic_model(entry) if _ANTHROPIC in request.headers else entry)
 
     async def tandem_version() -> JSONResponse:
         return JSONResponse({"version": installed_version()})

@@ -9,7 +9,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 from starlette.responses import JSONResponse
 
-from router.api.openai.replies import error_headers
+from router.api.openai.errors import error_headers
 from router.requests.dispatch import Dispatcher
 
 LIVE_PATH = "/live"

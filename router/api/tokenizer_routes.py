@@ -1,98 +1,102 @@
-"""The HTTP routes to the tokenizer, as in vLLM: `/tokenize`, `/detokenize` and `/tokenizer_info`."""
+"""The HTTP routes to the tokenizer: `/tokenize`, `/detokenize`, `/tokenizer_info` as in vLLM, and Anthropic's count.
+
+Their work shares threads, limits and fair order with requests for answers.
+"""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
 
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse
 
 from router.access.client_call import served_call
-from router.api.client_gone import unless_gone
-from router.api.http_body import disconnected, read_body
-from router.api.json_fields import UnknownFields
-from router.api.openai.models.requests import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
-from router.api.openai.requests import body_fields, conversation, encoding
-from router.api.openapi.json_body import json_body
-from router.api.unserved_fields import CHAT_UNSERVED, INERT
-from router.config import RouterConfig
-from router.requests.request import ClientRequest, Conversation, Options
-from router.requests.validation import RequestValidator
+from router.api.anthropic.api_key import MESSAGES_PATH
+from router.api.anthropic.body import CountTokensRequest
+from router.api.anthropic.request import parse_count
+from router.api.body import UnknownFields, parse_object, read_body, read_object
+from router.api.call import ApiCall
+from router.api.http import HttpCalls
+from router.api.openai.bodies import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
+from router.api.openai.requests import conversation, encoding
+from router.api.openapi import json_body
+from router.requests.request import ClientRequest, Options, Prompt
 from tandem.protocol.errors import InvalidArgument
-from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.protocol.lifecycle.timeline import EdgeStamp
 
-_T = TypeVar("_T")
+Tokenized = tuple[list[int], list[str] | None, int]
+"""Token ids, their spellings if they are wanted, and the model's context in tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class _TokenizeCall:
-    request: ClientRequest
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TokenizeCall(ApiCall):
     spell: bool
 
 
-def add_tokenizer(app: FastAPI, config: RouterConfig, validator: RequestValidator) -> None:
-    """Add the three routes to `app`; their work shares threads, limits and fair order with requests for answers."""
+@dataclass(frozen=True, slots=True)
+class _TokenizerRoutes:
+    calls: HttpCalls
 
-    async def parsed(request: Request, parse: Callable[[bytes], _T]) -> tuple[str, _T]:
-        tenant = served_call().caller.tenant
-        body = await read_body(request, config.listeners.max_request_bytes)
-        return tenant, await validator.reader.json(tenant, body, parse)
-
-    async def tokenize(request: Request) -> JSONResponse:
-        tenant, call = await parsed(request, lambda body: _tokenize_call(body, strict=config.strict_requests))
-        ids, spelled, context = await _unless_client_gone(
-            request,
-            validator.tokenize(replace(call.request, tenant=tenant), spell=call.spell),
+    async def tokenize(self, request: Request) -> JSONResponse:
+        """Return the token ids of a text or a conversation."""
+        _, (ids, spelled, context) = await self.calls.served(
+            request, _parse_tokenize, lambda call: self._tokenized(request, call, spell=call.spell)
         )
-        found = {"count": len(ids), "max_model_len": context, "tokens": ids}
-        return JSONResponse(found if spelled is None else {**found, "token_strs": spelled})
+        reply = {"count": len(ids), "max_model_len": context, "tokens": ids}
+        return JSONResponse(reply if spelled is None else {**reply, "token_strs": spelled})
 
-    async def detokenize(request: Request) -> JSONResponse:
-        tenant, (model, ids) = await parsed(request, lambda body: _detokenize_call(body, strict=config.strict_requests))
-        return JSONResponse({"prompt": await _unless_client_gone(request, validator.detokenize(tenant, model, ids))})
+    async def detokenize(self, request: Request) -> JSONResponse:
+        """Return the text of token ids."""
+        validator, tenant = self.calls.validator, served_call().caller.tenant
+        _, text = await self.calls.served(
+            request, _parse_detokenize, lambda body: validator.detokenize(tenant, body.model or "", tuple(body.tokens))
+        )
+        return JSONResponse({"prompt": text})
 
-    async def tokenizer_info() -> JSONResponse:
-        return JSONResponse(dict(validator.tokenizer_facts))
+    async def info(self) -> JSONResponse:
+        """Return the facts of the tokenizer."""
+        return JSONResponse(dict(self.calls.validator.tokenizer_facts))
 
-    bodies = json_body(TokenizeTextRequest, TokenizeChatRequest)
-    app.add_api_route("/tokenize", tokenize, methods=["POST"], openapi_extra=bodies)
-    app.add_api_route("/detokenize", detokenize, methods=["POST"], openapi_extra=json_body(DetokenizeRequest))
-    app.add_api_route("/tokenizer_info", tokenizer_info, methods=["GET", "HEAD"])
+    async def count(self, request: Request) -> JSONResponse:
+        """Return the number of tokens of a conversation."""
+        call, (ids, _, _) = await self.calls.served(
+            request, parse_count, lambda call: self._tokenized(request, call, spell=False)
+        )
+        return JSONResponse({"input_tokens": len(ids)}, headers=self.calls.ignored_header(call))
+
+    async def _tokenized(self, request: Request, call: ApiCall, *, spell: bool) -> Tokenized:
+        (wanted,) = self.calls.requests_of(request, call)
+        try:
+            return await self.calls.validator.tokenize(wanted, spell=spell)
+        except InvalidArgument as error:
+            raise call.names.error(error) from None
 
 
-async def _unless_client_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    gone = asyncio.create_task(disconnected(request.receive))
-    try:
-        return await unless_gone(work, gone)
-    finally:
-        gone.cancel()
+def add_tokenizer(app: FastAPI, calls: HttpCalls) -> None:
+    """Add the routes to `app`."""
+    routes = _TokenizerRoutes(calls)
+    for path, answer, body in (
+        ("/tokenize", routes.tokenize, json_body(TokenizeTextRequest, TokenizeChatRequest)),
+        ("/detokenize", routes.detokenize, json_body(DetokenizeRequest)),
+        (f"{MESSAGES_PATH}/count_tokens", routes.count, json_body(CountTokensRequest)),
+    ):
+        app.add_api_route(path, answer, methods=["POST"], openapi_extra=body)
+    app.add_api_route("/tokenizer_info", routes.info, methods=["GET", "HEAD"])
 
 
-def _tokenize_call(body: bytes, *, strict: bool) -> _TokenizeCall:
-    fields = body_fields(body, UnknownFields(strict=strict))
-    spell = fields.boolean("return_token_strs")
-    model = fields.text("model") or ""
-    text = fields.text("prompt")
-    options = Options(**encoding(fields))
-    prompt: str | Conversation
-    if text is None:
-        fields.refuse(CHAT_UNSERVED)
-        prompt = conversation(fields)
+def _parse_tokenize(data: bytes, received: EdgeStamp, *, strict: bool) -> _TokenizeCall:
+    unknown, value = UnknownFields(strict=strict), parse_object(data)
+    body: TokenizeTextRequest | TokenizeChatRequest
+    prompt: Prompt
+    if value.get("prompt") is None:
+        body = read_object(TokenizeChatRequest, value, unknown)
+        prompt = conversation(body)
     else:
-        prompt = text
-    fields.drop(INERT)
-    fields.end()
-    received = EdgeStamp.now(Edge.RECEIVED)
-    return _TokenizeCall(ClientRequest("", model, prompt, options, received), spell)
+        body = read_object(TokenizeTextRequest, value, unknown)
+        prompt = body.prompt
+    request = ClientRequest("", body.model or "", prompt, Options(**encoding(body)), received)
+    return _TokenizeCall(requests=(request,), spell=bool(body.return_token_strs))
 
 
-def _detokenize_call(body: bytes, *, strict: bool) -> tuple[str, tuple[int, ...]]:
-    fields = body_fields(body, UnknownFields(strict=strict))
-    model, ids = fields.text("model") or "", fields.integers("tokens")
-    if not ids:
-        raise InvalidArgument("tokens", "is missing or empty; send a list of token ids")
-    fields.end()
-    return model, ids
+def _parse_detokenize(data: bytes, _received: EdgeStamp, *, strict: bool) -> DetokenizeRequest:
+    return read_body(DetokenizeRequest, data, UnknownFields(strict=strict))

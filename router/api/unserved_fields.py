@@ -34,7 +34,7 @@ class Unserved:
         if self.empty and value in ("", [], {}, False) and not _is_number(value):
             return True
         # 1 == True in Python, so booleans are compared with booleans only.
-        return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in self.neutral)
+        return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.neutral)
 
 
 def _is_number(value: Any) -> bool:
@@ -93,6 +93,26 @@ COMPLETION_UNSERVED: Mapping[str, Unserved] = {
     "add_generation_prompt": Unserved(_COMPLETION_CHAT, (True,), empty=False),
     "continue_final_message": Unserved(_COMPLETION_CHAT),
 }
+_CHAT = "it is a field of chat completions alone"
+CHAT_ONLY: Mapping[str, Unserved] = {
+    **UNSERVED,
+    **{
+        name: Unserved(_CHAT)
+        for name in (
+            *("logit_bias", "echo", "return_token_ids", "continue_final_message", "include_stop_str_in_output"),
+            *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+            *("json_schema", "regex", "ebnf", "add_special_tokens"),
+        )
+    },
+    "n": Unserved("this API has one answer", (1,), empty=False),
+    "best_of": Unserved("this API has one answer", (1,), empty=False),
+    "logprobs": Unserved(_CHAT, (0,)),
+    "top_logprobs": Unserved(_CHAT, (0,)),
+    "prompt_logprobs": Unserved(_CHAT, empty=False),
+    "truncate_prompt_tokens": Unserved(_CHAT, empty=False),
+    "add_generation_prompt": Unserved(_CHAT, (True,), empty=False),
+}
+"""The fields of chat completions and completions that would change the answer and that no other API has."""
 MESSAGE_UNSERVED: Mapping[str, Unserved] = {"function_call": Unserved(_FUNCTIONS)}
 """The rejected fields inside messages."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from router.api.access.grpc_access import GrpcAccess
+from router.api.grpc.access import GrpcAccess
 from router.front.grpc_calls import GrpcCall, methods_of
 from router.front.http_calls import HttpCall
 from router.front.pulse import Pulse

@@ -11,7 +11,7 @@ import sys
 
 from starlette.types import ASGIApp
 
-from router.api.access.grpc_access import GrpcAccess
+from router.api.grpc.access import GrpcAccess
 from router.api.listeners import GOODBYE_S, RouterEndpoints
 from router.front.calls import FrontCalls, RouterStream
 from router.front.figures import FrontFigures, show

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from router.api.anthropic.errors import error_content
-from router.api.openai.replies import error_headers
+from router.api.openai.errors import error_headers
 from router.front.headers import packed, unpacked
 from router.front.link import Call, RouterLink
 from router.front.window import PART_BYTES_MAX

@@ -16,10 +16,10 @@ def is_messages_path(path: str) -> bool:
 def key_headers(scope: Scope) -> list[tuple[str | bytes, str | bytes]]:
     """Return a request's Authorization headers; on the paths of Anthropic's clients each x-api-key counts as one."""
     headers: list[tuple[bytes, bytes]] = scope["headers"]
-    found: list[tuple[str | bytes, str | bytes]] = [each for each in headers if each[0] == b"authorization"]
+    keys: list[tuple[str | bytes, str | bytes]] = [header for header in headers if header[0] == b"authorization"]
     if is_messages_path(scope["path"]) or _is_below(scope["path"], MODELS_PATH):
-        found += [(b"authorization", b"Bearer " + value) for name, value in headers if name == b"x-api-key"]
-    return found
+        keys += [(b"authorization", b"Bearer " + value) for name, value in headers if name == b"x-api-key"]
+    return keys
 
 
 def _is_below(path: str, root: str) -> bool:

@@ -7,12 +7,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, Tag
 
-from router.api.bodies.body import ITEMS, LIST, TEXT_OR_ITEMS, Body, Text, by_type
-from router.api.bodies.extensions import CHAT_ONLY, Extensions
-from router.api.unserved_fields import Unserved
+from router.api.body import ITEMS, LIST, TEXT_OR_ITEMS, Body, Text, by_type
+from router.api.fields import Count, Name, Sampling, TemplateVariables
+from router.api.unserved_fields import CHAT_ONLY, Unserved
 
 _CACHED = frozenset({"cache_control"})
-"""Prefixes are cached without being asked for."""
+"""Prefixes are cached in any case."""
 
 
 class TextBlock(Body):
@@ -46,8 +46,8 @@ class ToolUseBlock(Body):
 
     inert = _CACHED | {"caller"}
     type: Literal["tool_use"]
-    id: str = Field(min_length=1)
-    name: str = Field(min_length=1)
+    id: Name
+    name: Name
     input: dict[str, Any]
 
 
@@ -56,7 +56,7 @@ class ToolReferenceBlock(Body):
 
     inert = _CACHED
     type: Literal["tool_reference"]
-    tool_name: str = Field(min_length=1)
+    tool_name: Name
 
 
 ResultBlock = Annotated[
@@ -70,7 +70,7 @@ class ToolResultBlock(Body):
 
     inert = _CACHED
     type: Literal["tool_result"]
-    tool_use_id: str = Field(min_length=1)
+    tool_use_id: Name
     content: Annotated[Text | Annotated[list[ResultBlock], LIST, Tag(ITEMS)], TEXT_OR_ITEMS] | None = None
     is_error: bool | None = None
 
@@ -105,7 +105,7 @@ class ClientTool(Body):
 
     inert = _CACHED | {"eager_input_streaming"}
     type: Literal["custom"] | None = None
-    name: str = Field(min_length=1)
+    name: Name
     description: str | None = None
     input_schema: dict[str, Any]
     input_examples: Annotated[list[dict[str, Any]], LIST] | None = None
@@ -179,13 +179,14 @@ _INERT = _CACHED | {
 }
 
 
-class _Conversation(Extensions):
+class _Conversation(Sampling):
     """The fields of both bodies."""
 
     refused: ClassVar[Mapping[str, Unserved]] = _REFUSED
     inert = _INERT
 
     model: str | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     messages: Annotated[list[ConversationMessage], LIST]
     system: Annotated[Text | _TEXT_BLOCKS, TEXT_OR_ITEMS] | None = None
     tools: Annotated[list[ClientTool], LIST] | None = None
@@ -205,7 +206,7 @@ class MessagesRequest(_Conversation):
         "compaction": Unserved("conversations are never compacted; ask for a summary in a message"),
     }
 
-    max_tokens: int | None = None
+    max_tokens: Count | None = None
     """Anthropic requires it; here, an answer without it may fill the rest of the context."""
     stop_sequences: Annotated[list[str], LIST] | None = None
     stream: bool | None = None

@@ -1,15 +1,23 @@
-"""Errors in the form of the Messages API."""
+"""Errors in the form that the clients of a path expect: Anthropic's for the Messages API, OpenAI's for all others."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from router.access.client_call import served_call
 from router.api.anthropic.api_key import is_messages_path
-from router.api.openai.replies import MESSAGE_CHARS, error_body
-from router.api.replies.reply import dumped
+from router.api.openai.errors import MESSAGE_CHARS, error_body, error_headers, json_error
+from router.api.reply import dumped
 from tandem.protocol.errors import ContextLengthExceeded, InvalidArgument, TandemError, Unauthenticated, clipped
 
+_JSON = "application/json"
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -29,7 +37,7 @@ _DETAILS: Mapping[str, Mapping[str, Any]] = {
 
 def error_content(path: str, error: TandemError) -> bytes:
     """Return the body with an error for the clients of `path`, in Anthropic's or OpenAI's form."""
-    return message_error(error).encode() if is_messages_path(path) else error_body(error)
+    return (message_error(error) if is_messages_path(path) else error_body(error)).encode()
 
 
 def message_error(error: TandemError) -> str:
@@ -46,8 +54,8 @@ def message_error(error: TandemError) -> str:
 
 def status_error(status: int, message: str, details: Mapping[str, Any] | None = None) -> str:
     """Return Anthropic's error object for an HTTP status."""
-    found = {"type": _TYPES.get(status, "api_error"), "message": clipped(message, MESSAGE_CHARS)}
-    return dumped({"type": "error", "error": found if details is None else {**found, "details": details}})
+    body = {"type": _TYPES.get(status, "api_error"), "message": clipped(message, MESSAGE_CHARS)}
+    return dumped({"type": "error", "error": body if details is None else {**body, "details": details}})
 
 
 def _too_long(error: ContextLengthExceeded) -> str:
@@ -59,3 +67,44 @@ def _too_long(error: ContextLengthExceeded) -> str:
         asked = f"{lengths.prompt} + {lengths.answer} > {lengths.limit}"
         return f"input length and `max_tokens` exceed context limit: {asked}"
     return f"prompt is too long: {lengths.prompt} tokens > {lengths.limit - 1} maximum"
+
+
+def error_response(path: str, error: TandemError) -> Response:
+    """Return the response with an error to a request for `path`, and record the error for the audit log."""
+    served_call().failed(error.code)
+    return Response(error_content(path, error), error.http_status, error_headers(error), _JSON)
+
+
+def add_error_handlers(app: Starlette) -> None:
+    """Let `app` answer its errors, routing's and defects included, in these forms."""
+    app.add_exception_handler(TandemError, _on_tandem_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_defect)
+
+
+def _status_response(
+    path: str, status: int, message: str, *, code: str, headers: Mapping[str, str] | None = None
+) -> Response:
+    """Return the response with an HTTP status that no `TandemError` stands for; records `code`, which is OpenAI's."""
+    served_call().failed(code.upper())
+    in_form = is_messages_path(path)
+    body = status_error(status, message) if in_form else json_error(status, message, code=code)
+    return Response(body, status, headers, _JSON)
+
+
+async def _on_tandem_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, TandemError)
+    return error_response(request.url.path, error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = request.url.path
+    message = f"{clipped(request.method)} {clipped(path)}: {HTTPStatus(error.status_code).phrase.lower()}"
+    code = HTTPStatus(error.status_code).name.lower()
+    return _status_response(path, error.status_code, message, code=code, headers=error.headers)
+
+
+async def _on_defect(request: Request, error: Exception) -> Response:
+    message = f"unexpected {type(error).__name__}; the server's log has the details"
+    return _status_response(request.url.path, 500, message, code="internal")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from router.api.anthropic.errors import message_error
-from router.api.bodies.api_call import ApiCall
-from router.api.replies.reply import NamedEventsReply, ReplyFacts, dumped, named_event
+from router.api.call import ApiCall
+from router.api.reply import NamedEventsReply, ReplyFacts, dumped, sse_event
 from router.requests.answer import Ending
 from router.requests.request import Admitted
 from router.text.answer_syntax.parser import AnswerDelta
@@ -76,17 +76,17 @@ class ContentBlocks:
 def _object(text: str) -> dict[str, Any]:
     """Return the arguments of a call; {} if the answer was cut before their end."""
     try:
-        found = json.loads(text)
+        arguments = json.loads(text)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return arguments if isinstance(arguments, dict) else {}
 
 
 class MessageReply(NamedEventsReply):
     """Builds the message and its events."""
 
-    def __init__(self, call: ApiCall, admitted: Admitted, facts: ReplyFacts) -> None:
-        super().__init__(admitted, streamed=call.stream)
+    def __init__(self, call: ApiCall, admitted: Sequence[Admitted], facts: ReplyFacts) -> None:
+        super().__init__(admitted[0], streamed=call.stream)
         self.answer_id = f"msg_{facts.request_id}"
         self._blocks = ContentBlocks()
         self._message: dict[str, Any] = {
@@ -98,7 +98,7 @@ class MessageReply(NamedEventsReply):
             "stop_reason": None,
             "stop_sequence": None,
             # How much of the prompt was cached is known at the answer's end.
-            "usage": _usage(len(admitted.prompt_token_ids), 0, 0),
+            "usage": _usage(len(admitted[0].prompt_token_ids), 0, 0),
         }
 
     def opening(self, choices: int = 1) -> bytes:
@@ -107,10 +107,9 @@ class MessageReply(NamedEventsReply):
 
     def failure(self, error: TandemError) -> bytes:
         """Return the event `error`."""
-        return named_event("error", message_error(error))
+        return sse_event(message_error(error), name="error")
 
-    def whole(self) -> bytes:
-        """Return the message, after the answer's end."""
+    def _body(self) -> bytes:
         return dumped(self._message).encode()
 
     def _add(self, delta: AnswerDelta, tokens: int) -> bytes:

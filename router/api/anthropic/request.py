@@ -1,4 +1,4 @@
-"""Parses the bodies of the Messages API into the internal chat request."""
+"""Turns the bodies of the Messages API into the internal chat request."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ from router.api.anthropic.body import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from router.api.bodies.api_call import ApiCall, FieldNames
-from router.api.bodies.body import read_body, sort_unknown
-from router.api.bodies.turns import Turns
-from router.api.json_fields import UnknownFields
+from router.api.body import UnknownFields, read_body
+from router.api.call import ApiCall, FieldNames, Turns
 from router.requests.answer_format import AnswerFormat
 from router.requests.request import ClientRequest, Conversation, Options
 from router.text.tools import ToolChoice, ToolOptions
@@ -100,54 +98,60 @@ _CHOICES = {"auto": ToolChoice.AUTO, "any": ToolChoice.REQUIRED, "tool": ToolCho
 _RENAMED = {"stop": "stop_sequences"}
 
 
-def parse_message(body: bytes, received: EdgeStamp, *, strict: bool = False) -> ApiCall:
+def parse_message(data: bytes, received: EdgeStamp, *, strict: bool = False) -> ApiCall:
     """Parse the body of /v1/messages; InvalidArgument names a wrong field. `strict` rejects unknown fields."""
     unknown = UnknownFields(strict=strict)
-    asked = read_body(MessagesRequest, body)
-    sort_unknown(asked, unknown)
-    if asked.messages and asked.messages[-1].role == "assistant":
+    body = read_body(MessagesRequest, data, unknown)
+    if body.messages and body.messages[-1].role == "assistant":
         message = "is the assistant's, and the beginning of an answer cannot be given; end with a message of the user"
-        raise InvalidArgument(f"messages[{len(asked.messages) - 1}]", message)
-    made = conversation_of(asked)
-    options = asked.options(
-        max_tokens=asked.max_tokens, stop=tuple(asked.stop_sequences or ()), answer_format=_format(asked)
-    )
-    request = ClientRequest("", asked.model or "", _conversation(asked, made), options, received)
-    return ApiCall(request, bool(asked.stream), unknown.names, FieldNames(tuple(made.fields), _RENAMED))
+        raise InvalidArgument(f"messages[{len(body.messages) - 1}]", message)
+    stop = tuple(body.stop_sequences or ())
+    options = body.options(max_tokens=body.max_tokens, stop=stop, answer_format=_format(body))
+    return _call(body, options, received, unknown, stream=bool(body.stream))
 
 
-def parse_count(body: bytes, received: EdgeStamp, *, strict: bool = False) -> ApiCall:
+def parse_count(data: bytes, received: EdgeStamp, *, strict: bool = False) -> ApiCall:
     """Parse the body of /v1/messages/count_tokens, with the errors and arguments of `parse_message`."""
     unknown = UnknownFields(strict=strict)
-    asked = read_body(CountTokensRequest, body)
-    sort_unknown(asked, unknown)
-    made = conversation_of(asked)
-    request = ClientRequest("", asked.model or "", _conversation(asked, made), Options(), received)
-    return ApiCall(request, False, unknown.names, FieldNames(tuple(made.fields), _RENAMED))
+    return _call(read_body(CountTokensRequest, data, unknown), Options(), received, unknown, stream=False)
 
 
-def _conversation(asked: MessagesRequest | CountTokensRequest, made: Turns) -> Conversation:
-    for number, edit in enumerate((asked.context_management and asked.context_management.edits) or ()):
+def _call(
+    body: MessagesRequest | CountTokensRequest,
+    options: Options,
+    received: EdgeStamp,
+    unknown: UnknownFields,
+    *,
+    stream: bool,
+) -> ApiCall:
+    made = conversation_of(body)
+    request = ClientRequest("", body.model or "", _conversation(body, made), options, received)
+    names = FieldNames(tuple(made.fields), _RENAMED)
+    return ApiCall(requests=(request,), stream=stream, ignored=unknown.names, names=names)
+
+
+def _conversation(body: MessagesRequest | CountTokensRequest, made: Turns) -> Conversation:
+    for number, edit in enumerate((body.context_management and body.context_management.edits) or ()):
         if not edit.type.startswith("clear_thinking_"):
             message = "is not supported, as conversations are never edited; send a shorter one"
             raise InvalidArgument(f"context_management.edits[{number}]", message)
     variables: dict[str, Any] = {}
-    if asked.thinking is not None:
-        variables["enable_thinking"] = asked.thinking.type != "disabled"
-    if asked.output_config is not None and asked.output_config.effort is not None:
-        variables["reasoning_effort"] = asked.output_config.effort
-    variables |= asked.chat_template_kwargs or {}
-    return Conversation(tuple(made.turns), variables, _tools(asked), parsed=True)
+    if body.thinking is not None:
+        variables["enable_thinking"] = body.thinking.type != "disabled"
+    if body.output_config is not None and body.output_config.effort is not None:
+        variables["reasoning_effort"] = body.output_config.effort
+    variables |= body.chat_template_kwargs or {}
+    return Conversation(tuple(made.turns), variables, _tools(body), parsed=True)
 
 
-def _tools(asked: MessagesRequest | CountTokensRequest) -> ToolOptions:
-    found = _found_tools(asked)
+def _tools(body: MessagesRequest | CountTokensRequest) -> ToolOptions:
+    referenced = _referenced_tools(body)
     tools = [
         _tool(f"tools[{number}]", tool)
-        for number, tool in enumerate(asked.tools or ())
-        if not tool.defer_loading or tool.name in found
+        for number, tool in enumerate(body.tools or ())
+        if not tool.defer_loading or tool.name in referenced
     ]
-    wanted = asked.tool_choice
+    wanted = body.tool_choice
     if wanted is None:
         return ToolOptions(tuple(tools), ToolChoice.AUTO if tools else ToolChoice.NONE)
     choice = _CHOICES[wanted.type]
@@ -164,9 +168,9 @@ def _tools(asked: MessagesRequest | CountTokensRequest) -> ToolOptions:
     return options
 
 
-def _found_tools(asked: MessagesRequest | CountTokensRequest) -> set[str]:
+def _referenced_tools(body: MessagesRequest | CountTokensRequest) -> set[str]:
     """Return the names of the tools that searches have found in the conversation."""
-    blocks = (block for message in asked.messages if not isinstance(message.content, str) for block in message.content)
+    blocks = (block for message in body.messages if not isinstance(message.content, str) for block in message.content)
     results = (block.content for block in blocks if isinstance(block, ToolResultBlock))
     parts = (part for content in results if content and not isinstance(content, str) for part in content)
     return {part.tool_name for part in parts if isinstance(part, ToolReferenceBlock)}
@@ -186,15 +190,15 @@ def _tool(field: str, tool: ClientTool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _format(asked: MessagesRequest) -> AnswerFormat | None:
-    found = [
-        AnswerFormat(f"{field}.schema", GrammarKind.JSON_SCHEMA, each.json_schema, text_only=True)
-        for field, each in (
-            ("output_config.format", asked.output_config.format if asked.output_config else None),
-            ("output_format", asked.output_format),
+def _format(body: MessagesRequest) -> AnswerFormat | None:
+    formats = [
+        AnswerFormat(f"{field}.schema", GrammarKind.JSON_SCHEMA, wanted.json_schema, text_only=True)
+        for field, wanted in (
+            ("output_config.format", body.output_config.format if body.output_config else None),
+            ("output_format", body.output_format),
         )
-        if each is not None
+        if wanted is not None
     ]
-    if len(found) > 1:
+    if len(formats) > 1:
         raise InvalidArgument("output_format", "cannot be combined with output_config.format; send one of them")
-    return found[0] if found else None
+    return formats[0] if formats else None

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from router.api.completions.fields import check_answers, check_prompts
-from router.api.completions.prompt_replies import PromptForm
-from router.api.json_fields import JsonFields, UnknownFields
+from router.api.body import UnknownFields, read_object
+from router.api.openai.messages import AssistantMessage, Tools
+from router.api.openai.prompts import check_answers, check_prompts
 from router.api.openai.requests import prompt_end
-from router.api.openai.tool_fields import tool_calls, tool_options
+from router.api.openai.tools import tool_calls, tool_options
+from router.api.prompt_replies import PromptForm
 from router.config import RouterConfig
 from router.requests.answer_format import AnswerFormat
 from router.requests.request import ClientRequest, Conversation, Options, Prompt
@@ -25,6 +26,7 @@ from tandem.protocol.generated.tandem.v1 import inference_pb2
 from tandem.protocol.lifecycle.timeline import EdgeStamp
 from tandem.tokenizers.grammar_process import GrammarKind
 
+_NO_OTHERS = UnknownFields(strict=True)
 _SCHEMA_ITEMS_MAX = 1 << 18
 """Most items in the parameters of all tools together, each of which may have an equal part."""
 
@@ -35,9 +37,9 @@ def conversation(request: inference_pb2.ChatRequest, variables: Mapping[str, Any
     `variables` are those of the chat template. Raises InvalidArgument for a wrong field.
     """
     turns = tuple(_turn(message, f"messages[{number}]") for number, message in enumerate(request.messages))
-    prompt = request.add_generation_prompt if request.HasField("add_generation_prompt") else None
-    fields = _fields(add_generation_prompt=prompt, continue_final_message=request.continue_final_message)
-    return Conversation(turns, variables, _tools(request), prompt_end(fields), parsed=True)
+    next_turn = request.add_generation_prompt if request.HasField("add_generation_prompt") else None
+    end = prompt_end(next_turn, continued=request.continue_final_message)
+    return Conversation(turns, variables, _tools(request), end, parsed=True)
 
 
 def _turn(message: inference_pb2.ChatMessage, path: str) -> ChatTurn:
@@ -60,7 +62,8 @@ def _calls(message: inference_pb2.ChatMessage, path: str) -> list[dict[str, Any]
         for call in message.tool_calls
     ]
     try:
-        return tool_calls(_fields(tool_calls=calls), path)
+        body = read_object(AssistantMessage, {"role": "assistant", "tool_calls": calls}, _NO_OTHERS, f"{path}.")
+        return tool_calls(body.tool_calls or (), path)
     except InvalidArgument as error:
         raise _renamed(error) from error
 
@@ -76,7 +79,8 @@ def _tools(request: inference_pb2.ChatRequest) -> ToolOptions:
     parallel = request.parallel_tool_calls if request.HasField("parallel_tool_calls") else None
     tools = [_tool(tool, number, len(request.tools)) for number, tool in enumerate(request.tools)]
     try:
-        return tool_options(_fields(tools=tools, tool_choice=choice, parallel_tool_calls=parallel))
+        fields = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": parallel}
+        return tool_options(read_object(Tools, fields, _NO_OTHERS))
     except InvalidArgument as error:
         raise _renamed(error) from error
 
@@ -96,10 +100,6 @@ def _tool(tool: inference_pb2.Tool, number: int, count: int) -> dict[str, Any]:
             raise InvalidArgument(field, "must be a JSON schema, an object")
     function = {"name": tool.name, "description": tool.description or None, "parameters": parameters}
     return {"type": "function", "function": function}
-
-
-def _fields(**values: Any) -> JsonFields:
-    return JsonFields(values, UnknownFields(strict=True))
 
 
 def _renamed(error: InvalidArgument) -> InvalidArgument:
@@ -216,7 +216,7 @@ class CallParser:
         if message.WhichOneof("prompt") != "prompts":
             return [self._prompt(message)]
         check_prompts(len(message.prompts.prompts))
-        return [self._prompt(each) for each in message.prompts.prompts]
+        return [self._prompt(prompt) for prompt in message.prompts.prompts]
 
     def _prompt(self, message: inference_pb2.GenerateRequest | inference_pb2.Prompt) -> Prompt:
         if message.WhichOneof("prompt") != "token_ids":

@@ -7,10 +7,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from router.api.answer_parts import AnswerParsers
-from router.api.completions.answers import best_of, collected
-from router.api.completions.prompt_replies import PromptReplies, PromptReply
+from router.api.answers import AnswerParsers, best_of, collected
 from router.api.grpc.calls import InferenceCall
+from router.api.prompt_replies import PromptReplies, PromptReply
 from router.requests.answer import AnswerChunk, Ending
 from router.requests.choices import Choices
 from router.requests.request import Admitted

@@ -15,12 +15,12 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from router.access.client_call import served_call
-from router.api.access.grpc_access import GrpcAccess
 from router.api.client_gone import unless_gone
-from router.api.completions.prompt_replies import PromptReplies
+from router.api.grpc.access import GrpcAccess
 from router.api.grpc.calls import CallFacts, CallParser, InferenceCall
 from router.api.grpc.responses import Responses
 from router.api.model_routes import installed_version
+from router.api.prompt_replies import PromptReplies
 from router.config import RouterConfig
 from router.requests.dispatch import Dispatcher
 from router.requests.request import Admitted
@@ -44,7 +44,7 @@ class _Caller:
 
     facts: CallFacts
     gone: asyncio.Future[None]
-    """A future that is done once the call is over, whichever side ended it."""
+    """A future that is done once the call has ended, on either side."""
 
 
 class InferenceServicer:
@@ -89,11 +89,11 @@ class InferenceServicer:
     async def Abort(self, request: bytes, _context: _Context) -> inference_pb2.AbortResponse:
         """Cancel a request by its client's id."""
         tenant = served_call().caller.tenant
-        asked = await self._validator.reader.message(tenant, inference_pb2.AbortRequest, request, lambda each: each)
-        if not asked.request_id:
+        message = await self._validator.reader.message(tenant, inference_pb2.AbortRequest, request, lambda read: read)
+        if not message.request_id:
             raise InvalidArgument("request_id", "is empty; name the request to abort")
-        served_call().request_id = clipped(asked.request_id)
-        return inference_pb2.AbortResponse(found=self._dispatcher.abort(tenant, asked.request_id))
+        served_call().request_id = clipped(message.request_id)
+        return inference_pb2.AbortResponse(found=self._dispatcher.abort(tenant, message.request_id))
 
     async def GetModelInfo(self, _request: bytes, _context: _Context) -> inference_pb2.GetModelInfoResponse:
         """Return the facts of the served model; Unavailable until a worker has loaded it."""
@@ -144,14 +144,14 @@ class InferenceServicer:
 
     async def LoadAdapter(self, request: bytes, _context: _Context) -> types_pb2.LoadAdapterResponse:
         """Load an adapter into every worker of the cluster."""
-        asked = await self._of_operator(types_pb2.LoadAdapterRequest, request)
-        adapter = await self._adapters.load(asked.lora_name, asked.lora_path)
+        message = await self._of_operator(types_pb2.LoadAdapterRequest, request)
+        adapter = await self._adapters.load(message.lora_name, message.lora_path)
         return types_pb2.LoadAdapterResponse(adapter=conversion.adapter_to_proto(adapter))
 
     async def UnloadAdapter(self, request: bytes, _context: _Context) -> types_pb2.UnloadAdapterResponse:
         """Unload an adapter."""
-        asked = await self._of_operator(types_pb2.UnloadAdapterRequest, request)
-        await self._adapters.unload(asked.lora_name)
+        message = await self._of_operator(types_pb2.UnloadAdapterRequest, request)
+        await self._adapters.unload(message.lora_name)
         return types_pb2.UnloadAdapterResponse()
 
     async def GetLoads(self, _request: bytes, _context: _Context) -> inference_pb2.GetLoadsResponse:
@@ -160,9 +160,9 @@ class InferenceServicer:
 
     async def _of_operator(self, kind: type[_A], request: bytes) -> _A:
         call = served_call()
-        asked = await self._validator.reader.message(call.caller.tenant, kind, request, lambda each: each)
-        call.model = asked.lora_name
-        return asked
+        message = await self._validator.reader.message(call.caller.tenant, kind, request, lambda read: read)
+        call.model = message.lora_name
+        return message
 
     def _caller(self, context: _Context) -> _Caller:
         gone = asyncio.get_running_loop().create_future()
@@ -222,10 +222,10 @@ def add_inference(servicer: InferenceServicer | GrpcAccess, server: grpc.aio.Ser
     """Register this servicer's methods as `tandem.v1.Inference` on a server."""
     service = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
-    for each in service.methods:
-        make = grpc.unary_stream_rpc_method_handler if each.server_streaming else grpc.unary_unary_rpc_method_handler
-        handlers[each.name] = make(
-            getattr(servicer, each.name), response_serializer=GetMessageClass(each.output_type).SerializeToString
+    for method in service.methods:
+        make = grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
+        handlers[method.name] = make(
+            getattr(servicer, method.name), response_serializer=GetMessageClass(method.output_type).SerializeToString
         )
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
 

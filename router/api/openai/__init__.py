@@ -1,1 +1,1 @@
-"""The bodies of the OpenAI-compatible routes as pydantic models."""
+"""OpenAI's chat completions, completions and Responses API, with the extensions of vLLM and SGLang."""

@@ -1,88 +1,62 @@
-"""The replies of the OpenAI-compatible API: bodies, stream events and errors, as bytes ready to send."""
+"""The replies of chat completions and completions: bodies and stream events, as bytes ready to send."""
 
+from __future__ import annotations
+
+import asyncio
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from router.api.answer_parts import AnswerParsers, delta_fields, message_fields
-from router.api.completions.answers import CompleteAnswer
-from router.api.completions.prompt_replies import NO_PROMPTS, PromptForm, PromptReply
+from router.api.answers import AnswerParsers, CompleteAnswer, best_of, collected
 from router.api.logprobs import chat_logprobs, completion_logprobs
-from router.api.openai.requests import StreamOptions
+from router.api.openai.answer_parts import delta_fields, message_fields
+from router.api.openai.errors import error_body
+from router.api.openai.requests import OpenAICall
+from router.api.prompt_replies import PromptReplies, PromptReply
+from router.api.reply import ReplyFacts, dumped, sse_event
 from router.requests.answer import AnswerChunk, Ending
-from router.text.answer_syntax.formats import AnswerSyntax
+from router.requests.choices import Choices
+from router.requests.request import Admitted
 from router.text.answer_syntax.parser import AnswerDelta
 from router.text.token_scores import TokenScore
-from tandem.protocol.errors import InvalidArgument, NotFound, TandemError, clipped
+from tandem.protocol.errors import TandemError
 from tandem.protocol.messages import FinishReason
 
 _FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
-_ERROR_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "invalid_request_error",
-    405: "invalid_request_error",
-    429: "rate_limit_error",
-}
-
-MESSAGE_CHARS = 2048
-"""Longest message of an error, in characters."""
-
 DONE = b"data: [DONE]\n\n"
 """The last event of a stream that ended without an error."""
 
 
-class ReplyShape:
-    """Builds the replies to one request; chat completions and text completions differ in names only."""
+class OpenAIReply:
+    """Builds the reply to one call; chat completions and text completions differ in names only. A `Reply`."""
 
-    def __init__(
-        self,
-        *,
-        chat: bool,
-        request_id: str,
-        model: str,
-        created: int,
-        prompts: Sequence[Sequence[int]],
-        choices: int,
-        stream_options: StreamOptions,
-        logprobs: bool,
-        syntax: AnswerSyntax | None = None,
-        return_token_ids: bool = False,
-        form: PromptForm = NO_PROMPTS,
-    ) -> None:
-        """`created` is in Unix seconds; with a `syntax` answers are split into reasoning, content and tool calls.
-
-        `prompts` are the token ids of each prompt, which has `choices` choices. With `return_token_ids` the reply has
-        them and the ids of the answers, in the places of vLLM; `form` is that of the prompts.
-        """
-        self._prompts = prompts
-        self._per_prompt = choices
-        self._with_ids = return_token_ids
-        self._form = form
+    def __init__(self, call: OpenAICall, admitted: Sequence[Admitted], facts: ReplyFacts, *, chat: bool) -> None:
+        """With a syntax, answers are split into reasoning, content and tool calls."""
+        options, syntax = call.request.options, admitted[0].syntax
+        self._call = call
+        self._prompts = [one.prompt_token_ids for one in admitted]
+        self._per_prompt = options.n or 1
+        self._generated_per_prompt = admitted[0].n
         self._echoed: dict[int, int] = {}
         """The length in characters of the prompts that were sent, by choice."""
         self._parsers = AnswerParsers(syntax)
         self._first_content = None if syntax is not None and syntax.forced else ""
         self._chat = chat
-        self._logprobs = logprobs
-        self._include_usage = stream_options.include_usage
-        self._continuous_usage = stream_options.continuous_usage
-        self._prompt_tokens = sum(map(len, prompts))
+        self._logprobs = options.alternatives is not None
+        self._prompt_tokens = sum(map(len, self._prompts))
         self._completion_tokens = 0
         """Number of tokens sent so far, over all choices."""
-        self.answer_id = f"{'chatcmpl' if chat else 'cmpl'}-{request_id}"
+        self.answer_id = f"{'chatcmpl' if chat else 'cmpl'}-{facts.request_id}"
         """The `id` of the reply."""
-        self._head = {"id": self.answer_id, "created": created, "model": model}
+        self._head = {"id": self.answer_id, "created": facts.created, "model": facts.model}
         # There is one event per token, so everything but the text is serialized once for each choice.
         self._around: list[tuple[str, str]] = []
 
     def opening(self, choices: int = 1) -> bytes:
         """Return the first events of a stream, one for each choice."""
         for index in range(choices):
-            whole = _dumps(
+            whole = dumped(
                 {**self._stream_head(), "choices": [self._choice(index, "\x00", None)], **self._usage_so_far()}
             )
             before, after = whole.split('"\\u0000"')
@@ -91,9 +65,9 @@ class ReplyShape:
         begun: dict[str, Any] = {"delta": delta, "logprobs": None, "finish_reason": None}
         if self._chat:
             events = [self._event([{"index": index, **begun}], **self._prompt_ids(index)) for index in range(choices)]
-        elif self._with_ids:
+        elif self._call.return_token_ids:
             empty = [{**self._choice(index, "", None), **self._prompt_ids(index)} for index in range(choices)]
-            events = [self._event([each]) for each in empty]
+            events = [self._event([choice]) for choice in empty]
         else:
             events = []
         return b"".join(events)
@@ -107,22 +81,22 @@ class ReplyShape:
 
     def event(self, event: AnswerChunk | Ending) -> AnswerChunk | Ending:
         """Return an event of an answer as the reply has it."""
-        return self._form.shown(event)
+        return self._call.prompts.shown(event)
 
     def chunk(self, index: int, chunk: AnswerChunk) -> bytes:
         """Return the event with the next text and log probabilities; empty if there is neither."""
         if echoed := self._echoed.get(index):
-            chunk = replace(chunk, scores=[replace(each, offset=each.offset + echoed) for each in chunk.scores])
+            chunk = replace(chunk, scores=[replace(score, offset=score.offset + echoed) for score in chunk.scores])
         delta = self._parsers.feed(index, chunk.text)
         text = delta.content
         self._completion_tokens += len(chunk.token_ids)
         if delta.calls or delta.reasoning:
             return self._parts(index, delta, chunk)
-        if (self._logprobs and (text or chunk.scores)) or self._with_ids:
+        if (self._logprobs and (text or chunk.scores)) or self._call.return_token_ids:
             return self._event([{**self._choice(index, text, None), **self._tokens(chunk)}])
         if not text:
             return b""
-        if self._continuous_usage:
+        if self._call.continuous_usage:
             return self._event([self._choice(index, text, None)])
         before, after = self._around[index]
         return f"{before}{json.dumps(text)}{after}".encode()
@@ -142,10 +116,10 @@ class ReplyShape:
     def _tokens(self, some: AnswerChunk | CompleteAnswer) -> dict[str, Any]:
         """Return the fields of a choice about its tokens."""
         fields: dict[str, Any] = {"logprobs": self._scores(some.scores) if self._logprobs else None}
-        return {**fields, "token_ids": some.token_ids} if self._with_ids else fields
+        return {**fields, "token_ids": some.token_ids} if self._call.return_token_ids else fields
 
     def _prompt_ids(self, index: int) -> dict[str, Any]:
-        return {"prompt_token_ids": self._prompts[index // self._per_prompt]} if self._with_ids else {}
+        return {"prompt_token_ids": self._prompts[index // self._per_prompt]} if self._call.return_token_ids else {}
 
     def _finish(self, index: int, ending: Ending) -> str:
         called = ending.finish_reason is FinishReason.STOP and self._parsers.called(index)
@@ -153,19 +127,30 @@ class ReplyShape:
 
     def closing(self, endings: Mapping[int, Ending]) -> bytes:
         """Return the last events of a stream: usage if requested, then DONE."""
-        if not self._include_usage:
+        if not self._call.include_usage:
             return DONE
         ends = [endings[index] for index in sorted(endings)]
-        return _sse({**self._stream_head(), "choices": [], "usage": self._usage(ends)}) + DONE
+        return sse_event(dumped({**self._stream_head(), "choices": [], "usage": self._usage(ends)})) + DONE
 
-    def whole(self, choices: Sequence[CompleteAnswer], endings: Sequence[Ending]) -> bytes:
-        """Return the body of a reply that is not streamed; `endings` are those of all answers, returned or not."""
-        made = [self._whole_choice(index, each) for index, each in enumerate(choices)]
-        body = {**self._head, "object": "text_completion", "choices": made, "usage": self._usage(endings)}
+    async def whole(self, choices: Choices, prompts: PromptReplies) -> bytes:
+        """See `Reply`."""
+        answers = await collected(choices, self._call.prompts)
+        if not self._call.prompts.needed:
+            return self._body(answers)
+        answers = [replace(answer, prompt=await prompts.of(index)) for index, answer in enumerate(answers)]
+        # The scores of a prompt may be megabytes of text, which would hold up the event loop.
+        return await asyncio.to_thread(self._body, answers)
+
+    def _body(self, answers: Sequence[CompleteAnswer]) -> bytes:
+        """Return the body with the best answers, and the usage of all."""
+        best = best_of(answers, self._per_prompt, self._generated_per_prompt)
+        made = [self._whole_choice(index, answer) for index, answer in enumerate(best)]
+        usage = self._usage([answer.ending for answer in answers])
+        body = {**self._head, "object": "text_completion", "choices": made, "usage": usage}
         if self._chat:
-            prompt = choices[0].prompt
+            prompt = best[0].prompt
             body |= {"object": "chat.completion", **self._prompt_ids(0), **({} if prompt is None else prompt.listed())}
-        return _dumps(body).encode()
+        return dumped(body).encode()
 
     def _whole_choice(self, index: int, whole: CompleteAnswer) -> dict[str, Any]:
         parts = self._parsers.feed(index, whole.text), self._parsers.finish(index)
@@ -183,13 +168,13 @@ class ReplyShape:
         return chat_logprobs(scores) if self._chat else completion_logprobs(scores)
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        return _sse({**self._stream_head(), "choices": choices, **self._usage_so_far(), **more})
+        return sse_event(dumped({**self._stream_head(), "choices": choices, **self._usage_so_far(), **more}))
 
     def _usage_so_far(self) -> dict[str, Any]:
         """Return the `usage` field of a chunk: the counts so far, null if only the end has them, or nothing."""
-        if self._continuous_usage:
+        if self._call.continuous_usage:
             return {"usage": _counts(self._prompt_tokens, self._completion_tokens)}
-        return {"usage": None} if self._include_usage else {}
+        return {"usage": None} if self._call.include_usage else {}
 
     def _usage(self, endings: Sequence[Ending]) -> dict[str, Any]:
         """Return the total usage of all answers; a prompt counts once, with its first answer's cached tokens."""
@@ -202,7 +187,7 @@ class ReplyShape:
 
     def failure(self, error: TandemError) -> bytes:
         """Return the event that ends a stream with an error."""
-        return error_event(error)
+        return sse_event(error_body(error))
 
     def _stream_head(self) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk" if self._chat else "text_completion"}
@@ -216,46 +201,5 @@ class ReplyShape:
         return choice
 
 
-def error_body(error: TandemError) -> bytes:
-    """Return OpenAI's error object; `param` is the field that is wrong, if any."""
-    return json_error(
-        error.http_status,
-        error.message,
-        code="model_not_found" if isinstance(error, NotFound) else error.code.lower(),
-        param=_param(error),
-    )
-
-
-def json_error(status: int, message: str, *, code: str, param: str | None = None) -> bytes:
-    """Return OpenAI's error object for an HTTP status."""
-    kind = _ERROR_TYPES.get(status, "server_error")
-    message = clipped(message, MESSAGE_CHARS)
-    return _dumps({"error": {"message": message, "type": kind, "param": param, "code": code}}).encode()
-
-
-def error_event(error: TandemError) -> bytes:
-    """Return the event that ends a stream with an error; no DONE follows it."""
-    return b"data: " + error_body(error) + b"\n\n"
-
-
-def error_headers(error: TandemError) -> dict[str, str]:
-    """Return the Retry-After header in whole seconds if the error has a retry hint."""
-    return {"retry-after": str(math.ceil(error.retry_after_s))} if error.retry_after_s else {}
-
-
-def _param(error: TandemError) -> str | None:
-    if isinstance(error, InvalidArgument):
-        return error.field
-    return "model" if isinstance(error, NotFound) else None
-
-
 def _counts(prompt: int, completion: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-
-def _sse(value: dict[str, Any]) -> bytes:
-    return f"data: {_dumps(value)}\n\n".encode()
-
-
-def _dumps(value: dict[str, Any]) -> str:
-    return json.dumps(value, separators=(",", ":"))

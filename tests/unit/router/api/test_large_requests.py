@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from router.api.http_body import read_body
+from router.api.http import read_data
 from router.requests import prompts
 from router.text import request_reader
 from router.text.chat_template import ChatTurn
@@ -234,7 +234,7 @@ async def test_nothing_is_kept_of_a_body_over_the_limit(headers: list[tuple[byte
     tracemalloc.start()
     try:
         with pytest.raises(InvalidArgument, match=f"{20 * MIB} bytes long, the limit is {4 * MIB}"):
-            await read_body(Request({"type": "http", "headers": headers}, receive), 4 * MIB)
+            await read_data(Request({"type": "http", "headers": headers}, receive), 4 * MIB)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -248,4 +248,4 @@ async def test_a_body_that_is_far_too_long_is_not_read() -> None:
 
     headers = [(b"content-length", str(1 << 30).encode())]
     with pytest.raises(InvalidArgument, match="the limit is"):
-        await read_body(Request({"type": "http", "headers": headers}, receive), 4 * MIB)
+        await read_data(Request({"type": "http", "headers": headers}, receive), 4 * MIB)

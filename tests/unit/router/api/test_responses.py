@@ -9,7 +9,7 @@ import openai
 import pydantic
 import pytest
 
-from router.api.openai.responses.request import parse_response
+from router.api.openai.responses_request import parse_response
 from router.text.tokenizer import Tokenizer
 from tandem.net.limits.listener_limits import ListenerLimits
 from tandem.protocol.errors import Internal

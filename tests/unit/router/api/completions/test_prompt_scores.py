@@ -11,9 +11,9 @@ import grpc.aio
 import httpx
 import pytest
 
-from router.api.completions.prompt_replies import PromptForm, PromptReplies
 from router.api.grpc import responses
-from router.api.openai.replies import ReplyShape
+from router.api.openai.replies import OpenAIReply
+from router.api.prompt_replies import PromptForm, PromptReplies
 from router.requests.answer import Answer
 from router.requests.choices import Choices
 from router.requests.request import ClientRequest, Options
@@ -262,7 +262,7 @@ async def test_the_event_loop_does_not_wait_for_the_scores_of_a_prompt(
 
         return made
 
-    monkeypatch.setattr(ReplyShape, "prompt", noting(ReplyShape.prompt))
+    monkeypatch.setattr(OpenAIReply, "prompt", noting(OpenAIReply.prompt))
     monkeypatch.setattr(responses, "prompt_details", noting(responses.prompt_details))
     body = {"model": "fake", "prompt": TEXT, "max_tokens": 4, "echo": True, "logprobs": 1, "stream": True}
     assert TEXT[:9] in (await http.post("/completions", json=body)).text

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from router.api.completions.answers import CompleteAnswer, best_of
+from router.api.answers import CompleteAnswer, best_of
 from router.requests.answer import Ending
 from router.text.token_scores import ScoredToken, TokenScore
 from router.text.tokenizer import Tokenizer

@@ -7,15 +7,16 @@ from google.protobuf.descriptor import Descriptor
 from pydantic import BaseModel
 
 from router.api.anthropic.body import MessagesRequest
-from router.api.openai.models import messages as chat
-from router.api.openai.models.requests import (
+from router.api.openai import formats
+from router.api.openai import messages as chat
+from router.api.openai.bodies import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeChatRequest,
     TokenizeTextRequest,
 )
-from router.api.openai.responses.body import ResponsesRequest
+from router.api.openai.responses_body import ResponsesRequest
 from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
 
 _OPTIONS = pb.GenerationOptions, pb.ResponseFormat
@@ -37,7 +38,7 @@ COUNTERPARTS: dict[type[BaseModel], tuple[Any, ...]] = {
     chat.Function: (pb.Tool,),
     chat.NamedTool: (pb.ChatRequest,),
     chat.ChosenFunction: (pb.Tool,),
-    chat.StructuredOutputs: (pb.ResponseFormat,),
+    formats.StructuredOutputs: (pb.ResponseFormat,),
 }
 """The messages among whose fields are those of a body."""
 RENAMED = {

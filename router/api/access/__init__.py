@@ -1,1 +1,0 @@
-"""The checks of each listener before its handlers: key, role and quota."""

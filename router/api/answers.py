@@ -1,0 +1,87 @@
+"""The answers to a call: the parsers of their text, the complete ones, and the best of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from router.api.prompt_replies import PromptForm, PromptReply
+from router.requests.answer import Ending
+from router.requests.choices import Choices
+from router.text.answer_syntax.formats import AnswerSyntax
+from router.text.answer_syntax.parser import AnswerDelta, AnswerParser
+from router.text.token_scores import TokenScore
+
+
+class AnswerParsers:
+    """One parser for each answer to a request; without a syntax all text is content."""
+
+    def __init__(self, syntax: AnswerSyntax | None) -> None:
+        self._syntax = syntax
+        self._parsers: dict[int, AnswerParser] = {}
+
+    def feed(self, index: int, text: str) -> AnswerDelta:
+        """Parse the next text of answer number `index`."""
+        if self._syntax is None:
+            return AnswerDelta(text)
+        if index not in self._parsers:
+            self._parsers[index] = self._syntax.parser()
+        return self._parsers[index].feed(text)
+
+    def finish(self, index: int) -> AnswerDelta:
+        """Return the rest of an answer that has ended."""
+        parser = self._parsers.get(index)
+        return AnswerDelta() if parser is None else parser.finish()
+
+    def called(self, index: int) -> bool:
+        """Return True if the answer has a tool call."""
+        parser = self._parsers.get(index)
+        return parser is not None and parser.called
+
+
+@dataclass(frozen=True, slots=True)
+class CompleteAnswer:
+    """One complete answer of a request that is not streamed."""
+
+    text: str
+    token_ids: Sequence[int]
+    scores: Sequence[TokenScore]
+    ending: Ending
+    prompt: PromptReply | None = None
+    """The prompt as its choice shows it."""
+
+    @property
+    def mean_logprob(self) -> float:
+        """The mean log probability of its tokens."""
+        return sum(score.chosen.logprob for score in self.scores) / max(1, len(self.scores))
+
+
+async def collected(choices: Choices, form: PromptForm) -> list[CompleteAnswer]:
+    """Read all answers to their ends; raises the first `TandemError` of any of them."""
+    texts: dict[int, list[str]] = defaultdict(list)
+    ids: dict[int, list[int]] = defaultdict(list)
+    scores: dict[int, list[TokenScore]] = defaultdict(list)
+    endings: dict[int, Ending] = {}
+    while not choices.over:
+        index, event = await choices.next()
+        event = form.shown(event)
+        if isinstance(event, Ending):
+            endings[index] = event
+        else:
+            texts[index].append(event.text)
+            ids[index].extend(event.token_ids)
+            scores[index].extend(event.scores)
+    return [
+        CompleteAnswer("".join(texts[index]), ids[index], scores[index], endings[index]) for index in sorted(endings)
+    ]
+
+
+def best_of(answers: Sequence[CompleteAnswer], kept: int, made: int) -> list[CompleteAnswer]:
+    """Return for each prompt the `kept` of its `made` answers whose tokens have the highest mean log probability."""
+    if kept == made:
+        return [*answers]
+    best: list[CompleteAnswer] = []
+    for first in range(0, len(answers), made):
+        best += sorted(answers[first : first + made], key=lambda answer: answer.mean_logprob, reverse=True)[:kept]
+    return best

@@ -1,0 +1,230 @@
+"""The base of request bodies as pydantic models, and the one reader of them: bytes to a model."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, FailFast, Tag, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from router.api.unserved_fields import Unserved
+from tandem.protocol.errors import InvalidArgument
+
+_B = TypeVar("_B", bound="Body")
+_NAMES_MAX = 16
+_NAME_CHARS = 64
+_UNSAFE = re.compile(r"[^\w.\[\]-]", re.ASCII)
+_NUMBERED = re.compile(r"\[\d+\]")
+TEXT, ITEMS = "<text>", "<items>"
+"""Tags of the alternatives of a field that is a string or a list; the brackets tell tags from fields in errors."""
+_PROBLEMS = {
+    "missing": "is missing",
+    "string_type": "must be a string",
+    "string_unicode": "must be Unicode text",
+    "bool_type": "must be true or false",
+    "int_type": "must be an integer",
+    "float_type": "must be a number of at most 64 bits",
+    "string_too_short": "is empty",
+    "too_short": "is empty",
+    "list_type": "must be a list",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+}
+
+
+class UnknownFields:
+    """Handles unknown fields: `strict` rejects them, otherwise their names are recorded.
+
+    At most 16 names are kept, each cut at 64 characters; question marks replace characters that a header cannot hold,
+    and an empty name.
+    """
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self.strict = strict
+        self._names: dict[str, None] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the ignored fields, each once."""
+        return tuple(self._names)
+
+    def ignore(self, name: str) -> None:
+        """Record an unknown field; `name` includes its path."""
+        if len(self._names) < _NAMES_MAX:
+            self._names[_UNSAFE.sub("?", _NUMBERED.sub("[]", name[:_NAME_CHARS])) or "?"] = None
+
+
+class Body(BaseModel):
+    """An object of a request body; null counts as absent for each field that has a default.
+
+    Types are strict, as a number is no string. The fields that the model does not have are left to `read_body`.
+    """
+
+    model_config = ConfigDict(strict=True, protected_namespaces=())
+
+    refused: ClassVar[Mapping[str, Unserved]] = {}
+    """The fields that this server does not implement."""
+    inert: ClassVar[frozenset[str]] = frozenset()
+    """The fields without effect here; they are ignored silently."""
+    lenient: ClassVar[bool] = False
+    """True if all fields that the model does not have are ignored silently."""
+
+
+def read_body(kind: type[_B], data: bytes, unknown: UnknownFields) -> _B:
+    """Return the model of a JSON body; InvalidArgument names the first field that is wrong."""
+    return read_object(kind, parse_object(data), unknown)
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """Return the object of a JSON body; raises InvalidArgument if it has none."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument("body", f"is not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise InvalidArgument("body", "must be a JSON object")
+    return value
+
+
+def read_object(kind: type[_B], value: Mapping[str, Any], unknown: UnknownFields, path: str = "") -> _B:
+    """Return the model of an object in a body, `path` being the prefix of its fields' names.
+
+    Unknown fields are handled by `unknown`. Raises InvalidArgument for a field that is wrong, or that is not supported
+    and has a value with an effect.
+    """
+    try:
+        body = kind.model_validate(value)
+    except ValidationError as error:
+        raise _named(error.errors(include_url=False, include_input=False)[0], path) from None
+    _sort_unknown(body, value, unknown, path)
+    return body
+
+
+def _sort_unknown(body: Body, value: Mapping[str, Any], unknown: UnknownFields, path: str) -> None:
+    """Handle the fields of `value`, the object of which `body` was made, that the model does not have."""
+    names, nesting = _fields(type(body))
+    if not value.keys() <= names and not body.lenient:
+        for name in value:
+            if name not in names:
+                _sort(body, name, value[name], unknown, path)
+    for name in nesting:
+        inner = getattr(body, name)
+        if isinstance(inner, Body):
+            _sort_unknown(inner, value[name], unknown, f"{path}{name}.")
+        elif isinstance(inner, list):
+            for number, item in enumerate(inner):
+                if isinstance(item, Body):
+                    _sort_unknown(item, value[name][number], unknown, f"{path}{name}[{number}].")
+
+
+def _sort(body: Body, name: str, value: Any, unknown: UnknownFields, path: str) -> None:
+    if value is None or name in body.inert:
+        return
+    field = f"{path}{name[:_NAME_CHARS]}"
+    if (rule := body.refused.get(name)) is not None:
+        if not rule.asks_nothing(value):
+            raise InvalidArgument(field, f"is not supported by this server ({rule.reason}); leave it out")
+    elif unknown.strict:
+        raise InvalidArgument(field, "is not a field this server knows; leave it out")
+    else:
+        unknown.ignore(f"{path}{name}")
+
+
+@cache
+def _fields(kind: type[Body]) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Return the names of a model's fields, and of those whose values may have other models."""
+    fields = kind.model_fields
+    nesting = tuple(name for name, field in fields.items() if _has_names(field.annotation))
+    return frozenset(field.alias or name for name, field in fields.items()), nesting
+
+
+def _has_names(annotation: Any) -> bool:
+    if isinstance(annotation, type) and issubclass(annotation, Body):
+        return not annotation.lenient or bool(_fields(annotation)[1])
+    return any(map(_has_names, get_args(annotation)))
+
+
+def _named(error: ErrorDetails, path: str) -> InvalidArgument:
+    """Return an error of pydantic with the client's name of the field; tags of alternatives are no part of it."""
+    # An error of a validator in Python may name, after a colon, the place within the value that is wrong.
+    kind, _, within = error["type"].partition(":")
+    name = ""
+    for part in error["loc"]:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif not part.startswith("<"):
+            name += f".{part}" if name else part
+    name += within
+    problem = _PROBLEMS.get(kind) or error["msg"].replace("Input should", "must", 1)
+    if kind == "literal_error":
+        problem = f"must be {error['ctx']['expected']}; nothing else is supported"
+    return InvalidArgument(f"{path}{name}" or "body", problem)
+
+
+# ---- the types of fields that several APIs have ----
+# A choice between alternatives is made by a function in Python and not by pydantic itself: pydantic validates a body in
+# one call that holds the GIL, and gives it to other threads only where it calls Python.
+
+
+def by_type(tags: Mapping[str, str], served: str, *, absent: str = "", other: str = "") -> Discriminator:
+    """Return the choice among objects by their field `type`; `tags` has the tag of each value of it.
+
+    `served` names the values for the error; `absent` is the tag of an object without a type, `other` that of one with
+    another type. Without them, such an object is an error.
+    """
+
+    def tag(value: Any) -> str | None:
+        if not isinstance(value, dict):
+            return None
+        kind = value.get("type")
+        if kind is None:
+            return absent or None
+        return tags.get(kind, other or None) if isinstance(kind, str) else None
+
+    return choice(tag, f"must be an object of type {served}; other types are not supported")
+
+
+def choice(tag: Callable[[Any], str | None], problem: str, *, field: str = "") -> Discriminator:
+    """Return the choice among alternatives by their tags; `tag` returns None for a value that is none of them.
+
+    The error about such a value has `problem`, and names its field `field` if there is one.
+    """
+    return Discriminator(tag, custom_error_type=f"choice:.{field}" if field else "choice", custom_error_message=problem)
+
+
+def text_or_items(value: Any) -> str | None:
+    """Return the tag of a field that is a string or a list; None for another type."""
+    return TEXT if isinstance(value, str) else ITEMS if isinstance(value, list) else None
+
+
+TEXT_OR_ITEMS = choice(text_or_items, "must be a string or a list of objects")
+"""The choice between `Text` and a list that has the tag `ITEMS`."""
+Text = Annotated[str, Tag(TEXT)]
+
+
+class _FirstError(FailFast):
+    """`FailFast` with a hash, which alternatives of a field need."""
+
+    __hash__ = object.__hash__
+
+
+LIST = _FirstError()
+"""Stops at the first wrong entry of a list, so that the errors of one body are few."""
+
+
+def list_of(kind: type, problem: str) -> BeforeValidator:
+    """Return the check of a list whose entries are all of one type; the error names the list and not the entry."""
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, list) or not all(type(item) is kind for item in value):
+            raise PydanticCustomError("list_of", problem)
+        return value
+
+    return BeforeValidator(check)
+
+
+Strings = Annotated[list[str], list_of(str, "must be a list of strings")]

@@ -1,0 +1,118 @@
+"""The checks of HTTP requests before their handlers: key, role and quota; and their records in the audit log."""
+
+from __future__ import annotations
+
+from starlette.datastructures import MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from router.access.audit_log import AuditLog
+from router.access.callers import Caller, Callers
+from router.access.client_call import ClientCall, serve_call, served_call
+from router.access.quota import Quota
+from router.api.anthropic.api_key import key_headers
+from router.api.anthropic.errors import error_response
+from router.api.openai.errors import error_body
+from router.api.openapi import OPEN_PATHS
+from router.api.probes import PROBE_PATHS
+from router.api.request_id import REQUEST_ID_HEADER
+from tandem.metrics.metrics_server import METRICS_PATH, TRACES_PATH
+from tandem.protocol.errors import NotFound, TandemError, clipped
+
+READERS_PATHS = frozenset({METRICS_PATH, TRACES_PATH})
+"""The paths that show the load of all tenants: for operators and readers, but not for tenants."""
+LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+OPERATORS_PATHS = frozenset({LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH})
+"""The paths that change the cluster: for operators alone."""
+
+
+class AuditedHttp:
+    """ASGI middleware around all others that makes the `ClientCall` of each request and writes it to the audit log.
+
+    Probes are left out.
+    """
+
+    def __init__(self, app: ASGIApp, audit: AuditLog | None) -> None:
+        self._app = app
+        self._audit = audit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http" or scope["path"] in PROBE_PATHS:
+            await self._app(scope, receive, send)
+            return
+        host, _port = scope["client"] or ("", 0)
+        call = ClientCall(f"{clipped(scope['method'])} {clipped(scope['path'])}", host)
+        serve_call(call)
+
+        async def noting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                call.status = message["status"]
+                call.request_id = call.request_id or MutableHeaders(scope=message).get(REQUEST_ID_HEADER, "")
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        finally:
+            if self._audit is not None:
+                self._audit.write(call)
+
+
+class HttpAccess:
+    """ASGI middleware that lets a request in if its key has the role, and the tenant the quota, for its path.
+
+    Probes and the pages about the routes need no key.
+    """
+
+    def __init__(self, app: ASGIApp, callers: Callers) -> None:
+        self._app = app
+        self._callers = callers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request, or reject it before its body is read."""
+        if scope["type"] != "http" or scope["path"] in PROBE_PATHS | OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        call = served_call()
+        try:
+            call.caller = self._caller(scope)
+            if call.caller.quota is not None:
+                send = _with_quota(send, call.caller.quota)
+            if scope["method"] == "POST":
+                self._callers.admit(call.caller)
+        except TandemError as error:
+            await error_response(scope["path"], error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _caller(self, scope: Scope) -> Caller:
+        keys = key_headers(scope)
+        if scope["path"] in READERS_PATHS:
+            return self._callers.reader(keys, metrics=True)
+        if scope["path"] in OPERATORS_PATHS:
+            return self._callers.operator(keys)
+        return self._callers.tenant(keys)
+
+
+def only_operations(app: ASGIApp) -> ASGIApp:
+    """Return the part of the application that operators need without TLS: probes, metrics and traces."""
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in PROBE_PATHS | READERS_PATHS:
+            error = NotFound("this port has probes, metrics and traces only; send requests to the HTTPS port")
+            await Response(error_body(error), error.http_status, media_type="application/json")(scope, receive, send)
+            return
+        await app(scope, receive, send)
+
+    return serve
+
+
+def _with_quota(send: Send, quota: Quota) -> Send:
+    """Add the headers about the quota, as it is when the response begins."""
+
+    async def send_more(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message).update(quota.headers())
+        await send(message)
+
+    return send_more

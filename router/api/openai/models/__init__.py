@@ -1,1 +1,0 @@
-"""The bodies of the OpenAI-compatible routes as pydantic models."""

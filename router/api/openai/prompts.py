@@ -1,0 +1,57 @@
+"""The prompts of a text completion: one or several, each a string or a list of token ids."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, PlainValidator
+
+from router.api.fields import Natural
+from tandem.protocol.errors import InvalidArgument
+
+Prompt = str | tuple[int, ...]
+PROMPTS_MAX = 128
+"""Most answers to a call with several prompts, and so most prompts."""
+
+
+def check_prompts(count: int) -> None:
+    """Raise InvalidArgument if a call has no prompt or too many."""
+    if not count:
+        raise InvalidArgument("prompt", "is missing; send at least one prompt")
+    if count > PROMPTS_MAX:
+        raise InvalidArgument("prompt", f"has {count} prompts, the limit is {PROMPTS_MAX}; send others separately")
+
+
+def check_answers(prompts: int, answers: int) -> None:
+    """Raise InvalidArgument if several prompts with `answers` answers each have more answers than one call may."""
+    if prompts > 1 and prompts * answers > PROMPTS_MAX:
+        raise InvalidArgument(
+            "prompt", f"{prompts} prompts with {answers} answers each are more than {PROMPTS_MAX}; send fewer prompts"
+        )
+
+
+def _prompts(value: Any) -> tuple[Prompt, ...]:
+    if isinstance(value, str):
+        return (value,)
+    if _is_ids(value):
+        return (tuple(value),)
+    if not isinstance(value, list) or not value:
+        raise InvalidArgument("prompt", "is missing; send a string, a list of token ids, or a list of such prompts")
+    check_prompts(len(value))
+    if not all(isinstance(prompt, str) or _is_ids(prompt) for prompt in value):
+        raise InvalidArgument("prompt", "must be a string, a list of token ids, or a list of such prompts")
+    return tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in value)
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+
+
+_Text = Annotated[str, Field(min_length=1)]
+_Ids = Annotated[list[Natural], Field(min_length=1)]
+_Several = Annotated[list[_Text | _Ids], Field(min_length=1, max_length=PROMPTS_MAX)]
+Prompts = Annotated[tuple[Prompt, ...], PlainValidator(_prompts, json_schema_input_type=_Text | _Ids | _Several)]
+"""All prompts of a body, which may hold hundreds of thousands of token ids; other threads run while they are checked.
+
+Raises InvalidArgument.
+"""

@@ -1,1 +1,0 @@
-"""OpenAI's Responses API, without storage: POST /v1/responses."""

@@ -1,0 +1,100 @@
+"""The tools of a Responses request: functions, functions in namespaces, and tools that this server cannot run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from router.api.body import UnknownFields
+from router.api.openai.responses_body import (
+    ResponseAllowedTools,
+    ResponseFunctionTool,
+    ResponseNamedFunction,
+    ResponseNamespaceTool,
+    ResponseOtherTool,
+    ResponseTool,
+)
+from router.text.tools import ToolChoice, ToolOptions
+from tandem.protocol.errors import InvalidArgument
+
+Namespaced = Mapping[str, tuple[str, str]]
+"""The namespace, and the name within it, of functions in namespaces, by their flat names."""
+
+
+def flat_name(namespace: str | None, name: str) -> str:
+    """Return the name that the model gets of a function, as in vLLM: NAMESPACE__NAME, or the name alone."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+class OfferedTools:
+    """The functions that the model may call, by their flat names."""
+
+    def __init__(self, tools: Sequence[ResponseTool], unknown: UnknownFields, *, required: bool) -> None:
+        """Tools of other types are left out and recorded in `unknown`.
+
+        Raises InvalidArgument for one if a call of any tool is `required` or if unknown fields are rejected, and for a
+        function that has the flat name of another one.
+        """
+        self.functions: list[tuple[str, dict[str, Any]]] = []
+        self.namespaced: dict[str, tuple[str, str]] = {}
+        self._unknown = unknown
+        self._required = required
+        for number, tool in enumerate(tools):
+            field = f"tools[{number}]"
+            if isinstance(tool, ResponseFunctionTool):
+                self._add(field, tool.name, tool.description, tool)
+            elif isinstance(tool, ResponseNamespaceTool):
+                self._flatten(field, tool)
+            else:
+                self._leave_out(field, tool)
+
+    def options(
+        self, wanted: str | ResponseNamedFunction | ResponseAllowedTools | None, *, parallel: bool
+    ) -> ToolOptions:
+        """Return the tools and the choice among them; InvalidArgument for a choice of none of them."""
+        tools = tuple(made for _, made in self.functions)
+        if isinstance(wanted, ResponseNamedFunction):
+            self._check({wanted.name})
+            return ToolOptions(tools, ToolChoice.FUNCTION, wanted.name, parallel)
+        if isinstance(wanted, ResponseAllowedTools):
+            chosen = {function.name for function in wanted.tools}
+            self._check(chosen)
+            allowed = tuple(made for name, made in self.functions if name in chosen)
+            return ToolOptions(allowed, ToolChoice(wanted.mode), "", parallel)
+        if wanted == ToolChoice.REQUIRED and not tools:
+            raise InvalidArgument("tool_choice", "needs tools; send them, or leave it out")
+        return ToolOptions(tools, ToolChoice(wanted or "auto") if tools else ToolChoice.NONE, "", parallel)
+
+    def _flatten(self, field: str, namespace: ResponseNamespaceTool) -> None:
+        shared = namespace.description
+        for number, tool in enumerate(namespace.tools):
+            here = f"{field}.tools[{number}]"
+            if isinstance(tool, ResponseOtherTool):
+                self._leave_out(here, tool)
+                continue
+            name = flat_name(namespace.name, tool.name)
+            self.namespaced[name] = namespace.name, tool.name
+            # The description of a namespace can be pages of text; the model needs it once.
+            described = "\n\n".join(filter(None, (shared, tool.description)))
+            self._add(here, name, described or None, tool)
+            shared = None
+
+    def _add(self, field: str, name: str, description: str | None, tool: ResponseFunctionTool) -> None:
+        if self.namespaced and any(name == other for other, _ in self.functions):
+            raise InvalidArgument(f"{field}.name", "is the name of another function, its namespace included")
+        function: dict[str, Any] = {"name": name}
+        if description is not None:
+            function["description"] = description
+        if tool.parameters:
+            function["parameters"] = tool.parameters
+        self.functions.append((name, {"type": "function", "function": function}))
+
+    def _leave_out(self, field: str, tool: ResponseOtherTool) -> None:
+        if self._required or self._unknown.strict:
+            message = "must be function or namespace; the server runs no tools of its own"
+            raise InvalidArgument(f"{field}.type", message)
+        self._unknown.ignore(f"tools[{tool.type}]")
+
+    def _check(self, chosen: set[str]) -> None:
+        if not chosen or not chosen <= {name for name, _ in self.functions}:
+            raise InvalidArgument("tool_choice", "names a function that is none of the tools")

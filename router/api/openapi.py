@@ -1,0 +1,171 @@
+"""The description of all HTTP routes: `/openapi.json`, and `/docs`, a page of Swagger UI for browsers.
+
+Both need no key, because a browser that opens a page sends none, and say nothing about the server but its routes. The
+browser loads nothing from other hosts: the wheel of fastapi-offline has Swagger UI's files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from copy import copy
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from starlette.responses import FileResponse, HTMLResponse, Response
+
+from router.api.model_routes import installed_version
+from router.api.probes import PROBE_PATHS
+from tandem.protocol.errors import NotFound
+
+REFERENCE = "#/components/schemas/{model}"
+"""The place of a model in the page."""
+_KEY = "API key"
+_MADE_BY_FASTAPI = ("HTTPValidationError", "ValidationError")
+"""The models of replies that FastAPI would give if it parsed the requests."""
+OPENAPI_PATH = "/openapi.json"
+DOCS_PATH = "/docs"
+_FILES = ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png")
+_START_PATH = f"{DOCS_PATH}/start.js"
+OPEN_PATHS = frozenset({OPENAPI_PATH, DOCS_PATH, _START_PATH, *(f"{DOCS_PATH}/{name}" for name in _FILES)})
+"""The paths that need no key."""
+_METHODS = ["GET", "HEAD"]
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>Tandem</title>
+<link rel="icon" href="docs/favicon.png">
+<link rel="stylesheet" href="docs/swagger-ui.css">
+</head>
+<body>
+<div id="routes"></div>
+<script src="docs/swagger-ui-bundle.js"></script>
+<script src="docs/start.js"></script>
+</body>
+</html>
+"""
+_START = 'SwaggerUIBundle({url: "openapi.json", dom_id: "#routes", deepLinking: true});\n'
+_HEADERS = {
+    "cache-control": "max-age=3600",
+    "content-security-policy": "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; "
+    "frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+}
+
+
+class Problem(BaseModel):
+    """OpenAI's description of an error; Anthropic's has the first two fields."""
+
+    message: str
+    type: str
+    param: str | None = None
+    """The field that is wrong."""
+    code: str | None = None
+
+
+class ErrorReply(BaseModel):
+    """The reply to a request that failed or was rejected."""
+
+    error: Problem
+
+
+_FAILED = {
+    "description": "The request failed or was rejected; `param` is the field that is wrong.",
+    "content": {"application/json": {"schema": {"$ref": REFERENCE.format(model="ErrorReply")}}},
+}
+
+
+def json_body(*models: type[BaseModel]) -> dict[str, Any]:
+    """Return the `openapi_extra` of a route that takes any of `models`, which it parses itself."""
+    schemas = [model.model_json_schema(ref_template=REFERENCE) for model in models]
+    schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def add_pages(app: FastAPI) -> None:
+    """Add the routes to `app`; the page has all routes that `app` has at the first request for it."""
+
+    @cache
+    def page() -> bytes:
+        return json.dumps(openapi_page(app), separators=(",", ":")).encode()
+
+    async def openapi() -> Response:
+        return Response(await asyncio.to_thread(page), media_type="application/json")
+
+    async def docs() -> Response:
+        return HTMLResponse(_PAGE, headers=_HEADERS)
+
+    async def start() -> Response:
+        return Response(_START, media_type="text/javascript", headers=_HEADERS)
+
+    async def file(name: str) -> Response:
+        folder = _swagger_folder()
+        if name not in _FILES or folder is None:
+            raise NotFound(f"{DOCS_PATH}/{name}: is no file of this page; install fastapi-offline, which has its files")
+        return FileResponse(folder / name, headers=_HEADERS)
+
+    for path, route in ((OPENAPI_PATH, openapi), (DOCS_PATH, docs), (_START_PATH, start)):
+        app.add_api_route(path, route, methods=_METHODS, include_in_schema=False)
+    app.add_api_route(f"{DOCS_PATH}/{{name}}", file, methods=_METHODS, include_in_schema=False)
+
+
+def openapi_page(app: FastAPI) -> dict[str, Any]:
+    """Return the page; `json_body` has described those routes of `app` that parse their requests."""
+    routes = [one for route in app.routes if isinstance(route, APIRoute) for one in _by_method(route)]
+    page = get_openapi(title=app.title, version=installed_version(), routes=routes)
+    named: dict[str, Any] = page.setdefault("components", {}).setdefault("schemas", {})
+    for name in _MADE_BY_FASTAPI:
+        named.pop(name, None)
+    for path, operations in page["paths"].items():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)
+            if path not in PROBE_PATHS:
+                operation["responses"]["default"] = _FAILED
+            for part in (operation.get("requestBody", {}), *operation["responses"].values()):
+                for content in part.get("content", {}).values():
+                    content["schema"] = _named(content["schema"], named)
+    _named(ErrorReply.model_json_schema(ref_template=REFERENCE), named)
+    page["components"]["securitySchemes"] = {_KEY: {"type": "http", "scheme": "bearer"}}
+    page["security"] = [{_KEY: []}, {}]
+    return page
+
+
+def _by_method(route: APIRoute) -> list[APIRoute]:
+    """Return a route for each method but HEAD, because each operation needs an id of its own."""
+    routes = []
+    for method in sorted((route.methods or set()) - {"HEAD"}):
+        one = copy(route)
+        one.methods, one.operation_id = {method}, _operation_id(method, route)
+        routes.append(one)
+    return routes
+
+
+def _operation_id(method: str, route: APIRoute) -> str:
+    """Return a name that generated clients can give their function, as `post_v1_chat_completions`."""
+    return re.sub(r"\W+", "_", f"{method.lower()}{route.path_format}").strip("_")
+
+
+def _named(schema: dict[str, Any], named: dict[str, Any]) -> dict[str, Any]:
+    """Move models out of a schema to `named`; return the schema with references to them."""
+    named.update(schema.pop("$defs", {}))
+    if "anyOf" in schema:
+        return {**schema, "anyOf": [_named(one, named) for one in schema["anyOf"]]}
+    if "properties" not in schema:
+        return schema
+    named[schema["title"]] = schema
+    return {"$ref": REFERENCE.format(model=schema["title"])}
+
+
+@cache
+def _swagger_folder() -> Path | None:
+    """Return the folder of Swagger UI's files; None if it is not installed."""
+    spec = find_spec("fastapi_offline")
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent / "static"

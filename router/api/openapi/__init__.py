@@ -1,1 +1,0 @@
-"""The description of all HTTP routes: `/openapi.json`, and `/docs` for browsers."""

@@ -1,1 +1,0 @@
-"""Routes of the HTTP listener, by API."""
