@@ -85,10 +85,10 @@ def writes_to_removed_peers_are_over_at_once(patch: pytest.MonkeyPatch) -> None:
 
     def hasty(self: InMemoryTransport, peer: PeerRef) -> None:
         remove(self, peer)
-        for flight in list(self._posted):
-            if flight.doomed:
-                flight.future.set_exception(TransferFailed("the peer was removed"))
-                flight.future = Future()
+        for posted in list(self._posted):
+            if posted.peer_removed:
+                posted.future.set_exception(TransferFailed("the peer was removed"))
+                posted.future = Future()
 
     patch.setattr(InMemoryTransport, "remove_peer", hasty)
 

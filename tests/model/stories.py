@@ -47,13 +47,13 @@ def begun(world: World) -> tuple[str, str]:
 def cut_off(world: World, apart_s: float) -> None:
     """D takes P for dead. Nothing arrives for a while, and then P computes its next chunk."""
     decode, prefill = begun(world)
-    while world.fabric.flights:
-        world.land(world.fabric.flights[0])
+    while world.fabric.writes:
+        world.land(world.fabric.writes[0])
     world.disown(decode, prefill, back_after_s=10.0)
     world.loop.advance(apart_s)
     world.workers[prefill].turn()
-    while world.fabric.flights:
-        world.land(world.fabric.flights[0])
+    while world.fabric.writes:
+        world.land(world.fabric.writes[0])
     world.check()
     world.end()
 
@@ -71,8 +71,8 @@ def cut_off_for_long(world: World) -> None:
 def cut_off_but_heard(world: World) -> None:
     """D takes P for dead; nobody else does, and P's renewals arrive."""
     decode, prefill = begun(world)
-    while world.fabric.flights:
-        world.land(world.fabric.flights[0])
+    while world.fabric.writes:
+        world.land(world.fabric.writes[0])
     world.disown(decode, prefill, back_after_s=20.0)
     for _ in range(30):
         world.loop.advance((WINDOW_S + 1.3 * QUARANTINE_S) / 20)
@@ -80,8 +80,8 @@ def cut_off_but_heard(world: World) -> None:
             if "RenewPermissions" in message.key:
                 world.network.deliver(message)
     world.workers[prefill].turn()
-    while world.fabric.flights:
-        world.land(world.fabric.flights[0])
+    while world.fabric.writes:
+        world.land(world.fabric.writes[0])
     world.check()
     world.end()
 
@@ -89,7 +89,7 @@ def cut_off_but_heard(world: World) -> None:
 def a_scale_is_damaged(world: World) -> None:
     """A byte of the scale of a page's first token is another one after the page has landed."""
     begun(world)
-    write = world.fabric.flights[0]
+    write = world.fabric.writes[0]
     world.land(write, 1)
     world.corrupt(write, PAGE_TOKENS * TOKEN_BYTES + 1)
     world.check()
@@ -102,9 +102,9 @@ def stopped_amid_its_write(world: World) -> None:
     decode, prefill = begun(world)
     world.disown(decode, prefill, back_after_s=10.0)
     world.loop.advance(WINDOW_S + 1.3 * QUARANTINE_S)
-    assert world.fabric.flights
-    while world.fabric.flights:
-        world.land(world.fabric.flights[0])
+    assert world.fabric.writes
+    while world.fabric.writes:
+        world.land(world.fabric.writes[0])
     world.check()
     world.end()
 
@@ -119,13 +119,13 @@ def disowned_by_its_writer(world: World) -> None:
 def a_connection_breaks_amid_a_write(world: World) -> None:
     """P gives up at once; what its write had left on the way lands later."""
     decode, _ = begun(world)
-    late = world.fabric.flights[0]
+    late = world.fabric.writes[0]
     world.fail(late, after_notice=False)
     for _ in range(10):
         if not world.workers[decode].worker.admission.refs():
             break
         world.calm()
-    assert late in world.fabric.flights
+    assert late in world.fabric.writes
     world.land(late)
     world.check()
     world.end()

@@ -9,7 +9,7 @@ from typing import Any
 
 from decode_worker.request import DecodeRequest
 from kv_transfer.in_memory import InMemoryTransport
-from kv_transfer.in_memory_by_hand import FabricByHand
+from kv_transfer.in_memory_fabric import InMemoryFabric
 from tandem.cost_model.answer_length import SEEN_MIN
 from tandem.engine.config import EngineConfig
 from tandem.protocol import conversion
@@ -87,7 +87,7 @@ class Parts:
     """
 
     loop: VirtualLoop
-    fabric: FabricByHand
+    fabric: InMemoryFabric
     asynchronous: bool
     window_s: float
 

@@ -2,7 +2,7 @@
 
 Real parts: the workers (both halves, admission, lease table, page pool, handoffs, outbox, servicer), the router without
 its listeners (dispatcher, placement, request tasks, links, lease keepers, event stream) and the protobuf between them.
-Simulated parts: gRPC (`calls.py`), the transfer (`kv_transfer/in_memory_by_hand.py`), the engine (the KV of a token is
+Simulated parts: gRPC (`calls.py`), the transfer (`kv_transfer/in_memory_fabric.py`), the engine (the KV of a token is
 the token), the threads, the controller and the clock.
 """
 
@@ -18,7 +18,7 @@ from typing import NoReturn
 import pytest
 
 import kv_transfer.checksums
-import kv_transfer.in_memory_flight
+import kv_transfer.in_memory_fabric
 import prefill_worker.write_window
 import router.requests.dispatch
 import router.requests.ends
@@ -34,8 +34,7 @@ import tandem.worker.loop
 import tandem.worker.peers.peers
 import tandem.worker.worker
 from benchmarks.speculation.oracle import OracleProposer
-from kv_transfer.in_memory_by_hand import FabricByHand, LateNotice, OnTheWay
-from kv_transfer.in_memory_flight import Flight
+from kv_transfer.in_memory_fabric import InFlightWrite, InMemoryFabric, PendingNotice
 from prefill_worker.request import PrefillRequest
 from tandem.protocol.messages import Assignment, PeerRef, Role, SamplingParams, WorkerInfo
 from tandem.worker.loop import StepMeter
@@ -68,21 +67,21 @@ END_WITHIN_S = 60.0
 """The time limit after the last fault, longer than the sum of all deadlines of the cluster."""
 
 
-def is_warm_up(flight: Flight) -> bool:
+def is_warm_up(posted: InFlightWrite) -> bool:
     """Return True if the write only tests a connection, from and to pages that no request owns."""
-    return flight.write.local_pages == flight.write.remote_pages == (pool_pages(),)
+    return posted.write.local_pages == posted.write.remote_pages == (pool_pages(),)
 
 
-class WatchedFabric(FabricByHand):
-    """A fabric that records the prompt of each write."""
+class WatchedFabric(InMemoryFabric):
+    """A manual fabric that records the prompt of each write."""
 
-    writers: dict[Flight, PrefillRequest]
-    posted: Callable[[Flight], None]
+    writers: dict[InFlightWrite, PrefillRequest]
+    on_post: Callable[[InFlightWrite], None]
 
-    def post(self, flight: Flight) -> None:
-        super().post(flight)
-        if not is_warm_up(flight):
-            self.posted(flight)
+    def post(self, posted: InFlightWrite) -> None:
+        super().post(posted)
+        if not is_warm_up(posted):
+            self.on_post(posted)
 
 
 class World:
@@ -96,9 +95,9 @@ class World:
         self.loop = VirtualLoop()
         self.failures: list[str] = []
         self.network = Network(self.loop, self.failures.append)
-        self.fabric = WatchedFabric(self.loop.time, self._check_page)
+        self.fabric = WatchedFabric(self.loop.time, manual=True, on_page=self._check_page)
         self.fabric.writers = {}
-        self.fabric.posted = self._posted
+        self.fabric.on_post = self._posted
         self._disowned: set[tuple[PeerRef, PeerRef]] = set()
         self.roles = dict(roles)
         self.workers: dict[str, WorkerProcess] = {}
@@ -133,7 +132,7 @@ class World:
             router.requests.request,
             tandem.worker.loop,
             prefill_worker.write_window,
-            kv_transfer.in_memory_flight,
+            kv_transfer.in_memory_fabric,
             tandem.protocol.lifecycle.timeline,
         ):
             self._patches.setattr(timed, "time", clock)
@@ -198,7 +197,7 @@ class World:
         pair = (other.me, one.me)
         self._disowned.add(pair)
         one.process.run(one.worker.peer_gone, other.me)
-        for each in [each for each in self.fabric.flights if (each.flight.sender, each.flight.write.peer) == pair]:
+        for each in [each for each in self.fabric.writes if (each.sender, each.write.peer) == pair]:
             self._bound(each)
         self.loop.call_later(back_after_s, self._own_again, one, other)
 
@@ -235,15 +234,15 @@ class World:
         if one.process.alive and other.process.alive:
             one.process.run(one.worker.peer_joined, other.info())
 
-    def _posted(self, flight: Flight) -> None:
-        self.fabric.writers[flight] = self._writer_of(flight)
-        if (flight.sender, flight.write.peer) in self._disowned:
-            self._bound(self.fabric.flights[-1])
+    def _posted(self, posted: InFlightWrite) -> None:
+        self.fabric.writers[posted] = self._writer_of(posted)
+        if (posted.sender, posted.write.peer) in self._disowned:
+            self._bound(posted)
 
-    def _bound(self, one: OnTheWay) -> None:
+    def _bound(self, posted: InFlightWrite) -> None:
         """Bound the duration of a write by a process that its peer takes for dead to the quarantine time."""
         if not self.one_host:
-            self.loop.call_later(LATE_S, lambda: one in self.fabric.flights and self.fabric.rest(one))
+            self.loop.call_later(LATE_S, lambda: posted in self.fabric.writes and self.fabric.rest(posted))
 
     def _lives(self, peer: PeerRef) -> bool | None:
         found = self.workers.get(peer.worker_id)
@@ -309,28 +308,28 @@ class World:
         if found:
             raise Broken("; ".join(found))
 
-    def _check_page(self, flight: Flight, local: int, remote: int) -> None:
+    def _check_page(self, posted: InFlightWrite, local: int, remote: int) -> None:
         """Check a page of a write that is about to land."""
-        if is_warm_up(flight):
+        if is_warm_up(posted):
             return
-        writer = self.fabric.writers[flight]
+        writer = self.fabric.writers[posted]
         ref = writer.task.ref
-        settled = flight.future.done()
-        source = None if settled else self._holder(flight.sender, local)
-        target = self._holder(flight.write.peer, remote)
+        completed = posted.future.done()
+        source = None if completed else self._holder(posted.sender, local)
+        target = self._holder(posted.write.peer, remote)
         if source is not None and (local not in writer.pages or source not in (Holder("owned", ref), Holder("shared"))):
             raise Broken(f"a write of {ref} reads a page that is {source} now")
         if target is None or target.ref != ref or target.state not in ("advertised", "quarantined"):
             raise Broken(f"a write of {ref} lands in a page that is {target} now")
         self.seen[target.state] += 1
-        self.seen["after a failure"] += settled
-        self.seen["from the dead"] += source is None and not settled
+        self.seen["after a failure"] += completed
+        self.seen["from the dead"] += source is None and not completed
         self.seen["from shared pages"] += source == Holder("shared")
 
-    def _writer_of(self, flight: Flight) -> PrefillRequest:
+    def _writer_of(self, posted: InFlightWrite) -> PrefillRequest:
         """Return the prompt of a write that is being posted."""
-        half = self.workers[flight.sender.worker_id].worker._halves.prefill
-        write, known = flight.write, [*half.registry._requests.values(), *half.registry._replaced]
+        half = self.workers[posted.sender.worker_id].worker._halves.prefill
+        write, known = posted.write, [*half.registry._requests.values(), *half.registry._replaced]
         writers = [one for one in known if set(write.local_pages) <= set(one.pages)]
         target = self._holder(write.peer, write.remote_pages[0])
         if not writers:
@@ -343,9 +342,9 @@ class World:
         found = self.workers.get(peer.worker_id)
         return holder_of(found.engine.pool, page) if found is not None and found.me == peer else None
 
-    def lose_notice(self, late: LateNotice) -> None:
+    def lose_notice(self, notice: PendingNotice) -> None:
         """Lose a notice; its sender takes it for delivered and reports that later."""
-        self.fabric.lose_notice(late)
+        self.fabric.lose_notice(notice)
 
     def calm(self, held: frozenset[str] = frozenset()) -> None:
         """Run one round without faults: messages arrive, every engine takes a step, a little time passes.
@@ -358,12 +357,12 @@ class World:
             for message in self.network.waiting():
                 self.network.deliver(message)
         if "writes" not in held:
-            for one in list(self.fabric.flights):
-                if one in self.fabric.flights and one.orphan is None:
-                    self.land(one, 1)
+            for posted in list(self.fabric.writes):
+                if posted in self.fabric.writes and posted.orphan is None:
+                    self.land(posted, 1)
         if "notices" not in held:
-            for late in notices:
-                self.hear(late)
+            for notice in notices:
+                self.deliver_notice(notice)
         if "engines" not in held:
             for each in list(self.workers.values()):
                 each.turn()
@@ -371,28 +370,28 @@ class World:
                     pass
         self.loop.advance(CALM_STEP_S)
 
-    def land(self, one: OnTheWay, pages: int | None = None) -> None:
-        self.fabric.land(one, pages)
+    def land(self, posted: InFlightWrite, pages: int | None = None) -> None:
+        self.fabric.land(posted, pages)
         self.loop.run_ready()
 
-    def fail(self, one: OnTheWay, *, after_notice: bool) -> None:
+    def fail(self, posted: InFlightWrite, *, after_notice: bool) -> None:
         """Fail a write; its remaining pages may still land for `LATE_S`."""
-        self.fabric.fail(one, after_notice=after_notice)
-        if one in self.fabric.flights:
-            self.loop.call_later(LATE_S, lambda: one in self.fabric.flights and self.fabric.rest(one))
+        self.fabric.fail(posted, after_notice=after_notice)
+        if posted in self.fabric.writes:
+            self.loop.call_later(LATE_S, lambda: posted in self.fabric.writes and self.fabric.rest(posted))
         self.loop.run_ready()
 
-    def hear(self, late: LateNotice, *, again: bool = False) -> None:
+    def deliver_notice(self, notice: PendingNotice, *, again: bool = False) -> None:
         with self.loop.running():
-            self.fabric.hear(late, again=again)
+            self.fabric.deliver(notice, again=again)
         self.loop.run_ready()
 
-    def corrupt(self, one: OnTheWay, byte: int) -> None:
+    def corrupt(self, posted: InFlightWrite, byte: int) -> None:
         """Flip a byte of a page that has landed, which checksums must detect."""
-        found = self.workers.get(one.flight.write.peer.worker_id)
-        if one.landed and found is not None and found.me == one.flight.write.peer:
+        found = self.workers.get(posted.write.peer.worker_id)
+        if posted.landed and found is not None and found.me == posted.write.peer:
             self._alarms.expected.add("decode_worker.kv_arrival")
-            page = one.flight.write.remote_pages[byte % one.landed]
+            page = posted.write.remote_pages[byte % posted.landed]
             memory = found.engine.stored[page].view("u1").reshape(-1)
             memory[byte % len(memory)] ^= 0x40
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from kv_transfer.base import PageWrite, WriteDone
-from kv_transfer.in_memory import InMemoryFabric, InMemoryTransport
+from kv_transfer.in_memory import InMemoryTransport
+from kv_transfer.in_memory_fabric import InMemoryFabric
 from kv_transfer.layout import KVLayout
 from tandem.protocol.errors import FailedPrecondition, TransferFailed
 from tandem.protocol.messages import Lease, PeerRef, TransferNotice
@@ -80,8 +81,8 @@ def test_held_writes_land_in_the_order_the_tester_wants(pair: Pair) -> None:
     futures = [pair.post([i], [9], i) for i in (1, 2, 3)]
     assert not any(future.done() for future in futures)
     assert pair.decode.notices == []
-    pair.fabric.let_go(lambda writes: writes[::-1])
-    pair.fabric.settle()
+    pair.fabric.release(lambda writes: writes[::-1])
+    pair.fabric.wait_until_idle()
     assert [notice.lease.epoch for notice in pair.decode.notices] == [3, 2, 1]
     np.testing.assert_array_equal(pair.decode.pool[9], pair.prefill.pool[1])
 
@@ -131,7 +132,7 @@ def test_death_fails_what_is_on_the_way_and_nothing_lands_after_it(pair: Pair, v
     pair.fabric.kill(getattr(pair, victim).transport.me)
     with pytest.raises(TransferFailed, match="is gone"):
         future.result(timeout=60)
-    pair.fabric.let_go()
+    pair.fabric.release()
     with pytest.raises(TransferFailed, match="gone"):
         pair.post([1], [4], 2).result(timeout=60)
     np.testing.assert_array_equal(pair.decode.pool, before)
@@ -157,8 +158,8 @@ def test_a_removed_peer_is_unknown_and_what_is_on_the_way_to_it_lands(pair: Pair
     pair.prefill.transport.remove_peer(PeerRef("nobody", 1))
     with pytest.raises(TimeoutError):
         future.result(timeout=0.05)
-    pair.fabric.let_go()
-    pair.fabric.settle()
+    pair.fabric.release()
+    pair.fabric.wait_until_idle()
     np.testing.assert_array_equal(pair.decode.pool[4], pair.prefill.pool[1])
     assert len(pair.decode.notices) == 1
     for failed in (future, pair.post([1], [4])):
@@ -173,7 +174,7 @@ def test_the_end_of_a_run_is_that_of_earlier_ones_and_not_of_later_ones(pair: Pa
     pair.fabric.hold()
     future = pair.post([1], [4])
     here.remove_peer(PeerRef(there.worker_id, there.incarnation + 1))
-    pair.fabric.let_go()
+    pair.fabric.release()
     for failed in (future, pair.post([1], [4])):
         with pytest.raises(TransferFailed):
             failed.result(timeout=60)
@@ -189,7 +190,7 @@ def test_cancelling_a_posted_write_does_nothing(pair: Pair) -> None:
     pair.fabric.hold()
     future = pair.post([1], [4], 1)
     assert not future.cancel()
-    pair.fabric.let_go()
+    pair.fabric.release()
     assert future.result(timeout=60).bytes == pair.prefill.layout.page_bytes
 
 
