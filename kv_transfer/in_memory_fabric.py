@@ -1,9 +1,9 @@
 """The network of the fake of NIXL: writes between real pools of one process, under a test's control.
 
 A thread of the fabric lands all writes in the order posted and delivers their notices. `wait_until_idle` waits for it,
-so tests need no sleeping. A manual fabric has no thread:
+so tests need no sleeping. A fabric with `schedule` has no thread: writes land when a virtual clock or a test says so.
 
-    fabric = InMemoryFabric(clock, manual=True)
+    fabric = InMemoryFabric(clock, schedule=lambda write: None)
     fabric.land(fabric.writes[0], 1)      # one page of the first write
     fabric.land(fabric.writes[0])         # the rest of it: the writer's future is done
     fabric.deliver(fabric.notices[0])     # its notice arrives
@@ -27,6 +27,9 @@ from kv_transfer.base import NoticeHandler, PageWrite, WriteDone
 from kv_transfer.layout import KVLayout
 from tandem.protocol.errors import TransferFailed
 from tandem.protocol.messages import PeerRef, TransferNotice
+
+NO_MEMORY = 0
+"""The address of a pool without memory: its writes move no bytes and only take time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -85,19 +88,19 @@ class InMemoryFabric:
         self,
         clock: Callable[[], float] | None = None,
         *,
-        manual: bool = False,
+        schedule: Callable[[InFlightWrite], None] | None = None,
         on_page: Callable[[InFlightWrite, int, int], None] | None = None,
     ) -> None:
-        """Starts the thread, unless writes land by hand (`manual`), which is for one thread.
+        """Starts the thread, unless there is `schedule`, which is called with each write and plans its landing.
 
         `clock` returns seconds; None = monotonic ones. `on_page` is called before each page lands, with the write, the
-        local page and the remote one.
+        local page and the remote one. Without the thread, all calls must come from one thread.
         """
         self.writes: list[InFlightWrite] = []
         """Writes that are not quiescent, in the order posted, without the one that the thread lands."""
         self.notices: list[PendingNotice] = []
         """Notices that can arrive now."""
-        self._clock, self._manual, self._on_page = clock, manual, on_page
+        self._clock, self._schedule, self._on_page = clock, schedule, on_page
         self._ends: dict[PeerRef, Endpoint] = {}
         self._changed = threading.Condition()
         self._landing = self._held = self._stopped = False
@@ -108,7 +111,7 @@ class InMemoryFabric:
         self._landed: list[int] = []
         """The pages that writes have landed on since the last notice."""
         self._thread = threading.Thread(target=self._run, name="in-memory-fabric", daemon=True)
-        if not manual:
+        if schedule is None:
             self._thread.start()
 
     # ---- for transports ----
@@ -134,8 +137,10 @@ class InMemoryFabric:
         with self._changed:
             self.writes.append(posted)
             self._changed.notify_all()
+        if self._schedule is not None:
+            self._schedule(posted)
 
-    # ---- by hand ----
+    # ---- for the clock or the test that schedules writes ----
 
     def land(self, posted: InFlightWrite, pages: int | None = None) -> None:
         """Lands `pages` more pages, or all; after the last one its notice leaves and the write completes."""
@@ -187,17 +192,17 @@ class InMemoryFabric:
     def kill(self, peer: PeerRef) -> None:
         """Ends the process of `peer`: writes to it fail, and nothing reaches its memory any more.
 
-        Its own fail too; in a manual fabric they may land until `bury`.
+        Its own fail too; without the thread they may land until `bury`.
         """
         with self._changed:
             end = self._ends.pop(peer, None)
-        if self._manual and end is not None:
+        if self._schedule is not None and end is not None:
             for posted in self.writes:
                 if posted.sender == peer and not posted.failed:
                     posted.orphan = [_bytes_of(end, page) for page in posted.write.local_pages]
 
         def lost(posted: InFlightWrite) -> bool:
-            return posted.write.peer == peer or (posted.sender == peer and not self._manual)
+            return posted.write.peer == peer or (posted.sender == peer and self._schedule is None)
 
         self._drop(lost, f"{peer.worker_id} is gone")
 
@@ -205,7 +210,7 @@ class InMemoryFabric:
         """Drops the pages of a dead process that have not landed; its notices may still arrive."""
         self.writes = [posted for posted in self.writes if posted.sender != peer]
 
-    # ---- of the thread ----
+    # ---- for tests of the thread ----
 
     def hold(self) -> None:
         """Stops all landing; posted writes stay in flight, past their deadlines too."""
@@ -286,7 +291,7 @@ class InMemoryFabric:
             if self._on_page is not None:
                 self._on_page(posted, local, remote)
             source = _bytes_of(self._ends[posted.sender], local) if posted.orphan is None else posted.orphan[index]
-            ctypes.memmove(receiver.layout.page_address(remote), source, receiver.layout.page_bytes)
+            ctypes.memmove(receiver.layout.page_address(remote), source, len(source))
             posted.landed += 1
             self._landed.append(remote)
 
@@ -297,7 +302,7 @@ class InMemoryFabric:
         pending = PendingNotice(posted.write.peer, posted.write.notice)
         self.notices.append(pending)
         landed, self._landed = self._landed, []
-        if self._manual:
+        if self._schedule is not None:
             return
         with self._changed:
             lost = self._lost_notices > 0
@@ -328,4 +333,5 @@ class InMemoryFabric:
 
 
 def _bytes_of(end: Endpoint, page: int) -> bytes:
-    return ctypes.string_at(end.layout.page_address(page), end.layout.page_bytes)
+    layout = end.layout
+    return b"" if layout.base_address == NO_MEMORY else ctypes.string_at(layout.page_address(page), layout.page_bytes)

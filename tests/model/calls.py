@@ -17,7 +17,7 @@ import grpc.aio
 from tandem.net.rpc import ERROR_CODE, RETRY_AFTER
 from tandem.protocol.errors import Internal, TandemError
 from tests.model.network import Network
-from tests.model.virtual_loop import Process
+from tests.model.processes import Process
 
 
 def rpc_error(error: TandemError) -> grpc.aio.AioRpcError:

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from tests.model.virtual_loop import Process, VirtualLoop
+from tests.model.processes import Process, ProcessLoop
 
 Key = tuple[str | int, ...]
 
@@ -38,7 +38,7 @@ class OpenCall(Protocol):
 class Network:
     """All messages in flight between processes."""
 
-    def __init__(self, loop: VirtualLoop, report: Callable[[str], None]) -> None:
+    def __init__(self, loop: ProcessLoop, report: Callable[[str], None]) -> None:
         """Create an empty network; `report` is called for handlers that failed unexpectedly."""
         self.loop = loop
         self.report = report

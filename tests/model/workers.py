@@ -31,7 +31,7 @@ from tandem.worker.servicer import WorkerServicer
 from tandem.worker.worker import Worker
 from tests.fake_engine import answer_to
 from tests.model.checks import STEP_TOKENS, Broken, WatchedEngine
-from tests.model.virtual_loop import Process, VirtualLoop
+from tests.model.processes import Process, ProcessLoop
 
 PAGES = 14
 BATCH = 4
@@ -86,7 +86,7 @@ class Parts:
     `asynchronous`: engines run one step behind. `window_s`: the validity of a permission to write, in seconds.
     """
 
-    loop: VirtualLoop
+    loop: ProcessLoop
     fabric: InMemoryFabric
     asynchronous: bool
     window_s: float
@@ -246,7 +246,7 @@ class Controller:
 
     ADDRESS = "controller"
 
-    def __init__(self, loop: VirtualLoop, roles: Mapping[str, Role]) -> None:
+    def __init__(self, loop: ProcessLoop, roles: Mapping[str, Role]) -> None:
         """`roles` has the role of each worker, also of those that are dead: they are restarted."""
         self.process = Process("controller", loop)
         self._roles = roles

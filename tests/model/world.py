@@ -41,8 +41,8 @@ from tandem.worker.loop import StepMeter
 from tests.model.calls import Channel
 from tests.model.checks import Alarms, Broken, Holder, holder_of
 from tests.model.network import Key, Network
+from tests.model.processes import ProcessLoop, this_process
 from tests.model.router import CountedAnswer, InlineText, RouterProcess, finish_reason
-from tests.model.virtual_loop import VirtualLoop, this_process
 from tests.model.workers import (
     QUARANTINE_S,
     WINDOW_S,
@@ -72,18 +72,6 @@ def is_warm_up(posted: InFlightWrite) -> bool:
     return posted.write.local_pages == posted.write.remote_pages == (pool_pages(),)
 
 
-class WatchedFabric(InMemoryFabric):
-    """A manual fabric that records the prompt of each write."""
-
-    writers: dict[InFlightWrite, PrefillRequest]
-    on_post: Callable[[InFlightWrite], None]
-
-    def post(self, posted: InFlightWrite) -> None:
-        super().post(posted)
-        if not is_warm_up(posted):
-            self.on_post(posted)
-
-
 class World:
     """All processes of the cluster; callers must always `close` it."""
 
@@ -92,12 +80,12 @@ class World:
     ) -> None:
         """Start the cluster; with `one_host`, workers can see if each other's processes are alive."""
         self.one_host = one_host
-        self.loop = VirtualLoop()
+        self.loop = ProcessLoop()
         self.failures: list[str] = []
         self.network = Network(self.loop, self.failures.append)
-        self.fabric = WatchedFabric(self.loop.time, manual=True, on_page=self._check_page)
-        self.fabric.writers = {}
-        self.fabric.on_post = self._posted
+        self.fabric = InMemoryFabric(self.loop.time, schedule=self._posted, on_page=self._check_page)
+        self.writers: dict[InFlightWrite, PrefillRequest] = {}
+        """The prompt of each write."""
         self._disowned: set[tuple[PeerRef, PeerRef]] = set()
         self.roles = dict(roles)
         self.workers: dict[str, WorkerProcess] = {}
@@ -225,7 +213,7 @@ class World:
             for one in self.workers.values()
             for _, request in one.worker._halves.prefill.registry
             if request.task.destination is not None and not request.progress.released
-            if any(request is writer for writer in self.fabric.writers.values())
+            if any(request is writer for writer in self.writers.values())
         ]
         return [(there, here) for there, here in pairs if there in self.workers and there != here]
 
@@ -235,7 +223,9 @@ class World:
             one.process.run(one.worker.peer_joined, other.info())
 
     def _posted(self, posted: InFlightWrite) -> None:
-        self.fabric.writers[posted] = self._writer_of(posted)
+        if is_warm_up(posted):
+            return
+        self.writers[posted] = self._writer_of(posted)
         if (posted.sender, posted.write.peer) in self._disowned:
             self._bound(posted)
 
@@ -312,7 +302,7 @@ class World:
         """Check a page of a write that is about to land."""
         if is_warm_up(posted):
             return
-        writer = self.fabric.writers[posted]
+        writer = self.writers[posted]
         ref = writer.task.ref
         completed = posted.future.done()
         source = None if completed else self._holder(posted.sender, local)
@@ -408,8 +398,8 @@ class World:
             raise Broken(f"the cluster serves no more: {last}")
         self.seen["gave way"] += sum(one.worker.admission.requests.preemptions for one in self.workers.values())
         self.seen["answered"] += sum(client.ending is not None for client in self.router.clients)
-        if unheard := self.loop.unheard():
-            raise Broken(f"failures that nobody looks at: {unheard}")
+        if failures := self.loop.unretrieved_failures():
+            raise Broken(f"failures that nobody retrieves: {failures}")
 
     def _settle(self, when: str) -> None:
         give_up = self.loop.time() + END_WITHIN_S

@@ -25,7 +25,7 @@ class Pair:
     notices: list[TransferNotice] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.fabric = InMemoryFabric(lambda: self.now, manual=True, on_page=self.landing)
+        self.fabric = InMemoryFabric(lambda: self.now, schedule=lambda _: None, on_page=self.landing)
         self.memory = np.zeros((2, PAGES, 8), dtype="<i4")
         self.memory[0] = np.arange(PAGES * 8).reshape(PAGES, 8) + 1
         self.prefill, self.decode = (
