@@ -146,20 +146,20 @@ class PlannedRun(Run):
     def _apply(self, decision: Decision) -> None:
         """Applies a decision like the controller: workers in a needed role keep it."""
         workers = {each.peer.worker_id: each for each in self.cluster.workers.values()}
-        roles = {worker_id: each.assignment.wanted for worker_id, each in workers.items()}
+        roles = {worker_id: each.assignment.assignment.role for worker_id, each in workers.items()}
         assignments = assign(Topology(Mode.DISAGGREGATED, decision.split.prefill), roles)
         flipped = [
             worker_id for worker_id, assignment in assignments.items() if assignment.role is not roles[worker_id]
         ]
         for worker_id in flipped:
-            workers[worker_id].assignment.assume(assignments[worker_id].role)
+            workers[worker_id].assume(assignments[worker_id].role)
         now = round(self.cluster.clock.now, 3)
         self.changes.append(Change(now, decision.split.text, len(flipped), decision.change, decision.reason))
 
     def _observe(self) -> Observation:
         workers = list(self.cluster.workers.values())
         loads = [each.load() for each in workers]
-        wanted = Counter(each.assignment.wanted for each in workers)
+        wanted = Counter(each.assignment.assignment.role for each in workers)
         facts = self._facts()
         shed = [each for each in self._verdicts if each.outcome is Kind.SHED]
         offered = Offered(

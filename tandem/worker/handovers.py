@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from kv_transfer.base import Transport
 from kv_transfer.checksums import PageChecks
 from prefill_worker.decode_peers import DecodePeers, LocalDecode
-from prefill_worker.half import PrefillHalf
-from prefill_worker.handoff import Handoff
+from prefill_worker.handoff import Handoff, PrefillHalfView
 from prefill_worker.page_writes import WritingTime
 from prefill_worker.request import PrefillRequest
 from prefill_worker.write_window import WindowRenewals
@@ -28,7 +27,7 @@ class Handovers:
     transport: Transport
     peers: DecodePeers
     local: LocalDecode
-    checks: PageChecks
+    checks: PageChecks | None
     emit: Callable[[RoutedEvent], None]
     deadline_s: float
     writing: WritingTime
@@ -38,7 +37,7 @@ class Handovers:
     def __post_init__(self) -> None:
         self._renewals = WindowRenewals(self.peers)
 
-    def begin(self, request: PrefillRequest, half: PrefillHalf) -> Handoff:
+    def begin(self, request: PrefillRequest, half: PrefillHalfView) -> Handoff:
         """Begin the hand-over of a request that has just been queued."""
         handoff = Handoff(
             request=request,

@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from router.config import RouterConfig
-from tandem.capacity.simulation.clock import VirtualClock
+from tandem.capacity.simulation.clock import VirtualLoop
 from tandem.capacity.simulation.network import Network
 from tandem.capacity.simulation.request import LoadRequest, Outcome
 from tandem.capacity.simulation.router import VirtualRouter
 from tandem.capacity.simulation.spec import WorkerSpec
+from tandem.capacity.simulation.transfer import VirtualFabric
 from tandem.capacity.simulation.worker import VirtualWorker
 from tandem.protocol.messages import PeerRef
 
@@ -23,7 +24,7 @@ class VirtualCluster:
     network: Network = field(default_factory=Network)
     jumps: bool = True
     """True to take runs of equal steps at once; the outcome is the same."""
-    clock: VirtualClock = field(default_factory=VirtualClock)
+    clock: VirtualLoop = field(default_factory=VirtualLoop)
     workers: dict[PeerRef, VirtualWorker] = field(default_factory=dict)
     router: VirtualRouter = field(init=False)
     outcomes: list[Outcome] = field(default_factory=list)
@@ -31,10 +32,9 @@ class VirtualCluster:
 
     def __post_init__(self) -> None:
         self.router = VirtualRouter(self.config, self.clock, self.network, self.outcomes.append)
+        fabric = VirtualFabric(self.clock, self.network, self.workers)
         for spec in self.specs:
-            worker = VirtualWorker(
-                spec, self.clock, self.network, self.workers, self.router.on_step_output, jumps=self.jumps
-            )
+            worker = VirtualWorker(spec, self.clock, fabric, self.workers, self.router.on_step_output, jumps=self.jumps)
             self.workers[worker.peer] = worker
             self.router.join(worker)
             worker.assignment.on_change = partial(self._tell_router, worker)

@@ -33,18 +33,16 @@ class VirtualStepLoop:
         prefill: PrefillHalf,
         spare_pages: Callable[[], int],
         publish: Callable[[int, StepWork, StepOutput], None],
-        on_progress: Callable[[], None],
         jumps: bool,
     ) -> None:
         """Sets the loop up; `truth` predicts the durations of steps.
 
-        `publish` receives each completed step with its number in the log, except for those taken at once. `on_progress`
-        is called when the prefill half may have progressed. `spare_pages` returns the pages that answers may grow into.
-        Without `jumps` every step is taken by itself.
+        `publish` receives each completed step with its number in the log, except for those taken at once.
+        `spare_pages` returns the pages that answers may grow into. Without `jumps` every step is taken by itself.
         """
         self._clock, self._scheduler, self._jumps = clock, scheduler, jumps
         self._decode, self._prefill, self._spare_pages = decode, prefill, spare_pages
-        self._publish, self._on_progress = publish, on_progress
+        self._publish = publish
         self._flights = Flights(truth)
         self.log = self._flights.log
         self._steady: SteadyRun | None = None
@@ -94,7 +92,6 @@ class VirtualStepLoop:
         if self.idle and self._woken:
             self._inside = True
             self._step()
-            self._on_progress()
             self._inside = False
         run = self._steady
         if run is not None and (self._newcomers or self._spare_pages() <= run.ahead.needed):
@@ -134,7 +131,6 @@ class VirtualStepLoop:
             self._finish(*landed)
         self._step()
         self._decode.learn()
-        self._on_progress()
         self._inside = False
         self._wait()
 

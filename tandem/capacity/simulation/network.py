@@ -22,17 +22,3 @@ class Network:
     chunk_delay_max_s: float = 0.025
     event_jitter_s: float = 3e-4
     """Mean extra delay of a token; exponentially distributed, like the gaps at two H200s' clients (decision 22)."""
-
-
-class Wire:
-    """A sender's outgoing link: writes follow one another."""
-
-    def __init__(self, network: Network) -> None:
-        self._network = network
-        self._free_at = 0.0
-
-    def write(self, now: float, size: int) -> float:
-        """Returns when `size` bytes sent at `now` will have arrived."""
-        begun = max(now, self._free_at)
-        self._free_at = begun + size / self._network.bytes_per_s
-        return self._free_at + self._network.transfer_s

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from decode_worker.admission import DecodeAdmission
 from decode_worker.batch_snapshot import CompletedStep
+from kv_transfer.in_memory import InMemoryTransport
 from prefill_worker.half import PrefillHalf
+from prefill_worker.page_writes import WritingTime
 from prefill_worker.request import PrefillRequest
-from tandem.capacity.simulation.assignment import VirtualAssignment
-from tandem.capacity.simulation.clock import VirtualClock
+from tandem.capacity.simulation.clock import VirtualLoop
 from tandem.capacity.simulation.loop import VirtualStepLoop
-from tandem.capacity.simulation.network import Network, Wire
 from tandem.capacity.simulation.prompt import PageNames
 from tandem.capacity.simulation.spec import WorkerSpec
 from tandem.capacity.simulation.steady import SteadyDecodeHalf
 from tandem.capacity.simulation.step_log import StepLog
-from tandem.capacity.simulation.transfer.handover import DecodeEnd
-from tandem.capacity.simulation.transfer.handovers import VirtualHandovers
+from tandem.capacity.simulation.transfer import VirtualFabric, VirtualPeers, layout_of
 from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import StepWork
 from tandem.engine.cache.page_pool import PagePool
@@ -40,7 +40,9 @@ from tandem.protocol.messages import (
     WorkerLoad,
 )
 from tandem.protocol.prefixes import PrefixChanges
+from tandem.worker.assignment import WorkerAssignment
 from tandem.worker.halves import Halves
+from tandem.worker.handovers import Handovers
 from tandem.worker.reporting.report import load_of
 from tandem.worker.scheduler import StepOutput, StepScheduler
 
@@ -55,6 +57,20 @@ class WorkerStepOutput:
     prefixes: PrefixChanges | None
 
 
+class _SyncedPrefillHalf(PrefillHalf):
+    """A prefill half whose hand-overs find the worker's state of their time."""
+
+    sync: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def withdraw(self, request: PrefillRequest) -> None:
+        with self.sync():
+            super().withdraw(request)
+
+    def free(self, request: PrefillRequest) -> None:
+        with self.sync():
+            super().free(request)
+
+
 Publish = Callable[["VirtualWorker", WorkerStepOutput], None]
 
 
@@ -64,8 +80,8 @@ class VirtualWorker:
     def __init__(
         self,
         spec: WorkerSpec,
-        clock: VirtualClock,
-        network: Network,
+        clock: VirtualLoop,
+        fabric: VirtualFabric,
         peers: dict[PeerRef, VirtualWorker],
         publish: Publish,
         *,
@@ -76,9 +92,7 @@ class VirtualWorker:
         Without `jumps` every step is taken by itself.
         """
         self.spec, self.peer = spec, spec.peer
-        self.page_bytes, self.kv = spec.device.page_bytes, spec.kv
-        self.wire = Wire(network)
-        self._clock, self._peers, self._publish = clock, peers, publish
+        self._clock, self._publish = clock, publish
         self._reported = StepCost(spec.device.reported)
         self.pool = PagePool(spec.device.pages)
         self.cache = PrefixCache(self.pool, spec.kv, enabled=spec.config.prefix_cache, names=PageNames())
@@ -92,33 +106,43 @@ class VirtualWorker:
             drafts=spec.drafts,
         )
         self._token_logs: dict[RequestRef, StepLog] = {}
-        handovers = VirtualHandovers(self, clock, network)
-        self._prefill = PrefillHalf(
+        layout = layout_of(spec.device.pages, spec.device.page_bytes)
+        self.transport = InMemoryTransport(fabric.fabric, layout, self.peer, self.notice)
+        self.handovers = self._make_handovers(VirtualPeers(self.transport, peers, fabric.network))
+        self._prefill = _SyncedPrefillHalf(
             config=spec.config.prefill,
             me=self.peer,
             cache=self.cache,
             model=spec.model,
             local=self.admission,
-            hand_over=handovers.begin,
+            hand_over=self.handovers.begin,
             wake=self._wake,
-            events=handovers,
+            events=clock,
         )
         self._halves = Halves(
             spec.config, self.cache, spec.model, prefill=self._prefill, decode=self._decode, admission=self.admission
         )
+        scheduler = self._make_scheduler()
         self._loop = VirtualStepLoop(
             clock,
-            self._make_scheduler(),
+            scheduler,
             StepCost(spec.device.truth),
             decode=self._decode,
             prefill=self._prefill,
             spare_pages=lambda: min(self.pool.room, self.admission.pages_left),
             publish=self._step_ended,
-            on_progress=handovers.look,
             jumps=jumps,
         )
         self.log = self._loop.log
-        self.assignment = VirtualAssignment(spec.config.role, self._halves, clock, self.visit)
+        self._prefill.sync = self.visit
+        self.assignment = WorkerAssignment(
+            self.peer,
+            spec.config.assignment,
+            self._halves.half_controls(),
+            resize=self._resize,
+            set_steps=scheduler.set_assignment,
+            emit=self._emit,
+        )
 
     # ---- calls from other processes ----
 
@@ -137,10 +161,10 @@ class VirtualWorker:
         with self.visit():
             self._halves.abort(router_id, refs)
 
-    def allot(self, lease: Lease, pages: int, prefill: PeerRef) -> int:
-        """Allots a lease's pages; returns how many of them are to be sent."""
+    def allot(self, lease: Lease, pages: int, prefill: PeerRef) -> Sequence[int]:
+        """Allots a lease's pages like `DecodeAdmission.allot`."""
         with self.visit():
-            return len(self.admission.allot(lease, pages, prefill))
+            return self.admission.allot(lease, pages, prefill)
 
     def notice(self, notice: TransferNotice) -> None:
         """Takes the notice that a lease's KV has arrived."""
@@ -156,13 +180,10 @@ class VirtualWorker:
         """Returns a context for changes of the worker from outside of a step."""
         return self._loop.visit()
 
-    def decode_end(self, peer: PeerRef) -> DecodeEnd:
-        """Returns a peer as a destination of hand-overs."""
-        return self._peers[peer]
-
-    def tell(self, request: PrefillRequest, event: RequestEvent) -> None:
-        """Publishes an event of a hand-over."""
-        self._tell(len(self.log), (event,))
+    def assume(self, role: Role) -> None:
+        """Changes the role; a half that closes finishes all its requests, however long that takes."""
+        with self.visit():
+            self.assignment.assume(replace(self.assignment.assignment, role=role), math.inf)
 
     def token_log(self, ref: RequestRef) -> StepLog | None:
         """Returns the times of the tokens that an attempt decoded here; None where each step has one token of it."""
@@ -175,11 +196,13 @@ class VirtualWorker:
     @property
     def info(self) -> WorkerInfo:
         """The worker's present registration."""
-        role, info = self.assignment.role, self.spec.info
-        assignment = replace(self.spec.config.assignment, role=self.assignment.wanted)
-        limit = self._halves.batch_limit(role)
+        now = self.assignment
         return replace(
-            info, role=role, assignment=assignment, closing=self.assignment.closing, max_batch_requests=limit
+            self.spec.info,
+            role=now.role,
+            assignment=now.assignment,
+            closing=now.closing,
+            max_batch_requests=self._halves.batch_limit(now.role),
         )
 
     @property
@@ -196,6 +219,10 @@ class VirtualWorker:
 
     def _wake(self) -> None:
         self._loop.wake()
+
+    def _resize(self, role: Role) -> None:
+        with self.visit():
+            self._halves.resize(role)
 
     def _step_ended(self, number: int, work: StepWork, output: StepOutput) -> None:
         if self._decode.speculation is not None and output.completed is not None:
@@ -231,6 +258,19 @@ class VirtualWorker:
             wake=self._wake,
             listened_s=self._clock,
             is_near=lambda _peer: True,
+        )
+
+    def _make_handovers(self, peers: VirtualPeers) -> Handovers:
+        return Handovers(
+            me=self.peer,
+            kv=self.spec.kv,
+            transport=self.transport,
+            peers=peers,
+            local=self.admission,
+            checks=None,
+            emit=self._emit,
+            deadline_s=self.spec.config.transfer_deadline_s,
+            writing=WritingTime(lambda: round(self._clock() * 1e9)),
         )
 
     def _make_scheduler(self) -> StepScheduler:
