@@ -19,7 +19,6 @@ from tandem.capacity.simulation.cluster import VirtualCluster
 from tandem.capacity.simulation.hardware import Hardware
 from tandem.capacity.simulation.network import Network
 from tandem.capacity.simulation.request import LoadRequest, Outcome
-from tandem.capacity.simulation.search.judge import judge
 from tandem.cluster.supervision.modes import Topology, assign
 from tandem.cost_model.answer_length import AnswerLengths
 from tandem.cost_model.step_cost import StepCost
@@ -96,7 +95,7 @@ class Run:
         self._end(outcome)
 
     def _end(self, outcome: Outcome) -> Verdict:
-        verdict = judge(outcome, self.day.slo, self.idle_step_s, outcome.token_s(NETWORK.event_s))
+        verdict = outcome.judge(self.day.slo, self.idle_step_s, outcome.token_s(NETWORK.event_s))
         self.tally.met[self.day.hour_of(outcome.asked.due_s)] += verdict.phase is None
         return verdict
 

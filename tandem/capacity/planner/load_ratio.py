@@ -125,9 +125,7 @@ def rows_that_fit(demand: Demand, promise: Promise, facts: WorkerFacts, role: Ro
     """Returns the mean number of rows that fit at one worker of this role."""
     pages = decode_pages(role, int(facts.kv_tokens), int(facts.occupied(facts.longest_tokens, role)))
     kv_tokens = facts.kv_tokens if pages is None else pages
-    p = facts.cost
-    each_s = p.row_s + p.context_s * demand.context_tokens
-    by_gap = (promise.gap_s - p.base_s) / each_s if each_s > 0 else math.inf
+    by_gap = StepCost(facts.cost).rows_within(promise.gap_s, demand.context_tokens)
     found = min(
         (HEADROOM * by_gap, Limit.GAP),
         (HEADROOM * kv_tokens / max(facts.occupied(demand.kv_tokens, role), 1.0), Limit.KV),
@@ -139,8 +137,8 @@ def rows_that_fit(demand: Demand, promise: Promise, facts: WorkerFacts, role: Ro
 
 def decode_load_ratio(demand: Demand, promise: Promise, facts: WorkerFacts, workers: int) -> LoadRatio:
     """Returns the load ratio of `workers` decode workers."""
-    p, fits = facts.cost, rows_that_fit(demand, promise, facts)
-    step_s = p.base_s + fits.count * (p.row_s + p.context_s * demand.context_tokens)
+    fits = rows_that_fit(demand, promise, facts)
+    step_s = StepCost(facts.cost).rows_seconds(fits.count, fits.count * demand.context_tokens)
     return LoadRatio(demand.per_s * demand.answer_tokens / workers * step_s / fits.count, fits.limit)
 
 
@@ -152,15 +150,15 @@ def shared_load_ratio(
     Per second, prompts take their time once and decode rows theirs once per step, so a step lasts base ÷ (1 - both
     shares). The load may grow until that is the inter-token target, or rows or time run out.
     """
-    p, cost = facts.cost, StepCost(facts.cost)
+    cost, base_s = StepCost(facts.cost), facts.cost.base_s
     per_s = demand.per_s / workers
-    prompts_s = per_s * (demand.prompt_seconds(cost, facts.chunk_tokens)) + backlog_s / workers
-    answers_s = per_s * demand.answer_tokens * (p.row_s + p.context_s * demand.context_tokens)
+    prompts_s = per_s * demand.prompt_seconds(cost, facts.chunk_tokens) + backlog_s / workers
+    answers_s = per_s * demand.answer_tokens * cost.row_seconds(demand.context_tokens)
     fits = rows_that_fit(demand, promise, facts, Role.BOTH)
     # Rows are tokens a second times a step, so the step may last until the rows that fit are there, too.
     by_rows_s = fits.count / max(per_s * demand.answer_tokens, 1e-9)
-    longest_s = min(promise.gap_s * HEADROOM, max(by_rows_s, p.base_s))
-    headroom = max(1.0 - p.base_s / longest_s, SLACK_MIN) if longest_s < math.inf else 1.0
+    longest_s = min(promise.gap_s * HEADROOM, max(by_rows_s, base_s))
+    headroom = max(1.0 - base_s / longest_s, SLACK_MIN) if longest_s < math.inf else 1.0
     cap = min(headroom, busy_cap(workers, prompts_s / max(per_s, 1e-9), promise.ttft_s))
     by_gap = promise.gap_s * HEADROOM <= by_rows_s
     limit = fits.limit if not by_gap else Limit.GAP if headroom <= cap else Limit.TTFT

@@ -106,13 +106,13 @@ def _answer_tokens(seen: Observation, state: State) -> float:
     ended, decoding = seen.offered.answer_tokens, seen.decode or seen.shared
     if seen.answers is None or not decoding:
         return ended
-    p, rows = seen.answers.cost, seen.running_requests / decoding
+    rows = seen.running_requests / decoding
     known = Demand(seen.offered.per_s, seen.offered.prompt_tokens, ended)
     full = seen.offered.crowded_per_s > MISSES_TOLERATED * known.per_s
     full = full or rows >= FULL * rows_that_fit(known, seen.promise, seen.answers).count
     there = seen.running_requests + (seen.waiting_requests if full else 0.0)
     admitted_per_s = max(known.per_s - seen.offered.refused_per_s, _TRICKLE * known.per_s)
-    step_s = p.base_s + rows * (p.row_s + p.context_s * known.context_tokens)
+    step_s = StepCost(seen.answers.cost).rows_seconds(rows, rows * known.context_tokens)
     alive = there / admitted_per_s / step_s * seen.answers.decode_speedup
     if full or seen.running_requests > state.running:
         return max(ended, alive)

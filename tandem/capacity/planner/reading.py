@@ -9,6 +9,7 @@ from typing import Any
 from tandem.capacity.planner.demand import Promise
 from tandem.capacity.planner.load_ratio import WorkerFacts
 from tandem.capacity.planner.observation import Kept, Observation, Offered
+from tandem.cost_model.step_cost import StepCost
 from tandem.metrics import families as f
 from tandem.metrics.scrape import Scrape, ScrapeInterval
 from tandem.protocol.cost_parameters import SECONDS, UNMEASURED, CostParameters
@@ -37,7 +38,7 @@ def observe(
     now = interval.now
     prefill, decode, shared = (_doing(workers, role) for role in (Role.PREFILL, Role.DECODE, Role.BOTH))
     answers = worker_facts(now, [*decode, *shared])
-    idle_step_s = 0.0 if answers is None else answers.cost.base_s + answers.cost.row_s
+    idle_step_s = 0.0 if answers is None else StepCost(answers.cost).idle_step_s
     offered, names = _offered(interval), [info.peer.worker_id for info in workers]
     return Observation(
         seconds=interval.seconds,

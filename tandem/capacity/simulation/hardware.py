@@ -48,7 +48,7 @@ class Hardware:
     @property
     def idle_step_s(self) -> float:
         """A decode step of one request with little context, in seconds."""
-        return StepCost(self.truth).decode_step_seconds(1, 0)
+        return StepCost(self.truth).idle_step_s
 
     @property
     def facts(self) -> ModelFacts:

@@ -1,6 +1,12 @@
 """Delays between processes: calls, events and KV pages take time, and nothing is lost."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.capacity.simulation.request import Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,3 +28,19 @@ class Network:
     chunk_delay_max_s: float = 0.025
     event_jitter_s: float = 3e-4
     """Mean extra delay of a token; exponentially distributed, like the gaps at two H200s' clients (decision 22)."""
+
+
+class DeliveryDelay:
+    """Adds a random delay to each token, as measured; no token overtakes another."""
+
+    def __init__(self, network: Network, seed: int = 0) -> None:
+        self._network = network
+        self._dice = np.random.default_rng(seed)
+
+    def moments(self, outcome: Outcome) -> NDArray[np.float64]:
+        """Returns the times of the outcome's tokens at the client, in seconds."""
+        return self.late(outcome.token_s(self._network.event_s))
+
+    def late(self, sent: Sequence[float]) -> NDArray[np.float64]:
+        """Returns the arrival times of tokens that would arrive at the times `sent` without jitter, ascending."""
+        return np.maximum.accumulate(np.asarray(sent) + self._dice.exponential(self._network.event_jitter_s, len(sent)))

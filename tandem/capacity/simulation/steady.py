@@ -146,11 +146,11 @@ def steady_run(cost: StepCost, work: StepWork, first_s: float, second_s: float, 
 
     They equal those of the steps taken one by one.
     """
-    p, rows = cost.parameters, work.decode_rows
-    contexts = work.decode_context_tokens + rows * np.arange(1, ahead.steps + 1)
+    rows = work.decode_rows
+    contexts = (work.decode_context_tokens + rows * np.arange(1, ahead.steps + 1)).astype(np.float64)
     ends_s = np.empty(ahead.steps + _LAUNCHED)
     ends_s[0], ends_s[1] = first_s, second_s
-    ends_s[2:] = p.base_s + p.row_s * rows + p.context_s * contexts
+    ends_s[2:] = cost.rows_seconds(rows, contexts)
     np.cumsum(ends_s[1:], out=ends_s[1:])
     turn_s = float(ends_s[ahead.untouched]) if ahead.untouched < ahead.steps else math.inf
     return SteadyRun(ends_s, ahead, turn_s)

@@ -18,9 +18,9 @@ from prefill_worker.request import PrefillRequest
 from tandem.capacity.simulation.clock import VirtualLoop
 from tandem.capacity.simulation.loop import VirtualStepLoop
 from tandem.capacity.simulation.prompt import PageNames
+from tandem.capacity.simulation.request import StepLog
 from tandem.capacity.simulation.spec import WorkerSpec
 from tandem.capacity.simulation.steady import SteadyDecodeHalf
-from tandem.capacity.simulation.step_log import StepLog
 from tandem.capacity.simulation.transfer import VirtualFabric, VirtualPeers, layout_of
 from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import StepWork
@@ -34,6 +34,7 @@ from tandem.protocol.messages import (
     RequestEvent,
     RequestRef,
     Reservation,
+    Role,
     RoutedEvent,
     TransferNotice,
     WorkerInfo,

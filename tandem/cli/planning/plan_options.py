@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from tandem.capacity.plan.memory import DraftMemory
     from tandem.capacity.planner.demand import Demand, Promise
-    from tandem.cli.planning.plan_speculation import DraftMemory
     from tandem.cost_model.devices import DeviceKind
     from tandem.engine.config.model import ModelSpec
     from tandem.protocol.cost_parameters import CostParameters
@@ -70,7 +70,7 @@ class ShapeOptions:
 
     def draft_memory(self, model: ModelSpec) -> DraftMemory:
         """Returns the memory of --draft beside the model, nothing without; ModelError if it cannot be served."""
-        from tandem.cli.planning.plan_speculation import NO_DRAFT_MEMORY, DraftMemory
+        from tandem.capacity.plan.memory import NO_DRAFT_MEMORY, DraftMemory
         from tandem.engine.speculation.draft_folder import check_draft_folder
 
         if self.draft is None:

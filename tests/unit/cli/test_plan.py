@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tandem.capacity.plan.measured_knees import Compared, bracket
+from tandem.capacity.plan.speculation import Drafting
 from tandem.capacity.simulation.hardware import hardware
 from tandem.cli.main import app
-from tandem.cli.planning.plan_check import Compared, bracket
-from tandem.cli.planning.plan_speculation import Drafting
 from tandem.cost_model.devices import DEVICES
 from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import StepWork
@@ -32,7 +32,7 @@ def run(*options: str) -> Any:
 def short_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shortens the loads; the knee is only roughly right."""
     for name, value in (("REQUESTS", 20), ("SECONDS_MIN", 1.0), ("LIVES", 1.0), ("LOADS_MAX", 2)):
-        monkeypatch.setattr(f"tandem.capacity.simulation.search.knee.{name}", value)
+        monkeypatch.setattr(f"tandem.capacity.simulation.knee.{name}", value)
 
 
 def test_quantized_weights_take_fewer_bytes() -> None:
@@ -65,9 +65,9 @@ def test_8_bit_kv_takes_its_bytes_with_scales() -> None:
 
 def test_effects_are_those_of_steps_with_the_bits_that_are_held() -> None:
     """Embeddings stay in 16 bits, and scales take 4 bytes a row or a head."""
+    from tandem.capacity.plan.question import Question
     from tandem.capacity.planner.demand import Demand, Promise
     from tandem.capacity.simulation.hardware import roofline
-    from tandem.cli.planning.plan_question import Question
     from tandem.cost_model.devices import device_kind
     from tandem.engine.models.load_spec import quantized_at_load
     from tandem.engine.models.shapes import shape_config

@@ -11,13 +11,10 @@ from router.refusal import Refusal, Refused
 from router.slo import SloClass
 from tandem.capacity.simulation.arrivals import Mix
 from tandem.capacity.simulation.hardware import hardware
-from tandem.capacity.simulation.network import Network
-from tandem.capacity.simulation.request import Outcome, Piece
-from tandem.capacity.simulation.search.judge import judge
-from tandem.capacity.simulation.search.knee import KEPT, LOADS_MAX, NEAR, LoadFigures, Trial, find_knee
-from tandem.capacity.simulation.search.network_jitter import DeliveryDelay
-from tandem.capacity.simulation.search.strategy import Strategy, strategies
-from tandem.capacity.simulation.step_log import StepLog
+from tandem.capacity.simulation.knee import KEPT, LOADS_MAX, NEAR, LoadFigures, Trial, find_knee
+from tandem.capacity.simulation.network import DeliveryDelay, Network
+from tandem.capacity.simulation.request import Outcome, Piece, StepLog
+from tandem.capacity.simulation.strategy import Strategy, strategies
 from tandem.protocol.errors import Internal, ResourceExhausted
 from tandem.protocol.lifecycle.spans import Phase
 from tandem.protocol.mode import Mode
@@ -80,7 +77,7 @@ def answer(
     ],
 )
 def test_verdicts(outcome: Outcome, kind: Kind, phase: Phase | None) -> None:
-    verdict = judge(outcome, SLO, 0.01, outcome.token_s(0.0))
+    verdict = outcome.judge(SLO, 0.01, outcome.token_s(0.0))
     assert (verdict.outcome, verdict.phase) == (kind, phase)
 
 

@@ -5,8 +5,7 @@ import pytest
 
 from router.slo import BEST_EFFORT
 from tandem.capacity.simulation.prompt import VirtualPrompt
-from tandem.capacity.simulation.request import LoadRequest, Outcome, Piece
-from tandem.capacity.simulation.step_log import StepLog
+from tandem.capacity.simulation.request import LoadRequest, Outcome, Piece, StepLog
 
 LATER_S = 0.001
 
