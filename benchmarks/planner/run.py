@@ -190,7 +190,7 @@ class PlannedRun(Run):
         info = next(iter(self.cluster.workers.values())).info
         tokens = self.machine.pages * self.machine.page_tokens
         sizes = info.max_batch_requests, info.max_step_tokens, info.model.max_context
-        return WorkerFacts(self.machine.reported, tokens, *sizes)
+        return WorkerFacts(self.machine.reported_cost, tokens, *sizes)
 
 
 def _mean(values: list[int]) -> float:

@@ -37,11 +37,11 @@ class VirtualCluster:
             worker = VirtualWorker(spec, self.clock, fabric, self.workers, self.router.on_step_output, jumps=self.jumps)
             self.workers[worker.peer] = worker
             self.router.join(worker)
-            worker.assignment.on_change = partial(self._tell_router, worker)
+            worker.assignment.on_change = partial(self._notify_router, worker)
 
-    def _tell_router(self, worker: VirtualWorker) -> None:
+    def _notify_router(self, worker: VirtualWorker) -> None:
         """Notifies the router through the controller, which takes two calls."""
-        self.clock.after(2 * self.network.call_s, lambda: self.router.follow(worker))
+        self.clock.after(2 * self.network.call_s, lambda: self.router.apply_assignment(worker))
 
     def run(self, requests: Iterable[LoadRequest], until_s: float = float("inf")) -> list[Outcome]:
         """Runs the requests, sorted by `due_s`, until nothing is left or `until_s`; returns the outcomes."""

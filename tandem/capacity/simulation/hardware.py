@@ -28,12 +28,12 @@ _ITEM_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A model on devices of one kind: `truth` is the real step cost, `reported` the one that predictions use."""
+    """A model on devices of one kind: steps take `actual_cost`, and predictions use `reported_cost`."""
 
     model: ModelSpec
     name: str
-    truth: CostParameters
-    reported: CostParameters
+    actual_cost: CostParameters
+    reported_cost: CostParameters
     pages: int
     page_tokens: int = GPU_PAGE_TOKENS
     kv_element_bytes: float = _ITEM_BYTES
@@ -48,7 +48,7 @@ class Hardware:
     @property
     def idle_step_s(self) -> float:
         """A decode step of one request with little context, in seconds."""
-        return StepCost(self.truth).idle_step_s
+        return StepCost(self.actual_cost).idle_step_s
 
     @property
     def facts(self) -> ModelFacts:
@@ -61,13 +61,13 @@ class Hardware:
 
     def with_costs(self, costs: CostParameters) -> "Hardware":
         """Returns the same hardware with these step costs, which predictions know."""
-        known = replace(costs, tile_tokens=self.truth.tile_tokens)
-        return replace(self, truth=known, reported=known)
+        known = replace(costs, tile_tokens=self.actual_cost.tile_tokens)
+        return replace(self, actual_cost=known, reported_cost=known)
 
     @property
     def device(self) -> Device:
         """The simulated device of a worker."""
-        return Device(self.truth, self.reported, self.pages, self.page_tokens, self.page_bytes)
+        return Device(self.actual_cost, self.reported_cost, self.pages, self.page_tokens, self.page_bytes)
 
     @property
     def page_bytes(self) -> int:
@@ -139,9 +139,9 @@ def hardware(
     element_bytes = kv_element_bytes(model, kv_cache_dtype)
     if not misjudged > 0:
         raise InvalidArgument("--misjudged", f"{misjudged:g} is not above 0")
-    truth = roofline(model, device, element_bytes) if costs is None else read_costs(costs)
-    scaled = {name: getattr(truth, name) * misjudged for name in SECONDS}
+    actual_cost = roofline(model, device, element_bytes) if costs is None else read_costs(costs)
+    scaled = {name: getattr(actual_cost, name) * misjudged for name in SECONDS}
     pages = int(kv_gib * 2**30 / kv_page_bytes(model, element_bytes))
     if pages < 1:
         raise InvalidArgument("--kv-gib", f"{kv_gib:g} is less than one KV page of {shape}")
-    return Hardware(model, shape, truth, replace(truth, **scaled), pages, kv_element_bytes=element_bytes)
+    return Hardware(model, shape, actual_cost, replace(actual_cost, **scaled), pages, kv_element_bytes=element_bytes)

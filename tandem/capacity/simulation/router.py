@@ -137,7 +137,7 @@ class VirtualRouter:
         state.report(worker.load())
         self.fleet.set_live(state, live=True)
 
-    def follow(self, worker: VirtualWorker) -> None:
+    def apply_assignment(self, worker: VirtualWorker) -> None:
         """Updates the router's state after a change of `worker`'s assignment."""
         state, info = self._links[worker.peer].state, worker.info
         state.update(info)
@@ -215,7 +215,7 @@ class VirtualRouter:
         try:
             granted: GrantedLease = self._links[pair.decode].worker.reserve(reservation)
         except _BUSY:
-            self.clock.after(self.network.call_s, lambda: self._refused(flow, ref, self._state(pair.decode)))
+            self.clock.after(self.network.call_s, lambda: self._on_refusal(flow, ref, self._state_of(pair.decode)))
             return
         destination = Destination(pair.decode, "", granted.lease)
         self.clock.after(2 * self.network.call_s, lambda: self._prefill(flow, ref, pair, destination))
@@ -233,34 +233,34 @@ class VirtualRouter:
         try:
             self._links[pair.prefill].worker.prefill(task)
         except _BUSY:
-            self.clock.after(self.network.call_s, lambda: self._refused(flow, ref, self._state(pair.prefill)))
+            self.clock.after(self.network.call_s, lambda: self._on_refusal(flow, ref, self._state_of(pair.prefill)))
         else:
-            self.clock.after(self.network.call_s, lambda: self._taken(flow, ref, pair))
+            self.clock.after(self.network.call_s, lambda: self._on_accepted(flow, ref, pair))
 
-    def _taken(self, flow: Flow, ref: RequestRef, pair: Placement) -> None:
+    def _on_accepted(self, flow: Flow, ref: RequestRef, pair: Placement) -> None:
         if flow.ref == ref:
             self._links[pair.prefill].state.prompt_accepted(flow.queued.wire_id)
 
-    def _state(self, peer: PeerRef | None) -> WorkerState | None:
+    def _state_of(self, peer: PeerRef | None) -> WorkerState | None:
         return None if peer is None else self._links[peer].state
 
-    def _refused(self, flow: Flow, ref: RequestRef, asked: WorkerState | None) -> None:
+    def _on_refusal(self, flow: Flow, ref: RequestRef, asked: WorkerState | None) -> None:
         if asked is not None:
             asked.back_off()
             self.clock.after(BACK_OFF_S, self.pump)
         if flow.ref == ref:
-            self._again(flow)
+            self._retry(flow)
 
-    def _again(self, flow: Flow) -> None:
+    def _retry(self, flow: Flow) -> None:
         """Starts another attempt, which continues after the tokens already sent."""
-        self._leave_workers(flow)
+        self._release_workers(flow)
         flow.queued.resumed = flow.tokens > 0
         flow.attempt += 1
         flow.outcome.attempts += 1
         self.scheduler.queue.push(flow.queued)
         self.pump()
 
-    def _leave_workers(self, flow: Flow) -> None:
+    def _release_workers(self, flow: Flow) -> None:
         pair, ref = flow.pair, flow.ref
         if pair is None:
             return
@@ -280,9 +280,9 @@ class VirtualRouter:
     def on_step_output(self, worker: VirtualWorker, output: WorkerStepOutput) -> None:
         """Receives a worker's step output, or an event between two steps, after the network's delay."""
         moment = self.clock.now
-        self.clock.after(self.network.event_s, lambda: self._take(worker, output, moment))
+        self.clock.after(self.network.event_s, lambda: self._on_delivery(worker, output, moment))
 
-    def _take(self, worker: VirtualWorker, output: WorkerStepOutput, moment: float) -> None:
+    def _on_delivery(self, worker: VirtualWorker, output: WorkerStepOutput, moment: float) -> None:
         link = self._links[worker.peer]
         if output.prefixes is not None:
             link.prefixes.take(output.prefixes)
@@ -290,20 +290,20 @@ class VirtualRouter:
         for event in output.events:
             flow = self._flows.get(event.ref.request_id)
             if flow is not None and flow.attempt == event.ref.attempt and flow.pair is not None:
-                self._take_event(flow, flow.pair, event, _StepOutputSource(worker, output.number, moment))
+                self._on_event(flow, flow.pair, event, _StepOutputSource(worker, output.number, moment))
         if not output.load.decode_requests and not output.load.prefill_tokens:
             for rounds in (1, 2):
                 self.clock.after(rounds * SWEEP_S, link.state.expire_report)
         self.pump()
 
-    def _take_event(self, flow: Flow, pair: Placement, event: RequestEvent, source: _StepOutputSource) -> None:
+    def _on_event(self, flow: Flow, pair: Placement, event: RequestEvent, source: _StepOutputSource) -> None:
         if event.transfer is not None and pair.decode is not None:
             self._links[pair.decode].state.learn_transfer(event.transfer)
         if event.finish_reason is FinishReason.ERROR:
             self._fail_attempt(flow, event)
         elif event.preempted:
             self._close_piece(flow, event, source)
-            self._again(flow)
+            self._retry(flow)
         elif event.token_ids and event.first_index == flow.queued.answered:
             self._links[pair.prefill].state.prompt_computed(flow.queued.wire_id)
             flow.outcome.firsts_s.append(source.moment_s)
@@ -330,10 +330,10 @@ class VirtualRouter:
         code = event.error.code if event.error is not None else Internal.code
         flow.failures += 1
         if flow.failures >= self.config.max_attempts:
-            self._leave_workers(flow)
+            self._release_workers(flow)
             self._end(flow, code)
         else:
-            self._again(flow)
+            self._retry(flow)
 
     def _end(self, flow: Flow, code: str) -> None:
         outcome = flow.outcome

@@ -94,7 +94,7 @@ class VirtualWorker:
         """
         self.spec, self.peer = spec, spec.peer
         self._clock, self._publish = clock, publish
-        self._reported = StepCost(spec.device.reported)
+        self._reported_cost = StepCost(spec.device.reported_cost)
         self.pool = PagePool(spec.device.pages)
         self.cache = PrefixCache(self.pool, spec.kv, enabled=spec.config.prefix_cache, names=PageNames())
         self.admission = self._make_admission()
@@ -127,7 +127,7 @@ class VirtualWorker:
         self._loop = VirtualStepLoop(
             clock,
             scheduler,
-            StepCost(spec.device.truth),
+            StepCost(spec.device.actual_cost),
             decode=self._decode,
             prefill=self._prefill,
             spare_pages=lambda: min(self.pool.room, self.admission.pages_left),
@@ -135,7 +135,7 @@ class VirtualWorker:
             jumps=jumps,
         )
         self.log = self._loop.log
-        self._prefill.sync = self.visit
+        self._prefill.sync = self.sync
         self.assignment = WorkerAssignment(
             self.peer,
             spec.config.assignment,
@@ -149,41 +149,41 @@ class VirtualWorker:
 
     def reserve(self, reservation: Reservation) -> GrantedLease:
         """Reserves KV pages like `DecodeAdmission.reserve`."""
-        with self.visit():
+        with self.sync():
             return self.admission.reserve(reservation)
 
     def prefill(self, task: PrefillTask) -> None:
         """Queues a prompt like `PrefillHalf.submit`."""
-        with self.visit():
+        with self.sync():
             self._prefill.submit(task)
 
     def abort(self, router_id: str, refs: Sequence[RequestRef]) -> None:
         """Ends these requests of a router."""
-        with self.visit():
+        with self.sync():
             self._halves.abort(router_id, refs)
 
     def allot(self, lease: Lease, pages: int, prefill: PeerRef) -> Sequence[int]:
         """Allots a lease's pages like `DecodeAdmission.allot`."""
-        with self.visit():
+        with self.sync():
             return self.admission.allot(lease, pages, prefill)
 
     def notice(self, notice: TransferNotice) -> None:
         """Takes the notice that a lease's KV has arrived."""
-        with self.visit():
+        with self.sync():
             self.admission.notice(notice)
 
     def release(self, lease: Lease, prefill: PeerRef) -> None:
         """Releases a lease whose hand-over was cancelled."""
-        with self.visit():
+        with self.sync():
             self.admission.release(lease, prefill)
 
-    def visit(self) -> AbstractContextManager[None]:
+    def sync(self) -> AbstractContextManager[None]:
         """Returns a context for changes of the worker from outside of a step."""
-        return self._loop.visit()
+        return self._loop.sync()
 
     def assume(self, role: Role) -> None:
         """Changes the role; a half that closes finishes all its requests, however long that takes."""
-        with self.visit():
+        with self.sync():
             self.assignment.assume(replace(self.assignment.assignment, role=role), math.inf)
 
     def token_log(self, ref: RequestRef) -> StepLog | None:
@@ -192,7 +192,7 @@ class VirtualWorker:
 
     def load(self) -> WorkerLoad:
         """Returns the load report of a real worker in this state."""
-        return load_of(self._halves, self.cache, self._loop.decoding, self._reported.parameters)
+        return load_of(self._halves, self.cache, self._loop.decoding, self._reported_cost.parameters)
 
     @property
     def info(self) -> WorkerInfo:
@@ -222,14 +222,14 @@ class VirtualWorker:
         self._loop.wake()
 
     def _resize(self, role: Role) -> None:
-        with self.visit():
+        with self.sync():
             self._halves.resize(role)
 
     def _step_ended(self, number: int, work: StepWork, output: StepOutput) -> None:
         if self._decode.speculation is not None and output.completed is not None:
             self._log_tokens(output.completed)
         if output.events or work.prefill_tokens:
-            self._tell(number, [routed.event for routed in output.events])
+            self._publish_events(number, [routed.event for routed in output.events])
 
     def _log_tokens(self, step: CompletedStep) -> None:
         over = step.excluded_rows.difference(step.event_rows)
@@ -240,9 +240,9 @@ class VirtualWorker:
                 log.extend(np.full(len(token_ids), self._clock.now))
 
     def _emit(self, routed: RoutedEvent) -> None:
-        self._tell(len(self.log), (routed.event,))
+        self._publish_events(len(self.log), (routed.event,))
 
-    def _tell(self, number: int, events: Sequence[RequestEvent]) -> None:
+    def _publish_events(self, number: int, events: Sequence[RequestEvent]) -> None:
         self._publish(self, WorkerStepOutput(number, events, self.load(), self.cache.changes()))
 
     # ---- parts ----
@@ -279,6 +279,6 @@ class VirtualWorker:
             decode=self._decode,
             prefill=self._prefill,
             max_step_tokens=self.spec.config.engine.max_step_tokens,
-            cost=lambda: self._reported,
+            cost=lambda: self._reported_cost,
             assignment=self.spec.config.assignment,
         )

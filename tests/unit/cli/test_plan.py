@@ -177,7 +177,7 @@ def test_one_worker_does_both() -> None:
 
 
 def test_fitted_costs_take_the_place_of_the_roofline(tmp_path: Path) -> None:
-    costs = asdict(hardware("llama-3-8b", None, 50.0, 1.0).truth)
+    costs = asdict(hardware("llama-3-8b", None, 50.0, 1.0).actual_cost)
     slow = {name: value * (2 if name.endswith("_s") else 1) for name, value in costs.items()}
     (tmp_path / "slow.json").write_text(json.dumps({"costs": slow, "more": 1}))
     result = run(*LOAD, "--rate", "50", "--no-simulate", "--from", str(tmp_path / "slow.json"))
@@ -296,7 +296,7 @@ def test_what_speculation_would_bring() -> None:
 def test_predicted_steps_with_drafts_are_as_much_longer_as_measured_ones() -> None:
     """By the roofline of the GPU that ran them, for each batch and number of drafts: 3 % off, 13 % at most."""
     found = json.loads(next(RESULTS.glob("speculation-speed-llama-3-8b-NVIDIA_H100*.json")).read_text())
-    cost = StepCost(hardware("llama-3-8b", None, 10.0, 1.0, device=DEVICES["H100"].ceilings).truth)
+    cost = StepCost(hardware("llama-3-8b", None, 10.0, 1.0, device=DEVICES["H100"].ceilings).actual_cost)
     errors = []
     for row in found["rows"]:
         plain = StepWork(decode_rows=row["batch"], decode_context_tokens=row["batch"] * found["context"])
@@ -309,7 +309,7 @@ def test_predicted_steps_with_drafts_are_as_much_longer_as_measured_ones() -> No
 
 def test_what_it_would_bring_by_measured_steps_stands_beside(tmp_path: Path) -> None:
     """Rows that cost thirty times as much lose from fewer requests on."""
-    roofline = asdict(hardware("llama-3-8b", None, 10.0, 1.0).truth)
+    roofline = asdict(hardware("llama-3-8b", None, 10.0, 1.0).actual_cost)
     (tmp_path / "costs.json").write_text(json.dumps(roofline | {"row_s": 30 * roofline["row_s"]}))
     said = run(*LOAD, "--no-simulate", "--slo-itl", "100", "--from", str(tmp_path / "costs.json"))
     assert said.exit_code == 0, said.stderr

@@ -89,11 +89,11 @@ def metered(worker: VirtualWorker, roofline: Roofline) -> Registry:
     """Returns a real worker's metrics, updated by a simulated one."""
     metrics = WorkerMetrics("model", worker.peer.worker_id, Utilization(roofline))
     finish: Callable[[int, Any], None] = worker._loop._finish
-    truth = StepCost(worker.spec.device.truth)
+    actual_cost = StepCost(worker.spec.device.actual_cost)
     reserve = worker.reserve
 
     def finish_metered(number: int, flight: Any) -> None:
-        seconds = truth.seconds(flight.work)
+        seconds = actual_cost.seconds(flight.work)
         metrics.step(flight.work, seconds, seconds)
         finish(number, flight)
 
