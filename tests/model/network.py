@@ -25,7 +25,7 @@ class OpenCall(Protocol):
     server: Process | None
     address: str
 
-    def break_off(self) -> None:
+    def lose_connection(self) -> None:
         """The connection is lost."""
 
     def cancel(self) -> None:
@@ -102,12 +102,12 @@ class Network:
         """End every call on the connection, at its client and at its server, as each is notified."""
         with self.loop.running():
             for call in [call for call in self.calls if (call.client.name, call.address) == (client, address)]:
-                call.break_off()
+                call.lose_connection()
         self.loop.run_ready()
 
     def bury(self, process: Process) -> None:
         """The connections of a process that was killed break."""
         with self.loop.running():
             for call in [call for call in self.calls if process in (call.client, call.server)]:
-                call.break_off()
+                call.lose_connection()
         self.loop.run_ready()

@@ -68,7 +68,7 @@ def cut_off_for_long(world: World) -> None:
     cut_off(world, WINDOW_S + 1.3 * QUARANTINE_S)
 
 
-def cut_off_but_heard(world: World) -> None:
+def cut_off_but_renewals_arrive(world: World) -> None:
     """D takes P for dead; nobody else does, and P's renewals arrive."""
     decode, prefill = begun(world)
     while world.fabric.writes:
@@ -157,13 +157,13 @@ def renewals_are_never_refused(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LeaseTable, "prolong", lambda *_: ())
 
 
-def nobody_looks_whether_a_writer_lives(patch: pytest.MonkeyPatch) -> None:
+def liveness_of_writers_is_ignored(patch: pytest.MonkeyPatch) -> None:
     """Its silence, and time, are all that counts."""
     is_safe = Exposure.is_safe
     patch.setattr(Exposure, "is_safe", lambda self, now, _: is_safe(self, now, process_unknown))
 
 
-def nobody_owes_the_dead(patch: pytest.MonkeyPatch) -> None:
+def leases_of_dead_peers_are_never_released(patch: pytest.MonkeyPatch) -> None:
     """A decode worker that was taken for dead never hears that its leases are given back."""
     patch.setattr(Peers, "_owe", lambda *_: None)
 
@@ -181,10 +181,10 @@ def scales_are_not_checked(patch: pytest.MonkeyPatch) -> None:
 STORIES: dict[Story, tuple[Mutant, str]] = {
     cut_off_while_it_may_write: (a_permission_is_no_bound, "lands in a page"),
     cut_off_for_long: (a_permission_has_no_end, "lands in a page"),
-    cut_off_but_heard: (renewals_are_never_refused, "lands in a page"),
-    stopped_amid_its_write: (nobody_looks_whether_a_writer_lives, "lands in a page"),
+    cut_off_but_renewals_arrive: (renewals_are_never_refused, "lands in a page"),
+    stopped_amid_its_write: (liveness_of_writers_is_ignored, "lands in a page"),
     a_connection_breaks_amid_a_write: (a_release_is_never_in_doubt, "lands in a page"),
     a_scale_is_damaged: (scales_are_not_checked, "reads KV of another prefix"),
-    disowned_by_its_writer: (nobody_owes_the_dead, "left for ever"),
+    disowned_by_its_writer: (leases_of_dead_peers_are_never_released, "left for ever"),
 }
 """Each with a fence that it needs, and what the model must say without it."""

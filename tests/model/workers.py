@@ -57,7 +57,7 @@ def pool_pages() -> int:
     return PAGES * len(WatchedEngine.windows)
 
 
-class LoopByHand(StepLoop):
+class ManualStepLoop(StepLoop):
     """A step loop whose thread never starts: `turn` is one round of it."""
 
     def start(self) -> None:
@@ -71,7 +71,7 @@ class LoopByHand(StepLoop):
         return self._step()
 
 
-class ThreadByHand:
+class IdleThread:
     """Replaces the checksum thread and never runs; `sum_pages` does its work."""
 
     def __init__(self, **_: object) -> None: ...
@@ -166,9 +166,9 @@ class WorkerProcess:
         self._emit(routed)
 
     @property
-    def loop(self) -> LoopByHand:
+    def loop(self) -> ManualStepLoop:
         loop = self.worker._loop
-        assert isinstance(loop, LoopByHand)
+        assert isinstance(loop, ManualStepLoop)
         return loop
 
     def turn(self) -> bool:

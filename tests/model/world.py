@@ -48,9 +48,9 @@ from tests.model.workers import (
     WINDOW_S,
     Addresses,
     Controller,
-    LoopByHand,
+    IdleThread,
+    ManualStepLoop,
     Parts,
-    ThreadByHand,
     WorkerProcess,
     pool_pages,
     whole_answer,
@@ -131,10 +131,10 @@ class World:
         self._patches.setattr(router.requests.live_requests, "uuid", uuid)
         self._patches.setattr(router.requests.live_requests, "Answer", CountedAnswer)
         self._patches.setattr(router.requests.stream, "TextThread", InlineText)
-        self._patches.setattr(tandem.worker.worker, "StepLoop", LoopByHand)
+        self._patches.setattr(tandem.worker.worker, "StepLoop", ManualStepLoop)
         self._patches.setattr(tandem.worker.worker, "make_proposer", lambda *_, **__: OracleProposer(whole_answer, 0.7))
         self._patches.setattr(
-            kv_transfer.checksums, "threading", SimpleNamespace(Thread=ThreadByHand, Lock=threading.Lock)
+            kv_transfer.checksums, "threading", SimpleNamespace(Thread=IdleThread, Lock=threading.Lock)
         )
         for module in (router.workers.worker_link, router.workers.worker_pool, tandem.net.rpc):
             self._patches.setattr(module, "open_channel", self._open_channel)
@@ -168,7 +168,7 @@ class World:
             for other in self.workers.values():
                 other.process.run(other.worker.peer_gone, dead.me)
         else:
-            self._news(("controller", dead.process.name, "died"), lambda: self._hear_of_death(dead.me))
+            self._news(("controller", dead.process.name, "died"), lambda: self._report_death(dead.me))
 
     def restart(self, worker_id: str, *, reuse: bool) -> None:
         """The next run of a dead worker, at a new address or, with `reuse`, at one of a dead process."""
@@ -197,11 +197,11 @@ class World:
         one.process.run(one.worker.assume, one.me, Assignment(role), grace_s)
 
     def _changed(self, one: WorkerProcess) -> None:
-        self.seen["changes told"] += 1
-        key = ("controller", one.process.name, "changed", self.seen["changes told"])
-        self._news(key, partial(self._hear_of_change, one))
+        self.seen["changes reported"] += 1
+        key = ("controller", one.process.name, "changed", self.seen["changes reported"])
+        self._news(key, partial(self._report_change, one))
 
-    def _hear_of_change(self, one: WorkerProcess) -> None:
+    def _report_change(self, one: WorkerProcess) -> None:
         member = self.controller.members.get(one.me.worker_id)
         if one.process.alive and member is not None and member.peer == one.me:
             self.controller.process.run(self.controller.admit, one.info())
@@ -249,15 +249,15 @@ class World:
         made.worker.assignment.on_change = partial(self._changed, made)
         self.network.listen(address, made.process, made.servicer)
         if incarnation == 1:
-            self._hear_of_start(made)
+            self._report_start(made)
         else:
-            self._news(("controller", made.process.name, "up"), lambda: self._hear_of_start(made))
+            self._news(("controller", made.process.name, "up"), lambda: self._report_start(made))
 
-    def _hear_of_death(self, peer: PeerRef) -> None:
+    def _report_death(self, peer: PeerRef) -> None:
         self.controller.process.run(self.controller.expel, peer)
         self._mark_dead(peer)
 
-    def _hear_of_start(self, started: WorkerProcess) -> None:
+    def _report_start(self, started: WorkerProcess) -> None:
         """Publish a started worker; its predecessor is reported dead."""
         if not started.process.alive:
             return
@@ -269,9 +269,9 @@ class World:
         ]:
             if one.me != joined.peer:
                 key = (one.process.name, "joined", joined.peer.worker_id, joined.peer.incarnation)
-                self._news(key, partial(self._hear_of_peer, one, joined))
+                self._news(key, partial(self._report_peer, one, joined))
 
-    def _hear_of_peer(self, one: WorkerProcess, joined: WorkerInfo) -> None:
+    def _report_peer(self, one: WorkerProcess, joined: WorkerInfo) -> None:
         """Notify a worker of a peer, unless the peer has died or been replaced since."""
         found = self.workers.get(joined.peer.worker_id)
         if found is not None and found.me == joined.peer:
@@ -294,7 +294,7 @@ class World:
             one.check()
         for client in self.router.clients:
             client.check()
-        found = [*self.failures, *self.loop.failures, *self._alarms.heard]
+        found = [*self.failures, *self.loop.failures, *self._alarms.errors]
         if found:
             raise Broken("; ".join(found))
 

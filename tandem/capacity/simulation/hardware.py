@@ -5,16 +5,18 @@ import math
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+import torch
+
 from tandem.capacity.simulation.drafts import Drafts
 from tandem.capacity.simulation.spec import Device
 from tandem.cost_model.roofline import GPU, Ceilings, guess
 from tandem.cost_model.step_cost import CostParameters, StepCost
 from tandem.cost_model.step_grid import gpu_grid
+from tandem.engine.cache.paged_cache import page_bytes
 from tandem.engine.config import GPU_PAGE_TOKENS
 from tandem.engine.config.kv import kv_groups, kv_windows
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.device import quantized_kv_dtype
-from tandem.engine.kernels.kv_cache import SCALE_BYTES
 from tandem.engine.model_sizes import kv_bytes_per_token, model_sizes
 from tandem.engine.models.load_spec import quantized_at_load
 from tandem.engine.models.shapes import shape_config
@@ -77,8 +79,8 @@ class Hardware:
 
 def kv_element_bytes(model: ModelSpec, kv_cache_dtype: str) -> float:
     """Returns the bytes of an element of KV, with its part of a scale. InvalidArgument as of `quantized_kv_dtype`."""
-    dtype = quantized_kv_dtype(kv_cache_dtype, model)
-    return _ITEM_BYTES if dtype is None else dtype.itemsize + SCALE_BYTES / kv_groups(model)[0].dim
+    dtype = quantized_kv_dtype(kv_cache_dtype, model) or torch.bfloat16
+    return page_bytes(model, 1, dtype) / kv_groups(model)[0].elements
 
 
 def kv_bytes_per_held_token(model: ModelSpec, tokens: float, element_bytes: float = _ITEM_BYTES) -> float:
