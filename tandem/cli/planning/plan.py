@@ -9,9 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from tandem.capacity.plan.question import ITEM_BYTES, Question
-from tandem.capacity.plan.trials import Found
-from tandem.capacity.plan.what_if import changes
 from tandem.cli.option_groups import option_groups
 from tandem.cli.plain_errors import plain_errors
 from tandem.cli.planning.plan_options import (
@@ -39,6 +36,7 @@ _FULL = 1.0
 def lines(question: Question, split: Split) -> Iterator[str]:
     """Yields memory, size, and the bottleneck that binds first."""
     from tandem.capacity.plan.memory import GIB
+    from tandem.capacity.plan.question import ITEM_BYTES
     from tandem.cost_model.step_cost import StepCost
     from tandem.engine.model_summary import model_summary
 
@@ -96,6 +94,8 @@ def strategy_table(found: Iterable[Found], rate: float) -> Table:
 
 def what_if_lines(question: Question, split: Split) -> Iterator[str]:
     """Yields the effect of each change, by the cost model alone."""
+    from tandem.capacity.plan.what_if import changes
+
     for change in changes(question.sizing, split, question.quantized_forms()):
         yield f"  {change.name}: {change.rate:.2f} × the load, with {change.split.prefill}:{change.split.decode}"
 
