@@ -6,54 +6,27 @@ Simulated parts: gRPC (`calls.py`), the transfer (`kv_transfer/in_memory_fabric.
 the token), the threads, the controller and the clock.
 """
 
-import itertools
 import logging
-import threading
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
-from typing import NoReturn
 
-import pytest
-
-import kv_transfer.checksums
-import kv_transfer.in_memory_fabric
-import prefill_worker.write_window
-import router.requests.dispatch
-import router.requests.ends
-import router.requests.live_requests
-import router.requests.request
-import router.requests.stream
-import router.workers.lease_keeper
-import router.workers.worker_link
-import router.workers.worker_pool
-import tandem.net.rpc
-import tandem.protocol.lifecycle.timeline
-import tandem.worker.loop
-import tandem.worker.peers.peers
-import tandem.worker.worker
-from benchmarks.speculation.oracle import OracleProposer
 from kv_transfer.in_memory_fabric import InFlightWrite, InMemoryFabric, PendingNotice
 from prefill_worker.request import PrefillRequest
 from tandem.protocol.messages import Assignment, PeerRef, Role, SamplingParams, WorkerInfo
-from tandem.worker.loop import StepMeter
-from tests.model.calls import Channel
 from tests.model.checks import Alarms, Broken, Holder, holder_of
 from tests.model.network import Key, Network
-from tests.model.processes import ProcessLoop, this_process
-from tests.model.router import CountedAnswer, InlineText, RouterProcess, finish_reason
+from tests.model.patches import patch_product
+from tests.model.processes import ProcessLoop
+from tests.model.router import RouterProcess, finish_reason
 from tests.model.workers import (
     QUARANTINE_S,
     WINDOW_S,
     Addresses,
     Controller,
-    IdleThread,
-    ManualStepLoop,
     Parts,
     WorkerProcess,
     pool_pages,
-    whole_answer,
 )
 
 LATE_S = 0.9 * QUARANTINE_S
@@ -95,55 +68,13 @@ class World:
         self.seen: Counter[str] = Counter()
         """The counts of events, with which tests verify that the model covers them."""
         self._alarms = Alarms()
-        self._patches = pytest.MonkeyPatch()
-        self._patch()
+        logging.getLogger().addHandler(self._alarms)
+        self._patches = patch_product(self.network, self._process_alive)
         self.controller = Controller(self.loop, self.roles)
         self.network.listen(Controller.ADDRESS, self.controller.process, self.controller)
         for worker_id in roles:
             self._start(worker_id, 1, reuse=False)
         self.router = RouterProcess(self.loop)
-
-    def _patch(self) -> None:
-        """Replace threads, clocks, sockets and random numbers."""
-        clock = SimpleNamespace(monotonic=self.loop.time, time_ns=lambda: int(self.loop.time() * 1e9), sleep=_no_sleep)
-        for module in (
-            router.requests.dispatch,
-            router.workers.lease_keeper,
-            router.requests.stream,
-            router.workers.worker_link,
-            tandem.worker.worker,
-        ):
-            self._patches.setattr(module, "time", clock)
-        for timed in (
-            router.requests.ends,
-            router.requests.live_requests,
-            router.requests.request,
-            tandem.worker.loop,
-            prefill_worker.write_window,
-            kv_transfer.in_memory_fabric,
-            tandem.protocol.lifecycle.timeline,
-        ):
-            self._patches.setattr(timed, "time", clock)
-        # What steps and transfers cost decides where requests are placed.
-        self._patches.setattr(tandem.worker.worker, "StepMeter", partial(StepMeter, clock=self.loop.time))
-        numbers = itertools.count(1)
-        uuid = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{next(numbers):012d}"))
-        self._patches.setattr(router.requests.live_requests, "uuid", uuid)
-        self._patches.setattr(router.requests.live_requests, "Answer", CountedAnswer)
-        self._patches.setattr(router.requests.stream, "TextThread", InlineText)
-        self._patches.setattr(tandem.worker.worker, "StepLoop", ManualStepLoop)
-        self._patches.setattr(tandem.worker.worker, "make_proposer", lambda *_, **__: OracleProposer(whole_answer, 0.7))
-        self._patches.setattr(
-            kv_transfer.checksums, "threading", SimpleNamespace(Thread=IdleThread, Lock=threading.Lock)
-        )
-        for module in (router.workers.worker_link, router.workers.worker_pool, tandem.net.rpc):
-            self._patches.setattr(module, "open_channel", self._open_channel)
-        self._patches.setattr(tandem.worker.peers.peers.SameHostPeers, "lives", lambda _, peer: self._lives(peer))
-        logging.getLogger().addHandler(self._alarms)
-
-    def _open_channel(self, address: str, _token: str = "") -> Channel:
-        """Replaces `tandem.net.rpc.open_channel`."""
-        return Channel(self.network, this_process(), address)
 
     def close(self) -> None:
         """End every task; nothing is checked any more."""
@@ -234,7 +165,7 @@ class World:
         if not self.one_host:
             self.loop.call_later(LATE_S, lambda: posted in self.fabric.writes and self.fabric.rest(posted))
 
-    def _lives(self, peer: PeerRef) -> bool | None:
+    def _process_alive(self, peer: PeerRef) -> bool | None:
         found = self.workers.get(peer.worker_id)
         return (found is not None and found.me == peer) if self.one_host else None
 
@@ -416,7 +347,3 @@ class World:
         unseen = {one.me for one in self.workers.values()} - {view.peer for view in self.router.dispatcher.pool.views()}
         left += [f"{peer} is not connected to the router" for peer in unseen]
         return [each for each in [*left, self.router.left()] if each]
-
-
-def _no_sleep(_seconds: float) -> NoReturn:
-    raise AssertionError("nothing sleeps here")
