@@ -11,7 +11,7 @@ from benchmarks.simulation.stage import make_cluster
 from router.observability.verdict import Outcome as Kind
 from router.observability.verdict import Verdict
 from tandem.capacity.planner.decision import Decision, Direction, Limits, Split, State
-from tandem.capacity.planner.demand import Promise
+from tandem.capacity.planner.demand import LatencyTargets
 from tandem.capacity.planner.load_ratio import WorkerFacts
 from tandem.capacity.planner.observation import Kept, Observation, Offered
 from tandem.capacity.planner.policy import plan
@@ -173,7 +173,7 @@ class PlannedRun(Run):
         seen = Observation(
             seconds=self.window_s,
             offered=offered,
-            promise=Promise(self.day.slo.ttft_s, self.day.slo.gap_target(self.idle_step_s) / StepCost().margin),
+            targets=LatencyTargets(self.day.slo.ttft_s, self.day.slo.gap_target(self.idle_step_s) / StepCost().margin),
             prompts=facts,
             answers=facts,
             prefill=wanted[Role.PREFILL],

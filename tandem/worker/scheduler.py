@@ -11,7 +11,7 @@ from decode_worker.batch_snapshot import CompletedStep
 from decode_worker.draft_choice import StepBounds
 from decode_worker.half import NO_ROWS, DecodeHalf
 from prefill_worker.half import PrefillHalf
-from tandem.cost_model.chunks import tightest_kept
+from tandem.cost_model.chunks import strictest_feasible_target
 from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import NOTHING, StepWork, chunk_pairs
 from tandem.engine.steps.batch import StepBatch, StepResult, StepRow, TokenRows
@@ -102,7 +102,7 @@ class StepScheduler:
         if self._decode.speculation is None or self._prefill.queue.length:
             return None
         cost = self._cost()
-        seconds = tightest_kept(targets, cost.seconds(self.decoding), self._growth.target_s)
+        seconds = strictest_feasible_target(targets, cost.seconds(self.decoding), self._growth.target_s)
         return StepBounds(cost, seconds, self._max_step_tokens)
 
     def apply(self, work: StepWork, result: StepResult) -> StepOutput:
@@ -145,7 +145,7 @@ class BatchGrowth:
             return most
         cost = self._cost()
         decoding_s = cost.decode_step_seconds(running.decode_rows, running.decode_context_tokens)
-        rows = cost.rows_within(tightest_kept(targets, decoding_s, self.target_s), self._context)
+        rows = cost.rows_within(strictest_feasible_target(targets, decoding_s, self.target_s), self._context)
         return min(most, max(running.decode_rows, int(min(most, rows)))) if rows >= 1.0 else most
 
 

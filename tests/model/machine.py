@@ -176,7 +176,7 @@ class ClusterMachine(RuleBasedStateMachine):
         clients = self.at.router.clients
         if len(self.open_clients()) >= OPEN_MAX:
             return False
-        # Every second client begins as others do: the same pages, in the same words or in others behind them.
+        # Every second client begins as others do: the same pages, followed by the same tokens or by others.
         first = 7 if which % 2 else 10 + len(clients)
         tokens = [first, *range(500, 500 + much % 13), *([600 + much % 3] if much % 2 else [])]
         sampling = SamplingParams(1 + which % 9, presence_penalty=which // 9 % 2)

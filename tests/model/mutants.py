@@ -46,7 +46,7 @@ def revoked_pages_are_free(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_notice_counts_for_every_epoch(patch: pytest.MonkeyPatch) -> None:
-    """A notice of an earlier attempt settles the lease that the request has now."""
+    """A notice of an earlier attempt completes the lease that the request has now."""
     notice = DecodeAdmission.notice
 
     def take(self: DecodeAdmission, late: TransferNotice, pages: Sequence[int] = ()) -> None:
@@ -210,20 +210,20 @@ def cached_pages_of_decode_are_released_at_the_notice(patch: pytest.MonkeyPatch)
 
 
 def wrong_drafts_count(patch: pytest.MonkeyPatch) -> None:
-    """The draws behind a wrong draft count as well."""
+    """The draws after a wrong draft count as well."""
 
     def runs(self: StepDrafts, token_ids: Sequence[int]) -> list[tuple[RowDrafts, list[int]]]:
         found = []
         for each in self.drafts:
-            behind = range(each.first, each.first + len(each.token_ids))
-            found.append((each, [token_ids[each.row], *(token_ids[row] for row in behind)]))
+            rows = range(each.first, each.first + len(each.token_ids))
+            found.append((each, [token_ids[each.row], *(token_ids[row] for row in rows)]))
         return found
 
     patch.setattr(StepDrafts, "runs", runs)
 
 
 def drafts_are_written_beyond_their_pages(patch: pytest.MonkeyPatch) -> None:
-    """Drafts are written behind the pages of their request."""
+    """Drafts are written beyond the pages of their request."""
     patch.setattr(DraftingBatch, "positions_left", lambda _batch, _request: 7)
 
 

@@ -64,7 +64,7 @@ def cut_off_while_it_may_write(world: World) -> None:
 
 
 def cut_off_for_long(world: World) -> None:
-    """WriteWindow and grace are over, D's pages free."""
+    """Write window and grace have ended, and D's pages are free."""
     cut_off(world, WINDOW_S + 1.3 * QUARANTINE_S)
 
 

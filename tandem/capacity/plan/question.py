@@ -10,7 +10,7 @@ from tandem.capacity.plan.memory import GIB, NO_DRAFT_MEMORY, OVERHEAD_BYTES, Dr
 from tandem.capacity.plan.speculation import Drafting
 from tandem.capacity.plan.what_if import Quantized
 from tandem.capacity.planner.decision import Limits, Range, Split
-from tandem.capacity.planner.demand import Demand, Promise
+from tandem.capacity.planner.demand import Demand, LatencyTargets
 from tandem.capacity.planner.load_ratio import WorkerFacts
 from tandem.capacity.planner.policy import TARGET_RATIO
 from tandem.capacity.planner.sizing import Sizing
@@ -47,7 +47,7 @@ class Question:
     model: ModelSpec
     device: DeviceKind
     demand: Demand
-    promise: Promise
+    targets: LatencyTargets
     workers: int | None = None
     """Number of workers; None = the fewest with headroom."""
     cost: CostParameters | None = None
@@ -119,7 +119,7 @@ class Question:
     @property
     def sizing(self) -> Sizing:
         """The sizing of this demand."""
-        return Sizing(self.demand, self.promise, self.facts, self.facts)
+        return Sizing(self.demand, self.targets, self.facts, self.facts)
 
     @property
     def hardware(self) -> Hardware:
@@ -175,13 +175,13 @@ class Question:
                 f"prompt and answer have {demand.kv_tokens:.0f} tokens, {self.name} takes {self.model.max_context}"
             )
             raise InvalidArgument("--prompt-tokens", message)
-        cost, promise = StepCost(self.costs), self.promise
+        cost, targets = StepCost(self.costs), self.targets
         step_s = cost.decode_step_seconds(1, round(demand.context_tokens))
-        if step_s > promise.gap_s:
+        if step_s > targets.gap_s:
             message = f"a single request has {step_s * 1e3:.1f} ms between its tokens"
             raise InvalidArgument("--slo-itl", f"{message}; {_HELPS}")
         alone_s = demand.lone_prompt_seconds(cost, MAX_STEP_TOKENS)
-        if alone_s > promise.ttft_s:
+        if alone_s > targets.ttft_s:
             message = f"a prompt of {demand.computed_tokens:.0f} tokens alone takes {alone_s * 1e3:.0f} ms to compute"
             raise InvalidArgument("--slo-ttft", f"{message}; {_HELPS}")
 

@@ -37,8 +37,8 @@ class Found:
 
 def trials(question: Question, split: Split) -> Iterator[Found]:
     """Yields the result of one strategy after the other."""
-    demand, promise = question.demand, question.promise
-    slo = SloClass("plan", ttft_s=promise.ttft_s, itl_s=promise.gap_s)
+    demand, targets = question.demand, question.targets
+    slo = SloClass("plan", ttft_s=targets.ttft_s, itl_s=targets.gap_s)
     workers = min(split.workers, SIMULATED_MAX)
     times = split.workers / workers
     prefill = min(max(1, round(split.prefill / times)), max(workers - 1, 1))

@@ -11,7 +11,7 @@ LENGTH_CV2 = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
+class LatencyTargets:
     """Latency targets in seconds: time to first token and inter-token latency; infinite = none."""
 
     ttft_s: float = math.inf

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from tandem.capacity.planner.demand import Promise
+from tandem.capacity.planner.demand import LatencyTargets
 from tandem.capacity.planner.load_ratio import WorkerFacts
 from tandem.capacity.planner.observation import Kept, Observation, Offered
 from tandem.cost_model.step_cost import StepCost
@@ -24,12 +24,12 @@ _CROWDED = "slo_itl"
 _REFUSED = ("queue_full", "tenant_queue_full", "slo_ttft", _CROWDED)
 """Values of the label `reason` of rejected requests that count as offered (`router/refusal.py`)."""
 
-Promises = Callable[[float], Mapping[str, Promise]]
+TargetsByClass = Callable[[float], Mapping[str, LatencyTargets]]
 """Maps the seconds of a one-request decode step to the targets of each service class."""
 
 
 def observe(
-    interval: ScrapeInterval, workers: Sequence[WorkerInfo], promises: Promises, *, coming: int = 0
+    interval: ScrapeInterval, workers: Sequence[WorkerInfo], targets_by_class: TargetsByClass, *, coming: int = 0
 ) -> Observation:
     """Returns the observation of this interval.
 
@@ -43,7 +43,7 @@ def observe(
     return Observation(
         seconds=interval.seconds,
         offered=offered,
-        promise=_promise(interval, promises(idle_step_s)),
+        targets=_targets(interval, targets_by_class(idle_step_s)),
         prompts=worker_facts(now, [*prefill, *shared]),
         answers=answers,
         prefill=len(prefill),
@@ -128,14 +128,14 @@ def _offered(interval: ScrapeInterval) -> Offered:
     )
 
 
-def _promise(interval: ScrapeInterval, promises: Mapping[str, Promise]) -> Promise:
+def _targets(interval: ScrapeInterval, targets_by_class: Mapping[str, LatencyTargets]) -> LatencyTargets:
     """Returns the tightest targets of the classes with enough requests."""
-    counts = {name: interval.grown(f.SLO_REQUESTS, slo_class=name) for name in promises}
+    counts = {name: interval.grown(f.SLO_REQUESTS, slo_class=name) for name in targets_by_class}
     least = CLASS_SHARE * sum(counts.values())
-    found = [promise for name, promise in promises.items() if counts[name] and counts[name] >= least]
+    found = [targets for name, targets in targets_by_class.items() if counts[name] and counts[name] >= least]
     if not found:
-        return Promise()
-    return Promise(min(each.ttft_s for each in found), min(each.gap_s for each in found))
+        return LatencyTargets()
+    return LatencyTargets(min(each.ttft_s for each in found), min(each.gap_s for each in found))
 
 
 def _kept(interval: ScrapeInterval) -> Kept:

@@ -1,4 +1,4 @@
-"""A cluster of simulated workers behind one simulated router, and loads that run through it."""
+"""A cluster of simulated workers and one simulated router, and loads that run through it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

@@ -84,7 +84,7 @@ def kv_element_bytes(model: ModelSpec, kv_cache_dtype: str) -> float:
 
 
 def kv_bytes_per_held_token(model: ModelSpec, tokens: float, element_bytes: float = _ITEM_BYTES) -> float:
-    """Returns the bytes that a decoding request of so many tokens holds per token; with windows, fewer the longer.
+    """Returns the bytes per token that a decoding request of `tokens` tokens holds.
 
     With windows they are those of the whole pages that workers reserve (`KvPages.held`).
     """

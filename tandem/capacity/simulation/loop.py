@@ -58,7 +58,7 @@ class InFlightSteps:
         return InFlightStep(work, drawn, self._free_s)
 
     def push(self, launched: InFlightStep | None) -> bool:
-        """Makes `launched` the newest step; returns True if no more steps are to be launched until the first ends."""
+        """Makes `launched` the newest step; returns True if none is to be launched until the first ends."""
         before, self.second = self.second, launched
         if before is not None:
             self.first = before

@@ -75,11 +75,11 @@ class SteadyBatch(DraftingBatch):
         return self._first_end[1] + 1 - self._next_step
 
     def steps_without_new_page(self) -> int:
-        """Returns the number of further steps, at least, that need no more pages."""
+        """Returns a lower bound of the number of further steps that need no new pages."""
         return 0 if self._without_page else min(self._page_steps, default=_NEVER) - self._next_step
 
     def skip(self, steps: int) -> None:
-        """Acts as if so many steps had been launched and as many had completed with tokens 0.
+        """Acts as if `steps` steps had been launched and had completed, each with token 0.
 
         At most `identical_steps` and `steps_without_new_page` may be skipped.
         """

@@ -15,8 +15,8 @@ from tandem.cli.planning.plan_options import (
     CostOptions,
     DemandOptions,
     GpuOptions,
-    PromiseOptions,
     ShapeOptions,
+    TargetOptions,
     check_above_0,
 )
 
@@ -58,7 +58,7 @@ def lines(question: Question, split: Split) -> Iterator[str]:
         f"steps     {cost.parameters.base_s * _MS:.1f} ms to decode one answer, {alone_s * _MS:.0f} ms to compute a"
         f" prompt of {demand.computed_tokens:.0f} tokens ({'as fitted' if question.cost else 'by the roofline'})"
     )
-    yield f"targets   {question.promise.text}"
+    yield f"targets   {question.targets.text}"
     (worse, first), (better, other) = sorted(
         ((prefill, "prefill"), (decode, "decode")), key=lambda each: each[0].value, reverse=True
     )
@@ -134,7 +134,7 @@ def plan(
     *,
     shape: ShapeOptions,
     gpu: GpuOptions,
-    promised: PromiseOptions,
+    latency: TargetOptions,
     asked: DemandOptions,
     workers: Annotated[int | None, typer.Option(help="Number of workers; default: the fewest with headroom.")] = None,
     costs: CostOptions,
@@ -159,7 +159,7 @@ def plan(
     from tandem.capacity.plan.question import Question
     from tandem.capacity.plan.speculation import Drafting
 
-    promise, demand = promised.promise(), asked.demand()
+    targets, demand = latency.targets(), asked.demand()
     if workers is not None:
         check_above_0("--workers", workers)
     model = shape.config()
@@ -168,7 +168,7 @@ def plan(
         model=model,
         device=gpu.kind(),
         demand=demand,
-        promise=promise,
+        targets=targets,
         workers=workers,
         cost=costs.fitted(),
         kv_element_bytes=shape.kv_element_bytes(model),
