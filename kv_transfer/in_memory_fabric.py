@@ -110,8 +110,8 @@ class InMemoryFabric:
         self._damages: deque[Callable[[Sequence[int]], None]] = deque()
         self._landed: list[int] = []
         """The pages that writes have landed on since the last notice."""
-        self._thread = threading.Thread(target=self._run, name="in-memory-fabric", daemon=True)
         if schedule is None:
+            self._thread = threading.Thread(target=self._run, name="in-memory-fabric", daemon=True)
             self._thread.start()
 
     # ---- for transports ----

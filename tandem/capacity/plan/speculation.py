@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from decode_worker.draft_choice import ROWS_MAX
 from decode_worker.model_speculation import DraftCosts
 from tandem.capacity.simulation.drafts import Drafts
+from tandem.cost_model.acceptance import Acceptance
 from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import StepWork
-from tandem.engine.speculation.proposer import DRAFTS_MAX
+from tandem.engine.speculation.proposer import DRAFTS_MAX, MODEL_CLASS
 from tandem.protocol.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class Drafting:
         return 1 + sum(self._survival(self.drafts))
 
     def _survival(self, drafts: int) -> list[float]:
-        return [self.acceptance**count for count in range(1, drafts + 1)]
+        return Acceptance(prior=self.acceptance).survival(MODEL_CLASS, drafts)
 
     def simulated(self, cost: StepCost, context: int) -> Drafts:
         """Return such drafts of simulated workers, whose steps of one request cost what `cost` says."""

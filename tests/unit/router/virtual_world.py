@@ -62,7 +62,7 @@ class World:
         self._free_at = dict.fromkeys(self.by_peer, 0.0)
         self._by_id: dict[str, Request] = {}
 
-    def at_time(self, moment_s: float, event: Callable[[], None]) -> None:
+    def schedule(self, moment_s: float, event: Callable[[], None]) -> None:
         """Schedules an event, after which the queue's head is placed as far as it can be."""
 
         def run() -> None:
@@ -79,7 +79,7 @@ class World:
         request = Request(queued, slo)
         self.requests.append(request)
         self._by_id[queued.wire_id] = request
-        self.at_time(at, lambda: self._enter(request))
+        self.schedule(at, lambda: self._enter(request))
         return request
 
     def run(self) -> None:
@@ -111,13 +111,13 @@ class World:
         def first_token() -> None:
             request.ttft_s = self.at.clock.now - request.queued.arrived_s
             prefill.remove_prompt(name)
-            self.at_time(self.at.clock.now + self.answer_s, over)
+            self.schedule(self.at.clock.now + self.answer_s, over)
 
         def over() -> None:
             decode.remove_answer(name)
             self.scheduler.ended(request.queued, 100)
 
-        self.at_time(done, first_token)
+        self.schedule(done, first_token)
 
 
 PROMPT_S = 4e-3 + (2048 - 200) * H200.token_s + 2048 * 2049 / 2 * H200.pair_s
