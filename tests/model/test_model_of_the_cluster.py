@@ -156,7 +156,7 @@ def test_the_cluster_holds_while_workers_change_their_roles() -> None:
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("mutant", "said"), MUTANTS.items(), ids=[mutant.__name__ for mutant in MUTANTS])
-def test_a_fence_that_is_down_is_found(mutant: Mutant, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_safety_measure_is_found(mutant: Mutant, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)
     with pytest.raises(Exception, match=said):
         play_several(RUNS_FOR_A_MUTANT, SEEDS_FOR_A_MUTANT)
@@ -169,7 +169,7 @@ def play_several(runs: int, seeds: Iterable[int]) -> None:
 
 
 @pytest.mark.parametrize("story", STORIES, ids=[story.__name__ for story in STORIES])
-def test_a_story_ends_well_for_its_fence_is_up(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_story_ends_well_only_with_its_safety_measure(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
     play_story(story)
     mutant, said = STORIES[story]
     mutant(monkeypatch)
