@@ -76,7 +76,7 @@ def test_the_notice_comes_after_the_bytes_and_on_the_fabric_s_thread(pair: Pair)
     assert seen == [(True, True)]
 
 
-def test_held_writes_land_in_the_order_the_tester_wants(pair: Pair) -> None:
+def test_held_writes_land_in_the_requested_order(pair: Pair) -> None:
     pair.fabric.hold()
     futures = [pair.post([i], [9], i) for i in (1, 2, 3)]
     assert not any(future.done() for future in futures)
@@ -125,7 +125,7 @@ def test_a_dropped_notice_is_the_only_thing_missing(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("victim", ["prefill", "decode"])
-def test_death_fails_what_is_on_the_way_and_nothing_lands_after_it(pair: Pair, victim: str) -> None:
+def test_death_fails_writes_in_flight_and_nothing_lands_after_it(pair: Pair, victim: str) -> None:
     before = pair.decode.pool.copy()
     pair.fabric.hold()
     future = pair.post([1], [4], 1)
@@ -151,7 +151,7 @@ def test_a_later_incarnation_replaces_the_earlier_and_an_earlier_one_is_ignored(
     np.testing.assert_array_equal(reborn.pool[4], pair.prefill.pool[1])
 
 
-def test_a_removed_peer_is_unknown_and_what_is_on_the_way_to_it_lands(pair: Pair) -> None:
+def test_a_removed_peer_is_unknown_and_writes_in_flight_to_it_land(pair: Pair) -> None:
     pair.fabric.hold()
     future = pair.post([1], [4], 1)
     pair.prefill.transport.remove_peer(pair.decode.transport.me)
@@ -167,7 +167,7 @@ def test_a_removed_peer_is_unknown_and_what_is_on_the_way_to_it_lands(pair: Pair
             failed.result(timeout=60)
 
 
-def test_the_end_of_a_run_is_that_of_earlier_ones_and_not_of_later_ones(pair: Pair) -> None:
+def test_removing_a_run_removes_earlier_ones_and_not_later_ones(pair: Pair) -> None:
     here, there = pair.prefill.transport, pair.decode.transport.me
     here.remove_peer(PeerRef(there.worker_id, there.incarnation - 1))
     pair.post([1], [4]).result(timeout=60)
@@ -201,7 +201,7 @@ def test_a_write_that_cannot_be_carried_fails_alone(pair: Pair) -> None:
     pair.post([1], [4]).result(timeout=60)
 
 
-def test_close_is_idempotent_and_fails_what_is_on_the_way(pair: Pair) -> None:
+def test_close_is_idempotent_and_fails_writes_in_flight(pair: Pair) -> None:
     pair.fabric.hold()
     future = pair.post([1], [4])
     pair.prefill.transport.close()

@@ -31,12 +31,12 @@ def forms(memory: Memory) -> list[Quantized]:
     return [form("weights in 8 bits", 0.5, 1.0), form("KV in 8 bits", 1.0, 0.5), form("both", 0.5, 0.5)]
 
 
-def test_memory_is_what_weights_leave() -> None:
+def test_kv_has_the_memory_that_weights_leave() -> None:
     assert MEMORY.kv_tokens == pytest.approx(10_000)
     assert Memory(GIB, 10 * GIB, 1.0).kv_tokens == 0
 
 
-def test_smaller_numbers_help_where_kv_binds() -> None:
+def test_quantization_helps_where_kv_binds() -> None:
     found = {each.name: each.rate for each in changes(ANSWERS, ANSWERS.best(8, Limits()), forms(MEMORY))}  # type: ignore[arg-type]
     assert found["KV in 8 bits"] > 1.3
     assert found["weights in 8 bits"] > 1.2
@@ -54,7 +54,7 @@ def test_a_step_that_reads_half_of_the_kv_is_shorter() -> None:
     assert found["KV in 8 bits"] > 1.3
 
 
-def test_the_fewest_workers_leave_the_room_that_was_asked_for() -> None:
+def test_the_fewest_workers_have_the_requested_headroom() -> None:
     sizing = Sizing(Demand(50.0, 900, 200), LatencyTargets(10.0, 20e-3), FACTS, FACTS)
     for shared in (False, True):
         split = sizing.fewest(Range(2, 100), Limits(), 0.75, shared=shared)

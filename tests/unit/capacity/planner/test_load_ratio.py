@@ -51,7 +51,7 @@ def test_a_tight_first_token_leaves_a_small_pool_less_to_do_than_a_large_one() -
     assert busy_cap(4, 1.0, 3.0) < busy_cap(4, 1.0, 30.0) <= BUSY_MAX
 
 
-def test_workers_that_do_both_keep_room_for_a_prompt() -> None:
+def test_workers_of_both_roles_keep_pages_for_a_prompt() -> None:
     """Half of 50,000 tokens are used at most: 40 requests of 1,000 with prompts up to 10,000, and 25 with 40,000."""
     demand, facts = Demand(1.0, 500, 500), replace(FACTS, kv_tokens=50_000)
     for longest, rows in ((10_000, 40), (40_000, 25)):
@@ -86,7 +86,7 @@ def test_answers_at_the_limit_are_what_those_rows_decode() -> None:
     assert decode_load_ratio(Demand(per_s, 10, 100), TARGETS, FACTS, 4).value == pytest.approx(0.25)
 
 
-def test_who_does_both_bears_both() -> None:
+def test_a_shared_worker_has_the_load_of_both_roles() -> None:
     """Prompts and decode rows both load a shared cluster, each alone less than together."""
     prompts, answers = Demand(4.0, 900, 1), Demand(4.0, 1, 500)
     both = Demand(4.0, 900, 500)
@@ -103,13 +103,13 @@ def test_who_does_both_bears_both() -> None:
     assert shared_load_ratio(both, TARGETS, FACTS, 4).value < load_ratio["both"] / 3
 
 
-def test_a_gap_that_no_step_keeps_still_gives_a_number() -> None:
+def test_a_gap_target_below_every_step_still_has_a_load_ratio() -> None:
     load_ratio = decode_load_ratio(Demand(1.0, 10, 100), LatencyTargets(1.0, 1e-3), FACTS, 1)
     assert load_ratio.limit is Limit.GAP
     assert 1.0 < load_ratio.value < math.inf
 
 
-def test_a_request_with_windows_occupies_what_it_holds() -> None:
+def test_a_request_with_windows_occupies_the_pages_it_holds() -> None:
     kv = KvPages(128, (None, 1024, 1024), step_tokens=2048)
     facts = replace(FACTS, kv_tokens=128 * 1000.0, kv=kv)
     assert FACTS.occupied(20_000, Role.DECODE) == 20_000

@@ -62,7 +62,7 @@ class Cluster:
 WORKERS = [info("prefill-0", Role.PREFILL, Role.PREFILL), info("decode-0", Role.DECODE, Role.DECODE)]
 
 
-def test_a_window_is_what_was_counted_in_it() -> None:
+def test_an_observation_has_the_counts_of_its_window() -> None:
     cluster = Cluster()
     cluster.router.offered(1, 999, 7.0)  # before it
     before = cluster.scrape(100.0)
@@ -97,7 +97,7 @@ def test_tokens_of_steps_with_drafts_count() -> None:
     assert (seen.answers.decode_speedup, seen.prompts.decode_speedup) == (1.7, 1.0)
 
 
-def test_who_was_turned_away() -> None:
+def test_rejected_requests_are_counted_by_reason() -> None:
     cluster = Cluster()
     before = cluster.scrape(0.0)
     for reason in Refusal:
@@ -109,7 +109,7 @@ def test_who_was_turned_away() -> None:
     assert seen.offered.crowded_per_s == pytest.approx(0.1)
 
 
-def test_classes_that_hardly_anybody_asks_for_bind_nobody() -> None:
+def test_targets_of_classes_with_few_requests_do_not_count() -> None:
     cluster = Cluster()
     before = cluster.scrape(0.0)
     cluster.router.registry.counter(f.SLO_REQUESTS, "strict", "met").add(2)
@@ -118,7 +118,7 @@ def test_classes_that_hardly_anybody_asks_for_bind_nobody() -> None:
     assert seen.targets == TARGETS_BY_CLASS["quick"]
 
 
-def test_a_worker_counts_as_what_it_was_told_to_be() -> None:
+def test_a_worker_counts_by_its_assigned_role() -> None:
     changing = [info("prefill-0", Role.BOTH, Role.PREFILL, Role.DECODE), info("decode-0", Role.DECODE, Role.DECODE)]
     leaving = info("decode-1", Role.DECODE, Role.DECODE, Role.DECODE)
     cluster = Cluster()
@@ -126,7 +126,7 @@ def test_a_worker_counts_as_what_it_was_told_to_be() -> None:
     assert (seen.prefill, seen.decode) == (1, 1)
 
 
-def test_the_costs_of_a_cluster_are_as_noisy_as_its_workers_found_them() -> None:
+def test_the_fitted_costs_have_the_largest_noise_of_the_workers() -> None:
     cluster = Cluster()
     cluster.cost = replace(COST, mixed_noise=1.27)
     found = fitted(cluster.scrape(0.0))
@@ -134,7 +134,7 @@ def test_the_costs_of_a_cluster_are_as_noisy_as_its_workers_found_them() -> None
     assert found.mixed_noise == pytest.approx(1.27)
 
 
-def test_a_worker_that_tells_no_noise_has_the_usual_one() -> None:
+def test_a_worker_that_reports_no_noise_has_the_default() -> None:
     """For instance a worker of an older release."""
     cluster = Cluster(untold=(f.STEP_MIXED_NOISE,))
     found = fitted(cluster.scrape(0.0))
@@ -142,7 +142,7 @@ def test_a_worker_that_tells_no_noise_has_the_usual_one() -> None:
     assert found.mixed_noise == UNMEASURED.mixed_noise
 
 
-def test_a_guess_is_no_measurement() -> None:
+def test_unmeasured_costs_do_not_count() -> None:
     cluster = Cluster()
     cluster.cost = CostParameters()
     seen = observe(ScrapeInterval(cluster.scrape(0.0), cluster.scrape(1.0)), WORKERS, lambda _: TARGETS_BY_CLASS)

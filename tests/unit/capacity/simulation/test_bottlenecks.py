@@ -168,7 +168,7 @@ def test_the_bottleneck_that_the_load_was_built_for(name: str) -> None:
     assert dict(zip(names, bottlenecks, strict=True))[case.worker] == case.bottleneck
 
 
-def test_its_change_moves_the_bottleneck() -> None:
+def test_the_proposed_change_moves_the_bottleneck() -> None:
     """After the proposed change the bottleneck is gone."""
     queue, wire = CASES["a small batch"], CASES["a slow wire"]
     assert "--max-batch-requests" in found(queue.stage.under(queue.load), DECODE).change
@@ -188,7 +188,7 @@ def test_hand_overs_that_do_not_end_hold_the_pages() -> None:
     assert prefill.steps == prefill.arriving == prefill.others_transferring == decode.transferring == 0
 
 
-def test_who_has_no_room_is_not_the_wire() -> None:
+def test_a_full_decode_worker_is_not_diagnosed_as_a_slow_transfer() -> None:
     """Answers fill the decode worker. Prompts wait for its pages at the router, not for the transport."""
     case = CASES["long answers, few pages"]
     interval = case.stage.under(case.load)
@@ -198,7 +198,7 @@ def test_who_has_no_room_is_not_the_wire() -> None:
     assert figures_of(interval, PREFILL).transferring < 0.1
 
 
-def test_figures_are_what_the_load_was() -> None:
+def test_figures_match_the_load() -> None:
     """A 4000-token prompt is two chunks of arithmetic and little else."""
     figures = figures_of(Stage().under(load(0.05, 4000, 1)), PREFILL)
     assert figures.busy == pytest.approx(1.0, abs=0.05)

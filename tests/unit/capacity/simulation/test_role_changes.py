@@ -45,7 +45,7 @@ def test_roles_change_amid_a_load_and_every_answer_is_whole() -> None:
 
 
 @pytest.mark.parametrize("jumps", [True, False], ids=["many steps at once", "every step"])
-def test_answers_give_way_where_prompts_take_room_and_go_on(*, jumps: bool) -> None:
+def test_answers_are_preempted_where_prompts_need_pages_and_continue(*, jumps: bool) -> None:
     """A decode worker that also prefills reserves less; pages reserved before may not be available."""
     stage = cluster(Mode.DISAGGREGATED, [Role.PREFILL, Role.DECODE], jumps=jumps, pages=64)
     decode = list(stage.workers.values())[1]
@@ -60,7 +60,7 @@ def test_answers_give_way_where_prompts_take_room_and_go_on(*, jumps: bool) -> N
         assert sorted(moments(outcome)) == list(moments(outcome))
 
 
-def test_a_change_of_mind_opens_what_was_closing() -> None:
+def test_a_closing_half_opens_again_when_its_role_returns() -> None:
     stage = cluster(Mode.DISAGGREGATED, ROLES)
     decode = list(stage.workers.values())[2]
     stage.clock.at(FIRST_S, lambda: decode.assume(Role.PREFILL))
