@@ -22,7 +22,8 @@ import numpy as np
 from benchmarks.command_line import exit_on_error, need_gpu
 from benchmarks.load.served_model import ServedModel, add_model_options, choose_model
 from benchmarks.results import run_facts, save_result
-from kv_transfer.in_memory import InMemoryFabric, InMemoryTransport
+from kv_transfer.in_memory import InMemoryTransport
+from kv_transfer.in_memory_fabric import InMemoryFabric
 from tandem.cost_model.step_work import StepWork
 from tandem.engine.cache.paged_cache import cache_bytes
 from tandem.engine.config import EngineConfig

@@ -37,7 +37,8 @@ from benchmarks.cpu.no_engine import MODEL, STEP_TOKENS, NoEngine
 from benchmarks.cpu.stopwatch import Stopwatch
 from benchmarks.results import RESULTS, run_facts, save_result
 from decode_worker.batch_snapshot import CompletedStep
-from kv_transfer.in_memory import InMemoryFabric, InMemoryTransport
+from kv_transfer.in_memory import InMemoryTransport
+from kv_transfer.in_memory_fabric import InMemoryFabric
 from tandem.engine.cache.page_pool import PagePool
 from tandem.engine.config import GPU_PAGE_TOKENS, EngineConfig
 from tandem.protocol import conversion

@@ -88,18 +88,18 @@ def with_most_tokens(bounds: StepBounds, work: StepWork, candidates: Sequence[Ca
     for number, each in enumerate(candidates):
         alike.setdefault(tuple(each.survival), []).append(number)
     positions = [(-worth, position, survival) for survival in alike for position, worth in enumerate(survival)]
-    rows, parameters = work.decode_rows, bounds.cost.parameters
+    rows = work.decode_rows
     tokens, seconds = float(rows), bounds.cost.decode_step_seconds(rows, work.decode_context_tokens)
     most, room = GAIN_MIN * tokens / seconds, min(bounds.rows, ROWS_MAX) - rows
-    seconds += parameters.verify_base_s
+    seconds += bounds.cost.parameters.verify_base_s
     added: list[Sequence[int]] = []
     chosen = 0
     for negative, position, survival in sorted(positions):
         numbers = alike[survival]
-        row_s = parameters.row_s
+        read = 0.0
         if candidates[numbers[0]].context is not None:
             read = sum(candidates[number].context_of(position) for number in numbers) / len(numbers)
-            row_s += parameters.context_s * read
+        row_s = bounds.cost.row_seconds(read)
         spare_s = bounds.seconds - seconds
         fitting = len(numbers) if len(numbers) * row_s <= spare_s else int(spare_s / row_s) if spare_s > 0.0 else 0
         count = max(0, min(len(numbers), room, fitting))

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kv_transfer.in_memory import InMemoryFabric, InMemoryTransport
+from kv_transfer.in_memory import InMemoryTransport
+from kv_transfer.in_memory_fabric import InMemoryFabric
 from tandem.engine.config import EngineConfig
 from tandem.net import rpc
 from tandem.protocol.generated.tandem.v1 import worker_pb2_grpc
@@ -162,7 +163,7 @@ class WorkerPair:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.fabric.let_go()
+        self.fabric.release()
         for end in self.ends:
             await end.stop()
         await asyncio.gather(*self.readers)

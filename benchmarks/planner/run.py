@@ -11,7 +11,7 @@ from benchmarks.simulation.stage import make_cluster
 from router.observability.request_outcome import Outcome as Kind
 from router.observability.request_outcome import RequestOutcome
 from tandem.capacity.planner.decision import Decision, Direction, Limits, Split, State
-from tandem.capacity.planner.demand import Promise
+from tandem.capacity.planner.demand import LatencyTargets
 from tandem.capacity.planner.load_ratio import WorkerFacts
 from tandem.capacity.planner.observation import Kept, Observation, Offered
 from tandem.capacity.planner.policy import plan
@@ -19,7 +19,6 @@ from tandem.capacity.simulation.cluster import VirtualCluster
 from tandem.capacity.simulation.hardware import Hardware
 from tandem.capacity.simulation.network import Network
 from tandem.capacity.simulation.request import LoadRequest, Outcome
-from tandem.capacity.simulation.search.judge import judge
 from tandem.cluster.supervision.modes import Topology, assign
 from tandem.cost_model.answer_length import AnswerLengths
 from tandem.cost_model.step_cost import StepCost
@@ -96,7 +95,7 @@ class Run:
         self._end(outcome)
 
     def _end(self, outcome: Outcome) -> RequestOutcome:
-        verdict = judge(outcome, self.day.slo, self.idle_step_s, outcome.token_s(NETWORK.event_s))
+        verdict = outcome.judge(self.day.slo, self.idle_step_s, outcome.token_s(NETWORK.event_s))
         self.tally.met[self.day.hour_of(outcome.asked.due_s)] += verdict.phase is None
         return verdict
 
@@ -146,20 +145,20 @@ class PlannedRun(Run):
     def _apply(self, decision: Decision) -> None:
         """Applies a decision like the controller: workers in a needed role keep it."""
         workers = {each.peer.worker_id: each for each in self.cluster.workers.values()}
-        roles = {worker_id: each.assignment.wanted for worker_id, each in workers.items()}
+        roles = {worker_id: each.assignment.assignment.role for worker_id, each in workers.items()}
         assignments = assign(Topology(Mode.DISAGGREGATED, decision.split.prefill), roles)
         flipped = [
             worker_id for worker_id, assignment in assignments.items() if assignment.role is not roles[worker_id]
         ]
         for worker_id in flipped:
-            workers[worker_id].assignment.assume(assignments[worker_id].role)
+            workers[worker_id].assume(assignments[worker_id].role)
         now = round(self.cluster.clock.now, 3)
         self.changes.append(Change(now, decision.split.text, len(flipped), decision.change, decision.reason))
 
     def _observe(self) -> Observation:
         workers = list(self.cluster.workers.values())
         loads = [each.load() for each in workers]
-        wanted = Counter(each.assignment.wanted for each in workers)
+        wanted = Counter(each.assignment.assignment.role for each in workers)
         facts = self._facts()
         shed = [each for each in self._verdicts if each.outcome is Kind.SHED]
         offered = Offered(
@@ -174,7 +173,7 @@ class PlannedRun(Run):
         seen = Observation(
             seconds=self.window_s,
             offered=offered,
-            promise=Promise(self.day.slo.ttft_s, self.day.slo.gap_target(self.idle_step_s) / StepCost().margin),
+            targets=LatencyTargets(self.day.slo.ttft_s, self.day.slo.gap_target(self.idle_step_s) / StepCost().margin),
             prompts=facts,
             answers=facts,
             prefill=wanted[Role.PREFILL],
@@ -191,7 +190,7 @@ class PlannedRun(Run):
         info = next(iter(self.cluster.workers.values())).info
         tokens = self.machine.pages * self.machine.page_tokens
         sizes = info.max_batch_requests, info.max_step_tokens, info.model.max_context
-        return WorkerFacts(self.machine.reported, tokens, *sizes)
+        return WorkerFacts(self.machine.reported_cost, tokens, *sizes)
 
 
 def _mean(values: list[int]) -> float:

@@ -10,10 +10,9 @@ from router.requests.chunk_budget import must_not_wait
 from router.slo import BEST_EFFORT, SloClass
 from tandem.capacity.simulation.cluster import VirtualCluster
 from tandem.capacity.simulation.hardware import Hardware
-from tandem.capacity.simulation.network import Network
+from tandem.capacity.simulation.network import DeliveryDelay, Network
 from tandem.capacity.simulation.prompt import VirtualPrompt, page_names
 from tandem.capacity.simulation.request import LoadRequest, Outcome
-from tandem.capacity.simulation.search.network_jitter import DeliveryDelay
 from tandem.capacity.simulation.spec import WorkerSpec
 from tandem.cli.load.record import RequestRecord
 from tandem.cli.load.report import LoadReport, make_report

@@ -29,7 +29,8 @@ from benchmarks.command_line import at_least, exit_on_error
 from benchmarks.cpu.no_engine import MODEL, STEP_TOKENS, NoEngine
 from benchmarks.cpu.stopwatch import Stopwatch
 from benchmarks.results import run_facts, save_result
-from kv_transfer.in_memory import InMemoryFabric, InMemoryTransport
+from kv_transfer.in_memory import InMemoryTransport
+from kv_transfer.in_memory_fabric import InMemoryFabric
 from tandem.engine.cache.page_pool import PagePool
 from tandem.engine.config import GPU_PAGE_TOKENS, EngineConfig
 from tandem.engine.cuda.sampler_cuda import DeviceSampler

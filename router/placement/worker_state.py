@@ -218,7 +218,7 @@ class WorkerState:
 
     def refresh(self) -> None:
         """Compute all derived attributes."""
-        self.idle_step_s = self.cost.decode_step_seconds(1, 0)
+        self.idle_step_s = self.cost.idle_step_s
         """A decode step of one request with little context."""
         self._refresh_targets()
         self._refresh_answers()

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from router.slo import SloClass
 from tandem.capacity.planner.decision import Decision, Direction, State
-from tandem.capacity.planner.demand import Promise
+from tandem.capacity.planner.demand import LatencyTargets
 from tandem.capacity.planner.policy import plan
 from tandem.capacity.planner.reading import observe
 from tandem.cluster.planner_config import PlannerConfig, PlannerMode
@@ -99,7 +99,7 @@ class Planning:
         if before is None:
             return
         workers, coming = self._membership().workers, self._operator.coming
-        seen = observe(ScrapeInterval(before, now), workers, self._promises, coming=coming)
+        seen = observe(ScrapeInterval(before, now), workers, self._targets_by_class, coming=coming)
         decision = plan(seen, self._config.limits, self._state)
         self._decision, self._state = decision, decision.state
         if decision.change is Direction.NONE:
@@ -125,9 +125,11 @@ class Planning:
             await self._operator.resize(size)
         log.info("planner: %s after %.1f s", split.text, self._clock() - began)
 
-    def _promises(self, idle_step_s: float) -> Mapping[str, Promise]:
+    def _targets_by_class(self, idle_step_s: float) -> Mapping[str, LatencyTargets]:
         classes = (each for each in self._classes if each.has_targets)
-        return {each.name: Promise(each.ttft_s, each.gap_target(idle_step_s) / StepCost().margin) for each in classes}
+        return {
+            each.name: LatencyTargets(each.ttft_s, each.gap_target(idle_step_s) / StepCost().margin) for each in classes
+        }
 
     def _facts(self) -> Facts:
         facts: dict[Family, float | Reading] = {

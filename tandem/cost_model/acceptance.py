@@ -1,8 +1,8 @@
 """Learns how probable it is that drafts are accepted, by the class of the draft and the position in it."""
 
 PRIOR, PRIOR_WEIGHT = 0.5, 2.0
-"""The probability that is assumed at first, and the number of observations that it counts for. At a position that no
-draft has reached it is that of the position before: else longer drafts would never be tried.
+"""The probability that is assumed at first, and the number of observations that it counts for. A position that no
+draft has reached has the probability of the position before; otherwise longer drafts would never be tried.
 """
 WINDOW = 32.0
 """The number of observations after which older ones hardly count."""
@@ -20,7 +20,7 @@ class Acceptance:
         self._known: dict[tuple[int, int], tuple[float, float, int]] = {}
         """See `_at`, by class and position."""
         self._survivals: dict[int, list[float]] = {}
-        """The longest return value of `survival` for each class since something was learned, as requests ask alike."""
+        """The longest return value of `survival` for each class since its last observation."""
 
     def rate(self, match: int, position: int) -> float:
         """Return the probability for the draft at `position`, from 0, of a class."""
@@ -31,17 +31,17 @@ class Acceptance:
         return max((rate for (_, position), (rate, *_) in self._known.items() if not position), default=self._prior)
 
     def survival(self, match: int, drafts: int) -> list[float]:
-        """Return the probability that each of so many drafts is accepted together with all before it."""
+        """Return the probability that each of the first `drafts` drafts is accepted together with all before it."""
         found = self._survivals.setdefault(match, [])
         for position in range(len(found), drafts):
             found.append((found[-1] if found else 1.0) * self.rate(match, position))
         return found[:drafts]
 
     def observe(self, match: int, drafted: int, accepted: int) -> None:
-        """Learn from a verified draft: those behind the first one that was rejected tell nothing.
+        """Learn from a verified draft, up to the first token that was rejected.
 
-        A position that would have been reached with one draft more becomes what it is before it is known, by and by:
-        else one where the first drafts were rejected by chance would never be tried again.
+        If all of it was accepted, the probability at the next position moves towards that of the last one: otherwise a
+        position where the first drafts were rejected by chance would never be tried again.
         """
         self._survivals.pop(match, None)
         for position in range(min(accepted + 1, drafted)):
@@ -55,16 +55,16 @@ class Acceptance:
         rate, weight, alike = self._at(match, position)
         alike = max(alike, 0) + 1 if accepted else min(alike, 0) - 1
         if (rate if accepted else 1 - rate) ** abs(alike) * WINDOW**2 < 1.0:
-            # So many drafts in a row hardly ever fare alike by this rate: it has changed, and only they count.
+            # A run this long is improbable at this rate: the rate has changed, so only the run counts.
             rate, weight = self._prior, PRIOR_WEIGHT + min(abs(alike), WINDOW) - 1
             rate += (accepted - rate) * (1 - PRIOR_WEIGHT / weight)
         weight = min(weight + 1.0, WINDOW)
         self._known[match, position] = rate + (accepted - rate) / weight, weight, alike
 
     def _at(self, match: int, position: int) -> tuple[float, float, int]:
-        """Return the probability, the weight of what it rests on, and the newest drafts that fared alike.
+        """Return the probability, the weight of its observations, and the length of the newest run of equal outcomes.
 
-        Their number is negative if they were rejected.
+        The length is negative if the run was rejected.
         """
         if (match, position) in self._known:
             return self._known[match, position]

@@ -1,8 +1,8 @@
-"""Predicts the length of an answer from those that have ended, which admission counts on instead of `max_tokens`.
+"""Predicts the length of an answer from those that have ended; admission reserves pages for it instead of `max_tokens`.
 
 Answers form classes by the power of two of their limit. An answer that already has n tokens is compared with those that
-became longer. Most answers stay within their forecast; one that exceeds it gets a new forecast, and the worker that
-counted on the old one frees pages (docs/decisions/page_reservation.md).
+became longer. Most answers stay within their forecast; one that exceeds it gets a new forecast, and its worker frees
+pages if too few are left (docs/decisions/page_reservation.md).
 """
 
 from bisect import bisect_right, insort
@@ -29,7 +29,7 @@ class AnswerLengths:
         self._sorted: defaultdict[int, list[int]] = defaultdict(list)
 
     def learn(self, limit: int, tokens: int) -> None:
-        """Add an answer of `tokens` with this limit, whatever ended it."""
+        """Add an answer of `tokens` with this limit, regardless of its finish reason."""
         newest, ordered = self._newest[limit.bit_length()], self._sorted[limit.bit_length()]
         if len(newest) == WINDOW:
             ordered.remove(newest.popleft())

@@ -12,17 +12,17 @@ from tandem.protocol.policy_name import CHUNKED_BUDGET, PolicyName
 MIN_CHUNK_TOKENS = 64
 """A smaller chunk is not computed: its kernels are launched for as many tokens as for one."""
 FORCED_CHUNK_INTERVAL = 127
-"""The number of steps between two forced chunks, which prompts get whose chunks would else be smaller than the minimum.
-Less than 1 % of an answer's gaps are that long, which targets at the 99th percentile tolerate.
+"""The number of steps between two forced chunks, for prompts whose chunks would otherwise be smaller than the minimum.
+Less than 1 % of an answer's gaps contain one, which targets at the 99th percentile tolerate.
 """
 FORCED_CHUNK_TOKENS = 32 * MIN_CHUNK_TOKENS
 """The size of a forced chunk."""
 
 
 def strictest_feasible_target(targets: Sequence[float], decoding_s: float, asked_s: float | None = None) -> float:
-    """Return the smallest of `asked_s` and those `targets` (sorted) that are above `decoding_s`, infinite without one.
+    """Return the smallest of `asked_s` and those `targets` (sorted) that are above `decoding_s`; infinite without any.
 
-    All are in seconds. A target that decoding alone breaks bounds nothing: shorter steps would not save it.
+    All are in seconds. A target that decoding alone misses is ignored: no chunk is small enough for it.
     """
     kept = bisect_right(targets, decoding_s)
     kept_s = targets[kept] if kept < len(targets) else math.inf

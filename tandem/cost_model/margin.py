@@ -1,10 +1,10 @@
-"""Learns how far predicted durations are exceeded."""
+"""Learns the ratio of observed to predicted durations that is rarely exceeded."""
 
 from dataclasses import dataclass
 
 MARGIN_MIN, MARGIN_MAX = 1.05, 1.5
-"""The bounds of a margin. Delivery to the client adds some percent to each gap, whatever was observed of steps; beyond
-the upper bound something else uses the machine, and no margin would help.
+"""The bounds of a margin. Delivery to the client adds some percent to each gap, even if steps take as long as
+predicted; beyond the upper bound something else uses the machine, and no margin would help.
 """
 _OVER = 0.005
 """The share of observations that exceed the margin: half of what targets at the 99th percentile allow, as requests

@@ -13,12 +13,18 @@ docs/decisions/cost_model.md).
 
 import sys
 from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tandem.cost_model.step_grid import FEWEST_SLOTS, FINE_TILES, MOST_TILES
 from tandem.cost_model.step_work import StepWork
 from tandem.protocol.cost_parameters import UNMEASURED, CostParameters
 
 __all__ = ["CostParameters", "StepCost"]
+
+Amount = TypeVar("Amount", float, NDArray[np.float64])
 
 
 def slots_of(rows: int) -> int:
@@ -69,10 +75,19 @@ class StepCost:
             return self.decode_step_seconds(rows, context) + verifying_s
         return self.rows_seconds(rows, context) + self.prompts_seconds(tokens, work.prefill_pairs, rows) + verifying_s
 
-    def rows_seconds(self, rows: int, context_tokens: int) -> float:
-        """Return the part of a step that does not depend on its prompt tokens."""
+    def rows_seconds(self, rows: float, context_tokens: Amount) -> Amount:
+        """Return the part of a step that does not depend on its prompt tokens, of each step of an array of contexts."""
         p = self.parameters
         return p.base_s + p.row_s * rows + p.context_s * context_tokens
+
+    def row_seconds(self, context_tokens: float) -> float:
+        """Return the part that one more decode row adds, which attends to `context_tokens`."""
+        return self.parameters.row_s + self.parameters.context_s * context_tokens
+
+    @property
+    def idle_step_s(self) -> float:
+        """The seconds of a decode step of one request with little context."""
+        return self.rows_seconds(1, 0)
 
     def prompts_seconds(self, tokens: int, pairs: float, rows: int) -> float:
         """Return the part that its prompt tokens add in a step with `rows` decode rows."""
@@ -88,8 +103,7 @@ class StepCost:
 
     def rows_within(self, target_s: float, row_context: float) -> float:
         """Return the most decode rows, each with `row_context` tokens, that a step of `target_s` has; at least 0."""
-        p = self.parameters
-        return max(0.0, target_s - p.base_s) / max(p.row_s + p.context_s * row_context, sys.float_info.epsilon)
+        return max(0.0, target_s - self.parameters.base_s) / max(self.row_seconds(row_context), sys.float_info.epsilon)
 
     def charged(self, tokens: int, rows: int) -> int:
         """Return how many of a step's prompt tokens cost `token_s` each: all computed ones beyond the free ones."""

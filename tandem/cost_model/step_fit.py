@@ -1,16 +1,17 @@
 """Learns the coefficients of `StepCost` from steps as they happen.
 
 Recursive least squares of relative errors (a step of 4 ms counts as much as one of 200), with what a live system needs:
-  - a guess to start from, which holds for every part of a step that was never seen, and decides between parts that were
-    seen together only
-  - forgetting by part: a thousand decode steps do not wash out what is known of prompts
-  - coefficients are >= 0: the same least squares within these bounds, while the recursion goes on without
-  - a step far beyond the usual error, a stall for instance, counts as one at the edge of it; if such steps go on, they
-    become usual, and the fit follows faster
-  - while predictions are good, only some of the steps that do nothing but decode are learned from: they are alike, but
-    for those that were not predicted well
-  - after the first steps some are learned from together, as the scheduler has other things to do: to note a step takes
-    microseconds, to solve for the coefficients a hundred
+  - a first guess, which holds for every part of a step that was never observed, and decides between parts that were
+    only observed together
+  - forgetting by part: a thousand decode steps do not erase what is known of prompts
+  - coefficients are >= 0: the published ones are the least squares within these bounds; the recursion continues with
+    those without
+  - a step far beyond the usual error, for instance a stall, counts as one at the edge of the usual error; if such steps
+    continue, the usual error grows, and the fit adapts faster
+  - while predictions are good, only some of the steps without prompts are learned from, because they are alike; those
+    that were not predicted well are always learned from
+  - after the first steps the equations of several steps are solved together, on the scheduler's thread: noting a step
+    takes microseconds, solving for the coefficients a hundred
 
 Recursive least squares with exponential forgetting: Ljung and Söderström, Theory and Practice of Recursive
 Identification, 1983. Bounds on the residuals: Huber, Robust Estimation of a Location Parameter, 1964.
@@ -33,14 +34,14 @@ _Vector = NDArray[np.float64]
 FORGET = 0.005
 """Part of what is known of a step's parts that is forgotten with it, while predictions are good."""
 FORGET_MAX = 0.05
-"""The same while they are bad."""
+"""The same while predictions are bad."""
 GOOD_ERROR = 0.05
 """Relative error of good predictions."""
 OUTLIER = 4.0
-"""Times the usual relative error, beyond which an error counts no more than that."""
+"""The most that an error counts, as a multiple of the usual relative error."""
 LEARN_EVERY = 8
-"""One in so many steps without prompts is learned from while predictions are good; so many steps are learned from at
-once.
+"""While predictions are good, one step in this many without prompts is learned from; equations of this many steps are
+solved at once.
 """
 AT_ONCE = 64
 """The first steps, each of which is learned from when it ends."""
@@ -50,14 +51,16 @@ _USUAL_PART = 0.05
 _ERROR_PART = 0.01
 """Least weight of the newest error in the published one."""
 _GUESS_INFORMATION = np.array([1e-3, 0.1, 0.1, 0.1, 1e-3, 1e-3, 0.1])
-"""The weight of the first guess of each part, in steps. Decode steps have many sizes. Steps with prompts may be alike
-for long, which leaves open how their time divides among their parts; and they err by some percent with their size,
-which a hundred of them would take for knowledge of sizes that were never seen (0013). The order is that of `SECONDS`.
+"""The weight of the first guess of each part, in steps, in the order of `SECONDS`.
+
+Decode steps have many sizes. Steps with prompts may have the same size for a long time, which leaves open how their
+time divides among their parts; and predictions err by some percent with the size, so that a hundred such steps would
+move the coefficients away from what holds for other sizes (0013).
 """
 _SECONDS_MIN = 1e-6
-"""Less than any step takes."""
+"""A lower bound of the duration of a step."""
 _SWEEPS = 3
-"""The sweeps of one minimisation, which goes on from the last one."""
+"""The sweeps of one minimisation, which starts from the result of the last one."""
 
 
 class StepFit:
@@ -86,11 +89,11 @@ class StepFit:
         self._targets: list[float] = []
 
     def observe(self, work: StepWork, seconds: float) -> float:
-        """Learn from a step with this work and duration, unless one is empty; return what was predicted."""
+        """Learn from a step with this work and duration, unless either is empty; return the predicted seconds."""
         predicted = self._cost.seconds(work)
         if seconds <= 0.0 or not (work.decode_rows or work.prefill_tokens):
             return predicted
-        # Of the larger of both: so it is within 1 either way, and what is far too small does not count for more.
+        # Relative to the larger of both, so that no error exceeds 1, in either direction.
         reference = max(predicted, seconds)
         surprise = (seconds - predicted) / reference
         edge = OUTLIER * max(self._usual, _USUAL_MIN)
@@ -129,7 +132,7 @@ class StepFit:
         keep = (1 - forget) ** (0.5 * (rows > 0).sum(axis=0))
         information = self._information
         seen_as = information @ self._guess
-        # A device that is slower than was guessed is so in all parts, for all that is known.
+        # A device that is slower than guessed in the observed parts is assumed to be so in all parts.
         times = max(0.0, float(seen_as @ self._free) / max(float(seen_as @ self._guess), _SECONDS_MIN))
         information *= keep[:, None] * keep
         back = (1 - keep * keep) * _GUESS_INFORMATION

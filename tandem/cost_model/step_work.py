@@ -17,7 +17,7 @@ class StepWork:
     """The part of the decode rows that verify drafts: the others are one for each request."""
 
     def with_chunk(self, tokens: int, context: int) -> "StepWork":
-        """Return this work and a chunk of `tokens` behind `context` tokens of its prompt."""
+        """Return this work and a chunk of `tokens` after `context` tokens of its prompt."""
         pairs = self.prefill_pairs + chunk_pairs(tokens, context)
         return replace(self, prefill_tokens=self.prefill_tokens + tokens, prefill_pairs=pairs)
 
@@ -35,5 +35,5 @@ NOTHING = StepWork()
 
 
 def chunk_pairs(tokens: int, context: int) -> float:
-    """Return the attention pairs of `tokens` prompt tokens behind `context` others; each attends to itself too."""
+    """Return the attention pairs of `tokens` prompt tokens after `context` others; each attends to itself too."""
     return tokens * (context + (tokens + 1) / 2)

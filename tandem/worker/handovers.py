@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from kv_transfer.base import Transport
 from kv_transfer.checksums import PageChecks
 from prefill_worker.decode_peers import DecodePeers, LocalDecode
-from prefill_worker.handoff import Handoff
+from prefill_worker.handoff import Handoff, PrefillSchedulerView
 from prefill_worker.page_writes import WritingTime
 from prefill_worker.request import PrefillRequest
-from prefill_worker.scheduler import PrefillScheduler
 from prefill_worker.write_window import WindowRenewals
 from tandem.protocol.kv_pages import KvPages
 from tandem.protocol.messages import PeerRef, RoutedEvent
@@ -28,7 +27,7 @@ class Handovers:
     transport: Transport
     peers: DecodePeers
     local: LocalDecode
-    checks: PageChecks
+    checks: PageChecks | None
     emit: Callable[[RoutedEvent], None]
     deadline_s: float
     writing: WritingTime
@@ -38,7 +37,7 @@ class Handovers:
     def __post_init__(self) -> None:
         self._renewals = WindowRenewals(self.peers)
 
-    def begin(self, request: PrefillRequest, half: PrefillScheduler) -> Handoff:
+    def begin(self, request: PrefillRequest, half: PrefillSchedulerView) -> Handoff:
         """Begin the hand-over of a request that has just been queued."""
         handoff = Handoff(
             request=request,

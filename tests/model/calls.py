@@ -17,7 +17,7 @@ import grpc.aio
 from tandem.net.rpc import ERROR_CODE, RETRY_AFTER
 from tandem.protocol.errors import Internal, TandemError
 from tests.model.network import Network
-from tests.model.virtual_loop import Process
+from tests.model.processes import Process
 
 
 def rpc_error(error: TandemError) -> grpc.aio.AioRpcError:
@@ -35,7 +35,7 @@ def transport_error(code: grpc.StatusCode, why: str) -> grpc.aio.AioRpcError:
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=why)
 
 
-def gone() -> grpc.aio.AioRpcError:
+def connection_lost() -> grpc.aio.AioRpcError:
     return transport_error(grpc.StatusCode.UNAVAILABLE, "the connection was lost")
 
 
@@ -76,9 +76,9 @@ class Call(ABC):
         key = (self.client.name, self.address, method, "call")
         self.network.send(key, self._arrive, fragile=isinstance(self, UnaryCall))
 
-    def break_off(self) -> None:
+    def lose_connection(self) -> None:
         """The connection is lost."""
-        self._to_client("lost", gone())
+        self._to_client("lost", connection_lost())
 
     def is_on(self, channel: object) -> bool:
         return self.channel is channel
@@ -90,7 +90,7 @@ class Call(ABC):
     def _arrive(self) -> None:
         found = self.network.listener(self.address)
         if found is None:
-            self._to_client("refused", gone())
+            self._to_client("refused", connection_lost())
             return
         self.server, servicer = found
         self.server.run(self.network.loop.create_task, self._serve(servicer))
@@ -156,7 +156,7 @@ class StreamCall(Call):
         super().__init__(channel, method, request)
         self.network.streams += 1
         self._line = (self.address, self.client.name, method, "stream", self.network.streams)
-        self._heard: deque[object] = deque()
+        self._received: deque[object] = deque()
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._done: list[Callable[[Any], object]] = []
@@ -172,30 +172,30 @@ class StreamCall(Call):
         item = await self._first()
         if item is self._END:
             raise StopAsyncIteration
-        return self._heard.popleft()
+        return self._received.popleft()
 
     def cancel(self) -> None:
         self._reset("cancel")
-        self._hear(gone())
+        self._receive(connection_lost())
 
     def add_done_callback(self, callback: Callable[[Any], object]) -> None:
         self._done.append(callback)
 
-    def break_off(self) -> None:
+    def lose_connection(self) -> None:
         self._reset("lost")
-        self._to_client("lost", gone())
+        self._to_client("lost", connection_lost())
 
     async def _first(self) -> object:
         try:
-            while not self._heard:
+            while not self._received:
                 self._changed.clear()
                 await self._changed.wait()
         except asyncio.CancelledError:
             self.cancel()
             raise
-        if isinstance(self._heard[0], Exception):
-            raise self._heard[0]
-        return self._heard[0]
+        if isinstance(self._received[0], Exception):
+            raise self._received[0]
+        return self._received[0]
 
     def _arrive(self) -> None:
         if not self._broken:
@@ -214,12 +214,12 @@ class StreamCall(Call):
     def _to_client(self, what: str, outcome: object) -> None:
         if what == "item" and self._broken:
             return
-        self.network.send_in_line(self._line, lambda: self._hear(outcome))
+        self.network.send_in_line(self._line, lambda: self._receive(outcome))
 
-    def _hear(self, item: object) -> None:
+    def _receive(self, item: object) -> None:
         if item is self._END or isinstance(item, Exception):
             self._over()
-        self._heard.append(item)
+        self._received.append(item)
         self._changed.set()
 
     def _reset(self, why: str) -> None:

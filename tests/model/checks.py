@@ -140,10 +140,10 @@ class Alarms(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
-        self.heard: list[str] = []
+        self.errors: list[str] = []
         self.expected: set[str] = {"kv_transfer.lost_pages"}
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name in self.expected:
             return
-        self.heard.append(f"{record.getMessage()} {record.exc_info[1]!r}" if record.exc_info else record.getMessage())
+        self.errors.append(f"{record.getMessage()} {record.exc_info[1]!r}" if record.exc_info else record.getMessage())

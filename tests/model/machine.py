@@ -10,7 +10,7 @@ from typing import ClassVar, TypeVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kv_transfer.in_memory_by_hand import LateNotice
+from kv_transfer.in_memory_fabric import PendingNotice
 from tandem.protocol.messages import Role, SamplingParams
 from tests.fake_engine import answer_to
 from tests.model.network import Message
@@ -22,11 +22,11 @@ T = TypeVar("T")
 ROLES = {"prefill-0": Role.PREFILL, "prefill-1": Role.PREFILL, "decode-0": Role.DECODE, "decode-1": Role.DECODE}
 WEIGHTS = {
     # progress
-    "calm": 5, "deliver": 3, "deliver_all": 2, "land": 3, "land_all": 1, "hear": 2, "compute": 3, "wait": 2,
+    "calm": 5, "deliver": 3, "deliver_all": 2, "land": 3, "land_all": 1, "deliver_notice": 2, "compute": 3, "wait": 2,
     # load, and what stands still
     "ask": 2, "leave": 2, "hold": 2,
     # faults
-    "repeat": 2, "lose": 4, "hear_again": 3, "fail_write": 1, "flip_byte": 1, "lose_notice": 1,
+    "repeat": 2, "lose": 4, "repeat_notice": 3, "fail_write": 1, "flip_byte": 1, "lose_notice": 1,
     "break_connection": 1, "kill": 2, "restart": 2, "disown": 2,
 }  # fmt: skip
 """The moves and their weights; an impossible move is replaced by a calm one."""
@@ -55,7 +55,7 @@ class ClusterMachine(RuleBasedStateMachine):
         self.world: World | None = None
         self.sound = False
         self.held: frozenset[str] = frozenset()
-        self.echoes: list[LateNotice] = []
+        self.echoes: list[PendingNotice] = []
         self.since_fault = 0
 
     @initialize(
@@ -130,28 +130,28 @@ class ClusterMachine(RuleBasedStateMachine):
 
     def land(self, which: int, much: int) -> bool:
         """Land some or all pages of one write."""
-        flights = self.at.fabric.flights
-        if flights:
-            self.at.land(pick(flights, which), pick((1, 2, None), much))
-        return bool(flights)
+        writes = self.at.fabric.writes
+        if writes:
+            self.at.land(pick(writes, which), pick((1, 2, None), much))
+        return bool(writes)
 
     def land_all(self, which: int, _much: int) -> bool:
         """Land every write, in any order."""
-        flights = list(self.at.fabric.flights)
-        Random(which).shuffle(flights)
-        for one in flights:
-            if one in self.at.fabric.flights:
-                self.at.land(one)
-        return bool(flights)
+        writes = list(self.at.fabric.writes)
+        Random(which).shuffle(writes)
+        for posted in writes:
+            if posted in self.at.fabric.writes:
+                self.at.land(posted)
+        return bool(writes)
 
-    def hear(self, which: int, much: int) -> bool:
+    def deliver_notice(self, which: int, much: int) -> bool:
         """A notice arrives, and perhaps once more later."""
         notices = self.at.fabric.notices
         if not notices:
             return False
-        late = pick(notices, which)
-        self.at.hear(late)
-        self.echoes += [late] * (much % 2)
+        notice = pick(notices, which)
+        self.at.deliver_notice(notice)
+        self.echoes += [notice] * (much % 2)
         return True
 
     def compute(self, which: int, much: int) -> bool:
@@ -176,7 +176,7 @@ class ClusterMachine(RuleBasedStateMachine):
         clients = self.at.router.clients
         if len(self.open_clients()) >= OPEN_MAX:
             return False
-        # Every second client begins as others do: the same pages, in the same words or in others behind them.
+        # Every second client begins as others do: the same pages, followed by the same tokens or by others.
         first = 7 if which % 2 else 10 + len(clients)
         tokens = [first, *range(500, 500 + much % 13), *([600 + much % 3] if much % 2 else [])]
         sampling = SamplingParams(1 + which % 9, presence_penalty=which // 9 % 2)
@@ -215,27 +215,27 @@ class ClusterMachine(RuleBasedStateMachine):
                 self.at.network.lose(message)
         return True
 
-    def hear_again(self, which: int, much: int) -> bool:
+    def repeat_notice(self, which: int, much: int) -> bool:
         """A notice arrives once more, however late; for the most part of a request that still runs."""
         live = self.at.router.dispatcher._live
-        echoes = [late for late in self.echoes if late.notice.lease.request_id in live or much % 8 == 0]
+        echoes = [each for each in self.echoes if each.notice.lease.request_id in live or much % 8 == 0]
         if echoes:
-            self.at.hear(pick(echoes, which), again=True)
+            self.at.deliver_notice(pick(echoes, which), again=True)
         return bool(echoes)
 
     def fail_write(self, which: int, much: int) -> bool:
         """A write fails, before or after its notice was sent; if before, its bytes may arrive later."""
-        flights = self.at.fabric.flights
-        if flights:
-            self.at.fail(pick(flights, which), after_notice=much % 2 == 0)
-        return bool(flights)
+        writes = self.at.fabric.writes
+        if writes:
+            self.at.fail(pick(writes, which), after_notice=much % 2 == 0)
+        return bool(writes)
 
     def flip_byte(self, which: int, much: int) -> bool:
         """Flip a byte of a page that has landed, which checksums must detect."""
-        flights = self.at.fabric.flights
-        if flights:
-            self.at.corrupt(pick(flights, which), much)
-        return bool(flights)
+        writes = self.at.fabric.writes
+        if writes:
+            self.at.corrupt(pick(writes, which), much)
+        return bool(writes)
 
     def lose_notice(self, which: int, _much: int) -> bool:
         notices = self.at.fabric.notices
@@ -257,7 +257,7 @@ class ClusterMachine(RuleBasedStateMachine):
         if self.since_fault < self.gap or len(workers) <= 2:
             return False
         self.since_fault = 0
-        writers = [one.flight.sender.worker_id for one in self.at.fabric.flights if one.orphan is None]
+        writers = [posted.sender.worker_id for posted in self.at.fabric.writes if posted.orphan is None]
         dead = pick(writers if writers and much % 4 else workers, which)
         self.at.kill(dead, noticed=much // 4 % 2 == 0)
         self.at.loop.call_later(pick(BACK_AFTER_S, much // 8), self.come_back, dead)

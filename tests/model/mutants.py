@@ -46,7 +46,7 @@ def revoked_pages_are_free(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_notice_counts_for_every_epoch(patch: pytest.MonkeyPatch) -> None:
-    """A notice of an earlier attempt settles the lease that the request has now."""
+    """A notice of an earlier attempt completes the lease that the request has now."""
     notice = DecodeAdmission.notice
 
     def take(self: DecodeAdmission, late: TransferNotice, pages: Sequence[int] = ()) -> None:
@@ -70,7 +70,7 @@ def an_aborted_request_is_admitted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DecodeAdmission, "_abort", forget)
 
 
-def the_dead_are_quiet_at_once(patch: pytest.MonkeyPatch) -> None:
+def dead_writers_are_quiescent_at_once(patch: pytest.MonkeyPatch) -> None:
     """Pages that a dead process wrote to are free when its permission has ended, without the grace."""
 
     def is_safe(self: Exposure, now: float, _lives: object) -> bool:
@@ -79,26 +79,26 @@ def the_dead_are_quiet_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Exposure, "is_safe", is_safe)
 
 
-def writes_to_removed_peers_are_over_at_once(patch: pytest.MonkeyPatch) -> None:
+def writes_to_removed_peers_fail_at_once(patch: pytest.MonkeyPatch) -> None:
     """A write is reported as failed to its sender while its bytes are still in flight."""
     remove = InMemoryTransport.remove_peer
 
     def hasty(self: InMemoryTransport, peer: PeerRef) -> None:
         remove(self, peer)
-        for flight in list(self._posted):
-            if flight.doomed:
-                flight.future.set_exception(TransferFailed("the peer was removed"))
-                flight.future = Future()
+        for posted in list(self._posted):
+            if posted.peer_removed:
+                posted.future.set_exception(TransferFailed("the peer was removed"))
+                posted.future = Future()
 
     patch.setattr(InMemoryTransport, "remove_peer", hasty)
 
 
-def nobody_names_deliveries(patch: pytest.MonkeyPatch) -> None:
+def deliveries_are_never_reported(patch: pytest.MonkeyPatch) -> None:
     """Lost notices are never recovered."""
     patch.setattr(Deliveries, "add", lambda *_: None)
 
 
-def leases_are_given_back_before_writes_are_quiet(patch: pytest.MonkeyPatch) -> None:
+def leases_are_released_before_writes_are_quiescent(patch: pytest.MonkeyPatch) -> None:
     """The prefill worker says that nothing is in flight without waiting for it."""
     settle = Handoff._settle
     patch.setattr(OutgoingWrites, "in_doubt", False)
@@ -159,7 +159,7 @@ def pages_are_freed_under_a_decode_step(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RunningBatch, "drained", drained)
 
 
-def what_prefill_reads_is_not_held(patch: pytest.MonkeyPatch) -> None:
+def cached_pages_of_prefill_are_released_at_once(patch: pytest.MonkeyPatch) -> None:
     """Cached pages are released as soon as a prompt has found them."""
     take = PromptPages.take
 
@@ -197,7 +197,7 @@ def a_prompt_may_be_cached_to_its_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixCache, "prefix", prefix)
 
 
-def what_decode_holds_is_let_go_at_the_notice(patch: pytest.MonkeyPatch) -> None:
+def cached_pages_of_decode_are_released_at_the_notice(patch: pytest.MonkeyPatch) -> None:
     """Pages found in the prefix cache are held only until the transferred ones have arrived."""
     adopt = DecodeRequests.adopt
 
@@ -209,42 +209,42 @@ def what_decode_holds_is_let_go_at_the_notice(patch: pytest.MonkeyPatch) -> None
     patch.setattr(DecodeRequests, "adopt", hasty)
 
 
-def drafts_are_trusted(patch: pytest.MonkeyPatch) -> None:
-    """The draws behind a wrong draft count as well."""
+def wrong_drafts_count(patch: pytest.MonkeyPatch) -> None:
+    """The draws after a wrong draft count as well."""
 
     def runs(self: StepDrafts, token_ids: Sequence[int]) -> list[tuple[RowDrafts, list[int]]]:
         found = []
         for each in self.drafts:
-            behind = range(each.first, each.first + len(each.token_ids))
-            found.append((each, [token_ids[each.row], *(token_ids[row] for row in behind)]))
+            rows = range(each.first, each.first + len(each.token_ids))
+            found.append((each, [token_ids[each.row], *(token_ids[row] for row in rows)]))
         return found
 
     patch.setattr(StepDrafts, "runs", runs)
 
 
-def drafts_have_any_page(patch: pytest.MonkeyPatch) -> None:
-    """Drafts are written behind the pages of their request."""
+def drafts_are_written_beyond_their_pages(patch: pytest.MonkeyPatch) -> None:
+    """Drafts are written beyond the pages of their request."""
     patch.setattr(DraftingBatch, "positions_left", lambda _batch, _request: 7)
 
 
 MUTANTS: dict[Mutant, str] = {
-    drafts_are_trusted: "instead of|is inconsistent|a step",
-    drafts_have_any_page: "values to unpack|out of range|a step",
+    wrong_drafts_count: "instead of|is inconsistent|a step",
+    drafts_are_written_beyond_their_pages: "values to unpack|out of range|a step",
     revoked_pages_are_free: "lands in a page|a step",
     a_notice_counts_for_every_epoch: "lands in a page|a step|left for ever",
     an_aborted_request_is_admitted: "after it was aborted",
-    the_dead_are_quiet_at_once: "lands in a page",
-    writes_to_removed_peers_are_over_at_once: "reads a page|a step",
-    nobody_names_deliveries: "left for ever",
-    leases_are_given_back_before_writes_are_quiet: "lands in a page|a step",
+    dead_writers_are_quiescent_at_once: "lands in a page",
+    writes_to_removed_peers_fail_at_once: "reads a page|a step",
+    deliveries_are_never_reported: "left for ever",
+    leases_are_released_before_writes_are_quiescent: "lands in a page|a step",
     a_release_is_never_in_doubt: "lands in a page",
     a_notice_overtakes_pages: "lands in a page|is not what was sent",
     pages_are_freed_under_their_writes: "reads a page|a step",
     pages_are_freed_under_a_prefill_step: "a step",
     pages_are_freed_under_a_decode_step: "a step",
-    what_prefill_reads_is_not_held: "a step|reads a page|left for ever",
+    cached_pages_of_prefill_are_released_at_once: "a step|reads a page|left for ever",
     pages_are_known_before_they_are_computed: "a step",
     a_prompt_may_be_cached_to_its_end: "left for ever|allotted 0 pages|was not followed",
-    what_decode_holds_is_let_go_at_the_notice: "a step|inconsistent|does not own",
+    cached_pages_of_decode_are_released_at_the_notice: "a step|inconsistent|does not own",
 }
 """Each mutant, with the error message that the model must report."""

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from tests.model.virtual_loop import Process, VirtualLoop
+from tests.model.processes import Process, ProcessLoop
 
 Key = tuple[str | int, ...]
 
@@ -25,7 +25,7 @@ class OpenCall(Protocol):
     server: Process | None
     address: str
 
-    def break_off(self) -> None:
+    def lose_connection(self) -> None:
         """The connection is lost."""
 
     def cancel(self) -> None:
@@ -38,7 +38,7 @@ class OpenCall(Protocol):
 class Network:
     """All messages in flight between processes."""
 
-    def __init__(self, loop: VirtualLoop, report: Callable[[str], None]) -> None:
+    def __init__(self, loop: ProcessLoop, report: Callable[[str], None]) -> None:
         """Create an empty network; `report` is called for handlers that failed unexpectedly."""
         self.loop = loop
         self.report = report
@@ -102,12 +102,12 @@ class Network:
         """End every call on the connection, at its client and at its server, as each is notified."""
         with self.loop.running():
             for call in [call for call in self.calls if (call.client.name, call.address) == (client, address)]:
-                call.break_off()
+                call.lose_connection()
         self.loop.run_ready()
 
     def bury(self, process: Process) -> None:
         """The connections of a process that was killed break."""
         with self.loop.running():
             for call in [call for call in self.calls if process in (call.client, call.server)]:
-                call.break_off()
+                call.lose_connection()
         self.loop.run_ready()

@@ -30,7 +30,7 @@ from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
 from tandem.protocol.messages import FinishReason, SamplingParams
 from tests.fake_engine import answer_to
 from tests.model.checks import Broken
-from tests.model.virtual_loop import Process, VirtualLoop
+from tests.model.processes import Process, ProcessLoop
 from tests.model.workers import RPC_TIMEOUT_S, Controller
 
 STALL_S = QUEUE_S = 10.0
@@ -139,7 +139,7 @@ class UnmeasuredPolicy(PlacementPolicy):
 class RouterProcess:
     """The router and its clients."""
 
-    def __init__(self, loop: VirtualLoop) -> None:
+    def __init__(self, loop: ProcessLoop) -> None:
         self.process = Process("router", loop)
         self.config = RouterConfig(
             "router-0",

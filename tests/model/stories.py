@@ -47,13 +47,13 @@ def begun(world: World) -> tuple[str, str]:
 def cut_off(world: World, apart_s: float) -> None:
     """D takes P for dead. Nothing arrives for a while, and then P computes its next chunk."""
     decode, prefill = begun(world)
-    while world.fabric.flights:
-        world.land(world.fabric.flights[0])
+    while world.fabric.writes:
+        world.land(world.fabric.writes[0])
     world.disown(decode, prefill, back_after_s=10.0)
     world.loop.advance(apart_s)
     world.workers[prefill].turn()
-    while world.fabric.flights:
-        world.land(world.fabric.flights[0])
+    while world.fabric.writes:
+        world.land(world.fabric.writes[0])
     world.check()
     world.end()
 
@@ -64,15 +64,15 @@ def cut_off_while_it_may_write(world: World) -> None:
 
 
 def cut_off_for_long(world: World) -> None:
-    """WriteWindow and grace are over, D's pages free."""
+    """Write window and grace have ended, and D's pages are free."""
     cut_off(world, WINDOW_S + 1.3 * QUARANTINE_S)
 
 
-def cut_off_but_heard(world: World) -> None:
+def cut_off_but_renewals_arrive(world: World) -> None:
     """D takes P for dead; nobody else does, and P's renewals arrive."""
     decode, prefill = begun(world)
-    while world.fabric.flights:
-        world.land(world.fabric.flights[0])
+    while world.fabric.writes:
+        world.land(world.fabric.writes[0])
     world.disown(decode, prefill, back_after_s=20.0)
     for _ in range(30):
         world.loop.advance((WINDOW_S + 1.3 * QUARANTINE_S) / 20)
@@ -80,8 +80,8 @@ def cut_off_but_heard(world: World) -> None:
             if "RenewPermissions" in message.key:
                 world.network.deliver(message)
     world.workers[prefill].turn()
-    while world.fabric.flights:
-        world.land(world.fabric.flights[0])
+    while world.fabric.writes:
+        world.land(world.fabric.writes[0])
     world.check()
     world.end()
 
@@ -89,7 +89,7 @@ def cut_off_but_heard(world: World) -> None:
 def a_scale_is_damaged(world: World) -> None:
     """A byte of the scale of a page's first token is another one after the page has landed."""
     begun(world)
-    write = world.fabric.flights[0]
+    write = world.fabric.writes[0]
     world.land(write, 1)
     world.corrupt(write, PAGE_TOKENS * TOKEN_BYTES + 1)
     world.check()
@@ -102,9 +102,9 @@ def stopped_amid_its_write(world: World) -> None:
     decode, prefill = begun(world)
     world.disown(decode, prefill, back_after_s=10.0)
     world.loop.advance(WINDOW_S + 1.3 * QUARANTINE_S)
-    assert world.fabric.flights
-    while world.fabric.flights:
-        world.land(world.fabric.flights[0])
+    assert world.fabric.writes
+    while world.fabric.writes:
+        world.land(world.fabric.writes[0])
     world.check()
     world.end()
 
@@ -119,13 +119,13 @@ def disowned_by_its_writer(world: World) -> None:
 def a_connection_breaks_amid_a_write(world: World) -> None:
     """P gives up at once; what its write had left on the way lands later."""
     decode, _ = begun(world)
-    late = world.fabric.flights[0]
+    late = world.fabric.writes[0]
     world.fail(late, after_notice=False)
     for _ in range(10):
         if not world.workers[decode].worker.admission.refs():
             break
         world.calm()
-    assert late in world.fabric.flights
+    assert late in world.fabric.writes
     world.land(late)
     world.check()
     world.end()
@@ -157,13 +157,13 @@ def renewals_are_never_refused(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LeaseTable, "prolong", lambda *_: ())
 
 
-def nobody_looks_whether_a_writer_lives(patch: pytest.MonkeyPatch) -> None:
+def liveness_of_writers_is_ignored(patch: pytest.MonkeyPatch) -> None:
     """Its silence, and time, are all that counts."""
     is_safe = Exposure.is_safe
     patch.setattr(Exposure, "is_safe", lambda self, now, _: is_safe(self, now, process_unknown))
 
 
-def nobody_owes_the_dead(patch: pytest.MonkeyPatch) -> None:
+def leases_of_dead_peers_are_never_released(patch: pytest.MonkeyPatch) -> None:
     """A decode worker that was taken for dead never hears that its leases are given back."""
     patch.setattr(Peers, "_owe", lambda *_: None)
 
@@ -181,10 +181,10 @@ def scales_are_not_checked(patch: pytest.MonkeyPatch) -> None:
 STORIES: dict[Story, tuple[Mutant, str]] = {
     cut_off_while_it_may_write: (a_permission_is_no_bound, "lands in a page"),
     cut_off_for_long: (a_permission_has_no_end, "lands in a page"),
-    cut_off_but_heard: (renewals_are_never_refused, "lands in a page"),
-    stopped_amid_its_write: (nobody_looks_whether_a_writer_lives, "lands in a page"),
+    cut_off_but_renewals_arrive: (renewals_are_never_refused, "lands in a page"),
+    stopped_amid_its_write: (liveness_of_writers_is_ignored, "lands in a page"),
     a_connection_breaks_amid_a_write: (a_release_is_never_in_doubt, "lands in a page"),
     a_scale_is_damaged: (scales_are_not_checked, "reads KV of another prefix"),
-    disowned_by_its_writer: (nobody_owes_the_dead, "left for ever"),
+    disowned_by_its_writer: (leases_of_dead_peers_are_never_released, "left for ever"),
 }
 """Each with a fence that it needs, and what the model must say without it."""

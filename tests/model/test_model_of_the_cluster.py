@@ -117,7 +117,7 @@ def test_the_cluster_holds_with_windows(monkeypatch: pytest.MonkeyPatch) -> None
     assert seen["answered"] > 2.5 * WINDOW_RUNS
 
 
-def give_up_what_chunks_in_flight_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def pages_that_chunks_in_flight_read_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     give_up = PromptPages._give_up
 
     def too_early(self: PromptPages, request: PrefillRequest, position: int) -> None:
@@ -126,7 +126,7 @@ def give_up_what_chunks_in_flight_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PromptPages, "_give_up", too_early)
 
 
-def give_up_what_decode_steps_in_flight_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def pages_that_decode_steps_in_flight_read_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         PageBudget,
         "_retire_unseen",
@@ -136,7 +136,9 @@ def give_up_what_decode_steps_in_flight_read(monkeypatch: pytest.MonkeyPatch) ->
 
 @soak
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("mutant", [give_up_what_chunks_in_flight_read, give_up_what_decode_steps_in_flight_read])
+@pytest.mark.parametrize(
+    "mutant", [pages_that_chunks_in_flight_read_are_freed, pages_that_decode_steps_in_flight_read_are_freed]
+)
 def test_a_page_that_is_given_up_too_early_is_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WatchedEngine, "windows", WINDOWS)
     mutant(monkeypatch)
@@ -168,7 +170,7 @@ def test_the_cluster_holds_while_workers_change_their_roles() -> None:
 @soak
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("mutant", "said"), MUTANTS.items(), ids=[mutant.__name__ for mutant in MUTANTS])
-def test_a_fence_that_is_down_is_found(mutant: Mutant, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_safety_measure_is_found(mutant: Mutant, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)
     with pytest.raises(Exception, match=said):
         play_several(RUNS_FOR_A_MUTANT, SEEDS_FOR_A_MUTANT)
@@ -181,15 +183,15 @@ def play_several(runs: int, seeds: Iterable[int]) -> None:
 
 
 @pytest.mark.parametrize("story", STORIES, ids=[story.__name__ for story in STORIES])
-def test_a_story_ends_well_for_its_fence_is_up(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
-    tell(story)
+def test_a_story_ends_well_only_with_its_safety_measure(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    play_story(story)
     mutant, said = STORIES[story]
     mutant(monkeypatch)
     with pytest.raises(Broken, match=said):
-        tell(story)
+        play_story(story)
 
 
-def tell(story: Story) -> None:
+def play_story(story: Story) -> None:
     world = World(dict(ROLES), asynchronous=False)
     try:
         story(world)

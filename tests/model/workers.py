@@ -9,7 +9,7 @@ from typing import Any
 
 from decode_worker.request import DecodeRequest
 from kv_transfer.in_memory import InMemoryTransport
-from kv_transfer.in_memory_by_hand import FabricByHand
+from kv_transfer.in_memory_fabric import InMemoryFabric
 from tandem.cost_model.answer_length import SEEN_MIN
 from tandem.engine.config import EngineConfig
 from tandem.protocol import conversion
@@ -31,7 +31,7 @@ from tandem.worker.servicer import WorkerServicer
 from tandem.worker.worker import Worker
 from tests.fake_engine import answer_to
 from tests.model.checks import STEP_TOKENS, Broken, WatchedEngine
-from tests.model.virtual_loop import Process, VirtualLoop
+from tests.model.processes import Process, ProcessLoop
 
 PAGES = 14
 BATCH = 4
@@ -57,7 +57,7 @@ def pool_pages() -> int:
     return PAGES * len(WatchedEngine.windows)
 
 
-class LoopByHand(StepLoop):
+class ManualStepLoop(StepLoop):
     """A step loop whose thread never starts: `turn` is one round of it."""
 
     def start(self) -> None:
@@ -71,7 +71,7 @@ class LoopByHand(StepLoop):
         return self._step()
 
 
-class ThreadByHand:
+class IdleThread:
     """Replaces the checksum thread and never runs; `sum_pages` does its work."""
 
     def __init__(self, **_: object) -> None: ...
@@ -86,8 +86,8 @@ class Parts:
     `asynchronous`: engines run one step behind. `window_s`: the validity of a permission to write, in seconds.
     """
 
-    loop: VirtualLoop
-    fabric: FabricByHand
+    loop: ProcessLoop
+    fabric: InMemoryFabric
     asynchronous: bool
     window_s: float
 
@@ -166,9 +166,9 @@ class WorkerProcess:
         self._emit(routed)
 
     @property
-    def loop(self) -> LoopByHand:
+    def loop(self) -> ManualStepLoop:
         loop = self.worker._loop
-        assert isinstance(loop, LoopByHand)
+        assert isinstance(loop, ManualStepLoop)
         return loop
 
     def turn(self) -> bool:
@@ -246,7 +246,7 @@ class Controller:
 
     ADDRESS = "controller"
 
-    def __init__(self, loop: VirtualLoop, roles: Mapping[str, Role]) -> None:
+    def __init__(self, loop: ProcessLoop, roles: Mapping[str, Role]) -> None:
         """`roles` has the role of each worker, also of those that are dead: they are restarted."""
         self.process = Process("controller", loop)
         self._roles = roles

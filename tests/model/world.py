@@ -2,59 +2,31 @@
 
 Real parts: the workers (both halves, admission, lease table, page pool, handoffs, outbox, servicer), the router without
 its listeners (dispatcher, placement, request tasks, links, lease keepers, event stream) and the protobuf between them.
-Simulated parts: gRPC (`calls.py`), the transfer (`kv_transfer/in_memory_by_hand.py`), the engine (the KV of a token is
+Simulated parts: gRPC (`calls.py`), the transfer (`kv_transfer/in_memory_fabric.py`), the engine (the KV of a token is
 the token), the threads, the controller and the clock.
 """
 
-import itertools
 import logging
-import threading
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
-from typing import NoReturn
 
-import pytest
-
-import kv_transfer.checksums
-import kv_transfer.in_memory_flight
-import prefill_worker.write_window
-import router.requests.dispatch
-import router.requests.ends
-import router.requests.live_requests
-import router.requests.request
-import router.requests.stream
-import router.workers.lease_keeper
-import router.workers.worker_link
-import router.workers.worker_pool
-import tandem.net.rpc
-import tandem.protocol.lifecycle.timeline
-import tandem.worker.loop
-import tandem.worker.peers.peers
-import tandem.worker.worker
-from benchmarks.speculation.oracle import OracleProposer
-from kv_transfer.in_memory_by_hand import FabricByHand, LateNotice, OnTheWay
-from kv_transfer.in_memory_flight import Flight
+from kv_transfer.in_memory_fabric import InFlightWrite, InMemoryFabric, PendingNotice
 from prefill_worker.request import PrefillRequest
 from tandem.protocol.messages import Assignment, PeerRef, Role, SamplingParams, WorkerInfo
-from tandem.worker.loop import StepMeter
-from tests.model.calls import Channel
 from tests.model.checks import Alarms, Broken, Holder, holder_of
 from tests.model.network import Key, Network
-from tests.model.router import CountedAnswer, InlineText, RouterProcess, finish_reason
-from tests.model.virtual_loop import VirtualLoop, this_process
+from tests.model.patches import patch_product
+from tests.model.processes import ProcessLoop
+from tests.model.router import RouterProcess, finish_reason
 from tests.model.workers import (
     QUARANTINE_S,
     WINDOW_S,
     Addresses,
     Controller,
-    LoopByHand,
     Parts,
-    ThreadByHand,
     WorkerProcess,
     pool_pages,
-    whole_answer,
 )
 
 LATE_S = 0.9 * QUARANTINE_S
@@ -68,21 +40,9 @@ END_WITHIN_S = 60.0
 """The time limit after the last fault, longer than the sum of all deadlines of the cluster."""
 
 
-def is_warm_up(flight: Flight) -> bool:
+def is_warm_up(posted: InFlightWrite) -> bool:
     """Return True if the write only tests a connection, from and to pages that no request owns."""
-    return flight.write.local_pages == flight.write.remote_pages == (pool_pages(),)
-
-
-class WatchedFabric(FabricByHand):
-    """A fabric that records the prompt of each write."""
-
-    writers: dict[Flight, PrefillRequest]
-    posted: Callable[[Flight], None]
-
-    def post(self, flight: Flight) -> None:
-        super().post(flight)
-        if not is_warm_up(flight):
-            self.posted(flight)
+    return posted.write.local_pages == posted.write.remote_pages == (pool_pages(),)
 
 
 class World:
@@ -93,12 +53,12 @@ class World:
     ) -> None:
         """Start the cluster; with `one_host`, workers can see if each other's processes are alive."""
         self.one_host = one_host
-        self.loop = VirtualLoop()
+        self.loop = ProcessLoop()
         self.failures: list[str] = []
         self.network = Network(self.loop, self.failures.append)
-        self.fabric = WatchedFabric(self.loop.time, self._check_page)
-        self.fabric.writers = {}
-        self.fabric.posted = self._posted
+        self.fabric = InMemoryFabric(self.loop.time, schedule=self._posted, on_page=self._check_page)
+        self.writers: dict[InFlightWrite, PrefillRequest] = {}
+        """The prompt of each write."""
         self._disowned: set[tuple[PeerRef, PeerRef]] = set()
         self.roles = dict(roles)
         self.workers: dict[str, WorkerProcess] = {}
@@ -108,55 +68,13 @@ class World:
         self.seen: Counter[str] = Counter()
         """The counts of events, with which tests verify that the model covers them."""
         self._alarms = Alarms()
-        self._patches = pytest.MonkeyPatch()
-        self._patch()
+        logging.getLogger().addHandler(self._alarms)
+        self._patches = patch_product(self.network, self._process_alive)
         self.controller = Controller(self.loop, self.roles)
         self.network.listen(Controller.ADDRESS, self.controller.process, self.controller)
         for worker_id in roles:
             self._start(worker_id, 1, reuse=False)
         self.router = RouterProcess(self.loop)
-
-    def _patch(self) -> None:
-        """Replace threads, clocks, sockets and random numbers."""
-        clock = SimpleNamespace(monotonic=self.loop.time, time_ns=lambda: int(self.loop.time() * 1e9), sleep=_no_sleep)
-        for module in (
-            router.requests.dispatch,
-            router.workers.lease_keeper,
-            router.requests.stream,
-            router.workers.worker_link,
-            tandem.worker.worker,
-        ):
-            self._patches.setattr(module, "time", clock)
-        for timed in (
-            router.requests.ends,
-            router.requests.live_requests,
-            router.requests.request,
-            tandem.worker.loop,
-            prefill_worker.write_window,
-            kv_transfer.in_memory_flight,
-            tandem.protocol.lifecycle.timeline,
-        ):
-            self._patches.setattr(timed, "time", clock)
-        # What steps and transfers cost decides where requests are placed.
-        self._patches.setattr(tandem.worker.worker, "StepMeter", partial(StepMeter, clock=self.loop.time))
-        numbers = itertools.count(1)
-        uuid = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{next(numbers):012d}"))
-        self._patches.setattr(router.requests.live_requests, "uuid", uuid)
-        self._patches.setattr(router.requests.live_requests, "Answer", CountedAnswer)
-        self._patches.setattr(router.requests.stream, "TextThread", InlineText)
-        self._patches.setattr(tandem.worker.worker, "StepLoop", LoopByHand)
-        self._patches.setattr(tandem.worker.worker, "make_proposer", lambda *_, **__: OracleProposer(whole_answer, 0.7))
-        self._patches.setattr(
-            kv_transfer.checksums, "threading", SimpleNamespace(Thread=ThreadByHand, Lock=threading.Lock)
-        )
-        for module in (router.workers.worker_link, router.workers.worker_pool, tandem.net.rpc):
-            self._patches.setattr(module, "open_channel", self._open_channel)
-        self._patches.setattr(tandem.worker.peers.peers.SameHostPeers, "lives", lambda _, peer: self._lives(peer))
-        logging.getLogger().addHandler(self._alarms)
-
-    def _open_channel(self, address: str, _token: str = "") -> Channel:
-        """Replaces `tandem.net.rpc.open_channel`."""
-        return Channel(self.network, this_process(), address)
 
     def close(self) -> None:
         """End every task; nothing is checked any more."""
@@ -181,7 +99,7 @@ class World:
             for other in self.workers.values():
                 other.process.run(other.worker.peer_gone, dead.me)
         else:
-            self._news(("controller", dead.process.name, "died"), lambda: self._hear_of_death(dead.me))
+            self._news(("controller", dead.process.name, "died"), lambda: self._report_death(dead.me))
 
     def restart(self, worker_id: str, *, reuse: bool) -> None:
         """The next run of a dead worker, at a new address or, with `reuse`, at one of a dead process."""
@@ -198,7 +116,7 @@ class World:
         pair = (other.me, one.me)
         self._disowned.add(pair)
         one.process.run(one.worker.peer_gone, other.me)
-        for each in [each for each in self.fabric.flights if (each.flight.sender, each.flight.write.peer) == pair]:
+        for each in [each for each in self.fabric.writes if (each.sender, each.write.peer) == pair]:
             self._bound(each)
         self.loop.call_later(back_after_s, self._own_again, one, other)
 
@@ -210,11 +128,11 @@ class World:
         one.process.run(one.worker.assume, one.me, Assignment(role), grace_s)
 
     def _changed(self, one: WorkerProcess) -> None:
-        self.seen["changes told"] += 1
-        key = ("controller", one.process.name, "changed", self.seen["changes told"])
-        self._news(key, partial(self._hear_of_change, one))
+        self.seen["changes reported"] += 1
+        key = ("controller", one.process.name, "changed", self.seen["changes reported"])
+        self._news(key, partial(self._report_change, one))
 
-    def _hear_of_change(self, one: WorkerProcess) -> None:
+    def _report_change(self, one: WorkerProcess) -> None:
         member = self.controller.members.get(one.me.worker_id)
         if one.process.alive and member is not None and member.peer == one.me:
             self.controller.process.run(self.controller.admit, one.info())
@@ -226,7 +144,7 @@ class World:
             for one in self.workers.values()
             for _, request in one.worker._halves.prefill.registry
             if request.task.destination is not None and not request.progress.released
-            if any(request is writer for writer in self.fabric.writers.values())
+            if any(request is writer for writer in self.writers.values())
         ]
         return [(there, here) for there, here in pairs if there in self.workers and there != here]
 
@@ -235,17 +153,19 @@ class World:
         if one.process.alive and other.process.alive:
             one.process.run(one.worker.peer_joined, other.info())
 
-    def _posted(self, flight: Flight) -> None:
-        self.fabric.writers[flight] = self._writer_of(flight)
-        if (flight.sender, flight.write.peer) in self._disowned:
-            self._bound(self.fabric.flights[-1])
+    def _posted(self, posted: InFlightWrite) -> None:
+        if is_warm_up(posted):
+            return
+        self.writers[posted] = self._writer_of(posted)
+        if (posted.sender, posted.write.peer) in self._disowned:
+            self._bound(posted)
 
-    def _bound(self, one: OnTheWay) -> None:
+    def _bound(self, posted: InFlightWrite) -> None:
         """Bound the duration of a write by a process that its peer takes for dead to the quarantine time."""
         if not self.one_host:
-            self.loop.call_later(LATE_S, lambda: one in self.fabric.flights and self.fabric.rest(one))
+            self.loop.call_later(LATE_S, lambda: posted in self.fabric.writes and self.fabric.rest(posted))
 
-    def _lives(self, peer: PeerRef) -> bool | None:
+    def _process_alive(self, peer: PeerRef) -> bool | None:
         found = self.workers.get(peer.worker_id)
         return (found is not None and found.me == peer) if self.one_host else None
 
@@ -260,15 +180,15 @@ class World:
         made.worker.assignment.on_change = partial(self._changed, made)
         self.network.listen(address, made.process, made.servicer)
         if incarnation == 1:
-            self._hear_of_start(made)
+            self._report_start(made)
         else:
-            self._news(("controller", made.process.name, "up"), lambda: self._hear_of_start(made))
+            self._news(("controller", made.process.name, "up"), lambda: self._report_start(made))
 
-    def _hear_of_death(self, peer: PeerRef) -> None:
+    def _report_death(self, peer: PeerRef) -> None:
         self.controller.process.run(self.controller.expel, peer)
         self._mark_dead(peer)
 
-    def _hear_of_start(self, started: WorkerProcess) -> None:
+    def _report_start(self, started: WorkerProcess) -> None:
         """Publish a started worker; its predecessor is reported dead."""
         if not started.process.alive:
             return
@@ -280,9 +200,9 @@ class World:
         ]:
             if one.me != joined.peer:
                 key = (one.process.name, "joined", joined.peer.worker_id, joined.peer.incarnation)
-                self._news(key, partial(self._hear_of_peer, one, joined))
+                self._news(key, partial(self._report_peer, one, joined))
 
-    def _hear_of_peer(self, one: WorkerProcess, joined: WorkerInfo) -> None:
+    def _report_peer(self, one: WorkerProcess, joined: WorkerInfo) -> None:
         """Notify a worker of a peer, unless the peer has died or been replaced since."""
         found = self.workers.get(joined.peer.worker_id)
         if found is not None and found.me == joined.peer:
@@ -305,32 +225,32 @@ class World:
             one.check()
         for client in self.router.clients:
             client.check()
-        found = [*self.failures, *self.loop.failures, *self._alarms.heard]
+        found = [*self.failures, *self.loop.failures, *self._alarms.errors]
         if found:
             raise Broken("; ".join(found))
 
-    def _check_page(self, flight: Flight, local: int, remote: int) -> None:
+    def _check_page(self, posted: InFlightWrite, local: int, remote: int) -> None:
         """Check a page of a write that is about to land."""
-        if is_warm_up(flight):
+        if is_warm_up(posted):
             return
-        writer = self.fabric.writers[flight]
+        writer = self.writers[posted]
         ref = writer.task.ref
-        settled = flight.future.done()
-        source = None if settled else self._holder(flight.sender, local)
-        target = self._holder(flight.write.peer, remote)
+        completed = posted.future.done()
+        source = None if completed else self._holder(posted.sender, local)
+        target = self._holder(posted.write.peer, remote)
         if source is not None and (local not in writer.pages or source not in (Holder("owned", ref), Holder("shared"))):
             raise Broken(f"a write of {ref} reads a page that is {source} now")
         if target is None or target.ref != ref or target.state not in ("advertised", "quarantined"):
             raise Broken(f"a write of {ref} lands in a page that is {target} now")
         self.seen[target.state] += 1
-        self.seen["after a failure"] += settled
-        self.seen["from the dead"] += source is None and not settled
+        self.seen["after a failure"] += completed
+        self.seen["from the dead"] += source is None and not completed
         self.seen["from shared pages"] += source == Holder("shared")
 
-    def _writer_of(self, flight: Flight) -> PrefillRequest:
+    def _writer_of(self, posted: InFlightWrite) -> PrefillRequest:
         """Return the prompt of a write that is being posted."""
-        half = self.workers[flight.sender.worker_id].worker._halves.prefill
-        write, known = flight.write, [*half.registry._requests.values(), *half.registry._replaced]
+        half = self.workers[posted.sender.worker_id].worker._halves.prefill
+        write, known = posted.write, [*half.registry._requests.values(), *half.registry._replaced]
         writers = [one for one in known if set(write.local_pages) <= set(one.pages)]
         target = self._holder(write.peer, write.remote_pages[0])
         if not writers:
@@ -343,9 +263,9 @@ class World:
         found = self.workers.get(peer.worker_id)
         return holder_of(found.engine.pool, page) if found is not None and found.me == peer else None
 
-    def lose_notice(self, late: LateNotice) -> None:
+    def lose_notice(self, notice: PendingNotice) -> None:
         """Lose a notice; its sender takes it for delivered and reports that later."""
-        self.fabric.lose_notice(late)
+        self.fabric.lose_notice(notice)
 
     def calm(self, held: frozenset[str] = frozenset()) -> None:
         """Run one round without faults: messages arrive, every engine takes a step, a little time passes.
@@ -358,12 +278,12 @@ class World:
             for message in self.network.waiting():
                 self.network.deliver(message)
         if "writes" not in held:
-            for one in list(self.fabric.flights):
-                if one in self.fabric.flights and one.orphan is None:
-                    self.land(one, 1)
+            for posted in list(self.fabric.writes):
+                if posted in self.fabric.writes and posted.orphan is None:
+                    self.land(posted, 1)
         if "notices" not in held:
-            for late in notices:
-                self.hear(late)
+            for notice in notices:
+                self.deliver_notice(notice)
         if "engines" not in held:
             for each in list(self.workers.values()):
                 each.turn()
@@ -371,28 +291,28 @@ class World:
                     pass
         self.loop.advance(CALM_STEP_S)
 
-    def land(self, one: OnTheWay, pages: int | None = None) -> None:
-        self.fabric.land(one, pages)
+    def land(self, posted: InFlightWrite, pages: int | None = None) -> None:
+        self.fabric.land(posted, pages)
         self.loop.run_ready()
 
-    def fail(self, one: OnTheWay, *, after_notice: bool) -> None:
+    def fail(self, posted: InFlightWrite, *, after_notice: bool) -> None:
         """Fail a write; its remaining pages may still land for `LATE_S`."""
-        self.fabric.fail(one, after_notice=after_notice)
-        if one in self.fabric.flights:
-            self.loop.call_later(LATE_S, lambda: one in self.fabric.flights and self.fabric.rest(one))
+        self.fabric.fail(posted, after_notice=after_notice)
+        if posted in self.fabric.writes:
+            self.loop.call_later(LATE_S, lambda: posted in self.fabric.writes and self.fabric.rest(posted))
         self.loop.run_ready()
 
-    def hear(self, late: LateNotice, *, again: bool = False) -> None:
+    def deliver_notice(self, notice: PendingNotice, *, again: bool = False) -> None:
         with self.loop.running():
-            self.fabric.hear(late, again=again)
+            self.fabric.deliver(notice, again=again)
         self.loop.run_ready()
 
-    def corrupt(self, one: OnTheWay, byte: int) -> None:
+    def corrupt(self, posted: InFlightWrite, byte: int) -> None:
         """Flip a byte of a page that has landed, which checksums must detect."""
-        found = self.workers.get(one.flight.write.peer.worker_id)
-        if one.landed and found is not None and found.me == one.flight.write.peer:
+        found = self.workers.get(posted.write.peer.worker_id)
+        if posted.landed and found is not None and found.me == posted.write.peer:
             self._alarms.expected.add("decode_worker.kv_arrival")
-            page = one.flight.write.remote_pages[byte % one.landed]
+            page = posted.write.remote_pages[byte % posted.landed]
             memory = found.engine.stored[page].view("u1").reshape(-1)
             memory[byte % len(memory)] ^= 0x40
 
@@ -409,8 +329,8 @@ class World:
             raise Broken(f"the cluster serves no more: {last}")
         self.seen["gave way"] += sum(one.worker.admission.requests.preemptions for one in self.workers.values())
         self.seen["answered"] += sum(client.ending is not None for client in self.router.clients)
-        if unheard := self.loop.unheard():
-            raise Broken(f"failures that nobody looks at: {unheard}")
+        if failures := self.loop.unretrieved_failures():
+            raise Broken(f"failures that nobody retrieves: {failures}")
 
     def _settle(self, when: str) -> None:
         give_up = self.loop.time() + END_WITHIN_S
@@ -427,7 +347,3 @@ class World:
         unseen = {one.me for one in self.workers.values()} - {view.peer for view in self.router.dispatcher.pool.views()}
         left += [f"{peer} is not connected to the router" for peer in unseen]
         return [each for each in [*left, self.router.left()] if each]
-
-
-def _no_sleep(_seconds: float) -> NoReturn:
-    raise AssertionError("nothing sleeps here")

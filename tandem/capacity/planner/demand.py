@@ -4,15 +4,14 @@ import math
 from dataclasses import dataclass
 
 from tandem.cost_model.step_cost import StepCost
-from tandem.cost_model.step_work import chunk_pairs
-from tandem.protocol.cost_parameters import CostParameters
+from tandem.cost_model.step_work import StepWork, chunk_pairs
 
 LENGTH_CV2 = 1.0
 """Squared coefficient of variation of prompt lengths where only the mean is known: 0.9 for lognormal with sigma 0.8."""
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
+class LatencyTargets:
     """Latency targets in seconds: time to first token and inter-token latency; infinite = none."""
 
     ttft_s: float = math.inf
@@ -76,27 +75,20 @@ class Demand:
         return self.prompt_tokens + self.answer_tokens
 
     def prompt_seconds(self, cost: StepCost, chunk_tokens: int) -> float:
-        """Returns the device seconds of a mean prompt, where prefill steps are full."""
+        """Returns the device seconds of a mean prompt, where prefill steps are full.
+
+        A prompt takes its share of the seconds of full steps, and those of its own attention pairs.
+        """
         tokens = self.computed_tokens
         if tokens <= 0:
             return 0.0
-        return self.chunk_share_seconds(cost, chunk_tokens) + self.attention_seconds(cost)
+        spread = tokens * tokens / 2 * LENGTH_CV2  # long prompts have more pairs than a mean one
+        pairs = chunk_pairs(int(tokens), int(self.prompt_tokens - tokens)) + spread
+        steps = tokens / chunk_tokens
+        return steps * cost.seconds(StepWork(prefill_tokens=chunk_tokens, prefill_pairs=pairs / steps))
 
-    def lone_prompt_seconds(self, cost: CostParameters, chunk_tokens: int) -> float:
+    def lone_prompt_seconds(self, cost: StepCost, chunk_tokens: int) -> float:
         """Returns the seconds to compute a mean prompt alone."""
         tokens = int(self.computed_tokens)
         pairs = chunk_pairs(tokens, int(self.prompt_tokens) - tokens)
-        return StepCost(cost).prefill_seconds(tokens, pairs, max(1, chunk_tokens))[0] if tokens > 0 else 0.0
-
-    def chunk_share_seconds(self, cost: StepCost, chunk_tokens: int) -> float:
-        """Returns a mean prompt's share of the seconds of full chunks, without attention."""
-        p = cost.parameters
-        chunk_s = p.base_s + p.prompt_base_s + p.token_s * max(0, chunk_tokens - p.free_tokens)
-        return chunk_s * self.computed_tokens / chunk_tokens
-
-    def attention_seconds(self, cost: StepCost) -> float:
-        """Returns the seconds of a mean prompt's attention pairs, including the extra pairs of long prompts."""
-        tokens = self.computed_tokens
-        spread = tokens * tokens / 2 * LENGTH_CV2
-        pairs = chunk_pairs(int(tokens), int(self.prompt_tokens - tokens)) + spread
-        return cost.parameters.pair_s * pairs
+        return cost.prefill_seconds(tokens, pairs, max(1, chunk_tokens))[0] if tokens > 0 else 0.0

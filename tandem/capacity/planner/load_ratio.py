@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tandem.capacity.planner.demand import Demand, Promise
+from tandem.capacity.planner.demand import Demand, LatencyTargets
 from tandem.cost_model.step_cost import StepCost
 from tandem.protocol.cost_parameters import CostParameters
 from tandem.protocol.ending import decode_pages
@@ -65,7 +65,7 @@ class WorkerFacts:
     """
 
     def occupied(self, tokens: float, role: Role) -> float:
-        """Returns the part of `kv_tokens` that a request of so many tokens occupies."""
+        """Returns the part of `kv_tokens` that a request of `tokens` tokens occupies."""
         if self.kv is None:
             return tokens
         return self.kv.held(math.ceil(tokens), decoding=not role.prefills) * self.kv.page_tokens
@@ -85,7 +85,7 @@ class LoadRatio:
 
 
 def prefill_load_ratio(
-    demand: Demand, promise: Promise, facts: WorkerFacts, workers: int, backlog_s: float = 0.0
+    demand: Demand, targets: LatencyTargets, facts: WorkerFacts, workers: int, backlog_s: float = 0.0
 ) -> LoadRatio:
     """Returns the load ratio of `workers` prefill workers.
 
@@ -93,7 +93,7 @@ def prefill_load_ratio(
     """
     each_s = demand.prompt_seconds(StepCost(facts.cost), facts.chunk_tokens)
     busy = (demand.per_s * each_s + backlog_s) / workers
-    cap = busy_cap(workers, each_s, promise.ttft_s)
+    cap = busy_cap(workers, each_s, targets.ttft_s)
     return LoadRatio(busy / cap, Limit.COMPUTE if cap >= BUSY_MAX else Limit.TTFT)
 
 
@@ -121,13 +121,11 @@ class Rows:
     limit: Limit
 
 
-def rows_that_fit(demand: Demand, promise: Promise, facts: WorkerFacts, role: Role = Role.DECODE) -> Rows:
+def rows_that_fit(demand: Demand, targets: LatencyTargets, facts: WorkerFacts, role: Role = Role.DECODE) -> Rows:
     """Returns the mean number of rows that fit at one worker of this role."""
     pages = decode_pages(role, int(facts.kv_tokens), int(facts.occupied(facts.longest_tokens, role)))
     kv_tokens = facts.kv_tokens if pages is None else pages
-    p = facts.cost
-    each_s = p.row_s + p.context_s * demand.context_tokens
-    by_gap = (promise.gap_s - p.base_s) / each_s if each_s > 0 else math.inf
+    by_gap = StepCost(facts.cost).rows_within(targets.gap_s, demand.context_tokens)
     found = min(
         (HEADROOM * by_gap, Limit.GAP),
         (HEADROOM * kv_tokens / max(facts.occupied(demand.kv_tokens, role), 1.0), Limit.KV),
@@ -137,31 +135,31 @@ def rows_that_fit(demand: Demand, promise: Promise, facts: WorkerFacts, role: Ro
     return Rows(max(found[0], 1.0), found[1])
 
 
-def decode_load_ratio(demand: Demand, promise: Promise, facts: WorkerFacts, workers: int) -> LoadRatio:
+def decode_load_ratio(demand: Demand, targets: LatencyTargets, facts: WorkerFacts, workers: int) -> LoadRatio:
     """Returns the load ratio of `workers` decode workers."""
-    p, fits = facts.cost, rows_that_fit(demand, promise, facts)
-    step_s = p.base_s + fits.count * (p.row_s + p.context_s * demand.context_tokens)
+    fits = rows_that_fit(demand, targets, facts)
+    step_s = StepCost(facts.cost).rows_seconds(fits.count, fits.count * demand.context_tokens)
     return LoadRatio(demand.per_s * demand.answer_tokens / workers * step_s / fits.count, fits.limit)
 
 
 def shared_load_ratio(
-    demand: Demand, promise: Promise, facts: WorkerFacts, workers: int, backlog_s: float = 0.0
+    demand: Demand, targets: LatencyTargets, facts: WorkerFacts, workers: int, backlog_s: float = 0.0
 ) -> LoadRatio:
     """Returns the load ratio of `workers` that do both.
 
     Per second, prompts take their time once and decode rows theirs once per step, so a step lasts base ÷ (1 - both
     shares). The load may grow until that is the inter-token target, or rows or time run out.
     """
-    p, cost = facts.cost, StepCost(facts.cost)
+    cost, base_s = StepCost(facts.cost), facts.cost.base_s
     per_s = demand.per_s / workers
-    prompts_s = per_s * (demand.prompt_seconds(cost, facts.chunk_tokens)) + backlog_s / workers
-    answers_s = per_s * demand.answer_tokens * (p.row_s + p.context_s * demand.context_tokens)
-    fits = rows_that_fit(demand, promise, facts, Role.BOTH)
+    prompts_s = per_s * demand.prompt_seconds(cost, facts.chunk_tokens) + backlog_s / workers
+    answers_s = per_s * demand.answer_tokens * cost.row_seconds(demand.context_tokens)
+    fits = rows_that_fit(demand, targets, facts, Role.BOTH)
     # Rows are tokens a second times a step, so the step may last until the rows that fit are there, too.
     by_rows_s = fits.count / max(per_s * demand.answer_tokens, 1e-9)
-    longest_s = min(promise.gap_s * HEADROOM, max(by_rows_s, p.base_s))
-    headroom = max(1.0 - p.base_s / longest_s, SLACK_MIN) if longest_s < math.inf else 1.0
-    cap = min(headroom, busy_cap(workers, prompts_s / max(per_s, 1e-9), promise.ttft_s))
-    by_gap = promise.gap_s * HEADROOM <= by_rows_s
+    longest_s = min(targets.gap_s * HEADROOM, max(by_rows_s, base_s))
+    headroom = max(1.0 - base_s / longest_s, SLACK_MIN) if longest_s < math.inf else 1.0
+    cap = min(headroom, busy_cap(workers, prompts_s / max(per_s, 1e-9), targets.ttft_s))
+    by_gap = targets.gap_s * HEADROOM <= by_rows_s
     limit = fits.limit if not by_gap else Limit.GAP if headroom <= cap else Limit.TTFT
     return LoadRatio((prompts_s + answers_s) / cap, limit)

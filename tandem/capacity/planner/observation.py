@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tandem.capacity.planner.demand import Promise
+from tandem.capacity.planner.demand import LatencyTargets
 from tandem.capacity.planner.load_ratio import WorkerFacts
 from tandem.protocol.lifecycle.spans import Phase
 
@@ -53,7 +53,7 @@ class Observation:
 
     seconds: float
     offered: Offered
-    promise: Promise
+    targets: LatencyTargets
     """The tightest targets among the requests that have any."""
     prompts: WorkerFacts | None
     """A prefill worker with fitted costs; None = no worker has measured its steps yet."""

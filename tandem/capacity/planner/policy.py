@@ -1,9 +1,10 @@
 """The planner's policy: the number of prefill and decode workers, decided once a window, with a reason.
 
 1. demand: the offered load, smoothed; output lengths are those of ended requests, or of running ones where these differ
-2. load ratio of each role, from the fitted step costs (`tandem/capacity/planner/load_ratio.py`), scaled by what missed
-targets taught 3. the split with the smallest larger load ratio; if the number may change, the smallest split with
-headroom 4. a change only if it pays, over several consecutive windows, and not soon after the last one
+2. load ratio of each role: from the fitted step costs (`tandem/capacity/planner/load_ratio.py`), scaled by observed
+   misses
+3. split: the one with the smallest larger load ratio; if the number may change, the smallest split with headroom
+4. change: only if it pays, over several consecutive windows, and not soon after the last one
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def plan(seen: Observation, limits: Limits, state: State) -> Decision:
     each_s = demand.prompt_seconds(StepCost(prompts.cost), prompts.chunk_tokens)
     waiting = seen.waiting_requests + seen.waiting_tokens / max(demand.computed_tokens, 1.0)
     scales = state.prefill_scale, state.decode_scale
-    sizing = Sizing(demand, seen.promise, prompts, answers, waiting * each_s / BACKLOG_S, *scales)
+    sizing = Sizing(demand, seen.targets, prompts, answers, waiting * each_s / BACKLOG_S, *scales)
     if since >= limits.settled:
         state = _learn(seen, sizing.load_ratios(now), state)
         sizing = replace(sizing, prefill_scale=state.prefill_scale, decode_scale=state.decode_scale)
@@ -99,20 +100,20 @@ def _swings(seen: Observation, newest: Demand, before: Demand | None) -> bool:
 def _answer_tokens(seen: Observation, state: State) -> float:
     """Estimates the output length: in a mix that has just changed, only short requests have ended.
 
-    A request occupies its batch slot for its output length (Little's law). So where ever more requests decode, they are
-    longer than those that have ended, and where ever fewer do, shorter. Where no more fit, queued requests count as
-    well.
+    A request occupies its batch slot for its output length (Little's law). If the number of decoding requests grows,
+    they are longer than those that have ended; if it shrinks, they are shorter. If no further request fits, queued ones
+    count as well.
     """
     ended, decoding = seen.offered.answer_tokens, seen.decode or seen.shared
     if seen.answers is None or not decoding:
         return ended
-    p, rows = seen.answers.cost, seen.running_requests / decoding
+    rows = seen.running_requests / decoding
     known = Demand(seen.offered.per_s, seen.offered.prompt_tokens, ended)
     full = seen.offered.crowded_per_s > MISSES_TOLERATED * known.per_s
-    full = full or rows >= FULL * rows_that_fit(known, seen.promise, seen.answers).count
+    full = full or rows >= FULL * rows_that_fit(known, seen.targets, seen.answers).count
     there = seen.running_requests + (seen.waiting_requests if full else 0.0)
     admitted_per_s = max(known.per_s - seen.offered.refused_per_s, _TRICKLE * known.per_s)
-    step_s = p.base_s + rows * (p.row_s + p.context_s * known.context_tokens)
+    step_s = StepCost(seen.answers.cost).rows_seconds(rows, rows * known.context_tokens)
     alive = there / admitted_per_s / step_s * seen.answers.decode_speedup
     if full or seen.running_requests > state.running:
         return max(ended, alive)

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from tandem.capacity.planner.demand import Promise
+from tandem.capacity.planner.demand import LatencyTargets
 from tandem.capacity.planner.load_ratio import WorkerFacts
 from tandem.capacity.planner.observation import Kept, Observation, Offered
+from tandem.cost_model.step_cost import StepCost
 from tandem.metrics import families as f
 from tandem.metrics.scrape import Scrape, ScrapeInterval
 from tandem.protocol.cost_parameters import SECONDS, UNMEASURED, CostParameters
@@ -23,12 +24,12 @@ _CROWDED = "slo_itl"
 _REFUSED = ("queue_full", "tenant_queue_full", "slo_ttft", _CROWDED)
 """Values of the label `reason` of rejected requests that count as offered (`router/refusal.py`)."""
 
-Promises = Callable[[float], Mapping[str, Promise]]
+TargetsByClass = Callable[[float], Mapping[str, LatencyTargets]]
 """Maps the seconds of a one-request decode step to the targets of each service class."""
 
 
 def observe(
-    interval: ScrapeInterval, workers: Sequence[WorkerInfo], promises: Promises, *, coming: int = 0
+    interval: ScrapeInterval, workers: Sequence[WorkerInfo], targets_by_class: TargetsByClass, *, coming: int = 0
 ) -> Observation:
     """Returns the observation of this interval.
 
@@ -37,12 +38,12 @@ def observe(
     now = interval.now
     prefill, decode, shared = (_doing(workers, role) for role in (Role.PREFILL, Role.DECODE, Role.BOTH))
     answers = worker_facts(now, [*decode, *shared])
-    idle_step_s = 0.0 if answers is None else answers.cost.base_s + answers.cost.row_s
+    idle_step_s = 0.0 if answers is None else StepCost(answers.cost).idle_step_s
     offered, names = _offered(interval), [info.peer.worker_id for info in workers]
     return Observation(
         seconds=interval.seconds,
         offered=offered,
-        promise=_promise(interval, promises(idle_step_s)),
+        targets=_targets(interval, targets_by_class(idle_step_s)),
         prompts=worker_facts(now, [*prefill, *shared]),
         answers=answers,
         prefill=len(prefill),
@@ -127,14 +128,14 @@ def _offered(interval: ScrapeInterval) -> Offered:
     )
 
 
-def _promise(interval: ScrapeInterval, promises: Mapping[str, Promise]) -> Promise:
+def _targets(interval: ScrapeInterval, targets_by_class: Mapping[str, LatencyTargets]) -> LatencyTargets:
     """Returns the tightest targets of the classes with enough requests."""
-    counts = {name: interval.grown(f.SLO_REQUESTS, slo_class=name) for name in promises}
+    counts = {name: interval.grown(f.SLO_REQUESTS, slo_class=name) for name in targets_by_class}
     least = CLASS_SHARE * sum(counts.values())
-    found = [promise for name, promise in promises.items() if counts[name] and counts[name] >= least]
+    found = [targets for name, targets in targets_by_class.items() if counts[name] and counts[name] >= least]
     if not found:
-        return Promise()
-    return Promise(min(each.ttft_s for each in found), min(each.gap_s for each in found))
+        return LatencyTargets()
+    return LatencyTargets(min(each.ttft_s for each in found), min(each.gap_s for each in found))
 
 
 def _kept(interval: ScrapeInterval) -> Kept:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tandem.capacity.planner.decision import Limits, Range, Split
-from tandem.capacity.planner.demand import Demand, Promise
+from tandem.capacity.planner.demand import Demand, LatencyTargets
 from tandem.capacity.planner.load_ratio import (
     LoadRatio,
     WorkerFacts,
@@ -20,7 +20,7 @@ class Sizing:
     """A demand, and the workers that serve it: prefill workers like `prompts`, decode workers like `answers`."""
 
     demand: Demand
-    promise: Promise
+    targets: LatencyTargets
     prompts: WorkerFacts
     answers: WorkerFacts
     backlog_s: float = 0.0
@@ -31,13 +31,13 @@ class Sizing:
 
     def load_ratios(self, split: Split) -> tuple[LoadRatio, LoadRatio]:
         """Returns the load ratios of both roles under a split; for shared workers, twice the same."""
-        promise, demand = self.promise, self.demand
+        targets, demand = self.targets, self.demand
         if split.shared:
-            shared = shared_load_ratio(demand, promise, self.answers, split.shared, self.backlog_s)
+            shared = shared_load_ratio(demand, targets, self.answers, split.shared, self.backlog_s)
             scaled = replace(shared, value=shared.value * max(self.prefill_scale, self.decode_scale))
             return scaled, scaled
-        prefill = prefill_load_ratio(demand, promise, self.prompts, split.prefill, self.backlog_s)
-        decode = decode_load_ratio(demand, promise, self.answers, split.decode)
+        prefill = prefill_load_ratio(demand, targets, self.prompts, split.prefill, self.backlog_s)
+        decode = decode_load_ratio(demand, targets, self.answers, split.decode)
         return (
             replace(prefill, value=prefill.value * self.prefill_scale),
             replace(decode, value=decode.value * self.decode_scale),

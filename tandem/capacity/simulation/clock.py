@@ -1,14 +1,24 @@
-"""Virtual time: planned calls run in the order of their times."""
+"""Virtual time: planned calls run in the order of their times; an event loop whose time this is runs coroutines too."""
 
+import asyncio
 import heapq
-from collections.abc import Callable
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from contextvars import Context, copy_context
+from typing import Any
+
+_CALLS_MAX = 100_000
+"""The most callbacks at one time; more mean an endless cycle."""
 
 
 class VirtualClock:
     """A clock in seconds that advances from planned call to planned call; calls of equal time run in planning order."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
         self._calls: list[tuple[float, int, Callable[[], None]]] = []
         self._planned = 0
 
@@ -17,17 +27,142 @@ class VirtualClock:
         return self.now
 
     def at(self, moment: float, call: Callable[[], None]) -> None:
-        """Plans `call` for time `moment`, or for now if that has passed."""
-        self._planned += 1
-        heapq.heappush(self._calls, (moment if moment > self.now else self.now, self._planned, call))
+        """Plans `call` for time `moment`, or for now if that has passed; never if it is infinite."""
+        if moment < math.inf:
+            self._planned += 1
+            heapq.heappush(self._calls, (moment if moment > self.now else self.now, self._planned, call))
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
         """Plans `call` in `seconds`."""
         self.at(self.now + seconds, call)
 
-    def run(self, until: float = float("inf")) -> None:
+    def run(self, until: float = math.inf) -> None:
         """Runs planned calls until none is left or the time `until` is reached."""
         calls = self._calls
         while calls and calls[0][0] <= until:
             self.now, _, call = heapq.heappop(calls)
             call()
+
+
+class VirtualLoop(VirtualClock, asyncio.AbstractEventLoop):
+    """The subset of an event loop that workers and routers use, in virtual time.
+
+    What a planned call makes ready runs right after it. Errors that nobody catches are raised where the loop runs.
+    """
+
+    def __init__(self, now: float = 0.0) -> None:
+        super().__init__(now)
+        self._ready: deque[asyncio.Handle] = deque()
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Returns a context in which the loop is asyncio's running loop."""
+        before = asyncio._get_running_loop()
+        asyncio._set_running_loop(self)
+        try:
+            yield
+        finally:
+            asyncio._set_running_loop(before)
+
+    def run(self, until: float = math.inf) -> None:
+        """Runs what is ready, then planned calls and what they make ready, until nothing is left or `until`."""
+        with self.running():
+            self._run_ready()
+            calls = self._calls
+            while calls and calls[0][0] <= until:
+                self.now, _, call = heapq.heappop(calls)
+                call()
+                if self._ready:
+                    self._run_ready()
+
+    def run_ready(self) -> None:
+        """Runs everything that can run without time passing; does nothing when called from inside the loop."""
+        if asyncio._get_running_loop() is not self:
+            with self.running():
+                self._run_ready()
+
+    def advance(self, seconds: float) -> None:
+        """Lets time pass, planned call by planned call."""
+        end = self.now + seconds
+        self.run(end)
+        self.now = end
+
+    def _run_ready(self) -> None:
+        for _ in range(_CALLS_MAX):
+            if not self._ready:
+                return
+            self._run_handle(self._ready.popleft())
+        raise AssertionError("the coroutines never come to rest")
+
+    def _run_handle(self, handle: asyncio.Handle) -> None:
+        if not handle.cancelled():
+            handle._run()
+
+    def time(self) -> float:
+        """Returns the present time."""
+        return self.now
+
+    def call_soon(
+        self, callback: Callable[..., object], *args: object, context: Context | None = None
+    ) -> asyncio.Handle:
+        """See `asyncio.AbstractEventLoop`."""
+        handle = asyncio.Handle(callback, args, self, copy_context() if context is None else context)
+        self._ready.append(handle)
+        return handle
+
+    call_soon_threadsafe = call_soon
+
+    def call_later(
+        self, delay: float, callback: Callable[..., object], *args: object, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """See `asyncio.AbstractEventLoop`."""
+        return self.call_at(self.now + delay, callback, *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Callable[..., object], *args: object, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """See `asyncio.AbstractEventLoop`."""
+        handle = asyncio.TimerHandle(when, callback, args, self, copy_context() if context is None else context)
+        self.at(when, lambda: self._ready.append(handle))
+        return handle
+
+    def create_future(self) -> "asyncio.Future[Any]":
+        """See `asyncio.AbstractEventLoop`."""
+        return asyncio.Future(loop=self)
+
+    def create_task(self, coro: Any, *, name: str | None = None, context: Context | None = None) -> Any:
+        """See `asyncio.AbstractEventLoop`; the loop keeps the task until it is done."""
+        task = asyncio.Task(coro, loop=self, name=name, context=context)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop, context=Context())
+        return task
+
+    def run_in_executor(self, _executor: Any, func: Any, *args: Any) -> "asyncio.Future[Any]":  # type: ignore[override]
+        """Calls `func` at once."""
+        done: Future[Any] = Future()
+        try:
+            done.set_result(func(*args))
+        except Exception as error:
+            done.set_exception(error)
+        return asyncio.wrap_future(done, loop=self)
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """Raises the error that nobody caught."""
+        if (error := context.get("exception")) is not None:
+            raise error
+
+    def get_debug(self) -> bool:
+        """Returns False."""
+        return False
+
+    def is_running(self) -> bool:
+        """Returns True."""
+        return True
+
+    def is_closed(self) -> bool:
+        """Returns False."""
+        return False
+
+    def _timer_handle_cancelled(self, _handle: asyncio.TimerHandle) -> None:
+        """A cancelled timer stays planned until it is due."""

@@ -1,15 +1,16 @@
-"""A cluster of simulated workers behind one simulated router, and loads that run through it."""
+"""A cluster of simulated workers and one simulated router, and loads that run through it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from router.config import RouterConfig
-from tandem.capacity.simulation.clock import VirtualClock
+from tandem.capacity.simulation.clock import VirtualLoop
 from tandem.capacity.simulation.network import Network
 from tandem.capacity.simulation.request import LoadRequest, Outcome
 from tandem.capacity.simulation.router import VirtualRouter
 from tandem.capacity.simulation.spec import WorkerSpec
+from tandem.capacity.simulation.transfer import VirtualFabric
 from tandem.capacity.simulation.worker import VirtualWorker
 from tandem.protocol.messages import PeerRef
 
@@ -23,7 +24,7 @@ class VirtualCluster:
     network: Network = field(default_factory=Network)
     jumps: bool = True
     """True to take runs of equal steps at once; the outcome is the same."""
-    clock: VirtualClock = field(default_factory=VirtualClock)
+    clock: VirtualLoop = field(default_factory=VirtualLoop)
     workers: dict[PeerRef, VirtualWorker] = field(default_factory=dict)
     router: VirtualRouter = field(init=False)
     outcomes: list[Outcome] = field(default_factory=list)
@@ -31,17 +32,16 @@ class VirtualCluster:
 
     def __post_init__(self) -> None:
         self.router = VirtualRouter(self.config, self.clock, self.network, self.outcomes.append)
+        fabric = VirtualFabric(self.clock, self.network, self.workers)
         for spec in self.specs:
-            worker = VirtualWorker(
-                spec, self.clock, self.network, self.workers, self.router.on_step_output, jumps=self.jumps
-            )
+            worker = VirtualWorker(spec, self.clock, fabric, self.workers, self.router.on_step_output, jumps=self.jumps)
             self.workers[worker.peer] = worker
             self.router.join(worker)
-            worker.assignment.on_change = partial(self._tell_router, worker)
+            worker.assignment.on_change = partial(self._notify_router, worker)
 
-    def _tell_router(self, worker: VirtualWorker) -> None:
+    def _notify_router(self, worker: VirtualWorker) -> None:
         """Notifies the router through the controller, which takes two calls."""
-        self.clock.after(2 * self.network.call_s, lambda: self.router.follow(worker))
+        self.clock.after(2 * self.network.call_s, lambda: self.router.apply_assignment(worker))
 
     def run(self, requests: Iterable[LoadRequest], until_s: float = float("inf")) -> list[Outcome]:
         """Runs the requests, sorted by `due_s`, until nothing is left or `until_s`; returns the outcomes."""

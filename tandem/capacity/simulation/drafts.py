@@ -28,6 +28,11 @@ class Drafts:
     token_s: float = 0.0
     """The seconds that a draft model takes for a token of all drafts of a step; 0 = look-ups, which take none."""
 
+    @property
+    def cost(self) -> StepCost:
+        """The cost of the draft model's steps, which depends on nothing."""
+        return StepCost(CostParameters(self.token_s, 0.0, 0.0, 0.0, 0.0, 0.0))
+
     def speculation(self, batch: DraftingBatch, grow: Callable[[DecodeRequest], bool]) -> Speculation:
         """Return the control of a new worker with such drafts; see `Speculation`."""
         chance = _Chance(self)
@@ -83,7 +88,7 @@ class _Model(_Stateless, BatchProposer):
     @property
     def cost(self) -> StepCost:
         """See `BatchProposer`."""
-        return StepCost(CostParameters(self._chance.drafts.token_s, 0.0, 0.0, 0.0, 0.0, 0.0))
+        return self._chance.drafts.cost
 
     def compute(self, wanted: Sequence[WantedDraft]) -> Sequence[Sequence[int]]:
         """See `BatchProposer`."""

@@ -5,16 +5,18 @@ import math
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+import torch
+
 from tandem.capacity.simulation.drafts import Drafts
 from tandem.capacity.simulation.spec import Device
 from tandem.cost_model.roofline import GPU, Ceilings, guess
 from tandem.cost_model.step_cost import CostParameters, StepCost
 from tandem.cost_model.step_grid import gpu_grid
+from tandem.engine.cache.paged_cache import page_bytes
 from tandem.engine.config import GPU_PAGE_TOKENS
 from tandem.engine.config.kv import kv_groups, kv_windows
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.device import quantized_kv_dtype
-from tandem.engine.kernels.kv_cache import SCALE_BYTES
 from tandem.engine.model_sizes import kv_bytes_per_token, model_sizes
 from tandem.engine.models.load_spec import quantized_at_load
 from tandem.engine.models.shapes import shape_config
@@ -28,12 +30,12 @@ _ITEM_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A model on devices of one kind: `truth` is the real step cost, `reported` the one that predictions use."""
+    """A model on devices of one kind: steps take `actual_cost`, and predictions use `reported_cost`."""
 
     model: ModelSpec
     name: str
-    truth: CostParameters
-    reported: CostParameters
+    actual_cost: CostParameters
+    reported_cost: CostParameters
     pages: int
     page_tokens: int = GPU_PAGE_TOKENS
     kv_element_bytes: float = _ITEM_BYTES
@@ -48,7 +50,7 @@ class Hardware:
     @property
     def idle_step_s(self) -> float:
         """A decode step of one request with little context, in seconds."""
-        return StepCost(self.truth).decode_step_seconds(1, 0)
+        return StepCost(self.actual_cost).idle_step_s
 
     @property
     def facts(self) -> ModelFacts:
@@ -61,13 +63,13 @@ class Hardware:
 
     def with_costs(self, costs: CostParameters) -> "Hardware":
         """Returns the same hardware with these step costs, which predictions know."""
-        known = replace(costs, tile_tokens=self.truth.tile_tokens)
-        return replace(self, truth=known, reported=known)
+        known = replace(costs, tile_tokens=self.actual_cost.tile_tokens)
+        return replace(self, actual_cost=known, reported_cost=known)
 
     @property
     def device(self) -> Device:
         """The simulated device of a worker."""
-        return Device(self.truth, self.reported, self.pages, self.page_tokens, self.page_bytes)
+        return Device(self.actual_cost, self.reported_cost, self.pages, self.page_tokens, self.page_bytes)
 
     @property
     def page_bytes(self) -> int:
@@ -77,12 +79,12 @@ class Hardware:
 
 def kv_element_bytes(model: ModelSpec, kv_cache_dtype: str) -> float:
     """Returns the bytes of an element of KV, with its part of a scale. InvalidArgument as of `quantized_kv_dtype`."""
-    dtype = quantized_kv_dtype(kv_cache_dtype, model)
-    return _ITEM_BYTES if dtype is None else dtype.itemsize + SCALE_BYTES / kv_groups(model)[0].dim
+    dtype = quantized_kv_dtype(kv_cache_dtype, model) or torch.bfloat16
+    return page_bytes(model, 1, dtype) / kv_groups(model)[0].elements
 
 
 def kv_bytes_per_held_token(model: ModelSpec, tokens: float, element_bytes: float = _ITEM_BYTES) -> float:
-    """Returns the bytes that a decoding request of so many tokens holds per token; with windows, fewer the longer.
+    """Returns the bytes per token that a decoding request of `tokens` tokens holds.
 
     With windows they are those of the whole pages that workers reserve (`KvPages.held`).
     """
@@ -139,9 +141,9 @@ def hardware(
     element_bytes = kv_element_bytes(model, kv_cache_dtype)
     if not misjudged > 0:
         raise InvalidArgument("--misjudged", f"{misjudged:g} is not above 0")
-    truth = roofline(model, device, element_bytes) if costs is None else read_costs(costs)
-    scaled = {name: getattr(truth, name) * misjudged for name in SECONDS}
+    actual_cost = roofline(model, device, element_bytes) if costs is None else read_costs(costs)
+    scaled = {name: getattr(actual_cost, name) * misjudged for name in SECONDS}
     pages = int(kv_gib * 2**30 / kv_page_bytes(model, element_bytes))
     if pages < 1:
         raise InvalidArgument("--kv-gib", f"{kv_gib:g} is less than one KV page of {shape}")
-    return Hardware(model, shape, truth, replace(truth, **scaled), pages, kv_element_bytes=element_bytes)
+    return Hardware(model, shape, actual_cost, replace(actual_cost, **scaled), pages, kv_element_bytes=element_bytes)

@@ -1,23 +1,97 @@
 """A worker's step loop under the virtual clock.
 
 As in `tandem/worker/loop.py` a step is planned and launched while the one before it runs. A call from outside finds the
-worker's state of that time: skipped steps are applied first.
+worker's state of its time: skipped steps are applied first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 from prefill_worker.scheduler import PrefillScheduler
 from tandem.capacity.simulation.clock import VirtualClock
-from tandem.capacity.simulation.flights import Flight, Flights
-from tandem.capacity.simulation.steady import SteadyDecodeHalf, SteadyRun, later
+from tandem.capacity.simulation.request import StepLog
+from tandem.capacity.simulation.steady import Lookahead, SteadyDecodeHalf, SteadyRun, after_steps, steady_run
 from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import StepWork
 from tandem.engine.steps.batch import StepResult
 from tandem.worker.scheduler import StepOutput, StepScheduler
+
+
+@dataclass(frozen=True, slots=True)
+class InFlightStep:
+    """A launched step; its first rows decode, and `drawn` has the draws of all rows."""
+
+    work: StepWork
+    drawn: Sequence[int | None]
+    end_s: float
+
+
+class InFlightSteps:
+    """At most two steps in flight: one runs, one is launched after it. `actual_cost` gives their durations."""
+
+    def __init__(self, actual_cost: StepCost) -> None:
+        self._actual_cost = actual_cost
+        self.log = StepLog()
+        """End times of the completed steps."""
+        self.first: InFlightStep | None = None
+        """The step whose end is awaited; None while nothing runs."""
+        self.second: InFlightStep | None = None
+        """The newest step."""
+        self.busy_s = 0.0
+        """Seconds that the device has computed so far."""
+        self._free_s = 0.0
+
+    @property
+    def none(self) -> bool:
+        """True if the device is idle."""
+        return self.first is None and self.second is None
+
+    def launch(self, work: StepWork, drawn: Sequence[int | None], now: float, drafting_s: float = 0.0) -> InFlightStep:
+        """Launches a step after all earlier ones; `drafting_s` is what proposing its drafts took."""
+        seconds = self._actual_cost.seconds(work) + drafting_s
+        self._free_s = max(now, self._free_s) + seconds
+        self.busy_s += seconds
+        return InFlightStep(work, drawn, self._free_s)
+
+    def push(self, launched: InFlightStep | None) -> bool:
+        """Makes `launched` the newest step; returns True if none is to be launched until the first ends."""
+        before, self.second = self.second, launched
+        if before is not None:
+            self.first = before
+        return before is not None or launched is None
+
+    def land(self) -> tuple[int, InFlightStep] | None:
+        """Completes the first step; returns its number in the log and the step, None without one."""
+        landed, self.first = self.first, None
+        return None if landed is None else (self.log.add(landed.end_s), landed)
+
+    @property
+    def only_decode(self) -> bool:
+        """True if two steps are in flight, both without prefill."""
+        first, second = self.first, self.second
+        return not (first is None or second is None or first.work.prefill_tokens or second.work.prefill_tokens)
+
+    def steady(self, lookahead: Lookahead | None) -> SteadyRun | None:
+        """Returns the end times of both steps and of those that follow with the same rows; None without any."""
+        if self.first is None or self.second is None or lookahead is None:
+            return None
+        return steady_run(self._actual_cost, self.second.work, self.first.end_s, self.second.end_s, lookahead)
+
+    def skip(self, run: SteadyRun, steps: int) -> StepWork | None:
+        """Skips the first steps of a steady run; returns the newest launch's work, None if nothing was skipped."""
+        first, second = self.first, self.second
+        if first is None or second is None or not steps:
+            return None
+        self.log.extend(run.ends_s[:steps])
+        self.busy_s += run.seconds(steps)
+        self.first = InFlightStep(after_steps(first.work, steps), first.drawn, float(run.ends_s[steps]))
+        self.second = InFlightStep(after_steps(second.work, steps), second.drawn, float(run.ends_s[steps + 1]))
+        self._free_s = self.second.end_s
+        return self.second.work
 
 
 class VirtualStepLoop:
@@ -27,26 +101,24 @@ class VirtualStepLoop:
         self,
         clock: VirtualClock,
         scheduler: StepScheduler,
-        truth: StepCost,
+        actual_cost: StepCost,
         *,
         decode: SteadyDecodeHalf,
         prefill: PrefillScheduler,
         spare_pages: Callable[[], int],
         publish: Callable[[int, StepWork, StepOutput], None],
-        on_progress: Callable[[], None],
         jumps: bool,
     ) -> None:
-        """Sets the loop up; `truth` predicts the durations of steps.
+        """Sets the loop up; `actual_cost` predicts the durations of steps.
 
-        `publish` receives each completed step with its number in the log, except for those taken at once. `on_progress`
-        is called when the prefill half may have progressed. `spare_pages` returns the pages that answers may grow into.
-        Without `jumps` every step is taken by itself.
+        `publish` receives each completed step with its number in the log, except for those taken at once.
+        `spare_pages` returns the pages that answers may grow into. Without `jumps` every step is taken by itself.
         """
         self._clock, self._scheduler, self._jumps = clock, scheduler, jumps
         self._decode, self._prefill, self._spare_pages = decode, prefill, spare_pages
-        self._publish, self._on_progress = publish, on_progress
-        self._flights = Flights(truth)
-        self.log = self._flights.log
+        self._publish = publish
+        self._in_flight = InFlightSteps(actual_cost)
+        self.log = self._in_flight.log
         self._steady: SteadyRun | None = None
         self._plan_number = 0
         self._awaited = False
@@ -58,69 +130,73 @@ class VirtualStepLoop:
         """Notes that there may be work."""
         self._woken = True
 
-    def visit(self) -> AbstractContextManager[None]:
-        """Returns a context for changes of the worker from outside of a step."""
-        return _Visit(self)
+    @contextmanager
+    def sync(self) -> Iterator[None]:
+        """Returns a context for changes from outside of a step: ended steps are applied before, and it plans after."""
+        self._catch_up()
+        try:
+            yield
+        finally:
+            self._replan()
 
     @property
     def idle(self) -> bool:
         """True if no step is in flight."""
-        return self._flights.none
+        return self._in_flight.none
 
     @property
     def busy_s(self) -> float:
         """Seconds that the device has computed so far."""
         run = self._steady
-        return self._flights.busy_s + (0.0 if run is None else run.seconds(run.over(self._clock.now)))
+        return self._in_flight.busy_s + (0.0 if run is None else run.seconds(run.ended_steps(self._clock.now)))
 
     @property
     def decoding(self) -> StepWork:
         """The decode rows of the newest step."""
         newest, run = self._scheduler.decoding, self._steady
-        return newest if run is None else later(newest, run.over(self._clock.now))
+        return newest if run is None else after_steps(newest, run.ended_steps(self._clock.now))
 
-    def catch_up(self) -> None:
+    def _catch_up(self) -> None:
         """Applies the ended steps of a steady run, if they have taken pages since.
 
         Steps that took no pages can be applied later, as no caller sees a difference.
         """
-        if self._steady is not None and self._clock.now >= self._steady.turn_s:
-            self._pass(self._steady, self._steady.over(self._clock.now))
+        if self._steady is not None and self._clock.now >= self._steady.first_page_s:
+            self._pass(self._steady, self._steady.ended_steps(self._clock.now))
 
-    def visited(self) -> None:
+    def _replan(self) -> None:
         """Starts an idle loop after a change, or ends a steady run whose assumptions no longer hold."""
         if self._inside:
             return
         if self.idle and self._woken:
             self._inside = True
             self._step()
-            self._on_progress()
             self._inside = False
         run = self._steady
-        if run is not None and (self._newcomers or self._spare_pages() <= run.ahead.needed):
-            self._pass(run, run.over(self._clock.now))
+        if run is not None and (self._newcomers or self._spare_pages() <= run.lookahead.needed):
+            self._pass(run, run.ended_steps(self._clock.now))
         if not self._awaited:
             self._wait()
 
     def _step(self) -> None:
-        """Launches until one step runs and another one is behind it, or nothing is left to launch."""
-        while not self._flights.push(self._launch()):
+        """Launches until one step runs and another one follows it, or nothing is left to launch."""
+        while not self._in_flight.push(self._launch()):
             pass
 
-    def _launch(self) -> Flight | None:
+    def _launch(self) -> InFlightStep | None:
         planned = self._scheduler.plan()
         if planned is None:
             return None
         chunks = [None if row.draw is None else 0 for row in planned.batch.chunks]
-        return self._flights.launch(
+        return self._in_flight.launch(
             planned.work, [*[0] * len(planned.batch.tokens), *chunks], self._clock.now, planned.drafting_s
         )
 
-    def _finish(self, number: int, flight: Flight) -> None:
+    def _finish(self, number: int, step: InFlightStep) -> None:
         """Applies a completed step, given its number in the log."""
-        output = self._scheduler.apply(flight.work, StepResult(flight.drawn))
+        output = self._scheduler.apply(step.work, StepResult(step.drawn))
         self._prefill.deliver_updates()
-        self._publish(number, flight.work, output)
+        self._publish(number, step.work, output)
 
     def _on_time(self, plan_number: int) -> None:
         """Handles the awaited end of a step or of a steady run; ignored if planned anew since."""
@@ -128,13 +204,12 @@ class VirtualStepLoop:
             return
         self._inside = True
         if self._steady is not None:
-            self._pass(self._steady, self._steady.ahead.steps)
-        landed = self._flights.land()
+            self._pass(self._steady, self._steady.lookahead.steps)
+        landed = self._in_flight.land()
         if landed is not None:
             self._finish(*landed)
         self._step()
         self._decode.learn()
-        self._on_progress()
         self._inside = False
         self._wait()
 
@@ -142,19 +217,19 @@ class VirtualStepLoop:
         """Plans the next end to wait for."""
         self._plan_number += 1
         self._steady = self._woken_steady()
-        flight = self._flights.first
-        self._awaited = flight is not None
-        if flight is None:
+        step = self._in_flight.first
+        self._awaited = step is not None
+        if step is None:
             return
-        end_s = flight.end_s if self._steady is None else float(self._steady.ends_s[self._steady.ahead.steps])
+        end_s = step.end_s if self._steady is None else float(self._steady.ends_s[self._steady.lookahead.steps])
         self._clock.at(end_s, partial(self._on_time, self._plan_number))
 
     def _woken_steady(self) -> SteadyRun | None:
         """Returns the run of equal steps from here on; None if there is none."""
         self._woken = False
-        if not self._jumps or not self._flights.only_decode or self._newcomers:
+        if not self._jumps or not self._in_flight.only_decode or self._newcomers:
             return None
-        return self._flights.steady(self._decode.look_ahead(self._spare_pages()))
+        return self._in_flight.steady(self._decode.lookahead(self._spare_pages()))
 
     @property
     def _newcomers(self) -> bool:
@@ -164,20 +239,7 @@ class VirtualStepLoop:
     def _pass(self, run: SteadyRun, steps: int) -> None:
         """Applies the next steps of the steady run."""
         self._steady, self._awaited = None, False
-        newest = self._flights.skip(run, steps)
+        newest = self._in_flight.skip(run, steps)
         if newest is not None:
             self._decode.pass_steps(steps)
             self._scheduler.decoding = newest
-
-
-class _Visit(AbstractContextManager[None]):
-    """A call from outside: applies the steps that have ended, then plans anew."""
-
-    def __init__(self, loop: VirtualStepLoop) -> None:
-        self._loop = loop
-
-    def __enter__(self) -> None:
-        self._loop.catch_up()
-
-    def __exit__(self, *_: object) -> None:
-        self._loop.visited()

@@ -1,6 +1,12 @@
 """Delays between processes: calls, events and KV pages take time, and nothing is lost."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.capacity.simulation.request import Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +31,17 @@ class Network:
     (docs/decisions/capacity_planning.md)."""
 
 
-class Wire:
-    """A sender's outgoing link: writes follow one another."""
+class DeliveryDelay:
+    """Adds a random delay to each token, as measured; no token overtakes another."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, seed: int = 0) -> None:
         self._network = network
-        self._free_at = 0.0
+        self._dice = np.random.default_rng(seed)
 
-    def write(self, now: float, size: int) -> float:
-        """Returns when `size` bytes sent at `now` will have arrived."""
-        begun = max(now, self._free_at)
-        self._free_at = begun + size / self._network.bytes_per_s
-        return self._free_at + self._network.transfer_s
+    def moments(self, outcome: Outcome) -> NDArray[np.float64]:
+        """Returns the times of the outcome's tokens at the client, in seconds."""
+        return self.late(outcome.token_s(self._network.event_s))
+
+    def late(self, sent: Sequence[float]) -> NDArray[np.float64]:
+        """Returns the arrival times of tokens that would arrive at the times `sent` without jitter, ascending."""
+        return np.maximum.accumulate(np.asarray(sent) + self._dice.exponential(self._network.event_jitter_s, len(sent)))

@@ -1,13 +1,41 @@
-"""One request of a simulated load, and its outcome."""
+"""One request of a simulated load, its outcome, and the times of its tokens."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from router.observability.request_outcome import RequestOutcome
+import numpy as np
+from numpy.typing import NDArray
+
+from router.observability import request_outcome
+from router.observability.request_outcome import GapTracker, PhaseTimes, RequestOutcome
 from router.placement.policy import Placement
 from router.slo import SloClass
 from tandem.capacity.simulation.prompt import VirtualPrompt
-from tandem.capacity.simulation.step_log import StepLog
+from tandem.protocol.lifecycle.spans import Phase
+
+
+class StepLog:
+    """End times of steps in seconds, ascending; steps count from 0."""
+
+    def __init__(self) -> None:
+        self._ends = array("d")
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def add(self, end_s: float) -> int:
+        """Adds a step; returns its number."""
+        self._ends.append(end_s)
+        return len(self._ends) - 1
+
+    def extend(self, ends_s: NDArray[np.float64]) -> None:
+        """Adds several steps."""
+        self._ends.frombytes(ends_s.tobytes())
+
+    def ends(self, first: int, count: int) -> Sequence[float]:
+        """Returns the end times of `count` steps from `first` on."""
+        return self._ends[first : first + count]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +93,26 @@ class Outcome:
         if self.held_s and len(moments) > 1:
             moments[0] = min(moments[0] + self.held_s, moments[1])
         return moments
+
+    def judge(
+        self, slo: SloClass, idle_step_s: float, moments: Sequence[float] | NDArray[np.float64]
+    ) -> RequestOutcome:
+        """Returns whether the request met `slo`, or why not, as the router judges.
+
+        Gap targets in steps are multiples of `idle_step_s`; `moments` are the tokens' times at the client.
+        """
+        if self.error:
+            return self.rejected or RequestOutcome(request_outcome.Outcome.FAILED, Phase.QUEUE)
+        gaps, target_s = np.diff(moments), slo.itl_target(idle_step_s)
+        later = gaps[1:]
+        pace = GapTracker(
+            target_s,
+            tokens=len(moments),
+            worst_s=float(later.max(initial=0.0)),
+            over=int((later > target_s).sum()),
+            first_over=bool((gaps[:1] > target_s).any()),
+            first_gap_s=float(gaps[:1].sum()),
+        )
+        ttft_s, queued_s = float(moments[0]) - self.asked.due_s, self.placed_s - self.asked.due_s
+        times = PhaseTimes(queued_s, ttft_s - queued_s, None, None)
+        return request_outcome.judge(slo, pace, ttft_s, times)

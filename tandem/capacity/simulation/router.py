@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from router.config import RouterConfig
-from router.observability.prediction_quality import PredictionQuality
+from router.observability.prediction_quality import PlacementRecord, PredictionQuality
 from router.observability.request_outcome import rejected
 from router.placement.fleet import Fleet
 from router.placement.policy import Placement, PlacementPolicy
@@ -17,9 +17,8 @@ from router.requests.first_token import hold_s
 from router.requests.sweeper import SWEEP_S
 from router.workers.prefix_feed import PrefixFeed
 from tandem.capacity.simulation.clock import VirtualClock
-from tandem.capacity.simulation.flow import Flow
 from tandem.capacity.simulation.network import Network
-from tandem.capacity.simulation.request import LoadRequest, Outcome
+from tandem.capacity.simulation.request import LoadRequest, Outcome, Piece, StepLog
 from tandem.capacity.simulation.worker import VirtualWorker, WorkerStepOutput
 from tandem.protocol.errors import Internal, ResourceExhausted, RoleClosed
 from tandem.protocol.messages import (
@@ -37,6 +36,57 @@ from tandem.protocol.prefixes import PrefixList
 
 ROUTER_ID = "router"
 _BUSY = (ResourceExhausted, RoleClosed)
+
+
+@dataclass(slots=True, eq=False)
+class Flow:
+    """A request that has not ended."""
+
+    queued: QueuedRequest
+    outcome: Outcome
+    sampling: SamplingParams
+    pair: Placement | None = None
+    attempt: int = 1
+    failures: int = 0
+    tokens: int = 0
+    """Answer tokens received, or known to be decoded before the attempt failed."""
+
+    @property
+    def ref(self) -> RequestRef:
+        """The request's id with its attempt."""
+        return RequestRef(self.queued.wire_id, self.attempt)
+
+    def close_piece(self, log: StepLog, number: int, event: RequestEvent, tokens: StepLog | None) -> None:
+        """Records what the attempt has decoded up to this event, one token per step unless `tokens` has their times.
+
+        The event is of step `number` of the worker with that `log`; a preempted request decoded before that step.
+        """
+        self.tokens = event.first_index + len(event.token_ids)
+        decoded = self.tokens - self.queued.answered - 1
+        pieces, attempts = self.outcome.pieces, len(self.outcome.firsts_s)
+        del pieces[attempts - 1 :]
+        first = number + (not event.preempted) - decoded
+        pieces.append(Piece(log, first, decoded) if tokens is None else Piece(tokens, 0, decoded))
+
+    def placement_record(self, later_s: float) -> PlacementRecord | None:
+        """Returns its prediction with the observed values; None unless the first attempt completed it.
+
+        A token takes `later_s` from its worker to the client.
+        """
+        outcome = self.outcome
+        if outcome.prediction is None or outcome.error or self.attempt > 1:
+            return None
+        gaps = self.tokens - 1
+        return PlacementRecord(
+            request_id=self.queued.wire_id,
+            prefill_worker=outcome.prefill_worker,
+            decode_worker=outcome.decode_worker,
+            slo_class=self.queued.slo.name,
+            prediction=outcome.prediction,
+            ttft_s=outcome.firsts_s[0] + later_s - outcome.placed_s,
+            itl_s=(outcome.ended_s - later_s - outcome.firsts_s[0]) / gaps if gaps > 0 else None,
+            cached_tokens=outcome.cached_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +137,7 @@ class VirtualRouter:
         state.report(worker.load())
         self.fleet.set_live(state, live=True)
 
-    def follow(self, worker: VirtualWorker) -> None:
+    def apply_assignment(self, worker: VirtualWorker) -> None:
         """Updates the router's state after a change of `worker`'s assignment."""
         state, info = self._links[worker.peer].state, worker.info
         state.update(info)
@@ -165,7 +215,7 @@ class VirtualRouter:
         try:
             granted: GrantedLease = self._links[pair.decode].worker.reserve(reservation)
         except _BUSY:
-            self.clock.after(self.network.call_s, lambda: self._refused(flow, ref, self._state(pair.decode)))
+            self.clock.after(self.network.call_s, lambda: self._on_refusal(flow, ref, self._state_of(pair.decode)))
             return
         destination = Destination(pair.decode, "", granted.lease)
         self.clock.after(2 * self.network.call_s, lambda: self._prefill(flow, ref, pair, destination))
@@ -183,34 +233,34 @@ class VirtualRouter:
         try:
             self._links[pair.prefill].worker.prefill(task)
         except _BUSY:
-            self.clock.after(self.network.call_s, lambda: self._refused(flow, ref, self._state(pair.prefill)))
+            self.clock.after(self.network.call_s, lambda: self._on_refusal(flow, ref, self._state_of(pair.prefill)))
         else:
-            self.clock.after(self.network.call_s, lambda: self._taken(flow, ref, pair))
+            self.clock.after(self.network.call_s, lambda: self._on_accepted(flow, ref, pair))
 
-    def _taken(self, flow: Flow, ref: RequestRef, pair: Placement) -> None:
+    def _on_accepted(self, flow: Flow, ref: RequestRef, pair: Placement) -> None:
         if flow.ref == ref:
             self._links[pair.prefill].state.prompt_accepted(flow.queued.wire_id)
 
-    def _state(self, peer: PeerRef | None) -> WorkerState | None:
+    def _state_of(self, peer: PeerRef | None) -> WorkerState | None:
         return None if peer is None else self._links[peer].state
 
-    def _refused(self, flow: Flow, ref: RequestRef, asked: WorkerState | None) -> None:
+    def _on_refusal(self, flow: Flow, ref: RequestRef, asked: WorkerState | None) -> None:
         if asked is not None:
             asked.back_off()
             self.clock.after(BACK_OFF_S, self.pump)
         if flow.ref == ref:
-            self._again(flow)
+            self._retry(flow)
 
-    def _again(self, flow: Flow) -> None:
+    def _retry(self, flow: Flow) -> None:
         """Starts another attempt, which continues after the tokens already sent."""
-        self._leave_workers(flow)
+        self._release_workers(flow)
         flow.queued.resumed = flow.tokens > 0
         flow.attempt += 1
         flow.outcome.attempts += 1
         self.scheduler.queue.push(flow.queued)
         self.pump()
 
-    def _leave_workers(self, flow: Flow) -> None:
+    def _release_workers(self, flow: Flow) -> None:
         pair, ref = flow.pair, flow.ref
         if pair is None:
             return
@@ -230,9 +280,9 @@ class VirtualRouter:
     def on_step_output(self, worker: VirtualWorker, output: WorkerStepOutput) -> None:
         """Receives a worker's step output, or an event between two steps, after the network's delay."""
         moment = self.clock.now
-        self.clock.after(self.network.event_s, lambda: self._take(worker, output, moment))
+        self.clock.after(self.network.event_s, lambda: self._on_delivery(worker, output, moment))
 
-    def _take(self, worker: VirtualWorker, output: WorkerStepOutput, moment: float) -> None:
+    def _on_delivery(self, worker: VirtualWorker, output: WorkerStepOutput, moment: float) -> None:
         link = self._links[worker.peer]
         if output.prefixes is not None:
             link.prefixes.take(output.prefixes)
@@ -240,20 +290,20 @@ class VirtualRouter:
         for event in output.events:
             flow = self._flows.get(event.ref.request_id)
             if flow is not None and flow.attempt == event.ref.attempt and flow.pair is not None:
-                self._take_event(flow, flow.pair, event, _StepOutputSource(worker, output.number, moment))
+                self._on_event(flow, flow.pair, event, _StepOutputSource(worker, output.number, moment))
         if not output.load.decode_requests and not output.load.prefill_tokens:
             for rounds in (1, 2):
                 self.clock.after(rounds * SWEEP_S, link.state.expire_report)
         self.pump()
 
-    def _take_event(self, flow: Flow, pair: Placement, event: RequestEvent, source: _StepOutputSource) -> None:
+    def _on_event(self, flow: Flow, pair: Placement, event: RequestEvent, source: _StepOutputSource) -> None:
         if event.transfer is not None and pair.decode is not None:
             self._links[pair.decode].state.learn_transfer(event.transfer)
         if event.finish_reason is FinishReason.ERROR:
             self._fail_attempt(flow, event)
         elif event.preempted:
             self._close_piece(flow, event, source)
-            self._again(flow)
+            self._retry(flow)
         elif event.token_ids and event.first_index == flow.queued.answered:
             self._links[pair.prefill].state.prompt_computed(flow.queued.wire_id)
             flow.outcome.firsts_s.append(source.moment_s)
@@ -280,10 +330,10 @@ class VirtualRouter:
         code = event.error.code if event.error is not None else Internal.code
         flow.failures += 1
         if flow.failures >= self.config.max_attempts:
-            self._leave_workers(flow)
+            self._release_workers(flow)
             self._end(flow, code)
         else:
-            self._again(flow)
+            self._retry(flow)
 
     def _end(self, flow: Flow, code: str) -> None:
         outcome = flow.outcome

@@ -12,10 +12,10 @@ from tandem.worker.config import WorkerConfig
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device: `truth` is the real step cost, `reported` the one that workers report and predictions use."""
+    """A device: steps take `actual_cost`; workers report `reported_cost`, with which routers predict."""
 
-    truth: CostParameters
-    reported: CostParameters
+    actual_cost: CostParameters
+    reported_cost: CostParameters
     pages: int
     page_tokens: int
     page_bytes: int

@@ -17,13 +17,13 @@ from tandem.cost_model.step_work import StepWork
 from tandem.protocol.kv_pages import KvPages
 
 _LAUNCHED = 2
-"""Steps in flight while a worker waits: one runs, one is behind it."""
+"""Steps in flight while a worker waits: one runs, one follows it."""
 _NEVER = 1 << 62
 """The number of a step that is never launched."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
+class Lookahead:
     """The number of steps that a decode half can take without any decision."""
 
     steps: int
@@ -39,13 +39,13 @@ class SteadyRun:
     """Steps that end at `ends_s`; all but the last two need no decision."""
 
     ends_s: NDArray[np.float64]
-    ahead: Ahead
-    turn_s: float
+    lookahead: Lookahead
+    first_page_s: float
     """Time at which the run takes its first KV page."""
 
-    def over(self, now: float) -> int:
+    def ended_steps(self, now: float) -> int:
         """Returns the number of steps that have ended by `now`."""
-        return min(self.ahead.steps, int(self.ends_s.searchsorted(now, side="right")))
+        return min(self.lookahead.steps, int(self.ends_s.searchsorted(now, side="right")))
 
     def seconds(self, steps: int) -> float:
         """Returns the seconds of `steps` launches after the two in flight."""
@@ -75,11 +75,11 @@ class SteadyBatch(DraftingBatch):
         return self._first_end[1] + 1 - self._next_step
 
     def steps_without_new_page(self) -> int:
-        """Returns the number of further steps, at least, that need no more pages."""
+        """Returns a lower bound of the number of further steps that need no new pages."""
         return 0 if self._without_page else min(self._page_steps, default=_NEVER) - self._next_step
 
     def skip(self, steps: int) -> None:
-        """Acts as if so many steps had been launched and as many had completed with tokens 0.
+        """Acts as if `steps` steps had been launched and had completed, each with token 0.
 
         At most `identical_steps` and `steps_without_new_page` may be skipped.
         """
@@ -112,7 +112,7 @@ class SteadyDecodeHalf(DecodeScheduler):
         """Number of requests that wait to join the batch."""
         return len(self._requests.ready)
 
-    def look_ahead(self, spare_pages: int) -> Ahead | None:
+    def lookahead(self, spare_pages: int) -> Lookahead | None:
         """Returns the steps that need no decision if `spare_pages` are free; None = every step needs one."""
         batch = self._batch
         if (
@@ -127,8 +127,8 @@ class SteadyDecodeHalf(DecodeScheduler):
         untouched = min(steps, batch.steps_without_new_page())
         needed = len(batch) * batch.kv.groups * (2 + steps // batch.kv.page_tokens)
         if spare_pages > needed:
-            return Ahead(steps, untouched, needed)
-        return Ahead(untouched, untouched) if untouched else None
+            return Lookahead(steps, untouched, needed)
+        return Lookahead(untouched, untouched) if untouched else None
 
     def pass_steps(self, steps: int) -> None:
         """Applies `steps` steps, like as many calls of `apply` and `schedule` while no request joins or ends."""
@@ -141,22 +141,22 @@ class SteadyDecodeHalf(DecodeScheduler):
                 self._allocate_pages()
 
 
-def steady_run(cost: StepCost, work: StepWork, first_s: float, second_s: float, ahead: Ahead) -> SteadyRun:
+def steady_run(cost: StepCost, work: StepWork, first_s: float, second_s: float, lookahead: Lookahead) -> SteadyRun:
     """Returns the end times of two launched steps, the second with `work`, and of the steps ahead.
 
     They equal those of the steps taken one by one.
     """
-    p, rows = cost.parameters, work.decode_rows
-    contexts = work.decode_context_tokens + rows * np.arange(1, ahead.steps + 1)
-    ends_s = np.empty(ahead.steps + _LAUNCHED)
+    rows = work.decode_rows
+    contexts = (work.decode_context_tokens + rows * np.arange(1, lookahead.steps + 1)).astype(np.float64)
+    ends_s = np.empty(lookahead.steps + _LAUNCHED)
     ends_s[0], ends_s[1] = first_s, second_s
-    ends_s[2:] = p.base_s + p.row_s * rows + p.context_s * contexts
+    ends_s[2:] = cost.rows_seconds(rows, contexts)
     np.cumsum(ends_s[1:], out=ends_s[1:])
-    turn_s = float(ends_s[ahead.untouched]) if ahead.untouched < ahead.steps else math.inf
-    return SteadyRun(ends_s, ahead, turn_s)
+    first_page_s = float(ends_s[lookahead.untouched]) if lookahead.untouched < lookahead.steps else math.inf
+    return SteadyRun(ends_s, lookahead, first_page_s)
 
 
-def later(work: StepWork, steps: int) -> StepWork:
+def after_steps(work: StepWork, steps: int) -> StepWork:
     """Returns a decode step's work after `steps` further steps."""
     rows = work.decode_rows
     return StepWork(decode_rows=rows, decode_context_tokens=work.decode_context_tokens + rows * steps)

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from decode_worker.admission import DecodeAdmission
 from decode_worker.batch_snapshot import CompletedStep
+from kv_transfer.in_memory import InMemoryTransport
+from prefill_worker.page_writes import WritingTime
 from prefill_worker.request import PrefillRequest
 from prefill_worker.scheduler import PrefillScheduler
-from tandem.capacity.simulation.assignment import VirtualAssignment
-from tandem.capacity.simulation.clock import VirtualClock
+from tandem.capacity.simulation.clock import VirtualLoop
 from tandem.capacity.simulation.loop import VirtualStepLoop
-from tandem.capacity.simulation.network import Network, Wire
 from tandem.capacity.simulation.prompt import PageNames
+from tandem.capacity.simulation.request import StepLog
 from tandem.capacity.simulation.spec import WorkerSpec
 from tandem.capacity.simulation.steady import SteadyDecodeHalf
-from tandem.capacity.simulation.step_log import StepLog
-from tandem.capacity.simulation.transfer.handover import DecodeEnd
-from tandem.capacity.simulation.transfer.handovers import VirtualHandovers
+from tandem.capacity.simulation.transfer import VirtualFabric, VirtualPeers, layout_of
 from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import StepWork
 from tandem.engine.cache.page_pool import PagePool
@@ -34,12 +34,15 @@ from tandem.protocol.messages import (
     RequestEvent,
     RequestRef,
     Reservation,
+    Role,
     RoutedEvent,
     TransferNotice,
     WorkerInfo,
     WorkerLoad,
 )
 from tandem.protocol.prefixes import PrefixChanges
+from tandem.worker.assignment import WorkerAssignment
+from tandem.worker.handovers import Handovers
 from tandem.worker.phases import PhaseSchedulers
 from tandem.worker.reporting.report import load_of
 from tandem.worker.scheduler import StepOutput, StepScheduler
@@ -55,6 +58,20 @@ class WorkerStepOutput:
     prefixes: PrefixChanges | None
 
 
+class _SyncedPrefillHalf(PrefillScheduler):
+    """A prefill half whose hand-overs find the worker's state of their time."""
+
+    sync: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def withdraw(self, request: PrefillRequest) -> None:
+        with self.sync():
+            super().withdraw(request)
+
+    def free(self, request: PrefillRequest) -> None:
+        with self.sync():
+            super().free(request)
+
+
 Publish = Callable[["VirtualWorker", WorkerStepOutput], None]
 
 
@@ -64,8 +81,8 @@ class VirtualWorker:
     def __init__(
         self,
         spec: WorkerSpec,
-        clock: VirtualClock,
-        network: Network,
+        clock: VirtualLoop,
+        fabric: VirtualFabric,
         peers: dict[PeerRef, VirtualWorker],
         publish: Publish,
         *,
@@ -76,10 +93,8 @@ class VirtualWorker:
         Without `jumps` every step is taken by itself.
         """
         self.spec, self.peer = spec, spec.peer
-        self.page_bytes, self.kv = spec.device.page_bytes, spec.kv
-        self.wire = Wire(network)
-        self._clock, self._peers, self._publish = clock, peers, publish
-        self._reported = StepCost(spec.device.reported)
+        self._clock, self._publish = clock, publish
+        self._reported_cost = StepCost(spec.device.reported_cost)
         self.pool = PagePool(spec.device.pages)
         self.cache = PrefixCache(self.pool, spec.kv, enabled=spec.config.prefix_cache, names=PageNames())
         self.admission = self._make_admission()
@@ -92,77 +107,84 @@ class VirtualWorker:
             drafts=spec.drafts,
         )
         self._token_logs: dict[RequestRef, StepLog] = {}
-        handovers = VirtualHandovers(self, clock, network)
-        self._prefill = PrefillScheduler(
+        layout = layout_of(spec.device.pages, spec.device.page_bytes)
+        self.transport = InMemoryTransport(fabric.fabric, layout, self.peer, self.notice)
+        self.handovers = self._make_handovers(VirtualPeers(self.transport, peers, fabric.network))
+        self._prefill = _SyncedPrefillHalf(
             config=spec.config.prefill,
             me=self.peer,
             cache=self.cache,
             model=spec.model,
             local=self.admission,
-            hand_over=handovers.begin,
+            hand_over=self.handovers.begin,
             wake=self._wake,
-            events=handovers,
+            events=clock,
         )
         self._halves = PhaseSchedulers(
             spec.config, self.cache, spec.model, prefill=self._prefill, decode=self._decode, admission=self.admission
         )
+        scheduler = self._make_scheduler()
         self._loop = VirtualStepLoop(
             clock,
-            self._make_scheduler(),
-            StepCost(spec.device.truth),
+            scheduler,
+            StepCost(spec.device.actual_cost),
             decode=self._decode,
             prefill=self._prefill,
             spare_pages=lambda: min(self.pool.unreserved, self.admission.pages_left),
             publish=self._step_ended,
-            on_progress=handovers.look,
             jumps=jumps,
         )
         self.log = self._loop.log
-        self.assignment = VirtualAssignment(spec.config.role, self._halves, clock, self.visit)
+        self._prefill.sync = self.sync
+        self.assignment = WorkerAssignment(
+            self.peer,
+            spec.config.assignment,
+            self._halves.phase_controls(),
+            resize=self._resize,
+            set_steps=scheduler.set_assignment,
+            emit=self._emit,
+        )
 
     # ---- calls from other processes ----
 
     def reserve(self, reservation: Reservation) -> GrantedLease:
         """Reserves KV pages like `DecodeAdmission.reserve`."""
-        with self.visit():
+        with self.sync():
             return self.admission.reserve(reservation)
 
     def prefill(self, task: PrefillTask) -> None:
         """Queues a prompt like `PrefillScheduler.submit`."""
-        with self.visit():
+        with self.sync():
             self._prefill.submit(task)
 
     def abort(self, router_id: str, refs: Sequence[RequestRef]) -> None:
         """Ends these requests of a router."""
-        with self.visit():
+        with self.sync():
             self._halves.abort(router_id, refs)
 
-    def allocate_pages(self, lease: Lease, pages: int, prefill: PeerRef) -> int:
-        """Allots a lease's pages; returns how many of them are to be sent."""
-        with self.visit():
-            return len(self.admission.allocate_pages(lease, pages, prefill))
+    def allocate_pages(self, lease: Lease, pages: int, prefill: PeerRef) -> Sequence[int]:
+        """Allots a lease's pages like `DecodeAdmission.allocate_pages`."""
+        with self.sync():
+            return self.admission.allocate_pages(lease, pages, prefill)
 
     def notice(self, notice: TransferNotice) -> None:
         """Takes the notice that a lease's KV has arrived."""
-        with self.visit():
+        with self.sync():
             self.admission.notice(notice)
 
     def release(self, lease: Lease, prefill: PeerRef) -> None:
         """Releases a lease whose hand-over was cancelled."""
-        with self.visit():
+        with self.sync():
             self.admission.release(lease, prefill)
 
-    def visit(self) -> AbstractContextManager[None]:
+    def sync(self) -> AbstractContextManager[None]:
         """Returns a context for changes of the worker from outside of a step."""
-        return self._loop.visit()
+        return self._loop.sync()
 
-    def decode_end(self, peer: PeerRef) -> DecodeEnd:
-        """Returns a peer as a destination of hand-overs."""
-        return self._peers[peer]
-
-    def tell(self, request: PrefillRequest, event: RequestEvent) -> None:
-        """Publishes an event of a hand-over."""
-        self._tell(len(self.log), (event,))
+    def assume(self, role: Role) -> None:
+        """Changes the role; a half that closes finishes all its requests, however long that takes."""
+        with self.sync():
+            self.assignment.assume(replace(self.assignment.assignment, role=role), math.inf)
 
     def token_log(self, ref: RequestRef) -> StepLog | None:
         """Returns the times of the tokens that an attempt decoded here; None where each step has one token of it."""
@@ -170,16 +192,18 @@ class VirtualWorker:
 
     def load(self) -> WorkerLoad:
         """Returns the load report of a real worker in this state."""
-        return load_of(self._halves, self.cache, self._loop.decoding, self._reported.parameters)
+        return load_of(self._halves, self.cache, self._loop.decoding, self._reported_cost.parameters)
 
     @property
     def info(self) -> WorkerInfo:
         """The worker's present registration."""
-        role, info = self.assignment.role, self.spec.info
-        assignment = replace(self.spec.config.assignment, role=self.assignment.wanted)
-        limit = self._halves.batch_limit(role)
+        now = self.assignment
         return replace(
-            info, role=role, assignment=assignment, closing=self.assignment.closing, max_batch_requests=limit
+            self.spec.info,
+            role=now.role,
+            assignment=now.assignment,
+            closing=now.closing,
+            max_batch_requests=self._halves.batch_limit(now.role),
         )
 
     @property
@@ -197,11 +221,15 @@ class VirtualWorker:
     def _wake(self) -> None:
         self._loop.wake()
 
+    def _resize(self, role: Role) -> None:
+        with self.sync():
+            self._halves.resize(role)
+
     def _step_ended(self, number: int, work: StepWork, output: StepOutput) -> None:
         if self._decode.speculation is not None and output.completed is not None:
             self._log_tokens(output.completed)
         if output.events or work.prefill_tokens:
-            self._tell(number, [routed.event for routed in output.events])
+            self._publish_events(number, [routed.event for routed in output.events])
 
     def _log_tokens(self, step: CompletedStep) -> None:
         over = step.excluded_rows.difference(step.event_rows)
@@ -212,9 +240,9 @@ class VirtualWorker:
                 log.extend(np.full(len(token_ids), self._clock.now))
 
     def _emit(self, routed: RoutedEvent) -> None:
-        self._tell(len(self.log), (routed.event,))
+        self._publish_events(len(self.log), (routed.event,))
 
-    def _tell(self, number: int, events: Sequence[RequestEvent]) -> None:
+    def _publish_events(self, number: int, events: Sequence[RequestEvent]) -> None:
         self._publish(self, WorkerStepOutput(number, events, self.load(), self.cache.changes()))
 
     # ---- parts ----
@@ -233,11 +261,24 @@ class VirtualWorker:
             same_host=lambda _peer: True,
         )
 
+    def _make_handovers(self, peers: VirtualPeers) -> Handovers:
+        return Handovers(
+            me=self.peer,
+            kv=self.spec.kv,
+            transport=self.transport,
+            peers=peers,
+            local=self.admission,
+            checks=None,
+            emit=self._emit,
+            deadline_s=self.spec.config.transfer_deadline_s,
+            writing=WritingTime(lambda: round(self._clock() * 1e9)),
+        )
+
     def _make_scheduler(self) -> StepScheduler:
         return StepScheduler(
             decode=self._decode,
             prefill=self._prefill,
             max_step_tokens=self.spec.config.engine.max_step_tokens,
-            cost=lambda: self._reported,
+            cost=lambda: self._reported_cost,
             assignment=self.spec.config.assignment,
         )

@@ -9,36 +9,40 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from tandem.capacity.planner.decision import Split
-from tandem.capacity.planner.memory import GIB
-from tandem.capacity.planner.what_if import changes
 from tandem.cli.option_groups import option_groups
 from tandem.cli.plain_errors import plain_errors
 from tandem.cli.planning.plan_options import (
     CostOptions,
     DemandOptions,
     GpuOptions,
-    PromiseOptions,
     ShapeOptions,
+    TargetOptions,
     check_above_0,
 )
-from tandem.cli.planning.plan_question import ITEM_BYTES, Question
-from tandem.cli.planning.plan_trials import Found
-from tandem.engine.model_summary import model_summary
 
 if TYPE_CHECKING:
-    from tandem.cli.planning.plan_question import Question
-    from tandem.cli.planning.plan_speculation import Drafting
+    from tandem.capacity.plan.measured_knees import Compared
+    from tandem.capacity.plan.question import Question
+    from tandem.capacity.plan.speculation import Drafting
+    from tandem.capacity.plan.trials import Found
+    from tandem.capacity.planner.decision import Split
 
+BATCHES = (1, 8, 32, 64, 128, 256)
+"""The numbers of decoding requests for which the effect of drafts is printed."""
 _MS = 1e3
 _FULL = 1.0
 
 
 def lines(question: Question, split: Split) -> Iterator[str]:
     """Yields memory, size, and the bottleneck that binds first."""
-    memory, demand, costs = question.memory, question.demand, question.costs
+    from tandem.capacity.plan.memory import GIB
+    from tandem.capacity.plan.question import ITEM_BYTES
+    from tandem.cost_model.step_cost import StepCost
+    from tandem.engine.model_summary import model_summary
+
+    memory, demand, cost = question.memory, question.demand, StepCost(question.costs)
     prefill, decode = question.sizing.load_ratios(split)
-    alone_s = demand.lone_prompt_seconds(costs, question.facts.chunk_tokens)
+    alone_s = demand.lone_prompt_seconds(cost, question.facts.chunk_tokens)
     for number, line in enumerate(model_summary(question.model, ITEM_BYTES, question.kv_element_bytes)):
         yield f"{'' if number else 'model':<10}{line}"
     drafts = ""
@@ -51,10 +55,10 @@ def lines(question: Question, split: Split) -> Iterator[str]:
         " requests"
     )
     yield (
-        f"steps     {costs.base_s * _MS:.1f} ms to decode one answer, {alone_s * _MS:.0f} ms to compute a prompt of"
-        f" {demand.computed_tokens:.0f} tokens ({'as fitted' if question.cost else 'by the roofline'})"
+        f"steps     {cost.parameters.base_s * _MS:.1f} ms to decode one answer, {alone_s * _MS:.0f} ms to compute a"
+        f" prompt of {demand.computed_tokens:.0f} tokens ({'as fitted' if question.cost else 'by the roofline'})"
     )
-    yield f"targets   {question.promise.text}"
+    yield f"targets   {question.targets.text}"
     (worse, first), (better, other) = sorted(
         ((prefill, "prefill"), (decode, "decode")), key=lambda each: each[0].value, reverse=True
     )
@@ -90,8 +94,38 @@ def strategy_table(found: Iterable[Found], rate: float) -> Table:
 
 def what_if_lines(question: Question, split: Split) -> Iterator[str]:
     """Yields the effect of each change, by the cost model alone."""
+    from tandem.capacity.plan.what_if import changes
+
     for change in changes(question.sizing, split, question.quantized_forms()):
         yield f"  {change.name}: {change.rate:.2f} × the load, with {change.split.prefill}:{change.split.decode}"
+
+
+def speculation_lines(question: Question, drafting: Drafting) -> Iterator[str]:
+    """Yields the effect of drafts by the roofline and, if there are fitted step costs, by those."""
+    from tandem.cost_model.step_cost import StepCost
+
+    context = round(question.demand.context_tokens)
+    yield (
+        f"speculative decoding with {drafting.drafts} drafts, each accepted with probability {drafting.acceptance:g}"
+        f" and proposed in {drafting.cost:.3g} of a step: {drafting.tokens:.2f} tokens a step"
+    )
+    for name, costs in (("by the roofline", question.predicted_costs), ("by the measured steps", question.cost)):
+        if costs is None:
+            continue
+        cost = StepCost(costs)
+        speedups = ", ".join(f"{drafting.speedup(cost, batch, context):.2f} at {batch}" for batch in BATCHES)
+        most = drafting.break_even(cost, context)
+        yield f"  {name}, times as fast by decoding requests: {speedups}; it does not pay from {most} on"
+    yield "  workers draft only where it pays"
+
+
+def comparison(found: Compared) -> str:
+    """Returns the comparison of a predicted with a measured knee as one line."""
+    upper = "more" if found.lost is None else f"{found.lost:g}"
+    measured, mark = f"measured {found.kept:g} to {upper}", "" if found.near else "  <-- beyond 20 %"
+    return (
+        f"{found.workload:>13} {found.row:>18} {found.cell:>9}  {measured:>22}  predicted {found.predicted:.3g}{mark}"
+    )
 
 
 @plain_errors
@@ -100,7 +134,7 @@ def plan(
     *,
     shape: ShapeOptions,
     gpu: GpuOptions,
-    promised: PromiseOptions,
+    latency: TargetOptions,
     asked: DemandOptions,
     workers: Annotated[int | None, typer.Option(help="Number of workers; default: the fewest with headroom.")] = None,
     costs: CostOptions,
@@ -122,10 +156,10 @@ def plan(
     """Size a cluster: prefill:decode ratio, memory, latencies, and which bottleneck binds first."""
     from dataclasses import replace
 
-    from tandem.cli.planning.plan_question import Question
-    from tandem.cli.planning.plan_speculation import Drafting
+    from tandem.capacity.plan.question import Question
+    from tandem.capacity.plan.speculation import Drafting
 
-    promise, demand = promised.promise(), asked.demand()
+    targets, demand = latency.targets(), asked.demand()
     if workers is not None:
         check_above_0("--workers", workers)
     model = shape.config()
@@ -134,7 +168,7 @@ def plan(
         model=model,
         device=gpu.kind(),
         demand=demand,
-        promise=promise,
+        targets=targets,
         workers=workers,
         cost=costs.fitted(),
         kv_element_bytes=shape.kv_element_bytes(model),
@@ -155,10 +189,8 @@ def _answer(question: Question, drafting: Drafting, *, simulate: bool) -> None:
 
     from rich.console import Console
 
+    from tandem.capacity.plan.trials import trials
     from tandem.cli.observe.status import WIDE
-    from tandem.cli.planning.plan_speculation import speculation_lines
-    from tandem.cli.planning.plan_trials import trials
-    from tandem.cost_model.step_cost import StepCost
 
     question.check()
     split = question.split()
@@ -168,9 +200,7 @@ def _answer(question: Question, drafting: Drafting, *, simulate: bool) -> None:
     console.print("effects of changes, by the cost model:")
     for line in what_if_lines(question, split):
         console.print(line, highlight=False)
-    fitted = None if question.cost is None else StepCost(question.cost)
-    context = round(question.demand.context_tokens)
-    for line in speculation_lines(drafting, StepCost(question.predicted_costs), context, fitted):
+    for line in speculation_lines(question, drafting):
         console.print(line, highlight=False)
     if simulate:
         with console.status("simulating"):
@@ -180,10 +210,10 @@ def _answer(question: Question, drafting: Drafting, *, simulate: bool) -> None:
 
 def _check(file: Path, question: Question) -> None:
     """Prints one line per row and cell, and the number of knees near the measured ones."""
-    from tandem.cli.planning.plan_check import check
+    from tandem.capacity.plan.measured_knees import check
 
-    found = []
-    for each in check(file, question.hardware):
-        found.append(each)
-        print(each.text, flush=True)
-    print(f"{sum(each.near for each in found)} of {len(found)} knees within 20 % of the measured ones")
+    knees = []
+    for knee in check(file, question.hardware):
+        knees.append(knee)
+        print(comparison(knee), flush=True)
+    print(f"{sum(knee.near for knee in knees)} of {len(knees)} knees within 20 % of the measured ones")

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from tandem.capacity.planner.demand import Demand, Promise
-    from tandem.cli.planning.plan_speculation import DraftMemory
+    from tandem.capacity.plan.memory import DraftMemory
+    from tandem.capacity.planner.demand import Demand, LatencyTargets
     from tandem.cost_model.devices import DeviceKind
     from tandem.engine.config.model import ModelSpec
     from tandem.protocol.cost_parameters import CostParameters
@@ -70,7 +70,7 @@ class ShapeOptions:
 
     def draft_memory(self, model: ModelSpec) -> DraftMemory:
         """Returns the memory of --draft beside the model, nothing without; ModelError if it cannot be served."""
-        from tandem.cli.planning.plan_speculation import NO_DRAFT_MEMORY, DraftMemory
+        from tandem.capacity.plan.memory import NO_DRAFT_MEMORY, DraftMemory
         from tandem.engine.speculation.draft_folder import check_draft_folder
 
         if self.draft is None:
@@ -106,19 +106,19 @@ class GpuOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class PromiseOptions:
+class TargetOptions:
     """Options of the latency targets."""
 
     slo_ttft: Annotated[float, typer.Option(help="Milliseconds to the first token.")] = 1000.0
     slo_itl: Annotated[float, typer.Option(help="Milliseconds between tokens, of 99 in 100 gaps.")] = 25.0
 
-    def promise(self) -> Promise:
+    def targets(self) -> LatencyTargets:
         """InvalidArgument names the option."""
-        from tandem.capacity.planner.demand import Promise
+        from tandem.capacity.planner.demand import LatencyTargets
 
         check_above_0("--slo-ttft", self.slo_ttft)
         check_above_0("--slo-itl", self.slo_itl)
-        return Promise(self.slo_ttft / 1e3, self.slo_itl / 1e3)
+        return LatencyTargets(self.slo_ttft / 1e3, self.slo_itl / 1e3)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,19 +38,20 @@ def test_whole_prompts_beside_answers_make_worse_gaps_than_prompts_elsewhere(sta
 
 
 def test_an_unloaded_step_is_what_the_costs_say(stage: Stage) -> None:
-    truth = stage.machine.truth
-    alone_s = truth.base_s + truth.row_s
-    assert alone_s < stage.unloaded_step() < alone_s + 1000 * truth.context_s
+    actual_cost = stage.machine.actual_cost
+    alone_s = actual_cost.base_s + actual_cost.row_s
+    assert alone_s < stage.unloaded_step() < alone_s + 1000 * actual_cost.context_s
 
 
 def test_quantized_kv_and_weights_count_as_they_are_stored(stage: Stage) -> None:
     plain, kv = (hardware("llama-3-8b", None, 47.58, 1.0, kv_cache_dtype=name) for name in ("auto", "int8"))
     assert plain.pages * plain.page_tokens == 389_760, "as an H100 had with as many bytes of KV"
     assert kv.pages / plain.pages == pytest.approx(256 / 132, rel=1e-3)
-    assert kv.truth.context_s / plain.truth.context_s == pytest.approx(132 / 256)
+    assert kv.actual_cost.context_s / plain.actual_cost.context_s == pytest.approx(132 / 256)
     assert kv.device.page_bytes == 132 * 2 * 8 * 32 * 128
     weights = hardware("llama-3-8b", None, 47.58, 1.0, quantization="int8")
-    assert 0.65 < weights.truth.base_s / plain.truth.base_s < 0.75, "a step of one row is 1.4 times as fast on an H100"
+    ratio = weights.actual_cost.base_s / plain.actual_cost.base_s
+    assert 0.65 < ratio < 0.75, "a step of one row is 1.4 times as fast on an H100"
     workload = offers([], 1.0, 1.0)[0].source.at(4.0, 6.0, 0)
     settings = strategies(2)[0].settings
     bound, freer = (
@@ -186,8 +187,8 @@ def test_costs_that_nobody_knows_are_named(tmp_path: Path) -> None:
 def test_steps_take_what_the_workers_of_a_measured_row_had_learned(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, stage: Stage
 ) -> None:
-    truth = stage.machine.truth
-    slow = asdict(replace(truth, base_s=3 * truth.base_s, tile_tokens=1))
+    actual_cost = stage.machine.actual_cost
+    slow = asdict(replace(actual_cost, base_s=3 * actual_cost.base_s, tile_tokens=1))
     table = result(load(2.0, 100.0, 0.9, 1.8) | {"costs": slow}) | {"seconds": "3.0"}
     file = tmp_path / "table.json"
     file.write_text(json.dumps(table))
@@ -196,8 +197,8 @@ def test_steps_take_what_the_workers_of_a_measured_row_had_learned(
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last["unloaded_step_ms"] == pytest.approx(1e3 * stage.unloaded_step(), rel=0.01)
     rows = last["tables"]["balanced"]["rows"]
-    assert rows["shared"]["itl_p50_ms"] > 3e3 * truth.base_s
-    assert rows["priority"]["itl_p50_ms"] < 2e3 * truth.base_s, "the table has no such row"
+    assert rows["shared"]["itl_p50_ms"] > 3e3 * actual_cost.base_s
+    assert rows["priority"]["itl_p50_ms"] < 2e3 * actual_cost.base_s, "the table has no such row"
     file.write_text(json.dumps(table | {"unloaded_step_s": 0.0125}))
     main([*command, "--against", str(file), "--fitted"])
     last = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tandem.capacity.plan.measured_knees import Compared, bracket
+from tandem.capacity.plan.speculation import Drafting
 from tandem.capacity.simulation.hardware import hardware
 from tandem.cli.main import app
-from tandem.cli.planning.plan_check import Compared, bracket
-from tandem.cli.planning.plan_speculation import Drafting
 from tandem.cost_model.devices import DEVICES
 from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import StepWork
@@ -32,7 +32,7 @@ def run(*options: str) -> Any:
 def short_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shortens the loads; the knee is only roughly right."""
     for name, value in (("REQUESTS", 20), ("SECONDS_MIN", 1.0), ("LIVES", 1.0), ("LOADS_MAX", 2)):
-        monkeypatch.setattr(f"tandem.capacity.simulation.search.knee.{name}", value)
+        monkeypatch.setattr(f"tandem.capacity.simulation.knee.{name}", value)
 
 
 def test_quantized_weights_take_fewer_bytes() -> None:
@@ -65,15 +65,15 @@ def test_8_bit_kv_takes_its_bytes_with_scales() -> None:
 
 def test_effects_are_those_of_steps_with_the_bits_that_are_held() -> None:
     """Embeddings stay in 16 bits, and scales take 4 bytes a row or a head."""
-    from tandem.capacity.planner.demand import Demand, Promise
+    from tandem.capacity.plan.question import Question
+    from tandem.capacity.planner.demand import Demand, LatencyTargets
     from tandem.capacity.simulation.hardware import roofline
-    from tandem.cli.planning.plan_question import Question
     from tandem.cost_model.devices import device_kind
     from tandem.engine.models.load_spec import quantized_at_load
     from tandem.engine.models.shapes import shape_config
 
     model, device = shape_config("llama-3-8b"), device_kind("--gpu", "H200")
-    question = Question("llama-3-8b", model, device, Demand(20.0, 2000, 500), Promise(1.0, 0.025))
+    question = Question("llama-3-8b", model, device, Demand(20.0, 2000, 500), LatencyTargets(1.0, 0.025))
     weights, kv, both = question.quantized_forms()
     layers = 32 * (4096 * (6144 + 4096 + 3 * 14336))
     rows = 32 * (6144 + 4096 + 2 * 14336 + 4096)
@@ -177,7 +177,7 @@ def test_one_worker_does_both() -> None:
 
 
 def test_fitted_costs_take_the_place_of_the_roofline(tmp_path: Path) -> None:
-    costs = asdict(hardware("llama-3-8b", None, 50.0, 1.0).truth)
+    costs = asdict(hardware("llama-3-8b", None, 50.0, 1.0).actual_cost)
     slow = {name: value * (2 if name.endswith("_s") else 1) for name, value in costs.items()}
     (tmp_path / "slow.json").write_text(json.dumps({"costs": slow, "more": 1}))
     result = run(*LOAD, "--rate", "50", "--no-simulate", "--from", str(tmp_path / "slow.json"))
@@ -296,7 +296,7 @@ def test_what_speculation_would_bring() -> None:
 def test_predicted_steps_with_drafts_are_as_much_longer_as_measured_ones() -> None:
     """By the roofline of the GPU that ran them, for each batch and number of drafts: 3 % off, 13 % at most."""
     found = json.loads(next(RESULTS.glob("speculation-speed-llama-3-8b-NVIDIA_H100*.json")).read_text())
-    cost = StepCost(hardware("llama-3-8b", None, 10.0, 1.0, device=DEVICES["H100"].ceilings).truth)
+    cost = StepCost(hardware("llama-3-8b", None, 10.0, 1.0, device=DEVICES["H100"].ceilings).actual_cost)
     errors = []
     for row in found["rows"]:
         plain = StepWork(decode_rows=row["batch"], decode_context_tokens=row["batch"] * found["context"])
@@ -309,7 +309,7 @@ def test_predicted_steps_with_drafts_are_as_much_longer_as_measured_ones() -> No
 
 def test_what_it_would_bring_by_measured_steps_stands_beside(tmp_path: Path) -> None:
     """Rows that cost thirty times as much lose from fewer requests on."""
-    roofline = asdict(hardware("llama-3-8b", None, 10.0, 1.0).truth)
+    roofline = asdict(hardware("llama-3-8b", None, 10.0, 1.0).actual_cost)
     (tmp_path / "costs.json").write_text(json.dumps(roofline | {"row_s": 30 * roofline["row_s"]}))
     said = run(*LOAD, "--no-simulate", "--slo-itl", "100", "--from", str(tmp_path / "costs.json"))
     assert said.exit_code == 0, said.stderr

@@ -12,12 +12,12 @@ def taught(lengths: list[int], limit: int = 500) -> AnswerLengths:
     return answers
 
 
-def test_until_enough_have_ended_an_answer_is_as_long_as_it_may_be() -> None:
+def test_an_answer_is_expected_to_reach_its_limit_until_enough_have_ended() -> None:
     assert taught([3] * (SEEN_MIN - 1)).expect(500) == 500
     assert taught([3] * SEEN_MIN).expect(500) == 3
 
 
-def test_until_then_the_whole_context_is_not_counted_on() -> None:
+def test_a_limit_of_the_whole_context_is_not_expected_before() -> None:
     """Requests without a limit of their own had a pool to themselves, one after the other."""
     answers = taught([3] * (SEEN_MIN - 1), limit=100_000)
     assert answers.expect(100_000) == AnswerLengths().expect(100_000) == AnswerLengths().mean(100_000) == UNSEEN_TOKENS
@@ -26,7 +26,7 @@ def test_until_then_the_whole_context_is_not_counted_on() -> None:
     assert answers.expect(100_000, to_the_limit=True) == AnswerLengths().mean(100_000, to_the_limit=True) == 100_000
 
 
-def test_limits_of_another_size_say_nothing() -> None:
+def test_answers_with_limits_of_another_size_do_not_count() -> None:
     answers = taught([3] * SEEN_MIN, limit=500)
     assert answers.expect(200) == 200
     assert answers.expect(300) == 3
@@ -48,7 +48,7 @@ def test_of_a_long_answer_only_longer_ones_count() -> None:
     assert answers.expect(200, 150) == 200
 
 
-def test_it_is_always_longer_than_it_is_now() -> None:
+def test_a_forecast_exceeds_the_present_length() -> None:
     answers = taught([1, 5, 5, 9, 30] * 10)
     for limit in (256, 300, 511):
         for tokens in range(limit):
@@ -59,11 +59,11 @@ def test_old_answers_are_forgotten() -> None:
     assert taught([400] * WINDOW + [7] * WINDOW).expect(500) == 7
 
 
-def test_nothing_but_its_limit_ends_it() -> None:
+def test_an_answer_that_ignores_eos_reaches_its_limit() -> None:
     assert taught([3] * 100).expect(500, to_the_limit=True) == 500
 
 
-def test_the_mean_is_of_those_with_such_a_limit() -> None:
+def test_the_mean_is_that_of_answers_with_such_a_limit() -> None:
     lengths = AnswerLengths()
     assert lengths.mean(100) == 100.0
     for tokens in (10, 30):

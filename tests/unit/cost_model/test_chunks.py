@@ -43,7 +43,7 @@ def test_the_most_tokens_within_a_target(target_s: float, pairs: float) -> None:
     assert H200.seconds(StepWork(tokens + 1, (tokens + 1) * pairs, ROWS, CONTEXT)) > target_s
 
 
-def test_decoding_alone_may_leave_nothing() -> None:
+def test_decoding_alone_may_leave_no_tokens_for_prompts() -> None:
     assert H200.tokens_within(0.005, ROWS, CONTEXT, 100.0) == 0
 
 
@@ -66,7 +66,7 @@ def test_decoding_alone_may_leave_nothing() -> None:
         (Assignment(Role.BOTH, PolicyName.DECODE_PRIORITY, itl_target_s=9.0), 20, Chunks(2028)),
     ],
 )
-def test_what_each_policy_gives(assignment: Assignment | None, rows: int, expected: Chunks) -> None:
+def test_each_policy_has_its_step_limit(assignment: Assignment | None, rows: int, expected: Chunks) -> None:
     assert chunks(H200, assignment, 2048, ConcurrentDecode(rows, 1000 * rows), 1000.0) == expected
 
 
@@ -77,7 +77,7 @@ def test_without_a_target_a_step_has_its_token_budget() -> None:
     assert given == Chunks(700 - ROWS)
 
 
-def test_a_target_that_decoding_alone_exceeds_shortens_nothing() -> None:
+def test_a_target_that_decoding_alone_misses_shortens_no_step() -> None:
     """One that was asked for holds; that of an answer that misses it anyway gives way to the token budget."""
     many, context = 60, 180_000
     assignment = Assignment(Role.BOTH, PolicyName.DECODE_PRIORITY)
@@ -107,7 +107,7 @@ def test_a_step_lasts_as_long_as_all_answers_tolerate() -> None:
     assert mixed == Chunks(512 - many), "for the sake of the answer without a target"
 
 
-def test_noise_shortens_promised_steps() -> None:
+def test_noise_shortens_steps_with_targets() -> None:
     noisy = StepCost(replace(H200.parameters, mixed_noise=1.3))
     for targets, asked_s in (((0.025,), None), ((0.025, math.inf), 0.02), ((), 0.02)):
         assignment, beside = Assignment(Role.BOTH, itl_target_s=asked_s), ConcurrentDecode(ROWS, CONTEXT, targets)

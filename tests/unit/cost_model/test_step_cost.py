@@ -14,7 +14,7 @@ EASY = CostParameters(
 KNEE = CostParameters(base_s=100.0, prompt_base_s=0.0, token_s=2.0, pair_s=0.0, row_s=0.0, context_s=0.0, free_tokens=8)
 
 
-def test_a_step_of_nothing_takes_no_time() -> None:
+def test_an_empty_step_takes_no_time() -> None:
     assert StepCost(EASY).seconds(NOTHING) == 0.0
 
 
@@ -33,7 +33,7 @@ def test_pairs_are_what_causal_attention_computes() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "rows", "charged"), [(5, 0, 0), (8, 0, 0), (9, 0, 1), (5, 4, 1), (5, 20, 5)])
-def test_tokens_that_ride_on_the_weights_are_free(tokens: int, rows: int, charged: int) -> None:
+def test_tokens_below_the_knee_are_free(tokens: int, rows: int, charged: int) -> None:
     work = StepWork(prefill_tokens=tokens, decode_rows=rows)
     assert StepCost(KNEE).seconds(work) == pytest.approx(100 + 2 * charged)
 

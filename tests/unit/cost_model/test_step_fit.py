@@ -65,7 +65,7 @@ def worst(fit: StepFit, true: CostParameters, make: Make) -> float:
 
 
 @pytest.mark.parametrize("guess", [GUESS, CostParameters(free_tokens=160), TRUE])
-def test_a_guess_becomes_knowledge(guess: CostParameters) -> None:
+def test_the_fit_converges_from_the_guess(guess: CostParameters) -> None:
     fit = StepFit(guess)
     play(fit, TRUE, mixed, 400)
     assert worst(fit, TRUE, mixed) < 0.06
@@ -74,14 +74,14 @@ def test_a_guess_becomes_knowledge(guess: CostParameters) -> None:
     assert 0.01 < fit.parameters.error < 0.05  # the noise of the steps themselves
 
 
-def test_a_stall_now_and_then_is_no_knowledge() -> None:
+def test_occasional_stalls_do_not_move_the_fit() -> None:
     fit = StepFit(GUESS)
     play(fit, TRUE, mixed, 1000, stalls=0.02)
     assert worst(fit, TRUE, mixed) < 0.1
 
 
 @pytest.mark.parametrize("factor", [0.5, 3.0])
-def test_a_change_is_followed(factor: float) -> None:
+def test_the_fit_adapts_to_a_change(factor: float) -> None:
     fit = StepFit(GUESS)
     play(fit, TRUE, mixed, 1000)
     slow = replace(TRUE, **{name: getattr(TRUE, name) * factor for name in SECONDS})
@@ -90,7 +90,7 @@ def test_a_change_is_followed(factor: float) -> None:
     assert fit.parameters.error < 0.05
 
 
-def test_the_cost_of_verifying_is_learned_beside_that_of_other_steps() -> None:
+def test_the_cost_of_verifying_is_fitted_separately() -> None:
     true, fit = replace(TRUE, verify_base_s=1.5e-3), StepFit(replace(GUESS, verify_base_s=3e-3))
 
     def some_verify(rng: np.random.Generator) -> StepWork:
@@ -102,7 +102,7 @@ def test_the_cost_of_verifying_is_learned_beside_that_of_other_steps() -> None:
     assert fit.parameters.verify_base_s == pytest.approx(1.5e-3, rel=0.15)
 
 
-def test_what_was_never_seen_stays_a_guess() -> None:
+def test_parts_that_were_never_observed_keep_the_guess() -> None:
     fit = StepFit(GUESS)
     play(fit, TRUE, decode, 3000)
     assert worst(fit, TRUE, decode) < 0.05
@@ -110,14 +110,14 @@ def test_what_was_never_seen_stays_a_guess() -> None:
     assert all(getattr(fit.parameters, name) == pytest.approx(getattr(GUESS, name)) for name in prompts)
 
 
-def test_what_was_seen_once_is_not_forgotten_while_other_things_happen() -> None:
+def test_observed_parts_are_not_forgotten_during_other_steps() -> None:
     fit = StepFit(GUESS)
     play(fit, TRUE, mixed, 500)
     play(fit, TRUE, decode, 5000, seed=1)
     assert worst(fit, TRUE, mixed) < 0.08
 
 
-def test_steps_that_are_all_the_same_do_not_lead_astray() -> None:
+def test_equal_steps_do_not_distort_the_fit() -> None:
     fit = StepFit(GUESS)
     play(fit, TRUE, same, 20_000)
     assert worst(fit, TRUE, same) < 0.05
@@ -127,14 +127,14 @@ def test_steps_that_are_all_the_same_do_not_lead_astray() -> None:
     assert worst(fit, TRUE, mixed) < 0.08
 
 
-def test_a_start_that_is_slow_once_is_made_good_at_once() -> None:
+def test_one_slow_step_at_the_start_is_corrected_at_once() -> None:
     fit = StepFit(GUESS)
     fit.observe(same(np.random.default_rng()), 30.0)
     play(fit, TRUE, mixed, 200)
     assert worst(fit, TRUE, mixed) < 0.08
 
 
-def test_nothing_tells_nothing() -> None:
+def test_empty_steps_teach_nothing() -> None:
     fit = StepFit(GUESS)
     before = fit.parameters
     fit.observe(StepWork(), 1.0)
@@ -154,7 +154,7 @@ def test_later_steps_are_learned_from_together() -> None:
     assert fit.parameters.token_s != told.token_s
 
 
-def test_mixed_steps_are_as_much_longer_than_predicted_as_is_told() -> None:
+def test_the_reported_noise_is_that_of_mixed_steps() -> None:
     """The margin is exceeded by one mixed step in two hundred; other steps do not count."""
     fit = StepFit(TRUE)
     rng = np.random.default_rng(5)
@@ -167,7 +167,7 @@ def test_mixed_steps_are_as_much_longer_than_predicted_as_is_told() -> None:
         assert np.mean(over) < 0.03
 
 
-def test_stalls_make_mixed_steps_noisy_one_by_one() -> None:
+def test_each_stall_raises_the_noise_of_mixed_steps() -> None:
     fit = StepFit(TRUE)
     play(fit, TRUE, mixed, 500, noise=0.0)
     quiet = fit.parameters.mixed_noise
@@ -181,7 +181,7 @@ def test_stalls_make_mixed_steps_noisy_one_by_one() -> None:
     assert fit.parameters.mixed_noise == MARGIN_MAX
 
 
-def test_long_chunks_alone_say_little_of_short_ones_and_of_long_contexts() -> None:
+def test_long_chunks_alone_do_not_determine_short_ones_and_long_contexts() -> None:
     """They differ too little to tell a step's fixed part from its tokens', and err with their size."""
     guess = replace(TRUE, prompt_base_s=1.2e-3, token_s=2.7e-5, pair_s=4.4e-10)
     fit, rng = StepFit(guess), np.random.default_rng(3)

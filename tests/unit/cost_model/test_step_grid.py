@@ -22,7 +22,7 @@ TILED = StepCost(replace(H200, tile_tokens=TILE_TOKENS))
 IN_WAVES = StepCost(replace(H200, tile_tokens=TILE_TOKENS, wave_tokens=gpu_grid(32).wave_tokens))
 
 
-def test_answers_have_places_by_powers_of_two() -> None:
+def test_decode_rows_take_slots_by_powers_of_two() -> None:
     assert [slots_of(rows) for rows in (0, 1, 16, 17, 100, 256)] == [0, 16, 16, 32, 128, 256]
     assert answer_slots(256) == [16, 32, 64, 128, 256]
     assert answer_slots(100) == [16, 32, 64, 100]
@@ -85,7 +85,7 @@ def test_a_wave_is_what_all_multiprocessors_attend_with_at_once() -> None:
     assert gpu_grid(200).wave_tokens == TILE_TOKENS, "less than a tile for each head there is not"
 
 
-def test_a_short_chunk_behind_much_context_attends_for_as_long_as_a_wave() -> None:
+def test_a_short_chunk_after_a_long_context_attends_as_long_as_a_wave() -> None:
     context = 6000
     attention = [
         IN_WAVES.seconds(NOTHING.with_chunk(tokens, context)) - IN_WAVES.seconds(StepWork(tokens, 0.0))

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from kv_transfer.base import PageWrite, WriteDone
-from kv_transfer.in_memory import InMemoryFabric, InMemoryTransport
+from kv_transfer.in_memory import InMemoryTransport
+from kv_transfer.in_memory_fabric import InMemoryFabric
 from kv_transfer.layout import KVLayout
 from tandem.protocol.errors import FailedPrecondition, TransferFailed
 from tandem.protocol.messages import Lease, PeerRef, TransferNotice
@@ -75,13 +76,13 @@ def test_the_notice_comes_after_the_bytes_and_on_the_fabric_s_thread(pair: Pair)
     assert seen == [(True, True)]
 
 
-def test_held_writes_land_in_the_order_the_tester_wants(pair: Pair) -> None:
+def test_held_writes_land_in_the_requested_order(pair: Pair) -> None:
     pair.fabric.hold()
     futures = [pair.post([i], [9], i) for i in (1, 2, 3)]
     assert not any(future.done() for future in futures)
     assert pair.decode.notices == []
-    pair.fabric.let_go(lambda writes: writes[::-1])
-    pair.fabric.settle()
+    pair.fabric.release(lambda writes: writes[::-1])
+    pair.fabric.wait_until_idle()
     assert [notice.lease.epoch for notice in pair.decode.notices] == [3, 2, 1]
     np.testing.assert_array_equal(pair.decode.pool[9], pair.prefill.pool[1])
 
@@ -124,14 +125,14 @@ def test_a_dropped_notice_is_the_only_thing_missing(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("victim", ["prefill", "decode"])
-def test_death_fails_what_is_on_the_way_and_nothing_lands_after_it(pair: Pair, victim: str) -> None:
+def test_death_fails_writes_in_flight_and_nothing_lands_after_it(pair: Pair, victim: str) -> None:
     before = pair.decode.pool.copy()
     pair.fabric.hold()
     future = pair.post([1], [4], 1)
     pair.fabric.kill(getattr(pair, victim).transport.me)
     with pytest.raises(TransferFailed, match="is gone"):
         future.result(timeout=60)
-    pair.fabric.let_go()
+    pair.fabric.release()
     with pytest.raises(TransferFailed, match="gone"):
         pair.post([1], [4], 2).result(timeout=60)
     np.testing.assert_array_equal(pair.decode.pool, before)
@@ -150,15 +151,15 @@ def test_a_later_incarnation_replaces_the_earlier_and_an_earlier_one_is_ignored(
     np.testing.assert_array_equal(reborn.pool[4], pair.prefill.pool[1])
 
 
-def test_a_removed_peer_is_unknown_and_what_is_on_the_way_to_it_lands(pair: Pair) -> None:
+def test_a_removed_peer_is_unknown_and_writes_in_flight_to_it_land(pair: Pair) -> None:
     pair.fabric.hold()
     future = pair.post([1], [4], 1)
     pair.prefill.transport.remove_peer(pair.decode.transport.me)
     pair.prefill.transport.remove_peer(PeerRef("nobody", 1))
     with pytest.raises(TimeoutError):
         future.result(timeout=0.05)
-    pair.fabric.let_go()
-    pair.fabric.settle()
+    pair.fabric.release()
+    pair.fabric.wait_until_idle()
     np.testing.assert_array_equal(pair.decode.pool[4], pair.prefill.pool[1])
     assert len(pair.decode.notices) == 1
     for failed in (future, pair.post([1], [4])):
@@ -166,14 +167,14 @@ def test_a_removed_peer_is_unknown_and_what_is_on_the_way_to_it_lands(pair: Pair
             failed.result(timeout=60)
 
 
-def test_the_end_of_a_run_is_that_of_earlier_ones_and_not_of_later_ones(pair: Pair) -> None:
+def test_removing_a_run_removes_earlier_ones_and_not_later_ones(pair: Pair) -> None:
     here, there = pair.prefill.transport, pair.decode.transport.me
     here.remove_peer(PeerRef(there.worker_id, there.incarnation - 1))
     pair.post([1], [4]).result(timeout=60)
     pair.fabric.hold()
     future = pair.post([1], [4])
     here.remove_peer(PeerRef(there.worker_id, there.incarnation + 1))
-    pair.fabric.let_go()
+    pair.fabric.release()
     for failed in (future, pair.post([1], [4])):
         with pytest.raises(TransferFailed):
             failed.result(timeout=60)
@@ -189,7 +190,7 @@ def test_cancelling_a_posted_write_does_nothing(pair: Pair) -> None:
     pair.fabric.hold()
     future = pair.post([1], [4], 1)
     assert not future.cancel()
-    pair.fabric.let_go()
+    pair.fabric.release()
     assert future.result(timeout=60).bytes == pair.prefill.layout.page_bytes
 
 
@@ -200,7 +201,7 @@ def test_a_write_that_cannot_be_carried_fails_alone(pair: Pair) -> None:
     pair.post([1], [4]).result(timeout=60)
 
 
-def test_close_is_idempotent_and_fails_what_is_on_the_way(pair: Pair) -> None:
+def test_close_is_idempotent_and_fails_writes_in_flight(pair: Pair) -> None:
     pair.fabric.hold()
     future = pair.post([1], [4])
     pair.prefill.transport.close()

@@ -8,6 +8,7 @@ import pytest
 from kv_transfer.fence import Fence
 from kv_transfer.lease import LeaseTable
 from kv_transfer.lease_change import PageAction
+from tandem.capacity.simulation.clock import VirtualClock
 from tandem.protocol.errors import StaleEpoch, Unavailable
 from tandem.protocol.messages import Lease, PeerRef, RequestRef
 
@@ -15,19 +16,11 @@ WRITER = PeerRef("prefill-0", 3)
 DURATION, WINDOW, GRACE = 10.0, 3.0, 4.0
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Desk:
     """A table, its clock, and one request `r` granted to WRITER."""
 
     def __init__(self) -> None:
-        self.clock, self.listened = Clock(), Clock()
+        self.clock, self.listened = VirtualClock(100.0), VirtualClock(100.0)
         self.listened.now = 7.0
         self.seen: dict[PeerRef, bool] = {}
         self.grace_s = GRACE

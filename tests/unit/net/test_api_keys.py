@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem.capacity.simulation.clock import VirtualClock
 from tandem.net.security.api_keys import (
     ApiKey,
     ApiKeys,
@@ -18,16 +19,6 @@ from tandem.net.security.api_keys import (
 )
 from tandem.net.security.watched_files import CHECK_S
 from tandem.protocol.errors import InvalidArgument, PermissionDenied, Unauthenticated
-
-
-class Clock:
-    """Seconds that a test moves by hand."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def shown(key: str) -> list[tuple[str | bytes, str | bytes]]:
@@ -106,12 +97,12 @@ def test_keys_are_searched_by_their_digests(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_keys_are_rotated_while_the_process_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file, clock = tmp_path / "keys", Clock()
+    file, clock = tmp_path / "keys", VirtualClock()
     file.write_text("old")
     keys = ApiKeys(KeySource(file=file), clock)
 
     def accepted() -> list[str]:
-        clock.now_s += CHECK_S
+        clock.now += CHECK_S
         return [key for key in ("old", "new") if keys.find(shown(key)) is not None]
 
     file.write_text("old new")

@@ -14,7 +14,7 @@ from prefill_worker.decode_peers import AllocatedPages, DecodePeers, Renewal
 from prefill_worker.write_window import WindowRenewals, WriteWindow
 from tandem.protocol.errors import DeadlineExceeded, Internal, StaleEpoch, TransferFailed, Unavailable
 from tandem.protocol.messages import Destination, Lease, PeerRef
-from tests.model.virtual_loop import VirtualLoop
+from tests.model.processes import ProcessLoop
 
 HERE, THERE = PeerRef("decode-0", 1), PeerRef("decode-1", 4)
 T = TypeVar("T")
@@ -34,7 +34,7 @@ class Message:
 class Decode(DecodePeers):
     """Decode workers that answer, late or never, on the clock of a virtual loop."""
 
-    loop: VirtualLoop
+    loop: ProcessLoop
     heard: list[Message] = field(default_factory=list)
     over: set[int] = field(default_factory=set)
     errors: list[Exception] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Decode(DecodePeers):
 
 class Scene:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.loop = VirtualLoop()
+        self.loop = ProcessLoop()
         clock = SimpleNamespace(monotonic=self.loop.time)
         patch.setattr("prefill_worker.write_window.time", clock)
         self.decode = Decode(self.loop)
@@ -101,7 +101,7 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     made = Scene(monkeypatch)
     yield made
     assert not made.loop.failures
-    assert not made.loop.unheard()
+    assert not made.loop.unretrieved_failures()
     made.loop.close()
 
 

@@ -8,6 +8,7 @@ from router.placement.policy import Placement
 from router.placement.queue import QueuedRequest
 from router.placement.worker_state import AnswerWork, PromptWork, WorkerState
 from router.slo import BEST_EFFORT, SloClass
+from tandem.capacity.simulation.clock import VirtualClock
 from tandem.cost_model.step_cost import StepCost
 from tandem.protocol.cost_parameters import UNMEASURED, CostParameters
 from tandem.protocol.messages import ModelFacts, PeerRef, Role, WorkerInfo, WorkerLoad
@@ -20,21 +21,11 @@ H200 = CostParameters(
 
 
 @dataclass
-class Clock:
-    """A clock that returns seconds and that tests move."""
-
-    now: float = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@dataclass
 class TestFleet:
     """Workers by name, their clock, and the fleet that placement uses."""
 
     __test__ = False
-    clock: Clock = field(default_factory=Clock)
+    clock: VirtualClock = field(default_factory=lambda: VirtualClock(1000.0))
     fleet: Fleet = field(default_factory=Fleet)
     workers: dict[str, WorkerState] = field(default_factory=dict)
 

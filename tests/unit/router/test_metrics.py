@@ -30,6 +30,7 @@ from router.requests.live_requests import LiveRequests
 from router.requests.metrics import RouterMetrics
 from router.requests.request import Admitted, RoutedRequest
 from router.slo import BEST_EFFORT, SloClass
+from tandem.capacity.simulation.clock import VirtualClock
 from tandem.metrics import families as f
 from tandem.metrics.exposition import Exposition
 from tandem.net.security.credentials import metrics_key_of
@@ -44,16 +45,6 @@ from tests.unit.router.test_generate import Client, ask
 
 TIGHT = SloClass("tight", ttft_s=1.0, itl_s=0.025, itl_percent=90.0, worst_gap_s=0.2)
 SECOND = 10**9
-
-
-class Clock:
-    """A clock that returns seconds and that tests move."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def pace_of(*gaps: float, target_s: float = 0.025) -> GapTracker:
@@ -179,7 +170,7 @@ def test_the_phase_in_which_a_request_failed(last: str, phase: str) -> None:
 
 
 def test_goodput_slides() -> None:
-    clock = Clock()
+    clock = VirtualClock(100.0)
     goodput = Goodput(["a", "b"], 60.0, clock)
     assert goodput.per_second() == {"a": 0.0, "b": 0.0}
     for _ in range(30):
@@ -195,12 +186,12 @@ def test_goodput_slides() -> None:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> VirtualClock:
+    return VirtualClock(100.0)
 
 
 @pytest.fixture
-def metrics(model: Any, clock: Clock) -> RouterMetrics:
+def metrics(model: Any, clock: VirtualClock) -> RouterMetrics:
     config = RouterConfig("router-1", model, "fake", "", slo_classes=(TIGHT, BEST_EFFORT))
     return RouterMetrics(config, clock)
 
@@ -220,7 +211,7 @@ def outcomes(metrics: RouterMetrics) -> dict[tuple[str, ...], float]:
     return {labels: cell.value for labels, cell in cells.items() if cell.value}
 
 
-def test_a_request_from_its_first_token_to_its_end(metrics: RouterMetrics, clock: Clock) -> None:
+def test_a_request_from_its_first_token_to_its_end(metrics: RouterMetrics, clock: VirtualClock) -> None:
     request = request_of(TIGHT, **{name: at for name, at in WHOLE.items() if name != "FINISHED"})
     for tokens, gap in ((1, 0.0), (4, 0.02), (0, 0.0), (1, 0.01)):
         clock.now += gap

@@ -23,6 +23,7 @@ from router.observability.otlp import _PENDING_MAX, SpanMaker, check_endpoint
 from router.observability.recent_traces import Exemplars, TraceStore
 from router.requests.answer import AnswerChunk
 from router.requests.request import ClientRequest, Options
+from tandem.capacity.simulation.clock import VirtualClock
 from tandem.cluster.config import ClusterConfig
 from tandem.metrics import families as f
 from tandem.metrics.registry import EXEMPLAR_CHARS, Histogram
@@ -335,14 +336,7 @@ def trace(number: int, length_s: float, name: str = "") -> RequestTrace:
     return RequestTrace(named, f"{named}~{number}", context, "m", "chat", "quick", "stop", 3, 4, 0, timeline)
 
 
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def book_of(clock: Clock, kept: int = 5) -> tuple[TraceStore, Histogram]:
+def book_of(clock: VirtualClock, kept: int = 5) -> tuple[TraceStore, Histogram]:
     bounds = (0.1, 1.0, 10.0)
     first_tokens, whole = Histogram(bounds), Histogram(bounds)
     exemplars = [Exemplars(each, 60.0, clock) for each in (first_tokens, whole)]
@@ -350,7 +344,7 @@ def book_of(clock: Clock, kept: int = 5) -> tuple[TraceStore, Histogram]:
 
 
 def test_slow_requests_outlive_thousands_of_fast_ones() -> None:
-    clock = Clock()
+    clock = VirtualClock(1000.0)
     book, whole = book_of(clock)
     for number in range(3000):
         clock.now += 0.1
@@ -369,7 +363,7 @@ def test_slow_requests_outlive_thousands_of_fast_ones() -> None:
 
 
 def test_the_slowest_of_a_window_stands_until_a_later_window_has_one() -> None:
-    clock = Clock()
+    clock = VirtualClock(1000.0)
     book, whole = book_of(clock, kept=1)
     clock.now = 60.0
     for number, length in ((1, 5.0), (2, 7.0), (3, 6.0)):
@@ -387,7 +381,7 @@ def test_the_slowest_of_a_window_stands_until_a_later_window_has_one() -> None:
 
 
 def test_an_exemplar_fits_into_openmetrics_whatever_its_client_calls_it() -> None:
-    book, whole = book_of(Clock())
+    book, whole = book_of(VirtualClock(1000.0))
     book.add(trace(1, 5.0, "x" * 128), whole=True)
     example = whole.exemplars[whole.place(5.0)]
     assert example is not None
@@ -396,7 +390,7 @@ def test_an_exemplar_fits_into_openmetrics_whatever_its_client_calls_it() -> Non
 
 
 def test_an_answer_cut_short_is_no_example_of_whole_ones() -> None:
-    book, whole = book_of(Clock())
+    book, whole = book_of(VirtualClock(1000.0))
     book.add(replace(trace(1, 5.0), outcome="abort"), whole=False)
     assert whole.exemplars == [None] * 4
     assert book.find("r1")

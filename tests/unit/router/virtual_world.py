@@ -4,9 +4,8 @@ Prefill workers compute one prompt after the other, at the speed of their step c
 hold a request for a fixed time.
 """
 
-import heapq
-import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,13 +59,18 @@ class World:
         self.requests: list[Request] = []
         self.longest_step_s = 0.0
         """The longest decode step in seconds, given the requests that were placed there."""
-        self._events: list[tuple[float, int, Any]] = []
-        self._numbers = itertools.count()
         self._free_at = dict.fromkeys(self.by_peer, 0.0)
         self._by_id: dict[str, Request] = {}
 
-    def later(self, at: float, what: Any) -> None:
-        heapq.heappush(self._events, (at, next(self._numbers), what))
+    def schedule(self, moment_s: float, event: Callable[[], None]) -> None:
+        """Schedules an event, after which the queue's head is placed as far as it can be."""
+
+        def run() -> None:
+            event()
+            self._pump()
+            self.longest_step_s = max(self.longest_step_s, *(worker.step_s for worker in self.by_peer.values()))
+
+        self.at.clock.at(moment_s, run)
 
     def arrive(self, at: float, tokens: int = 2048, slo: SloClass = BEST_EFFORT, **more: Any) -> Request:
         """Schedules the arrival of a request."""
@@ -75,16 +79,12 @@ class World:
         request = Request(queued, slo)
         self.requests.append(request)
         self._by_id[queued.wire_id] = request
-        self.later(at, lambda: self._enter(request))
+        self.schedule(at, lambda: self._enter(request))
         return request
 
     def run(self) -> None:
         """Runs the simulation until no event is left."""
-        while self._events:
-            self.at.clock.now, _, what = heapq.heappop(self._events)
-            what()
-            self._pump()
-            self.longest_step_s = max(self.longest_step_s, *(worker.step_s for worker in self.by_peer.values()))
+        self.at.clock.run()
 
     def _enter(self, request: Request) -> None:
         try:
@@ -111,13 +111,13 @@ class World:
         def first_token() -> None:
             request.ttft_s = self.at.clock.now - request.queued.arrived_s
             prefill.remove_prompt(name)
-            self.later(self.at.clock.now + self.answer_s, over)
+            self.schedule(self.at.clock.now + self.answer_s, over)
 
         def over() -> None:
             decode.remove_answer(name)
             self.scheduler.ended(request.queued, 100)
 
-        self.later(done, first_token)
+        self.schedule(done, first_token)
 
 
 PROMPT_S = 4e-3 + (2048 - 200) * H200.token_s + 2048 * 2049 / 2 * H200.pair_s

@@ -50,7 +50,7 @@ async def is_on_its_way(pair: WorkerPair) -> Heard:
     """Its first token is out, its pages are not written."""
     pair.fabric.hold()
     heard = pair.send("q", PROMPT, TEN)
-    await until(lambda: heard.tokens and pair.fabric.in_flight())
+    await until(lambda: heard.tokens and pair.fabric.writes)
     return heard
 
 
@@ -66,7 +66,7 @@ QUEUES = [waits_in_line, is_computed, is_on_its_way, decodes]
 
 
 def let_writes_land(pair: WorkerPair) -> None:
-    pair.fabric.let_go()
+    pair.fabric.release()
     for end in pair.ends:
         end.engine.let_go()
 

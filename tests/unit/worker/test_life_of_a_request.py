@@ -129,7 +129,7 @@ async def test_a_chunked_prompt_is_written_while_it_computes() -> None:
         await until(lambda: heard.tokens)
         assert [len(batch.rows[0].token_ids) for batch in pair.prefill.engine.batches] == [8, 8, 8, 6]
         assert len(heard.tokens) == 1  # the first token does not wait for the transfer
-        pair.fabric.let_go()
+        pair.fabric.release()
         await until(lambda: heard.finish)
         assert heard.tokens == answer_to(list(range(3, 33)), TEN)
         await pair.empty()
@@ -152,7 +152,7 @@ async def test_hand_overs_that_outlast_their_permissions_renew_them_together(mon
         heard = [pair.send(f"q{n}", [n + 3, *PROMPT], TEN) for n in range(3)]
         await until(lambda: renewed[-3:] == [3, 3, 3])
         assert renewed[-1] == 3, "and not one by one"
-        pair.fabric.let_go()
+        pair.fabric.release()
         await until(lambda: all(each.finish for each in heard))
         assert [each.tokens for each in heard] == [answer_to([n + 3, *PROMPT], TEN) for n in range(3)]
         await pair.empty()
@@ -261,7 +261,7 @@ async def test_abort_while_pages_are_on_the_way() -> None:
         assert pair.prefill.engine.pool.counts().owned  # a posted write still reads them
         with pytest.raises(ResourceExhausted):
             pair.reserve("r", PROMPT, SamplingParams(max_tokens=249))  # quarantined pages are nobody's
-        pair.fabric.let_go()
+        pair.fabric.release()
         await pair.empty()
         assert len(heard.tokens) == 1
 
@@ -284,7 +284,7 @@ async def test_abort_of_a_ready_request() -> None:
         await until(lambda: len(first.tokens) > 2)
         second = pair.send("second", PROMPT, TEN)
         await until(lambda: second.pages)
-        pair.fabric.settle()
+        pair.fabric.wait_until_idle()
         pair.abort("second", "first")
         pair.decode.engine.let_go()
         await pair.empty()
@@ -368,7 +368,7 @@ async def test_a_later_attempt_replaces_and_an_earlier_one_is_stale() -> None:
         with pytest.raises(StaleEpoch):
             pair.prefill.worker.prefill(pair.task("q", PROMPT, TEN, pair.reserve("x", PROMPT, TEN), attempt=1))
         pair.abort("x")
-        pair.fabric.let_go()
+        pair.fabric.release()
         await until(lambda: second.finish)
         assert second.tokens == answer_to(PROMPT, TEN)
         assert pair.decode.worker.report.inspect().fenced >= 1
@@ -387,7 +387,7 @@ async def test_a_lease_without_heartbeat_expires() -> None:
         await until(lambda: heard.finish)
         assert heard.error == "TRANSFER_FAILED"
         assert pair.decode.engine.pool.counts().quarantined == 2
-        pair.fabric.let_go()
+        pair.fabric.release()
         await pair.empty()
 
 
@@ -633,7 +633,7 @@ async def test_a_write_that_stands_still_fails_at_its_deadline_and_keeps_its_pag
     async with WorkerPair(transfer_deadline_s=30.0, kv_checksum_rate=0.0) as pair:
         pair.fabric.hold()
         heard = pair.send("q", PROMPT, TEN)
-        await until(lambda: heard.tokens and pair.fabric._flights)
+        await until(lambda: heard.tokens and pair.fabric.writes)
         jump(30.0)
         await until(lambda: heard.finish)
         assert heard.message == "pages were not written within 30 s; prefill again elsewhere"
@@ -641,7 +641,7 @@ async def test_a_write_that_stands_still_fails_at_its_deadline_and_keeps_its_pag
         pair.abort("q")  # as the router does before it tries again
         assert pair.prefill.engine.pool.counts().owned
         await until(lambda: pair.decode.engine.pool.counts().quarantined)
-        pair.fabric.let_go()
+        pair.fabric.release()
         again = pair.send("q", PROMPT, TEN, attempt=2, answer=heard.tokens)
         await until(lambda: again.finish)
         assert again.tokens == answer_to(PROMPT, TEN)
@@ -681,7 +681,7 @@ async def test_a_dead_prefill_worker_is_survived() -> None:
         heard = pair.send("q", PROMPT, TEN)
         await until(lambda: pair.decode.engine.pool.counts().advertised)
         pair.fabric.kill(pair.prefill.me)
-        pair.fabric.let_go()
+        pair.fabric.release()
         pair.decode.worker.peer_gone(pair.prefill.me)
         await until(lambda: heard.finish)
         assert heard.error == "TRANSFER_FAILED"

@@ -170,7 +170,7 @@ async def test_those_behind_in_the_queue_find_what_was_computed_before_them() ->
         # An asynchronous engine's second step is planned before the first one is over, if its prompt is queued by then.
         assert second == third or (FakeEngine.asynchronous and second == 0)
         assert pair.prefill.engine.pool.counts().shared == FULL
-        pair.fabric.let_go()
+        pair.fabric.release()
         await until(lambda: all(each.finish and each.pages for each in heard))
         assert all(each.tokens == answer_to(PROMPT, TEN) for each in heard)
         assert [each.pages for each in heard] == [FULL + 1] * 3, "the decode worker promised before it had any"
@@ -254,7 +254,7 @@ async def test_a_full_pool_of_readers_makes_the_next_prompt_wait() -> None:
         third = pair.send("third", [6] * 30, TEN)
         await asyncio.sleep(0.05)
         assert not third.tokens
-        pair.fabric.let_go()
+        pair.fabric.release()
         await until(lambda: second.finish and third.finish)
         assert third.tokens == answer_to([6] * 30, TEN)
         await pair.empty()
@@ -280,7 +280,7 @@ async def test_an_abort_lets_everything_go(moment: str, both: bool) -> None:
             heard = pair.send("q", PROMPT, SamplingParams(max_tokens=30))
             await until(held.engine.waiting.is_set if moment != "handing over" else lambda: heard.tokens)
         pair.abort("q")
-        pair.fabric.let_go()
+        pair.fabric.release()
         for end in pair.ends:
             end.engine.let_go()
         await pair.empty()
@@ -299,7 +299,7 @@ async def test_an_expired_lease_lets_its_pages_go_at_once() -> None:
         assert heard.error == "TRANSFER_FAILED"
         counts = pair.decode.engine.pool.counts()
         assert (counts.shared, counts.quarantined) == (0, 1), "only the page that was to be sent"
-        pair.fabric.let_go()
+        pair.fabric.release()
         await pair.empty()
 
 

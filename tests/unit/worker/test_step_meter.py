@@ -2,6 +2,7 @@
 
 import pytest
 
+from tandem.capacity.simulation.clock import VirtualClock
 from tandem.cost_model.step_work import StepWork
 from tandem.engine.steps.batch import StepRow, TokenRows
 from tandem.protocol.cost_parameters import UNMEASURED
@@ -10,14 +11,6 @@ from tandem.worker.scheduler import step_work
 from tests.factories import draw
 
 WORK = StepWork(decode_rows=1, decode_context_tokens=1)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Seen:
@@ -32,7 +25,7 @@ class Seen:
 
 def play(marks: list[tuple[float, float]]) -> list[float]:
     """Steps that were launched and ended at these times, in the order of their ends → what each is said to take."""
-    clock, seen = Clock(), Seen()
+    clock, seen = VirtualClock(100.0), Seen()
     meter = StepMeter(UNMEASURED, clock)
     meter._fit = seen  # type: ignore[assignment]
     for launched, ended in marks:
@@ -57,7 +50,7 @@ def test_an_idle_time_is_no_step() -> None:
 
 
 def test_nothing_is_learned_from_steps_that_score_prompts() -> None:
-    clock, seen = Clock(), Seen()
+    clock, seen = VirtualClock(100.0), Seen()
     meter = StepMeter(UNMEASURED, clock)
     meter._fit = seen  # type: ignore[assignment]
     for ended, scored in ((102.0, True), (105.0, False)):
@@ -75,7 +68,7 @@ def test_what_is_in_a_step() -> None:
 
 
 def test_predictions_follow_what_was_measured() -> None:
-    clock = Clock()
+    clock = VirtualClock(100.0)
     meter = StepMeter(UNMEASURED, clock)
     for _ in range(50):
         began = meter.begin()

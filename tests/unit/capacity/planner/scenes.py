@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tandem.capacity.planner.demand import Promise
+from tandem.capacity.planner.demand import LatencyTargets
 from tandem.capacity.planner.load_ratio import WorkerFacts
 from tandem.capacity.planner.observation import Kept, Observation, Offered
 from tandem.protocol.cost_parameters import CostParameters
@@ -12,7 +12,7 @@ COSTS = CostParameters(
 )
 """Costs: a chunk of 900 tokens takes 100 ms, and 100 rows decode in 20 ms."""
 FACTS = WorkerFacts(COSTS, kv_tokens=1e6, batch_requests=1000, chunk_tokens=900, longest_tokens=4096)
-PROMISE = Promise(ttft_s=100.0, gap_s=20e-3)
+TARGETS = LatencyTargets(ttft_s=100.0, gap_s=20e-3)
 """Targets whose TTFT is so loose that only computing counts."""
 
 
@@ -22,5 +22,5 @@ def offered(per_s: float, prompt: float, answer: float, cached: float = 0.0) -> 
 
 def seen(per_s: float, prompt: float, answer: float, prefill: int = 4, decode: int = 4, **more: object) -> Observation:
     """Returns a window of 10 s."""
-    before = Observation(10.0, offered(per_s, prompt, answer), PROMISE, FACTS, FACTS, prefill, decode, kept=Kept(100.0))
+    before = Observation(10.0, offered(per_s, prompt, answer), TARGETS, FACTS, FACTS, prefill, decode, kept=Kept(100.0))
     return replace(before, **more)  # type: ignore[arg-type]

@@ -53,7 +53,7 @@ def test_the_split_follows_a_swing_and_then_stays() -> None:
     assert second == 10 + FLIPS.required_windows - 1
 
 
-def test_the_wanted_split_strains_the_worse_role_least() -> None:
+def test_the_wanted_split_has_the_smallest_larger_load_ratio() -> None:
     decision = plan(seen(*PROMPTS), FLIPS, State())
     load_ratios = {
         prefill: max(
@@ -72,12 +72,12 @@ def _load_ratios(decision: Decision) -> tuple[object, ...]:
     return decision.prefill, decision.decode
 
 
-def test_where_everybody_keeps_his_promise_nobody_moves() -> None:
+def test_nothing_changes_while_all_targets_are_met() -> None:
     quiet = [(rate / 5, prompt, answer) for rate, prompt, answer in (PROMPTS, ANSWERS)]
     assert changes(follow([quiet[0]] * 20 + [quiet[1]] * 20, FLIPS, Split(4, 4))) == []
 
 
-def test_one_window_is_not_enough() -> None:
+def test_a_change_must_be_wanted_in_several_windows() -> None:
     assert changes(follow([ANSWERS, PROMPTS] * 10, Limits(required_windows=3), Split(4, 4))) == []
 
 
@@ -106,7 +106,7 @@ def test_workers_that_were_just_taken_away_come_back_only_when_that_is_wanted_fo
     assert decisions[:2] == [(down, Direction.DOWN), (down + limits.required_windows_back, Direction.UP)]
 
 
-def test_more_of_the_same_change_takes_no_longer_and_a_removal_no_less_for_being_an_undoing() -> None:
+def test_repeating_a_change_takes_as_many_windows_and_undoing_by_removal_no_fewer() -> None:
     limits = replace(COUNTS, cooldown=0)
     up = limits.required_windows - 1
     more = acted(follow([HIGH] * 2 + [HIGHER] * 3, limits, Split(4, 4)))
@@ -130,7 +130,7 @@ def test_limits_of_roles_hold() -> None:
     assert [(split.prefill, split.decode) for split in changes(decisions)] == [(5, 3), (2, 6)]
 
 
-def test_workers_are_added_until_there_is_room_and_taken_away_much_later() -> None:
+def test_workers_are_added_until_there_is_headroom_and_removed_much_later() -> None:
     double = (90.0, 900.0, 450.0)
     up = follow([double] * 12, COUNTS, Split(4, 4))
     assert changes(up)
@@ -146,7 +146,7 @@ def test_workers_are_added_until_there_is_room_and_taken_away_much_later() -> No
     assert Direction.UP not in kinds
 
 
-def test_workers_that_are_on_their_way_are_not_asked_for_again() -> None:
+def test_workers_that_are_starting_are_not_added_again() -> None:
     """A load beyond their capacity asks for more of them."""
     heavy = {"prefill": 4, "decode": 4}
     (grown,) = changes(decide([seen(90.0, 900.0, 450.0, **heavy)] * 2, COUNTS))
@@ -157,7 +157,7 @@ def test_workers_that_are_on_their_way_are_not_asked_for_again() -> None:
     assert changes(decide([seen(180.0, 900.0, 450.0, coming=coming, **heavy)] * 2, COUNTS))[0].workers > 8 + coming
 
 
-def test_a_cluster_that_shares_changes_its_number_alone() -> None:
+def test_a_shared_cluster_changes_only_its_number_of_workers() -> None:
     load = (90.0, 900.0, 450.0)
     assert changes(follow([load] * 6, FLIPS, Split(shared=4))) == []
     wanted = changes(follow([load] * 6, COUNTS, Split(shared=4)))
@@ -166,7 +166,7 @@ def test_a_cluster_that_shares_changes_its_number_alone() -> None:
     assert wanted[0].prefill == wanted[0].decode == 0
 
 
-def test_broken_promises_teach_that_a_role_is_more_strained_than_its_costs_say() -> None:
+def test_missed_targets_raise_the_load_ratio_of_a_role() -> None:
     late = Kept(50.0, {Phase.DECODE: 50.0})
     calm = seen(24.0, 900.0, 620.0, prefill=3, decode=5)
     decisions = decide([replace(calm, kept=late)] * 20)
@@ -178,7 +178,7 @@ def test_broken_promises_teach_that_a_role_is_more_strained_than_its_costs_say()
     assert better[-1].state.decode_scale < 1.1
 
 
-def test_where_there_is_room_for_twice_the_load_broken_promises_teach_nothing() -> None:
+def test_missed_targets_with_headroom_for_twice_the_load_change_no_load_ratio() -> None:
     """More workers would not help: for instance, the gap of a hand-over exceeds the target."""
     late = Kept(90.0, {Phase.DECODE: 10.0})
     decisions = decide([seen(15.0, 900.0, 300.0, prefill=3, decode=5, kept=late)] * 20)
@@ -187,7 +187,7 @@ def test_where_there_is_room_for_twice_the_load_broken_promises_teach_nothing() 
     assert decisions[-1].state.decode_scale == 1.0
 
 
-def test_what_one_demand_taught_is_not_believed_of_another() -> None:
+def test_learned_scales_do_not_hold_for_another_demand() -> None:
     late = Kept(50.0, {Phase.DECODE: 50.0})
     taught = decide([seen(24.0, 900.0, 620.0, prefill=3, decode=5, kept=late)] * 20)[-1].state
     swung = decide([seen(45.0, 90.0, 900.0, prefill=3, decode=5, kept=late)], state=taught)
@@ -195,7 +195,7 @@ def test_what_one_demand_taught_is_not_believed_of_another() -> None:
     assert swung[-1].state.decode_scale == 1.0
 
 
-def test_who_waits_for_nothing_else_shows_long_answers_before_any_has_ended() -> None:
+def test_growing_decode_batches_show_long_answers_before_any_has_ended() -> None:
     """Only short requests have ended; ten times as many decode as these explain."""
     before = plan(seen(45.0, 90.0, 20.0, running_requests=20.0), FLIPS, State())
     after = plan(seen(45.0, 90.0, 20.0, running_requests=400.0), FLIPS, before.state)
@@ -203,7 +203,7 @@ def test_who_waits_for_nothing_else_shows_long_answers_before_any_has_ended() ->
     assert after.state.demand.answer_tokens > 10 * 20.0
 
 
-def test_who_turns_answers_away_has_long_ones_before_any_has_ended() -> None:
+def test_rejections_for_the_gap_target_show_long_answers_before_any_has_ended() -> None:
     """The number of decoding requests is at its limit and thus constant; those admitted occupy the whole capacity."""
     before = plan(seen(45.0, 90.0, 20.0, running_requests=200.0), FLIPS, State())
     load = replace(offered(45.0, 90.0, 20.0), refused_per_s=30.0, crowded_per_s=30.0)
@@ -229,20 +229,20 @@ def test_who_turns_answers_away_has_long_ones_before_any_has_ended() -> None:
         (seen(*PROMPTS, answers=None), "no worker has measured its steps"),
     ],
 )
-def test_without_knowledge_all_stays(window: Observation, why: str) -> None:
+def test_nothing_changes_without_observations(window: Observation, why: str) -> None:
     decision = plan(window, FLIPS, State())
     assert decision.change is Direction.NONE
     assert why in decision.reason
 
 
-def test_the_reason_has_the_figures() -> None:
+def test_the_reason_states_the_figures() -> None:
     decisions = follow([PROMPTS] * 3, FLIPS, Split(4, 4))
     reason = next(each.reason for each in decisions if each.change is not Direction.NONE)
     for part in ("from 4:4 to 7:1", "45 requests/s", "900 computed", "prefill", "decode", "%", "met their targets"):
         assert part in reason
 
 
-def test_facts_of_the_roles_are_apart() -> None:
+def test_facts_of_prefill_and_decode_workers_are_separate() -> None:
     """Faster prefill devices need fewer prefill workers."""
     fast = replace(FACTS, cost=replace(FACTS.cost, base_s=2e-3, token_s=2e-5))
     same = plan(seen(*PROMPTS), FLIPS, State()).split

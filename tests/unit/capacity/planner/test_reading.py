@@ -9,7 +9,7 @@ import pytest
 from router.config import RouterConfig
 from router.refusal import Refusal, Refused
 from router.requests.metrics import RouterMetrics
-from tandem.capacity.planner.demand import Promise
+from tandem.capacity.planner.demand import LatencyTargets
 from tandem.capacity.planner.reading import fitted, observe
 from tandem.metrics import families as f
 from tandem.metrics.exposition import Exposition, merge
@@ -24,7 +24,7 @@ from tandem.worker.reporting.metrics import step_costs
 
 FACTS = ModelFacts("m", 10, 4096, (), "float32")
 COST = CostParameters(1e-2, 2e-3, 3e-4, 4e-8, 5e-4, 6e-7, 150, 0.01, 99)
-PROMISES = {"strict": Promise(2.0, 0.02), "quick": Promise(0.3, 0.06)}
+TARGETS_BY_CLASS = {"strict": LatencyTargets(2.0, 0.02), "quick": LatencyTargets(0.3, 0.06)}
 
 
 def info(name: str, role: Role, assignment: Role | None = None, closing: Role | None = None) -> WorkerInfo:
@@ -62,7 +62,7 @@ class Cluster:
 WORKERS = [info("prefill-0", Role.PREFILL, Role.PREFILL), info("decode-0", Role.DECODE, Role.DECODE)]
 
 
-def test_a_window_is_what_was_counted_in_it() -> None:
+def test_an_observation_has_the_counts_of_its_window() -> None:
     cluster = Cluster()
     cluster.router.offered(1, 999, 7.0)  # before it
     before = cluster.scrape(100.0)
@@ -72,13 +72,13 @@ def test_a_window_is_what_was_counted_in_it() -> None:
     cluster.router.registry.counter(f.SLO_REQUESTS, "strict", "missed_itl").add(2)
     cluster.router.registry.counter(f.SLO_MISSED, "strict", Phase.DECODE).add(2)
     cluster.running["decode-0"] = 5.0
-    seen = observe(ScrapeInterval(before, cluster.scrape(110.0)), WORKERS, lambda _: PROMISES)
+    seen = observe(ScrapeInterval(before, cluster.scrape(110.0)), WORKERS, lambda _: TARGETS_BY_CLASS)
     assert seen.seconds == 10.0
     assert (seen.offered.per_s, seen.offered.prompt_tokens, seen.offered.answer_tokens) == (0.8, 300.0, 50.0)
     assert (seen.prefill, seen.decode, seen.shared) == (1, 1, 0)
     assert (seen.waiting_requests, seen.waiting_tokens, seen.running_requests) == (3.0, 2 * 2 * 300.0, 5.0)
     assert (seen.kept.met, seen.kept.missed[Phase.DECODE], seen.kept.total) == (6.0, 2.0, 8.0)
-    assert seen.promise == PROMISES["strict"]
+    assert seen.targets == TARGETS_BY_CLASS["strict"]
     assert seen.answers is not None
     assert (seen.answers.kv_tokens, seen.answers.longest_tokens) == (1600, 4096)
     assert seen.answers.decode_speedup == 1.0
@@ -91,34 +91,34 @@ def test_a_window_is_what_was_counted_in_it() -> None:
 def test_tokens_of_steps_with_drafts_count() -> None:
     cluster = Cluster()
     cluster.boards[1].read(lambda: {f.SPECULATION_SPEEDUP: 1.7})
-    seen = observe(ScrapeInterval(cluster.scrape(0.0), cluster.scrape(10.0)), WORKERS, lambda _: PROMISES)
+    seen = observe(ScrapeInterval(cluster.scrape(0.0), cluster.scrape(10.0)), WORKERS, lambda _: TARGETS_BY_CLASS)
     assert seen.answers is not None
     assert seen.prompts is not None
     assert (seen.answers.decode_speedup, seen.prompts.decode_speedup) == (1.7, 1.0)
 
 
-def test_who_was_turned_away() -> None:
+def test_rejected_requests_are_counted_by_reason() -> None:
     cluster = Cluster()
     before = cluster.scrape(0.0)
     for reason in Refusal:
         cluster.router.refused("strict", Refused(reason, "no"))
         cluster.router.offered(1, 100, 10.0)
     cluster.router.refused("strict", InvalidArgument("prompt", "is wrong"))
-    seen = observe(ScrapeInterval(before, cluster.scrape(10.0)), WORKERS, lambda _: PROMISES)
+    seen = observe(ScrapeInterval(before, cluster.scrape(10.0)), WORKERS, lambda _: TARGETS_BY_CLASS)
     assert seen.offered.refused_per_s == pytest.approx(0.4), "nobody there, or a wrong request: these were not offered"
     assert seen.offered.crowded_per_s == pytest.approx(0.1)
 
 
-def test_classes_that_hardly_anybody_asks_for_bind_nobody() -> None:
+def test_targets_of_classes_with_few_requests_do_not_count() -> None:
     cluster = Cluster()
     before = cluster.scrape(0.0)
     cluster.router.registry.counter(f.SLO_REQUESTS, "strict", "met").add(2)
     cluster.router.registry.counter(f.SLO_REQUESTS, "quick", "met").add(98)
-    seen = observe(ScrapeInterval(before, cluster.scrape(1.0)), WORKERS, lambda _: PROMISES)
-    assert seen.promise == PROMISES["quick"]
+    seen = observe(ScrapeInterval(before, cluster.scrape(1.0)), WORKERS, lambda _: TARGETS_BY_CLASS)
+    assert seen.targets == TARGETS_BY_CLASS["quick"]
 
 
-def test_a_worker_counts_as_what_it_was_told_to_be() -> None:
+def test_a_worker_counts_by_its_assigned_role() -> None:
     changing = [info("prefill-0", Role.BOTH, Role.PREFILL, Role.DECODE), info("decode-0", Role.DECODE, Role.DECODE)]
     leaving = info("decode-1", Role.DECODE, Role.DECODE, Role.DECODE)
     cluster = Cluster()
@@ -126,7 +126,7 @@ def test_a_worker_counts_as_what_it_was_told_to_be() -> None:
     assert (seen.prefill, seen.decode) == (1, 1)
 
 
-def test_the_costs_of_a_cluster_are_as_noisy_as_its_workers_found_them() -> None:
+def test_the_fitted_costs_have_the_largest_noise_of_the_workers() -> None:
     cluster = Cluster()
     cluster.cost = replace(COST, mixed_noise=1.27)
     found = fitted(cluster.scrape(0.0))
@@ -134,7 +134,7 @@ def test_the_costs_of_a_cluster_are_as_noisy_as_its_workers_found_them() -> None
     assert found.mixed_noise == pytest.approx(1.27)
 
 
-def test_a_worker_that_tells_no_noise_has_the_usual_one() -> None:
+def test_a_worker_that_reports_no_noise_has_the_default() -> None:
     """For instance a worker of an older release."""
     cluster = Cluster(untold=(f.STEP_MIXED_NOISE,))
     found = fitted(cluster.scrape(0.0))
@@ -142,9 +142,9 @@ def test_a_worker_that_tells_no_noise_has_the_usual_one() -> None:
     assert found.mixed_noise == UNMEASURED.mixed_noise
 
 
-def test_a_guess_is_no_measurement() -> None:
+def test_unmeasured_costs_do_not_count() -> None:
     cluster = Cluster()
     cluster.cost = CostParameters()
-    seen = observe(ScrapeInterval(cluster.scrape(0.0), cluster.scrape(1.0)), WORKERS, lambda _: PROMISES)
+    seen = observe(ScrapeInterval(cluster.scrape(0.0), cluster.scrape(1.0)), WORKERS, lambda _: TARGETS_BY_CLASS)
     assert seen.prompts is None
     assert seen.answers is None

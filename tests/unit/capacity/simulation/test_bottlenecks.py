@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from prefill_worker.page_writes import WritingTime
 from router.config import RouterConfig
-from tandem.capacity.simulation.clock import VirtualClock
 from tandem.capacity.simulation.cluster import VirtualCluster
 from tandem.capacity.simulation.network import Network
 from tandem.capacity.simulation.request import LoadRequest
@@ -29,7 +27,7 @@ from tandem.metrics.registry import Facts, Registry
 from tandem.metrics.scrape import Scrape, ScrapeInterval
 from tandem.metrics.worker_figures import figures_of
 from tandem.protocol.errors import ResourceExhausted
-from tandem.protocol.messages import GrantedLease, Reservation, Role, RoutedEvent
+from tandem.protocol.messages import GrantedLease, Reservation, Role
 from tandem.protocol.mode import Mode
 from tandem.worker.config import WorkerConfig
 from tandem.worker.reporting.metrics import Utilization, WorkerMetrics
@@ -91,18 +89,13 @@ def metered(worker: VirtualWorker, roofline: Roofline) -> Registry:
     """Returns a real worker's metrics, updated by a simulated one."""
     metrics = WorkerMetrics("model", worker.peer.worker_id, Utilization(roofline))
     finish: Callable[[int, Any], None] = worker._loop._finish
-    truth = StepCost(worker.spec.device.truth)
-    tell, reserve = worker.tell, worker.reserve
-    heard = metrics.hearing(lambda routed: None)
+    actual_cost = StepCost(worker.spec.device.actual_cost)
+    reserve = worker.reserve
 
     def finish_metered(number: int, flight: Any) -> None:
-        seconds = truth.seconds(flight.work)
+        seconds = actual_cost.seconds(flight.work)
         metrics.step(flight.work, seconds, seconds)
         finish(number, flight)
-
-    def tell_metered(request: Any, event: Any) -> None:
-        heard(RoutedEvent("router", event))
-        tell(request, event)
 
     def reserve_metered(reservation: Reservation) -> GrantedLease:
         try:
@@ -111,16 +104,10 @@ def metered(worker: VirtualWorker, roofline: Roofline) -> Registry:
             metrics.refused()
             raise
 
-    metrics.writing = WritingTime(lambda: round(worker._clock() * 1e9))
-    begin = worker._prefill._hand_over
-
-    def begin_metered(*asked: Any) -> Any:
-        return told_of_writes(begin(*asked), metrics.writing, worker._clock)
-
-    worker._prefill._hand_over = begin_metered
+    metrics.writing = worker.handovers.writing
     worker._loop._finish = finish_metered  # type: ignore[method-assign]
     worker.reserve = reserve_metered  # type: ignore[method-assign]
-    worker.tell = tell_metered  # type: ignore[method-assign]
+    worker.handovers.emit = metrics.hearing(worker.handovers.emit)
 
     def facts() -> Facts:
         load, pages = worker.load(), worker.pool.counts()
@@ -137,30 +124,6 @@ def metered(worker: VirtualWorker, roofline: Roofline) -> Registry:
 
     metrics.registry.read(facts)
     return metrics.registry
-
-
-def told_of_writes(handover: Any, writing: WritingTime, clock: VirtualClock) -> Any:
-    """Makes a simulated hand-over report its writes like a real one."""
-    post = handover._post
-    under_way = 0
-
-    def settled() -> None:
-        nonlocal under_way
-        under_way -= 1
-        if not under_way:
-            writing.end()
-
-    def post_metered(end: int) -> float:
-        nonlocal under_way
-        if not under_way:
-            writing.begin()
-        under_way += 1
-        landing: float = post(end)
-        clock.at(landing, settled)
-        return landing
-
-    handover._post = post_metered
-    return handover
 
 
 def load(every_s: float, prompt: int, answer: int) -> list[LoadRequest]:
@@ -205,7 +168,7 @@ def test_the_bottleneck_that_the_load_was_built_for(name: str) -> None:
     assert dict(zip(names, bottlenecks, strict=True))[case.worker] == case.bottleneck
 
 
-def test_its_change_moves_the_bottleneck() -> None:
+def test_the_proposed_change_moves_the_bottleneck() -> None:
     """After the proposed change the bottleneck is gone."""
     queue, wire = CASES["a small batch"], CASES["a slow wire"]
     assert "--max-batch-requests" in found(queue.stage.under(queue.load), DECODE).change
@@ -225,7 +188,7 @@ def test_hand_overs_that_do_not_end_hold_the_pages() -> None:
     assert prefill.steps == prefill.arriving == prefill.others_transferring == decode.transferring == 0
 
 
-def test_who_has_no_room_is_not_the_wire() -> None:
+def test_a_full_decode_worker_is_not_diagnosed_as_a_slow_transfer() -> None:
     """Answers fill the decode worker. Prompts wait for its pages at the router, not for the transport."""
     case = CASES["long answers, few pages"]
     interval = case.stage.under(case.load)
@@ -235,7 +198,7 @@ def test_who_has_no_room_is_not_the_wire() -> None:
     assert figures_of(interval, PREFILL).transferring < 0.1
 
 
-def test_figures_are_what_the_load_was() -> None:
+def test_figures_match_the_load() -> None:
     """A 4000-token prompt is two chunks of arithmetic and little else."""
     figures = figures_of(Stage().under(load(0.05, 4000, 1)), PREFILL)
     assert figures.busy == pytest.approx(1.0, abs=0.05)

@@ -43,7 +43,7 @@ def test_a_step_takes_the_time_of_its_rows_and_of_proposing(token_ms: float) -> 
     assert {round(later - end, 3) for end, later in pairwise(ends)} == {8.0 + 3 * token_ms}
 
 
-def test_wrong_drafts_cost_next_to_nothing_and_right_ones_gain_what_the_formula_says() -> None:
+def test_wrong_drafts_cost_little_and_right_ones_gain_the_expected_tokens() -> None:
     plain_ms = seconds(lone(None, 4000))
     assert seconds(lone(Drafts(0.0), 4000)) == pytest.approx(plain_ms, rel=0.03)
     some = seconds(lone(Drafts(0.7, 3), 4000))

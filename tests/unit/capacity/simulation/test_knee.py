@@ -11,13 +11,10 @@ from router.refusal import Refusal, Refused
 from router.slo import SloClass
 from tandem.capacity.simulation.arrivals import Mix
 from tandem.capacity.simulation.hardware import hardware
-from tandem.capacity.simulation.network import Network
-from tandem.capacity.simulation.request import Outcome, Piece
-from tandem.capacity.simulation.search.judge import judge
-from tandem.capacity.simulation.search.knee import KEPT, LOADS_MAX, NEAR, LoadFigures, Trial, find_knee
-from tandem.capacity.simulation.search.network_jitter import DeliveryDelay
-from tandem.capacity.simulation.search.strategy import Strategy, strategies
-from tandem.capacity.simulation.step_log import StepLog
+from tandem.capacity.simulation.knee import KEPT, LOADS_MAX, NEAR, LoadFigures, Trial, find_knee
+from tandem.capacity.simulation.network import DeliveryDelay, Network
+from tandem.capacity.simulation.request import Outcome, Piece, StepLog
+from tandem.capacity.simulation.strategy import Strategy, strategies
 from tandem.protocol.errors import Internal, ResourceExhausted
 from tandem.protocol.lifecycle.spans import Phase
 from tandem.protocol.mode import Mode
@@ -44,7 +41,7 @@ def test_the_knee_is_found_from_below_and_from_above(guess: float) -> None:
     assert knee.rate == max(rate for rate in asked if rate <= 10)
 
 
-def test_a_promise_that_is_never_kept_has_no_knee() -> None:
+def test_targets_that_no_load_meets_have_no_knee() -> None:
     assert find_knee(lambda rate: figures(rate, KEPT - 0.01), 5.0) is None
 
 
@@ -79,8 +76,8 @@ def answer(
         (answer(0.5, error=Internal.code), Kind.FAILED, Phase.QUEUE),
     ],
 )
-def test_verdicts(outcome: Outcome, kind: Kind, phase: Phase | None) -> None:
-    verdict = judge(outcome, SLO, 0.01, outcome.token_s(0.0))
+def test_outcomes_are_judged_by_targets_and_phase(outcome: Outcome, kind: Kind, phase: Phase | None) -> None:
+    verdict = outcome.judge(SLO, 0.01, outcome.token_s(0.0))
     assert (verdict.outcome, verdict.phase) == (kind, phase)
 
 
@@ -96,7 +93,7 @@ def test_tokens_come_later_by_chance_and_in_order() -> None:
     assert still.tolist() == outcome.token_s(1e-3)
 
 
-def test_rates_change_moments_and_not_lengths() -> None:
+def test_rates_change_arrival_times_and_not_lengths() -> None:
     one, two = (list(Mix(rate, 300, 50).requests(20.0, SLO, 4096, seed=3)) for rate in (5.0, 10.0))
     assert [len(each.prompt) for each in two][: len(one)] == [len(each.prompt) for each in one]
     assert 70 < len(one) < 130 < len(two) < 270
@@ -115,7 +112,7 @@ def test_a_load_beyond_what_workers_can_do_keeps_less_than_a_small_one() -> None
     assert much.ttft_p50_s > little.ttft_p50_s > 0
 
 
-def test_what_caches_hold_of_prompts_is_not_computed() -> None:
+def test_cached_tokens_of_prompts_are_not_computed() -> None:
     machine = hardware("llama-3-8b", None, 50.0, 1.0)
     slo = SloClass("plan", ttft_s=1.0, itl_s=0.025)
     strategy = next(each for each in strategies(2, 1) if each.mode is Mode.DISAGGREGATED)

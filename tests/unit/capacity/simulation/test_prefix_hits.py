@@ -64,14 +64,14 @@ def kept_of_late(requests: list[LoadRequest], pages: int) -> list[int]:
 @pytest.mark.parametrize(
     ("mode", "roles"), [(Mode.COLOCATED, [Role.BOTH]), (Mode.DISAGGREGATED, [Role.PREFILL, Role.DECODE])]
 )
-def test_a_large_cache_has_all_that_was_seen(mode: Mode, roles: list[Role]) -> None:
+def test_a_large_cache_hits_all_earlier_pages(mode: Mode, roles: list[Role]) -> None:
     asked = conversations(6, 8)
     outcomes = cluster(mode, roles).run(asked)
     assert [outcome.cached_tokens for outcome in outcomes] == seen_before(asked)
     assert sum(seen_before(asked)) > 0.7 * sum(len(each.prompt) for each in asked)
 
 
-def test_a_small_cache_has_what_was_used_of_late() -> None:
+def test_a_small_cache_hits_recently_used_pages() -> None:
     asked = conversations(6, 8)
     reference = kept_of_late(asked, 250)
     outcomes = cluster(Mode.COLOCATED, [Role.BOTH], pages=250).run(asked)
@@ -80,7 +80,7 @@ def test_a_small_cache_has_what_was_used_of_late() -> None:
 
 
 @pytest.mark.parametrize("mode", [Mode.COLOCATED, Mode.ADAPTIVE])
-def test_the_router_finds_who_holds_a_conversation(mode: Mode) -> None:
+def test_the_router_places_a_conversation_where_its_pages_are_cached(mode: Mode) -> None:
     """Four workers have as many hits as one cache, except for the common prefix, which each computes once."""
     asked = conversations(6, 8, together=True)
     outcomes = cluster(mode, [Role.BOTH] * 4).run(asked)

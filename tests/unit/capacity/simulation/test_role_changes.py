@@ -21,7 +21,7 @@ def test_roles_change_amid_a_load_and_every_answer_is_whole() -> None:
     seen: list[tuple[VirtualWorker, Role, Role | None]] = []
 
     def assume(worker: VirtualWorker, role: Role) -> None:
-        worker.assignment.assume(role)
+        worker.assume(role)
         seen.append((worker, worker.assignment.role, worker.assignment.closing))
 
     stage.clock.at(FIRST_S, lambda: assume(decode, Role.PREFILL))
@@ -45,11 +45,11 @@ def test_roles_change_amid_a_load_and_every_answer_is_whole() -> None:
 
 
 @pytest.mark.parametrize("jumps", [True, False], ids=["many steps at once", "every step"])
-def test_answers_give_way_where_prompts_take_room_and_go_on(*, jumps: bool) -> None:
+def test_answers_are_preempted_where_prompts_need_pages_and_continue(*, jumps: bool) -> None:
     """A decode worker that also prefills reserves less; pages reserved before may not be available."""
     stage = cluster(Mode.DISAGGREGATED, [Role.PREFILL, Role.DECODE], jumps=jumps, pages=64)
     decode = list(stage.workers.values())[1]
-    stage.clock.at(FIRST_S, lambda: decode.assignment.assume(Role.BOTH))
+    stage.clock.at(FIRST_S, lambda: decode.assume(Role.BOTH))
     asked = [LoadRequest(0.0, VirtualPrompt(number, 100, ()), 300, BEST_EFFORT) for number in range(16)]
     outcomes = stage.run(asked)
     assert decode.admission.requests.preemptions
@@ -60,11 +60,11 @@ def test_answers_give_way_where_prompts_take_room_and_go_on(*, jumps: bool) -> N
         assert sorted(moments(outcome)) == list(moments(outcome))
 
 
-def test_a_change_of_mind_opens_what_was_closing() -> None:
+def test_a_closing_half_opens_again_when_its_role_returns() -> None:
     stage = cluster(Mode.DISAGGREGATED, ROLES)
     decode = list(stage.workers.values())[2]
-    stage.clock.at(FIRST_S, lambda: decode.assignment.assume(Role.PREFILL))
-    stage.clock.at(FIRST_S + 1e-3, lambda: decode.assignment.assume(Role.DECODE))
+    stage.clock.at(FIRST_S, lambda: decode.assume(Role.PREFILL))
+    stage.clock.at(FIRST_S + 1e-3, lambda: decode.assume(Role.DECODE))
     outcomes = stage.run(load(2, count=100, rate=80.0))
     assert decode.assignment.role is Role.DECODE
     assert decode.assignment.closing is None

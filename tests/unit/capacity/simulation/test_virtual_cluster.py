@@ -41,7 +41,7 @@ def exact(outcomes: list[Outcome]) -> list[Any]:
     ]
 
 
-def test_a_lone_request_takes_what_its_parts_take() -> None:
+def test_a_lone_request_takes_the_sum_of_its_parts() -> None:
     """The times are 1 ms to the queue, 1.5 ms for Reserve and Prefill, a step of 4 + 2 ms, and 1 ms to the client.
 
     Then 1 ms for AllotPages, 0.3 ms for all pages but one, 0.3 ms for the last, and a step of 5 ms for each token.
@@ -50,7 +50,7 @@ def test_a_lone_request_takes_what_its_parts_take() -> None:
     assert moments(outcome) == [9.5, 16.1, 21.1, 26.1]
 
 
-def test_where_nothing_is_sent_the_next_step_has_the_answer() -> None:
+def test_a_local_prefill_decodes_in_the_next_step() -> None:
     (outcome,) = cluster(*TOGETHER).run([request(10.0, 100, 4)])
     assert moments(outcome) == [9.5, 14.5, 19.5, 24.5]
 
@@ -69,7 +69,7 @@ def test_an_answer_beside_a_prompt_waits_for_the_mixed_step() -> None:
 
 
 @pytest.mark.parametrize(("mode", "roles", "settings"), STAGES)
-def test_every_request_ends_once_and_leaves_nothing(mode: Mode, roles: list[Role], settings: dict[str, Any]) -> None:
+def test_every_request_ends_once_and_frees_its_pages(mode: Mode, roles: list[Role], settings: dict[str, Any]) -> None:
     stage, asked = cluster(mode, roles, **settings), load(1)
     outcomes = stage.run(asked)
     assert sorted(id(o.asked) for o in outcomes) == sorted(map(id, asked))
@@ -96,7 +96,7 @@ def test_steps_taken_at_once_are_those_taken_one_by_one(
     assert exact(at_once) == exact(one_by_one)
 
 
-def test_what_is_told_amid_steps_taken_at_once_is_as_of_now() -> None:
+def test_load_reports_during_skipped_steps_are_those_of_their_time() -> None:
     """One answer decodes undisturbed, and half of its steps are skipped."""
     seen: list[tuple[int, int, float]] = []
     for jumps in (True, False):
@@ -113,13 +113,13 @@ def test_what_is_told_amid_steps_taken_at_once_is_as_of_now() -> None:
     assert seen[0][0] > 150
 
 
-def test_the_same_load_has_the_same_end() -> None:
+def test_the_same_load_has_the_same_outcomes() -> None:
     runs = [exact(cluster(Mode.ADAPTIVE, [Role.BOTH] * 3).run(load(seed))) for seed in (3, 3, 4)]
     assert runs[0] == runs[1]
     assert runs[0] != runs[2]
 
 
-def test_who_cannot_be_served_in_time_is_told_so() -> None:
+def test_requests_that_would_miss_their_target_are_rejected_at_once() -> None:
     tight = SloClass("tight", ttft_s=0.1)
     flood = [request(10.0, 2000, 2, key=number, slo=tight) for number in range(20)]
     outcomes = cluster(*TOGETHER).run(flood)
@@ -129,7 +129,7 @@ def test_who_cannot_be_served_in_time_is_told_so() -> None:
     assert 0 < len(refused) < 20
 
 
-def test_little_room_makes_requests_wait_and_loses_none() -> None:
+def test_requests_wait_where_pages_are_few_and_none_is_lost() -> None:
     """The pool holds two of the requests."""
     stage = cluster(*TOGETHER, pages=1024)
     outcomes = stage.run([request(10.0, 3000, 100, key=number) for number in range(6)])

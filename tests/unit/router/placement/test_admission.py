@@ -139,9 +139,9 @@ def test_who_has_missed_goes_behind_those_who_can_still_meet() -> None:
 
 def test_best_effort_waits_for_its_turn_and_not_for_ever() -> None:
     world = World(settings={"max_deferral_s": 3.0})
-    patient = world.arrive(1000.0)
     for number in range(2):
-        world.arrive(999.99 + number * 0.001, tokens=8192)
+        world.arrive(1000.0 + number * 0.001, tokens=8192)
+    patient = world.arrive(1000.01)
     arrivals(world, 1000.0, 10.0, 3 * CAPACITY, SECOND)
     world.run()
     assert 1.0 < patient.ttft_s < 4.0

@@ -6,13 +6,13 @@ import grpc.aio
 import pytest
 
 from router.placement.fleet import REMEMBERED_S, IncompatiblePairs
+from tandem.capacity.simulation.clock import VirtualClock
 from tandem.net.rpc import RETRY_AFTER
 from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
 from tandem.protocol.generated.tandem.v1 import inference_pb2_grpc
 from tandem.protocol.messages import PeerRef, Role
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import FakeWorker, answer_token, until
-from tests.unit.router.fleets import Clock
 
 PROMPT = [5, 6, 7, 8]
 ASK = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), options=pb.GenerationOptions(max_tokens=6))
@@ -77,7 +77,7 @@ async def test_many_pairs_that_do_not_fit_use_up_the_tries_of_a_request(
 
 
 def test_a_pair_is_forgotten_in_time_and_another_run_is_another_pair() -> None:
-    clock = Clock()
+    clock = VirtualClock(1000.0)
     incompatible = IncompatiblePairs(clock)
     incompatible.learn(P, D, "because")
     assert not incompatible.fit(P, D)
@@ -99,7 +99,7 @@ async def test_who_waits_for_workers_that_fit_is_in_nobodys_way_and_waits_no_lon
     small = await FakeWorker("decode-1", Role.DECODE, pages_total=4, token="secret").start()
     await cluster.members(cluster.prefill, large, small)
     dispatcher = cluster.router._dispatcher
-    incompatible, clock = dispatcher.pool.fleet.incompatible, Clock()
+    incompatible, clock = dispatcher.pool.fleet.incompatible, VirtualClock(1000.0)
     incompatible._clock = clock
     await until(lambda: len(dispatcher.pool.views()) == 3, "all are live")
     peers = {books.peer.worker_id: books.peer for books in dispatcher.pool.views()}

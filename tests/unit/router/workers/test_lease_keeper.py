@@ -11,7 +11,7 @@ from router.workers.lease_keeper import LeaseKeeper
 from router.workers.worker_link import WorkerLink
 from tandem.protocol.errors import DeadlineExceeded, TandemError
 from tandem.protocol.messages import GrantedLease, Lease, Role
-from tests.model.virtual_loop import VirtualLoop
+from tests.model.processes import ProcessLoop
 from tests.unit.router.fake_cluster import FakeWorker, until
 from tests.unit.router.workers.test_worker_pool import Observer
 
@@ -19,8 +19,8 @@ LEASE = Lease("r", 1, 1)
 
 
 @pytest.fixture
-def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[VirtualLoop]:
-    made = VirtualLoop()
+def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessLoop]:
+    made = ProcessLoop()
     monkeypatch.setattr("router.workers.lease_keeper.time", SimpleNamespace(monotonic=made.time))
     yield made
     made.run_ready()
@@ -43,7 +43,7 @@ async def test_a_defect_in_one_round_ends_no_heartbeat(caplog: pytest.LogCapture
     assert "a broken reply" in caplog.text
 
 
-def test_one_heartbeat_names_all_leases_of_a_worker(loop: VirtualLoop) -> None:
+def test_one_heartbeat_names_all_leases_of_a_worker(loop: ProcessLoop) -> None:
     rounds: list[Sequence[Lease]] = []
 
     async def beat(leases: Sequence[Lease], _timeout_s: float) -> frozenset[Lease]:
@@ -64,7 +64,7 @@ def test_one_heartbeat_names_all_leases_of_a_worker(loop: VirtualLoop) -> None:
     keeper.close()
 
 
-def test_a_stalled_heartbeat_is_given_up_before_the_lease_is_over(loop: VirtualLoop) -> None:
+def test_a_stalled_heartbeat_is_given_up_before_the_lease_is_over(loop: ProcessLoop) -> None:
     """A heartbeat gets a third of the lease's lifetime, and the next one is sent at once."""
     clock, began = loop.time, loop.time()
     sent: list[float] = []
@@ -89,7 +89,7 @@ def test_a_stalled_heartbeat_is_given_up_before_the_lease_is_over(loop: VirtualL
     assert given_up == pytest.approx([0.8, 1.2])
 
 
-def test_a_lease_is_lost_when_three_heartbeats_in_a_row_say_so(loop: VirtualLoop) -> None:
+def test_a_lease_is_lost_when_three_heartbeats_in_a_row_say_so(loop: ProcessLoop) -> None:
     """A lease may be unknown just after its request was admitted; a heartbeat without a reply says nothing."""
     other = Lease("other", 1, 2)
     unknown = frozenset({LEASE})
@@ -123,7 +123,7 @@ def test_a_lease_is_lost_when_three_heartbeats_in_a_row_say_so(loop: VirtualLoop
     assert sent[-1] == [other], "a lost lease is kept alive no longer"
 
 
-def test_only_the_newest_lease_of_a_request_can_be_lost(loop: VirtualLoop) -> None:
+def test_only_the_newest_lease_of_a_request_can_be_lost(loop: ProcessLoop) -> None:
     """The reply to a heartbeat may name a lease that was replaced while the call was in flight."""
     newer = Lease(LEASE.request_id, 2, 2)
     lost: list[Lease] = []

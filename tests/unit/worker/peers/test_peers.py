@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kv_transfer.handshake import make_handshake
-from kv_transfer.in_memory import InMemoryFabric, InMemoryTransport
+from kv_transfer.in_memory import InMemoryTransport
+from kv_transfer.in_memory_fabric import InMemoryFabric
 from kv_transfer.nixl_backend.processes import this_process
 from tandem.net import rpc
 from tandem.protocol import conversion

@@ -55,7 +55,7 @@ async def test_exhausted_quarantine_is_loud_and_ends(caplog: pytest.LogCaptureFi
         ]
 
         with caplog.at_level(logging.WARNING):
-            pair.fabric.let_go()
+            pair.fabric.release()
             await until(lambda: not admission.not_ready)
         assert "decode-0 is ready again" in caplog.text
         heard = pair.send("q", PROMPT, ONE)
@@ -99,7 +99,7 @@ async def test_the_transport_listens_as_long_as_pages_are_apart(monkeypatch: pyt
         await fill_quarantine(pair, 1)
         assert pair.decode.engine.pool.counts().quarantined == 2
         assert heard[-1] == 1
-        pair.fabric.let_go()
+        pair.fabric.release()
         await until(lambda: heard[-1] == 0)
 
 
@@ -150,7 +150,7 @@ async def test_writes_that_do_not_rest_are_loud_and_end(caplog: pytest.LogCaptur
         refs = [RequestRef(f"lost-{number}", 1) for number in range(LOST)]
         for number, ref in enumerate(refs):
             pair.send(ref.request_id, [token + 50 * number for token in PROMPT], ONE)
-        await until(lambda: len(pair.fabric._flights) == LOST)
+        await until(lambda: len(pair.fabric.writes) == LOST)
         assert not prefill.report.not_ready
         with caplog.at_level(logging.WARNING):
             prefill.abort("router-1", refs[:-1])
@@ -167,7 +167,7 @@ async def test_writes_that_do_not_rest_are_loud_and_end(caplog: pytest.LogCaptur
             prefill.prefill(task)
         assert caught.value.retry_after_s > 0
 
-        pair.fabric.let_go()
+        pair.fabric.release()
         await until(lambda: not prefill.report.not_ready)
         await until(lambda: not prefill.report.pending_transfer_pages)
         heard = pair.send("q", PROMPT, ONE)
@@ -188,6 +188,6 @@ async def test_the_share_is_a_setting_of_both_halves() -> None:
     async with WorkerPair(pages=POOL, quarantine_share_max=0.1) as pair:
         await fill_quarantine(pair, 1)
         assert pair.decode.worker.admission.not_ready
-        await until(lambda: pair.fabric._flights)
+        await until(lambda: pair.fabric.writes)
         pair.prefill.worker.abort("router-1", [RequestRef("lost-0", 1)])
         await until(lambda: pair.prefill.worker.report.not_ready)

@@ -139,7 +139,7 @@ async def test_a_check_holds_up_nobody_else() -> None:
         await until(slow.asked.is_set)
         pair.decode.engine.let_go()
         await until(lambda: len(running.tokens) > 1 + steps + 5)
-        pair.fabric.settle()
+        pair.fabric.wait_until_idle()
         assert heard.finish is None
         assert pair.decode.worker.admission.heartbeat([]) == ()
         slow.go.set()

@@ -178,7 +178,7 @@ async def test_hand_overs_that_do_not_end_are_the_wire() -> None:
         assert prefill.transferring == decode.others_transferring == pytest.approx(3, rel=0.1)
         assert (prefill.kv_used, decode.arriving, decode.kv_used) == (12 / 16, 12 / 16, 15 / 16)
         assert diagnose(prefill).bottleneck is diagnose(decode).bottleneck is Bottleneck.TRANSFER
-        pair.fabric.let_go()
+        pair.fabric.release()
         await until(lambda: all(each.finish is not None for each in heard))
         await pair.empty()
         written = scrape().total(f.TRANSFER_WRITING, worker="prefill-0")

@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import pytest
 
+from tandem.capacity.plan.memory import GIB, OVERHEAD_BYTES, Memory
+from tandem.capacity.plan.what_if import Quantized, changes
 from tandem.capacity.planner.decision import Limits, Range
-from tandem.capacity.planner.demand import Demand, Promise
-from tandem.capacity.planner.memory import GIB, OVERHEAD_BYTES, Memory
+from tandem.capacity.planner.demand import Demand, LatencyTargets
 from tandem.capacity.planner.sizing import Sizing
-from tandem.capacity.planner.what_if import Quantized, changes
 from tandem.protocol.cost_parameters import CostParameters
-from tests.unit.capacity.planner.scenes import FACTS, PROMISE
+from tests.unit.capacity.planner.scenes import FACTS, TARGETS
 
 MEMORY = Memory(device_bytes=20 * GIB + OVERHEAD_BYTES, weight_bytes=10 * GIB, kv_bytes_per_token=GIB / 1000)
-ANSWERS = Sizing(Demand(20.0, 100, 400), PROMISE, FACTS, replace(FACTS, kv_tokens=MEMORY.kv_tokens))
+ANSWERS = Sizing(Demand(20.0, 100, 400), TARGETS, FACTS, replace(FACTS, kv_tokens=MEMORY.kv_tokens))
 """A memory with ten thousand tokens of KV, which is the limit that binds."""
 
 
@@ -31,12 +31,12 @@ def forms(memory: Memory) -> list[Quantized]:
     return [form("weights in 8 bits", 0.5, 1.0), form("KV in 8 bits", 1.0, 0.5), form("both", 0.5, 0.5)]
 
 
-def test_memory_is_what_weights_leave() -> None:
+def test_kv_has_the_memory_that_weights_leave() -> None:
     assert MEMORY.kv_tokens == pytest.approx(10_000)
     assert Memory(GIB, 10 * GIB, 1.0).kv_tokens == 0
 
 
-def test_smaller_numbers_help_where_kv_binds() -> None:
+def test_quantization_helps_where_kv_binds() -> None:
     found = {each.name: each.rate for each in changes(ANSWERS, ANSWERS.best(8, Limits()), forms(MEMORY))}  # type: ignore[arg-type]
     assert found["KV in 8 bits"] > 1.3
     assert found["weights in 8 bits"] > 1.2
@@ -46,7 +46,7 @@ def test_smaller_numbers_help_where_kv_binds() -> None:
 def test_a_step_that_reads_half_of_the_kv_is_shorter() -> None:
     """If the inter-token target binds, a row of 1,000 tokens takes 0.1 + 1 ms, and 0.1 + 0.5 ms with 8 bits."""
     reads = replace(FACTS, cost=replace(FACTS.cost, context_s=1e-6))
-    sizing = Sizing(Demand(20.0, 800, 400), PROMISE, FACTS, reads)
+    sizing = Sizing(Demand(20.0, 800, 400), TARGETS, FACTS, reads)
     roomy = replace(MEMORY, device_bytes=1e4 * GIB)
     split = sizing.best(40, Limits(Range(20, 20), Range(20, 20)))
     assert split is not None
@@ -54,8 +54,8 @@ def test_a_step_that_reads_half_of_the_kv_is_shorter() -> None:
     assert found["KV in 8 bits"] > 1.3
 
 
-def test_the_fewest_workers_leave_the_room_that_was_asked_for() -> None:
-    sizing = Sizing(Demand(50.0, 900, 200), Promise(10.0, 20e-3), FACTS, FACTS)
+def test_the_fewest_workers_have_the_requested_headroom() -> None:
+    sizing = Sizing(Demand(50.0, 900, 200), LatencyTargets(10.0, 20e-3), FACTS, FACTS)
     for shared in (False, True):
         split = sizing.fewest(Range(2, 100), Limits(), 0.75, shared=shared)
         assert split is not None

@@ -1,13 +1,13 @@
-"""Effects of changes of the model or its serving on the load that a split can take, by the cost model."""
+"""The load that a split of the same model with fewer bits can take, by the cost model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from tandem.capacity.plan.memory import Memory
 from tandem.capacity.planner.decision import Limits, Split
 from tandem.capacity.planner.load_ratio import WorkerFacts
-from tandem.capacity.planner.memory import Memory
 from tandem.capacity.planner.sizing import Sizing
 from tandem.protocol.cost_parameters import SECONDS, CostParameters
 

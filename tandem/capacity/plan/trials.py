@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from router.slo import SloClass
+from tandem.capacity.plan.question import Question
 from tandem.capacity.planner.decision import Split
 from tandem.capacity.simulation.arrivals import SIGMA, Mix
+from tandem.capacity.simulation.knee import LoadFigures, Trial, find_knee
 from tandem.capacity.simulation.network import Network
-from tandem.capacity.simulation.search.knee import LoadFigures, Trial, find_knee
-from tandem.capacity.simulation.search.strategy import Strategy, strategies
-from tandem.cli.planning.plan_question import Question
+from tandem.capacity.simulation.strategy import Strategy, strategies
 
 SIMULATED_MAX = 8
 """Maximum number of simulated workers; larger clusters are scaled in proportion."""
@@ -37,8 +37,8 @@ class Found:
 
 def trials(question: Question, split: Split) -> Iterator[Found]:
     """Yields the result of one strategy after the other."""
-    demand, promise = question.demand, question.promise
-    slo = SloClass("plan", ttft_s=promise.ttft_s, itl_s=promise.gap_s)
+    demand, targets = question.demand, question.targets
+    slo = SloClass("plan", ttft_s=targets.ttft_s, itl_s=targets.gap_s)
     workers = min(split.workers, SIMULATED_MAX)
     times = split.workers / workers
     prefill = min(max(1, round(split.prefill / times)), max(workers - 1, 1))

@@ -9,11 +9,9 @@ from router.observability.request_outcome import Outcome as Kind
 from router.slo import BEST_EFFORT, SloClass
 from tandem.capacity.simulation.arrivals import Mix
 from tandem.capacity.simulation.hardware import Hardware
-from tandem.capacity.simulation.network import Network
+from tandem.capacity.simulation.network import DeliveryDelay, Network
 from tandem.capacity.simulation.request import Outcome
-from tandem.capacity.simulation.search.judge import judge
-from tandem.capacity.simulation.search.network_jitter import DeliveryDelay
-from tandem.capacity.simulation.search.strategy import Strategy
+from tandem.capacity.simulation.strategy import Strategy
 
 KEPT = 0.9
 """Share of the requests that must meet their class at the knee."""
@@ -70,7 +68,7 @@ class Trial:
         delay = DeliveryDelay(self.network)
         for outcome in outcomes:
             moments = delay.moments(outcome)
-            kind = judge(outcome, self.slo, idle_s, moments).outcome
+            kind = outcome.judge(self.slo, idle_s, moments).outcome
             if kind is not Kind.MET:
                 missed[kind.value] = missed.get(kind.value, 0) + 1
             if not outcome.error:

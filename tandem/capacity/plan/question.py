@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from tandem.capacity.plan.memory import GIB, NO_DRAFT_MEMORY, OVERHEAD_BYTES, DraftMemory, Memory
+from tandem.capacity.plan.speculation import Drafting
+from tandem.capacity.plan.what_if import Quantized
 from tandem.capacity.planner.decision import Limits, Range, Split
-from tandem.capacity.planner.demand import Demand, Promise
+from tandem.capacity.planner.demand import Demand, LatencyTargets
 from tandem.capacity.planner.load_ratio import WorkerFacts
-from tandem.capacity.planner.memory import GIB, OVERHEAD_BYTES, Memory
 from tandem.capacity.planner.policy import TARGET_RATIO
 from tandem.capacity.planner.sizing import Sizing
-from tandem.capacity.planner.what_if import Quantized
 from tandem.capacity.simulation.hardware import (
     Hardware,
     kv_bytes_per_held_token,
@@ -20,8 +21,7 @@ from tandem.capacity.simulation.hardware import (
     kv_page_bytes,
     roofline,
 )
-from tandem.capacity.simulation.search.strategy import BATCH_REQUESTS
-from tandem.cli.planning.plan_speculation import NO_DRAFT_MEMORY, Drafting, DraftMemory
+from tandem.capacity.simulation.strategy import BATCH_REQUESTS
 from tandem.cost_model.devices import DEVICES, DeviceKind
 from tandem.cost_model.step_cost import StepCost
 from tandem.engine.config.model import ModelSpec
@@ -47,7 +47,7 @@ class Question:
     model: ModelSpec
     device: DeviceKind
     demand: Demand
-    promise: Promise
+    targets: LatencyTargets
     workers: int | None = None
     """Number of workers; None = the fewest with headroom."""
     cost: CostParameters | None = None
@@ -92,7 +92,6 @@ class Question:
 
     def quantized_forms(self) -> Iterator[Quantized]:
         """Yields weights, KV and both in 8 bits, where they are not: steps as the cost model predicts them."""
-        now = roofline(self.model, self.device.ceilings, self.kv_element_bytes)
         packed = None if self.model.quantization else quantized_at_load(self.model, Codes.INT8)
         kv = self._narrower_kv()
         for name, model, element_bytes in (
@@ -102,7 +101,7 @@ class Question:
         ):
             if model is not None and element_bytes is not None:
                 after = roofline(model, self.device.ceilings, element_bytes)
-                yield Quantized(name, self._memory(model, element_bytes), now, after)
+                yield Quantized(name, self._memory(model, element_bytes), self.predicted_costs, after)
 
     def _narrower_kv(self) -> float | None:
         """Returns the bytes of an element of 8-bit KV; None if KV has as few, or there is none for this model."""
@@ -120,7 +119,7 @@ class Question:
     @property
     def sizing(self) -> Sizing:
         """The sizing of this demand."""
-        return Sizing(self.demand, self.promise, self.facts, self.facts)
+        return Sizing(self.demand, self.targets, self.facts, self.facts)
 
     @property
     def hardware(self) -> Hardware:
@@ -176,13 +175,13 @@ class Question:
                 f"prompt and answer have {demand.kv_tokens:.0f} tokens, {self.name} takes {self.model.max_context}"
             )
             raise InvalidArgument("--prompt-tokens", message)
-        costs, promise = self.costs, self.promise
-        step_s = StepCost(costs).decode_step_seconds(1, round(demand.context_tokens))
-        if step_s > promise.gap_s:
+        cost, targets = StepCost(self.costs), self.targets
+        step_s = cost.decode_step_seconds(1, round(demand.context_tokens))
+        if step_s > targets.gap_s:
             message = f"a single request has {step_s * 1e3:.1f} ms between its tokens"
             raise InvalidArgument("--slo-itl", f"{message}; {_HELPS}")
-        alone_s = demand.lone_prompt_seconds(costs, MAX_STEP_TOKENS)
-        if alone_s > promise.ttft_s:
+        alone_s = demand.lone_prompt_seconds(cost, MAX_STEP_TOKENS)
+        if alone_s > targets.ttft_s:
             message = f"a prompt of {demand.computed_tokens:.0f} tokens alone takes {alone_s * 1e3:.0f} ms to compute"
             raise InvalidArgument("--slo-ttft", f"{message}; {_HELPS}")
 

@@ -1,4 +1,4 @@
-"""`tandem plan --check`: compares simulated knees with those of a measured strategy table."""
+"""Compares simulated knees with those of a measured strategy table."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 from router.slo import DEFAULT_CLASSES, SloClass
 from tandem.capacity.simulation.arrivals import Mix
 from tandem.capacity.simulation.hardware import Hardware
+from tandem.capacity.simulation.knee import KEPT, Trial, find_knee
 from tandem.capacity.simulation.network import Network
-from tandem.capacity.simulation.search.knee import KEPT, Trial, find_knee
-from tandem.capacity.simulation.search.strategy import Strategy
+from tandem.capacity.simulation.strategy import Strategy
 from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.mode import Mode
 from tandem.protocol.policy_name import PolicyName
@@ -46,16 +46,6 @@ class Compared:
         """True if the prediction is within the measured range, widened by the tolerance."""
         return (
             self.kept * (1 - NEAR) <= self.predicted <= (float("inf") if self.lost is None else self.lost * (1 + NEAR))
-        )
-
-    @property
-    def text(self) -> str:
-        """The comparison as one line."""
-        upper = "more" if self.lost is None else f"{self.lost:g}"
-        mark = "" if self.near else "  <-- beyond 20 %"
-        measured = f"measured {self.kept:g} to {upper}"
-        return (
-            f"{self.workload:>13} {self.row:>18} {self.cell:>9}  {measured:>22}  predicted {self.predicted:.3g}{mark}"
         )
 
 

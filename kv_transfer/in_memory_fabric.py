@@ -1,0 +1,337 @@
+"""The network of the fake of NIXL: writes between real pools of one process, under a test's control.
+
+A thread of the fabric lands all writes in the order posted and delivers their notices. `wait_until_idle` waits for it,
+so tests need no sleeping. A fabric with `schedule` has no thread: writes land when a virtual clock or a test says so.
+
+    fabric = InMemoryFabric(clock, schedule=lambda write: None)
+    fabric.land(fabric.writes[0], 1)      # one page of the first write
+    fabric.land(fabric.writes[0])         # the rest of it: the writer's future is done
+    fabric.deliver(fabric.notices[0])     # its notice arrives
+    fabric.fail(fabric.writes[0])         # a write fails; pages that are still in the network may land until `rest`
+
+There, writes overtake each other, end in the middle, or outlive their writer or their own failure for a while, and
+notices come late, twice or never. The contract (`kv_transfer/base.py`) holds in both: a completed write reads no page
+any more and, if it succeeded, moves no byte; and a notice exists only after every byte of its write.
+"""
+
+import ctypes
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+from kv_transfer.base import NoticeHandler, PageWrite, WriteDone
+from kv_transfer.layout import KVLayout
+from tandem.protocol.errors import TransferFailed
+from tandem.protocol.messages import PeerRef, TransferNotice
+
+NO_MEMORY = 0
+"""The address of a pool without memory: its writes move no bytes and only take time."""
+
+
+@dataclass(slots=True, eq=False)
+class InFlightWrite:
+    """A write that was posted and is not quiescent. Times are the fabric's, in seconds."""
+
+    sender: PeerRef
+    write: PageWrite
+    begun_at: float
+    deadline: float
+    future: "Future[WriteDone]"
+    peer_removed: bool = False
+    """True if its sender has removed the peer: the write fails, no matter how it ends."""
+    landed: int = 0
+    """The number of its pages that have landed."""
+    orphan: list[bytes] | None = None
+    """The pages as the network still holds them for a dead sender or a failed write; None otherwise."""
+    failed: bool = False
+    """True if its sender has seen it fail; its notice is never delivered."""
+
+    def complete(self, page_bytes: int, now: float) -> None:
+        """Completes the write after its last byte. Past its deadline it fails, unless it has a notice, which left."""
+        if self.peer_removed:
+            self.fail("the peer was removed")
+        elif now > self.deadline and self.write.notice is None:
+            self.fail("it ended after its deadline")
+        else:
+            moved = len(self.write.local_pages) * page_bytes
+            self.future.set_result(WriteDone(moved, int((now - self.begun_at) * 1e9), time.time_ns()))
+
+    def fail(self, why: str) -> None:
+        """Fails the write with this reason."""
+        self.future.set_exception(TransferFailed(f"the write failed: {why}; prefill again"))
+
+
+@dataclass(frozen=True, slots=True)
+class PendingNotice:
+    """A notice whose write has landed, and which can arrive now."""
+
+    peer: PeerRef
+    notice: TransferNotice
+
+
+class Endpoint(Protocol):
+    """A transport as the fabric sees it."""
+
+    me: PeerRef
+    layout: KVLayout
+    on_notice: NoticeHandler
+
+
+class InMemoryFabric:
+    """The network between the transports of one process. Every switch acts on writes that have not landed yet."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float] | None = None,
+        *,
+        schedule: Callable[[InFlightWrite], None] | None = None,
+        on_page: Callable[[InFlightWrite, int, int], None] | None = None,
+    ) -> None:
+        """Starts the thread, unless there is `schedule`, which is called with each write and plans its landing.
+
+        `clock` returns seconds; None = monotonic ones. `on_page` is called before each page lands, with the write, the
+        local page and the remote one. Without the thread, all calls must come from one thread.
+        """
+        self.writes: list[InFlightWrite] = []
+        """Writes that are not quiescent, in the order posted, without the one that the thread lands."""
+        self.notices: list[PendingNotice] = []
+        """Notices that can arrive now."""
+        self._clock, self._schedule, self._on_page = clock, schedule, on_page
+        self._ends: dict[PeerRef, Endpoint] = {}
+        self._changed = threading.Condition()
+        self._landing = self._held = self._stopped = False
+        self._delay_s = 0.0
+        self._failures: deque[int] = deque()
+        self._lost_notices = 0
+        self._damages: deque[Callable[[Sequence[int]], None]] = deque()
+        self._landed: list[int] = []
+        """The pages that writes have landed on since the last notice."""
+        if schedule is None:
+            self._thread = threading.Thread(target=self._run, name="in-memory-fabric", daemon=True)
+            self._thread.start()
+
+    # ---- for transports ----
+
+    def now(self) -> float:
+        """Returns the fabric's time in seconds, for deadlines."""
+        return time.monotonic() if self._clock is None else self._clock()
+
+    def attach(self, end: Endpoint) -> None:
+        """Makes a transport reachable under its `me`; it replaces an earlier one of the same incarnation."""
+        with self._changed:
+            self._ends[end.me] = end
+
+    def detach(self, end: Endpoint) -> None:
+        """Makes a transport unreachable, unless another one has replaced it, and fails its writes."""
+        with self._changed:
+            if self._ends.get(end.me) is end:
+                del self._ends[end.me]
+        self._drop(lambda posted: posted.sender == end.me, "the transport is closed")
+
+    def post(self, posted: InFlightWrite) -> None:
+        """Takes a write that has begun."""
+        with self._changed:
+            self.writes.append(posted)
+            self._changed.notify_all()
+        if self._schedule is not None:
+            self._schedule(posted)
+
+    # ---- for the clock or the test that schedules writes ----
+
+    def land(self, posted: InFlightWrite, pages: int | None = None) -> None:
+        """Lands `pages` more pages, or all; after the last one its notice leaves and the write completes."""
+        sender, receiver = self._ends.get(posted.sender), self._ends.get(posted.write.peer)
+        if receiver is None or (sender is None and posted.orphan is None):
+            self.fail(posted)
+            return
+        self._copy(posted, receiver, pages)
+        if posted.landed == len(posted.write.local_pages):
+            self._remove(posted)
+            self._send_notice(posted)
+            if posted.orphan is None:
+                posted.complete(receiver.layout.page_bytes, self.now())
+
+    def fail(self, posted: InFlightWrite, *, after_notice: bool = False) -> None:
+        """Breaks the connection of a write: its sender sees it fail, and pages that have not landed may until `rest`.
+
+        `after_notice`: all of them have landed and the notice has left.
+        """
+        sender, receiver = self._ends.get(posted.sender), self._ends.get(posted.write.peer)
+        if after_notice and receiver is not None and not posted.failed:
+            self._copy(posted, receiver, None)
+            self._send_notice(posted)
+        if posted.orphan is not None or sender is None or receiver is None or after_notice:
+            self.rest(posted, "its connection broke" if sender and receiver else "the peer is gone")
+            return
+        posted.orphan = [_bytes_of(sender, page) for page in posted.write.local_pages]
+        posted.failed = True
+        posted.fail("its connection broke")
+
+    def rest(self, posted: InFlightWrite, why: str = "its connection broke") -> None:
+        """Makes a write quiescent; it fails, unless its sender is dead or has seen it fail."""
+        self._remove(posted)
+        if posted.orphan is None:
+            posted.fail(why)
+
+    def deliver(self, pending: PendingNotice, *, again: bool = False) -> None:
+        """Delivers a notice; with `again` it can arrive once more."""
+        if not again:
+            self.notices.remove(pending)
+        receiver = self._ends.get(pending.peer)
+        if receiver is not None:
+            receiver.on_notice(pending.notice)
+
+    def lose_notice(self, pending: PendingNotice) -> None:
+        """Loses a notice; its sender assumes that it arrived."""
+        self.notices.remove(pending)
+
+    def kill(self, peer: PeerRef) -> None:
+        """Ends the process of `peer`: writes to it fail, and nothing reaches its memory any more.
+
+        Its own fail too; without the thread they may land until `bury`.
+        """
+        with self._changed:
+            end = self._ends.pop(peer, None)
+        if self._schedule is not None and end is not None:
+            for posted in self.writes:
+                if posted.sender == peer and not posted.failed:
+                    posted.orphan = [_bytes_of(end, page) for page in posted.write.local_pages]
+
+        def lost(posted: InFlightWrite) -> bool:
+            return posted.write.peer == peer or (posted.sender == peer and self._schedule is None)
+
+        self._drop(lost, f"{peer.worker_id} is gone")
+
+    def bury(self, peer: PeerRef) -> None:
+        """Drops the pages of a dead process that have not landed; its notices may still arrive."""
+        self.writes = [posted for posted in self.writes if posted.sender != peer]
+
+    # ---- for tests of the thread ----
+
+    def hold(self) -> None:
+        """Stops all landing; posted writes stay in flight, past their deadlines too."""
+        with self._changed:
+            self._held = True
+
+    def release(self, order: Callable[[list[PageWrite]], list[PageWrite]] | None = None) -> None:
+        """Lets held writes land, in the order posted or in the one that `order` returns (`reversed` and so on)."""
+        with self._changed:
+            if order is not None:
+                by_write = {id(posted.write): posted for posted in self.writes}
+                self.writes = [by_write[id(write)] for write in order([posted.write for posted in self.writes])]
+            self._held = False
+            self._changed.notify_all()
+
+    def delay(self, seconds: float) -> None:
+        """Makes each write from now on take `seconds` to land; 0 = none."""
+        with self._changed:
+            self._delay_s = seconds
+
+    def fail_next(self, writes: int = 1, *, after_pages: int = 0) -> None:
+        """Makes the next writes copy `after_pages` pages each, then fail, quiescent, without a notice."""
+        with self._changed:
+            self._failures.extend([after_pages] * writes)
+
+    def drop_notices(self, notices: int = 1) -> None:
+        """Loses the notices of the next writes that have one; their bytes land."""
+        with self._changed:
+            self._lost_notices += notices
+
+    def damage_next(self, damage: Callable[[Sequence[int]], None]) -> None:
+        """Calls `damage` before the next notice, with the pages that writes have landed on since the last one."""
+        with self._changed:
+            self._damages.append(damage)
+
+    def wait_until_idle(self, timeout_s: float = 10.0) -> None:
+        """Waits until everything posted has landed and every handler has returned; TimeoutError otherwise."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self.writes and not self._landing, timeout_s):
+                raise TimeoutError(f"{len(self.writes)} writes have not landed in {timeout_s} s")
+
+    def close(self) -> None:
+        """Stops the thread; writes in flight fail."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._drop(lambda posted: True, "the fabric is closed")
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopped or (self.writes and not self._held))
+                if self._stopped:
+                    return
+                posted, self._landing = self.writes.pop(0), True
+                delay_s, after_pages = self._delay_s, self._failures.popleft() if self._failures else None
+            time.sleep(delay_s)
+            try:
+                if after_pages is None:
+                    self.land(posted)
+                else:
+                    self._copy(posted, self._ends[posted.write.peer], after_pages)
+                    self.rest(posted)
+            except Exception as error:
+                posted.fail(f"it could not be carried: {error!r}")
+            finally:
+                with self._changed:
+                    self._landing = False
+                    self._changed.notify_all()
+
+    # ---- parts ----
+
+    def _copy(self, posted: InFlightWrite, receiver: Endpoint, pages: int | None) -> None:
+        """Copies the next `pages` pages of a write, or all that are left."""
+        pairs = list(enumerate(zip(posted.write.local_pages, posted.write.remote_pages, strict=True)))
+        for index, (local, remote) in pairs[posted.landed :][:pages]:
+            if self._on_page is not None:
+                self._on_page(posted, local, remote)
+            source = _bytes_of(self._ends[posted.sender], local) if posted.orphan is None else posted.orphan[index]
+            ctypes.memmove(receiver.layout.page_address(remote), source, len(source))
+            posted.landed += 1
+            self._landed.append(remote)
+
+    def _send_notice(self, posted: InFlightWrite) -> None:
+        """Makes the notice of a landed write pending; the thread delivers it at once."""
+        if posted.write.notice is None or posted.failed:
+            return
+        pending = PendingNotice(posted.write.peer, posted.write.notice)
+        self.notices.append(pending)
+        landed, self._landed = self._landed, []
+        if self._schedule is not None:
+            return
+        with self._changed:
+            lost = self._lost_notices > 0
+            self._lost_notices -= lost
+            damage = self._damages.popleft() if self._damages and not lost else None
+        if lost:
+            self._landed = landed
+            self.lose_notice(pending)
+            return
+        if damage is not None:
+            damage(landed)
+        self.deliver(pending)
+
+    def _remove(self, posted: InFlightWrite) -> None:
+        with self._changed:
+            if posted in self.writes:
+                self.writes.remove(posted)
+
+    def _drop(self, lost: Callable[[InFlightWrite], bool], why: str) -> None:
+        """Removes the writes for which `lost` is true, and fails those whose sender lives and has not seen it."""
+        with self._changed:
+            dropped = [posted for posted in self.writes if lost(posted)]
+            self.writes = [posted for posted in self.writes if posted not in dropped]
+            self._changed.notify_all()
+        for posted in dropped:
+            if posted.orphan is None:
+                posted.fail(why)
+
+
+def _bytes_of(end: Endpoint, page: int) -> bytes:
+    layout = end.layout
+    return b"" if layout.base_address == NO_MEMORY else ctypes.string_at(layout.page_address(page), layout.page_bytes)

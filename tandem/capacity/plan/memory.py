@@ -1,0 +1,67 @@
+"""The memory of a worker's device: the weights of the model and of its drafts, and the KV that fits beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tandem.capacity.planner.demand import Demand
+from tandem.capacity.simulation.hardware import kv_bytes_per_held_token
+from tandem.engine.config import EngineConfig
+from tandem.engine.config.model import ModelSpec
+from tandem.engine.speculation.draft_folder import draft_bytes, drafting_model
+
+GIB = 1 << 30
+OVERHEAD_BYTES = 2 * GIB
+"""Memory of a GPU worker other than weights and KV: context, kernels, graphs and activations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The memory of one worker, in bytes."""
+
+    device_bytes: float
+    """Memory that the worker may use."""
+    weight_bytes: float
+    kv_bytes_per_token: float
+    draft_weight_bytes: float = 0.0
+    """The weights of a draft model or of heads."""
+    draft_kv_bytes_per_token: float = 0.0
+    """The KV of a token in the draft model, whose pages hold as many tokens; 0 without one."""
+
+    @property
+    def kv_bytes(self) -> float:
+        """Bytes of the model's KV page pool, 0 if the weights leave none."""
+        left = max(self.device_bytes - self.weight_bytes - self.draft_weight_bytes - OVERHEAD_BYTES, 0.0)
+        return left * self.kv_bytes_per_token / (self.kv_bytes_per_token + self.draft_kv_bytes_per_token)
+
+    @property
+    def kv_tokens(self) -> float:
+        """Tokens that the KV page pool holds."""
+        return self.kv_bytes / self.kv_bytes_per_token
+
+
+@dataclass(frozen=True, slots=True)
+class DraftMemory:
+    """The memory of a draft model, or of heads, beside the model; nothing without either."""
+
+    weight_bytes: int = 0
+    model: ModelSpec | None = None
+    """The draft model, or an EAGLE head as a model of one layer; None for Medusa heads."""
+
+    @classmethod
+    def of(cls, folder: Path, model: ModelSpec) -> DraftMemory:
+        """Return that of a folder, in bfloat16 on a GPU."""
+        config = EngineConfig(folder, dtype="bfloat16", draft=folder)
+        weights = draft_bytes(config, model, torch.bfloat16, torch.device("cuda"))
+        return cls(weights, drafting_model(folder, model))
+
+    def kv_bytes_per_token(self, demand: Demand) -> float:
+        """Return the KV of a token in the draft model."""
+        return 0.0 if self.model is None else kv_bytes_per_held_token(self.model, demand.kv_tokens)
+
+
+NO_DRAFT_MEMORY = DraftMemory()
+"""Without drafts, or with those of look-ups."""

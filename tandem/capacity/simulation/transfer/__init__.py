@@ -1,1 +1,0 @@
-"""KV transfers under the virtual clock."""
