@@ -26,6 +26,7 @@ from tandem.protocol.messages import (
     PeerRef,
     PrefillTask,
     RequestEvent,
+    Reservation,
     Role,
     StepEvents,
     StepTokens,
@@ -91,13 +92,15 @@ class TokenSource(worker_pb2_grpc.WorkerServicer):
 
     async def Reserve(self, request: Any, _context: Any) -> Any:
         """Grants a lease at once."""
-        ref = conversion.reservation_from_proto(request).ref
+        ref = conversion.from_proto(request, Reservation).ref
         self._epoch += 1
-        return conversion.granted_to_proto(GrantedLease(Lease(ref.request_id, ref.attempt, self._epoch), _LEASE_S))
+        return conversion.to_proto(
+            GrantedLease(Lease(ref.request_id, ref.attempt, self._epoch), _LEASE_S), worker_pb2.ReserveResponse
+        )
 
     async def Prefill(self, request: Any, _context: Any) -> worker_pb2.PrefillResponse:
         """Sends the first token at once; the others follow by steps."""
-        task = conversion.prefill_task_from_proto(request)
+        task = conversion.from_proto(request, PrefillTask)
         edges = tuple(EdgeStamp.now(edge) for edge in (Edge.PREFILL_FINISHED, Edge.DECODE_ADMITTED))
         self._running[task.ref.request_id] = task, 1
         self._tell((RequestEvent(task.ref, 0, (token_of(time.monotonic()),), edges=edges),))

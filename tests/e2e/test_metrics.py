@@ -185,7 +185,7 @@ def test_the_router_judges_what_clients_saw(running_cluster: Callable[..., Any])
 def test_gauges_make_sense(traffic: Traffic) -> None:
     after, cluster = traffic.after, traffic.cluster
     for member in cluster.members():
-        me = {"worker": member.worker_id}
+        me = {"worker": member.peer.worker_id}
         pages = after.total("kv_pages", **me) - after.total("kv_pages", state="reserved", **me)
         assert pages == member.pages_total
         assert 0 < after.total("model_bandwidth_utilization_ratio", **me) < 10

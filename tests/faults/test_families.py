@@ -137,7 +137,7 @@ def load_first(operator: AdapterClient) -> list[int]:
 
 
 def adapters_by_worker(cluster: Any) -> dict[str, list[str]]:
-    return {member.worker_id: [adapter.name for adapter in member.model.adapters] for member in cluster.members()}
+    return {member.peer.worker_id: [adapter.name for adapter in member.model.adapters] for member in cluster.members()}
 
 
 def adapters_come_and_go(operator: AdapterClient, first: list[int]) -> None:

@@ -177,7 +177,7 @@ def test_a_killed_worker_and_a_killed_router_come_back(fresh_cluster: Callable[.
     before = cluster.worker("decode")
     os.kill(before.pid, signal.SIGKILL)
     give_up = time.monotonic() + 60
-    while any(m.incarnation == before.incarnation for m in cluster.members()):
+    while any(m.peer.incarnation == before.incarnation for m in cluster.members()):
         assert time.monotonic() < give_up, "a dead worker stays registered"
         time.sleep(0.02)
     after = _replaced(lambda: cluster.worker("decode"), before)

@@ -23,6 +23,7 @@ from tandem.protocol.lifecycle.timeline import Edge
 from tandem.protocol.messages import (
     Destination,
     FinishReason,
+    GrantedLease,
     Lease,
     PeerRef,
     PrefillTask,
@@ -133,7 +134,7 @@ class WorkerEnd:
         await self.reader
 
     async def inspect(self) -> WorkerInspection:
-        return conversion.inspection_from_proto(await self.stub.Inspect(worker_pb2.InspectRequest()))
+        return conversion.from_proto(await self.stub.Inspect(worker_pb2.InspectRequest()), WorkerInspection)
 
     async def empty(self) -> WorkerInspection:
         """Waits until every page is free, or cached without readers, and no request is known."""
@@ -162,13 +163,13 @@ class Pair:
         lease = await self.reserve(ref, prompt, sampling)
         destination = Destination(self.decode.peer, self.decode.info["address"], lease)
         task = PrefillTask("r", ref, tuple(prompt), sampling, destination)
-        await self.prefill.stub.Prefill(conversion.prefill_task_to_proto(task))
+        await self.prefill.stub.Prefill(conversion.to_proto(task, worker_pb2.PrefillRequest))
         return answer
 
     async def reserve(self, ref: RequestRef, prompt: list[int], sampling: SamplingParams) -> Lease:
         reservation = Reservation("r", ref, tuple(prompt), sampling, self.prefill.peer)
-        reply = await self.decode.stub.Reserve(conversion.reservation_to_proto(reservation))
-        return conversion.granted_from_proto(reply).lease
+        reply = await self.decode.stub.Reserve(conversion.to_proto(reservation, worker_pb2.ReserveRequest))
+        return conversion.from_proto(reply, GrantedLease).lease
 
     async def abort(self, request_id: str) -> None:
         message = worker_pb2.AbortWorkRequest(
