@@ -134,7 +134,7 @@ class DraftingBatch(RunningBatch):
         for row, slot in enumerate(snapshot.slots):
             draft = drafts.get(slot.request)
             if draft is not None:
-                found.append(RowDrafts(row, draft.token_ids, draft.match, first))
+                found.append(RowDrafts(row, draft.token_ids, draft.source, first))
                 first += len(draft.token_ids)
         return StepDrafts(found)
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from decode_worker.batch_snapshot import CompletedStep
 from decode_worker.request import DecodeRequest
+from tandem.engine.speculation.proposer import DraftSource
 from tandem.engine.steps.batch import FROM_HOST, RowColumns
 from tandem.engine.steps.draws import Draws
 from tandem.protocol.messages import RoutedTokens, StepTokens
@@ -27,8 +28,7 @@ class RowDrafts(NamedTuple):
     """The row of the request's newest token."""
     token_ids: Sequence[int]
     """At least one."""
-    match: int
-    """The class of the guess, see `tandem.engine.speculation.proposer.Draft`."""
+    source: DraftSource
     first: int
     """The row of the first draft; the others follow."""
 

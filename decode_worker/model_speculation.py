@@ -111,8 +111,7 @@ class ModelSpeculation(Speculation):
         if self._probed in wanted:
             self._probed = None
         drafts = [
-            self._allowed(each, Draft(tokens, self._model.draft_class))
-            for each, tokens in zip(wanted, found, strict=True)
+            self._allowed(each, Draft(tokens, self._model.source)) for each, tokens in zip(wanted, found, strict=True)
         ]
         return [
             Candidate(each, draft, self._survival(len(draft.token_ids)), self._context(each))
@@ -127,7 +126,7 @@ class ModelSpeculation(Speculation):
         return [WantedDraft(each, self._draws(each, count), drew.get(each, ())) for each, count in drafts.items()]
 
     def _survival(self, drafts: int) -> list[float]:
-        return self._acceptance.survival(self._model.draft_class, min(drafts, self._model.longest))
+        return self._acceptance.survival(self._model.source, min(drafts, self._model.longest))
 
     def _plan(self, bounds: StepBounds, unknown: int) -> _Plan:
         eligible, work = self._eligible(unknown)

@@ -20,7 +20,7 @@ from tandem.cost_model.acceptance import Acceptance
 from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import NOTHING, StepWork
 from tandem.engine.grammar_masks import AllowedDrafts
-from tandem.engine.speculation.proposer import DRAFTS_MAX, Draft, Proposer
+from tandem.engine.speculation.proposer import DRAFTS_MAX, Draft, DraftSource, Proposer
 from tandem.engine.steps.batch import TokenRows
 
 PROBE_EVERY = 64
@@ -35,9 +35,9 @@ _SPEEDUP_SEEN = 1.01
 class SpeculationCounts:
     """The counts of drafts since the worker started."""
 
-    drafted: Counter[tuple[int, int]] = field(default_factory=Counter)
-    """Verified drafts, by the match that they rest on and their position in the draft from 0."""
-    accepted: Counter[tuple[int, int]] = field(default_factory=Counter)
+    drafted: Counter[tuple[DraftSource, int]] = field(default_factory=Counter)
+    """Verified drafts, by their source and their position in the draft from 0."""
+    accepted: Counter[tuple[DraftSource, int]] = field(default_factory=Counter)
     """The accepted ones of them."""
     saved_s: float = 0.0
     """Predicted seconds that steps without drafts would have taken longer, for the mean tokens of a request."""
@@ -162,12 +162,12 @@ class Speculation:
         gained = 0
         for found in step.verified.values() if isinstance(step, VerifiedStep) else ():
             request = step.tokens(found.drafts.row)[0]
-            match, accepted = found.drafts.match, len(found.token_ids) - 1
+            source, accepted = found.drafts.source, len(found.token_ids) - 1
             drafted = accepted if request.ended else len(found.drafts.token_ids)
             wrong = accepted == drafted and request in launched.refused and not request.ended
-            self._acceptance.observe(match, drafted + wrong, accepted)
-            self.counts.drafted.update((match, position) for position in range(drafted))
-            self.counts.accepted.update((match, position) for position in range(accepted))
+            self._acceptance.observe(source, drafted + wrong, accepted)
+            self.counts.drafted.update((source, position) for position in range(drafted))
+            self.counts.accepted.update((source, position) for position in range(accepted))
             gained += accepted
         speedup = 1.0
         if isinstance(step, VerifiedStep):
@@ -237,9 +237,9 @@ class Speculation:
         most = min(DRAFTS_MAX, self._batch.rows_left(request) - 1)
         draft = self._proposer.propose(request, most + unknown)
         draft = self._allowed(request, draft)
-        survival = self._acceptance.survival(draft.match, len(draft.token_ids))
+        survival = self._acceptance.survival(draft.source, len(draft.token_ids))
         if unknown:
-            draft, survival = Draft(draft.token_ids[unknown:], draft.match), survival[unknown:]
+            draft, survival = Draft(draft.token_ids[unknown:], draft.source), survival[unknown:]
         return Candidate(request, draft, survival, self._context(request))
 
     def _allowed(self, request: DecodeRequest, draft: Draft) -> Draft:
@@ -253,8 +253,8 @@ class Speculation:
         if self.refused_count_as_rejected:
             self._refused[request] = count
             if not count:
-                self._acceptance.observe(draft.match, 1, 0)
-        return Draft(draft.token_ids[:count], draft.match)
+                self._acceptance.observe(draft.source, 1, 0)
+        return Draft(draft.token_ids[:count], draft.source)
 
     def _context(self, request: DecodeRequest) -> int | None:
         """Return `Candidate.context` of a request."""

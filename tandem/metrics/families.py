@@ -229,14 +229,17 @@ DRAFTED = counter(
 DRAFTS_ACCEPTED = counter(
     "speculation_accepted_tokens_total", "Verified drafts that became tokens of answers, by position.", "position"
 )
-DRAFTED_BY_MATCH = counter(
-    "speculation_match_draft_tokens_total",
-    "Verified drafts by the length of the match that they rest on (8 = 8 or more; above: matches of 1, 2, 3 tokens in"
-    " other answers).",
+DRAFTED_BY_SOURCE = counter(
+    "speculation_source_draft_tokens_total",
+    "Verified drafts by proposer and by the length of the match that they rest on (8 = 8 or more, 0 = no match).",
+    "proposer",
     "match",
 )
-ACCEPTED_BY_MATCH = counter(
-    "speculation_match_accepted_tokens_total", "Verified drafts that became tokens of answers, by match.", "match"
+ACCEPTED_BY_SOURCE = counter(
+    "speculation_source_accepted_tokens_total",
+    "Verified drafts that became tokens of answers, by proposer and match.",
+    "proposer",
+    "match",
 )
 SPECULATION_SAVED = counter(
     "speculation_saved_seconds_total",

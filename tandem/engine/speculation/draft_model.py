@@ -15,7 +15,7 @@ from tandem.cost_model.step_cost import CostParameters, StepCost
 from tandem.cost_model.step_fit import StepFit
 from tandem.cost_model.step_work import StepWork, chunk_pairs
 from tandem.engine.cache.page_pool import PagePool
-from tandem.engine.speculation.proposer import MODEL_CLASS, BatchProposer, WantedDraft
+from tandem.engine.speculation.proposer import BatchProposer, DraftSource, ProposerName, WantedDraft
 from tandem.engine.steps.batch import StepBatch, StepResult, StepRow
 from tandem.engine.steps.draws import Draw, History
 from tandem.protocol.kv_pages import KvPages
@@ -80,7 +80,7 @@ class DraftModel(BatchProposer):
     Owns the pages of its requests; the runner is used, not owned.
     """
 
-    draft_class = MODEL_CLASS
+    source = DraftSource(ProposerName.DRAFT_MODEL)
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from decode_worker.drafting_batch import DraftingBatch
 from decode_worker.request import DecodeRequest
 from decode_worker.running_batch import RunningBatch
 from tandem.engine.cache.prefix_cache import Prefix
-from tandem.engine.speculation.proposer import Draft
+from tandem.engine.speculation.proposer import Draft, DraftSource, ProposerName
 from tandem.engine.steps.batch import FROM_HOST, StepRow
 from tandem.engine.steps.draws import History
 from tandem.protocol.ending import Ending
@@ -103,7 +103,9 @@ class Model:
         self.drafts = {}
         if isinstance(self.batch, DraftingBatch):
             self.drafts = self.draft(self.batch, expected) if not self.flying else {}
-            rows = self.batch.launch({request: Draft(tokens, 2) for request, tokens in self.drafts.items()})
+            rows = self.batch.launch(
+                {request: Draft(tokens, DraftSource(ProposerName.NGRAM, 2)) for request, tokens in self.drafts.items()}
+            )
         else:
             rows = self.batch.launch()
         assert self.late is None or self.late[0].plain_tokens() == self.late[1]

@@ -17,7 +17,7 @@ from torch import Tensor
 from tandem.engine.kernels.reference import rms_norm
 from tandem.engine.speculation.draft_model import DraftModel
 from tandem.engine.speculation.eagle.runner import EagleRunner
-from tandem.engine.speculation.proposer import DRAFTS_MAX, EAGLE_CLASS, WantedDraft
+from tandem.engine.speculation.proposer import DRAFTS_MAX, DraftSource, ProposerName, WantedDraft
 from tandem.engine.steps.draws import Draw
 
 
@@ -38,7 +38,7 @@ class EagleProposer(DraftModel):
     draft. Drafts add nothing to the context: once they are verified, it gets the model's own states instead.
     """
 
-    draft_class = EAGLE_CLASS
+    source = DraftSource(ProposerName.EAGLE)
 
     def __init__(
         self, runner: EagleRunner, target: TargetStates, memory: Mapping[str, int] = MappingProxyType({})

@@ -20,7 +20,7 @@ from tandem.engine.models.load_spec import load_spec
 from tandem.engine.speculation.draft_folder import DraftKind, check_draft_folder, draft_kind, drafting_model
 from tandem.engine.speculation.eagle.proposer import EagleProposer
 from tandem.engine.speculation.load_draft import split_kv
-from tandem.engine.speculation.proposer import DRAFTS_MAX, EAGLE_CLASS, WantedDraft
+from tandem.engine.speculation.proposer import DRAFTS_MAX, DraftSource, ProposerName, WantedDraft
 from tandem.engine.steps.batch import StepBatch, StepRow
 from tandem.engine.steps.draws import Draw
 from tandem.protocol.errors import ModelError
@@ -142,7 +142,7 @@ def test_drafts_are_the_guesses_of_the_head(model: Path, tmp_path: Path, form: d
     runner = ModelRunner.load(tiny_engine_config(model, draft=folder))
     proposer = runner.draft_proposer and runner.draft_proposer()
     assert isinstance(proposer, EagleProposer)
-    assert proposer.draft_class == EAGLE_CLASS
+    assert proposer.source == DraftSource(ProposerName.EAGLE)
     layer, norm = layer_of(folder, model, form), load_file(model / "model.safetensors")["model.norm.weight"]
     answers = {name: Answer(runner, range(3, length), page) for name, length, page in (("a", 9, 0), ("b", 14, 8))}
     for name, answer in answers.items():

@@ -15,7 +15,7 @@ from tandem.engine.models.allocation import weight_bytes
 from tandem.engine.models.load_spec import load_spec
 from tandem.engine.speculation.draft_folder import check_draft_folder, draft_bytes
 from tandem.engine.speculation.heads.proposer import HeadsProposer
-from tandem.engine.speculation.proposer import HEADS_CLASS, WantedDraft
+from tandem.engine.speculation.proposer import DraftSource, ProposerName, WantedDraft
 from tandem.engine.steps.batch import StepBatch
 from tandem.engine.steps.draws import Draw
 from tandem.protocol.errors import InvalidArgument, ModelError
@@ -115,7 +115,7 @@ def test_drafts_are_the_guesses_of_the_heads(model: Path, tmp_path: Path, form: 
     guesses = [[read.guess(head, hidden[row], lm_head) for head in range(all_heads)] for row in (2, 0)]
     assert [list(each) for each in found] == [guesses[0], guesses[1][:1], []]
     assert proposer.compute([later]) == [()]
-    assert (proposer.longest, proposer.draft_class) == (all_heads, HEADS_CLASS)
+    assert (proposer.longest, proposer.source) == (all_heads, DraftSource(ProposerName.MEDUSA))
     assert proposer.cost.rows_seconds(1, 0) > 0
 
 

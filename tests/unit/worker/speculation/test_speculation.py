@@ -18,7 +18,7 @@ from tandem.engine.speculation.draft_model import DraftModel
 from tandem.engine.speculation.eagle.proposer import EagleProposer
 from tandem.engine.speculation.load_draft import MakeProposer
 from tandem.engine.speculation.ngram import NgramProposer
-from tandem.engine.speculation.proposer import HEADS_CLASS, BatchProposer, Proposer, WantedDraft
+from tandem.engine.speculation.proposer import BatchProposer, DraftSource, Proposer, ProposerName, WantedDraft
 from tandem.engine.speculation.suffix import SuffixProposer
 from tandem.engine.steps.batch import StepBatch, StepResult, StepRow
 from tandem.protocol.errors import InvalidArgument, ResourceExhausted
@@ -92,7 +92,7 @@ def draft_model(_: FakeEngine) -> DraftModel:
 class ComputingOracle(OracleProposer, BatchProposer):
     """Computes all drafts of a step at once, and knows them only where the newest step drew the newest token."""
 
-    draft_class = HEADS_CLASS
+    source = DraftSource(ProposerName.MEDUSA)
     max_step_tokens = 2048
     cost = StepCost(CostParameters(base_s=1e-4, row_s=0.0))
 
