@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from decode_worker.batch_snapshot import CompletedStep
+from decode_worker.batch_snapshot import DecodedStep
 from decode_worker.draft_choice import Candidate, StepBounds, break_even, with_drafts, with_most_tokens
 from decode_worker.drafting_batch import DraftingBatch
 from decode_worker.drafts import VerifiedStep
@@ -106,7 +106,7 @@ class Speculation:
         self._speedup = 1.0
         self._launched = _NOT_LAUNCHED
         """The newest step with bounds, until its tokens are here."""
-        self._unlearned: list[tuple[CompletedStep, _Launched]] = []
+        self._unlearned: list[tuple[DecodedStep, _Launched]] = []
         """Steps whose events were made, from which `learn` learns."""
 
     def read_kv_once(self) -> None:
@@ -144,7 +144,7 @@ class Speculation:
             self.counts.lost_s += self.drafting_s
         return self._batch.launch({each.request: each.draft for each in fitting})
 
-    def complete(self, step: CompletedStep) -> None:
+    def complete(self, step: DecodedStep) -> None:
         """Take a step whose events were made, for `learn`."""
         self._unlearned.append((step, self._launched))
         self._launched = _NOT_LAUNCHED
@@ -158,7 +158,7 @@ class Speculation:
             self._learn(step, launched)
         self._unlearned.clear()
 
-    def _learn(self, step: CompletedStep, launched: _Launched) -> None:
+    def _learn(self, step: DecodedStep, launched: _Launched) -> None:
         gained = 0
         for found in step.verified.values() if isinstance(step, VerifiedStep) else ():
             request = step.tokens(found.drafts.row)[0]

@@ -28,7 +28,7 @@ from tandem.protocol.messages import (
     RequestEvent,
     Reservation,
     Role,
-    StepEvents,
+    StepOutput,
     StepTokens,
     WorkerInfo,
     WorkerLoad,
@@ -63,7 +63,7 @@ class TokenSource(worker_pb2_grpc.WorkerServicer):
         """Sets the interval between a request's tokens to `step_s` seconds."""
         self._step_s = step_s
         self._running: dict[str, tuple[PrefillTask, int]] = {}
-        self._out: asyncio.Queue[StepEvents] = asyncio.Queue()
+        self._out: asyncio.Queue[StepOutput] = asyncio.Queue()
         self._epoch = self._step = 0
 
     async def start(self) -> str:
@@ -82,13 +82,13 @@ class TokenSource(worker_pb2_grpc.WorkerServicer):
         self._stepping = asyncio.create_task(self._steps())
         return address
 
-    async def Attach(self, _request: Any, context: Any) -> AsyncIterator[worker_pb2.StepEvents]:
+    async def Attach(self, _request: Any, context: Any) -> AsyncIterator[worker_pb2.StepOutput]:
         """Streams step outputs to the router that attached last."""
         self._running.clear()
         self._out = asyncio.Queue()
         await context.send_initial_metadata(())
         while True:
-            yield conversion.step_events_to_proto(await self._out.get())
+            yield conversion.step_output_to_proto(await self._out.get())
 
     async def Reserve(self, request: Any, _context: Any) -> Any:
         """Grants a lease at once."""
@@ -139,4 +139,4 @@ class TokenSource(worker_pb2_grpc.WorkerServicer):
     def _tell(self, events: tuple[RequestEvent, ...], tokens: tuple[StepTokens, ...] = ()) -> None:
         self._step += 1
         load = WorkerLoad(0, 0, len(self._running), 0, _PAGES)
-        self._out.put_nowait(StepEvents(self._step, events, load, (), tokens))
+        self._out.put_nowait(StepOutput(self._step, events, load, (), tokens))

@@ -25,7 +25,7 @@ from tandem.protocol.messages import (
     PrefillTask,
     RequestRef,
     Reservation,
-    StepEvents,
+    StepOutput,
     WorkerInfo,
 )
 from tandem.protocol.prefixes import PrefixList
@@ -44,7 +44,7 @@ _Reply = TypeVar("_Reply")
 class LinkObserver(Protocol):
     """The observer of a worker's events. All calls come on the event loop."""
 
-    def on_step(self, link: WorkerLink, step: StepEvents) -> None:
+    def on_step(self, link: WorkerLink, step: StepOutput) -> None:
         """Called with each step output."""
 
     def on_lost(self, link: WorkerLink) -> None:
@@ -233,11 +233,11 @@ class WorkerLink:
         self._set_connected(True)
         async for message in call:
             self._probe.heard()
-            step = conversion.step_events_from_proto(message)
+            step = conversion.step_output_from_proto(message)
             self._learn(step)
             self._observer.on_step(self, step)
 
-    def _learn(self, step: StepEvents) -> None:
+    def _learn(self, step: StepOutput) -> None:
         """Apply the load report and prefix cache updates of a step; a failure degrades placement, not requests."""
         try:
             self.state.report(step.load)

@@ -33,13 +33,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 
     async def Attach(
         self, request: worker_pb2.AttachRequest, context: _Context
-    ) -> AsyncIterator[worker_pb2.StepEvents]:
-        """Streams the router's step events until the call is cancelled."""
+    ) -> AsyncIterator[worker_pb2.StepOutput]:
+        """Streams the router's step outputs until the call is cancelled."""
         stream = self._worker.attach(request.router_id, prefixes=request.prefixes)
         # Not a `finally`: a generator that waits to be read is not told that its call was cancelled.
         context.add_done_callback(cast(Any, lambda _: self._worker.detach(stream)))
         async for step in stream.messages():
-            yield conversion.step_events_to_proto(step)
+            yield conversion.step_output_to_proto(step)
 
     async def Reserve(self, request: worker_pb2.ReserveRequest, _context: _Context) -> worker_pb2.ReserveResponse:
         """Makes a reservation for a request and returns what was granted."""

@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.steps.batch import StepBatch, StepRow
-from tandem.engine.steps.draws import Draw, History
+from tandem.engine.steps.sampling_metadata import History, SamplingInput
 from tandem.net import rpc
 from tandem.protocol import conversion
 from tandem.protocol.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
@@ -112,7 +112,7 @@ class WorkerEnd:
     async def _read(self) -> None:
         try:
             async for message in self.stream:
-                for event in conversion.step_events_from_proto(message).each():
+                for event in conversion.step_output_from_proto(message).each():
                     self.answers[event.ref.request_id].take(event)
         except (grpc.aio.AioRpcError, asyncio.CancelledError):
             return
@@ -221,7 +221,7 @@ def alone(model: Path, prompt: list[int], sampling: SamplingParams) -> tuple[lis
     answer: list[int] = []
     logprobs: list[TokenLogprobs | None] = []
     history = History(prompt, answer) if sampling.penalized else None
-    row = StepRow(prompt, 0, pages, Draw(sampling, 0, history))
+    row = StepRow(prompt, 0, pages, SamplingInput(sampling, 0, history))
     for index in range(sampling.max_tokens):
         result = runner.run(StepBatch([row]))
         (token,) = result.token_ids
@@ -231,7 +231,7 @@ def alone(model: Path, prompt: list[int], sampling: SamplingParams) -> tuple[lis
         ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else runner.facts.eos_token_ids)}
         if token in ends and index >= sampling.min_tokens:
             break
-        row = StepRow([token], len(prompt) + index, pages, Draw(sampling, index + 1, history))
+        row = StepRow([token], len(prompt) + index, pages, SamplingInput(sampling, index + 1, history))
     return answer, logprobs
 
 

@@ -6,18 +6,20 @@ worker's state of that time: skipped steps are applied first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
+from decode_worker.batch_snapshot import DecodedStep
 from prefill_worker.half import PrefillHalf
 from tandem.capacity.simulation.clock import VirtualClock
 from tandem.capacity.simulation.flights import Flight, Flights
 from tandem.capacity.simulation.steady import SteadyDecodeHalf, SteadyRun, later
 from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import StepWork
-from tandem.engine.steps.batch import StepResult
-from tandem.worker.scheduler import StepOutput, StepScheduler
+from tandem.engine.steps.batch import ModelRunnerOutput
+from tandem.protocol.messages import RoutedEvent
+from tandem.worker.scheduler import StepScheduler
 
 
 class VirtualStepLoop:
@@ -32,7 +34,7 @@ class VirtualStepLoop:
         decode: SteadyDecodeHalf,
         prefill: PrefillHalf,
         spare_pages: Callable[[], int],
-        publish: Callable[[int, StepWork, StepOutput], None],
+        publish: Callable[[int, StepWork, Sequence[RoutedEvent], DecodedStep | None], None],
         on_progress: Callable[[], None],
         jumps: bool,
     ) -> None:
@@ -118,9 +120,9 @@ class VirtualStepLoop:
 
     def _finish(self, number: int, flight: Flight) -> None:
         """Applies a completed step, given its number in the log."""
-        output = self._scheduler.apply(flight.work, StepResult(flight.drawn))
+        events, decoded = self._scheduler.apply(flight.work, ModelRunnerOutput(flight.drawn))
         self._prefill.deliver_updates()
-        self._publish(number, flight.work, output)
+        self._publish(number, flight.work, events, decoded)
 
     def _on_time(self, plan_number: int) -> None:
         """Handles the awaited end of a step or of a steady run; ignored if planned anew since."""

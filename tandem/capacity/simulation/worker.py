@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from decode_worker.admission import DecodeAdmission
-from decode_worker.batch_snapshot import CompletedStep
+from decode_worker.batch_snapshot import DecodedStep
 from prefill_worker.half import PrefillHalf
 from prefill_worker.request import PrefillRequest
 from tandem.capacity.simulation.assignment import VirtualAssignment
@@ -35,27 +35,16 @@ from tandem.protocol.messages import (
     RequestRef,
     Reservation,
     RoutedEvent,
+    StepOutput,
     TransferNotice,
     WorkerInfo,
     WorkerLoad,
 )
-from tandem.protocol.prefixes import PrefixChanges
 from tandem.worker.halves import Halves
 from tandem.worker.reporting.report import load_of
-from tandem.worker.scheduler import StepOutput, StepScheduler
+from tandem.worker.scheduler import StepScheduler
 
-
-@dataclass(frozen=True, slots=True)
-class WorkerStepOutput:
-    """The output of a step for the router; `number` is the step's number in the worker's log."""
-
-    number: int
-    events: Sequence[RequestEvent]
-    load: WorkerLoad
-    prefixes: PrefixChanges | None
-
-
-Publish = Callable[["VirtualWorker", WorkerStepOutput], None]
+Publish = Callable[["VirtualWorker", StepOutput], None]
 
 
 class VirtualWorker:
@@ -197,13 +186,15 @@ class VirtualWorker:
     def _wake(self) -> None:
         self._loop.wake()
 
-    def _step_ended(self, number: int, work: StepWork, output: StepOutput) -> None:
-        if self._decode.speculation is not None and output.completed is not None:
-            self._log_tokens(output.completed)
-        if output.events or work.prefill_tokens:
-            self._tell(number, [routed.event for routed in output.events])
+    def _step_ended(
+        self, number: int, work: StepWork, events: Sequence[RoutedEvent], decoded: DecodedStep | None
+    ) -> None:
+        if self._decode.speculation is not None and decoded is not None:
+            self._log_tokens(decoded)
+        if events or work.prefill_tokens:
+            self._tell(number, [routed.event for routed in events])
 
-    def _log_tokens(self, step: CompletedStep) -> None:
+    def _log_tokens(self, step: DecodedStep) -> None:
         over = step.excluded_rows.difference(step.event_rows)
         for row in range(len(step.snapshot)):
             if row not in over:
@@ -212,10 +203,12 @@ class VirtualWorker:
                 log.extend(np.full(len(token_ids), self._clock.now))
 
     def _emit(self, routed: RoutedEvent) -> None:
-        self._tell(len(self.log), (routed.event,))
+        self._tell(len(self.log), [routed.event])
 
     def _tell(self, number: int, events: Sequence[RequestEvent]) -> None:
-        self._publish(self, WorkerStepOutput(number, events, self.load(), self.cache.changes()))
+        changes = self.cache.changes()
+        prefixes = () if changes is None else (changes,)
+        self._publish(self, StepOutput(number, tuple(events), self.load(), prefixes))
 
     # ---- parts ----
 

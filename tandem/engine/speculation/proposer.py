@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from tandem.cost_model.step_cost import StepCost
-from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.protocol.messages import SamplingParams
 
 DRAFTS_MAX = 7
@@ -85,7 +85,7 @@ class WantedDraft:
     """The draft that a step is to have for one request."""
 
     key: Hashable
-    draws: Sequence[Draw]
+    draws: Sequence[SamplingInput]
     """The target's draws of the tokens to guess, at least one."""
     rows: Sequence[int] = ()
     """The rows of the engine's newest step that drew the request's newest tokens, the newest last.
@@ -145,5 +145,5 @@ class BatchProposer(Proposer):
 
     def propose(self, key: Hashable, most: int) -> Draft:
         """See `Proposer`; drawn greedily, behind tokens that no step of the engine drew."""
-        draws = [Draw(SamplingParams(max_tokens=1), 0)] * most
+        draws = [SamplingInput(SamplingParams(max_tokens=1), 0)] * most
         return Draft(self.compute([WantedDraft(key, draws)])[0], self.source)

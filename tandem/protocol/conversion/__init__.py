@@ -1,20 +1,20 @@
 """Converts between protobuf messages and dataclasses; the only package that depends on both.
 
-`to_proto` and `from_proto` convert every pair with the same field names; `step_events_*` and `traces_*` are written by
+`to_proto` and `from_proto` convert every pair with the same field names; `step_output_*` and `traces_*` are written by
 hand, because they keep a defective part from failing the rest or produce JSON.
 """
 
 from tandem.protocol.conversion.fields import from_proto, to_proto
 from tandem.protocol.conversion.notice import decode_notice, encode_notice
-from tandem.protocol.conversion.step_events import step_events_from_proto, step_events_to_proto
+from tandem.protocol.conversion.step_output import step_output_from_proto, step_output_to_proto
 from tandem.protocol.conversion.traces import traces_from_json, traces_to_json
 
 __all__ = [
     "decode_notice",
     "encode_notice",
     "from_proto",
-    "step_events_from_proto",
-    "step_events_to_proto",
+    "step_output_from_proto",
+    "step_output_to_proto",
     "to_proto",
     "traces_from_json",
     "traces_to_json",

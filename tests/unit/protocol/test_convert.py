@@ -228,7 +228,7 @@ CASES: dict[str, tuple[st.SearchStrategy[Any], type[Message]]] = {
 
 
 step_events = st.builds(
-    messages.StepEvents,
+    messages.StepOutput,
     uint64,
     st.lists(events, max_size=3).map(tuple),
     loads,
@@ -247,9 +247,9 @@ def test_a_message_survives_the_round_trip(name: str, data: st.DataObject) -> No
 
 
 @given(value=step_events)
-def test_a_step_output_survives_the_round_trip(value: messages.StepEvents) -> None:
-    sent = conversion.step_events_to_proto(value).SerializeToString()
-    assert conversion.step_events_from_proto(worker_pb2.StepEvents.FromString(sent)) == value
+def test_a_step_output_survives_the_round_trip(value: messages.StepOutput) -> None:
+    sent = conversion.step_output_to_proto(value).SerializeToString()
+    assert conversion.step_output_from_proto(worker_pb2.StepOutput.FromString(sent)) == value
 
 
 @given(value=notices)
@@ -264,7 +264,7 @@ def test_every_message_with_a_dataclass_is_tested() -> None:
     named = {
         name for name in messages.__all__ if any(hasattr(pb2, name) for pb2 in (types_pb2, worker_pb2, cluster_pb2))
     }
-    assert named - tested == {"StepEvents", "FinishReason"}
+    assert named - tested == {"StepOutput", "FinishReason"}
 
 
 def test_absent_fields_take_the_defaults_of_the_dataclass() -> None:
@@ -314,8 +314,8 @@ LOAD = messages.WorkerLoad(0, 0, 0, 0, 8)
 def test_an_event_that_cannot_be_written_is_its_request_s_failure(caplog: pytest.LogCaptureFixture) -> None:
     good, bad = messages.RequestEvent(messages.RequestRef("a", 1)), messages.RequestRef("b", 2)
     columns = messages.StepTokens(("c", "b"), (1, 2), (3, 3), (7, -1))
-    step = messages.StepEvents(1, (messages.RequestEvent(bad, 0, (-1,)), good), LOAD, tokens=(columns,))
-    found = list(conversion.step_events_from_proto(conversion.step_events_to_proto(step)).each())
+    step = messages.StepOutput(1, (messages.RequestEvent(bad, 0, (-1,)), good), LOAD, tokens=(columns,))
+    found = list(conversion.step_output_from_proto(conversion.step_output_to_proto(step)).each())
     assert [(each.ref.request_id, each.error and each.error.code) for each in found] == [
         ("b", "INTERNAL"), ("a", None), ("c", None), ("b", "INTERNAL"),
     ]  # fmt: skip
@@ -325,12 +325,12 @@ def test_an_event_that_cannot_be_written_is_its_request_s_failure(caplog: pytest
 
 def test_an_event_that_cannot_be_read_is_its_request_s_failure(caplog: pytest.LogCaptureFixture) -> None:
     """Such an event comes from a worker of a later release, which has more edges."""
-    message = conversion.step_events_to_proto(messages.StepEvents(1, (), LOAD))
+    message = conversion.step_output_to_proto(messages.StepOutput(1, (), LOAD))
     message.events.add(
         ref=worker_pb2.RequestRef(request_id="b", attempt=2), edges=[types_pb2.EdgeStamp(edge=9999, unix_nanos=1)]
     )  # type: ignore[arg-type]
     message.events.add(ref=worker_pb2.RequestRef(request_id="a", attempt=1), token_ids=[7])
-    bad, good = conversion.step_events_from_proto(message).each()
+    bad, good = conversion.step_output_from_proto(message).each()
     assert (bad.ref, bad.error and bad.error.code) == (messages.RequestRef("b", 2), "INTERNAL")
     assert good.token_ids == (7,)
     assert "an event of request b could not be read" in caplog.text

@@ -36,7 +36,7 @@ from tandem.protocol.messages import (
     RequestRef,
     Reservation,
     Role,
-    StepEvents,
+    StepOutput,
     StepTokens,
     TokenLogprobs,
     WorkerInfo,
@@ -140,7 +140,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     """Workers by id, the destinations of transfers."""
 
     def __post_init__(self) -> None:
-        self.streams: dict[str, asyncio.Queue[StepEvents | None]] = {}
+        self.streams: dict[str, asyncio.Queue[StepOutput | None]] = {}
         self.leases: dict[str, Lease] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.aborted: list[RequestRef] = []
@@ -197,14 +197,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     # ---- gRPC service ----
 
-    async def Attach(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.StepEvents]:
-        queue: asyncio.Queue[StepEvents | None] = asyncio.Queue()
+    async def Attach(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.StepOutput]:
+        queue: asyncio.Queue[StepOutput | None] = asyncio.Queue()
         self.streams[request.router_id] = queue
         await context.send_initial_metadata(())
         try:
             while (events := await queue.get()) is not None:
                 await self.runs.wait()
-                yield conversion.step_events_to_proto(events)
+                yield conversion.step_output_to_proto(events)
         finally:
             if self.streams.get(request.router_id) is queue:
                 del self.streams[request.router_id]
@@ -223,7 +223,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             self.pages[digest] = PrefixRun(b"", (digest,))
         changes = PrefixChanges(self.batches, (PrefixRun(b"", tuple(digests)),))
         for queue in self.streams.values() if told else ():
-            queue.put_nowait(StepEvents(self.step, (), self.load, (changes,)))
+            queue.put_nowait(StepOutput(self.step, (), self.load, (changes,)))
 
     @property
     def load(self) -> WorkerLoad:
@@ -366,7 +366,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     def send(self, router_id: str, *events: RequestEvent, tokens: tuple[StepTokens, ...] = ()) -> None:
         self.step += 1
         if (queue := self.streams.get(router_id)) is not None:
-            queue.put_nowait(StepEvents(self.step, events, self.load, tokens=tokens))
+            queue.put_nowait(StepOutput(self.step, events, self.load, tokens=tokens))
 
     async def drop_streams(self) -> None:
         """Breaks every event stream, as a network failure would."""

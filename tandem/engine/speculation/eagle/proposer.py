@@ -18,7 +18,7 @@ from tandem.engine.kernels.reference import rms_norm
 from tandem.engine.speculation.draft_model import DraftModel
 from tandem.engine.speculation.eagle.runner import EagleRunner
 from tandem.engine.speculation.proposer import DRAFTS_MAX, DraftSource, ProposerName, WantedDraft
-from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.sampling_metadata import SamplingInput
 
 
 class TargetStates(NamedTuple):
@@ -95,13 +95,13 @@ class EagleProposer(DraftModel):
             request.stored, request.drafted = len(request.tokens), ()
         return [found.get(each.key, ()) for each in wanted]
 
-    def _own_draws(self, draws: Sequence[Draw]) -> Sequence[Draw]:
+    def _own_draws(self, draws: Sequence[SamplingInput]) -> Sequence[SamplingInput]:
         """See `DraftModel`; the head follows no grammar."""
         sampling = replace(draws[0].sampling, grammar="")
-        return [Draw(sampling, each.index) for each in draws]
+        return [SamplingInput(sampling, each.index) for each in draws]
 
     def _draw(
-        self, fed: Mapping[Hashable, Sequence[tuple[int, int]]], draws: Mapping[Hashable, Draw]
+        self, fed: Mapping[Hashable, Sequence[tuple[int, int]]], draws: Mapping[Hashable, SamplingInput]
     ) -> dict[Hashable, int]:
         """See `DraftModel`; the tokens come with their states, and leave those of the next ones."""
         with torch.inference_mode():

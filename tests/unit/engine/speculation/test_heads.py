@@ -17,7 +17,7 @@ from tandem.engine.speculation.draft_folder import check_draft_folder, draft_byt
 from tandem.engine.speculation.heads.proposer import HeadsProposer
 from tandem.engine.speculation.proposer import DraftSource, ProposerName, WantedDraft
 from tandem.engine.steps.batch import StepBatch
-from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.protocol.errors import InvalidArgument, ModelError
 from tandem.protocol.messages import SamplingParams
 from tests.factories import row, tiny_engine_config, write_tiny_model
@@ -109,7 +109,7 @@ def test_drafts_are_the_guesses_of_the_heads(model: Path, tmp_path: Path, form: 
     hidden = rms_norm(proposer._drawn_hidden[:3], norm, runner.spec.norm_eps)
     torch.testing.assert_close(hidden @ lm_head.T, logits, msg="these are the states that the tokens were drawn from")
     all_heads = form.get("heads", 2)
-    draws = [Draw(SamplingParams(1), 0)] * all_heads
+    draws = [SamplingInput(SamplingParams(1), 0)] * all_heads
     later = WantedDraft("c", draws[:1])
     found = proposer.compute([WantedDraft("a", draws, (1, 2)), WantedDraft("b", draws[:1], (0,)), later])
     guesses = [[read.guess(head, hidden[row], lm_head) for head in range(all_heads)] for row in (2, 0)]

@@ -25,7 +25,7 @@ class AttachRequest(_message.Message):
     prefixes: bool
     def __init__(self, router_id: _Optional[str] = ..., prefixes: _Optional[bool] = ...) -> None: ...
 
-class StepEvents(_message.Message):
+class StepOutput(_message.Message):
     __slots__ = ("step", "events", "load", "prefixes", "tokens")
     STEP_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]

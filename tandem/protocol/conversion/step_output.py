@@ -11,17 +11,17 @@ from tandem.protocol.conversion.fields import from_proto, to_proto
 from tandem.protocol.ending import failure_event
 from tandem.protocol.errors import Internal
 from tandem.protocol.generated.tandem.v1 import worker_pb2
-from tandem.protocol.messages import RequestEvent, RequestRef, StepEvents, StepTokens, WorkerLoad
+from tandem.protocol.messages import RequestEvent, RequestRef, StepOutput, StepTokens, WorkerLoad
 from tandem.protocol.prefixes import PrefixChanges
 
 log = logging.getLogger(__name__)
 
 
-def step_events_to_proto(value: StepEvents) -> worker_pb2.StepEvents:
-    """Convert a `StepEvents` to protobuf; an event that fails to convert becomes the failure of its request alone."""
+def step_output_to_proto(value: StepOutput) -> worker_pb2.StepOutput:
+    """Convert a `StepOutput` to protobuf; an event that fails to convert becomes the failure of its request alone."""
     unwritten: list[RequestEvent] = []
     tokens = [_tokens_to_proto(columns, unwritten) for columns in value.tokens]
-    return worker_pb2.StepEvents(
+    return worker_pb2.StepOutput(
         step=value.step,
         events=[_event_to_proto(event) for event in (*value.events, *unwritten)],
         load=to_proto(value.load, worker_pb2.WorkerLoad),
@@ -30,9 +30,9 @@ def step_events_to_proto(value: StepEvents) -> worker_pb2.StepEvents:
     )
 
 
-def step_events_from_proto(message: worker_pb2.StepEvents) -> StepEvents:
-    """Convert a `StepEvents` from protobuf; an event that fails to convert becomes the failure of its request alone."""
-    return StepEvents(
+def step_output_from_proto(message: worker_pb2.StepOutput) -> StepOutput:
+    """Convert a `StepOutput` from protobuf; an event that fails to convert becomes the failure of its request alone."""
+    return StepOutput(
         message.step,
         tuple(_event_from_proto(event) for event in message.events),
         from_proto(message.load, WorkerLoad),
