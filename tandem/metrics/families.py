@@ -128,20 +128,6 @@ REGRET = counter(
     "Sum of seconds by which placements turned out worse than the predicted cost of the second choice.",
 )
 
-FRONT_CONNECTIONS = gauge("front_connections", "Open client connections of a front process, by its number.", "front")
-FRONT_MESSAGES = counter(
-    "front_messages_total",
-    "Messages between a front process and the router; a batch counts each of its messages.",
-    "front",
-)
-FRONT_BYTES = counter(
-    "front_bytes_total", "Bytes of these messages on the stream between a front process and the router.", "front"
-)
-FRONT_RESTARTS = counter(
-    "front_restarts_total",
-    "Restarts of front processes that ended or hung; their client connections were lost.",
-    "front",
-)
 
 # Router and workers
 

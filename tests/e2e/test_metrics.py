@@ -130,10 +130,9 @@ def test_every_family_is_there(traffic: Traffic) -> None:
 def missing(found: Scraped) -> set[str]:
     """Returns the families that are missing.
 
-    A dense model is expected, and a cluster without front processes, certificate, audit log and draft model.
+    A dense model is expected, and a cluster without certificate, audit log and draft model.
     """
-    others = {"front", "expert"}
-    wanted = {family.full_name for family in FAMILIES if not others & set(family.labels)}
+    wanted = {family.full_name for family in FAMILIES if "expert" not in family.labels}
     absent = (AUDIT_RECORDS, AUDIT_RECORDS_LOST, SPECULATION_MODEL_BYTES, TLS_CERTIFICATE_EXPIRES)
     wanted -= {each.full_name for each in absent}
     return wanted - {name.removesuffix("_count") for name in found.samples}

@@ -166,7 +166,6 @@ class InferenceServicer:
 
     def _caller(self, context: _Context) -> _Caller:
         gone = asyncio.get_running_loop().create_future()
-        # gRPC cancels the handler of a client that has left; a front process's call has the callback alone.
         context.add_done_callback(lambda _: _set_once(gone))  # type: ignore[arg-type]  # the stubs name a class, not a protocol
         tenant = served_call().caller.tenant
         return _Caller(CallFacts(EdgeStamp.now(Edge.RECEIVED), tenant, _traceparent(context)), gone)

@@ -1,7 +1,7 @@
 """Converts between protobuf messages and dataclasses; the only package that depends on both.
 
-`to_proto` and `from_proto` convert every pair with the same field names; `step_output_*` and `traces_*` are written by
-hand, because they keep a defective part from failing the rest or produce JSON.
+`to_proto` and `from_proto` convert every dataclass and message with the same field names. `step_output_*` keep a
+defective event from ending the stream, `traces_*` have the JSON of /traces, and `*_notice` the bytes of a notice.
 """
 
 from tandem.protocol.conversion.fields import from_proto, to_proto

@@ -24,7 +24,7 @@ class Members(cluster_pb2_grpc.ClusterServicer):
         self.calls: list[tuple[str, list[str]]] = []
 
     async def Unregister(self, request: Any, context: Any) -> cluster_pb2.UnregisterResponse:
-        self.calls.append((request.worker_id, [key for key, _ in context.invocation_metadata()]))
+        self.calls.append((request.peer.worker_id, [key for key, _ in context.invocation_metadata()]))
         return cluster_pb2.UnregisterResponse()
 
 

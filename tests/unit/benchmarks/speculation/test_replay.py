@@ -51,7 +51,7 @@ def test_a_draft_counts_up_to_the_first_wrong_token() -> None:
     replay = replayed(proposer, 4, ANSWER[:7])
     assert (replay.steps, replay.tokens) == (4, 6)
     assert (replay.drafted, replay.accepted) == ({SOURCE: 6}, {SOURCE: 2})
-    assert (replay.first_drafted, replay.first_accepted) == ({5: 2}, {5: 1})
+    assert (replay.first_drafted, replay.first_accepted) == ({SOURCE: 2}, {SOURCE: 1})
 
 
 def test_no_draft_is_asked_for_the_token_behind_the_last() -> None:
