@@ -33,7 +33,7 @@ from tandem.engine.kernels.cpu.pool import usable_cores
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.models.shapes import shape_names
 from tandem.engine.steps.batch import StepBatch, StepRow
-from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.engine.weights.gguf import prepare_model
 from tandem.protocol.messages import SamplingParams
 
@@ -136,7 +136,7 @@ class Engine:
     def _step(self, pieces: Prompts, starts: list[int]) -> list[int]:
         share = self._runner.cache.pages // len(pieces)
         rows = [
-            StepRow(piece, start, range(number * share, (number + 1) * share), Draw(_GREEDY, 0))
+            StepRow(piece, start, range(number * share, (number + 1) * share), SamplingInput(_GREEDY, 0))
             for number, (piece, start) in enumerate(zip(pieces, starts, strict=True))
         ]
         return [token for token in self._runner.run(StepBatch(rows)).token_ids if token is not None]

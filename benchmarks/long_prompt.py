@@ -19,12 +19,12 @@ from tandem.engine.config import EngineConfig
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.models.shapes import shape_names, write_shape
 from tandem.engine.steps.batch import StepBatch, StepRow
-from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.engine.weights.gguf import default_cache
 from tandem.protocol.kv_pages import FREED, KvPages, held_pages
 from tandem.protocol.messages import SamplingParams
 
-_GREEDY = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
+_GREEDY = SamplingInput(SamplingParams(max_tokens=1, temperature=0.0), 0)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

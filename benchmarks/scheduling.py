@@ -36,7 +36,7 @@ from benchmarks.command_line import above_0, at_least
 from benchmarks.cpu.no_engine import MODEL, STEP_TOKENS, NoEngine
 from benchmarks.cpu.stopwatch import Stopwatch
 from benchmarks.results import RESULTS, run_facts, save_result
-from decode_worker.batch_snapshot import CompletedStep
+from decode_worker.batch_snapshot import DecodedStep
 from kv_transfer.in_memory import InMemoryTransport
 from kv_transfer.in_memory_fabric import InMemoryFabric
 from tandem.engine.cache.page_pool import PagePool
@@ -157,7 +157,7 @@ class _Kind(TypedDict, total=False):
 _TIMED = (
     (StepScheduler, "plan", "plan"),
     (StepScheduler, "apply", "applied"),
-    (CompletedStep, "plain_tokens", "tokens"),
+    (DecodedStep, "plain_tokens", "tokens"),
     (StepMeter, "learn", "learned"),
     (StepPublisher, "publish", "outbox"),
 )
@@ -167,7 +167,7 @@ async def _read(stream: RouterStream, watch: Stopwatch) -> None:
     """Reads the stream like the servicer, until it ends."""
     async for message in stream.messages():
         with watch.timing("send"):
-            conversion.step_events_to_proto(message).SerializeToString()
+            conversion.step_output_to_proto(message).SerializeToString()
 
 
 async def _decode_all(tested: Worker, plan: Plan, sampling: SamplingParams) -> None:

@@ -24,7 +24,7 @@ from tandem.cluster.launcher import Cluster
 from tandem.engine.config import EngineConfig
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.steps.batch import StepBatch, StepRow
-from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.net.rpc import open_client_channel
 from tandem.protocol.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 from tandem.protocol.messages import RequestRef, SamplingParams
@@ -80,12 +80,12 @@ def engine_round(runner: ModelRunner, workload: Workload, max_step_tokens: int) 
     at_once = max(1, max_step_tokens // len(workload.prompts[0]))
     for first in range(0, len(refs), at_once):
         group = range(first, min(first + at_once, len(refs)))
-        rows = [StepRow(workload.prompts[i], 0, pages[i], Draw(sampling, 0)) for i in group]
+        rows = [StepRow(workload.prompts[i], 0, pages[i], SamplingInput(sampling, 0)) for i in group]
         for i, token in zip(group, runner.run(StepBatch(rows)).token_ids, strict=True):
             answers[i].append(_drawn(token))
     for index in range(1, workload.new_tokens):
         start = len(workload.prompts[0]) + index - 1
-        rows = [StepRow([a[-1]], start, p, Draw(sampling, index)) for a, p in zip(answers, pages, strict=True)]
+        rows = [StepRow([a[-1]], start, p, SamplingInput(sampling, index)) for a, p in zip(answers, pages, strict=True)]
         for answer, token in zip(answers, runner.run(StepBatch(rows)).token_ids, strict=True):
             answer.append(_drawn(token))
     seconds = time.perf_counter() - started

@@ -25,11 +25,11 @@ from tandem.cost_model.step_work import StepWork
 from tandem.engine.config import EngineConfig
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.steps.batch import StepBatch, StepRow
-from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.protocol.kv_pages import KvPages
 from tandem.protocol.messages import SamplingParams
 
-_GREEDY = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
+_GREEDY = SamplingInput(SamplingParams(max_tokens=1, temperature=0.0), 0)
 _WARM = 2
 """Steps of a size that are not timed."""
 _TOKEN = 7

@@ -347,7 +347,6 @@ def _router(folder: Path) -> str:
     rows = (
         ("messages/s a core, a token each, by gRPC", f"{run['grpc_messages_per_s_core']:,.0f}"),
         ("the same by HTTP", f"{run['http_messages_per_s_core']:,.0f}"),
-        ("by gRPC, with 2 front processes", f"{run['fronted_messages_per_s_core']:,.0f}"),
         (
             f"tokens/s a core, {run['coalesced_tokens_per_message']:.0f} a message",
             f"{run['coalesced_tokens_per_s_core']:,.0f}",

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from decode_worker.request import DecodeRequest
-from tandem.engine.steps.draws import SETTINGS, settings_of
+from tandem.engine.steps.sampling_metadata import SETTINGS, settings_of
 from tandem.engine.steps.seeded import start_of
 
 SlotIndices = NDArray[np.intp]

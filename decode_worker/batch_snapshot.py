@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from decode_worker.batch_slots import BatchSlot, SlotColumns, SlotIndices
 from decode_worker.request import DecodeRequest
 from tandem.engine.steps.batch import FROM_HOST, RowColumns
-from tandem.engine.steps.draws import Draws, History, all_greedy
+from tandem.engine.steps.sampling_metadata import History, SamplingMetadata, all_greedy
 from tandem.protocol.messages import RoutedEvent, RoutedTokens, SamplingParams, StepTokens
 
 BUFFERED_STEPS = 64
@@ -103,7 +103,7 @@ class BatchSnapshot:
             columns.page_count,
             columns.adapters,
             self._longest + step,
-            Draws(
+            SamplingMetadata(
                 drawing.samplings,
                 drawing.histories,
                 drawing.settings,
@@ -190,8 +190,8 @@ class BatchSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class CompletedStep:
-    """The tokens of a step, for the routers."""
+class DecodedStep:
+    """The decode rows of a step that has completed, with the token of each."""
 
     step: int
     snapshot: BatchSnapshot

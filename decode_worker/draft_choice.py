@@ -49,7 +49,7 @@ class Candidate:
         """Return the candidate with so many of its drafts."""
         if drafts >= len(self.survival):
             return self
-        draft = Draft(self.draft.token_ids[:drafts], self.draft.match)
+        draft = Draft(self.draft.token_ids[:drafts], self.draft.source)
         return Candidate(self.request, draft, self.survival[:drafts], self.context)
 
 

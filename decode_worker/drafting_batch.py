@@ -3,14 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from decode_worker.batch_slots import BatchSlot
-from decode_worker.batch_snapshot import BatchSnapshot, CompletedStep
+from decode_worker.batch_snapshot import BatchSnapshot, DecodedStep
 from decode_worker.drafts import RowDrafts, StepDrafts, VerifiedRow, VerifiedStep
 from decode_worker.request import DecodeRequest
 from decode_worker.running_batch import RunningBatch
 from tandem.cost_model.step_work import NOTHING, StepWork
 from tandem.engine.speculation.proposer import Draft
 from tandem.engine.steps.batch import TokenRows
-from tandem.engine.steps.draws import NO_TOKEN
+from tandem.engine.steps.sampling_metadata import NO_TOKEN
 from tandem.protocol.kv_pages import KvPages
 
 
@@ -96,7 +96,7 @@ class DraftingBatch(RunningBatch):
         context = int(starts.sum()) + len(found) * self._next_step
         return RowsWithDrafts(rows, found, context)
 
-    def complete(self, token_ids: Sequence[int]) -> CompletedStep:
+    def complete(self, token_ids: Sequence[int]) -> DecodedStep:
         """See `RunningBatch`; drafts are accepted as far as they equal what was drawn, up to the end of an answer."""
         drafts, self._drafts = self._drafts, None
         if drafts is None:
@@ -134,7 +134,7 @@ class DraftingBatch(RunningBatch):
         for row, slot in enumerate(snapshot.slots):
             draft = drafts.get(slot.request)
             if draft is not None:
-                found.append(RowDrafts(row, draft.token_ids, draft.match, first))
+                found.append(RowDrafts(row, draft.token_ids, draft.source, first))
                 first += len(draft.token_ids)
         return StepDrafts(found)
 

@@ -13,10 +13,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from decode_worker.batch_snapshot import CompletedStep
+from decode_worker.batch_snapshot import DecodedStep
 from decode_worker.request import DecodeRequest
+from tandem.engine.speculation.proposer import DraftSource
 from tandem.engine.steps.batch import FROM_HOST, RowColumns
-from tandem.engine.steps.draws import Draws
+from tandem.engine.steps.sampling_metadata import SamplingMetadata
 from tandem.protocol.messages import RoutedTokens, StepTokens
 
 
@@ -27,8 +28,7 @@ class RowDrafts(NamedTuple):
     """The row of the request's newest token."""
     token_ids: Sequence[int]
     """At least one."""
-    match: int
-    """The class of the guess, see `tandem.engine.speculation.proposer.Draft`."""
+    source: DraftSource
     first: int
     """The row of the first draft; the others follow."""
 
@@ -81,10 +81,10 @@ class StepDrafts:
             found.append((drafts, run))
         return found
 
-    def _draws(self, draws: Draws, rows: NDArray[np.intp], further: NDArray[np.int64]) -> Draws:
+    def _draws(self, draws: SamplingMetadata, rows: NDArray[np.intp], further: NDArray[np.int64]) -> SamplingMetadata:
         """Return the draws of all rows: drafts have those of their requests, further in the sequences."""
         numbers = rows.tolist()
-        return Draws(
+        return SamplingMetadata(
             [draws.samplings[row] for row in numbers],
             [draws.histories[row] for row in numbers],
             draws.settings[rows],
@@ -106,26 +106,26 @@ class VerifiedRow(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class VerifiedStep(CompletedStep):
+class VerifiedStep(DecodedStep):
     """The tokens of a step with drafts."""
 
     verified: Mapping[int, VerifiedRow] = field(default_factory=dict)
     """Rows that had drafts, but for those of requests that were over before."""
 
     def tokens(self, row: int) -> tuple[DecodeRequest, int, Sequence[int]]:
-        """See `CompletedStep`."""
-        request, index, token_ids = CompletedStep.tokens(self, row)
+        """See `DecodedStep`."""
+        request, index, token_ids = DecodedStep.tokens(self, row)
         return request, index, self.verified[row].token_ids if row in self.verified else token_ids
 
     def rows_of(self, row: int) -> Sequence[int]:
-        """See `CompletedStep`."""
+        """See `DecodedStep`."""
         if row not in self.verified:
             return (row,)
         found = self.verified[row]
         return [row, *range(found.drafts.first, found.drafts.first + len(found.token_ids) - 1)]
 
     def plain_tokens(self) -> list[RoutedTokens]:
-        """See `CompletedStep`."""
+        """See `DecodedStep`."""
         runs = [
             self.verified[row].token_ids if row in self.verified else (token,)
             for row, token in enumerate(self.token_ids)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from decode_worker.batch_snapshot import CompletedStep
+from decode_worker.batch_snapshot import DecodedStep
 from decode_worker.draft_choice import GAIN_MIN, ROWS_MAX, Candidate, StepBounds
 from decode_worker.drafting_batch import DraftingBatch
 from decode_worker.request import DecodeRequest
@@ -21,7 +21,7 @@ from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import NOTHING, StepWork, chunk_pairs
 from tandem.engine.grammar_masks import AllowedDrafts
 from tandem.engine.speculation.proposer import DRAFTS_MAX, BatchProposer, Draft, Proposer, WantedDraft
-from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.protocol.messages import SamplingParams
 
 MISSING_MAX = DRAFTS_MAX + 1
@@ -75,7 +75,7 @@ class ModelSpeculation(Speculation):
         # Optimism finds out what an unknown draft model is worth: a few wrong drafts correct it
         # (docs/decisions/speculative_decoding.md).
         self._acceptance = Acceptance(prior=1.0)
-        self._newest: CompletedStep | None = None
+        self._newest: DecodedStep | None = None
         """The newest step whose tokens are here."""
         self._probed: DecodeRequest | None = None
         """The request that will have a draft as a probe, while its context is stored."""
@@ -88,7 +88,7 @@ class ModelSpeculation(Speculation):
         if not self._batch.requests:
             self._newest = None  # it would keep the last requests alive
 
-    def complete(self, step: CompletedStep) -> None:
+    def complete(self, step: DecodedStep) -> None:
         """See `Speculation`."""
         super().complete(step)
         self._newest = step
@@ -112,8 +112,7 @@ class ModelSpeculation(Speculation):
         if self._probed in wanted:
             self._probed = None
         drafts = [
-            self._allowed(each, Draft(tokens, self._model.draft_class))
-            for each, tokens in zip(wanted, found, strict=True)
+            self._allowed(each, Draft(tokens, self._model.source)) for each, tokens in zip(wanted, found, strict=True)
         ]
         return [
             Candidate(each, draft, self._survival(len(draft.token_ids)), self._context(each))
@@ -128,7 +127,7 @@ class ModelSpeculation(Speculation):
         return [WantedDraft(each, self._draws(each, count), drew.get(each, ())) for each, count in drafts.items()]
 
     def _survival(self, drafts: int) -> list[float]:
-        return self._acceptance.survival(self._model.draft_class, min(drafts, self._model.longest))
+        return self._acceptance.survival(self._model.source, min(drafts, self._model.longest))
 
     def _plan(self, bounds: StepBounds, unknown: int) -> _Plan:
         eligible, work = self._eligible(unknown)
@@ -248,7 +247,7 @@ class ModelSpeculation(Speculation):
         return min(expected, self._batch.rows_left(request))
 
     @staticmethod
-    def _draws(request: DecodeRequest, drafts: int) -> list[Draw]:
+    def _draws(request: DecodeRequest, drafts: int) -> list[SamplingInput]:
         """Return the draws of the tokens behind the newest one, without biases and limits of the answer's beginning.
 
         All of a grammar have the history of the answer so far.
@@ -264,7 +263,7 @@ class ModelSpeculation(Speculation):
             seed=sampling.seed,
             grammar=sampling.grammar,
         )
-        return [Draw(drawn, first + draft, request.history) for draft in range(drafts)]
+        return [SamplingInput(drawn, first + draft, request.history) for draft in range(drafts)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from enum import Enum
 from typing import Protocol
 
 from tandem.engine.cache.prefix_cache import Prefix
-from tandem.engine.steps.draws import History
+from tandem.engine.steps.sampling_metadata import History
 from tandem.protocol.ending import Ending
 from tandem.protocol.lifecycle.timeline import EdgeStamp
 from tandem.protocol.messages import Lease, Reservation

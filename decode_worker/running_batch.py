@@ -11,10 +11,10 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from decode_worker.batch_slots import BatchSlot, SlotColumns, SlotSchedule
-from decode_worker.batch_snapshot import BatchSnapshot, CompletedStep, TokenBuffer
+from decode_worker.batch_snapshot import BatchSnapshot, DecodedStep, TokenBuffer
 from decode_worker.request import DecodeRequest
 from tandem.engine.steps.batch import TokenRows
-from tandem.engine.steps.draws import NO_TOKEN
+from tandem.engine.steps.sampling_metadata import NO_TOKEN
 from tandem.protocol.kv_pages import KvPages
 
 
@@ -180,7 +180,7 @@ class RunningBatch:
             self._snapshot = None
         return TokenRows(len(snapshot), snapshot.context_tokens(step), lambda: snapshot.rows(step, before))
 
-    def complete(self, token_ids: Sequence[int]) -> CompletedStep:
+    def complete(self, token_ids: Sequence[int]) -> DecodedStep:
         """Take the tokens of the oldest step in flight, row by row; those of dropped requests are discarded."""
         step, snapshot = self.in_flight_steps.popleft()
         tokens = np.array(token_ids, dtype=np.int64)
@@ -202,7 +202,7 @@ class RunningBatch:
             with_events |= {row for row, token in enumerate(token_ids) if token == NO_TOKEN}
         with_events -= over
         _ = snapshot.owners  # while all are in their slots
-        return CompletedStep(step, snapshot, token_ids, sorted(with_events), over | with_events)
+        return DecodedStep(step, snapshot, token_ids, sorted(with_events), over | with_events)
 
     def event_sent(self, request: DecodeRequest) -> None:
         """Note that an event was sent for the request: it needs no other, unless it asks for log probabilities."""

@@ -16,7 +16,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import cast
 
-from decode_worker.batch_snapshot import CompletedStep
+from decode_worker.batch_snapshot import DecodedStep
 from decode_worker.draft_choice import StepBounds
 from decode_worker.drafting_batch import DraftingBatch
 from decode_worker.model_speculation import speculation_of
@@ -29,7 +29,7 @@ from decode_worker.token_events import event_or_failure
 from tandem.engine.grammar_masks import AllowedDrafts
 from tandem.engine.speculation.proposer import Proposer
 from tandem.engine.steps.batch import TokenRows
-from tandem.engine.steps.draws import History
+from tandem.engine.steps.sampling_metadata import History
 from tandem.protocol.ending import Ending
 from tandem.protocol.kv_pages import KvPages
 from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
@@ -88,7 +88,7 @@ class DecodeScheduler:
             self._allocate_pages()
         return (self._batch.launch() if self.speculation is None else self.speculation.launch(bounds)) or NO_ROWS
 
-    def apply(self, token_ids: Sequence[int | None], logprobs: Sequence[TokenLogprobs | None] = ()) -> CompletedStep:
+    def apply(self, token_ids: Sequence[int | None], logprobs: Sequence[TokenLogprobs | None] = ()) -> DecodedStep:
         """Take the results of the oldest step in flight, row by row; returns the step's tokens and events.
 
         `logprobs` is empty or has an entry for each row.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from decode_worker.batch_snapshot import CompletedStep
+from decode_worker.batch_snapshot import DecodedStep
 from decode_worker.draft_choice import Candidate, StepBounds, break_even, with_drafts, with_most_tokens
 from decode_worker.drafting_batch import DraftingBatch
 from decode_worker.drafts import VerifiedStep
@@ -20,7 +20,7 @@ from tandem.cost_model.acceptance import Acceptance
 from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import NOTHING, StepWork
 from tandem.engine.grammar_masks import AllowedDrafts
-from tandem.engine.speculation.proposer import DRAFTS_MAX, Draft, Proposer
+from tandem.engine.speculation.proposer import DRAFTS_MAX, Draft, DraftSource, Proposer
 from tandem.engine.steps.batch import TokenRows
 
 PROBE_EVERY = 64
@@ -35,9 +35,9 @@ _SPEEDUP_SEEN = 1.01
 class SpeculationCounts:
     """The counts of drafts since the worker started."""
 
-    drafted: Counter[tuple[int, int]] = field(default_factory=Counter)
-    """Verified drafts, by the match that they rest on and their position in the draft from 0."""
-    accepted: Counter[tuple[int, int]] = field(default_factory=Counter)
+    drafted: Counter[tuple[DraftSource, int]] = field(default_factory=Counter)
+    """Verified drafts, by their source and their position in the draft from 0."""
+    accepted: Counter[tuple[DraftSource, int]] = field(default_factory=Counter)
     """The accepted ones of them."""
     saved_s: float = 0.0
     """Predicted seconds that steps without drafts would have taken longer, for the mean tokens of a request."""
@@ -106,7 +106,7 @@ class Speculation:
         self._speedup = 1.0
         self._launched = _NOT_LAUNCHED
         """The newest step with bounds, until its tokens are here."""
-        self._unlearned: list[tuple[CompletedStep, _Launched]] = []
+        self._unlearned: list[tuple[DecodedStep, _Launched]] = []
         """Steps whose events were made, from which `learn` learns."""
 
     def read_kv_once(self) -> None:
@@ -144,7 +144,7 @@ class Speculation:
             self.counts.lost_s += self.drafting_s
         return self._batch.launch({each.request: each.draft for each in fitting})
 
-    def complete(self, step: CompletedStep) -> None:
+    def complete(self, step: DecodedStep) -> None:
         """Take a step whose events were made, for `learn`."""
         self._unlearned.append((step, self._launched))
         self._launched = _NOT_LAUNCHED
@@ -158,16 +158,16 @@ class Speculation:
             self._learn(step, launched)
         self._unlearned.clear()
 
-    def _learn(self, step: CompletedStep, launched: _Launched) -> None:
+    def _learn(self, step: DecodedStep, launched: _Launched) -> None:
         gained = 0
         for found in step.verified.values() if isinstance(step, VerifiedStep) else ():
             request = step.tokens(found.drafts.row)[0]
-            match, accepted = found.drafts.match, len(found.token_ids) - 1
+            source, accepted = found.drafts.source, len(found.token_ids) - 1
             drafted = accepted if request.ended else len(found.drafts.token_ids)
             wrong = accepted == drafted and request in launched.refused and not request.ended
-            self._acceptance.observe(match, drafted + wrong, accepted)
-            self.counts.drafted.update((match, position) for position in range(drafted))
-            self.counts.accepted.update((match, position) for position in range(accepted))
+            self._acceptance.observe(source, drafted + wrong, accepted)
+            self.counts.drafted.update((source, position) for position in range(drafted))
+            self.counts.accepted.update((source, position) for position in range(accepted))
             gained += accepted
         speedup = 1.0
         if isinstance(step, VerifiedStep):
@@ -237,9 +237,9 @@ class Speculation:
         most = min(DRAFTS_MAX, self._batch.rows_left(request) - 1)
         draft = self._proposer.propose(request, most + unknown)
         draft = self._allowed(request, draft)
-        survival = self._acceptance.survival(draft.match, len(draft.token_ids))
+        survival = self._acceptance.survival(draft.source, len(draft.token_ids))
         if unknown:
-            draft, survival = Draft(draft.token_ids[unknown:], draft.match), survival[unknown:]
+            draft, survival = Draft(draft.token_ids[unknown:], draft.source), survival[unknown:]
         return Candidate(request, draft, survival, self._context(request))
 
     def _allowed(self, request: DecodeRequest, draft: Draft) -> Draft:
@@ -253,8 +253,8 @@ class Speculation:
         if self.refused_count_as_rejected:
             self._refused[request] = count
             if not count:
-                self._acceptance.observe(draft.match, 1, 0)
-        return Draft(draft.token_ids[:count], draft.match)
+                self._acceptance.observe(draft.source, 1, 0)
+        return Draft(draft.token_ids[:count], draft.source)
 
     def _context(self, request: DecodeRequest) -> int | None:
         """Return `Candidate.context` of a request."""

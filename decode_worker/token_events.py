@@ -3,9 +3,9 @@
 import logging
 from collections.abc import Sequence
 
-from decode_worker.batch_snapshot import CompletedStep
+from decode_worker.batch_snapshot import DecodedStep
 from decode_worker.running_batch import RunningBatch
-from tandem.engine.steps.draws import NO_TOKEN
+from tandem.engine.steps.sampling_metadata import NO_TOKEN
 from tandem.logging.logs import about
 from tandem.protocol.ending import failure_event
 from tandem.protocol.errors import Internal, InvalidArgument, NonFiniteLogits, TandemError
@@ -17,7 +17,7 @@ Scores = Sequence[TokenLogprobs | None]
 """Log probabilities of tokens, None where they were not asked for."""
 
 
-def event_or_failure(batch: RunningBatch, step: CompletedStep, row: int, scores: Scores) -> RoutedEvent:
+def event_or_failure(batch: RunningBatch, step: DecodedStep, row: int, scores: Scores) -> RoutedEvent:
     """Return the event of a row's tokens; a request whose result cannot be handled fails alone.
 
     A request that ends is dropped from `batch`.
@@ -38,7 +38,7 @@ def event_or_failure(batch: RunningBatch, step: CompletedStep, row: int, scores:
         return RoutedEvent(reservation.router_id, failure_event(ref, reason))
 
 
-def _event_for(batch: RunningBatch, step: CompletedStep, row: int, scores: Scores) -> RoutedEvent:
+def _event_for(batch: RunningBatch, step: DecodedStep, row: int, scores: Scores) -> RoutedEvent:
     request, index, token_ids = step.tokens(row)
     if request.history is not None and request.history.failure is not None:
         raise request.history.failure

@@ -12,7 +12,7 @@ from kv_transfer.layout import KVLayout
 from tandem.protocol.errors import FailedPrecondition
 from tandem.protocol.messages import Handshake, PeerDescription
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 """The protocol version, incremented with each change in the meaning of messages or bytes that two workers exchange."""
 
 Facts = tuple[tuple[str, str], ...]

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from prefill_worker.progress import Progress
 from tandem.engine.cache.prefix_cache import Prefix
 from tandem.engine.steps.batch import StepRow
-from tandem.engine.steps.draws import Draw, History
 from tandem.engine.steps.prompt_scoring import PromptScores
+from tandem.engine.steps.sampling_metadata import History, SamplingInput
 from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
 from tandem.protocol.messages import PrefillTask
 
@@ -100,11 +100,11 @@ class PrefillRequest:
             adapter=self.adapter,
         )  # fmt: skip
 
-    def _first_draw(self) -> Draw:
+    def _first_draw(self) -> SamplingInput:
         task = self.task
         if task.sampling.needs_history and self.history is None:
             self.history = History(task.question, task.answer)
-        return Draw(task.sampling, task.answered, self.history)
+        return SamplingInput(task.sampling, task.answered, self.history)
 
 
 class EventThread(Protocol):

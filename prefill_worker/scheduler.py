@@ -32,8 +32,8 @@ from prefill_worker.request import Abortable, EventThread, PrefillRequest, Progr
 from prefill_worker.scored_tokens import ScoredTokens
 from tandem.engine.cache.prefix_cache import PrefixCache
 from tandem.engine.steps.batch import StepRow
-from tandem.engine.steps.draws import NO_TOKEN, History
 from tandem.engine.steps.prompt_scoring import PromptScores
+from tandem.engine.steps.sampling_metadata import NO_TOKEN, History
 from tandem.logging.logs import about
 from tandem.protocol.ending import reason_to_end
 from tandem.protocol.errors import Internal, InvalidArgument, NonFiniteLogits, TandemError

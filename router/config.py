@@ -5,7 +5,6 @@ from pathlib import Path
 
 from router.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass
 from router.slo_options import classes_by_name
-from tandem.logging.logs import TO_STDERR, LogConfig
 from tandem.net.address import is_loopback
 from tandem.net.limits.listener_limits import DEFAULT_LIMITS, ListenerLimits
 from tandem.net.security.api_keys import KeySource, read_keys
@@ -49,13 +48,6 @@ class RouterConfig:
     """The certificate of both listeners; None = connections of clients are not encrypted."""
     operations_port: int = 0
     """Port of a third listener, which exists with `tls` only: probes, metrics and traces over plain HTTP."""
-    front_processes: int = 0
-    """Number of processes that hold clients' connections, so that writing to them takes none of the router's time.
-
-    0 = the router holds the connections itself.
-    """
-    log: LogConfig = TO_STDERR
-    """The log settings of the front processes, which write to the router's file."""
     listeners: ListenerLimits = DEFAULT_LIMITS
     """The limits of each listener."""
     max_messages: int = 4096

@@ -16,9 +16,8 @@ from router.api.app import make_app
 from router.api.grpc.access import GrpcAccess
 from router.api.grpc.service import InferenceServicer, add_inference
 from router.api.http_access import only_operations
-from router.api.listeners import InProcessListeners, Listeners, RouterEndpoints
+from router.api.listeners import Listeners, RouterEndpoints
 from router.config import RouterConfig
-from router.front.processes import FrontListeners
 from router.observability.otlp import TraceExporter, otlp_exporter
 from router.placement.policy import PlacementPolicy
 from router.requests.dispatch import Dispatcher
@@ -136,20 +135,7 @@ class RouterServer:
         config = self._config
         ports = config.grpc_port, config.http_port
         inference = GrpcAccess(InferenceServicer(config, self._validator, self._dispatcher), self._callers, self._audit)
-        if config.front_processes:
-            return FrontListeners(
-                config.host,
-                ports,
-                count=config.front_processes,
-                keys=config.key_source,
-                inference=inference,
-                app=app,
-                log_config=config.log,
-                limits=config.listeners,
-                tls=config.tls,
-                registry=self._dispatcher.metrics.registry,
-            )
-        return InProcessListeners(
+        return Listeners(
             config.host,
             ports,
             check=self._callers.check,

@@ -15,7 +15,7 @@ from tandem.engine.models.allocation import allocate_parameters
 from tandem.engine.models.families import places_of
 from tandem.engine.models.load_spec import parse_spec
 from tandem.engine.steps.batch import StepBatch, StepRow
-from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.engine.weights.safetensors_file import write_float32
 from tandem.protocol.messages import SamplingParams
 
@@ -230,9 +230,9 @@ def tiny_engine_config(folder: Path, **changes: Any) -> EngineConfig:
     return EngineConfig(**(settings | changes))
 
 
-def draw(index: int = 0, **changes: Any) -> Draw:
+def draw(index: int = 0, **changes: Any) -> SamplingInput:
     """Returns draw number `index`, greedy unless `changes` to its SamplingParams differ."""
-    return Draw(SamplingParams(**({"max_tokens": 64} | changes)), index)
+    return SamplingInput(SamplingParams(**({"max_tokens": 64} | changes)), index)
 
 
 def row(token_ids: list[int], start: int, page_ids: list[int], *, drawn: bool = True) -> StepRow:

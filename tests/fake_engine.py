@@ -24,9 +24,9 @@ from tandem.engine.adapters.slots import AdapterSlots
 from tandem.engine.cache.page_checksums import page_checksums
 from tandem.engine.cache.page_pool import PagePool
 from tandem.engine.speculation.load_draft import MakeProposer
-from tandem.engine.steps.batch import PendingStep, StepBatch, StepResult, StepRow
-from tandem.engine.steps.draws import History
+from tandem.engine.steps.batch import ModelRunnerOutput, PendingStep, StepBatch, StepRow
 from tandem.engine.steps.prompt_scoring import PromptScores
+from tandem.engine.steps.sampling_metadata import History
 from tandem.protocol.cost_parameters import UNMEASURED
 from tandem.protocol.kv_pages import KvPages
 from tandem.protocol.messages import LOGIT_BIAS_MAX, ModelFacts, SamplingParams, TokenLogprobs
@@ -121,7 +121,7 @@ class FakeEngine:
             result = self.run(batch)
             return lambda: result
 
-        def run() -> StepResult:
+        def run() -> ModelRunnerOutput:
             rows = [
                 row if row.source is None else row._replace(token_ids=[self._drew(row.source)]) for row in batch.rows
             ]
@@ -134,7 +134,7 @@ class FakeEngine:
         assert token is not None
         return token
 
-    def run(self, batch: StepBatch) -> StepResult:
+    def run(self, batch: StepBatch) -> ModelRunnerOutput:
         give_up = time.monotonic() + 120
         while len(self.batches) >= self._hold_at and not self._go.is_set():
             self.waiting.set()
@@ -148,7 +148,7 @@ class FakeEngine:
         for row in batch.chunks:
             if row.scores is not None:
                 _score_row(row, row.scores)
-        return StepResult(token_ids, fake_logprobs(batch, token_ids))
+        return ModelRunnerOutput(token_ids, fake_logprobs(batch, token_ids))
 
     def _row(self, row: StepRow) -> int | None:
         known = self.pool.readers()

@@ -93,7 +93,7 @@ class RunningCluster:
 
         KeyError if it is not registered.
         """
-        return self._inspect({member.worker_id: member.address for member in self.members()}[name])
+        return self._inspect({member.peer.worker_id: member.address for member in self.members()}[name])
 
     def _inspect(self, address: str) -> worker_pb2.InspectResponse:
         with self.channel(address) as channel:

@@ -27,7 +27,7 @@ from tandem.protocol.messages import (
     Reservation,
     Role,
     SamplingParams,
-    StepEvents,
+    StepOutput,
     TokenLogprobs,
 )
 from tandem.worker.config import WorkerConfig
@@ -152,7 +152,7 @@ class WorkerPair:
         self.ends = [self.prefill] if both else [self.prefill, self.decode]
         self.heard: dict[str, Heard] = {}
         self.late: list[RequestEvent] = []
-        self.steps: list[StepEvents] = []
+        self.steps: list[StepOutput] = []
 
     async def __aenter__(self) -> "WorkerPair":
         self.streams: list[RouterStream] = []

@@ -16,8 +16,8 @@ from tandem.engine.cache.page_pool import PagePool
 from tandem.engine.config import GPU_PAGE_TOKENS
 from tandem.engine.cuda.cuda_graphs import graph_sizes
 from tandem.engine.cuda.sampler_cuda import PARAMS, DeviceSampler
-from tandem.engine.steps.batch import PendingStep, StepBatch, StepResult, rows_of
-from tandem.engine.steps.draws import History
+from tandem.engine.steps.batch import ModelRunnerOutput, PendingStep, StepBatch, rows_of
+from tandem.engine.steps.sampling_metadata import History
 from tandem.engine.steps.step_buffer import StepLimits, StepSizes
 from tandem.engine.steps.step_packer import StepPacker
 from tandem.protocol.cost_parameters import UNMEASURED
@@ -83,7 +83,7 @@ class NoEngine:
         due = time.monotonic() + self.step_s
         drawn = self._drawn[: len(draws)]
 
-        def result() -> StepResult:
+        def result() -> ModelRunnerOutput:
             time.sleep(max(0.0, due - time.monotonic()))
             with self.watch.timing("drawn"):
                 return rows_of(drawn.tolist(), batch)

@@ -26,7 +26,7 @@ from tandem.engine.kernels.reference import rms_norm as plain_rms_norm
 from tandem.engine.kernels.rowwise.triton_norm import rms_norm
 from tandem.engine.kernels.triton_launch import overlaps_launches
 from tandem.engine.models.rope import rope_table
-from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.protocol.messages import SamplingParams
 
 DECODE_TOKENS = 256
@@ -151,19 +151,19 @@ class Contests:
 
     def _greedy(self, tokens: int) -> Contest:
         inputs = [self._random(tokens, self._shape.vocab_size)]
-        draw = self._drawing([Draw(_GREEDY, 0)] * tokens)
+        draw = self._drawing([SamplingInput(_GREEDY, 0)] * tokens)
         return Contest("sampling, greedy", tokens, inputs, draw, partial(torch.argmax, dim=-1))
 
     def _filtered(self, tokens: int) -> Contest:
         inputs = [3 * self._random(tokens, self._shape.vocab_size)]
-        draws = [Draw(_FILTERED, row) for row in range(tokens)]
+        draws = [SamplingInput(_FILTERED, row) for row in range(tokens)]
         plain = partial(sampler.sample, draws=draws)
         return Contest("sampling, top-k top-p", tokens, inputs, self._drawing(draws), plain, asks_host=True)
 
     def _normed(self, x: Tensor) -> Tensor:
         return rms_norm(x, self._norm, pdl=self._pdl)
 
-    def _drawing(self, draws: Sequence[Draw]) -> Callable[[Tensor], None]:
+    def _drawing(self, draws: Sequence[SamplingInput]) -> Callable[[Tensor], None]:
         plan = self._sampler.plan(draws)
         params = torch.from_numpy(plan.params).to(self._device)
         out = torch.empty(len(draws), dtype=torch.int64, device=self._device)

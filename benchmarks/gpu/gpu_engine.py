@@ -19,11 +19,11 @@ from tandem.engine.cuda.cuda_stepper import CudaStepper
 from tandem.engine.cuda.step_graph import StepGraph
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.steps.batch import PendingStep, StepBatch, StepRow
-from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.protocol.kv_pages import FREED
 from tandem.protocol.messages import SamplingParams
 
-_GREEDY = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
+_GREEDY = SamplingInput(SamplingParams(max_tokens=1, temperature=0.0), 0)
 DECODE_STEPS = 48
 """Timed steps of a decode; the given context is in their middle."""
 _SAMPLED = SamplingParams(max_tokens=1, temperature=0.8, top_k=50, top_p=0.95)
@@ -176,5 +176,5 @@ class GpuEngine:
         return len(kv.seen(start, 0, kv.numbers(end)))
 
 
-def _draw(sampled: bool, row: int, index: int) -> Draw:
-    return Draw(_SAMPLED, index + row) if sampled else _GREEDY
+def _draw(sampled: bool, row: int, index: int) -> SamplingInput:
+    return SamplingInput(_SAMPLED, index + row) if sampled else _GREEDY

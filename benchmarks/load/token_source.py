@@ -26,8 +26,9 @@ from tandem.protocol.messages import (
     PeerRef,
     PrefillTask,
     RequestEvent,
+    Reservation,
     Role,
-    StepEvents,
+    StepOutput,
     StepTokens,
     WorkerInfo,
     WorkerLoad,
@@ -62,7 +63,7 @@ class TokenSource(worker_pb2_grpc.WorkerServicer):
         """Sets the interval between a request's tokens to `step_s` seconds."""
         self._step_s = step_s
         self._running: dict[str, tuple[PrefillTask, int]] = {}
-        self._out: asyncio.Queue[StepEvents] = asyncio.Queue()
+        self._out: asyncio.Queue[StepOutput] = asyncio.Queue()
         self._epoch = self._step = 0
 
     async def start(self) -> str:
@@ -81,23 +82,25 @@ class TokenSource(worker_pb2_grpc.WorkerServicer):
         self._stepping = asyncio.create_task(self._steps())
         return address
 
-    async def Attach(self, _request: Any, context: Any) -> AsyncIterator[worker_pb2.StepEvents]:
+    async def Attach(self, _request: Any, context: Any) -> AsyncIterator[worker_pb2.StepOutput]:
         """Streams step outputs to the router that attached last."""
         self._running.clear()
         self._out = asyncio.Queue()
         await context.send_initial_metadata(())
         while True:
-            yield conversion.step_events_to_proto(await self._out.get())
+            yield conversion.step_output_to_proto(await self._out.get())
 
     async def Reserve(self, request: Any, _context: Any) -> Any:
         """Grants a lease at once."""
-        ref = conversion.reservation_from_proto(request).ref
+        ref = conversion.from_proto(request, Reservation).ref
         self._epoch += 1
-        return conversion.granted_to_proto(GrantedLease(Lease(ref.request_id, ref.attempt, self._epoch), _LEASE_S))
+        return conversion.to_proto(
+            GrantedLease(Lease(ref.request_id, ref.attempt, self._epoch), _LEASE_S), worker_pb2.ReserveResponse
+        )
 
     async def Prefill(self, request: Any, _context: Any) -> worker_pb2.PrefillResponse:
         """Sends the first token at once; the others follow by steps."""
-        task = conversion.prefill_task_from_proto(request)
+        task = conversion.from_proto(request, PrefillTask)
         edges = tuple(EdgeStamp.now(edge) for edge in (Edge.PREFILL_FINISHED, Edge.DECODE_ADMITTED))
         self._running[task.ref.request_id] = task, 1
         self._tell((RequestEvent(task.ref, 0, (token_of(time.monotonic()),), edges=edges),))
@@ -136,4 +139,4 @@ class TokenSource(worker_pb2_grpc.WorkerServicer):
     def _tell(self, events: tuple[RequestEvent, ...], tokens: tuple[StepTokens, ...] = ()) -> None:
         self._step += 1
         load = WorkerLoad(0, 0, len(self._running), 0, _PAGES)
-        self._out.put_nowait(StepEvents(self._step, events, load, (), tokens))
+        self._out.put_nowait(StepOutput(self._step, events, load, (), tokens))

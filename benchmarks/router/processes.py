@@ -22,10 +22,9 @@ from tandem.net.heap import freeze_gc
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Seconds of CPU time since the router was ready, of itself and of its front processes, and its memory now."""
+    """Seconds of CPU time since the router was ready, and its memory now."""
 
     cpu_s: float
-    children_s: float
     rss_bytes: int
 
 
@@ -72,13 +71,11 @@ def run_router(pipe: Connection, controller: str, model: Path, settings: Mapping
         pipe.send((listeners.grpc_address, listeners.http_address.removeprefix("http://")))
         while await asyncio.to_thread(pipe.recv) != "end":
             now = _usage()
-            pipe.send(Usage(now.cpu_s - before.cpu_s, now.children_s - before.children_s, now.rss_bytes))
+            pipe.send(Usage(now.cpu_s - before.cpu_s, now.rss_bytes))
         await server.stop(0.0)
 
     asyncio.run(run())
 
 
 def _usage() -> Usage:
-    process = psutil.Process()
-    times = [each.cpu_times() for each in process.children()]
-    return Usage(time.process_time(), float(sum(each.user + each.system for each in times)), process.memory_info().rss)
+    return Usage(time.process_time(), psutil.Process().memory_info().rss)

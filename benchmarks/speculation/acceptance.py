@@ -25,9 +25,8 @@ from tandem.cli.models.default_model import find_default_model
 from tandem.engine.config import EngineConfig
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.speculation.ngram import NgramProposer
-from tandem.engine.speculation.ngram_history import LONGEST, MATCH_MAX
-from tandem.engine.speculation.proposer import Proposer
-from tandem.engine.speculation.suffix import ANSWER_CLASSES, SuffixProposer
+from tandem.engine.speculation.proposer import DRAFT_SOURCES, DraftSource, Proposer
+from tandem.engine.speculation.suffix import SuffixProposer
 from tandem.engine.weights.gguf import prepare_model
 
 PROPOSERS: Mapping[str, type[Proposer]] = {"ngram": NgramProposer, "suffix": SuffixProposer}
@@ -148,24 +147,24 @@ def _gain_table(replays: Mapping[str, Mapping[str, Mapping[int, Replay]]]) -> Ta
 
 
 def _match_table(replays: Mapping[str, Mapping[str, Mapping[int, Replay]]]) -> Table:
-    lengths = range(1, ANSWER_CLASSES + LONGEST + 1)
-    names = [str(match) if match <= MATCH_MAX else f"other {match - ANSWER_CLASSES}" for match in lengths]
-    title = f"first drafts that are accepted, and their number, by match in the request or another answer; k = {SHOWN}"
+    sources = [source for source in DRAFT_SOURCES if source.match]
+    names = [f"{source.proposer} {source.match}" for source in sources]
+    title = f"first drafts that are accepted, and their number, by proposer and match; k = {SHOWN}"
     table = Table("set", "proposer", *names, title=title)
     for each in SETS:
         for name, by_set in replays.items():
             it = by_set[each][SHOWN]
             cells = (
-                f"{it.first_accepted[match] / it.first_drafted[match]:.2f} ({it.first_drafted[match]})"
-                if it.first_drafted[match]
+                f"{it.first_accepted[source] / it.first_drafted[source]:.2f} ({it.first_drafted[source]})"
+                if it.first_drafted[source]
                 else "-"
-                for match in lengths
+                for source in sources
             )
             table.add_row(each, name, *cells)
     return table
 
 
-def _part(accepted: Mapping[int, int], drafted: Mapping[int, int]) -> str:
+def _part(accepted: Mapping[DraftSource, int], drafted: Mapping[DraftSource, int]) -> str:
     whole = sum(drafted.values())
     return f"{sum(accepted.values()) / whole:.2f}" if whole else "-"
 

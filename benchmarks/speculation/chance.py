@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 from decode_worker.drafts import RowDrafts, StepDrafts
-from tandem.engine.speculation.proposer import Draft
+from tandem.engine.speculation.proposer import Draft, DraftSource, ProposerName
 
-CHANCE_MATCH = 1
+CHANCE = DraftSource(ProposerName.NGRAM, 1)
 """The class of all drafts."""
 
 
@@ -28,7 +28,7 @@ class ChanceProposer:
 
     def propose(self, key: Hashable, most: int) -> Draft:
         """See `Proposer`."""
-        return Draft(range(1, most + 1), CHANCE_MATCH)
+        return Draft(range(1, most + 1), CHANCE)
 
     def leave(self, key: Hashable) -> None:
         """See `Proposer`."""

@@ -23,7 +23,7 @@ from tandem.cost_model.acceptance import Acceptance
 from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_fit import StepFit
 from tandem.cost_model.step_work import StepWork
-from tandem.engine.speculation.proposer import DRAFTS_MAX, Draft
+from tandem.engine.speculation.proposer import DRAFTS_MAX, Draft, DraftSource, ProposerName
 from tandem.protocol.cost_parameters import CostParameters
 
 STEPS, WARM_UP = 600, 200
@@ -128,7 +128,7 @@ class Adaptive:
 
     def _candidates(self, acceptance: Acceptance) -> list[Candidate]:
         survival = acceptance.survival(1, DRAFTS_MAX)
-        draft = Draft(range(DRAFTS_MAX), 1)
+        draft = Draft(range(DRAFTS_MAX), DraftSource(ProposerName.NGRAM, 1))
         return [Candidate(REQUEST, draft, survival, self._context) for _ in range(self._work.decode_rows)]
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from tandem.engine.draft_training.answers import BATCH, Answering, tokens_a_step
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.speculation.proposer import BatchProposer, WantedDraft
-from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.protocol.messages import SamplingParams
 
 
@@ -19,7 +19,7 @@ def heads_tokens_a_step(
     proposer = None if runner.draft_proposer is None else runner.draft_proposer()
     if not isinstance(proposer, BatchProposer):
         raise ValueError("the runner has no heads")
-    draws = [Draw(SamplingParams(max_tokens=1), 0)] * max(drafts)
+    draws = [SamplingInput(SamplingParams(max_tokens=1), 0)] * max(drafts)
     guesses: list[list[Sequence[int]]] = []
 
     def drew(numbers: Sequence[int], tokens: Sequence[int]) -> None:

@@ -35,7 +35,7 @@ from tandem.engine.cache.page_pool import PagePool
 from tandem.engine.config import GPU_PAGE_TOKENS, EngineConfig
 from tandem.engine.cuda.sampler_cuda import DeviceSampler
 from tandem.engine.cuda.verify_graphs import verify_sizes
-from tandem.engine.steps.batch import PendingStep, StepBatch, StepResult, rows_of
+from tandem.engine.steps.batch import ModelRunnerOutput, PendingStep, StepBatch, rows_of
 from tandem.engine.steps.draft_groups import fill_draft_groups
 from tandem.engine.steps.step_buffer import StepLimits, StepSizes
 from tandem.engine.steps.step_packer import StepPacker
@@ -121,7 +121,7 @@ class DraftingEngine(NoEngine):
         due = self._due = max(self._due, time.monotonic()) + self.step_s + DRAFT_S * (len(batch) - requests)
         drawn = self._newest = self._draw(batch)
 
-        def result() -> StepResult:
+        def result() -> ModelRunnerOutput:
             time.sleep(max(0.0, due - time.monotonic()))
             self._ended = time.thread_time_ns(), time.perf_counter_ns()
             return rows_of(drawn.tolist(), batch)
@@ -202,7 +202,7 @@ async def measure(requests: int, drafts: int | None, steps: int, temperature: fl
 async def _read(stream: RouterStream) -> None:
     """Reads the stream like the servicer, until it ends."""
     async for message in stream.messages():
-        conversion.step_events_to_proto(message).SerializeToString()
+        conversion.step_output_to_proto(message).SerializeToString()
 
 
 def _send(tested: Worker, name: str, sampling: SamplingParams) -> None:

@@ -6,9 +6,9 @@ Models of random weights have no text that a real proposer could guess. Every fi
 import random
 from collections.abc import Callable, Hashable, Sequence
 
-from tandem.engine.speculation.proposer import NO_DRAFT, Draft
+from tandem.engine.speculation.proposer import NO_DRAFT, Draft, DraftSource, ProposerName
 
-ORACLE_MATCH = 1
+ORACLE = DraftSource(ProposerName.NGRAM, 1)
 """The class of all guesses."""
 
 
@@ -45,7 +45,7 @@ class OracleProposer:
         start = self._known[key]
         right = self._answer_of(key)[start : start + most]
         drafted = [self._guess(token, start + index) for index, token in enumerate(right)]
-        return Draft(drafted, ORACLE_MATCH) if drafted else NO_DRAFT
+        return Draft(drafted, ORACLE) if drafted else NO_DRAFT
 
     def leave(self, key: Hashable) -> None:
         """See `Proposer`."""

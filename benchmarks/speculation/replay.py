@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tandem.engine.speculation.proposer import Proposer
+from tandem.engine.speculation.proposer import DraftSource, Proposer
 
 SALT = ""
 _LONG = 8192
@@ -21,12 +21,12 @@ class Replay:
 
     steps: int = 0
     tokens: int = 0
-    drafted: Counter[int] = field(default_factory=Counter)
-    """Drafts by the length of the match that they rest on."""
-    accepted: Counter[int] = field(default_factory=Counter)
-    first_drafted: Counter[int] = field(default_factory=Counter)
+    drafted: Counter[DraftSource] = field(default_factory=Counter)
+    """Drafts by their source."""
+    accepted: Counter[DraftSource] = field(default_factory=Counter)
+    first_drafted: Counter[DraftSource] = field(default_factory=Counter)
     """The first drafts of steps among them."""
-    first_accepted: Counter[int] = field(default_factory=Counter)
+    first_accepted: Counter[DraftSource] = field(default_factory=Counter)
 
     @property
     def tokens_a_step(self) -> float:
@@ -54,10 +54,10 @@ class Replay:
         while accepted < drafted and draft.token_ids[accepted] == rest[accepted]:
             accepted += 1
         if drafted:
-            self.drafted[draft.match] += drafted
-            self.accepted[draft.match] += accepted
-            self.first_drafted[draft.match] += 1
-            self.first_accepted[draft.match] += accepted > 0
+            self.drafted[draft.source] += drafted
+            self.accepted[draft.source] += accepted
+            self.first_drafted[draft.source] += 1
+            self.first_accepted[draft.source] += accepted > 0
         return accepted
 
 

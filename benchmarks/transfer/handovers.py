@@ -17,7 +17,7 @@ from benchmarks.transfer.met_steps import gaps_meeting_transfers_ms
 from tandem.net.rpc import open_client_channel
 from tandem.protocol import conversion
 from tandem.protocol.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
-from tandem.protocol.lifecycle.timeline import Edge
+from tandem.protocol.lifecycle.timeline import Edge, Timeline
 
 _TIMEOUT_S = 600
 _BACKGROUND_PROMPT = 256
@@ -45,7 +45,7 @@ class Client:
             if message.chunk.token_ids:
                 moments.append(time.time())  # by the clock of timelines
             if message.HasField("complete"):
-                timeline = conversion.timeline_from_proto(message.complete.timeline)
+                timeline = conversion.from_proto(message.complete.timeline, Timeline)
         if timeline is None:
             raise RuntimeError("an answer without an end")
         return Answer(tuple(moments), timeline)

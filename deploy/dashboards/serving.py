@@ -15,14 +15,6 @@ def _latency(title: str, family: Family, about: str) -> Panel:
     return Panel(title, Unit.SECONDS, curves, about, width=6)
 
 
-_FRONT = "worker", "front"
-
-
-def _by_front(title: str, unit: Unit, curves: str, about: str = "") -> Panel:
-    """Returns a panel with a curve for each front process."""
-    return Panel(title, unit, (Query(curves, "{{worker}} front-{{front}}"),), about, width=6)
-
-
 def _heatmap(title: str, family: Family) -> Panel:
     cells = (Query(rate(series(family, "_bucket"), "le")),)
     return Panel(title, Unit.SECONDS, cells, "Observations a second in each bucket.", Kind.HEATMAP, width=12)
@@ -172,32 +164,6 @@ _PLACEMENT = Row(
     ),
 )
 
-_FRONTS = Row(
-    "Front processes",
-    (
-        _by_front(
-            "Client connections",
-            Unit.NUMBER,
-            total(series(f.FRONT_CONNECTIONS), *_FRONT),
-            "The kernel distributes new connections evenly.",
-        ),
-        _by_front(
-            "Messages",
-            Unit.A_SECOND,
-            rate(series(f.FRONT_MESSAGES), *_FRONT),
-            "Parts of requests and answers, to and from the router.",
-        ),
-        _by_front("Bytes", Unit.BYTES_A_SECOND, rate(series(f.FRONT_BYTES), *_FRONT)),
-        _by_front(
-            "Restarts",
-            Unit.NUMBER,
-            total(series(f.FRONT_RESTARTS), *_FRONT),
-            "Clients of that process lose their connections; the router's log has the reason.",
-        ),
-    ),
-    folded=True,
-)
-
 _ACCESS = Row(
     "Access",
     (
@@ -224,5 +190,5 @@ DASHBOARD = Dashboard(
     "serving",
     "Tandem: serving and goodput",
     "SLO attainment and the phase that caused misses",
-    (_SERVICE_CLASSES, _LATENCIES, _TRAFFIC, _PLACEMENT, _FRONTS, _ACCESS),
+    (_SERVICE_CLASSES, _LATENCIES, _TRAFFIC, _PLACEMENT, _ACCESS),
 )

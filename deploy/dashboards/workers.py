@@ -190,17 +190,18 @@ _SPECULATION = Row(
             width=6,
         ),
         Panel(
-            "Accepted drafts by match",
+            "Accepted drafts by source",
             Unit.SHARE,
             (
                 Query(
                     share(
-                        rate(of_workers(f.ACCEPTED_BY_MATCH), "match"), rate(of_workers(f.DRAFTED_BY_MATCH), "match")
+                        rate(of_workers(f.ACCEPTED_BY_SOURCE), "proposer", "match"),
+                        rate(of_workers(f.DRAFTED_BY_SOURCE), "proposer", "match"),
                     ),
-                    "match of {{match}}",
+                    "{{proposer}} {{match}}",
                 ),
             ),
-            "Share of verified drafts that became tokens, by the length of the match that they rest on.",
+            "Share of verified drafts that became tokens, by proposer and by the length of their match.",
             width=6,
         ),
         _rates("Drafted tokens", Unit.A_SECOND, f.DRAFTED, "Drafts that steps verified."),

@@ -6,7 +6,6 @@ import asyncio
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -37,24 +36,8 @@ class RouterEndpoints:
     """The address of the router's metrics over plain HTTP if those of `http_address` are over TLS, else empty."""
 
 
-class Listeners(Protocol):
-    """The interface of both listeners. Call `open` once, then `leave` once, then `gone`."""
-
-    async def open(self) -> RouterEndpoints:
-        """Start to accept clients; FailedPrecondition names the setting of a port that is taken."""
-
-    def set_serving(self, serving: bool) -> None:
-        """Set the status of gRPC's health service: True if a request could be served now."""
-
-    async def leave(self, grace_s: float) -> None:
-        """Accept no more calls; running calls may take `grace_s` seconds and `GOODBYE_S` for their last messages."""
-
-    async def gone(self) -> None:
-        """Wait for the last call; call it after `leave`."""
-
-
-class InProcessListeners:
-    """The listeners as servers of this process."""
+class Listeners:
+    """Both listeners, as servers of this process. Call `open` once, then `leave` once, then `gone`."""
 
     def __init__(
         self,
@@ -67,14 +50,12 @@ class InProcessListeners:
         app: ASGIApp,
         limits: ListenerLimits = DEFAULT_LIMITS,
         tls: TlsFiles | None = None,
-        shared: bool = False,
     ) -> None:
         """`ports` are those of gRPC and HTTP, 0 = any free one.
 
-        `check` is applied to the metadata of gRPC calls, `rejected` gets those that it does not allow; `app` checks
-        HTTP requests itself. `add_inference` adds
-        `tandem.v1.Inference` to a server. `shared` lets other processes of this user listen on
-        the same ports. Raises InvalidArgument for `tls` that cannot be used.
+        `check` is applied to the metadata of gRPC calls, and `rejected` is called with those that it does not allow;
+        `app` checks HTTP requests itself. `add_inference` adds `tandem.v1.Inference` to a server. Raises
+        InvalidArgument for `tls` that cannot be used.
         """
         self._host, (self._grpc_port, self._http_port) = host, ports
         self._check = check
@@ -83,19 +64,17 @@ class InProcessListeners:
         self._app = app
         self._limits = limits
         self._tls = None if tls is None else ServerTls(tls)
-        self._shared = shared
         self._health = health.aio.HealthServicer()
         self._status = health_pb2.HealthCheckResponse.NOT_SERVING
         self._background: set[asyncio.Task[None]] = set()
 
     async def open(self) -> RouterEndpoints:
-        """See `Listeners`."""
-        listener = Listener(self._host, self._http_port, "http_port", shared=self._shared)
+        """Start to accept clients; FailedPrecondition names the setting of a port that is taken."""
+        listener = Listener(self._host, self._http_port, "http_port")
         self._grpc = open_server(
             check=self._check,
             rejected=self._rejected,
             open_methods=(_HEALTH_METHODS,),
-            shared_port=self._shared,
             limits=self._limits,
         )
         try:
@@ -110,19 +89,19 @@ class InProcessListeners:
         return RouterEndpoints(address_of(self._host, grpc_port), listener.address)
 
     def set_serving(self, serving: bool) -> None:
-        """See `Listeners`."""
+        """Set the status of gRPC's health service: True if a request could be served now."""
         replies = health_pb2.HealthCheckResponse
         self._status = replies.SERVING if serving else replies.NOT_SERVING
         self._spawn(asyncio.create_task(self._health.set(SERVICE, self._status)))
 
     async def leave(self, grace_s: float) -> None:
-        """See `Listeners`."""
+        """Accept no more calls; running calls may take `grace_s` seconds and `GOODBYE_S` for their last messages."""
         await self._health.enter_graceful_shutdown()
         self._http.leave(math.ceil(grace_s + GOODBYE_S))
         self._spawn(asyncio.create_task(self._grpc.stop(grace_s + GOODBYE_S)))
 
     async def gone(self) -> None:
-        """See `Listeners`."""
+        """Wait for the last call; call it after `leave`."""
         await asyncio.gather(*self._background, return_exceptions=True)
         await self._http.gone()
 

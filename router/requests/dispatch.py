@@ -39,7 +39,7 @@ from tandem.metrics import families as f
 from tandem.metrics.registry import Facts
 from tandem.protocol.errors import InvalidArgument, StaleEpoch, TandemError, Unavailable
 from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
-from tandem.protocol.messages import FinishReason, Lease, StepEvents
+from tandem.protocol.messages import FinishReason, Lease, StepOutput
 from tandem.protocol.mode import Mode
 
 log = logging.getLogger(__name__)
@@ -272,7 +272,7 @@ class Dispatcher:
 
     # ---- observer of the worker links ----
 
-    def on_step(self, _link: WorkerLink, step: StepEvents) -> None:
+    def on_step(self, _link: WorkerLink, step: StepOutput) -> None:
         """Process one step output of a worker."""
         self._events.take(step, self._live.by_wire_id)
         self._schedule_pump()

@@ -21,7 +21,7 @@ from router.requests.request import RoutedRequest
 from router.requests.text_thread import RequestText, TextThread
 from tandem.protocol.errors import Internal, TandemError, Unavailable, from_code
 from tandem.protocol.lifecycle.timeline import Edge
-from tandem.protocol.messages import FinishReason, RequestEvent, StepEvents, TokenLogprobs
+from tandem.protocol.messages import FinishReason, RequestEvent, StepOutput, TokenLogprobs
 
 
 class RequestOwner(Protocol):
@@ -69,7 +69,7 @@ class EventStream:
             self._timer.cancel()
         await self._text.stop()
 
-    def take(self, step: StepEvents, live: Mapping[str, RoutedRequest]) -> None:
+    def take(self, step: StepOutput, live: Mapping[str, RoutedRequest]) -> None:
         """Process one step output of a worker.
 
         Events of finished requests and of earlier attempts are dropped. An event that raises ends its own request only.

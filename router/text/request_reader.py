@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 _INLINE_BYTES = 8 << 10
 """Largest request parsed on the event loop, in bytes; it takes about two milliseconds at most, whatever its content.
 
-The costliest is a JSON body of many short messages (the limits of bodies are in `router/api/body.py`).
+The costliest is a JSON body of many short messages.
 """
 _ITEMS_BESIDE_PROMPT = 1 << 16
 """Most items of a request in addition to a prompt of token ids."""

@@ -37,7 +37,7 @@ class AdapterCalls:
         """
         request = types_pb2.LoadAdapterRequest(lora_name=name, lora_path=path)
         reply = await _typed(self._pool.controller.LoadAdapter(request, timeout=_CHANGE_S))
-        adapter = conversion.adapter_from_proto(reply.adapter)
+        adapter = conversion.from_proto(reply.adapter, AdapterFacts)
         await self._follow(lambda: adapter in self._pool.adapters)
         return adapter
 

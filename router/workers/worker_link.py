@@ -25,9 +25,10 @@ from tandem.protocol.messages import (
     PrefillTask,
     RequestRef,
     Reservation,
-    StepEvents,
+    StepOutput,
     WorkerInfo,
 )
+from tandem.protocol.prefixes import PrefixList
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ _Reply = TypeVar("_Reply")
 class LinkObserver(Protocol):
     """The observer of a worker's events. All calls come on the event loop."""
 
-    def on_step(self, link: WorkerLink, step: StepEvents) -> None:
+    def on_step(self, link: WorkerLink, step: StepOutput) -> None:
         """Called with each step output."""
 
     def on_lost(self, link: WorkerLink) -> None:
@@ -142,12 +143,14 @@ class WorkerLink:
 
     async def reserve(self, reservation: Reservation) -> GrantedLease:
         """Reserve pages on a decode worker; returns the lease or raises the worker's `TandemError`."""
-        request = conversion.reservation_to_proto(reservation)
-        return conversion.granted_from_proto(await self._call(self._stub.Reserve(request, timeout=self._timeout)))
+        request = conversion.to_proto(reservation, worker_pb2.ReserveRequest)
+        return conversion.from_proto(await self._call(self._stub.Reserve(request, timeout=self._timeout)), GrantedLease)
 
     async def prefill(self, task: PrefillTask) -> None:
         """Send a prompt to a prefill worker; raises the worker's `TandemError` if it rejects it."""
-        await self._call(self._stub.Prefill(conversion.prefill_task_to_proto(task), timeout=self._timeout))
+        await self._call(
+            self._stub.Prefill(conversion.to_proto(task, worker_pb2.PrefillRequest), timeout=self._timeout)
+        )
 
     def abort(self, ref: RequestRef) -> None:
         """Abort `ref` and its earlier attempts on the worker; aborts of one event loop turn are batched."""
@@ -158,7 +161,7 @@ class WorkerLink:
     async def _send_aborts(self) -> None:
         refs, self._aborts = self._aborts, []
         message = worker_pb2.AbortWorkRequest(
-            router_id=self._router_id, requests=[conversion.ref_to_proto(ref) for ref in refs]
+            router_id=self._router_id, requests=[conversion.to_proto(ref, worker_pb2.RequestRef) for ref in refs]
         )
         tries = 0
         while True:
@@ -181,9 +184,9 @@ class WorkerLink:
         log.warning("abort of %d requests did not reach %s: %s", len(refs), self.name, error)
 
     async def _heartbeat(self, leases: Sequence[Lease], timeout_s: float) -> frozenset[Lease]:
-        message = worker_pb2.HeartbeatRequest(leases=[conversion.lease_to_proto(lease) for lease in leases])
+        message = worker_pb2.HeartbeatRequest(leases=[conversion.to_proto(lease, worker_pb2.Lease) for lease in leases])
         reply = await self._call(self._stub.Heartbeat(message, timeout=min(timeout_s, self._timeout)))
-        return frozenset(conversion.lease_from_proto(lease) for lease in reply.unknown)
+        return frozenset(conversion.from_proto(lease, Lease) for lease in reply.unknown)
 
     async def _call(self, call: Awaitable[_Reply]) -> _Reply:
         try:
@@ -230,11 +233,11 @@ class WorkerLink:
         self._set_connected(True)
         async for message in call:
             self._probe.observe()
-            step = conversion.step_events_from_proto(message)
+            step = conversion.step_output_from_proto(message)
             self._learn(step)
             self._observer.on_step(self, step)
 
-    def _learn(self, step: StepEvents) -> None:
+    def _learn(self, step: StepOutput) -> None:
         """Apply the load report and prefix cache updates of a step; a failure degrades placement, not requests."""
         try:
             self.state.report(step.load)
@@ -274,7 +277,7 @@ class WorkerLink:
                 await asyncio.sleep(_LIST_PAUSE_S)
             else:
                 if self.connected:
-                    self._prefixes.load(conversion.prefix_list_from_proto(reply))
+                    self._prefixes.load(conversion.from_proto(reply, PrefixList))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -183,7 +183,7 @@ class WorkerPool:
         while True:
             try:
                 async for message in self.controller.Watch(cluster_pb2.WatchRequest()):
-                    self._apply_membership(conversion.membership_from_proto(message))
+                    self._apply_membership(conversion.from_proto(message, Membership))
                     pause = _RETRY_S[0]
             except grpc.aio.AioRpcError as error:
                 # Workers continue to serve without a controller; only changes are missed until it is back.

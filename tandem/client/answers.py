@@ -221,5 +221,5 @@ def _answer(message: inference_pb2.GenerateResponse, parts: _Parts, prompt: Prom
         completion_tokens=end.completion_tokens,
         cached_tokens=end.cached_tokens,
         prompt=prompt,
-        timeline=conversion.timeline_from_proto(end.timeline),
+        timeline=conversion.from_proto(end.timeline, Timeline),
     )

@@ -30,7 +30,6 @@ CPU_KV_CACHE_BYTES = GIB
 GPU_MEMORY_FRACTION = 0.9
 """Fraction of a GPU's memory that all of its workers use together."""
 CPU_BATCH_REQUESTS, GPU_BATCH_REQUESTS = 64, 256
-_MOST_FRONTS = 64
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "int8", "fp8")
 GENERATION_CONFIGS = ("auto", "none")
@@ -155,8 +154,6 @@ class ClusterConfig:
     """The certificate of the router's ports for clients; None = their connections are not encrypted."""
     operations_port: int = 0
     """Port of probes, metrics and traces of the router over plain HTTP, with `tls` only; 0 = any free one."""
-    front_processes: int = 0
-    """Number of front processes that hold client connections for the router, 0 to 64; 0 = the router holds them."""
     listeners: ListenerLimits = DEFAULT_LIMITS
     """Limits of connections and calls at both ports."""
     max_messages: int = 4096
@@ -275,8 +272,6 @@ class ClusterConfig:
         if self.default_slo_class not in (names := classes_by_name(self.slo_classes)):
             raise InvalidArgument("--default-slo-class", f"{self.default_slo_class!r} is none of {', '.join(names)}")
         check_ports(self.grpc_port, self.http_port, self.metrics_port, self.controller_port, self.operations_port)
-        if not 0 <= self.front_processes <= _MOST_FRONTS:
-            raise InvalidArgument("--front-processes", f"{self.front_processes} is not 0 to {_MOST_FRONTS}")
         self._check_quantization()
         self._check_draft()
         self._check_ray_address()

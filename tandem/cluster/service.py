@@ -13,7 +13,7 @@ from tandem.cluster.supervision.registry import Registry
 from tandem.cluster.supervision.size import SizeChange
 from tandem.protocol import conversion
 from tandem.protocol.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, types_pb2
-from tandem.protocol.messages import PeerRef
+from tandem.protocol.messages import PeerRef, WorkerInfo
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -28,14 +28,14 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
 
     async def Register(self, request: cluster_pb2.RegisterRequest, _context: _Context) -> cluster_pb2.RegisterResponse:
         """Registers a worker or a new incarnation of it. StaleEpoch for an incarnation that is over."""
-        self._registry.register(conversion.worker_info_from_proto(request.worker))
+        self._registry.register(conversion.from_proto(request.worker, WorkerInfo))
         return cluster_pb2.RegisterResponse()
 
     async def Unregister(
         self, request: cluster_pb2.UnregisterRequest, _context: _Context
     ) -> cluster_pb2.UnregisterResponse:
         """Removes a worker's incarnation for good."""
-        self._registry.unregister(PeerRef(request.worker_id, request.incarnation))
+        self._registry.unregister(conversion.from_proto(request.peer, PeerRef))
         return cluster_pb2.UnregisterResponse()
 
     async def Watch(
@@ -43,7 +43,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
     ) -> AsyncIterator[cluster_pb2.Membership]:
         """Streams the membership, now and after each change."""
         async for membership in self._registry.watch():
-            yield conversion.membership_to_proto(membership)
+            yield conversion.to_proto(membership, cluster_pb2.Membership)
 
     async def SetMode(self, request: cluster_pb2.SetModeRequest, _context: _Context) -> cluster_pb2.SetModeResponse:
         """Changes mode, roles and step settings; returns when every serving worker has followed."""
@@ -59,7 +59,8 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         )
         workers = await self._operator.set_mode(change)
         return cluster_pb2.SetModeResponse(
-            workers=[conversion.worker_info_to_proto(info) for info in workers], seconds=time.monotonic() - began
+            workers=[conversion.to_proto(info, cluster_pb2.WorkerInfo) for info in workers],
+            seconds=time.monotonic() - began,
         )
 
     async def DrainWorker(
@@ -82,7 +83,8 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         change = SizeChange(request.prefill, request.decode, request.workers, request.grace_s, request.wait_s)
         workers = await self._operator.resize(change)
         return cluster_pb2.ResizeResponse(
-            workers=[conversion.worker_info_to_proto(info) for info in workers], seconds=time.monotonic() - began
+            workers=[conversion.to_proto(info, cluster_pb2.WorkerInfo) for info in workers],
+            seconds=time.monotonic() - began,
         )
 
     async def LoadAdapter(
@@ -90,7 +92,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
     ) -> types_pb2.LoadAdapterResponse:
         """Has every worker load an adapter; returns when requests may name it."""
         loaded = await self._adapters.load(request.lora_name, request.lora_path)
-        return types_pb2.LoadAdapterResponse(adapter=conversion.adapter_to_proto(loaded))
+        return types_pb2.LoadAdapterResponse(adapter=conversion.to_proto(loaded, types_pb2.AdapterFacts))
 
     async def UnloadAdapter(
         self, request: types_pb2.UnloadAdapterRequest, _context: _Context
@@ -103,5 +105,5 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         self, _request: cluster_pb2.ListAbsentRequest, _context: _Context
     ) -> cluster_pb2.ListAbsentResponse:
         """Lists the workers that do not serve now, with reasons."""
-        absent = (conversion.absence_to_proto(each) for each in self._operator.absent())
+        absent = (conversion.to_proto(each, cluster_pb2.Absence) for each in self._operator.absent())
         return cluster_pb2.ListAbsentResponse(workers=absent)

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem.engine.steps.draws import Draws, History
+from tandem.engine.steps.sampling_metadata import History, SamplingMetadata
 from tandem.protocol.errors import Internal
 from tandem.tokenizers.grammars import AnswerGrammar, LazyGrammars
 
@@ -55,7 +55,7 @@ class GrammarMasks:
         answer.allowed(history.answer)
         self._answers[history] = answer
 
-    def forbidden(self, draws: Draws, vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def forbidden(self, draws: SamplingMetadata, vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the rows [n] int64 of draws that follow a grammar, and the tokens [n, vocab] bool that they forbid.
 
         Both are on the device; no launch waits for it.
@@ -208,7 +208,7 @@ def _do_all(works: deque[_Work]) -> None:
         work.do()
 
 
-def _history(draws: Draws, row: int) -> History:
+def _history(draws: SamplingMetadata, row: int) -> History:
     history = draws.histories[row]
     assert history is not None
     return history

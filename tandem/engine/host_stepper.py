@@ -12,7 +12,7 @@ from tandem.engine.kernels.base import Feed
 from tandem.engine.logprobs import logprobs, score
 from tandem.engine.models.decoder import DecoderModel
 from tandem.engine.steps.batch import PendingStep, StepBatch, rows_of
-from tandem.engine.steps.draws import Draws
+from tandem.engine.steps.sampling_metadata import SamplingMetadata
 from tandem.engine.steps.scored_step import with_scoring
 from tandem.engine.steps.step_packer import PackedStep, StepPacker, unpack
 
@@ -37,7 +37,11 @@ class HostStepper:
     asynchronous = False
 
     def __init__(
-        self, packer: StepPacker, forward: Forward, device: torch.device, draw: Callable[[Tensor, Draws], Tensor]
+        self,
+        packer: StepPacker,
+        forward: Forward,
+        device: torch.device,
+        draw: Callable[[Tensor, SamplingMetadata], Tensor],
     ) -> None:
         self._packer = packer
         self._forward = forward

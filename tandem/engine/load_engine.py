@@ -48,7 +48,7 @@ from tandem.engine.speculation.load_draft import (
 )
 from tandem.engine.speculation.load_draft_model import LoadModel
 from tandem.engine.steps.batch import PendingStep, StepBatch
-from tandem.engine.steps.draws import History
+from tandem.engine.steps.sampling_metadata import History
 from tandem.engine.steps.step_packer import StepPacker, step_limits
 from tandem.engine.weights.checkpoint import Progress, check_model, load_weights, revision_hash
 from tandem.engine.weights.random_weights import fill_randomly, random_revision

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from tandem.engine.grammar_masks import GrammarMasks
-from tandem.engine.steps.draws import Draw, Draws
+from tandem.engine.steps.sampling_metadata import SamplingInput, SamplingMetadata
 
 
-def additions(draws: Sequence[Draw], eos_token_ids: Sequence[int]) -> tuple[list[int], list[int], list[float]]:
+def additions(draws: Sequence[SamplingInput], eos_token_ids: Sequence[int]) -> tuple[list[int], list[int], list[float]]:
     """Return what is added to logits now: rows, token ids and addends, of the same length; each pair occurs once.
 
     The addend of a token that would end an answer too early is -inf.
@@ -29,7 +29,7 @@ def additions(draws: Sequence[Draw], eos_token_ids: Sequence[int]) -> tuple[list
     return [row for row, _ in found], [token_id for _, token_id in found], list(found.values())
 
 
-def masked(logits: Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[int]) -> Tensor:
+def masked(logits: Tensor, draws: Sequence[SamplingInput], eos_token_ids: Sequence[int]) -> Tensor:
     """Return logits [rows, vocab] with all `additions`, in float32, unchanged where there are none."""
     rows, token_ids, addends = additions(draws, eos_token_ids)
     if not rows:
@@ -39,7 +39,7 @@ def masked(logits: Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[int]) 
     return changed
 
 
-def within_grammars(logits: Tensor, draws: Draws, masks: GrammarMasks) -> Tensor:
+def within_grammars(logits: Tensor, draws: SamplingMetadata, masks: GrammarMasks) -> Tensor:
     """Return logits [rows, vocab] with -inf for tokens that the grammars of their rows forbid now."""
     rows, forbidden = masks.forbidden(draws, logits.shape[1], logits.device)
     kept = logits.clone()
@@ -53,7 +53,9 @@ class MaskedLogits:
     `restore` makes them the model's own again, for log probabilities. No launch waits for the device.
     """
 
-    def __init__(self, logits: Tensor, draws: Draws, eos_token_ids: Sequence[int], masks: GrammarMasks | None) -> None:
+    def __init__(
+        self, logits: Tensor, draws: SamplingMetadata, eos_token_ids: Sequence[int], masks: GrammarMasks | None
+    ) -> None:
         """Change logits [rows, vocab] in place until `restore`; biases are rounded to their dtype."""
         self._constrained: tuple[Tensor, Tensor] | None = None
         if draws.constrained and masks is not None:

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.protocol.messages import TokenLogprobs
 
 _LOW_HALF = (1 << 31) - 1
 
 
-def score(logits: Tensor, draws: Sequence[Draw], tokens: Tensor) -> list[TokenLogprobs | None]:
+def score(logits: Tensor, draws: Sequence[SamplingInput], tokens: Tensor) -> list[TokenLogprobs | None]:
     """Return the log probabilities of `tokens` [rows] that `draws` ask for; empty if none asks.
 
     logits [rows, vocab] are the model's own.
@@ -43,7 +43,7 @@ def logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor]:
 
 
 def scores_of(
-    draws: Sequence[Draw], values: Sequence[Sequence[float]], top_ids: Sequence[Sequence[int]]
+    draws: Sequence[SamplingInput], values: Sequence[Sequence[float]], top_ids: Sequence[Sequence[int]]
 ) -> list[TokenLogprobs | None]:
     """One entry for each draw, None where it asks for no log probabilities.
 
@@ -54,7 +54,7 @@ def scores_of(
     return [_score(each.sampling.logprobs, *next(scores)) if wants_logprobs(each) else None for each in draws]
 
 
-def wants_logprobs(draw: Draw) -> bool:
+def wants_logprobs(draw: SamplingInput) -> bool:
     """Return True if log probabilities go with this draw's token."""
     return draw.sampling.logprobs is not None
 

@@ -15,7 +15,7 @@ from tandem.engine.kernels.base import Kernels
 from tandem.engine.load_engine import LoadedParts, load_parts
 from tandem.engine.memory import naming_the_setting
 from tandem.engine.model_sizes import cost_guess, roofline
-from tandem.engine.steps.batch import PendingStep, StepBatch, StepResult
+from tandem.engine.steps.batch import ModelRunnerOutput, PendingStep, StepBatch
 from tandem.engine.warm_up import check_activations, warm_up
 from tandem.engine.weights.checkpoint import Progress
 
@@ -72,7 +72,7 @@ class ModelRunner:
         """The use of graphs so far; any thread may read it."""
         return self.stepper.graph_use
 
-    def run(self, batch: StepBatch) -> StepResult:
+    def run(self, batch: StepBatch) -> ModelRunnerOutput:
         """Store the KV of every row and sample where a draw is asked for; raises Internal for a malformed batch."""
         return self.launch(batch)()
 

@@ -15,19 +15,19 @@ from torch import Tensor
 from tandem.engine.grammar_masks import GrammarMasks
 from tandem.engine.logits_mask import masked, within_grammars
 from tandem.engine.sampling_filters import column, draw_filtered, has_filters, invert, penalize
-from tandem.engine.steps.draws import NO_TOKEN, Draw, Draws
+from tandem.engine.steps.sampling_metadata import NO_TOKEN, SamplingInput, SamplingMetadata
 from tandem.engine.steps.seeded import uniform
 
 
 def sample(
-    logits: Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[int] = (), masks: GrammarMasks | None = None
+    logits: Tensor, draws: Sequence[SamplingInput], eos_token_ids: Sequence[int] = (), masks: GrammarMasks | None = None
 ) -> Tensor:
     """Return one token id for each row of logits [rows, vocab] → [rows] int64.
 
     Greedy rows take the lowest of equal ids. None of `eos_token_ids` is drawn where an answer may not end yet, no token
     that a grammar forbids according to `masks`. The id is NO_TOKEN where the largest logit is not finite.
     """
-    draws = Draws.of(draws)
+    draws = SamplingMetadata.of(draws)
     if draws.masked:
         logits = masked(logits, draws, eos_token_ids)
     if draws.looks_back:
@@ -52,7 +52,7 @@ def sample(
     return tokens
 
 
-def _soften(logits: Tensor, peaks: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
+def _soften(logits: Tensor, peaks: Tensor, draws: Sequence[SamplingInput]) -> tuple[Tensor, Tensor]:
     """Probabilities [rows, vocab] float32 at each row's temperature, and its uniform number [rows, 1] float64.
 
     `peaks` [rows, 1] float32 are the largest logits.

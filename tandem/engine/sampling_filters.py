@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tandem.engine.steps.draws import Draw, Draws, History
+from tandem.engine.steps.sampling_metadata import History, SamplingInput, SamplingMetadata
 from tandem.protocol.messages import SamplingParams
 
 _CANDIDATES = (128, 1024)
@@ -92,13 +92,13 @@ def _rank(probabilities: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return ranked.values, by_id.values.gather(-1, ranked.indices)
 
 
-def penalize(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+def penalize(logits: Tensor, draws: Sequence[SamplingInput]) -> Tensor:
     """Logits [rows, vocab] with the penalties of each row, then float32; the very same ones where no row has any.
 
     A token of the prompt or the answer has its logit divided (above 0) or multiplied (below) by the repetition
     penalty; one of the answer then loses the frequency penalty for each time, and the presence penalty once.
     """
-    if not Draws.of(draws).looks_back:
+    if not SamplingMetadata.of(draws).looks_back:
         return logits
     penalized = logits.to(torch.float32, copy=True)
     for row, draw in zip(penalized, draws, strict=True):

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tandem.engine.cache.paged_cache import PagedCache
 from tandem.engine.steps.batch import StepBatch, StepRow
-from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.engine.weights.checkpoint import Progress
 from tandem.protocol.errors import ModelError
 from tandem.protocol.messages import SamplingParams
@@ -24,7 +24,7 @@ def warm_up(run: Callable[[StepBatch], object], cache: PagedCache, max_context: 
     sampling = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9)
     tokens = min(cache.page_tokens, _TOKENS, max_context)
     pages = [0] * len(cache.groups)
-    for row in (StepRow([0] * tokens, 0, pages, None), StepRow([0], 0, pages, Draw(sampling, 0))):
+    for row in (StepRow([0] * tokens, 0, pages, None), StepRow([0], 0, pages, SamplingInput(sampling, 0))):
         run(StepBatch([row]))
     cache.storage[0].zero_()
     if progress is not None:
@@ -37,7 +37,7 @@ def check_activations(logits: Callable[[StepBatch], Tensor], cache: PagedCache, 
     Models that were trained in bfloat16 most often do so at the first positions. It uses page 0 as `warm_up` does.
     """
     tokens = list(range(min(cache.page_tokens, _TOKENS, most_tokens)))
-    drawn = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
+    drawn = SamplingInput(SamplingParams(max_tokens=1, temperature=0.0), 0)
     finite = logits(StepBatch([StepRow(tokens, 0, [0] * len(cache.groups), drawn)])).isfinite().all()
     cache.storage[0].zero_()
     if not finite:

@@ -128,20 +128,6 @@ REGRET = counter(
     "Sum of seconds by which placements turned out worse than the predicted cost of the second choice.",
 )
 
-FRONT_CONNECTIONS = gauge("front_connections", "Open client connections of a front process, by its number.", "front")
-FRONT_MESSAGES = counter(
-    "front_messages_total",
-    "Messages between a front process and the router; a batch counts each of its messages.",
-    "front",
-)
-FRONT_BYTES = counter(
-    "front_bytes_total", "Bytes of these messages on the stream between a front process and the router.", "front"
-)
-FRONT_RESTARTS = counter(
-    "front_restarts_total",
-    "Restarts of front processes that ended or hung; their client connections were lost.",
-    "front",
-)
 
 # Router and workers
 
@@ -229,14 +215,17 @@ DRAFTED = counter(
 DRAFTS_ACCEPTED = counter(
     "speculation_accepted_tokens_total", "Verified drafts that became tokens of answers, by position.", "position"
 )
-DRAFTED_BY_MATCH = counter(
-    "speculation_match_draft_tokens_total",
-    "Verified drafts by the length of the match that they rest on (8 = 8 or more; above: matches of 1, 2, 3 tokens in"
-    " other answers).",
+DRAFTED_BY_SOURCE = counter(
+    "speculation_source_draft_tokens_total",
+    "Verified drafts by proposer and by the length of the match that they rest on (8 = 8 or more, 0 = no match).",
+    "proposer",
     "match",
 )
-ACCEPTED_BY_MATCH = counter(
-    "speculation_match_accepted_tokens_total", "Verified drafts that became tokens of answers, by match.", "match"
+ACCEPTED_BY_SOURCE = counter(
+    "speculation_source_accepted_tokens_total",
+    "Verified drafts that became tokens of answers, by proposer and match.",
+    "proposer",
+    "match",
 )
 SPECULATION_SAVED = counter(
     "speculation_saved_seconds_total",

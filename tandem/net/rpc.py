@@ -117,18 +117,20 @@ def open_server(
     check: Check | None = None,
     rejected: Rejected | None = None,
     open_methods: tuple[str, ...] = (),
-    shared_port: bool = False,
     limits: ListenerLimits | None = None,
 ) -> grpc.aio.Server:
     """Make a server that maps `TandemError` to its status and applies `check` to the metadata of each call.
 
     `rejected` is called before a call ends that `check` does not allow. `open_methods` are prefixes of full method
-    names ("/grpc.health.v1.Health/") that are not checked. `shared_port` lets other processes of this user listen on
-    the same port. `limits` are those of a public server; None = only components of the cluster reach it.
+    names ("/grpc.health.v1.Health/") that are not checked. `limits` are those of a public server; None = only
+    components of the cluster reach it.
     """
-    options = [*(SERVER_OPTIONS if limits is None else public_options(limits)), ("grpc.so_reuseport", int(shared_port))]
+    options = SERVER_OPTIONS if limits is None else public_options(limits)
     guard = None if limits is None else CallGuard(limits)
-    return grpc.aio.server(interceptors=[_ConnectionGuard(check, rejected, open_methods, guard)], options=options)
+    return grpc.aio.server(
+        interceptors=[_ConnectionGuard(check, rejected, open_methods, guard)],
+        options=[*options, ("grpc.so_reuseport", 0)],  # gRPC's default is to share the port
+    )
 
 
 def error_of(error: grpc.aio.AioRpcError, peer: str) -> TandemError:
@@ -245,7 +247,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TandemError)
     raise AssertionError("abort returns never")
 
 
-def guarded_unary(handler: _Unary) -> _Unary:
+def _guarded_unary(handler: _Unary) -> _Unary:
     """Wrap a unary handler so that its errors end the call with their status and message."""
 
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
@@ -260,7 +262,7 @@ def guarded_unary(handler: _Unary) -> _Unary:
 def _guard_any_stream(handler: Any) -> Any:
     """Wrap a streaming handler: a generator, or a coroutine that writes, as in gRPC's own health service."""
     if inspect.iscoroutinefunction(handler):
-        return guarded_unary(cast(_Unary, handler))
+        return _guarded_unary(cast(_Unary, handler))
     return guarded_stream(cast(_Streaming, handler))
 
 
@@ -280,9 +282,9 @@ def guarded_stream(handler: _Streaming) -> _Streaming:
 def _with_status(handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
     """Wrap a handler of any kind so that its errors end the call with their status and message."""
     makers = {
-        "unary_unary": (grpc.unary_unary_rpc_method_handler, guarded_unary),
+        "unary_unary": (grpc.unary_unary_rpc_method_handler, _guarded_unary),
         "unary_stream": (grpc.unary_stream_rpc_method_handler, _guard_any_stream),
-        "stream_unary": (grpc.stream_unary_rpc_method_handler, guarded_unary),
+        "stream_unary": (grpc.stream_unary_rpc_method_handler, _guarded_unary),
         "stream_stream": (grpc.stream_stream_rpc_method_handler, _guard_any_stream),
     }
     for kind, (make, guard) in makers.items():

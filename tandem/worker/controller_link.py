@@ -19,7 +19,7 @@ import grpc.aio
 from tandem.net import rpc
 from tandem.protocol import conversion
 from tandem.protocol.errors import StaleEpoch, TandemError, Unavailable
-from tandem.protocol.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
+from tandem.protocol.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from tandem.protocol.messages import Membership, PeerRef, Role, WorkerInfo
 
 log = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class ControllerLink:
         if self._left:
             return
         self._left = True
-        request = cluster_pb2.UnregisterRequest(worker_id=self._me.worker_id, incarnation=self._me.incarnation)
+        request = cluster_pb2.UnregisterRequest(peer=conversion.to_proto(self._me, types_pb2.PeerRef))
         try:
             await self._stub.Unregister(request, timeout=self._timeout_s)
         except grpc.aio.AioRpcError as error:
@@ -133,7 +133,7 @@ class ControllerLink:
 
     async def _announce(self, stub: cluster_pb2_grpc.ClusterStub) -> None:
         info = self._describe()
-        request = cluster_pb2.RegisterRequest(worker=conversion.worker_info_to_proto(info))
+        request = cluster_pb2.RegisterRequest(worker=conversion.to_proto(info, cluster_pb2.WorkerInfo))
         try:
             await stub.Register(request, timeout=self._timeout_s)
         except grpc.aio.AioRpcError as error:
@@ -145,7 +145,7 @@ class ControllerLink:
             try:
                 async for message in self._stub.Watch(cluster_pb2.WatchRequest(), wait_for_ready=True):
                     self._silent_since = None
-                    self._see(conversion.membership_from_proto(message))
+                    self._see(conversion.from_proto(message, Membership))
             except grpc.aio.AioRpcError as error:
                 log.info("the controller's membership stream ended: %s", error.details())
             except Exception:
@@ -230,7 +230,7 @@ class ControllerLink:
             reply = await stub.Inspect(worker_pb2.InspectRequest(), timeout=self._timeout_s)
         except grpc.aio.AioRpcError as error:
             return None if error.code() in NOBODY_OF_OURS else peer
-        return PeerRef(reply.worker_id, reply.incarnation)
+        return conversion.from_proto(reply.peer, PeerRef)
 
 
 async def _cancel(tasks: Iterable[asyncio.Task[None]]) -> None:

@@ -12,7 +12,7 @@ from tandem.engine.adapters.slots import AdapterSlots
 from tandem.engine.cache.page_pool import PagePool
 from tandem.engine.speculation.load_draft import MakeProposer
 from tandem.engine.steps.batch import PendingStep, StepBatch
-from tandem.engine.steps.draws import History
+from tandem.engine.steps.sampling_metadata import History
 from tandem.protocol.kv_pages import KvPages
 from tandem.protocol.messages import ModelFacts
 

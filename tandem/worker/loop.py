@@ -232,10 +232,11 @@ class StepLoop:
             if self._given_up:
                 return
             self.steps += 1
-            output = self._scheduler.apply(step.work, result)
+            events, decoded = self._scheduler.apply(step.work, result)
             updates = self._prefill.take_updates() if step.work.prefill_tokens else ()
         if waited:
             self._running = self._launch()
         with self._publish_lock:
             if not self._given_up:
-                self._publish(self.steps, output.events, output.tokens, updates)
+                tokens = () if decoded is None else decoded.plain_tokens()
+                self._publish(self.steps, events, tokens, updates)

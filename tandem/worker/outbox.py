@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from prefill_worker.request import call_all
-from tandem.protocol.messages import RequestEvent, RoutedEvent, RoutedTokens, StepEvents, StepTokens, WorkerLoad
+from tandem.protocol.messages import RequestEvent, RoutedEvent, RoutedTokens, StepOutput, StepTokens, WorkerLoad
 from tandem.protocol.prefixes import PrefixChanges
 from tandem.worker.router_stream import RouterStream
 
@@ -132,5 +132,5 @@ class Outbox:
         events: tuple[RequestEvent, ...],
         changes: tuple[PrefixChanges, ...],
         tokens: tuple[StepTokens, ...],
-    ) -> StepEvents:
-        return StepEvents(self._step, events, self._load(), changes, tokens)
+    ) -> StepOutput:
+        return StepOutput(self._step, events, self._load(), changes, tokens)

@@ -4,13 +4,13 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
-from tandem.protocol.messages import RequestEvent, StepEvents, StepTokens
+from tandem.protocol.messages import RequestEvent, StepOutput, StepTokens
 from tandem.protocol.prefixes import PrefixChanges
 
 PREFIX_BATCHES_MAX = 64
 """Batches of one stream that wait to be sent; with more, the oldest is lost."""
 
-Snapshot = Callable[[tuple[RequestEvent, ...], tuple[PrefixChanges, ...], tuple[StepTokens, ...]], StepEvents]
+Snapshot = Callable[[tuple[RequestEvent, ...], tuple[PrefixChanges, ...], tuple[StepTokens, ...]], StepOutput]
 
 
 class RouterStream:
@@ -45,7 +45,7 @@ class RouterStream:
         self.closed = True
         self._changed.set()
 
-    async def messages(self) -> AsyncIterator[StepEvents]:
+    async def messages(self) -> AsyncIterator[StepOutput]:
         """Yield one message at once, then one for each step, or for several steps if the reader is slower."""
         self._changed.set()
         while not self.closed or self.pending or self.tokens:

@@ -7,15 +7,15 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from decode_worker.batch_snapshot import CompletedStep
+from decode_worker.batch_snapshot import DecodedStep
 from decode_worker.draft_choice import StepBounds
 from decode_worker.scheduler import NO_ROWS, DecodeScheduler
 from prefill_worker.scheduler import PrefillScheduler
 from tandem.cost_model.chunks import strictest_feasible_target
 from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import NOTHING, StepWork, chunk_pairs
-from tandem.engine.steps.batch import StepBatch, StepResult, StepRow, TokenRows
-from tandem.protocol.messages import Assignment, RoutedEvent, RoutedTokens
+from tandem.engine.steps.batch import ModelRunnerOutput, StepBatch, StepRow, TokenRows
+from tandem.protocol.messages import Assignment, RoutedEvent
 from tandem.worker.step_policy import StepPolicy
 
 
@@ -27,20 +27,6 @@ class StepPlan:
     work: StepWork
     drafting_s: float = 0.0
     """Seconds that proposing drafts took while it was planned."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """The output of a step for the routers; it names a request at most once."""
-
-    events: Sequence[RoutedEvent]
-    completed: CompletedStep | None
-    """The step with the tokens of all requests without an event; None if no request decoded in it."""
-
-    @property
-    def tokens(self) -> Sequence[RoutedTokens]:
-        """Tokens of requests without an event, by router, to be read once."""
-        return () if self.completed is None else self.completed.plain_tokens()
 
 
 class StepScheduler:
@@ -105,17 +91,18 @@ class StepScheduler:
         seconds = strictest_feasible_target(targets, cost.seconds(self.decoding), self._growth.target_s)
         return StepBounds(cost, seconds, self._max_step_tokens)
 
-    def apply(self, work: StepWork, result: StepResult) -> StepOutput:
-        """Give both halves the results of the oldest plan that was not applied; returns the output for the routers.
+    def apply(self, work: StepWork, output: ModelRunnerOutput) -> tuple[Sequence[RoutedEvent], DecodedStep | None]:
+        """Give both halves the output of the oldest plan that was not applied.
 
-        The caller delivers `PrefillScheduler.take_updates` after that output.
+        Returns the events for the routers, and the decode rows with the tokens of all requests without an event, None
+        if no request decoded. The caller delivers `PrefillScheduler.take_updates` after them.
         """
-        decoded, prefilled = result.split(work.decode_rows)
-        completed = self._decode.apply(decoded.token_ids, decoded.logprobs) if work.decode_rows else None
-        events = [] if completed is None else completed.events
+        decoded, prefilled = output.split(work.decode_rows)
+        step = self._decode.apply(decoded.token_ids, decoded.logprobs) if work.decode_rows else None
+        events = [] if step is None else step.events
         if work.prefill_tokens:
             events = [*events, *self._prefill.apply(prefilled.token_ids, prefilled.logprobs)]
-        return StepOutput(events, completed)
+        return events, step
 
 
 class BatchGrowth:

@@ -6,8 +6,17 @@ from typing import Any, cast
 import grpc.aio
 
 from tandem.protocol import conversion
-from tandem.protocol.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
-from tandem.protocol.messages import PeerRef
+from tandem.protocol.generated.tandem.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+from tandem.protocol.messages import (
+    AdapterFacts,
+    Assignment,
+    Handshake,
+    Lease,
+    PeerRef,
+    PrefillTask,
+    RequestRef,
+    Reservation,
+)
 from tandem.worker.worker import Worker
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -24,35 +33,35 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 
     async def Attach(
         self, request: worker_pb2.AttachRequest, context: _Context
-    ) -> AsyncIterator[worker_pb2.StepEvents]:
-        """Streams the router's step events until the call is cancelled."""
+    ) -> AsyncIterator[worker_pb2.StepOutput]:
+        """Streams the router's step outputs until the call is cancelled."""
         stream = self._worker.attach(request.router_id, prefixes=request.prefixes)
         # Not a `finally`: a generator that waits to be read is not told that its call was cancelled.
         context.add_done_callback(cast(Any, lambda _: self._worker.detach(stream)))
         async for step in stream.messages():
-            yield conversion.step_events_to_proto(step)
+            yield conversion.step_output_to_proto(step)
 
     async def Reserve(self, request: worker_pb2.ReserveRequest, _context: _Context) -> worker_pb2.ReserveResponse:
         """Makes a reservation for a request and returns what was granted."""
-        reservation = conversion.reservation_from_proto(request)
+        reservation = conversion.from_proto(request, Reservation)
         await self._worker.begin_answer(reservation)
-        return conversion.granted_to_proto(self._worker.reserve(reservation))
+        return conversion.to_proto(self._worker.reserve(reservation), worker_pb2.ReserveResponse)
 
     async def Prefill(self, request: worker_pb2.PrefillRequest, _context: _Context) -> worker_pb2.PrefillResponse:
         """Queues a prompt for prefill."""
-        task = conversion.prefill_task_from_proto(request)
+        task = conversion.from_proto(request, PrefillTask)
         self._worker.prefill(task, await self._worker.begin_answer(task))
         return worker_pb2.PrefillResponse()
 
     async def Abort(self, request: worker_pb2.AbortWorkRequest, _context: _Context) -> worker_pb2.AbortWorkResponse:
         """Aborts requests of a router."""
-        self._worker.abort(request.router_id, [conversion.ref_from_proto(ref) for ref in request.requests])
+        self._worker.abort(request.router_id, [conversion.from_proto(ref, RequestRef) for ref in request.requests])
         return worker_pb2.AbortWorkResponse()
 
     async def Heartbeat(self, request: worker_pb2.HeartbeatRequest, _context: _Context) -> worker_pb2.HeartbeatResponse:
         """Extends leases; returns those that the worker does not know."""
-        unknown = self._worker.admission.heartbeat([conversion.lease_from_proto(lease) for lease in request.leases])
-        return worker_pb2.HeartbeatResponse(unknown=[conversion.lease_to_proto(lease) for lease in unknown])
+        unknown = self._worker.admission.heartbeat([conversion.from_proto(lease, Lease) for lease in request.leases])
+        return worker_pb2.HeartbeatResponse(unknown=[conversion.to_proto(lease, worker_pb2.Lease) for lease in unknown])
 
     async def Drain(self, request: worker_pb2.DrainRequest, _context: _Context) -> worker_pb2.DrainResponse:
         """Drains the worker; returns the number of requests that remain."""
@@ -62,35 +71,35 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.SetAssignmentRequest, _context: _Context
     ) -> worker_pb2.SetAssignmentResponse:
         """Sets the assignment of this run of the worker."""
-        meant = PeerRef(request.worker_id, request.incarnation)
-        self._worker.assume(meant, conversion.assignment_from_proto(request.assignment), request.grace_s)
+        meant = conversion.from_proto(request.peer, PeerRef)
+        self._worker.assume(meant, conversion.from_proto(request.assignment, Assignment), request.grace_s)
         return worker_pb2.SetAssignmentResponse()
 
     async def LoadAdapter(
         self, request: worker_pb2.LoadWorkerAdapterRequest, _context: _Context
     ) -> worker_pb2.LoadWorkerAdapterResponse:
         """Loads an adapter; returns when requests may have it."""
-        meant = PeerRef(request.worker_id, request.incarnation)
-        wanted = conversion.adapter_from_proto(request.adapter)
+        meant = conversion.from_proto(request.peer, PeerRef)
+        wanted = conversion.from_proto(request.adapter, AdapterFacts)
         loaded = await self._worker.adapters.load(meant, wanted, request.in_use)
-        return worker_pb2.LoadWorkerAdapterResponse(adapter=conversion.adapter_to_proto(loaded))
+        return worker_pb2.LoadWorkerAdapterResponse(adapter=conversion.to_proto(loaded, types_pb2.AdapterFacts))
 
     async def UnloadAdapter(
         self, request: worker_pb2.UnloadWorkerAdapterRequest, _context: _Context
     ) -> worker_pb2.UnloadWorkerAdapterResponse:
         """Lists an adapter no more."""
-        self._worker.adapters.unload(PeerRef(request.worker_id, request.incarnation), request.name)
+        self._worker.adapters.unload(conversion.from_proto(request.peer, PeerRef), request.name)
         return worker_pb2.UnloadWorkerAdapterResponse()
 
     async def Inspect(self, _request: worker_pb2.InspectRequest, _context: _Context) -> worker_pb2.InspectResponse:
         """Returns the identity and state of the worker."""
-        return conversion.inspection_to_proto(self._worker.report.inspect())
+        return conversion.to_proto(self._worker.report.inspect(), worker_pb2.InspectResponse)
 
     async def ListPrefixes(
         self, _request: worker_pb2.ListPrefixesRequest, _context: _Context
     ) -> worker_pb2.ListPrefixesResponse:
         """Returns the names of all cached pages that can be reused."""
-        return conversion.prefix_list_to_proto(self._worker.report.known_prefixes())
+        return conversion.to_proto(self._worker.report.known_prefixes(), worker_pb2.ListPrefixesResponse)
 
     # ---- other workers ----
 
@@ -98,35 +107,34 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.ConnectPeerRequest, _context: _Context
     ) -> worker_pb2.ConnectPeerResponse:
         """Accepts the handshake of a prefill worker and returns this worker's description."""
-        mine = self._worker.peers.accept(conversion.handshake_from_proto(request))
-        return worker_pb2.ConnectPeerResponse(peer=conversion.description_to_proto(mine))
+        mine = self._worker.peers.accept(conversion.from_proto(request, Handshake))
+        return worker_pb2.ConnectPeerResponse(description=conversion.to_proto(mine, worker_pb2.PeerDescription))
 
     async def AllotPages(
         self, request: worker_pb2.AllotPagesRequest, _context: _Context
     ) -> worker_pb2.AllotPagesResponse:
         """Allots pages under a lease to a prefill worker, which may write to them for `write_for_s` seconds."""
-        writer = PeerRef(request.prefill_worker_id, request.prefill_incarnation)
-        page_ids = self._worker.admission.allocate_pages(
-            conversion.lease_from_proto(request.lease), request.pages, writer
-        )
+        writer = conversion.from_proto(request.prefill, PeerRef)
+        lease = conversion.from_proto(request.lease, Lease)
+        page_ids = self._worker.admission.allocate_pages(lease, request.pages, writer)
         return worker_pb2.AllotPagesResponse(page_ids=page_ids, write_for_s=self._worker.admission.write_window_s)
 
     async def RenewPermissions(
         self, request: worker_pb2.RenewPermissionsRequest, _context: _Context
     ) -> worker_pb2.RenewPermissionsResponse:
         """Renews the permission to write under leases; returns those that are over."""
-        writer, admission = PeerRef(request.prefill_worker_id, request.prefill_incarnation), self._worker.admission
-        over = admission.prolong([conversion.lease_from_proto(lease) for lease in request.leases], writer)
+        writer, admission = conversion.from_proto(request.prefill, PeerRef), self._worker.admission
+        over = admission.prolong([conversion.from_proto(lease, Lease) for lease in request.leases], writer)
         return worker_pb2.RenewPermissionsResponse(
-            over=[conversion.lease_to_proto(lease) for lease in over], write_for_s=admission.write_window_s
+            over=[conversion.to_proto(lease, worker_pb2.Lease) for lease in over], write_for_s=admission.write_window_s
         )
 
     async def ReleaseLease(
         self, request: worker_pb2.ReleaseLeaseRequest, _context: _Context
     ) -> worker_pb2.ReleaseLeaseResponse:
         """Releases a lease under which no write is in flight and none will follow."""
-        writer = PeerRef(request.prefill_worker_id, request.prefill_incarnation)
-        lease = conversion.lease_from_proto(request.lease)
+        writer = conversion.from_proto(request.prefill, PeerRef)
+        lease = conversion.from_proto(request.lease, Lease)
         self._worker.admission.release(lease, writer, in_doubt=request.in_doubt)
         return worker_pb2.ReleaseLeaseResponse()
 
@@ -134,6 +142,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.NameDeliveriesRequest, _context: _Context
     ) -> worker_pb2.NameDeliveriesResponse:
         """Records the leases whose notices were sent."""
-        writer = PeerRef(request.prefill_worker_id, request.prefill_incarnation)
-        self._worker.admission.delivered([conversion.lease_from_proto(lease) for lease in request.leases], writer)
+        writer = conversion.from_proto(request.prefill, PeerRef)
+        self._worker.admission.delivered([conversion.from_proto(lease, Lease) for lease in request.leases], writer)
         return worker_pb2.NameDeliveriesResponse()

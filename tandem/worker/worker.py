@@ -21,7 +21,7 @@ from kv_transfer.layout import KVLayout
 from prefill_worker.scheduler import PrefillScheduler
 from tandem.engine.cache.prefix_cache import PrefixCache
 from tandem.engine.speculation.methods import make_proposer
-from tandem.engine.steps.draws import History
+from tandem.engine.steps.sampling_metadata import History
 from tandem.protocol.errors import Internal, ResourceExhausted, StaleEpoch
 from tandem.protocol.messages import (
     Assignment,

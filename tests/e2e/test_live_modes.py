@@ -91,7 +91,7 @@ async def live(cluster: Any, prompts: list[tuple[int, ...]]) -> None:
 
 
 def _incarnations(cluster: Any) -> dict[str, int]:
-    return {info.worker_id: info.incarnation for info in cluster.members()}
+    return {info.peer.worker_id: info.peer.incarnation for info in cluster.members()}
 
 
 @pytest.mark.timeout(300)
@@ -102,6 +102,6 @@ def test_streams_keep_their_tokens_while_modes_and_roles_change(
     before = _incarnations(cluster)
     asyncio.run(live(cluster, [prompts[number] for number in (0, 4, 8)]))
     assert _incarnations(cluster)["prefill-0"] == before["prefill-0"], "no change of mode starts a worker anew"
-    assert {info.worker_id: info.role for info in cluster.members()} == CHANGES[-1][1]
+    assert {info.peer.worker_id: info.role for info in cluster.members()} == CHANGES[-1][1]
     assert cluster.named("decode-0").restarts == 0, "it was drained, it did not die"
     cluster.assert_idle_and_sound()

@@ -130,10 +130,9 @@ def test_every_family_is_there(traffic: Traffic) -> None:
 def missing(found: Scraped) -> set[str]:
     """Returns the families that are missing.
 
-    A dense model is expected, and a cluster without front processes, certificate, audit log and draft model.
+    A dense model is expected, and a cluster without certificate, audit log and draft model.
     """
-    others = {"front", "expert"}
-    wanted = {family.full_name for family in FAMILIES if not others & set(family.labels)}
+    wanted = {family.full_name for family in FAMILIES if "expert" not in family.labels}
     absent = (AUDIT_RECORDS, AUDIT_RECORDS_LOST, SPECULATION_MODEL_BYTES, TLS_CERTIFICATE_EXPIRES)
     wanted -= {each.full_name for each in absent}
     return wanted - {name.removesuffix("_count") for name in found.samples}
@@ -185,7 +184,7 @@ def test_the_router_judges_what_clients_saw(running_cluster: Callable[..., Any])
 def test_gauges_make_sense(traffic: Traffic) -> None:
     after, cluster = traffic.after, traffic.cluster
     for member in cluster.members():
-        me = {"worker": member.worker_id}
+        me = {"worker": member.peer.worker_id}
         pages = after.total("kv_pages", **me) - after.total("kv_pages", state="reserved", **me)
         assert pages == member.pages_total
         assert 0 < after.total("model_bandwidth_utilization_ratio", **me) < 10

@@ -208,4 +208,4 @@ async def cancel_amid_prefill(cluster: Any, prompt: tuple[int, ...], name: str) 
 
 def prefills(cluster: Any) -> bool:
     """Returns True if a prefill worker holds pages, which it allocates when a prompt's first chunk begins."""
-    return any(one.pages_owned for one in cluster.inspect() if one.worker_id.startswith("prefill"))
+    return any(one.pages_owned for one in cluster.inspect() if one.peer.worker_id.startswith("prefill"))

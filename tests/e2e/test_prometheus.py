@@ -97,7 +97,6 @@ def watched(running_cluster: Callable[..., Any], tmp_path_factory: pytest.TempPa
         page_tokens=PAGE_TOKENS,
         max_step_tokens=512,
         slo_classes=CLASSES,
-        front_processes=2,
         hang_deadline_s=0.0,  # the tests suspend processes until an alert fires
     )
     folder = tmp_path_factory.mktemp("prometheus")
@@ -164,17 +163,9 @@ def test_the_folded_row_of_speculation_has_data(watched: Watched) -> None:
     assert {panel.title for panel in shown} >= {"Speed-up", "Drafted tokens", "Seconds saved"}
     assert {panel.title for panel in shown if panel.empty} <= {
         "Accepted drafts by position",
-        "Accepted drafts by match",
+        "Accepted drafts by source",
         "Memory of the draft model",
     }
-
-
-def test_the_folded_row_of_front_processes_has_data(watched: Watched) -> None:
-    shown = folded_row(watched, "serving", "Front processes")
-    assert len(shown) == 4
-    assert {panel.title: panel.empty for panel in shown if panel.empty} == {}
-    named = {curve.name for panel in shown for curves in panel.answers for curve in curves}
-    assert named == {"router front-0", "router front-1"}
 
 
 def test_rules_are_loaded_and_no_alert_fires(watched: Watched) -> None:

@@ -100,7 +100,7 @@ class JoinedCluster:
             membership = await watch.read()
             assert isinstance(membership, cluster_pb2.Membership)
             watch.cancel()
-        self.workers = {worker.worker_id: worker for worker in membership.workers}
+        self.workers = {worker.peer.worker_id: worker for worker in membership.workers}
 
     async def inspect(self, worker_id: str) -> worker_pb2.InspectResponse:
         async with rpc.open_channel(self.workers[worker_id].address, self._token) as channel:

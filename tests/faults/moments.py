@@ -45,7 +45,7 @@ def freeze_amid_transfer(cluster: Any) -> AmidTransfer:
 
 def busy(cluster: Any, role: str, measure: Callable[[worker_pb2.InspectResponse], int]) -> list[str]:
     """Returns the names of the registered workers of a role for which `measure` is not 0."""
-    names = [member.worker_id for member in cluster.members() if member.worker_id.startswith(role)]
+    names = [member.peer.worker_id for member in cluster.members() if member.peer.worker_id.startswith(role)]
     return [name for name in names if measure(cluster.inspect_worker(name))]
 
 

@@ -22,7 +22,7 @@ from tandem.engine.draft_training.answers import Answering
 from tandem.engine.draft_training.train_draft import base_weights
 from tandem.engine.draft_training.train_heads import HeadSizes, TrainedHeads, frequent_tokens, train_heads, write_heads
 from tandem.engine.model_runner import ModelRunner
-from tandem.engine.speculation.proposer import HEADS_CLASS
+from tandem.engine.speculation.proposer import ProposerName
 from tandem.metrics import families as f
 from tandem.metrics.metrics_server import fetch
 from tandem.metrics.scrape import Scrape
@@ -125,7 +125,7 @@ def drafts_of(model: Path, folder: Path) -> dict[str, Any]:
 def accepted_drafts(cluster: Any) -> float:
     """Returns the accepted drafts of heads, at all workers that are alive."""
     exported = Scrape(asyncio.run(fetch(cluster.metrics_address, "/metrics", timeout_s=60.0)), 0.0)
-    return exported.total(f.ACCEPTED_BY_MATCH, match=str(HEADS_CLASS))
+    return exported.total(f.ACCEPTED_BY_SOURCE, proposer=ProposerName.MEDUSA.value)
 
 
 def load_first(operator: AdapterClient) -> list[int]:
@@ -138,7 +138,7 @@ def load_first(operator: AdapterClient) -> list[int]:
 
 
 def adapters_by_worker(cluster: Any) -> dict[str, list[str]]:
-    return {member.worker_id: [adapter.name for adapter in member.model.adapters] for member in cluster.members()}
+    return {member.peer.worker_id: [adapter.name for adapter in member.model.adapters] for member in cluster.members()}
 
 
 def adapters_come_and_go(operator: AdapterClient, first: list[int]) -> None:

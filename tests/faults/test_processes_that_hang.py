@@ -83,7 +83,7 @@ def members_after(cluster: Any, controller: int) -> set[str]:
     while True:
         with contextlib.suppress(Unavailable, grpc.RpcError):
             if cluster.controller_pid() != controller:
-                return {one.worker_id for one in cluster.members()}
+                return {one.peer.worker_id for one in cluster.members()}
         assert time.monotonic() < give_up, "the controller was not restarted"
         time.sleep(LOOK_S)
 

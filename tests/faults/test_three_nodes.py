@@ -64,7 +64,7 @@ class Scenario:
 
     async def kill_a_node(self) -> None:
         """Streams in decode or transfer on the killed node continue, and its worker restarts on another node."""
-        before = self._nodes.workers["decode-0"].incarnation
+        before = self._nodes.workers["decode-0"].peer.incarnation
         async with Client(self._nodes.router_address) as client:
             streams = await self._ask_until_busy(client, "decode-0")
             self._nodes.kill(SECOND)
@@ -75,12 +75,12 @@ class Scenario:
         assert self._failed_attempts(), "the node had no part in any"
         await self._nodes.until(lambda: self._nodes.places.get("decode-0") == THIRD)
         self._tell(f"its worker served elsewhere {time.monotonic() - killed:.1f} s after the death")
-        assert self._nodes.workers["decode-0"].incarnation > before
+        assert self._nodes.workers["decode-0"].peer.incarnation > before
         assert self._killed()
         await self._ask_all()
 
     async def replace_every_worker(self) -> None:
-        before = {name: worker.incarnation for name, worker in self._nodes.workers.items()}
+        before = {name: worker.peer.incarnation for name, worker in self._nodes.workers.items()}
         failed = self._failed_attempts()
         async with Client(self._nodes.router_address) as client:
             load = Load(client, self._questions, self._right, CLIENTS)
@@ -92,7 +92,7 @@ class Scenario:
         assert load.right >= CLIENTS
         assert self._failed_attempts() == failed, "somebody was killed, not drained"
         await self._nodes.look()
-        assert all(self._nodes.workers[name].incarnation > old for name, old in before.items())
+        assert all(self._nodes.workers[name].peer.incarnation > old for name, old in before.items())
 
     async def shrink_amid_transfers(self) -> None:
         """Shrinks the cluster without a grace period; requests are retried, but no worker is killed.

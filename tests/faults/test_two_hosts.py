@@ -62,7 +62,7 @@ async def scenario(model: Path) -> None:
         hosts_of = {name: worker.address.rpartition(":")[0] for name, worker in hosts.workers.items()}
         hosts_of["controller"] = hosts.controller_address.rpartition(":")[0]
         assert hosts_of == {"controller": ADDRESSES[0], "decode-0": ADDRESSES[0], "prefill-0": ADDRESSES[1]}
-        first = {name: worker.incarnation for name, worker in hosts.workers.items()}
+        first = {name: worker.peer.incarnation for name, worker in hosts.workers.items()}
         await hosts.wire.tell(delay_s=DELAY_S, loss=LOSS)
         for stream, tokens in zip(await answers(hosts, QUESTIONS), right, strict=False):
             stream.check(tokens)
@@ -80,7 +80,9 @@ async def scenario(model: Path) -> None:
             stream.check(tokens)
         await hosts.idle_and_sound()
         await hosts.look()
-        assert {name: worker.incarnation for name, worker in hosts.workers.items()} == first, "Ray gave a worker up"
+        assert {name: worker.peer.incarnation for name, worker in hosts.workers.items()} == first, (
+            "Ray gave a worker up"
+        )
         transports = {worker.transport for worker in hosts.workers.values()}
         assert any("tcp" in transport for transport in transports), transports
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.steps.batch import PendingStep, StepBatch, StepRow
-from tandem.engine.steps.draws import Draw, History
+from tandem.engine.steps.sampling_metadata import History, SamplingInput
 from tandem.protocol.messages import SamplingParams, TokenLogprobs
 
 Schedule = Sequence[Sequence[tuple[int, int]]]
@@ -36,7 +36,7 @@ class Request:
         """
         start, self.done = self.done, self.done + tokens
         index = self.done - len(self.prompt)
-        draw = Draw(self.sampling, index, self.history) if index >= 0 else None
+        draw = SamplingInput(self.sampling, index, self.history) if index >= 0 else None
         if start < len(self.prompt):
             return StepRow(self.prompt[start : self.done], start, pages, draw)
         known = len(self.answer) >= index
@@ -74,7 +74,7 @@ def launch_ahead(runner: ModelRunner, requests: Sequence[Request], schedule: Sch
 
 def logits_again(
     runner: ModelRunner, requests: Sequence[Request], schedule: Schedule
-) -> list[tuple[Draw, int, Tensor]]:
+) -> list[tuple[SamplingInput, int, Tensor]]:
     """Replays the same steps, each once the one before is over, fed with the requests' answers instead of drawn tokens.
 
     Returns for each draw, in the order of steps and rows: the draw with the history before it; the index of the
@@ -92,7 +92,7 @@ def logits_again(
         drawing = [(number, row.draw) for number, row in rows if row.draw is not None]
         for (number, draw), drawn_from in zip(drawing, logits.float().cpu(), strict=True):
             history = draw.history and History(draw.history.prompt, list(draw.history.answer))
-            found.append((Draw(draw.sampling, draw.index, history), number, drawn_from))
+            found.append((SamplingInput(draw.sampling, draw.index, history), number, drawn_from))
     return found
 
 

@@ -15,14 +15,14 @@ from tandem.engine.kernels.linear.triton_linear_plan import FLOAT_STREAMED_TOKEN
 from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.steps.batch import PendingStep, StepBatch, StepRow
-from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.messages import SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 CACHE = 1 << 30
-GREEDY = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
+GREEDY = SamplingInput(SamplingParams(max_tokens=1, temperature=0.0), 0)
 PROMPTS = [[(7 * i * i + 31 * s) % 40_000 for i in range(n)] for s, n in enumerate((5, 17, 64, 130))]
 
 
@@ -45,7 +45,7 @@ def decode(runner: ModelRunner, prompts: list[list[int]], sampling: SamplingPara
     for index in range(sampling.max_tokens):
         rows = []
         for number, prompt in enumerate(prompts):
-            draw, start = Draw(sampling, index), len(prompt) + index - 1
+            draw, start = SamplingInput(sampling, index), len(prompt) + index - 1
             if index == 0:
                 rows.append(StepRow(prompt, 0, pages[number], draw))
             elif runner.asynchronous:

@@ -9,14 +9,14 @@ from tandem.engine.config import EngineConfig
 from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.steps.batch import StepBatch, StepRow
-from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.protocol.kv_pages import FREED, KvPages
 from tandem.protocol.messages import SamplingParams
 from tests.factories import write_tiny_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
-GREEDY = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
+GREEDY = SamplingInput(SamplingParams(max_tokens=1, temperature=0.0), 0)
 WINDOW = 300
 CHUNK = 256
 PROMPTS = [[(7 * i * i + 31 * salt + i) % 160 for i in range(900 + 70 * salt)] for salt in range(3)]

@@ -10,7 +10,7 @@ import torch
 
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.steps.batch import PendingStep, StepBatch, StepRow
-from tandem.engine.steps.draws import NO_TOKEN, Draw, History
+from tandem.engine.steps.sampling_metadata import NO_TOKEN, History, SamplingInput
 from tandem.protocol.messages import SamplingParams
 from tests.adapters import TinyAdapter
 from tests.factories import draw, write_tiny_model
@@ -52,7 +52,7 @@ def answers(runner: ModelRunner, adapters: list[int], sampling: SamplingParams) 
                 [0] if step else prompts[row],
                 PROMPT + step - 1 if step else 0,
                 pages[row],
-                Draw(sampling, step, histories[row]),
+                SamplingInput(sampling, step, histories[row]),
                 row if step else None,
                 adapter=adapter,
             )

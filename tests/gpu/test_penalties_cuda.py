@@ -11,7 +11,7 @@ from tandem.engine.config import EngineConfig
 from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.steps.batch import PendingStep, StepBatch, StepRow
-from tandem.engine.steps.draws import Draw, History
+from tandem.engine.steps.sampling_metadata import History, SamplingInput
 from tandem.protocol.messages import SamplingParams, TokenLogprobs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -53,7 +53,7 @@ def decode(runner: ModelRunner) -> Answers:
     for index in range(NEW_TOKENS):
         rows = []
         for number, prompt in enumerate(PROMPTS):
-            draw = Draw(SAMPLING[number], index, histories[number])
+            draw = SamplingInput(SAMPLING[number], index, histories[number])
             if index == 0:
                 rows.append(StepRow(prompt, 0, pages[number], draw))
                 continue

@@ -18,14 +18,14 @@ from tandem.engine.logprobs import score
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.sampler import sample
 from tandem.engine.steps.batch import StepBatch, StepRow
-from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.protocol.messages import SamplingParams
 
 from .scheduled_steps import Request, Schedule, launch_ahead, logits_again
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
-GREEDY = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
+GREEDY = SamplingInput(SamplingParams(max_tokens=1, temperature=0.0), 0)
 SHARE = 17
 """Pages of a row."""
 PROMPTS = [5, 130, 17, 64, 90, 33, 103, 70, 70, 9, 15, 200]
@@ -70,7 +70,7 @@ def prompt(tokens: int, salt: int) -> list[int]:
     return [(7 * i * i + 31 * salt + i) % 40_000 for i in range(tokens)]
 
 
-def step(lengths: list[int], starts: list[int] | None = None, draw: Draw | None = GREEDY) -> StepBatch:
+def step(lengths: list[int], starts: list[int] | None = None, draw: SamplingInput | None = GREEDY) -> StepBatch:
     """Returns a step of one prompt per row, `lengths` tokens of each, after those in the cache."""
     return StepBatch(
         [

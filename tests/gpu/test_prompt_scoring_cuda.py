@@ -9,8 +9,8 @@ import torch
 
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.steps.batch import PendingStep, StepBatch, StepRow
-from tandem.engine.steps.draws import Draw
 from tandem.engine.steps.prompt_scoring import PIECE, PromptScores
+from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.protocol.messages import SamplingParams
 from tests.factories import tiny_engine_config, write_tiny_model
 
@@ -54,7 +54,7 @@ def run(runner: ModelRunner, chunk: int) -> tuple[list[PromptScores], list[list[
             if not 0 < index < NEW_TOKENS:
                 continue
             late = number in in_flight
-            draw = Draw(SamplingParams(NEW_TOKENS, logit_bias=BIASES[number]), index)
+            draw = SamplingInput(SamplingParams(NEW_TOKENS, logit_bias=BIASES[number]), index)
             pages = list(range(number * share, (number + 1) * share))
             token = 0 if late else answers[number][-1]
             source = in_flight.index(number) if late else None
@@ -73,7 +73,7 @@ def run(runner: ModelRunner, chunk: int) -> tuple[list[PromptScores], list[list[
         pages = list(range(number * share, (number + 1) * share))
         for start in range(0, len(prompt), chunk):
             last = start + chunk >= len(prompt)
-            draw = Draw(SamplingParams(NEW_TOKENS, logit_bias=BIASES[number]), 0) if last else None
+            draw = SamplingInput(SamplingParams(NEW_TOKENS, logit_bias=BIASES[number]), 0) if last else None
             launch((number, StepRow(prompt[start : start + chunk], start, pages, draw, scores=scores[number])))
     for _ in range(NEW_TOKENS):
         launch(None)

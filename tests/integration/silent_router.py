@@ -20,9 +20,9 @@ class SilentRouter:
     def __init__(self, cluster: Any) -> None:
         of_role = {member.role: member for member in cluster.members()}
         self.writer, self.reader = of_role["prefill"], of_role["decode"]
-        self._told = {"prefill_worker_id": self.writer.worker_id, "prefill_incarnation": self.writer.incarnation}
+        self._told = {"prefill": self.writer.peer}
         self._channel_to = cluster.channel
-        self._pages = cluster.inspect_worker(self.reader.worker_id).pages_total - _SPARE_PAGES
+        self._pages = cluster.inspect_worker(self.reader.peer.worker_id).pages_total - _SPARE_PAGES
         self._leases: list[tuple[types_pb2.Lease, range]] = []
 
     def __enter__(self) -> SilentRouter:
@@ -53,14 +53,12 @@ class SilentRouter:
         lease, prompt = self._leases.pop()
         number = len(self._leases)
         reader = self.reader
-        there = worker_pb2.Destination(
-            worker_id=reader.worker_id, incarnation=reader.incarnation, address=reader.address, lease=lease
-        )
+        there = worker_pb2.Destination(peer=reader.peer, address=reader.address, lease=lease)
         self._prefill.Prefill(self._request(worker_pb2.PrefillRequest, number, prompt, destination=there), timeout=60)
 
     def _request(self, kind: type[Any], number: int, prompt: range, **fields: Any) -> Any:
-        name = {"router_id": _ME, "request_id": f"silent-{number}", "attempt": 1}
-        return kind(prompt_token_ids=prompt, sampling=_ANSWER, **name, **fields)
+        ref = worker_pb2.RequestRef(request_id=f"silent-{number}", attempt=1)
+        return kind(router_id=_ME, ref=ref, prompt_token_ids=prompt, sampling=_ANSWER, **fields)
 
 
 def _portions(whole: int, largest: int) -> list[int]:

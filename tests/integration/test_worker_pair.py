@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.steps.batch import StepBatch, StepRow
-from tandem.engine.steps.draws import Draw, History
+from tandem.engine.steps.sampling_metadata import History, SamplingInput
 from tandem.net import rpc
 from tandem.protocol import conversion
 from tandem.protocol.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
@@ -102,7 +102,7 @@ class WorkerEnd:
     async def _read(self) -> None:
         try:
             async for message in self.stream:
-                for event in conversion.step_events_from_proto(message).each():
+                for event in conversion.step_output_from_proto(message).each():
                     self.answers[event.ref.request_id].take(event)
         except (grpc.aio.AioRpcError, asyncio.CancelledError):
             return
@@ -118,7 +118,7 @@ class WorkerEnd:
         return last
 
     async def inspect(self) -> WorkerInspection:
-        return conversion.inspection_from_proto(await self.stub.Inspect(worker_pb2.InspectRequest()))
+        return conversion.from_proto(await self.stub.Inspect(worker_pb2.InspectRequest()), WorkerInspection)
 
     async def empty(self) -> WorkerInspection:
         """Waits until every page is free, or cached without readers, and no request is known."""
@@ -145,11 +145,11 @@ class Pair:
         answer = self.answers[request_id] = Answer()
         ref = RequestRef(request_id, 1)
         reservation = Reservation("r", ref, tuple(prompt), sampling, self.prefill.peer)
-        reply = await self.decode.stub.Reserve(conversion.reservation_to_proto(reservation))
+        reply = await self.decode.stub.Reserve(conversion.to_proto(reservation, worker_pb2.ReserveRequest))
         lease = conversion.granted_from_proto(reply).lease
         destination = Destination(self.decode.peer, self.decode.info["address"], lease)
         task = PrefillTask("r", ref, tuple(prompt), sampling, destination)
-        await self.prefill.stub.Prefill(conversion.prefill_task_to_proto(task))
+        await self.prefill.stub.Prefill(conversion.to_proto(task, worker_pb2.PrefillRequest))
         return answer
 
 
@@ -176,7 +176,7 @@ def alone(model: Path, prompt: list[int], sampling: SamplingParams) -> tuple[lis
     answer: list[int] = []
     logprobs: list[TokenLogprobs | None] = []
     history = History(prompt, answer) if sampling.penalized else None
-    row = StepRow(prompt, 0, pages, Draw(sampling, 0, history))
+    row = StepRow(prompt, 0, pages, SamplingInput(sampling, 0, history))
     for index in range(sampling.max_tokens):
         result = runner.run(StepBatch([row]))
         (token,) = result.token_ids
@@ -186,7 +186,7 @@ def alone(model: Path, prompt: list[int], sampling: SamplingParams) -> tuple[lis
         ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else runner.facts.eos_token_ids)}
         if token in ends and index >= sampling.min_tokens:
             break
-        row = StepRow([token], len(prompt) + index, pages, Draw(sampling, index + 1, history))
+        row = StepRow([token], len(prompt) + index, pages, SamplingInput(sampling, index + 1, history))
     return answer, logprobs
 
 

@@ -17,12 +17,12 @@ from tandem.engine.models.load_spec import load_spec
 from tandem.engine.speculation.eagle.proposer import EagleProposer
 from tandem.engine.speculation.proposer import WantedDraft
 from tandem.engine.steps.batch import StepBatch, StepRow
-from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.protocol.messages import SamplingParams
 from tests.eagle_heads import write_eagle
 from tests.factories import write_tiny_model
 
-DRAW = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
+DRAW = SamplingInput(SamplingParams(max_tokens=1, temperature=0.0), 0)
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "num_key_value_heads": 1, "num_hidden_layers": 2},
     "qwen2": {"model_type": "qwen2", "num_key_value_heads": 2},

@@ -14,7 +14,7 @@ from tandem.engine.cuda.sampler_cuda import IN_PROMPT, DeviceSampler
 from tandem.engine.cuda.token_draws import Drawn, TokenDraws
 from tandem.engine.grammar_masks import GrammarMasks
 from tandem.engine.kernels.triton_launch import overlaps_launches
-from tandem.engine.steps.draws import NO_TOKEN, Draw, History
+from tandem.engine.steps.sampling_metadata import NO_TOKEN, History, SamplingInput
 from tandem.protocol.messages import SamplingParams, TokenLogprobs
 from tandem.tokenizers.grammars import LazyGrammars, of_regex
 from tests.factories import draw
@@ -59,8 +59,8 @@ class Request:
     def __post_init__(self) -> None:
         self.history = History(self.prompt, self.answer) if self.sampling.penalized else None
 
-    def draw(self, index: int) -> Draw:
-        return Draw(self.sampling, index, self.history)
+    def draw(self, index: int) -> SamplingInput:
+        return SamplingInput(self.sampling, index, self.history)
 
 
 def some_requests(**changes: float) -> list[Request]:
@@ -187,7 +187,7 @@ def test_tokens_follow_a_grammar_and_logits_stay_the_models_own(temperature: flo
         logits = torch.randn(2, VOCAB, generator=generator).to(DEVICE)
         before = logits.clone()
         drawn[:2] = GARBAGE
-        bound = Draw(asked, len(answer), history), draw(logprobs=1)
+        bound = SamplingInput(asked, len(answer), history), draw(logprobs=1)
         tokens, scores = finished(draws.launch(logits, bound, [None, None], draws.make_memory(), greedy_is_drawn=True))
         assert tokens[1] == before[1].argmax()
         assert torch.equal(logits, before)
@@ -208,7 +208,7 @@ def test_every_penalty_matters_here() -> None:
 def place(counts: PenaltyCounts, history: History, late: int | None = None) -> Tensor:
     """Returns the counts of one request for its next draw."""
     token = None if late is None else torch.tensor([late], device=DEVICE)
-    (row,) = counts.place([Draw(SamplingParams(1, presence_penalty=1.0), 0, history)], [token])
+    (row,) = counts.place([SamplingInput(SamplingParams(1, presence_penalty=1.0), 0, history)], [token])
     return counts.counts[row]
 
 

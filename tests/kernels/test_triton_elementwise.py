@@ -17,7 +17,7 @@ from tandem.engine.kernels.rowwise.triton_embed import embed
 from tandem.engine.kernels.rowwise.triton_norm import norm_add, rms_norm
 from tandem.engine.kernels.rowwise.triton_rope import SMALL_TOKENS, TINY_TOKENS, plan_tile, rope_and_store
 from tandem.engine.kernels.triton_launch import overlaps_launches
-from tandem.engine.steps.draws import NO_TOKEN
+from tandem.engine.steps.sampling_metadata import NO_TOKEN
 from tests.kernels.steps import LAYER, Step, assert_as_good, head_major, heads, make_step
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

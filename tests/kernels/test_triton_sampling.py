@@ -13,7 +13,7 @@ from tandem.engine import sampler
 from tandem.engine.cuda.sampler_cuda import CANDIDATES, IN_PROMPT, DeviceSampler
 from tandem.engine.kernels.sampling.triton_logprobs import logprobs
 from tandem.engine.kernels.triton_launch import overlaps_launches
-from tandem.engine.steps.draws import NO_TOKEN, Draw, History
+from tandem.engine.steps.sampling_metadata import NO_TOKEN, History, SamplingInput
 from tandem.engine.steps.seeded import uniform
 from tandem.protocol.messages import SamplingParams
 from tests.factories import draw
@@ -49,12 +49,12 @@ def random_logits(rows: int, vocab: int, seed: int = 0) -> Tensor:
     return 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
 
 
-def make_draws(mix: list[dict[str, Any]], seed: int = 0) -> list[Draw]:
+def make_draws(mix: list[dict[str, Any]], seed: int = 0) -> list[SamplingInput]:
     return [draw(index=place, **({"temperature": 1.0, "seed": seed + place} | each)) for place, each in enumerate(mix)]
 
 
 def on_device(
-    logits: Tensor, draws: list[Draw], counted: list[int] | None = None, counts: Tensor | None = None
+    logits: Tensor, draws: list[SamplingInput], counted: list[int] | None = None, counts: Tensor | None = None
 ) -> Tensor:
     chosen = DeviceSampler(logits.shape[1], len(draws), DEVICE, PDL)
     return run(chosen, logits, draws, counted, counts)
@@ -63,7 +63,7 @@ def on_device(
 def run(
     chosen: DeviceSampler,
     logits: Tensor,
-    draws: list[Draw],
+    draws: list[SamplingInput],
     counted: list[int] | None = None,
     counts: Tensor | None = None,
 ) -> Tensor:
@@ -206,7 +206,7 @@ def test_draws_follow_the_distribution() -> None:
     chosen = SamplingParams(max_tokens=1, temperature=0.8, top_k=4, seed=12)
     wanted = (logits / 0.8).masked_fill(logits == -1, float("-inf")).softmax(-1)
     count = 4000 if ON_GPU else 80
-    found = on_device(logits.expand(count, 5), [Draw(chosen, index) for index in range(count)])
+    found = on_device(logits.expand(count, 5), [SamplingInput(chosen, index) for index in range(count)])
     histogram = torch.bincount(found, minlength=5)
     assert histogram[3] == 0
     # Chi-square with 3 degrees of freedom exceeds 21 once in 10,000.

@@ -270,7 +270,7 @@ class Controller:
         queue.put_nowait(self._membership())
         self._watchers.append(queue)
         while True:
-            yield conversion.membership_to_proto(await queue.get())
+            yield conversion.to_proto(await queue.get(), cluster_pb2.Membership)
 
     def _tell(self) -> None:
         self._revision += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from router.api.answers import AnswerParsers, best_of, collected
 from router.api.grpc.calls import InferenceCall
@@ -140,10 +140,10 @@ def _scored(token: ScoredToken) -> inference_pb2.ScoredToken:
 
 def _complete(ending: Ending) -> inference_pb2.Complete:
     return inference_pb2.Complete(
-        finish_reason=conversion.finish_to_proto(ending.finish_reason),
+        finish_reason=cast(types_pb2.FinishReason, ending.finish_reason or 0),
         matched_stop=ending.matched_stop,
         prompt_tokens=ending.prompt_tokens,
         completion_tokens=ending.completion_tokens,
         cached_tokens=ending.cached_tokens,
-        timeline=conversion.timeline_to_proto(ending.timeline),
+        timeline=conversion.to_proto(ending.timeline, inference_pb2.Timeline),
     )

@@ -109,7 +109,7 @@ class InferenceServicer:
             eos_token_ids=served.facts.eos_token_ids,
             dtype=served.facts.dtype,
             summary=served.facts.summary,
-            adapters=map(conversion.adapter_to_proto, served.facts.adapters),
+            adapters=[conversion.to_proto(adapter, types_pb2.AdapterFacts) for adapter in served.facts.adapters],
         )
 
     async def GetServerInfo(self, _request: bytes, _context: _Context) -> inference_pb2.GetServerInfoResponse:
@@ -146,7 +146,7 @@ class InferenceServicer:
         """Load an adapter into every worker of the cluster."""
         message = await self._of_operator(types_pb2.LoadAdapterRequest, request)
         adapter = await self._adapters.load(message.lora_name, message.lora_path)
-        return types_pb2.LoadAdapterResponse(adapter=conversion.adapter_to_proto(adapter))
+        return types_pb2.LoadAdapterResponse(adapter=conversion.to_proto(adapter, types_pb2.AdapterFacts))
 
     async def UnloadAdapter(self, request: bytes, _context: _Context) -> types_pb2.UnloadAdapterResponse:
         """Unload an adapter."""
@@ -166,7 +166,6 @@ class InferenceServicer:
 
     def _caller(self, context: _Context) -> _Caller:
         gone = asyncio.get_running_loop().create_future()
-        # gRPC cancels the handler of a client that has left; a front process's call has the callback alone.
         context.add_done_callback(lambda _: _set_once(gone))  # type: ignore[arg-type]  # the stubs name a class, not a protocol
         tenant = served_call().caller.tenant
         return _Caller(CallFacts(EdgeStamp.now(Edge.RECEIVED), tenant, _traceparent(context)), gone)

@@ -11,7 +11,7 @@ from tandem.capacity.simulation.drafts import Drafts
 from tandem.cost_model.acceptance import Acceptance
 from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import StepWork
-from tandem.engine.speculation.proposer import DRAFTS_MAX, MODEL_CLASS
+from tandem.engine.speculation.proposer import DRAFTS_MAX, DraftSource, ProposerName
 from tandem.protocol.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Drafting:
         return 1 + sum(self._survival(self.drafts))
 
     def _survival(self, drafts: int) -> list[float]:
-        return Acceptance(prior=self.acceptance).survival(MODEL_CLASS, drafts)
+        return Acceptance(prior=self.acceptance).survival(DraftSource(ProposerName.DRAFT_MODEL), drafts)
 
     def simulated(self, cost: StepCost, context: int) -> Drafts:
         """Return such drafts of simulated workers, whose steps of one request cost what `cost` says."""

@@ -12,9 +12,17 @@ from decode_worker.model_speculation import ModelSpeculation
 from decode_worker.request import DecodeRequest
 from decode_worker.speculation import Speculation
 from tandem.cost_model.step_cost import CostParameters, StepCost
-from tandem.engine.speculation.proposer import DRAFTS_MAX, MODEL_CLASS, BatchProposer, Draft, Proposer, WantedDraft
+from tandem.engine.speculation.proposer import (
+    DRAFTS_MAX,
+    BatchProposer,
+    Draft,
+    DraftSource,
+    Proposer,
+    ProposerName,
+    WantedDraft,
+)
 
-_LOOK_UP_CLASS = 1
+_LOOK_UP = DraftSource(ProposerName.NGRAM, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +78,13 @@ class _LookUps(_Stateless):
     def propose(self, key: Hashable, most: int) -> Draft:
         """See `Proposer`."""
         del key
-        return Draft(self._chance.tokens(most), _LOOK_UP_CLASS)
+        return Draft(self._chance.tokens(most), _LOOK_UP)
 
 
 class _Model(_Stateless, BatchProposer):
     """A model whose KV of a context takes no time."""
 
-    draft_class = MODEL_CLASS
+    source = DraftSource(ProposerName.DRAFT_MODEL)
     max_step_tokens = 1 << 30
 
     def __init__(self, chance: _Chance) -> None:

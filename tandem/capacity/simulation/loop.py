@@ -11,14 +11,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from decode_worker.batch_snapshot import DecodedStep
 from prefill_worker.scheduler import PrefillScheduler
 from tandem.capacity.simulation.clock import VirtualClock
 from tandem.capacity.simulation.request import StepLog
 from tandem.capacity.simulation.steady import Lookahead, SteadyDecodeHalf, SteadyRun, after_steps, steady_run
 from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import StepWork
-from tandem.engine.steps.batch import StepResult
-from tandem.worker.scheduler import StepOutput, StepScheduler
+from tandem.engine.steps.batch import ModelRunnerOutput
+from tandem.protocol.messages import RoutedEvent
+from tandem.worker.scheduler import StepScheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,7 @@ class VirtualStepLoop:
         decode: SteadyDecodeHalf,
         prefill: PrefillScheduler,
         spare_pages: Callable[[], int],
-        publish: Callable[[int, StepWork, StepOutput], None],
+        publish: Callable[[int, StepWork, Sequence[RoutedEvent], DecodedStep | None], None],
         jumps: bool,
     ) -> None:
         """Sets the loop up; `actual_cost` predicts the durations of steps.
@@ -194,9 +196,9 @@ class VirtualStepLoop:
 
     def _finish(self, number: int, step: InFlightStep) -> None:
         """Applies a completed step, given its number in the log."""
-        output = self._scheduler.apply(step.work, StepResult(step.drawn))
+        events, decoded = self._scheduler.apply(step.work, ModelRunnerOutput(step.drawn))
         self._prefill.deliver_updates()
-        self._publish(number, step.work, output)
+        self._publish(number, step.work, events, decoded)
 
     def _on_time(self, plan_number: int) -> None:
         """Handles the awaited end of a step or of a steady run; ignored if planned anew since."""

@@ -19,7 +19,7 @@ from router.workers.prefix_feed import PrefixFeed
 from tandem.capacity.simulation.clock import VirtualClock
 from tandem.capacity.simulation.network import Network
 from tandem.capacity.simulation.request import LoadRequest, Outcome, Piece, StepLog
-from tandem.capacity.simulation.worker import VirtualWorker, WorkerStepOutput
+from tandem.capacity.simulation.worker import VirtualWorker
 from tandem.protocol.errors import Internal, ResourceExhausted, RoleClosed
 from tandem.protocol.messages import (
     Destination,
@@ -31,6 +31,7 @@ from tandem.protocol.messages import (
     RequestRef,
     Reservation,
     SamplingParams,
+    StepOutput,
 )
 from tandem.protocol.prefixes import PrefixList
 
@@ -277,20 +278,20 @@ class VirtualRouter:
 
     # ---- step outputs of workers ----
 
-    def on_step_output(self, worker: VirtualWorker, output: WorkerStepOutput) -> None:
+    def on_step_output(self, worker: VirtualWorker, output: StepOutput) -> None:
         """Receives a worker's step output, or an event between two steps, after the network's delay."""
         moment = self.clock.now
         self.clock.after(self.network.event_s, lambda: self._on_delivery(worker, output, moment))
 
-    def _on_delivery(self, worker: VirtualWorker, output: WorkerStepOutput, moment: float) -> None:
+    def _on_delivery(self, worker: VirtualWorker, output: StepOutput, moment: float) -> None:
         link = self._links[worker.peer]
-        if output.prefixes is not None:
-            link.prefixes.take(output.prefixes)
+        for changes in output.prefixes:
+            link.prefixes.take(changes)
         link.state.report(output.load)
         for event in output.events:
             flow = self._flows.get(event.ref.request_id)
             if flow is not None and flow.attempt == event.ref.attempt and flow.pair is not None:
-                self._on_event(flow, flow.pair, event, _StepOutputSource(worker, output.number, moment))
+                self._on_event(flow, flow.pair, event, _StepOutputSource(worker, output.step, moment))
         if not output.load.decode_requests and not output.load.prefill_tokens:
             for rounds in (1, 2):
                 self.clock.after(rounds * SWEEP_S, link.state.expire_report)

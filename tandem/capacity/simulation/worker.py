@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from decode_worker.admission import DecodeAdmission
-from decode_worker.batch_snapshot import CompletedStep
+from decode_worker.batch_snapshot import DecodedStep
 from kv_transfer.in_memory import InMemoryTransport
 from prefill_worker.page_writes import WritingTime
 from prefill_worker.request import PrefillRequest
@@ -36,26 +36,16 @@ from tandem.protocol.messages import (
     Reservation,
     Role,
     RoutedEvent,
+    StepOutput,
     TransferNotice,
     WorkerInfo,
     WorkerLoad,
 )
-from tandem.protocol.prefixes import PrefixChanges
 from tandem.worker.assignment import WorkerAssignment
 from tandem.worker.handovers import Handovers
 from tandem.worker.phases import PhaseSchedulers
 from tandem.worker.reporting.report import load_of
-from tandem.worker.scheduler import StepOutput, StepScheduler
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerStepOutput:
-    """The output of a step for the router; `number` is the step's number in the worker's log."""
-
-    number: int
-    events: Sequence[RequestEvent]
-    load: WorkerLoad
-    prefixes: PrefixChanges | None
+from tandem.worker.scheduler import StepScheduler
 
 
 class _SyncedPrefillHalf(PrefillScheduler):
@@ -72,7 +62,7 @@ class _SyncedPrefillHalf(PrefillScheduler):
             super().free(request)
 
 
-Publish = Callable[["VirtualWorker", WorkerStepOutput], None]
+Publish = Callable[["VirtualWorker", StepOutput], None]
 
 
 class VirtualWorker:
@@ -225,13 +215,15 @@ class VirtualWorker:
         with self.sync():
             self._halves.resize(role)
 
-    def _step_ended(self, number: int, work: StepWork, output: StepOutput) -> None:
-        if self._decode.speculation is not None and output.completed is not None:
-            self._log_tokens(output.completed)
-        if output.events or work.prefill_tokens:
-            self._publish_events(number, [routed.event for routed in output.events])
+    def _step_ended(
+        self, number: int, work: StepWork, events: Sequence[RoutedEvent], decoded: DecodedStep | None
+    ) -> None:
+        if self._decode.speculation is not None and decoded is not None:
+            self._log_tokens(decoded)
+        if events or work.prefill_tokens:
+            self._publish_events(number, [routed.event for routed in events])
 
-    def _log_tokens(self, step: CompletedStep) -> None:
+    def _log_tokens(self, step: DecodedStep) -> None:
         over = step.excluded_rows.difference(step.event_rows)
         for row in range(len(step.snapshot)):
             if row not in over:
@@ -240,10 +232,12 @@ class VirtualWorker:
                 log.extend(np.full(len(token_ids), self._clock.now))
 
     def _emit(self, routed: RoutedEvent) -> None:
-        self._publish_events(len(self.log), (routed.event,))
+        self._publish_events(len(self.log), [routed.event])
 
     def _publish_events(self, number: int, events: Sequence[RequestEvent]) -> None:
-        self._publish(self, WorkerStepOutput(number, events, self.load(), self.cache.changes()))
+        changes = self.cache.changes()
+        prefixes = () if changes is None else (changes,)
+        self._publish(self, StepOutput(number, tuple(events), self.load(), prefixes))
 
     # ---- parts ----
 

@@ -132,10 +132,10 @@ class RouterClient:
                 raise self._typed(error, begun=bool(pieces) or reasons) from None
         return Answer(
             "".join(pieces),
-            conversion.finish_from_proto(complete.finish_reason),
+            FinishReason(complete.finish_reason) if complete.finish_reason else None,
             complete.prompt_tokens,
             complete.completion_tokens,
-            conversion.timeline_from_proto(complete.timeline),
+            conversion.from_proto(complete.timeline, Timeline),
         )
 
     def _typed(self, error: grpc.aio.AioRpcError, *, begun: bool = False) -> TandemError:

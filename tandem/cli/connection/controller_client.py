@@ -52,7 +52,7 @@ class ControllerClient:
             grace_s=grace_s,
         )
         reply = await self._call(lambda stub: stub.SetMode(request, timeout=grace_s + _CHANGE_MARGIN_S))
-        return tuple(conversion.worker_info_from_proto(info) for info in reply.workers), float(reply.seconds)
+        return tuple(conversion.from_proto(info, WorkerInfo) for info in reply.workers), float(reply.seconds)
 
     async def resize(
         self,
@@ -68,7 +68,7 @@ class ControllerClient:
             prefill=prefill, decode=decode, workers=workers, grace_s=grace_s, wait_s=wait_s
         )
         reply = await self._call(lambda stub: stub.Resize(request, timeout=grace_s + wait_s + _CHANGE_MARGIN_S))
-        return tuple(conversion.worker_info_from_proto(info) for info in reply.workers), float(reply.seconds)
+        return tuple(conversion.from_proto(info, WorkerInfo) for info in reply.workers), float(reply.seconds)
 
     async def workers(self) -> tuple[WorkerInfo, ...]:
         """Returns all serving workers."""
@@ -80,12 +80,12 @@ class ControllerClient:
             call = stub.Watch(cluster_pb2.WatchRequest(), timeout=_LOOK_S)
             membership = await self._typed(call.read())
             call.cancel()
-        return conversion.membership_from_proto(membership)
+        return conversion.from_proto(membership, Membership)
 
     async def absent(self) -> tuple[Absence, ...]:
         """Returns the workers that were requested but do not serve now."""
         reply = await self._call(lambda stub: stub.ListAbsent(cluster_pb2.ListAbsentRequest(), timeout=_LOOK_S))
-        return tuple(conversion.absence_from_proto(each) for each in reply.workers)
+        return tuple(conversion.from_proto(each, Absence) for each in reply.workers)
 
     async def drain_worker(
         self,
@@ -107,7 +107,7 @@ class ControllerClient:
         """Has all workers load an adapter; returns it once requests may name it. See `LoadAdapterRequest`."""
         request = types_pb2.LoadAdapterRequest(lora_name=name, lora_path=path)
         reply = await self._call(lambda stub: stub.LoadAdapter(request, timeout=_CHANGE_MARGIN_S))
-        return conversion.adapter_from_proto(reply.adapter)
+        return conversion.from_proto(reply.adapter, AdapterFacts)
 
     async def unload_adapter(self, name: str) -> None:
         """Has all workers unload an adapter; NotFound if it is not loaded."""

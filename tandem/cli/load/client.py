@@ -19,7 +19,6 @@ from tandem.cli.load.record import WRONG_LENGTH, RequestRecord
 from tandem.cli.load.workload import Arrival, prompt_ids
 from tandem.net.rpc import error_of, open_client_channel
 from tandem.net.security.client_tls import NO_TLS, ClientTls
-from tandem.protocol import conversion
 from tandem.protocol.generated.tandem.v1 import inference_pb2
 from tandem.protocol.messages import FinishReason
 
@@ -165,8 +164,7 @@ class LoadClient:
 
 
 def _finish(complete: inference_pb2.Complete) -> str:
-    reason = conversion.finish_from_proto(complete.finish_reason)
-    return "" if reason is None else reason.name
+    return FinishReason(complete.finish_reason).name if complete.finish_reason else ""
 
 
 def run_share(pipe: Connection, share: Share) -> None:

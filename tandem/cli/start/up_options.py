@@ -144,9 +144,6 @@ class ListenerOptions:
             help="With TLS: port of the router's probes, metrics and traces over plain HTTP; 0 = any free one."
         ),
     ] = 0
-    front_processes: Annotated[
-        int, typer.Option(help="Processes that hold clients' connections for the router; 0 = it does so itself.")
-    ] = 0
     metrics_port: Annotated[
         int, typer.Option(help="Port of the whole cluster's metrics and of /sd, which lists all processes; 0 = any.")
     ] = 0
@@ -233,7 +230,6 @@ class ListenerOptions:
             http_port=self.http_port,
             tls=tls_files(self.tls_certificate, self.tls_key, self.tls_client_ca),
             operations_port=self.operations_port,
-            front_processes=self.front_processes,
             metrics_port=self.metrics_port,
             controller_port=self.controller_port,
             token=one_key("--token-file", self.token, self.token_file),

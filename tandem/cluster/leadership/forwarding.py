@@ -14,6 +14,7 @@ from tandem.cluster.supervision.registry import Registry
 from tandem.net import rpc
 from tandem.protocol import conversion
 from tandem.protocol.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, types_pb2
+from tandem.protocol.messages import Membership
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ async def mirror(address: str, token: str, registry: Registry) -> None:
         while True:
             try:
                 async for message in stub.Watch(cluster_pb2.WatchRequest(), wait_for_ready=True):
-                    registry.mirror(conversion.membership_from_proto(message))
+                    registry.mirror(conversion.from_proto(message, Membership))
             except grpc.aio.AioRpcError as error:
                 log.info("the membership of the controller at %s ended: %s", address, error.details())
             except Exception:

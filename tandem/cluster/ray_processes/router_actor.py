@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from router.config import RouterConfig
     from router.server import RouterServer
 
-_FRONT_CHUNKS_PER_S = 10_000.0
-"""Rate of chunks with front processes, which write to clients: it takes half of the router's time."""
 _CPU_CHUNKS_PER_S = 320.0
 """Rate of chunks where engines compute on the CPU, so that sending does not take it from them."""
 
@@ -192,13 +190,9 @@ class RouterProcess:
             insecure=self._cluster.insecure,
             grpc_port=self._cluster.grpc_port,
             http_port=self._cluster.http_port,
-            front_processes=self._cluster.front_processes,
             worker_silence_s=self._cluster.worker_silence_s,
             recovery_timeout_s=self._cluster.recovery_timeout_s,
-            log=self._cluster.log_of("router"),
         )
-        if config.front_processes:
-            config = replace(config, chunks_per_s=_FRONT_CHUNKS_PER_S)
         if self._cluster.on_cpu:
             config = replace(config, chunks_per_s=_CPU_CHUNKS_PER_S)
         grpc_address, http_address, operations_address = self.listeners

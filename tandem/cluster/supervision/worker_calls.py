@@ -7,8 +7,8 @@ import grpc.aio
 
 from tandem.net import rpc
 from tandem.protocol import conversion
-from tandem.protocol.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
-from tandem.protocol.messages import AdapterFacts, Assignment, WorkerInfo
+from tandem.protocol.generated.tandem.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+from tandem.protocol.messages import AdapterFacts, Assignment, WorkerInfo, WorkerInspection
 
 ANSWER_S = 5.0
 """Timeout of calls that a worker can complete immediately, in seconds."""
@@ -27,11 +27,9 @@ class WorkerCalls:
 
     async def set_assignment(self, info: WorkerInfo, assignment: Assignment, grace_s: float) -> None:
         """Sends a worker its assignment; halves that close have `grace_s` seconds for their requests."""
-        peer = info.peer
         request = worker_pb2.SetAssignmentRequest(
-            worker_id=peer.worker_id,
-            incarnation=peer.incarnation,
-            assignment=conversion.assignment_to_proto(assignment),
+            peer=conversion.to_proto(info.peer, types_pb2.PeerRef),
+            assignment=conversion.to_proto(assignment, types_pb2.Assignment),
             grace_s=grace_s,
         )
         await self._call(info, lambda stub: stub.SetAssignment(request, timeout=ANSWER_S))
@@ -39,28 +37,25 @@ class WorkerCalls:
     async def adapters_in_use(self, info: WorkerInfo) -> Collection[str]:
         """Returns the hashes of the adapters that requests of a worker use, from their reservation on."""
         reply = await self._call(info, lambda stub: stub.Inspect(worker_pb2.InspectRequest(), timeout=ANSWER_S))
-        return conversion.inspection_from_proto(reply).adapters_in_use
+        return conversion.from_proto(reply, WorkerInspection).adapters_in_use
 
     async def load_adapter(self, info: WorkerInfo, adapter: AdapterFacts, in_use: Collection[str]) -> AdapterFacts:
         """Has a worker load an adapter, with any hash if its identity is empty; returns what was loaded.
 
         `in_use` are the hashes of the adapters whose slots it may not take.
         """
-        peer = info.peer
         request = worker_pb2.LoadWorkerAdapterRequest(
-            worker_id=peer.worker_id,
-            incarnation=peer.incarnation,
-            adapter=conversion.adapter_to_proto(adapter),
+            peer=conversion.to_proto(info.peer, types_pb2.PeerRef),
+            adapter=conversion.to_proto(adapter, types_pb2.AdapterFacts),
             in_use=in_use,
         )
         reply = await self._call(info, lambda stub: stub.LoadAdapter(request, timeout=LOAD_S))
-        return conversion.adapter_from_proto(reply.adapter)
+        return conversion.from_proto(reply.adapter, AdapterFacts)
 
     async def unload_adapter(self, info: WorkerInfo, name: str) -> None:
         """Has a worker unload an adapter; one that it does not have is ignored."""
-        peer = info.peer
         request = worker_pb2.UnloadWorkerAdapterRequest(
-            worker_id=peer.worker_id, incarnation=peer.incarnation, name=name
+            peer=conversion.to_proto(info.peer, types_pb2.PeerRef), name=name
         )
         await self._call(info, lambda stub: stub.UnloadAdapter(request, timeout=ANSWER_S))
 

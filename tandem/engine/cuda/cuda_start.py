@@ -27,7 +27,7 @@ from tandem.engine.kernels.triton_launch import overlaps_launches
 from tandem.engine.memory import GIB, kv_cache_bytes, measure_peak, naming_the_setting
 from tandem.engine.models.decoder import DecoderModel
 from tandem.engine.steps.batch import StepBatch, StepRow
-from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.engine.steps.step_packer import StepPacker, step_limits
 from tandem.engine.weights.checkpoint import Progress
 from tandem.protocol.ending import pages_for
@@ -160,7 +160,7 @@ def _prompt_rows(tokens: int, row_tokens: int, probe: PagedCache, cached: int = 
     """
     pages = range(probe.pages)
     lengths = [min(row_tokens, tokens - start) for start in range(0, tokens, row_tokens)]
-    return [StepRow([0] * (length - cached), cached, pages, Draw(_ANY, 0)) for length in lengths]
+    return [StepRow([0] * (length - cached), cached, pages, SamplingInput(_ANY, 0)) for length in lengths]
 
 
 def _mixed_step(answers: int, probe: PagedCache) -> StepBatch:

@@ -13,7 +13,7 @@ from tandem.engine.cuda.verify_graphs import VerifyGraphs
 from tandem.engine.graph_use import GraphUse
 from tandem.engine.host_stepper import Forward
 from tandem.engine.kernels.base import Feed
-from tandem.engine.steps.batch import PendingStep, StepBatch, StepResult, rows_of
+from tandem.engine.steps.batch import ModelRunnerOutput, PendingStep, StepBatch, rows_of
 from tandem.engine.steps.draft_groups import fill_draft_groups
 from tandem.engine.steps.prompt_scoring import StepScoring
 from tandem.engine.steps.scored_step import with_scoring
@@ -83,7 +83,7 @@ class CudaStepper:
         memory.done.record()
         self._draw_of_row = _draws_of_rows(batch)
 
-        def result() -> StepResult:
+        def result() -> ModelRunnerOutput:
             memory.done.synchronize()
             tokens, scores = ([], []) if read is None else read()
             if scoring is not None:

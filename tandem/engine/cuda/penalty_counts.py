@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.cuda.sampler_cuda import IN_PROMPT
-from tandem.engine.steps.draws import Draw, History
+from tandem.engine.steps.sampling_metadata import History, SamplingInput
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class PenaltyCounts:
         self._lent: OrderedDict[History, _Lent] = OrderedDict()
         """Histories with a row, least recently used first."""
 
-    def place(self, draws: Sequence[Draw], late: Sequence[Tensor | None]) -> list[int]:
+    def place(self, draws: Sequence[SamplingInput], late: Sequence[Tensor | None]) -> list[int]:
         """Returns the row of each draw, -1 for one without penalties, ready for the sampler, which must run next.
 
         `late`: for each draw the last token of its answer [1] int64 on the device, None if the history has it. At most

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.engine.kernels.sampling import triton_choice, triton_sampling
-from tandem.engine.steps.draws import NUMBER, SETTINGS, Draw, Draws
+from tandem.engine.steps.sampling_metadata import NUMBER, SETTINGS, SamplingInput, SamplingMetadata
 
 PARAMS: int = triton_sampling.PARAMS.value
 ALIGNED: int = triton_sampling.ALIGNED.value
@@ -77,13 +77,13 @@ class DeviceSampler:
 
     @staticmethod
     def plan(
-        draws: Sequence[Draw], counted: Sequence[int] | None = None, into: NDArray[np.float64] | None = None
+        draws: Sequence[SamplingInput], counted: Sequence[int] | None = None, into: NDArray[np.float64] | None = None
     ) -> SamplingPlan:
         """Packs `draws` row by row, `into` [rows, PARAMS] if that is given. Does not touch the device.
 
         `counted`: each draw's row of counts, -1 without penalties; None: no draw has any.
         """
-        columns = Draws.of(draws)
+        columns = SamplingMetadata.of(draws)
         params = np.empty((len(draws), PARAMS)) if into is None else into
         params[:, :SETTINGS] = columns.settings
         params[:, SETTINGS] = -1 if counted is None else counted

@@ -14,7 +14,7 @@ from tandem.engine.grammar_masks import GrammarMasks
 from tandem.engine.kernels.sampling.triton_logprobs import MOST_TOP, logprobs
 from tandem.engine.logits_mask import MaskedLogits
 from tandem.engine.logprobs import scores_of, wants_logprobs
-from tandem.engine.steps.draws import Draw, Draws, History
+from tandem.engine.steps.sampling_metadata import History, SamplingInput, SamplingMetadata
 from tandem.protocol.messages import SamplingParams, TokenLogprobs
 
 Drawn = tuple[list[int], list[TokenLogprobs | None]]
@@ -78,7 +78,7 @@ class TokenDraws:
         """Allocates host memory for one step."""
         return DrawMemory.of(len(self._drawn), self._drawn.device)
 
-    def late_tokens(self, draws: Sequence[Draw], sources: Sequence[int | None]) -> list[Tensor | None]:
+    def late_tokens(self, draws: Sequence[SamplingInput], sources: Sequence[int | None]) -> list[Tensor | None]:
         """Returns the token [1] that each draw with penalties takes from draw `sources[…]` of the step before.
 
         None elsewhere. To be kept before anything of this step is launched, which may overwrite it.
@@ -94,7 +94,7 @@ class TokenDraws:
     def launch(
         self,
         logits: Tensor,
-        draws: Sequence[Draw],
+        draws: Sequence[SamplingInput],
         late: Sequence[Tensor | None],
         memory: DrawMemory,
         *,
@@ -105,7 +105,7 @@ class TokenDraws:
         `greedy_is_drawn`: the most likely tokens are already drawn, which is all that plain greedy rows need. Returns a
         function that reads the result out of `memory`, once the device has finished.
         """
-        draws = Draws.of(draws)
+        draws = SamplingMetadata.of(draws)
         if draws.masked or draws.constrained:
             masked = MaskedLogits(logits, draws, self._eos_token_ids, self._masks)
             self._sample(logits, draws, late, memory)
@@ -131,13 +131,17 @@ class TokenDraws:
             for rows, temperature in itertools.product({1, min(MANY_ROWS, self._sampler.max_rows)}, (0.0, 1.0)):
                 logits = torch.zeros(rows, self._counts.counts.shape[1], dtype=dtype, device=self._drawn.device)
                 asked = SamplingParams(1, temperature, presence_penalty=penalty, logprobs=1)
-                draws = [Draw(asked, 0, History((_TRIAL_TOKEN,), ()) if penalty else None) for _ in range(rows)]
+                draws = [
+                    SamplingInput(asked, 0, History((_TRIAL_TOKEN,), ()) if penalty else None) for _ in range(rows)
+                ]
                 self.launch(logits, draws, [None] * rows, self.make_memory(), greedy_is_drawn=False)
 
         # Counts are used by one step at a time, so the draws with penalties are one trial.
         return {"draws": partial(run, 0.0), "draws with penalties": partial(run, 1.0)}
 
-    def _sample(self, logits: Tensor, draws: Draws, late: Sequence[Tensor | None], memory: DrawMemory) -> None:
+    def _sample(
+        self, logits: Tensor, draws: SamplingMetadata, late: Sequence[Tensor | None], memory: DrawMemory
+    ) -> None:
         """Samples in pieces of as many rows as the sampler takes."""
         most = self._sampler.max_rows
         penalized = draws.looks_back
@@ -155,7 +159,7 @@ class TokenDraws:
             )
 
     def _score(
-        self, logits: Tensor, draws: Sequence[Draw], asking: Sequence[int], memory: DrawMemory
+        self, logits: Tensor, draws: Sequence[SamplingInput], asking: Sequence[int], memory: DrawMemory
     ) -> tuple[Tensor, Tensor]:
         """Returns host memory [asking, 1 + top] float32 and [asking, top] int64 of the log probabilities."""
         count = len(asking)

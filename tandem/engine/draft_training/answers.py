@@ -9,7 +9,7 @@ from torch import Tensor
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.quality.teacher_forced import StepRows
 from tandem.engine.steps.batch import StepBatch, StepRow
-from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.protocol.messages import SamplingParams
 
 BATCH = 32
@@ -56,7 +56,7 @@ class Answering:
 
         def run(numbers: Sequence[int], pieces: Sequence[StepRow]) -> None:
             drawn = [
-                piece._replace(draw=Draw(samplings[number], len(tokens[number])))
+                piece._replace(draw=SamplingInput(samplings[number], len(tokens[number])))
                 for number, piece in zip(numbers, pieces, strict=True)
             ]
             found = [token for token in self._runner.run(StepBatch(drawn)).token_ids if token is not None]

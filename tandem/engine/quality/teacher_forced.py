@@ -14,7 +14,7 @@ import torch
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.quality.divergence import Divergence, DivergenceSum
 from tandem.engine.steps.batch import StepBatch, StepRow
-from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.messages import SamplingParams
 
@@ -26,7 +26,7 @@ CHUNK_TOKENS = 256
 """Prompt tokens of a step: it bounds the logits that are held, 131 MB for 128k tokens of vocabulary in float32."""
 COMPANY = 16
 """Samples that are decoded in one step."""
-_DRAW = Draw(SamplingParams(max_tokens=1), 0)
+_DRAW = SamplingInput(SamplingParams(max_tokens=1), 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,13 @@ from tandem.cost_model.step_cost import CostParameters, StepCost
 from tandem.cost_model.step_fit import StepFit
 from tandem.cost_model.step_work import StepWork, chunk_pairs
 from tandem.engine.cache.page_pool import PagePool
-from tandem.engine.speculation.proposer import MODEL_CLASS, BatchProposer, WantedDraft
-from tandem.engine.steps.batch import StepBatch, StepResult, StepRow
-from tandem.engine.steps.draws import Draw, History
+from tandem.engine.speculation.proposer import BatchProposer, DraftSource, ProposerName, WantedDraft
+from tandem.engine.steps.batch import ModelRunnerOutput, StepBatch, StepRow
+from tandem.engine.steps.sampling_metadata import History, SamplingInput
 from tandem.protocol.kv_pages import KvPages
 from tandem.protocol.messages import ModelFacts, RequestRef, SamplingParams
 
-_UNUSED = Draw(SamplingParams(max_tokens=1), 0)
+_UNUSED = SamplingInput(SamplingParams(max_tokens=1), 0)
 """The draw of a row behind which the token is known."""
 
 
@@ -44,7 +44,7 @@ class DraftRunner(Protocol):
     def cost_guess(self) -> CostParameters:
         """The predicted cost of steps, before one was measured."""
 
-    def run(self, batch: StepBatch) -> StepResult:
+    def run(self, batch: StepBatch) -> ModelRunnerOutput:
         """Store the KV of every row and draw where a draw is asked for."""
 
 
@@ -80,7 +80,7 @@ class DraftModel(BatchProposer):
     Owns the pages of its requests; the runner is used, not owned.
     """
 
-    draft_class = MODEL_CLASS
+    source = DraftSource(ProposerName.DRAFT_MODEL)
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class DraftModel(BatchProposer):
             request.stored, request.drafted = len(request.tokens) + len(tokens) - 1, tokens
         return list(found.values())
 
-    def _own_draws(self, draws: Sequence[Draw]) -> Sequence[Draw]:
+    def _own_draws(self, draws: Sequence[SamplingInput]) -> Sequence[SamplingInput]:
         """Return a request's draws with a history of their own, if they have one, which drafts are appended to."""
         history = draws[0].history
         if history is None:
@@ -182,7 +182,7 @@ class DraftModel(BatchProposer):
         return [replace(each, history=own) for each in draws]
 
     def _draw(
-        self, fed: Mapping[Hashable, Sequence[tuple[int, int]]], draws: Mapping[Hashable, Draw]
+        self, fed: Mapping[Hashable, Sequence[tuple[int, int]]], draws: Mapping[Hashable, SamplingInput]
     ) -> dict[Hashable, int]:
         """Feed tokens behind their positions; returns what is drawn behind the last token of each request."""
         rows, last = [], {}
@@ -196,7 +196,7 @@ class DraftModel(BatchProposer):
         # Where the draft model has no token, any does: it is verified.
         return {key: max(0, cast("int", drawn[row])) for key, row in last.items()}
 
-    def _run(self, rows: Sequence[StepRow], work: StepWork) -> StepResult:
+    def _run(self, rows: Sequence[StepRow], work: StepWork) -> ModelRunnerOutput:
         """Run a step and learn from the time that it takes."""
         began = self._clock()
         result = self._runner.run(StepBatch(rows))

@@ -2,12 +2,8 @@
 
 from collections.abc import Sequence
 
-from tandem.engine.speculation.proposer import Draft
+from tandem.engine.speculation.proposer import MATCH_MAX, NGRAM_MAX, Draft, DraftSource, ProposerName
 
-LONGEST = 3
-"""The longest n-gram that is looked up, before those of 2 and 1 tokens."""
-MATCH_MAX = 8
-"""The length at which the comparison of a match with the last tokens stops."""
 NOTED_MAX = 8192
 """The tokens that are noted when a request begins, the newest: more would delay the step of all requests."""
 _NONE = -1
@@ -23,16 +19,16 @@ class NgramHistory:
     __slots__ = ("_noted", "positions", "tokens")
 
     def __init__(self, tokens: Sequence[int]) -> None:
-        self.tokens = [_NONE] * LONGEST
+        self.tokens = [_NONE] * NGRAM_MAX
         self.tokens += tokens[-NOTED_MAX:]
-        self._noted = LONGEST
+        self._noted = NGRAM_MAX
         self.positions: dict[Ngram, int] = {}
 
     def last(self) -> tuple[Ngram, Ngram, Ngram]:
         """Return the n-grams of the last tokens, the longest first, and note the others that are new."""
         if self._noted < len(self.tokens):
             self._note()
-        x, y, z = self.tokens[-LONGEST:]
+        x, y, z = self.tokens[-NGRAM_MAX:]
         return (x, y, z), (y, z), z
 
     def draft(self, position: int, most: int) -> Draft:
@@ -45,7 +41,7 @@ class NgramHistory:
         period = len(tokens) - position
         while len(drafted) < most:
             drafted.append(drafted[len(drafted) - period])
-        return Draft(drafted, self._match(position))
+        return Draft(drafted, DraftSource(ProposerName.NGRAM, self._match(position)))
 
     def _match(self, position: int) -> int:
         """Return how many tokens before `position` equal the last ones, at most MATCH_MAX."""
@@ -58,7 +54,7 @@ class NgramHistory:
         """Note the n-grams that are followed by tokens which are new."""
         tokens, start, end = self.tokens, self._noted, len(self.tokens)
         positions = self.positions
-        x, y, z = tokens[start - LONGEST : start]
+        x, y, z = tokens[start - NGRAM_MAX : start]
         for position in range(start, end):
             positions[x, y, z] = positions[y, z] = positions[z] = position
             x, y, z = y, z, tokens[position]

@@ -3,23 +3,48 @@
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from tandem.cost_model.step_cost import StepCost
-from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.protocol.messages import SamplingParams
 
 DRAFTS_MAX = 7
 """The most drafts of one request in a step."""
-HEADS_CLASS = 12
-"""The class of the drafts of Medusa heads."""
-MODEL_CLASS = 13
-"""The class of the drafts of a draft model."""
-EAGLE_CLASS = 14
-"""The class of the drafts of an EAGLE head."""
-LAST_CLASS = EAGLE_CLASS
-"""The largest class of a draft."""
+NGRAM_MAX = 3
+"""The longest n-gram that is looked up, before those of 2 and 1 tokens."""
+MATCH_MAX = 8
+"""The length at which the comparison of a match with the last tokens stops."""
+
+
+class ProposerName(StrEnum):
+    """The proposers, by which metrics count drafts."""
+
+    NGRAM = "ngram"
+    """The tokens after an earlier occurrence of the last ones in the same request."""
+    SUFFIX = "suffix"
+    """The tokens after an occurrence of the last ones in an earlier answer of the same tenant."""
+    MEDUSA = "medusa"
+    DRAFT_MODEL = "draft_model"
+    EAGLE = "eagle"
+
+
+class DraftSource(NamedTuple):
+    """The source of a draft; drafts of equal sources are assumed to be accepted alike."""
+
+    proposer: ProposerName
+    match: int = 0
+    """The number of last tokens that were found, at most `MATCH_MAX`; 0 = the proposer looks up none."""
+
+
+DRAFT_SOURCES = (
+    *(DraftSource(ProposerName.NGRAM, match) for match in range(1, MATCH_MAX + 1)),
+    *(DraftSource(ProposerName.SUFFIX, match) for match in range(1, NGRAM_MAX + 1)),
+    *(DraftSource(name) for name in (ProposerName.MEDUSA, ProposerName.DRAFT_MODEL, ProposerName.EAGLE)),
+)
+"""All sources."""
 
 
 class Draft(NamedTuple):
@@ -27,14 +52,10 @@ class Draft(NamedTuple):
 
     token_ids: Sequence[int]
     """At most as many as were asked for; may be empty."""
-    match: int
-    """The class of the guess, by which acceptance is learned: the length of the match that it rests on, 0 = none.
-
-    Guesses of another origin have numbers above the longest match.
-    """
+    source: DraftSource
 
 
-NO_DRAFT = Draft((), 0)
+NO_DRAFT = Draft((), DraftSource(ProposerName.NGRAM))
 
 
 class Proposer(Protocol):
@@ -64,7 +85,7 @@ class WantedDraft:
     """The draft that a step is to have for one request."""
 
     key: Hashable
-    draws: Sequence[Draw]
+    draws: Sequence[SamplingInput]
     """The target's draws of the tokens to guess, at least one."""
     rows: Sequence[int] = ()
     """The rows of the engine's newest step that drew the request's newest tokens, the newest last.
@@ -81,8 +102,8 @@ class BatchProposer(Proposer):
     `store_context` are for those.
     """
 
-    draft_class: int
-    """The class of its drafts, by which acceptance is learned."""
+    source: DraftSource
+    """The source of its drafts."""
     longest: int = DRAFTS_MAX
     """The most tokens of a draft."""
     max_step_tokens: int
@@ -124,5 +145,5 @@ class BatchProposer(Proposer):
 
     def propose(self, key: Hashable, most: int) -> Draft:
         """See `Proposer`; drawn greedily, behind tokens that no step of the engine drew."""
-        draws = [Draw(SamplingParams(max_tokens=1), 0)] * most
-        return Draft(self.compute([WantedDraft(key, draws)])[0], self.draft_class)
+        draws = [SamplingInput(SamplingParams(max_tokens=1), 0)] * most
+        return Draft(self.compute([WantedDraft(key, draws)])[0], self.source)

@@ -8,13 +8,11 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from tandem.engine.speculation.ngram_history import LONGEST, MATCH_MAX, Ngram, NgramHistory
-from tandem.engine.speculation.proposer import NO_DRAFT, Draft
+from tandem.engine.speculation.ngram_history import Ngram, NgramHistory
+from tandem.engine.speculation.proposer import NGRAM_MAX, NO_DRAFT, Draft, DraftSource, ProposerName
 
 ANSWERS_MAX = 65_536
 """The most tokens of answers that are kept, of all tenants together; the oldest answers are dropped whole."""
-ANSWER_CLASSES = MATCH_MAX
-"""Guesses from other answers have classes above: this and the length of the n-gram. They are accepted less often."""
 
 _Place = tuple[list[int], int]
 """An answer's tokens, and the position behind an n-gram in them."""
@@ -33,7 +31,7 @@ class _Answers:
 
     def __init__(self) -> None:
         self._answers: deque[tuple[str, list[int]]] = deque()
-        """The oldest first, each with its salt and, before its own tokens, the LONGEST ones that it follows."""
+        """The oldest first, each with its salt and, before its own tokens, the NGRAM_MAX ones that it follows."""
         self._places: dict[str, dict[Ngram, _Place]] = {}
         self.tokens = 0
         """The tokens of all answers, at most ANSWERS_MAX."""
@@ -45,29 +43,29 @@ class _Answers:
     def add(self, cache_salt: str, tokens: list[int]) -> None:
         """Keep an answer, which takes the place of the oldest ones."""
         places = self._places.setdefault(cache_salt, {})
-        for position in range(LONGEST, len(tokens)):
+        for position in range(NGRAM_MAX, len(tokens)):
             place = tokens, position
             for ngram in _ngrams(tokens, position):
                 places[ngram] = place
         self._answers.append((cache_salt, tokens))
-        self.tokens += len(tokens) - LONGEST
+        self.tokens += len(tokens) - NGRAM_MAX
         while self.tokens > ANSWERS_MAX:
             self._drop(*self._answers.popleft())
 
     def _drop(self, cache_salt: str, tokens: list[int]) -> None:
         places = self._places[cache_salt]
-        for position in range(LONGEST, len(tokens)):
+        for position in range(NGRAM_MAX, len(tokens)):
             for ngram in _ngrams(tokens, position):
                 place = places.get(ngram)
                 if place is not None and place[0] is tokens:
                     del places[ngram]
         if not places:
             del self._places[cache_salt]
-        self.tokens -= len(tokens) - LONGEST
+        self.tokens -= len(tokens) - NGRAM_MAX
 
 
 def _ngrams(tokens: Sequence[int], position: int) -> tuple[Ngram, Ngram, Ngram]:
-    x, y, z = tokens[position - LONGEST : position]
+    x, y, z = tokens[position - NGRAM_MAX : position]
     return (x, y, z), (y, z), z
 
 
@@ -102,12 +100,13 @@ class SuffixProposer:
                 return history.draft(position, most)
             if place := places.get(ngram):
                 tokens, position = place
-                return Draft(tokens[position : position + most], ANSWER_CLASSES + LONGEST - shorter)
+                source = DraftSource(ProposerName.SUFFIX, NGRAM_MAX - shorter)
+                return Draft(tokens[position : position + most], source)
         return NO_DRAFT
 
     def leave(self, key: Hashable) -> None:
         """See `Proposer`; what joined the answer since `begin` may serve later requests of the tenant."""
         request = self._requests.pop(key)
-        tokens = request.history.tokens[request.answer - LONGEST :]
-        if len(tokens) > LONGEST:
+        tokens = request.history.tokens[request.answer - NGRAM_MAX :]
+        if len(tokens) > NGRAM_MAX:
             self._answers.add(request.cache_salt, tokens)

@@ -14,8 +14,8 @@ from typing import NamedTuple, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.engine.steps.draws import Draw, Draws
 from tandem.engine.steps.prompt_scoring import PromptScores
+from tandem.engine.steps.sampling_metadata import SamplingInput, SamplingMetadata
 from tandem.protocol.messages import TokenLogprobs
 
 _Drawn = TypeVar("_Drawn")
@@ -41,7 +41,7 @@ class StepRow(NamedTuple):
     token_ids: Sequence[int]
     start: int
     page_ids: Sequence[int]
-    draw: Draw | None
+    draw: SamplingInput | None
     source: int | None = None
     scores: PromptScores | None = None
     adapter: int = 0
@@ -70,7 +70,7 @@ class RowColumns(NamedTuple):
     """[slots], as in `StepRow`."""
     longest: int
     """Tokens that the row of most context attends to, itself included; 0 without rows."""
-    draws: Draws
+    draws: SamplingMetadata
 
 
 class TokenRows(Sequence[StepRow]):
@@ -107,7 +107,7 @@ class TokenRows(Sequence[StepRow]):
             page_counts,
             np.array([row.adapter for row in first], dtype=np.int32),
             int(starts.max(initial=-1)) + 1,
-            Draws.of([row.draw for row in first if row.draw is not None]),
+            SamplingMetadata.of([row.draw for row in first if row.draw is not None]),
         )
         return cls(len(first), int(starts.sum()) + len(first), lambda: columns)
 
@@ -181,45 +181,45 @@ class StepBatch:
         return [*self.tokens, *self.chunks]
 
     @property
-    def draws(self) -> Draws:
+    def draws(self) -> SamplingMetadata:
         """The draws of all rows that have one, in their order."""
         draws = self.tokens.columns.draws
         return draws.followed_by([row.draw for row in self.chunks if row.draw is not None]) if self.chunks else draws
 
 
 @dataclass(frozen=True, slots=True)
-class StepResult:
-    """One sampled token id for each row, None where the row asked for no draw.
+class ModelRunnerOutput:
+    """The sampled token id of each row of a step, None for rows that sample none.
 
-    `logprobs` is empty if no row asked for any, else has one entry for each row, None where it did not.
+    `logprobs` has one entry for each row, None without log probabilities; it is empty if no row has any.
     """
 
     token_ids: Sequence[int | None]
     logprobs: Sequence[TokenLogprobs | None] = ()
 
-    def split(self, rows: int) -> tuple["StepResult", "StepResult"]:
-        """The results of the first `rows` rows, and of the others."""
+    def split(self, rows: int) -> tuple["ModelRunnerOutput", "ModelRunnerOutput"]:
+        """Return the output of the first `rows` rows, and that of the others."""
         if rows == len(self.token_ids):
-            return self, NO_RESULT
+            return self, NO_OUTPUT
         first, others = slice(rows), slice(rows, None)
         return (
-            StepResult(self.token_ids[first], self.logprobs[first]),
-            StepResult(self.token_ids[others], self.logprobs[others]),
+            ModelRunnerOutput(self.token_ids[first], self.logprobs[first]),
+            ModelRunnerOutput(self.token_ids[others], self.logprobs[others]),
         )
 
 
-NO_RESULT = StepResult(())
+NO_OUTPUT = ModelRunnerOutput(())
 
-PendingStep = Callable[[], StepResult]
+PendingStep = Callable[[], ModelRunnerOutput]
 """A step that was launched: called once, waits for its result. Raises what the device reports."""
 
 
-def rows_of(drawn: Sequence[int], batch: StepBatch, logprobs: Sequence[TokenLogprobs | None] = ()) -> StepResult:
+def rows_of(drawn: Sequence[int], batch: StepBatch, logprobs: Sequence[TokenLogprobs | None] = ()) -> ModelRunnerOutput:
     """The tokens of the rows with a draw, in their order, each put at its row; their log probabilities if any asked."""
     if not batch.chunks:
-        return StepResult(drawn, logprobs)
+        return ModelRunnerOutput(drawn, logprobs)
     singles = len(batch.tokens)
-    return StepResult(
+    return ModelRunnerOutput(
         [*drawn[:singles], *_at_their_rows(drawn[singles:], batch.chunks)],
         [*logprobs[:singles], *_at_their_rows(logprobs[singles:], batch.chunks)] if logprobs else (),
     )

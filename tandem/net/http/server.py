@@ -23,11 +23,10 @@ from tandem.protocol.errors import FailedPrecondition
 class Listener:
     """An exclusive listening socket at host:port, 0 = any free port.
 
-    With `shared`, other processes of this user may share the port. FailedPrecondition names the `setting` of a port
-    that is taken.
+    FailedPrecondition names the `setting` of a port that is taken.
     """
 
-    def __init__(self, host: str, port: int, setting: str, *, shared: bool = False) -> None:
+    def __init__(self, host: str, port: int, setting: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         # With the protocol given, asyncio sets TCP_NODELAY on accepted connections: otherwise an event waits up to
         # 40 ms for the client's acknowledgement of the one before.
@@ -35,8 +34,6 @@ class Listener:
         self._host, self._setting = host, setting
         self._asked = address_of(host, port)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if shared:
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         try:
             self.socket.bind((host, port))
         except OSError as error:

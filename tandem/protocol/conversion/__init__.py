@@ -1,148 +1,21 @@
 """Converts between protobuf messages and dataclasses; the only package that depends on both.
 
-`x_to_proto` and `x_from_proto` are inverses, which a property test checks. Values are not validated: the receiver of a
-message from outside validates it.
+`to_proto` and `from_proto` convert every dataclass and message with the same field names. `step_output_*` keep a
+defective event from ending the stream, `traces_*` have the JSON of /traces, and `*_notice` the bytes of a notice.
 """
 
-from tandem.protocol.conversion.cluster import (
-    absence_from_proto,
-    absence_to_proto,
-    adapter_from_proto,
-    adapter_to_proto,
-    assignment_from_proto,
-    assignment_to_proto,
-    membership_from_proto,
-    membership_to_proto,
-    worker_info_from_proto,
-    worker_info_to_proto,
-)
-from tandem.protocol.conversion.events import (
-    event_from_proto,
-    event_to_proto,
-    step_events_from_proto,
-    step_events_to_proto,
-    step_tokens_from_proto,
-    step_tokens_to_proto,
-    token_logprobs_from_proto,
-    token_logprobs_to_proto,
-)
-from tandem.protocol.conversion.load import (
-    cost_from_proto,
-    cost_to_proto,
-    inspection_from_proto,
-    inspection_to_proto,
-    load_from_proto,
-    load_to_proto,
-)
-from tandem.protocol.conversion.prefixes import (
-    prefix_changes_from_proto,
-    prefix_changes_to_proto,
-    prefix_list_from_proto,
-    prefix_list_to_proto,
-)
-from tandem.protocol.conversion.traces import trace_from_proto, trace_to_proto, traces_from_json, traces_to_json
-from tandem.protocol.conversion.transfer import (
-    decode_notice,
-    description_from_proto,
-    description_to_proto,
-    encode_notice,
-    handshake_from_proto,
-    handshake_to_proto,
-    notice_from_proto,
-    notice_to_proto,
-)
-from tandem.protocol.conversion.types import (
-    edges_from_proto,
-    edges_to_proto,
-    error_from_proto,
-    error_to_proto,
-    finish_from_proto,
-    finish_to_proto,
-    sampling_from_proto,
-    sampling_to_proto,
-    timeline_from_proto,
-    timeline_to_proto,
-    transfer_from_proto,
-    transfer_to_proto,
-)
-from tandem.protocol.conversion.work import (
-    destination_from_proto,
-    destination_to_proto,
-    granted_from_proto,
-    granted_to_proto,
-    lease_from_proto,
-    lease_to_proto,
-    prefill_task_from_proto,
-    prefill_task_to_proto,
-    ref_from_proto,
-    ref_to_proto,
-    reservation_from_proto,
-    reservation_to_proto,
-)
+from tandem.protocol.conversion.fields import from_proto, to_proto
+from tandem.protocol.conversion.notice import decode_notice, encode_notice
+from tandem.protocol.conversion.step_output import step_output_from_proto, step_output_to_proto
+from tandem.protocol.conversion.traces import traces_from_json, traces_to_json
 
 __all__ = [
-    "absence_from_proto",
-    "absence_to_proto",
-    "adapter_from_proto",
-    "adapter_to_proto",
-    "assignment_from_proto",
-    "assignment_to_proto",
-    "cost_from_proto",
-    "cost_to_proto",
     "decode_notice",
-    "description_from_proto",
-    "description_to_proto",
-    "destination_from_proto",
-    "destination_to_proto",
-    "edges_from_proto",
-    "edges_to_proto",
     "encode_notice",
-    "error_from_proto",
-    "error_to_proto",
-    "event_from_proto",
-    "event_to_proto",
-    "finish_from_proto",
-    "finish_to_proto",
-    "granted_from_proto",
-    "granted_to_proto",
-    "handshake_from_proto",
-    "handshake_to_proto",
-    "inspection_from_proto",
-    "inspection_to_proto",
-    "lease_from_proto",
-    "lease_to_proto",
-    "load_from_proto",
-    "load_to_proto",
-    "membership_from_proto",
-    "membership_to_proto",
-    "notice_from_proto",
-    "notice_to_proto",
-    "prefill_task_from_proto",
-    "prefill_task_to_proto",
-    "prefix_changes_from_proto",
-    "prefix_changes_to_proto",
-    "prefix_list_from_proto",
-    "prefix_list_to_proto",
-    "ref_from_proto",
-    "ref_to_proto",
-    "reservation_from_proto",
-    "reservation_to_proto",
-    "sampling_from_proto",
-    "sampling_to_proto",
-    "step_events_from_proto",
-    "step_events_to_proto",
-    "step_tokens_from_proto",
-    "step_tokens_to_proto",
-    "timeline_from_proto",
-    "timeline_to_proto",
-    "token_logprobs_from_proto",
-    "token_logprobs_to_proto",
-    "trace_from_proto",
-    "trace_to_proto",
+    "from_proto",
+    "step_output_from_proto",
+    "step_output_to_proto",
+    "to_proto",
     "traces_from_json",
     "traces_to_json",
-    "transfer_from_proto",
-    "transfer_to_proto",
-    "worker_info_from_proto",
-    "worker_info_to_proto",
 ]

@@ -5,7 +5,7 @@ leases, work, transfer, finish, events, load; and about workers: assignment, mem
 """
 
 from tandem.protocol.messages.assignment import Assignment, Role
-from tandem.protocol.messages.events import RequestEvent, RoutedEvent, RoutedTokens, StepEvents, StepTokens
+from tandem.protocol.messages.events import RequestEvent, RoutedEvent, RoutedTokens, StepOutput, StepTokens
 from tandem.protocol.messages.finish import ErrorDetail, FinishReason
 from tandem.protocol.messages.leases import GrantedLease, Lease
 from tandem.protocol.messages.load import WorkerInspection, WorkerLoad
@@ -69,7 +69,7 @@ __all__ = [
     "RoutedEvent",
     "RoutedTokens",
     "SamplingParams",
-    "StepEvents",
+    "StepOutput",
     "StepTokens",
     "TokenLogprobs",
     "TransferNotice",

@@ -85,7 +85,7 @@ class RoutedTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class StepEvents:
+class StepOutput:
     """The output of one or more steps for one router; `tokens` come after `events`."""
 
     step: int

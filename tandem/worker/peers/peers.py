@@ -17,7 +17,7 @@ from prefill_worker.decode_peers import AllocatedPages, DecodePeers, Renewal
 from tandem.net import rpc
 from tandem.protocol import conversion
 from tandem.protocol.errors import FailedPrecondition, StaleEpoch, TandemError, Unavailable
-from tandem.protocol.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
+from tandem.protocol.generated.tandem.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 from tandem.protocol.messages import Destination, Handshake, Lease, PeerDescription, PeerRef
 from tandem.worker.peers.deliveries import MOST_WAITING, Deliveries
 
@@ -161,10 +161,9 @@ class Peers(DecodePeers):
     async def allocate_pages(self, destination: Destination, pages: int) -> AllocatedPages:
         """Asks the decode worker for the pages that receive the last of the prompt's `pages`."""
         request = worker_pb2.AllotPagesRequest(
-            lease=conversion.lease_to_proto(destination.lease),
+            lease=conversion.to_proto(destination.lease, worker_pb2.Lease),
             pages=pages,
-            prefill_worker_id=self._me.worker_id,
-            prefill_incarnation=self._me.incarnation,
+            prefill=conversion.to_proto(self._me, types_pb2.PeerRef),
         )
         stub = self._connection(destination.peer, destination.address).stub
         reply = await _call(stub.AllotPages(request, timeout=self._timeout_s), destination.peer)
@@ -173,13 +172,13 @@ class Peers(DecodePeers):
     async def renew(self, peer: PeerRef, address: str, leases: Sequence[Lease], within_s: float) -> Renewal:
         """Asks the decode worker for permission to go on writing under these leases."""
         request = worker_pb2.RenewPermissionsRequest(
-            leases=[conversion.lease_to_proto(lease) for lease in leases],
-            prefill_worker_id=self._me.worker_id,
-            prefill_incarnation=self._me.incarnation,
+            leases=[conversion.to_proto(lease, worker_pb2.Lease) for lease in leases],
+            prefill=conversion.to_proto(self._me, types_pb2.PeerRef),
         )
         stub = self._connection(peer, address).stub
         reply = await _call(stub.RenewPermissions(request, timeout=min(self._timeout_s, within_s)), peer)
-        return Renewal(frozenset(map(conversion.lease_from_proto, reply.over)), reply.write_for_s)
+        over = frozenset(conversion.from_proto(lease, Lease) for lease in reply.over)
+        return Renewal(over, reply.write_for_s)
 
     def delivered(self, destination: Destination) -> None:
         """Queues the lease for the next report of delivered notices."""
@@ -188,9 +187,8 @@ class Peers(DecodePeers):
     async def release(self, destination: Destination, *, in_doubt: bool) -> None:
         """Reports to the decode worker that no write under the lease is in flight and none will follow."""
         request = worker_pb2.ReleaseLeaseRequest(
-            lease=conversion.lease_to_proto(destination.lease),
-            prefill_worker_id=self._me.worker_id,
-            prefill_incarnation=self._me.incarnation,
+            lease=conversion.to_proto(destination.lease, worker_pb2.Lease),
+            prefill=conversion.to_proto(self._me, types_pb2.PeerRef),
             in_doubt=in_doubt,
         )
         if destination.peer in self._gone:
@@ -204,9 +202,8 @@ class Peers(DecodePeers):
             self._owe(peer, [Destination(peer, address, lease) for lease in leases])
             return True
         request = worker_pb2.NameDeliveriesRequest(
-            leases=[conversion.lease_to_proto(lease) for lease in leases],
-            prefill_worker_id=self._me.worker_id,
-            prefill_incarnation=self._me.incarnation,
+            leases=[conversion.to_proto(lease, worker_pb2.Lease) for lease in leases],
+            prefill=conversion.to_proto(self._me, types_pb2.PeerRef),
         )
         await _call(self._connection(peer, address).stub.NameDeliveries(request, timeout=self._timeout_s), peer)
         return True
@@ -304,14 +301,14 @@ class Peers(DecodePeers):
         return await asyncio.shield(connection.introduced)
 
     async def _introduce(self, connection: _Connection, peer: PeerRef) -> PeerDescription:
-        request = conversion.handshake_to_proto(self._mine)
+        request = conversion.to_proto(self._mine, worker_pb2.ConnectPeerRequest)
         try:
             reply = await _call(connection.stub.ConnectPeer(request, timeout=self._timeout_s), peer)
         except FailedPrecondition as error:
             self._incompatible.add(peer, error.message.removeprefix(f"worker {peer.worker_id}: "))
             raise
         self._incompatible.discard(peer)
-        theirs = conversion.description_from_proto(reply.peer)
+        theirs = conversion.from_proto(reply.description, PeerDescription)
         if theirs.peer != peer:
             raise StaleEpoch(
                 f"{peer.worker_id} has restarted (incarnation {theirs.peer.incarnation}, not {peer.incarnation});"

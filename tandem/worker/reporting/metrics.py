@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from prefill_worker.page_writes import WritingTime
 from tandem.cost_model.roofline import Ceilings, Roofline
 from tandem.cost_model.step_work import StepWork
-from tandem.engine.speculation.proposer import DRAFTS_MAX, LAST_CLASS
+from tandem.engine.speculation.proposer import DRAFT_SOURCES, DRAFTS_MAX, DraftSource
 from tandem.metrics import families as f
 from tandem.metrics.registry import Facts, Reading, Registry
 from tandem.protocol.cost_parameters import SECONDS, CostParameters
@@ -209,10 +209,10 @@ def speculation_facts(counts: SpeculationCounts | None, speedup: float) -> Facts
     if counts is None:
         return {}
     return {
-        f.DRAFTED: _by(1, counts.drafted, range(DRAFTS_MAX)),
-        f.DRAFTS_ACCEPTED: _by(1, counts.accepted, range(DRAFTS_MAX)),
-        f.DRAFTED_BY_MATCH: _by(0, counts.drafted, range(1, LAST_CLASS + 1)),
-        f.ACCEPTED_BY_MATCH: _by(0, counts.accepted, range(1, LAST_CLASS + 1)),
+        f.DRAFTED: _by_position(counts.drafted),
+        f.DRAFTS_ACCEPTED: _by_position(counts.accepted),
+        f.DRAFTED_BY_SOURCE: _by_source(counts.drafted),
+        f.ACCEPTED_BY_SOURCE: _by_source(counts.accepted),
         f.SPECULATION_SAVED: counts.saved_s,
         f.SPECULATION_LOST: counts.lost_s,
         f.SPECULATION_DRAFTING: counts.drafting_s,
@@ -221,12 +221,20 @@ def speculation_facts(counts: SpeculationCounts | None, speedup: float) -> Facts
     }
 
 
-def _by(part: int, counts: Counter[tuple[int, int]], labels: range) -> Reading:
-    """Return sums by one part of the keys, of all labels from the beginning: no client creates a series."""
-    sums = dict.fromkeys(labels, 0)
-    for key, count in list(counts.items()):
-        sums[key[part]] += count
-    return {(str(label),): total for label, total in sums.items()}
+def _by_position(counts: Counter[tuple[DraftSource, int]]) -> Reading:
+    """Return the drafts by position, with all positions from the beginning, so that no client creates a series."""
+    sums = dict.fromkeys(range(DRAFTS_MAX), 0)
+    for (_, position), count in list(counts.items()):
+        sums[position] += count
+    return {(str(position),): total for position, total in sums.items()}
+
+
+def _by_source(counts: Counter[tuple[DraftSource, int]]) -> Reading:
+    """Return the drafts by proposer and match, likewise with all sources."""
+    sums = dict.fromkeys(DRAFT_SOURCES, 0)
+    for (source, _), count in list(counts.items()):
+        sums[source] += count
+    return {(source.proposer.value, str(source.match)): total for source, total in sums.items()}
 
 
 def step_costs(cost: CostParameters) -> Facts:

@@ -24,14 +24,14 @@ from tandem.engine.model_runner import ModelRunner
 from tandem.engine.speculation.ngram import NgramProposer
 from tandem.engine.speculation.proposer import Proposer
 from tandem.engine.steps.batch import StepBatch, StepRow
-from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.protocol.messages import SamplingParams
 from tandem.protocol.speculation_method import SpeculationMethod
 from tests.draft_rows import with_drafts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
-GREEDY = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
+GREEDY = SamplingInput(SamplingParams(max_tokens=1, temperature=0.0), 0)
 LENGTHS = [5, 17, 128, 130, 1000]
 """Prompts that end within pages and at their borders."""
 SHARE = 9

@@ -14,14 +14,14 @@ from tandem.engine.kernels.kv_cache import QuantizedKv
 from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.steps.batch import StepBatch, StepRow
-from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.protocol.messages import SamplingParams
 from tests.gpu.test_engine_cuda import Forced, greedy
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 CACHE = 1 << 30
-GREEDY = Draw(SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True), 0)
+GREEDY = SamplingInput(SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True), 0)
 PROMPTS = [[(7 * i * i + 31 * s) % 40_000 for i in range(n)] for s, n in enumerate((5, 17, 64, 130, 700))]
 POISON = 0xFF
 """A byte of which codes of float8, and all scales, are NaN."""

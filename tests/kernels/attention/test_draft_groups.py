@@ -18,7 +18,7 @@ from tandem.engine.config.attention import AttentionShape
 from tandem.engine.kernels.attention.triton_attention_plan import group_rows, make_group_plan, make_plan
 from tandem.engine.steps.batch import StepRow, TokenRows
 from tandem.engine.steps.draft_groups import DraftGroupSizes, fill_draft_groups, groups_needed
-from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.protocol.messages import SamplingParams
 from tests.draft_rows import with_drafts
 from tests.kernels.decode_cases import DEVICE, NO_PAGE, ON_GPU, REFERENCE, SHAPES, attention_of, fixed, torch_of
@@ -97,7 +97,7 @@ def dot_in_order(_: object, a: Any, b: Any, d: Any, *__: object) -> Any:
 
 def rows_with_drafts(counts: Sequence[int]) -> TokenRows:
     """Returns the rows of requests with so many rows each."""
-    draw = Draw(SamplingParams(1), 0)
+    draw = SamplingInput(SamplingParams(1), 0)
     return with_drafts([StepRow([0], 0, [0], draw) for _ in counts], [[0] * (count - 1) for count in counts])
 
 

@@ -24,7 +24,7 @@ from tandem.engine.models.load_spec import load_spec
 from tandem.engine.models.parameters import Parameters, tensors_of
 from tandem.engine.sampler import sample
 from tandem.engine.steps.batch import StepBatch, StepRow
-from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.engine.steps.step_packer import StepPacker, step_limits
 from tandem.engine.weights.random_weights import fill_randomly
 from tandem.protocol.kv_pages import FREED, KvPages
@@ -32,7 +32,7 @@ from tandem.protocol.messages import SamplingParams
 from tests.kernels.decode_cases import DEVICE, ON_GPU
 from tests.kernels.steps import assert_as_good
 
-DRAW = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
+DRAW = SamplingInput(SamplingParams(max_tokens=1, temperature=0.0), 0)
 PAGE, PAGES = 16, 12
 WINDOW = 20
 DECODE_ROWS = 2

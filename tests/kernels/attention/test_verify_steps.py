@@ -22,12 +22,12 @@ from tandem.engine.model_runner import ModelRunner
 from tandem.engine.models.load_spec import load_spec
 from tandem.engine.steps.batch import StepBatch, StepRow
 from tandem.engine.steps.draft_groups import fill_draft_groups
-from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.protocol.messages import SamplingParams
 from tests.draft_rows import with_drafts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-DRAW = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
+DRAW = SamplingInput(SamplingParams(max_tokens=1, temperature=0.0), 0)
 NOTHING: Any = None
 VOCAB, PAGE = 67, 16
 CONFIG = {

@@ -19,13 +19,13 @@ from tandem.engine.models.allocation import allocate_parameters
 from tandem.engine.models.decoder import DecoderModel
 from tandem.engine.models.parameters import Parameters, tensors_of
 from tandem.engine.steps.batch import StepBatch, StepRow
-from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.engine.steps.step_packer import StepPacker, step_limits, unpack
 from tandem.protocol.messages import SamplingParams
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAGE_TOKENS = 16
-DRAW = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
+DRAW = SamplingInput(SamplingParams(max_tokens=1, temperature=0.0), 0)
 PROMPT = [(7 * i) % 97 for i in range(40)]
 STEPS = [
     [StepRow(PROMPT[:21], 0, [3, 1, 2], DRAW), StepRow(PROMPT[:5], 0, [5], DRAW)],

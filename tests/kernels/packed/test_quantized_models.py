@@ -13,10 +13,10 @@ from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.models.load_spec import load_spec
 from tandem.engine.steps.batch import StepBatch, StepRow
-from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.protocol.messages import SamplingParams
 
-DRAW = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
+DRAW = SamplingInput(SamplingParams(max_tokens=1, temperature=0.0), 0)
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "num_key_value_heads": 1},
     "qwen2_moe": {

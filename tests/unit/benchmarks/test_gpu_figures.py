@@ -19,7 +19,7 @@ from tandem.engine.model_runner import ModelRunner
 from tandem.engine.model_sizes import model_sizes
 from tandem.engine.models.load_spec import load_spec
 from tandem.engine.models.shapes import write_shape
-from tandem.engine.steps.batch import StepBatch, StepResult
+from tandem.engine.steps.batch import ModelRunnerOutput, StepBatch
 from tandem.protocol.kv_pages import KvPages
 
 LAYERS = 32
@@ -42,14 +42,14 @@ class RecordedRunner:
         self.steps: list[StepBatch] = []
         self.events: list[str] = []
 
-    def launch(self, batch: StepBatch) -> Callable[[], StepResult]:
+    def launch(self, batch: StepBatch) -> Callable[[], ModelRunnerOutput]:
         number = len(self.steps)
         self.steps.append(batch)
         self.events.append(f"launch {number}")
 
-        def read() -> StepResult:
+        def read() -> ModelRunnerOutput:
             self.events.append(f"read {number}")
-            return StepResult([0] * len(batch.rows))
+            return ModelRunnerOutput([0] * len(batch.rows))
 
         return read
 

@@ -11,7 +11,7 @@ from benchmarks.speculation.local_worker import LocalWorker
 from router.text.tokenizer import Tokenizer
 from tandem.cli.main import app
 from tandem.engine.model_runner import ModelRunner
-from tandem.engine.speculation.proposer import EAGLE_CLASS, HEADS_CLASS
+from tandem.engine.speculation.proposer import ProposerName
 from tandem.protocol.messages import SamplingParams
 from tandem.protocol.speculation_method import SpeculationMethod
 from tests.factories import tiny_engine_config, write_tiny_model
@@ -76,8 +76,8 @@ async def test_answers_are_the_same_and_drafts_are_accepted(model: Path, trained
             answers.append([each.token_ids for each in sent])
             if draft is not None:
                 counts = worker.speculation.counts
-                wanted = EAGLE_CLASS if trained[0].name == "eagle" else HEADS_CLASS
-                assert {match for match, _ in counts.drafted} == {wanted}
+                wanted = ProposerName.EAGLE if trained[0].name == "eagle" else ProposerName.MEDUSA
+                assert {source.proposer for source, _ in counts.drafted} == {wanted}
                 assert {position for _, position in counts.drafted} == {0, 1}
                 assert sum(counts.accepted.values()) > 10
     assert answers[0] == answers[1]

@@ -82,7 +82,6 @@ OPTIONS: dict[str, tuple[str, Any]] = {
     "--tool-call-parser mistral": ("tool_call_parser", "mistral"),
     "--reasoning-parser none": ("reasoning_parser", "none"),
     "--strict-requests": ("strict_requests", True),
-    "--front-processes 2": ("front_processes", 2),
     "--slo-class gold:100:20": ("slo_classes", with_defaults([parse_class("gold:100:20")])),
     "--default-max-tokens 9": ("default_max_tokens", 9),
     "--default-slo-class gold": ("default_slo_class", "gold"),

@@ -9,6 +9,7 @@ from tandem.cluster.supervision.health import Phase
 from tandem.cluster.supervision.registry import Registry
 from tandem.cluster.supervision.size import SizeChange
 from tandem.protocol import conversion
+from tandem.protocol.generated.tandem.v1 import cluster_pb2
 from tandem.protocol.messages import ExpectedWorker, Membership, Role
 
 from .crew import DISAGGREGATED, Crew, D, P, Workers, until
@@ -98,4 +99,4 @@ def test_expected_workers_survive_the_wire() -> None:
     membership = Membership(
         3, (), "adaptive", None, (ExpectedWorker("decode-0", D), ExpectedWorker("both-1", Role.BOTH))
     )
-    assert conversion.membership_from_proto(conversion.membership_to_proto(membership)) == membership
+    assert conversion.from_proto(conversion.to_proto(membership, cluster_pb2.Membership), Membership) == membership

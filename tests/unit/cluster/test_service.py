@@ -14,7 +14,7 @@ from tandem.cluster.supervision.registry import Registry
 from tandem.cluster.supervision.size import SizeChange
 from tandem.net.rpc import is_refused_peer, listen, open_channel, open_server
 from tandem.protocol.errors import InvalidArgument, NotFound, Unauthenticated, Unavailable
-from tandem.protocol.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
+from tandem.protocol.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, types_pb2
 from tandem.protocol.messages import Absence, AdapterFacts, PeerRef, WorkerInfo
 
 ABSENT = Absence("decode-1", "waiting for a node", coming=True)
@@ -68,7 +68,7 @@ async def listener() -> AsyncIterator[tuple[str, Registry]]:
 def registration(worker_id: str, incarnation: int) -> cluster_pb2.RegisterRequest:
     return cluster_pb2.RegisterRequest(
         worker=cluster_pb2.WorkerInfo(
-            worker_id=worker_id, incarnation=incarnation, role="decode", address="127.0.0.1:1"
+            peer=types_pb2.PeerRef(worker_id=worker_id, incarnation=incarnation), role="decode", address="127.0.0.1:1"
         )
     )
 
@@ -80,7 +80,7 @@ async def test_a_watcher_sees_who_comes_and_goes(listener: tuple[str, Registry])
         watch = stub.Watch(cluster_pb2.WatchRequest())
         assert not (await watch.read()).workers
         await stub.Register(registration("decode-0", 7))
-        assert [w.incarnation for w in (await watch.read()).workers] == [7]
+        assert [w.peer.incarnation for w in (await watch.read()).workers] == [7]
         registry.unregister(PeerRef("decode-0", 7))
         assert not (await watch.read()).workers
         with pytest.raises(grpc.aio.AioRpcError) as failure:
@@ -94,7 +94,9 @@ async def test_unregister_is_for_good(listener: tuple[str, Registry]) -> None:
     async with open_channel(address, "secret") as channel:
         stub = cluster_pb2_grpc.ClusterStub(channel)
         await stub.Register(registration("decode-0", 7))
-        await stub.Unregister(cluster_pb2.UnregisterRequest(worker_id="decode-0", incarnation=7))
+        await stub.Unregister(
+            cluster_pb2.UnregisterRequest(peer=types_pb2.PeerRef(worker_id="decode-0", incarnation=7))
+        )
         assert registry.membership().workers == ()
 
 

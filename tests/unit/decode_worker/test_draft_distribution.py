@@ -12,7 +12,7 @@ from torch import Tensor
 from decode_worker.drafts import RowDrafts, StepDrafts
 from tandem.engine.sampler import sample
 from tandem.engine.sampling_filters import draw_filtered, has_filters, invert
-from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.engine.steps.seeded import start_of, uniforms
 from tandem.protocol.messages import SamplingParams
 
@@ -134,5 +134,5 @@ def test_a_broken_rule_is_detected(sampling: SamplingParams) -> None:
 def test_draws_are_those_of_the_sampler(sampling: SamplingParams) -> None:
     logits = 2 * torch.randn(500, VOCAB, generator=torch.Generator().manual_seed(5))
     for index in (0, 1):
-        draws = [Draw(replace(sampling, seed=seed), index) for seed in range(len(logits))]
+        draws = [SamplingInput(replace(sampling, seed=seed), index) for seed in range(len(logits))]
         assert draw(logits, sampling, index) == sample(logits, draws).tolist()

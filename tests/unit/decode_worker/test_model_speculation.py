@@ -12,7 +12,14 @@ from decode_worker.speculation import PROBE_EVERY
 from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import StepWork
 from tandem.engine.speculation.ngram import NgramProposer
-from tandem.engine.speculation.proposer import DRAFTS_MAX, MODEL_CLASS, BatchProposer, Draft, WantedDraft
+from tandem.engine.speculation.proposer import (
+    DRAFTS_MAX,
+    BatchProposer,
+    Draft,
+    DraftSource,
+    ProposerName,
+    WantedDraft,
+)
 from tandem.protocol.cost_parameters import CostParameters
 from tandem.protocol.kv_pages import KvPages
 from tandem.protocol.messages import SamplingParams
@@ -79,7 +86,7 @@ class FakeBatch:
 class FakeModel(BatchProposer):
     """Counts tokens whose KV is stored, and has memory for some requests."""
 
-    draft_class = MODEL_CLASS
+    source = DraftSource(ProposerName.DRAFT_MODEL)
     max_step_tokens = 2048
 
     def __init__(self, cost: StepCost, requests: int = 100) -> None:
@@ -140,7 +147,7 @@ def _make() -> Callable[..., tuple[Any, FakeBatch, FakeModel]]:
 
 def learn(speculation: Any, accepted: int, times: int = 200) -> None:
     for _ in range(times):
-        speculation._acceptance.observe(MODEL_CLASS, DRAFTS_MAX, accepted)
+        speculation._acceptance.observe(DraftSource(ProposerName.DRAFT_MODEL), DRAFTS_MAX, accepted)
 
 
 def test_the_context_is_stored_in_pieces_before_the_first_draft(make: Any) -> None:

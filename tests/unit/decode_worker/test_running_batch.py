@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from decode_worker.batch_snapshot import BUFFERED_STEPS, CompletedStep
+from decode_worker.batch_snapshot import BUFFERED_STEPS, DecodedStep
 from decode_worker.drafting_batch import DraftingBatch
 from decode_worker.request import DecodeRequest
 from decode_worker.running_batch import RunningBatch
 from tandem.engine.cache.prefix_cache import Prefix
-from tandem.engine.speculation.proposer import Draft
+from tandem.engine.speculation.proposer import Draft, DraftSource, ProposerName
 from tandem.engine.steps.batch import FROM_HOST, StepRow
-from tandem.engine.steps.draws import History
+from tandem.engine.steps.sampling_metadata import History
 from tandem.protocol.ending import Ending
 from tandem.protocol.kv_pages import KvPages
 from tandem.protocol.messages import Lease, ModelFacts, PeerRef, RequestRef, Reservation, RoutedTokens, SamplingParams
@@ -61,7 +61,7 @@ class Model:
     flying: deque[list[Known]] = field(default_factory=deque)
     drafts: dict[DecodeRequest, list[int]] = field(default_factory=dict)
     """The drafts of the newest step."""
-    late: tuple[CompletedStep, list[RoutedTokens]] | None = None
+    late: tuple[DecodedStep, list[RoutedTokens]] | None = None
     """The newest completed step, and its tokens as they were before the next one was planned."""
     accepted: int = 0
     dropped_drafts: int = 0
@@ -104,7 +104,9 @@ class Model:
         self.drafts = {}
         if isinstance(self.batch, DraftingBatch):
             self.drafts = self.draft(self.batch, expected) if not self.flying else {}
-            rows = self.batch.launch({request: Draft(tokens, 2) for request, tokens in self.drafts.items()})
+            rows = self.batch.launch(
+                {request: Draft(tokens, DraftSource(ProposerName.NGRAM, 2)) for request, tokens in self.drafts.items()}
+            )
         else:
             rows = self.batch.launch()
         assert self.late is None or self.late[0].plain_tokens() == self.late[1]

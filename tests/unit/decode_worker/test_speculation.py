@@ -19,7 +19,7 @@ from decode_worker.draft_choice import (
 from tandem.cost_model.acceptance import PRIOR, WINDOW, Acceptance
 from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import StepWork
-from tandem.engine.speculation.proposer import Draft
+from tandem.engine.speculation.proposer import Draft, DraftSource, ProposerName
 from tandem.protocol.cost_parameters import CostParameters
 from tests.soak import seeds
 
@@ -31,7 +31,7 @@ DEAR = StepCost(CostParameters(base_s=10e-3, row_s=6e-3, context_s=0.0))
 def candidate(*rates: float) -> Candidate:
     survival = [math.prod(rates[: n + 1]) for n in range(len(rates))]
     request: Any = object()
-    return Candidate(request, Draft(list(range(len(rates))), 3), survival, 100)
+    return Candidate(request, Draft(list(range(len(rates))), DraftSource(ProposerName.NGRAM, 3)), survival, 100)
 
 
 def chosen(cost: StepCost, *candidates: Candidate, seconds: float = math.inf, rows: int = 1000) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tandem.engine.steps.draws import History
+from tandem.engine.steps.sampling_metadata import History
 from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.messages import FinishReason, SamplingParams
 from tandem.protocol.speculation_method import SpeculationMethod

@@ -16,7 +16,7 @@ from tandem.engine.grammar_masks import GrammarMasks
 from tandem.engine.logits_mask import MaskedLogits
 from tandem.engine.logprobs import score
 from tandem.engine.sampler import sample
-from tandem.engine.steps.draws import Draw, Draws, History
+from tandem.engine.steps.sampling_metadata import History, SamplingInput, SamplingMetadata
 from tandem.protocol.errors import InvalidArgument
 from tandem.tokenizers.grammars import AnswerGrammar, Grammars, LazyGrammars, of_choices, of_regex
 from tests.factories import draw
@@ -45,7 +45,7 @@ def test_only_allowed_tokens_are_drawn(masks: GrammarMasks, temperature: float, 
         assert isinstance(history.answer, list)
         logits = random_logits(3).to(dtype)
         own = logits.clone()
-        draws = Draws.of([free, Draw(asked, len(history.answer), history), free])
+        draws = SamplingMetadata.of([free, SamplingInput(asked, len(history.answer), history), free])
         tokens = sample(logits, draws, [EOS], masks)
         assert torch.equal(logits, own), "log probabilities are those of the model's own logits"
         assert tokens[[0, 2]].tolist() == sample(logits[[0, 2]], [free, free]).tolist()
@@ -66,11 +66,16 @@ def test_rows_of_drafts_draw_as_if_the_drafts_were_in_the_answer(masks: GrammarM
     assert masks.allowed_drafts(history, DIGITS, [digits[1], refused, digits[2]]) == 1
     assert masks.allowed_drafts(history, DIGITS, [digits[1], digits[2], digits[3]]) == 2
     logits = random_logits(4)
-    rows = [Draw(asked, 1, history), draw(seed=1), Draw(asked, 2, history), Draw(asked, 3, history)]
-    tokens = sample(logits, Draws.of(rows), [EOS], masks)
+    rows = [
+        SamplingInput(asked, 1, history),
+        draw(seed=1),
+        SamplingInput(asked, 2, history),
+        SamplingInput(asked, 3, history),
+    ]
+    tokens = sample(logits, SamplingMetadata.of(rows), [EOS], masks)
     for drafts, row in enumerate((0, 2, 3)):
         alone = History([5], digits[: 1 + drafts])
-        assert tokens[row] == sample(logits[row : row + 1], [Draw(asked, 1 + drafts, alone)], [EOS], masks)
+        assert tokens[row] == sample(logits[row : row + 1], [SamplingInput(asked, 1 + drafts, alone)], [EOS], masks)
     assert tokens[3] == EOS
 
 
@@ -79,7 +84,9 @@ def test_masked_logits_are_restored(masks: GrammarMasks) -> None:
     logits = random_logits(4)
     own = logits.clone()
     kinds = ({"grammar": DIGITS}, {"min_tokens": 3}, {}, {"grammar": of_choices(["a", "b"]), "min_tokens": 3})
-    draws = Draws.of([replace(draw(**kind), history=History([5], []) if "grammar" in kind else None) for kind in kinds])
+    draws = SamplingMetadata.of(
+        [replace(draw(**kind), history=History([5], []) if "grammar" in kind else None) for kind in kinds]
+    )
     masked = MaskedLogits(logits, draws, [EOS], masks)
     forbidden = logits.isinf()
     assert forbidden[:, EOS].tolist() == [True, True, False, True]
@@ -94,7 +101,7 @@ def test_a_grammar_that_fails_ends_its_answer_with_the_reason(masks: GrammarMask
     """The answer does not follow it, as if another version had made it; the other row does not notice."""
     wrong, right = History([5], [300]), History([5], [])
     asked = draw(grammar=DIGITS).sampling
-    draws = [Draw(asked, len(each.answer), each) for each in (wrong, right)]
+    draws = [SamplingInput(asked, len(each.answer), each) for each in (wrong, right)]
     tokens = sample(random_logits(2), draws, [EOS], masks)
     assert tokens[0] == EOS
     assert wrong.failure is not None
@@ -105,7 +112,7 @@ def test_a_grammar_that_fails_ends_its_answer_with_the_reason(masks: GrammarMask
 def test_states_end_with_their_requests(masks: GrammarMasks) -> None:
     histories = [History([5], []) for _ in range(3)]
     asked = draw(grammar=DIGITS).sampling
-    sample(random_logits(3), [Draw(asked, 0, each) for each in histories], [EOS], masks)
+    sample(random_logits(3), [SamplingInput(asked, 0, each) for each in histories], [EOS], masks)
     assert len(masks._answers) == 3
     del histories
     gc.collect()
@@ -147,7 +154,7 @@ def test_an_answer_whose_mask_takes_long_waits_alone(monkeypatch: pytest.MonkeyP
     asked = [draw(grammar=grammar).sampling for grammar in (slow_grammar, DIGITS, DIGITS)]
 
     def step() -> list[int]:
-        rows = [Draw(sampling, 0, each) for sampling, each in zip(asked, histories, strict=True)]
+        rows = [SamplingInput(sampling, 0, each) for sampling, each in zip(asked, histories, strict=True)]
         return sample(random_logits(3), rows, [EOS], masks).tolist()
 
     drawn = step()
@@ -168,7 +175,7 @@ def test_an_answer_whose_mask_takes_long_waits_alone(monkeypatch: pytest.MonkeyP
 def test_a_row_that_cannot_wait_gets_its_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     masks, history = GrammarMasks(LazyGrammars(small_grammars), [EOS], step_wait_s=0.0), History([5], [])
     threading.Timer(0.1, SlowMasks(DIGITS, monkeypatch).go.set).start()
-    token = sample(random_logits(1), [Draw(draw(grammar=DIGITS).sampling, 0, history)], [EOS], masks)
+    token = sample(random_logits(1), [SamplingInput(draw(grammar=DIGITS).sampling, 0, history)], [EOS], masks)
     assert not history.waiting
     assert token != EOS
 
@@ -178,7 +185,7 @@ def test_a_mask_that_took_too_much_processor_time_ends_its_answer(
 ) -> None:
     history = History([5], [], may_wait=True)
     monkeypatch.setattr("tandem.tokenizers.grammars._TOKEN_S", -1.0)
-    token = sample(random_logits(1), [Draw(draw(grammar=of_regex("b{3}")).sampling, 0, history)], [EOS], masks)
+    token = sample(random_logits(1), [SamplingInput(draw(grammar=of_regex("b{3}")).sampling, 0, history)], [EOS], masks)
     assert token == EOS
     assert isinstance(history.failure, InvalidArgument)
     assert "simplify it" in str(history.failure)
@@ -191,7 +198,7 @@ def test_an_answer_with_slow_masks_gets_no_drafts(masks: GrammarMasks, monkeypat
     monkeypatch.setattr("tandem.engine.grammar_masks.STEP_WAIT_S", -1.0)
     assert masks.allowed_drafts(history, DIGITS, [digit]) == 1
     assert masks.allowed_drafts(history, DIGITS, [digit]) == 0
-    sample(random_logits(1), [Draw(draw(grammar=DIGITS).sampling, 0, history)], [EOS], masks)
+    sample(random_logits(1), [SamplingInput(draw(grammar=DIGITS).sampling, 0, history)], [EOS], masks)
     assert history.slow
 
 
@@ -209,7 +216,7 @@ def test_no_step_compiles_a_grammar(masks: GrammarMasks, monkeypatch: pytest.Mon
     masks.begin(begun, grammar)
     small_grammars()._compiled.clear()
     asked = draw(grammar=grammar).sampling
-    sample(random_logits(2), [Draw(asked, 0, each) for each in (begun, new)], [EOS], masks)
+    sample(random_logits(2), [SamplingInput(asked, 0, each) for each in (begun, new)], [EOS], masks)
     assert len(threads) == 2
     assert threads[0] == threading.current_thread().name != threads[1]
     with pytest.raises(InvalidArgument):
@@ -225,7 +232,10 @@ def test_a_defect_in_a_mask_ends_its_answer_alone(masks: GrammarMasks, monkeypat
         return begin(known, grammar)
 
     monkeypatch.setattr(Grammars, "begin", failing)
-    rows = [Draw(draw(grammar=grammar).sampling, 0, each) for grammar, each in zip(grammars, histories, strict=True)]
+    rows = [
+        SamplingInput(draw(grammar=grammar).sampling, 0, each)
+        for grammar, each in zip(grammars, histories, strict=True)
+    ]
     sample(random_logits(2), rows, [EOS], masks)
     assert isinstance(histories[0].failure, AssertionError)
     assert histories[1].failure is None

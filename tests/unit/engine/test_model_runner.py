@@ -13,7 +13,7 @@ from tandem.engine.model_runner import ModelRunner
 from tandem.engine.models.allocation import weight_bytes
 from tandem.engine.models.load_spec import load_spec
 from tandem.engine.steps.batch import StepBatch, StepRow
-from tandem.engine.steps.draws import History
+from tandem.engine.steps.sampling_metadata import History
 from tandem.engine.weights.safetensors_file import read_header
 from tandem.protocol.errors import Internal, InvalidArgument, ModelError
 from tandem.tokenizers.grammars import Grammars, of_regex

@@ -11,7 +11,7 @@ from tandem.engine.logprobs import logprobs, score
 from tandem.engine.sampler import sample
 from tandem.engine.sampling_filters import draw_filtered, invert, keep_best, penalize
 from tandem.engine.steps.batch import StepBatch, rows_of
-from tandem.engine.steps.draws import NO_TOKEN, Draw, History
+from tandem.engine.steps.sampling_metadata import NO_TOKEN, History, SamplingInput
 from tandem.engine.steps.seeded import start_of, uniform, uniforms
 from tandem.protocol.messages import SamplingParams, TokenLogprobs
 from tests.factories import draw, row
@@ -135,7 +135,7 @@ def test_draws_follow_the_distribution() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
     chosen = params(temperature=0.8, top_k=4)
     wanted = transformers_probabilities(logits[None], chosen)[0]
-    draws = [Draw(chosen, index) for index in range(8000)]
+    draws = [SamplingInput(chosen, index) for index in range(8000)]
     found = torch.bincount(sample(logits.expand(8000, 5), draws), minlength=5) / 8000
     assert found[3] == 0
     torch.testing.assert_close(found, wanted, atol=0.02, rtol=0)
@@ -143,7 +143,7 @@ def test_draws_follow_the_distribution() -> None:
 
 def test_a_row_draws_the_same_in_any_batch() -> None:
     logits = random_logits(len(MIXED), seed=5)
-    draws = [Draw(SamplingParams(**_fields(each, seed=index)), 3 + index) for index, each in enumerate(MIXED)]
+    draws = [SamplingInput(SamplingParams(**_fields(each, seed=index)), 3 + index) for index, each in enumerate(MIXED)]
     draws[3] = draw(temperature=0.0)
     alone = [sample(logits[i : i + 1], draws[i : i + 1]).item() for i in range(len(draws))]
     assert sample(logits, draws).tolist() == alone
@@ -182,14 +182,14 @@ PENALTIES: list[dict[str, float]] = [
 ]
 
 
-def penalized(**changes: float) -> Draw:
+def penalized(**changes: float) -> SamplingInput:
     """Returns a greedy draw after a prompt and an answer that share tokens and repeat them."""
     made = draw(**changes)
     history = History((7, 5, 5, 3), [3, 9, 9, 9, 11]) if made.sampling.penalized else None
-    return Draw(made.sampling, 5, history)
+    return SamplingInput(made.sampling, 5, history)
 
 
-def plainly(logits: list[float], chosen: Draw) -> list[float]:
+def plainly(logits: list[float], chosen: SamplingInput) -> list[float]:
     """Returns the penalized logits, one token at a time, as OpenAI and vLLM describe them."""
     if chosen.history is None:
         return logits
@@ -221,8 +221,8 @@ def test_penalties_come_before_filters_and_temperature() -> None:
     logits = random_logits(8, seed=6)
     changes = {"repetition_penalty": 1.4, "presence_penalty": 1.0, "temperature": 0.8, "top_k": 30, "top_p": 0.9}
     answer = logits.topk(5).indices.tolist()
-    draws = [Draw(params(**changes, seed=n), n, History((), answer[n])) for n in range(8)]
-    plain = [Draw(params(**changes, seed=n), n) for n in range(8)]
+    draws = [SamplingInput(params(**changes, seed=n), n, History((), answer[n])) for n in range(8)]
+    plain = [SamplingInput(params(**changes, seed=n), n) for n in range(8)]
     assert sample(logits, draws).tolist() == sample(penalize(logits, draws), plain).tolist()
     assert sample(logits, draws).tolist() != sample(logits, plain).tolist()
     half = logits.bfloat16()
@@ -235,7 +235,7 @@ def test_a_row_whose_largest_logit_is_not_finite_has_no_token_and_others_have_th
     value: float, dtype: torch.dtype
 ) -> None:
     logits = random_logits(len(MIXED) + 1, seed=3).to(dtype)
-    draws = [draw(temperature=0.0), *(Draw(each, 0) for each in MIXED)]
+    draws = [draw(temperature=0.0), *(SamplingInput(each, 0) for each in MIXED)]
     wanted = sample(logits, draws)
     for failed in range(len(draws)):
         broken = logits.clone()
@@ -268,7 +268,7 @@ def test_logprobs_are_the_log_softmax_of_the_logits_as_they_came(dtype: torch.dt
 def test_each_row_gets_as_many_logprobs_as_it_asks_for() -> None:
     logits = random_logits(4, seed=9)
     draws = [draw(logprobs=2), draw(), draw(logprobs=0), draw(logprobs=5, temperature=5.0, frequency_penalty=2.0)]
-    draws[3] = Draw(draws[3].sampling, 0, History((), [1, 1, 2]))
+    draws[3] = SamplingInput(draws[3].sampling, 0, History((), [1, 1, 2]))
     tokens = sample(logits, draws)
     exact = logits.log_softmax(-1)
     found = score(logits, draws, tokens)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tandem.engine.steps.batch import FROM_HOST, RowColumns, StepBatch, StepRow, TokenRows
-from tandem.engine.steps.draws import Draw, Draws
+from tandem.engine.steps.sampling_metadata import SamplingInput, SamplingMetadata
 from tandem.engine.steps.step_buffer import StepLimits, StepSizes
 from tandem.engine.steps.step_packer import PackedStep, StepPacker, unpack, view_step
 from tandem.protocol.errors import Internal
@@ -15,11 +15,11 @@ from tandem.protocol.messages import SamplingParams
 from tests.soak import seeds
 
 LIMITS = StepLimits(vocab_size=50, max_context=64, pages=9, page_tokens=4)
-DRAW = Draw(SamplingParams(max_tokens=1), 0)
+DRAW = SamplingInput(SamplingParams(max_tokens=1), 0)
 
 
 def row(
-    token_ids: list[int], start: int, pages: list[int], source: int | None = None, draw: Draw | None = DRAW
+    token_ids: list[int], start: int, pages: list[int], source: int | None = None, draw: SamplingInput | None = DRAW
 ) -> StepRow:
     return StepRow(token_ids, start, pages, draw, source)
 
@@ -131,7 +131,7 @@ def scattered(rows: list[StepRow], dice: random.Random) -> TokenRows:
         held,
         adapters,
         max(each.start for each in rows) + 1,
-        Draws.of([DRAW] * len(rows)),
+        SamplingMetadata.of([DRAW] * len(rows)),
     )
     return TokenRows(len(rows), 0, lambda: columns)
 

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from tandem.engine.steps.batch import StepBatch, StepRow, TokenRows
-from tandem.engine.steps.draws import Draw, Draws, History
+from tandem.engine.steps.sampling_metadata import History, SamplingInput, SamplingMetadata
 from tandem.protocol.messages import SamplingParams
 
-PLAIN = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
-RANDOM = Draw(SamplingParams(max_tokens=1, temperature=0.7, top_k=3, seed=2**64 - 1, logprobs=2), 5)
-PENALIZED = Draw(SamplingParams(max_tokens=1, temperature=0.0, presence_penalty=1.0), 9, History((1, 2), [3]))
+PLAIN = SamplingInput(SamplingParams(max_tokens=1, temperature=0.0), 0)
+RANDOM = SamplingInput(SamplingParams(max_tokens=1, temperature=0.7, top_k=3, seed=2**64 - 1, logprobs=2), 5)
+PENALIZED = SamplingInput(SamplingParams(max_tokens=1, temperature=0.0, presence_penalty=1.0), 9, History((1, 2), [3]))
 
 ROWS = [
     StepRow((7,), 5, [3, 8], PLAIN),
@@ -18,9 +18,9 @@ ROWS = [
 ]
 CHUNK = StepRow((5, 6), 0, [0], None)
 LAST_CHUNK = StepRow((5,), 2, [0], RANDOM)
-NO_END_YET = Draw(SamplingParams(max_tokens=9, min_tokens=3), 2)
-END_ALLOWED = Draw(SamplingParams(max_tokens=9, min_tokens=3), 3)
-BIASED = Draw(SamplingParams(max_tokens=9, logit_bias=((5, 1.0),)), 8)
+NO_END_YET = SamplingInput(SamplingParams(max_tokens=9, min_tokens=3), 2)
+END_ALLOWED = SamplingInput(SamplingParams(max_tokens=9, min_tokens=3), 3)
+BIASED = SamplingInput(SamplingParams(max_tokens=9, logit_bias=((5, 1.0),)), 8)
 
 
 def test_rows_are_what_they_were() -> None:
@@ -42,11 +42,11 @@ def test_a_step_has_rows_of_one_token_first() -> None:
 
 
 def test_draws_know_what_any_of_them_needs() -> None:
-    draws = Draws.of([PLAIN, RANDOM]).followed_by([PENALIZED])
+    draws = SamplingMetadata.of([PLAIN, RANDOM]).followed_by([PENALIZED])
     assert list(draws) == [PLAIN, RANDOM, PENALIZED]
     assert list(draws[1:]) == [RANDOM, PENALIZED]
     assert (draws.greedy, draws.looks_back, draws.scored) == (False, True, True)
-    plain = Draws.of([PLAIN, PLAIN])
+    plain = SamplingMetadata.of([PLAIN, PLAIN])
     assert (plain.greedy, plain.looks_back, plain.scored) == (True, False, False)
     numbers = draws.numbers()
     assert numbers[0] == numbers[2] == 0.0
@@ -66,9 +66,9 @@ def test_draws_know_what_any_of_them_needs() -> None:
     ],
 )
 def test_logits_are_changed_if_any_row_of_either_part_changes_them(
-    first: list[Draw], then: list[Draw], masked: bool
+    first: list[SamplingInput], then: list[SamplingInput], masked: bool
 ) -> None:
-    assert Draws.of(first).followed_by(then).masked == masked
+    assert SamplingMetadata.of(first).followed_by(then).masked == masked
     rows = [StepRow((7,), 5, [3], draw) for draw in first]
     chunks = [StepRow((5, 6), 0, [0], draw) for draw in then]
     assert StepBatch(chunks, TokenRows.of(rows)).draws.masked == masked

@@ -12,7 +12,7 @@ from tandem.net.security import mutual_tls
 from tandem.net.security.credentials import metrics_key_of
 from tandem.net.security.mutual_tls import credentials_of
 from tandem.protocol import errors
-from tandem.protocol.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
+from tandem.protocol.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, types_pb2
 from tests.stranger import Stranger
 
 TOKEN = "of-this-cluster"
@@ -24,7 +24,7 @@ class Members(cluster_pb2_grpc.ClusterServicer):
         self.calls: list[tuple[str, list[str]]] = []
 
     async def Unregister(self, request: Any, context: Any) -> cluster_pb2.UnregisterResponse:
-        self.calls.append((request.worker_id, [key for key, _ in context.invocation_metadata()]))
+        self.calls.append((request.peer.worker_id, [key for key, _ in context.invocation_metadata()]))
         return cluster_pb2.UnregisterResponse()
 
 
@@ -43,7 +43,9 @@ async def ask(channel: grpc.aio.Channel) -> errors.TandemError | None:
     async with channel:
         try:
             stub: Any = cluster_pb2_grpc.ClusterStub(channel)
-            await stub.Unregister(cluster_pb2.UnregisterRequest(worker_id=SECRET_CONTENT), timeout=20)
+            await stub.Unregister(
+                cluster_pb2.UnregisterRequest(peer=types_pb2.PeerRef(worker_id=SECRET_CONTENT)), timeout=20
+            )
         except grpc.aio.AioRpcError as error:
             return rpc.error_of(error, "the controller")
     return None

@@ -6,10 +6,12 @@ import struct
 from typing import Any
 
 import pytest
+from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.protocol import conversion, cost_parameters, messages, prefixes
+from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.generated.tandem.v1 import cluster_pb2, inference_pb2, types_pb2, worker_pb2
 from tandem.protocol.lifecycle import request_trace, timeline
 from tandem.protocol.policy_name import PolicyName
@@ -104,6 +106,7 @@ assignments = st.builds(
     st.none() | st.integers(1, 2**32 - 1),
     st.none() | st.floats(1e-6, 60),
 )
+adapters = st.builds(messages.AdapterFacts, text, text, text)
 workers = st.builds(
     messages.WorkerInfo,
     peers,
@@ -117,7 +120,8 @@ workers = st.builds(
         token_ids,
         text,
         st.lists(text, max_size=3).map(tuple),
-        adapters=st.lists(st.builds(messages.AdapterFacts, text, text, text), max_size=2).map(tuple),
+        adapters=st.lists(adapters, max_size=2).map(tuple),
+        kv_windows=st.lists(st.none() | st.integers(1, 4096), max_size=3).map(tuple),
         kv_step_tokens=uint32,
     ),
     uint32,
@@ -131,6 +135,7 @@ workers = st.builds(
     st.none() | assignments,
     st.none() | st.sampled_from(messages.Role),
     st.integers(0, 2**62),
+    st.lists(text, max_size=2).map(tuple),
 )
 checksums = st.lists(st.builds(messages.PageChecksum, uint32, uint64), max_size=3).map(tuple)
 notices = st.builds(
@@ -138,11 +143,11 @@ notices = st.builds(
 )
 facts = st.dictionaries(text, text, max_size=3).map(lambda d: tuple(sorted(d.items())))
 
-CASES: dict[str, tuple[Any, type]] = {
+CASES: dict[str, tuple[st.SearchStrategy[Any], type[Message]]] = {
     "sampling": (sampling, types_pb2.SamplingParams),
     "transfer": (transfers, types_pb2.TransferStats),
     "error": (errors, types_pb2.ErrorDetail),
-    "adapter": (st.builds(messages.AdapterFacts, text, text, text), types_pb2.AdapterFacts),
+    "adapter": (adapters, types_pb2.AdapterFacts),
     "timeline": (timelines, inference_pb2.Timeline),
     "trace": (
         st.builds(
@@ -193,17 +198,6 @@ CASES: dict[str, tuple[Any, type]] = {
     "event": (events, worker_pb2.RequestEvent),
     "cost": (costs, worker_pb2.CostParameters),
     "load": (loads, worker_pb2.WorkerLoad),
-    "step_events": (
-        st.builds(
-            messages.StepEvents,
-            uint64,
-            st.lists(events, max_size=3).map(tuple),
-            loads,
-            st.lists(prefix_changes, max_size=2).map(tuple),
-            st.lists(step_tokens, max_size=2).map(tuple),
-        ),
-        worker_pb2.StepEvents,
-    ),
     "step_tokens": (step_tokens, worker_pb2.StepTokens),
     "prefix_changes": (prefix_changes, worker_pb2.PrefixChanges),
     "prefix_list": (st.builds(prefixes.PrefixList, uint64, runs), worker_pb2.ListPrefixesResponse),
@@ -220,40 +214,77 @@ CASES: dict[str, tuple[Any, type]] = {
     "worker_info": (workers, cluster_pb2.WorkerInfo),
     "absence": (st.builds(messages.Absence, text, text, st.booleans()), cluster_pb2.Absence),
     "membership": (
-        st.builds(messages.Membership, uint64, st.lists(workers, max_size=3).map(tuple), text),
+        st.builds(
+            messages.Membership,
+            uint64,
+            st.lists(workers, max_size=3).map(tuple),
+            text,
+            st.none() | st.lists(adapters, max_size=2).map(tuple),
+            st.lists(st.builds(messages.ExpectedWorker, text, st.sampled_from(messages.Role)), max_size=2).map(tuple),
+        ),
         cluster_pb2.Membership,
     ),
 }
 
 
+step_events = st.builds(
+    messages.StepOutput,
+    uint64,
+    st.lists(events, max_size=3).map(tuple),
+    loads,
+    st.lists(prefix_changes, max_size=2).map(tuple),
+    st.lists(step_tokens, max_size=2).map(tuple),
+)
+
+
 @pytest.mark.parametrize("name", CASES)
 @given(data=st.data())
-def test_round_trip(name: str, data: st.DataObject) -> None:
+def test_a_message_survives_the_round_trip(name: str, data: st.DataObject) -> None:
     strategy, message_type = CASES[name]
     value = data.draw(strategy)
-    to_proto, from_proto = getattr(conversion, f"{name}_to_proto"), getattr(conversion, f"{name}_from_proto")
-    assert from_proto(message_type.FromString(to_proto(value).SerializeToString())) == value
+    sent = conversion.to_proto(value, message_type).SerializeToString()
+    assert conversion.from_proto(message_type.FromString(sent), type(value)) == value
 
 
-def test_without_a_repetition_penalty_there_is_none() -> None:
-    """A router of an earlier release does not send the field."""
-    old = conversion.sampling_from_proto(types_pb2.SamplingParams(max_tokens=1))
-    assert (old.repetition_penalty, old.penalized, old.logprobs, old.min_tokens) == (1.0, False, None, 0)
+@given(value=step_events)
+def test_a_step_output_survives_the_round_trip(value: messages.StepOutput) -> None:
+    sent = conversion.step_output_to_proto(value).SerializeToString()
+    assert conversion.step_output_from_proto(worker_pb2.StepOutput.FromString(sent)) == value
+
+
+@given(value=notices)
+def test_a_notice_survives_the_round_trip(value: messages.TransferNotice) -> None:
+    assert conversion.decode_notice(conversion.encode_notice(value)) == value
+
+
+def test_every_message_with_a_dataclass_is_tested() -> None:
+    tested = {message_type.DESCRIPTOR.name for _, message_type in CASES.values()}
+    for _, message_type in CASES.values():
+        tested |= {field.message_type.name for field in message_type.DESCRIPTOR.fields if field.message_type}
+    named = {
+        name for name in messages.__all__ if any(hasattr(pb2, name) for pb2 in (types_pb2, worker_pb2, cluster_pb2))
+    }
+    assert named - tested == {"StepOutput", "FinishReason"}
+
+
+def test_absent_fields_take_the_defaults_of_the_dataclass() -> None:
+    sampling = conversion.from_proto(types_pb2.SamplingParams(max_tokens=1), messages.SamplingParams)
+    assert (sampling.repetition_penalty, sampling.logprobs, sampling.speculate) == (1.0, None, True)
     greedy = types_pb2.SamplingParams(max_tokens=1, logprobs=0)
-    assert conversion.sampling_from_proto(greedy).logprobs == 0
+    assert conversion.from_proto(greedy, messages.SamplingParams).logprobs == 0
+    assert conversion.from_proto(worker_pb2.ReserveRequest(), messages.Reservation).gap_target_s == math.inf
+    load = conversion.from_proto(worker_pb2.WorkerLoad(), messages.WorkerLoad)
+    assert (load.cost, load.decode_speedup) == (cost_parameters.UNMEASURED, 1.0)
 
 
-def test_a_load_without_costs_has_those_of_nothing_measured() -> None:
-    """A worker of an earlier release does not send the field."""
-    assert conversion.load_from_proto(worker_pb2.WorkerLoad()).cost == cost_parameters.CostParameters()
-    old = conversion.cost_from_proto(worker_pb2.CostParameters(base_s=1.0))
-    assert (old.tile_tokens, old.wave_tokens) == (1, 1)
-    assert old.mixed_noise == cost_parameters.UNMEASURED.mixed_noise
+def test_an_unknown_role_is_an_invalid_argument_that_names_the_known_ones() -> None:
+    with pytest.raises(InvalidArgument, match="role: 'dcode' is none of prefill, decode, both"):
+        conversion.from_proto(types_pb2.Assignment(role="dcode", step_policy="chunked"), messages.Assignment)
 
 
-def test_every_pair_is_tested() -> None:
-    pairs = {n.removesuffix("_to_proto") for n in dir(conversion) if n.endswith("_to_proto")}
-    assert pairs - {"finish", "edges"} == set(CASES)
+def test_a_message_with_other_fields_than_the_dataclass_is_refused() -> None:
+    with pytest.raises(TypeError, match="Lease and RequestRef differ in: epoch"):
+        conversion.to_proto(messages.Lease("a", 1, 2), worker_pb2.RequestRef)
 
 
 @pytest.mark.parametrize(
@@ -283,8 +314,8 @@ LOAD = messages.WorkerLoad(0, 0, 0, 0, 8)
 def test_an_event_that_cannot_be_written_is_its_request_s_failure(caplog: pytest.LogCaptureFixture) -> None:
     good, bad = messages.RequestEvent(messages.RequestRef("a", 1)), messages.RequestRef("b", 2)
     columns = messages.StepTokens(("c", "b"), (1, 2), (3, 3), (7, -1))
-    step = messages.StepEvents(1, (messages.RequestEvent(bad, 0, (-1,)), good), LOAD, tokens=(columns,))
-    found = list(conversion.step_events_from_proto(conversion.step_events_to_proto(step)).each())
+    step = messages.StepOutput(1, (messages.RequestEvent(bad, 0, (-1,)), good), LOAD, tokens=(columns,))
+    found = list(conversion.step_output_from_proto(conversion.step_output_to_proto(step)).each())
     assert [(each.ref.request_id, each.error and each.error.code) for each in found] == [
         ("b", "INTERNAL"), ("a", None), ("c", None), ("b", "INTERNAL"),
     ]  # fmt: skip
@@ -294,10 +325,12 @@ def test_an_event_that_cannot_be_written_is_its_request_s_failure(caplog: pytest
 
 def test_an_event_that_cannot_be_read_is_its_request_s_failure(caplog: pytest.LogCaptureFixture) -> None:
     """Such an event comes from a worker of a later release, which has more edges."""
-    message = conversion.step_events_to_proto(messages.StepEvents(1, (), LOAD))
-    message.events.add(request_id="b", attempt=2, edges=[types_pb2.EdgeStamp(edge=9999, unix_nanos=1)])  # type: ignore[arg-type]
-    message.events.add(request_id="a", attempt=1, token_ids=[7])
-    bad, good = conversion.step_events_from_proto(message).each()
+    message = conversion.step_output_to_proto(messages.StepOutput(1, (), LOAD))
+    message.events.add(
+        ref=worker_pb2.RequestRef(request_id="b", attempt=2), edges=[types_pb2.EdgeStamp(edge=9999, unix_nanos=1)]
+    )  # type: ignore[arg-type]
+    message.events.add(ref=worker_pb2.RequestRef(request_id="a", attempt=1), token_ids=[7])
+    bad, good = conversion.step_output_from_proto(message).each()
     assert (bad.ref, bad.error and bad.error.code) == (messages.RequestRef("b", 2), "INTERNAL")
     assert good.token_ids == (7,)
     assert "an event of request b could not be read" in caplog.text

@@ -36,7 +36,7 @@ from tandem.protocol.messages import (
     RequestRef,
     Reservation,
     Role,
-    StepEvents,
+    StepOutput,
     StepTokens,
     TokenLogprobs,
     WorkerInfo,
@@ -140,7 +140,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     """Workers by id, the destinations of transfers."""
 
     def __post_init__(self) -> None:
-        self.streams: dict[str, asyncio.Queue[StepEvents | None]] = {}
+        self.streams: dict[str, asyncio.Queue[StepOutput | None]] = {}
         self.leases: dict[str, Lease] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.aborted: list[RequestRef] = []
@@ -197,14 +197,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     # ---- gRPC service ----
 
-    async def Attach(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.StepEvents]:
-        queue: asyncio.Queue[StepEvents | None] = asyncio.Queue()
+    async def Attach(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.StepOutput]:
+        queue: asyncio.Queue[StepOutput | None] = asyncio.Queue()
         self.streams[request.router_id] = queue
         await context.send_initial_metadata(())
         try:
             while (events := await queue.get()) is not None:
                 await self.runs.wait()
-                yield conversion.step_events_to_proto(events)
+                yield conversion.step_output_to_proto(events)
         finally:
             if self.streams.get(request.router_id) is queue:
                 del self.streams[request.router_id]
@@ -212,7 +212,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     async def ListPrefixes(self, _request: Any, _context: Any) -> Any:
         self.listed += 1
-        return conversion.prefix_list_to_proto(PrefixList(self.batches, tuple(self.pages.values())))
+        return conversion.to_proto(
+            PrefixList(self.batches, tuple(self.pages.values())), worker_pb2.ListPrefixesResponse
+        )
 
     def cache(self, digests: Sequence[bytes], *, told: bool = True) -> None:
         """Adds pages to its prefix cache; unless `told`, the report of the change is lost."""
@@ -221,14 +223,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             self.pages[digest] = PrefixRun(b"", (digest,))
         changes = PrefixChanges(self.batches, (PrefixRun(b"", tuple(digests)),))
         for queue in self.streams.values() if told else ():
-            queue.put_nowait(StepEvents(self.step, (), self.load, (changes,)))
+            queue.put_nowait(StepOutput(self.step, (), self.load, (changes,)))
 
     @property
     def load(self) -> WorkerLoad:
         return WorkerLoad(0, 0, len(self.tasks), 0, self.pages_total, cost=self.cost)
 
     async def Reserve(self, request: Any, _context: Any) -> Any:
-        reservation = conversion.reservation_from_proto(request)
+        reservation = conversion.from_proto(request, Reservation)
         await self.runs.wait()
         self.reservations.append(reservation)
         self._check_open(Role.DECODE)
@@ -243,10 +245,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.epoch += 1
         lease = Lease(reservation.ref.request_id, reservation.ref.attempt, self.epoch)
         self.leases[lease.request_id] = lease
-        return conversion.granted_to_proto(GrantedLease(lease, self.switches.lease_s))
+        return conversion.to_proto(GrantedLease(lease, self.switches.lease_s), worker_pb2.ReserveResponse)
 
     async def Prefill(self, request: Any, _context: Any) -> worker_pb2.PrefillResponse:
-        task = conversion.prefill_task_from_proto(request)
+        task = conversion.from_proto(request, PrefillTask)
         await self.runs.wait()
         self.prefills.append(task)
         self._check_open(Role.PREFILL)
@@ -265,7 +267,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             self.switches.silent_aborts -= 1
             await asyncio.sleep(60)
         for message in request.requests:
-            ref = conversion.ref_from_proto(message)
+            ref = conversion.from_proto(message, RequestRef)
             self.aborted.append(ref)
             lease = self.leases.get(ref.request_id)
             if lease is not None and lease.attempt <= ref.attempt:
@@ -277,12 +279,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     async def Heartbeat(self, request: Any, _context: Any) -> worker_pb2.HeartbeatResponse:
         await self.runs.wait()
-        leases = [conversion.lease_from_proto(lease) for lease in request.leases]
+        leases = [conversion.from_proto(lease, Lease) for lease in request.leases]
         if leases:
             self.heartbeats.append(leases)
         forgotten = self.switches.forgotten_attempts
         unknown = [x for x in leases if x.attempt <= forgotten or self.leases.get(x.request_id) != x]
-        return worker_pb2.HeartbeatResponse(unknown=[conversion.lease_to_proto(lease) for lease in unknown])
+        return worker_pb2.HeartbeatResponse(unknown=[conversion.to_proto(lease, worker_pb2.Lease) for lease in unknown])
 
     # ---- request execution ----
 
@@ -364,7 +366,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     def send(self, router_id: str, *events: RequestEvent, tokens: tuple[StepTokens, ...] = ()) -> None:
         self.step += 1
         if (queue := self.streams.get(router_id)) is not None:
-            queue.put_nowait(StepEvents(self.step, events, self.load, tokens=tokens))
+            queue.put_nowait(StepOutput(self.step, events, self.load, tokens=tokens))
 
     async def drop_streams(self) -> None:
         """Breaks every event stream, as a network failure would."""
@@ -428,7 +430,7 @@ class FakeController(cluster_pb2_grpc.ClusterServicer):
                 seen = self.revision
                 coming = tuple(each for each in self.expected if each.worker_id not in self.workers)
                 membership = Membership(seen, tuple(self.workers.values()), self.mode, self.adapters, coming)
-            yield conversion.membership_to_proto(membership)
+            yield conversion.to_proto(membership, cluster_pb2.Membership)
 
     async def LoadAdapter(self, request: Any, context: Any) -> Any:
         assert self.adapter_changes is not None

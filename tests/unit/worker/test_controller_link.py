@@ -10,7 +10,7 @@ import pytest
 from tandem.net import rpc
 from tandem.protocol import conversion
 from tandem.protocol.errors import StaleEpoch, TandemError, Unavailable
-from tandem.protocol.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
+from tandem.protocol.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from tandem.protocol.messages import Membership, ModelFacts, PeerRef, Role, WorkerInfo
 from tandem.worker import controller_link
 from tandem.worker.controller_link import ControllerLink
@@ -44,19 +44,19 @@ class Controller(cluster_pb2_grpc.ClusterServicer):
     async def Register(self, request: Any, _context: Any) -> cluster_pb2.RegisterResponse:
         if self.over:
             raise StaleEpoch("this incarnation is over")
-        worker = conversion.worker_info_from_proto(request.worker)
+        worker = conversion.from_proto(request.worker, WorkerInfo)
         self.registered.append(worker.peer)
         self.transports.append(worker.transport)
         return cluster_pb2.RegisterResponse()
 
     async def Unregister(self, request: Any, _context: Any) -> cluster_pb2.UnregisterResponse:
-        self.left.append(PeerRef(request.worker_id, request.incarnation))
+        self.left.append(conversion.from_proto(request.peer, PeerRef))
         return cluster_pb2.UnregisterResponse()
 
     async def Watch(self, _request: Any, _context: Any) -> AsyncIterator[cluster_pb2.Membership]:
         while not self.hang_up.is_set():
             self.changed.clear()
-            yield conversion.membership_to_proto(Membership(1, tuple(self.workers)))
+            yield conversion.to_proto(Membership(1, tuple(self.workers)), cluster_pb2.Membership)
             await self.changed.wait()
 
 
@@ -76,7 +76,7 @@ class Neighbour(worker_pb2_grpc.WorkerServicer):
             await asyncio.sleep(60)
         if self.answers and not self.answers.pop(0):
             raise Unavailable("the connection broke")
-        return worker_pb2.InspectResponse(worker_id=self.peer.worker_id, incarnation=self.peer.incarnation)
+        return worker_pb2.InspectResponse(peer=conversion.to_proto(self.peer, types_pb2.PeerRef))
 
 
 @pytest.fixture

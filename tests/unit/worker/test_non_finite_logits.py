@@ -8,8 +8,8 @@ import pytest
 import tandem.worker.worker
 from benchmarks.speculation.oracle import OracleProposer
 from tandem.engine.steps import prompt_scoring
-from tandem.engine.steps.batch import StepBatch, StepResult
-from tandem.engine.steps.draws import NO_TOKEN
+from tandem.engine.steps.batch import ModelRunnerOutput, StepBatch
+from tandem.engine.steps.sampling_metadata import NO_TOKEN
 from tandem.protocol.errors import NonFiniteLogits
 from tandem.protocol.messages import FinishReason, SamplingParams
 from tests.fake_engine import FakeEngine, answer_to, whole_text
@@ -25,7 +25,7 @@ def break_at(monkeypatch: pytest.MonkeyPatch, index: int) -> None:
     """Has the engine find no token for draw `index` of requests with the seed of `BROKEN`."""
     whole = FakeEngine.run
 
-    def run(engine: FakeEngine, batch: StepBatch) -> StepResult:
+    def run(engine: FakeEngine, batch: StepBatch) -> ModelRunnerOutput:
         result = whole(engine, batch)
         draws = [row.draw for row in batch.rows]
         engine.drawn = [

@@ -9,7 +9,7 @@ from tandem.protocol.messages import (
     RequestRef,
     RoutedEvent,
     RoutedTokens,
-    StepEvents,
+    StepOutput,
     StepTokens,
     WorkerLoad,
 )
@@ -52,7 +52,7 @@ class Office:
         return [event("lost")]
 
 
-async def read(stream: RouterStream) -> tuple[AsyncIterator[StepEvents], StepEvents]:
+async def read(stream: RouterStream) -> tuple[AsyncIterator[StepOutput], StepOutput]:
     """The stream and its first message, which comes at once."""
     messages = aiter(stream.messages())
     return messages, await anext(messages)
@@ -61,12 +61,12 @@ async def read(stream: RouterStream) -> tuple[AsyncIterator[StepEvents], StepEve
 async def test_steps_go_to_each_router_alone() -> None:
     office = Office()
     (one, first), (two, _) = await read(office.outbox.attach("1")), await read(office.outbox.attach("2"))
-    assert first == StepEvents(0, (), LOAD)
+    assert first == StepOutput(0, (), LOAD)
     office.publish(7, [RoutedEvent("1", event("a")), RoutedEvent("2", event("b")), RoutedEvent("3", event("c"))])
-    assert await anext(one) == StepEvents(7, (event("a"),), LOAD)
-    assert await anext(two) == StepEvents(7, (event("b"),), LOAD)
+    assert await anext(one) == StepOutput(7, (event("a"),), LOAD)
+    assert await anext(two) == StepOutput(7, (event("b"),), LOAD)
     office.outbox.post(RoutedEvent("1", event("d")))
-    assert await anext(one) == StepEvents(7, (event("d"),), LOAD)
+    assert await anext(one) == StepOutput(7, (event("d"),), LOAD)
 
 
 async def test_a_slow_reader_gets_several_steps_as_one_message() -> None:
@@ -75,7 +75,7 @@ async def test_a_slow_reader_gets_several_steps_as_one_message() -> None:
     for step in (1, 2, 3):
         office.publish(step, [RoutedEvent("1", event(str(step)))])
     await asyncio.sleep(0)
-    assert await anext(messages) == StepEvents(3, (event("1"), event("2"), event("3")), LOAD)
+    assert await anext(messages) == StepOutput(3, (event("1"), event("2"), event("3")), LOAD)
 
 
 async def test_tokens_of_a_step_go_to_their_router_behind_its_events() -> None:
@@ -84,9 +84,9 @@ async def test_tokens_of_a_step_go_to_their_router_behind_its_events() -> None:
     some, others, lost = tokens(3, "a", "b"), tokens(5, "c"), tokens(0, "d")
     routed = [RoutedTokens("1", some), RoutedTokens("2", others), RoutedTokens("3", lost)]
     office.publish(7, [RoutedEvent("2", event("z"))], routed)
-    assert await anext(one) == StepEvents(7, (), LOAD, tokens=(some,))
+    assert await anext(one) == StepOutput(7, (), LOAD, tokens=(some,))
     second = await anext(two)
-    assert second == StepEvents(7, (event("z"),), LOAD, tokens=(others,))
+    assert second == StepOutput(7, (event("z"),), LOAD, tokens=(others,))
     assert [each.ref.request_id for each in second.each()] == ["z", "c"]
 
 
@@ -154,7 +154,7 @@ async def test_a_second_stream_ends_the_first_and_hears_what_was_lost() -> None:
     messages, _ = await read(old)
     _, first = await read(office.outbox.attach("1"))
     assert first.events == (event("lost"),)
-    assert [message async for message in messages] in ([], [StepEvents(0, (), LOAD)])
+    assert [message async for message in messages] in ([], [StepOutput(0, (), LOAD)])
     office.outbox.detach(old)
     assert office.gone == ["1"]
 
@@ -186,8 +186,8 @@ async def test_changes_of_the_prefix_cache_go_to_those_who_asked() -> None:
     for step in (1, 2):
         office.publish(step, [])
     await asyncio.sleep(0)
-    assert await anext(asked) == StepEvents(2, (), LOAD, (PrefixChanges(1), PrefixChanges(2)))
-    assert await anext(others) == StepEvents(2, (), LOAD)
+    assert await anext(asked) == StepOutput(2, (), LOAD, (PrefixChanges(1), PrefixChanges(2)))
+    assert await anext(others) == StepOutput(2, (), LOAD)
     office.outbox.post(RoutedEvent("1", event("a")))
     assert (await anext(asked)).prefixes == ()
 

@@ -40,9 +40,6 @@
 {{- end }}
 - --log-format={{ .Values.serving.logFormat }}
 - --log-max-mib={{ .Values.serving.logMaxMib | int }}
-{{- with .Values.serving.frontProcesses }}
-- --front-processes={{ . }}
-{{- end }}
 {{- with .Values.serving.defaultMaxTokens | int }}
 - --default-max-tokens={{ . }}
 {{- end }}

@@ -40,7 +40,7 @@ LEAST_TEMPERATURE = tl.constexpr(1e-30)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOW_HALF = tl.constexpr(0x7FFFFFFF)
 NO_TOKEN = tl.constexpr(-1)
-"""`tandem.engine.steps.draws.NO_TOKEN`."""
+"""`tandem.engine.steps.sampling_metadata.NO_TOKEN`."""
 
 
 @triton.jit

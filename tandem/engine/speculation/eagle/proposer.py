@@ -17,8 +17,8 @@ from torch import Tensor
 from tandem.engine.kernels.reference import rms_norm
 from tandem.engine.speculation.draft_model import DraftModel
 from tandem.engine.speculation.eagle.runner import EagleRunner
-from tandem.engine.speculation.proposer import DRAFTS_MAX, EAGLE_CLASS, WantedDraft
-from tandem.engine.steps.draws import Draw
+from tandem.engine.speculation.proposer import DRAFTS_MAX, DraftSource, ProposerName, WantedDraft
+from tandem.engine.steps.sampling_metadata import SamplingInput
 
 
 class TargetStates(NamedTuple):
@@ -38,7 +38,7 @@ class EagleProposer(DraftModel):
     draft. Drafts add nothing to the context: once they are verified, it gets the model's own states instead.
     """
 
-    draft_class = EAGLE_CLASS
+    source = DraftSource(ProposerName.EAGLE)
 
     def __init__(
         self, runner: EagleRunner, target: TargetStates, memory: Mapping[str, int] = MappingProxyType({})
@@ -95,13 +95,13 @@ class EagleProposer(DraftModel):
             request.stored, request.drafted = len(request.tokens), ()
         return [found.get(each.key, ()) for each in wanted]
 
-    def _own_draws(self, draws: Sequence[Draw]) -> Sequence[Draw]:
+    def _own_draws(self, draws: Sequence[SamplingInput]) -> Sequence[SamplingInput]:
         """See `DraftModel`; the head follows no grammar."""
         sampling = replace(draws[0].sampling, grammar="")
-        return [Draw(sampling, each.index) for each in draws]
+        return [SamplingInput(sampling, each.index) for each in draws]
 
     def _draw(
-        self, fed: Mapping[Hashable, Sequence[tuple[int, int]]], draws: Mapping[Hashable, Draw]
+        self, fed: Mapping[Hashable, Sequence[tuple[int, int]]], draws: Mapping[Hashable, SamplingInput]
     ) -> dict[Hashable, int]:
         """See `DraftModel`; the tokens come with their states, and leave those of the next ones."""
         with torch.inference_mode():

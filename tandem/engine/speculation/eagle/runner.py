@@ -9,7 +9,7 @@ from tandem.engine.cache.page_pool import PagePool
 from tandem.engine.cache.paged_cache import PagedCache
 from tandem.engine.model_sizes import cost_guess
 from tandem.engine.speculation.eagle.model import EagleModel
-from tandem.engine.steps.batch import PendingStep, StepBatch, StepResult
+from tandem.engine.steps.batch import ModelRunnerOutput, PendingStep, StepBatch
 from tandem.engine.steps.step_packer import step_limits
 from tandem.protocol.messages import ModelFacts
 
@@ -38,7 +38,7 @@ class EagleRunner:
         """Take the hidden states [n, H] that drew the tokens of the next step's n rows of one token."""
         self._states[: len(states)] = states
 
-    def run(self, batch: StepBatch) -> StepResult:
+    def run(self, batch: StepBatch) -> ModelRunnerOutput:
         """See `DraftRunner`."""
         with torch.inference_mode():
             return self._stepper.launch(batch)()

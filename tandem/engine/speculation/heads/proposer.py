@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tandem.cost_model.step_cost import CostParameters, StepCost
 from tandem.engine.speculation.heads.medusa import MedusaHeads
-from tandem.engine.speculation.proposer import DRAFTS_MAX, HEADS_CLASS, BatchProposer, WantedDraft
+from tandem.engine.speculation.proposer import DRAFTS_MAX, BatchProposer, DraftSource, ProposerName, WantedDraft
 
 _NEWEST_WEIGHT = 0.1
 """Weight of the newest duration in the mean time that computing a token of a draft takes."""
@@ -20,7 +20,7 @@ class HeadsProposer(BatchProposer):
     Where another step or worker drew that token there is no hidden state, and the request's next step has no draft.
     """
 
-    draft_class = HEADS_CLASS
+    source = DraftSource(ProposerName.MEDUSA)
 
     def __init__(self, heads: MedusaHeads, drawn_hidden: Tensor, memory_bytes: int = 0) -> None:
         """`drawn_hidden`: see `HiddenStateModel`; `memory_bytes` is the memory of both."""

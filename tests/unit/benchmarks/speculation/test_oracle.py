@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks.speculation.oracle import ORACLE_MATCH, OracleProposer
+from benchmarks.speculation.oracle import ORACLE, OracleProposer
 from tandem.engine.speculation.proposer import NO_DRAFT, Draft
 
 PROMPT = [7, 8, 9]
@@ -20,9 +20,9 @@ def begun(alpha: float, seed: int = 0) -> OracleProposer:
 
 def test_of_certain_knowledge_all_is_right() -> None:
     proposer = begun(1.0)
-    assert proposer.propose("a", 4) == Draft(ANSWER[:4], ORACLE_MATCH)
+    assert proposer.propose("a", 4) == Draft(ANSWER[:4], ORACLE)
     proposer.extend("a", ANSWER[:2])
-    assert proposer.propose("a", 3) == Draft(ANSWER[2:5], ORACLE_MATCH)
+    assert proposer.propose("a", 3) == Draft(ANSWER[2:5], ORACLE)
 
 
 def test_of_no_knowledge_all_is_wrong() -> None:
@@ -52,7 +52,7 @@ def test_a_place_has_the_same_guess_however_it_is_asked_for() -> None:
 def test_no_draft_behind_the_end() -> None:
     proposer = begun(1.0)
     proposer.extend("a", ANSWER[:-1])
-    assert proposer.propose("a", 4) == Draft(ANSWER[-1:], ORACLE_MATCH)
+    assert proposer.propose("a", 4) == Draft(ANSWER[-1:], ORACLE)
     proposer.extend("a", ANSWER[-1:])
     assert proposer.propose("a", 4) == NO_DRAFT
 

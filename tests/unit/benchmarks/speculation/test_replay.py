@@ -9,10 +9,11 @@ from benchmarks.speculation.oracle import OracleProposer
 from benchmarks.speculation.prompt_sets import SETS, TEXTS, read_prompts
 from benchmarks.speculation.replay import Replay, measure_time
 from tandem.engine.speculation.ngram import NgramProposer
-from tandem.engine.speculation.proposer import Draft
+from tandem.engine.speculation.proposer import Draft, DraftSource, ProposerName
 
 PROMPT = [7, 8]
 ANSWER = list(range(20, 33))
+SOURCE = DraftSource(ProposerName.NGRAM, 5)
 
 
 class Scripted(NgramProposer):
@@ -25,7 +26,7 @@ class Scripted(NgramProposer):
 
     def propose(self, key: Hashable, most: int) -> Draft:
         self.asked.append(most)
-        return Draft(self.drafts.pop(0) if self.drafts else (), 5)
+        return Draft(self.drafts.pop(0) if self.drafts else (), SOURCE)
 
 
 def replayed(proposer: NgramProposer | OracleProposer, most: int, answer: Sequence[int] = ANSWER) -> Replay:
@@ -49,8 +50,8 @@ def test_a_draft_counts_up_to_the_first_wrong_token() -> None:
     proposer = Scripted([21, 22, 99, 24], [99, 25])
     replay = replayed(proposer, 4, ANSWER[:7])
     assert (replay.steps, replay.tokens) == (4, 6)
-    assert (replay.drafted, replay.accepted) == ({5: 6}, {5: 2})
-    assert (replay.first_drafted, replay.first_accepted) == ({5: 2}, {5: 1})
+    assert (replay.drafted, replay.accepted) == ({SOURCE: 6}, {SOURCE: 2})
+    assert (replay.first_drafted, replay.first_accepted) == ({SOURCE: 2}, {SOURCE: 1})
 
 
 def test_no_draft_is_asked_for_the_token_behind_the_last() -> None:

@@ -188,7 +188,7 @@ async def test_a_membership_is_sent_only_when_all_workers_that_serve_are_known(l
 
         async def watch() -> None:
             async for message in cluster_pb2_grpc.ClusterStub(channel).Watch(cluster_pb2.WatchRequest()):
-                seen.append(conversion.membership_from_proto(message))
+                seen.append(conversion.from_proto(message, Membership))
 
         watching = asyncio.ensure_future(watch())
         for peer in peers:

@@ -18,7 +18,6 @@ GIVEN: dict[str, Any] = {
     "tokenizer": Path("/models/t"),
     "chat_template": "{{ messages }}",
     "generation_config": "none",
-    "front_processes": 2,
     "metrics_key": "m" * 32,
     "http_port": 8001,
     "grpc_port": 8002,

@@ -8,11 +8,11 @@ import pytest
 from tandem.engine.cuda.cuda_graphs import DecodeGraphs, graph_sizes
 from tandem.engine.cuda.step_graph import StepGraph
 from tandem.engine.steps.batch import StepBatch, StepRow
-from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.engine.steps.step_buffer import StepSizes
 from tandem.protocol.messages import SamplingParams
 
-DRAW = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
+DRAW = SamplingInput(SamplingParams(max_tokens=1, temperature=0.0), 0)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 30, 64, 100, 256, 257, 400, 1000])

@@ -11,14 +11,14 @@ from tandem.engine.cuda import cuda_stepper
 from tandem.engine.cuda.cuda_stepper import CudaStepper
 from tandem.engine.graph_use import GraphUse
 from tandem.engine.steps.batch import StepBatch, StepRow
-from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.engine.steps.step_buffer import StepLimits, StepSizes
 from tandem.engine.steps.step_packer import StepPacker
 from tandem.protocol.errors import Internal
 from tandem.protocol.messages import SamplingParams
 
 LIMITS = StepLimits(vocab_size=50, max_context=64, pages=4, page_tokens=16)
-DRAW = Draw(SamplingParams(max_tokens=1), 0)
+DRAW = SamplingInput(SamplingParams(max_tokens=1), 0)
 SIZES = StepSizes(tokens=8, rows=2, width=4, drawn=2)
 GRAPH = SimpleNamespace(
     chunks_at=None,

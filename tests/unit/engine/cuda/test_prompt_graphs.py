@@ -11,13 +11,13 @@ from tandem.engine.cuda.prompt_graphs import PromptGraphs, PromptSize, largest, 
 from tandem.engine.cuda.step_graph import StepGraph
 from tandem.engine.models.shapes import shape_config
 from tandem.engine.steps.batch import StepBatch, StepRow
-from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.engine.steps.step_buffer import StepLimits
 from tandem.engine.steps.step_packer import StepPacker
 from tandem.protocol.messages import SamplingParams
 
 LIMITS = StepLimits(vocab_size=50, max_context=1_000_000, pages=70_000, page_tokens=16)
-DRAW = Draw(SamplingParams(max_tokens=1), 0)
+DRAW = SamplingInput(SamplingParams(max_tokens=1), 0)
 SIZES = ((0, 64), (0, 512), (0, 128), (16, 64), (64, 64), (64, 512))
 
 

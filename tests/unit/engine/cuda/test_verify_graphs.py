@@ -10,12 +10,12 @@ from tandem.engine.cuda.verify_graphs import DRAFTS, MOST_ROWS, VerifyGraphs, Ve
 from tandem.engine.kernels.base import Kernels
 from tandem.engine.steps.batch import StepBatch, StepRow
 from tandem.engine.steps.draft_groups import groups_needed
-from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.engine.steps.step_buffer import StepSizes
 from tandem.protocol.messages import SamplingParams
 from tests.draft_rows import with_drafts
 
-DRAW = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
+DRAW = SamplingInput(SamplingParams(max_tokens=1, temperature=0.0), 0)
 NOTHING = cast(Any, None)
 
 

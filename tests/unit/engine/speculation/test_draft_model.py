@@ -15,7 +15,7 @@ from tandem.engine.speculation.draft_model import DraftModel
 from tandem.engine.speculation.load_draft import split_kv
 from tandem.engine.speculation.load_draft_model import memory_of
 from tandem.engine.speculation.proposer import WantedDraft
-from tandem.engine.steps.draws import NO_TOKEN, Draw
+from tandem.engine.steps.sampling_metadata import NO_TOKEN, SamplingInput
 from tandem.protocol.errors import InvalidArgument, ModelError
 from tandem.protocol.messages import SamplingParams
 from tests.factories import tiny_engine_config, write_tiny_model
@@ -25,11 +25,11 @@ from tests.small_tokenizer import save_tokenizer
 SAMPLING = SamplingParams(64)
 
 
-def draws(first: int, count: int) -> list[Draw]:
-    return [Draw(SAMPLING, first + index) for index in range(count)]
+def draws(first: int, count: int) -> list[SamplingInput]:
+    return [SamplingInput(SAMPLING, first + index) for index in range(count)]
 
 
-def computed(model: DraftModel, wanted: Mapping[str, Sequence[Draw]]) -> Sequence[Sequence[int]]:
+def computed(model: DraftModel, wanted: Mapping[str, Sequence[SamplingInput]]) -> Sequence[Sequence[int]]:
     return model.compute([WantedDraft(name, some) for name, some in wanted.items()])
 
 

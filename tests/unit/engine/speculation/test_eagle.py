@@ -20,9 +20,9 @@ from tandem.engine.models.load_spec import load_spec
 from tandem.engine.speculation.draft_folder import DraftKind, check_draft_folder, draft_kind, drafting_model
 from tandem.engine.speculation.eagle.proposer import EagleProposer
 from tandem.engine.speculation.load_draft import split_kv
-from tandem.engine.speculation.proposer import DRAFTS_MAX, EAGLE_CLASS, WantedDraft
+from tandem.engine.speculation.proposer import DRAFTS_MAX, DraftSource, ProposerName, WantedDraft
 from tandem.engine.steps.batch import StepBatch, StepRow
-from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.protocol.errors import ModelError
 from tandem.protocol.messages import SamplingParams
 from tests.eagle_heads import DIM, HEADS, KV_HEADS, WIDTH, write_eagle
@@ -111,7 +111,7 @@ def test_a_context_as_long_as_the_head_allows_begins_anew(model: Path, tmp_path:
     for token in range(6, 26):
         proposer.extend("a", [token])
         assert proposer.room("a", 3) == 3
-        (found,) = proposer.compute([WantedDraft("a", [Draw(GREEDY, 0)] * 3, [0])])
+        (found,) = proposer.compute([WantedDraft("a", [SamplingInput(GREEDY, 0)] * 3, [0])])
         assert len(found) == 3
         assert len(proposer._requests["a"].tokens) + 2 <= 8
 
@@ -142,13 +142,15 @@ def test_drafts_are_the_guesses_of_the_head(model: Path, tmp_path: Path, form: d
     runner = ModelRunner.load(tiny_engine_config(model, draft=folder))
     proposer = runner.draft_proposer and runner.draft_proposer()
     assert isinstance(proposer, EagleProposer)
-    assert proposer.draft_class == EAGLE_CLASS
+    assert proposer.source == DraftSource(ProposerName.EAGLE)
     layer, norm = layer_of(folder, model, form), load_file(model / "model.safetensors")["model.norm.weight"]
     answers = {name: Answer(runner, range(3, length), page) for name, length, page in (("a", 9, 0), ("b", 14, 8))}
     for name, answer in answers.items():
         drawn = run(runner, answer, ())
         proposer.begin(name, answer.tokens + drawn)
-        assert proposer.compute([WantedDraft(name, [Draw(GREEDY, 1)])]) == [()], "the states are another step's"
+        assert proposer.compute([WantedDraft(name, [SamplingInput(GREEDY, 1)])]) == [()], (
+            "the states are another step's"
+        )
         answer.tokens += drawn
         answer.states.append(rms_norm(runner.drawn_hidden[0], (HIDDEN,), norm, 1e-5))
     contexts: dict[str, list[tuple[Tensor, int]]] = {name: [] for name in answers}
@@ -170,7 +172,7 @@ def test_drafts_are_the_guesses_of_the_head(model: Path, tmp_path: Path, form: d
                 continue  # a step without drafts, whose states are missing
             contexts[name] += [(states[number], token) for number, token in zip(numbers, gained, strict=True)]
             assert proposer.room(name, 3) == 3
-            wanted.append(WantedDraft(name, [Draw(GREEDY, 0)] * dice.randint(1, 3), numbers))
+            wanted.append(WantedDraft(name, [SamplingInput(GREEDY, 0)] * dice.randint(1, 3), numbers))
         drafted = proposer.compute(wanted)
         assert [list(each) for each in drafted] == [
             layer_guesses(layer, contexts[str(each.key)], len(each.draws)) for each in wanted

@@ -15,9 +15,9 @@ from tandem.engine.models.allocation import weight_bytes
 from tandem.engine.models.load_spec import load_spec
 from tandem.engine.speculation.draft_folder import check_draft_folder, draft_bytes
 from tandem.engine.speculation.heads.proposer import HeadsProposer
-from tandem.engine.speculation.proposer import HEADS_CLASS, WantedDraft
+from tandem.engine.speculation.proposer import DraftSource, ProposerName, WantedDraft
 from tandem.engine.steps.batch import StepBatch
-from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.protocol.errors import InvalidArgument, ModelError
 from tandem.protocol.messages import SamplingParams
 from tests.factories import row, tiny_engine_config, write_tiny_model
@@ -109,13 +109,13 @@ def test_drafts_are_the_guesses_of_the_heads(model: Path, tmp_path: Path, form: 
     hidden = rms_norm(proposer._drawn_hidden[:3], norm, runner.spec.norm_eps)
     torch.testing.assert_close(hidden @ lm_head.T, logits, msg="these are the states that the tokens were drawn from")
     all_heads = form.get("heads", 2)
-    draws = [Draw(SamplingParams(1), 0)] * all_heads
+    draws = [SamplingInput(SamplingParams(1), 0)] * all_heads
     later = WantedDraft("c", draws[:1])
     found = proposer.compute([WantedDraft("a", draws, (1, 2)), WantedDraft("b", draws[:1], (0,)), later])
     guesses = [[read.guess(head, hidden[row], lm_head) for head in range(all_heads)] for row in (2, 0)]
     assert [list(each) for each in found] == [guesses[0], guesses[1][:1], []]
     assert proposer.compute([later]) == [()]
-    assert (proposer.longest, proposer.draft_class) == (all_heads, HEADS_CLASS)
+    assert (proposer.longest, proposer.source) == (all_heads, DraftSource(ProposerName.MEDUSA))
     assert proposer.cost.rows_seconds(1, 0) > 0
 
 

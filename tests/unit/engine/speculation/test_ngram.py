@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.engine.speculation.ngram import NgramProposer
-from tandem.engine.speculation.ngram_history import LONGEST, MATCH_MAX, NOTED_MAX
-from tandem.engine.speculation.proposer import NO_DRAFT, Draft
+from tandem.engine.speculation.ngram_history import NOTED_MAX
+from tandem.engine.speculation.proposer import MATCH_MAX, NGRAM_MAX, NO_DRAFT, Draft, DraftSource, ProposerName
 
 
 def begun(*token_ids: int) -> NgramProposer:
@@ -17,9 +17,13 @@ def begun(*token_ids: int) -> NgramProposer:
     return proposer
 
 
+def ngram_draft(token_ids: Sequence[int], match: int) -> Draft:
+    return Draft(token_ids, DraftSource(ProposerName.NGRAM, match))
+
+
 def searched(tokens: Sequence[int], most: int) -> Draft:
     """The same by brute force: the newest earlier occurrence of the longest n-gram."""
-    for length in range(LONGEST, 0, -1):
+    for length in range(NGRAM_MAX, 0, -1):
         last = list(tokens[-length:])
         for position in range(len(tokens) - 1, length - 1, -1):
             if len(tokens) > length and list(tokens[position - length : position]) == last:
@@ -28,25 +32,25 @@ def searched(tokens: Sequence[int], most: int) -> Draft:
                     history.append(history[position + len(history) - len(tokens)])
                 while match < min(MATCH_MAX, position) and tokens[position - 1 - match] == tokens[-1 - match]:
                     match += 1
-                return Draft(history[len(tokens) :], match)
+                return ngram_draft(history[len(tokens) :], match)
     return NO_DRAFT
 
 
 def test_proposes_what_followed_the_last_tokens() -> None:
-    assert begun(1, 2, 3, 4, 5, 6, 1, 2, 3).propose("a", 2) == Draft([4, 5], 3)
+    assert begun(1, 2, 3, 4, 5, 6, 1, 2, 3).propose("a", 2) == ngram_draft([4, 5], 3)
 
 
 def test_a_longer_match_goes_before_a_newer_one() -> None:
-    assert begun(1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3).propose("a", 1) == Draft([4], 3)
+    assert begun(1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3).propose("a", 1) == ngram_draft([4], 3)
 
 
 def test_of_equal_matches_the_newest_is_taken() -> None:
-    assert begun(2, 3, 4, 9, 2, 3, 5, 7, 2, 3).propose("a", 1) == Draft([5], 2)
+    assert begun(2, 3, 4, 9, 2, 3, 5, 7, 2, 3).propose("a", 1) == ngram_draft([5], 2)
 
 
 def test_the_match_is_told_apart_up_to_a_limit() -> None:
     run = list(range(20, 20 + MATCH_MAX + 3))
-    assert begun(*run, 7, *run).propose("a", 1) == Draft([7], MATCH_MAX)
+    assert begun(*run, 7, *run).propose("a", 1) == ngram_draft([7], MATCH_MAX)
 
 
 def test_a_match_that_reaches_the_newest_token_goes_on_periodically() -> None:
@@ -60,13 +64,13 @@ def test_without_an_earlier_occurrence_there_is_no_draft(token_ids: Sequence[int
 
 
 def test_one_token_is_a_match() -> None:
-    assert begun(1, 2, 3, 1).propose("a", 2) == Draft([2, 3], 1)
-    assert begun(1, 1).propose("a", 2) == Draft([1, 1], 1)
+    assert begun(1, 2, 3, 1).propose("a", 2) == ngram_draft([2, 3], 1)
+    assert begun(1, 1).propose("a", 2) == ngram_draft([1, 1], 1)
 
 
 def test_of_a_long_prompt_only_the_newest_tokens_are_looked_up() -> None:
     filler = range(100, 100 + NOTED_MAX)
-    assert begun(1, 2, 3, *filler[:-5], 1, 2).propose("a", 1) == Draft([3], 2)
+    assert begun(1, 2, 3, *filler[:-5], 1, 2).propose("a", 1) == ngram_draft([3], 2)
     assert begun(1, 2, 3, *filler[:-2], 1, 2).propose("a", 1) == NO_DRAFT
 
 
@@ -91,7 +95,7 @@ def test_the_tokens_that_were_given_are_not_kept_by_reference() -> None:
     proposer = begun()
     proposer.begin("b", given_ids, "")
     given_ids.clear()
-    assert proposer.propose("b", 1) == Draft([3], 2)
+    assert proposer.propose("b", 1) == ngram_draft([3], 2)
 
 
 TOKENS = st.lists(st.integers(0, 3), max_size=12)

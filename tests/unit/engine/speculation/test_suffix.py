@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from tandem.engine.speculation import suffix
 from tandem.engine.speculation.ngram import NgramProposer
-from tandem.engine.speculation.ngram_history import LONGEST
-from tandem.engine.speculation.proposer import HEADS_CLASS, LAST_CLASS, NO_DRAFT, Draft
-from tandem.engine.speculation.suffix import ANSWER_CLASSES, SuffixProposer
+from tandem.engine.speculation.proposer import NGRAM_MAX, NO_DRAFT, Draft, DraftSource, ProposerName
+from tandem.engine.speculation.suffix import SuffixProposer
 
 
 def answered(
@@ -21,6 +20,14 @@ def answered(
     for token in answer:
         proposer.extend("answered", [token])
     proposer.leave("answered")
+
+
+def suffix_draft(token_ids: Sequence[int], match: int) -> Draft:
+    return Draft(token_ids, DraftSource(ProposerName.SUFFIX, match))
+
+
+def ngram_draft(token_ids: Sequence[int], match: int) -> Draft:
+    return Draft(token_ids, DraftSource(ProposerName.NGRAM, match))
 
 
 def asked(proposer: SuffixProposer, tokens: Sequence[int], most: int = 1, salt: str = "") -> Draft:
@@ -36,30 +43,30 @@ def searched(tokens: Sequence[int], answers: Sequence[Sequence[int]], most: int)
     alone = NgramProposer()
     alone.begin(0, tokens, "")
     own = alone.propose(0, most)
-    padded = [-1] * LONGEST + list(tokens)
-    for length in range(LONGEST, 0, -1):
-        if own.match >= length:
+    padded = [-1] * NGRAM_MAX + list(tokens)
+    for length in range(NGRAM_MAX, 0, -1):
+        if own.source.match >= length:
             return own
         for answer in reversed(answers):
-            for position in range(len(answer) - 1, LONGEST - 1, -1):
+            for position in range(len(answer) - 1, NGRAM_MAX - 1, -1):
                 if list(answer[position - length : position]) == padded[-length:]:
-                    return Draft(list(answer[position : position + most]), ANSWER_CLASSES + length)
+                    return suffix_draft(list(answer[position : position + most]), length)
     return NO_DRAFT
 
 
 def test_an_earlier_answer_is_followed() -> None:
     proposer = SuffixProposer()
     answered(proposer, [1, 2, 3, 4, 5])
-    assert asked(proposer, [60, 1, 2, 3], 4) == Draft([4, 5], ANSWER_CLASSES + 3)
-    assert asked(proposer, [60, 61, 2, 3], 1) == Draft([4], ANSWER_CLASSES + 2)
-    assert asked(proposer, [60, 61, 62, 3], 1) == Draft([4], ANSWER_CLASSES + 1)
+    assert asked(proposer, [60, 1, 2, 3], 4) == suffix_draft([4, 5], 3)
+    assert asked(proposer, [60, 61, 2, 3], 1) == suffix_draft([4], 2)
+    assert asked(proposer, [60, 61, 62, 3], 1) == suffix_draft([4], 1)
     assert asked(proposer, [60, 61, 62, 5], 1) == NO_DRAFT
 
 
 def test_the_beginning_of_an_answer_is_found_behind_the_end_of_its_prompt() -> None:
     proposer = SuffixProposer()
     answered(proposer, [1, 2])
-    assert asked(proposer, [60, 7, 8, 9], 2) == Draft([1, 2], ANSWER_CLASSES + 3)
+    assert asked(proposer, [60, 7, 8, 9], 2) == suffix_draft([1, 2], 3)
 
 
 def test_prompts_of_others_are_not_proposed() -> None:
@@ -74,14 +81,14 @@ def test_an_answer_is_found_when_its_request_has_left() -> None:
     proposer.extend("running", [1, 2, 3])
     assert asked(proposer, [1, 2]) == NO_DRAFT
     proposer.leave("running")
-    assert asked(proposer, [1, 2]) == Draft([3], ANSWER_CLASSES + 2)
+    assert asked(proposer, [1, 2]) == suffix_draft([3], 2)
 
 
 def test_of_equal_matches_the_request_itself_goes_first_and_a_longer_one_before_both() -> None:
     proposer = SuffixProposer()
     answered(proposer, [1, 2, 3, 4])
-    assert asked(proposer, [1, 2, 3, 6, 1, 2, 3]) == Draft([6], 3)
-    assert asked(proposer, [2, 3, 6, 1, 2, 3]) == Draft([4], ANSWER_CLASSES + 3)
+    assert asked(proposer, [1, 2, 3, 6, 1, 2, 3]) == ngram_draft([6], 3)
+    assert asked(proposer, [2, 3, 6, 1, 2, 3]) == suffix_draft([4], 3)
 
 
 @pytest.mark.parametrize(("theirs", "mine"), [("a", "b"), ("", "b"), ("a", "")])
@@ -135,7 +142,7 @@ def test_a_request_begins_once_and_may_come_again() -> None:
     with pytest.raises(KeyError):
         proposer.propose("a", 1)
     proposer.begin("a", [1, 2, 1], "")
-    assert proposer.propose("a", 1) == Draft([2], 1)
+    assert proposer.propose("a", 1) == ngram_draft([2], 1)
 
 
 TOKENS = st.lists(st.integers(0, 3), max_size=8)
@@ -153,14 +160,10 @@ def test_equals_a_search_of_what_is_kept(
         for theirs, prompt, answer in done:
             answered(proposer, answer, theirs, [9, *prompt])
             if answer:
-                kept.append((theirs, [*([-1] * LONGEST + [9, *prompt])[-LONGEST:], *answer]))
-            while sum(len(each) - LONGEST for _, each in kept) > limit:
+                kept.append((theirs, [*([-1] * NGRAM_MAX + [9, *prompt])[-NGRAM_MAX:], *answer]))
+            while sum(len(each) - NGRAM_MAX for _, each in kept) > limit:
                 kept.pop(0)
         same = [answer for theirs, answer in kept if theirs == salt]
         assert asked(proposer, [9, *tokens], most, salt) == searched([9, *tokens], same, most)
-        assert proposer._answers.tokens == sum(len(each) - LONGEST for _, each in kept)
+        assert proposer._answers.tokens == sum(len(each) - NGRAM_MAX for _, each in kept)
         assert proposer._answers._places.keys() == {theirs for theirs, _ in kept}
-
-
-def test_every_class_has_a_number_that_metrics_know() -> None:
-    assert ANSWER_CLASSES + LONGEST < HEADS_CLASS <= LAST_CLASS

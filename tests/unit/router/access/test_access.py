@@ -32,11 +32,10 @@ reads-key name=reads role=reader
 BODY: dict[str, Any] = {"model": "fake", "prompt": [5, 6, 7, 8], "max_tokens": 4}
 
 
-@pytest.fixture(params=[0, 1], ids=["in the router", "in a front process"])
-def settings(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, Any]:
     (tmp_path / "keys").write_text(KEYS)
     return {
-        "front_processes": request.param,
         "api_key_file": tmp_path / "keys",
         "metrics_key": "metrics-key",
         "audit_log": tmp_path / "audit.jsonl",
@@ -154,7 +153,7 @@ async def test_keys_are_rotated_without_a_restart(
     monkeypatch.setattr("tandem.net.security.watched_files.CHECK_S", 0.0)
     settings["api_key_file"].write_text(f"{KEYS}\nnew-key name=other")
     async with channel_to(cluster.endpoints.grpc_address, "new-key") as channel:
-        for _ in range(600):  # a front process looks at the file once a second
+        for _ in range(600):  # the file is read at most once a second
             if (found := await status_of(Client(channel).stub.Generate(ask(4)).read())) == "OK":
                 break
             await asyncio.sleep(0.1)

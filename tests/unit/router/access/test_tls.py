@@ -34,15 +34,9 @@ OURS, FOREIGN = Authority("ours"), Authority("foreign")
 CLIENTS = Authority("clients")
 
 
-@pytest.fixture(params=[0, 1], ids=["in the router", "in a front process"])
-def fronts(request: pytest.FixtureRequest) -> int:
-    found: int = request.param
-    return found
-
-
 @pytest.fixture
-def settings(tmp_path: Path, fronts: int) -> dict[str, Any]:
-    return {"front_processes": fronts, "tls": files_of(tmp_path, OURS.issue("first"))}
+def settings(tmp_path: Path) -> dict[str, Any]:
+    return {"tls": files_of(tmp_path, OURS.issue("first"))}
 
 
 async def answers(cluster: Cluster, context: ssl.SSLContext) -> str:
@@ -133,8 +127,8 @@ async def test_operators_have_a_port_without_tls(cluster: Cluster) -> None:
 
 class TestClientCertificates:
     @pytest.fixture
-    def settings(self, tmp_path: Path, fronts: int) -> dict[str, Any]:
-        return {"front_processes": fronts, "tls": files_of(tmp_path, OURS.issue("server"), CLIENTS)}
+    def settings(self, tmp_path: Path) -> dict[str, Any]:
+        return {"tls": files_of(tmp_path, OURS.issue("server"), CLIENTS)}
 
     async def test_a_client_needs_one_of_the_authority(self, cluster: Cluster, tmp_path: Path) -> None:
         for name, pair, let_in in (

@@ -28,11 +28,10 @@ SQL: dict[str, Any] = {"lora_name": "sql", "lora_path": "/adapters/sql"}
 PROMPT = {"prompt": [5, 6, 7, 8], "max_tokens": 4}
 
 
-@pytest.fixture(params=[0, 1], ids=["in the router", "in a front process"])
-def settings(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, Any]:
     (tmp_path / "keys").write_text(KEYS)
     return {
-        "front_processes": request.param,
         "api_key_file": tmp_path / "keys",
         "audit_log": tmp_path / "audit.jsonl",
     }

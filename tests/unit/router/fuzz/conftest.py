@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def cases(share: float) -> settings:
 class FuzzedRouter:
     """A client of a `router_process`, which it starts."""
 
-    def __init__(self, model: Path, front_processes: int) -> None:
+    def __init__(self, model: Path) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.unit.router.fuzz.router_process"],
             cwd=ROOT,
@@ -51,7 +51,7 @@ class FuzzedRouter:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.http_address, self.grpc_address = self._ask(json.dumps([str(model), front_processes]))
+        self.http_address, self.grpc_address = self._ask(str(model))
         host, port = self.http_address.split(":")
         self.http_listener = host, int(port)
         self._http = http.client.HTTPConnection(*self.http_listener, timeout=60)
@@ -132,24 +132,17 @@ class FuzzedRouter:
 
 
 @pytest.fixture(scope="package")
-def start_router(model: Path) -> Iterator[Callable[[int], FuzzedRouter]]:
-    """Returns a router for a number of front processes; each is started once."""
-    routers: dict[int, FuzzedRouter] = {}
-
-    def start(front_processes: int) -> FuzzedRouter:
-        if front_processes not in routers:
-            routers[front_processes] = FuzzedRouter(model, front_processes)
-        return routers[front_processes]
-
-    yield start
-    for router in routers.values():
-        router.close()
+def running_router(model: Path) -> Iterator[FuzzedRouter]:
+    """A router, started once."""
+    router = FuzzedRouter(model)
+    yield router
+    router.close()
 
 
-@pytest.fixture(params=[0, 1], ids=["own-listeners", "front-process"])
-def router(request: pytest.FixtureRequest, start_router: Callable[[int], FuzzedRouter]) -> Iterator[FuzzedRouter]:
-    """A router with listeners in its own process, or in a front process; at the end it must serve and be idle."""
-    router = start_router(request.param)
+@pytest.fixture
+def router(running_router: FuzzedRouter) -> Iterator[FuzzedRouter]:
+    """The router, which must serve and be idle at the end of each test."""
+    router = running_router
     yield router
     router.assert_next_one_works()
     router.assert_quiet()

@@ -1,8 +1,7 @@
 """A router over fake workers in its own process, so that its event loop runs only what clients ask for.
 
-The first line on stdin is a model folder and a number of front processes, as a JSON array; the first line on stdout
-is the router's addresses. Each further line on stdin, whatever it is, is answered with a `RouterState`. The process
-exits when stdin closes.
+The first line on stdin is a model folder; the first line on stdout is the router's addresses. Each further line on
+stdin, whatever it is, is answered with a `RouterState`. The process exits when stdin closes.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class _Pulse:
         return worst
 
 
-async def _serve(model: Path, front_processes: int, lines: asyncio.StreamReader) -> None:
+async def _serve(model: Path, lines: asyncio.StreamReader) -> None:
     errors = _Errors()
     logging.getLogger().addHandler(errors)
     controller = await FakeController("secret").start()
@@ -96,7 +95,6 @@ async def _serve(model: Path, front_processes: int, lines: asyncio.StreamReader)
             grpc_port=0,
             http_port=0,
             api_keys=KEYS,
-            front_processes=front_processes,
         )
     )
     endpoints = await router.start()
@@ -121,8 +119,7 @@ async def _serve(model: Path, front_processes: int, lines: asyncio.StreamReader)
 async def _main() -> None:
     lines = asyncio.StreamReader(limit=_LINE_BYTES)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
-    model, front_processes = json.loads(await lines.readline())
-    await _serve(Path(model), front_processes, lines)
+    await _serve(Path((await lines.readline()).decode().strip()), lines)
 
 
 if __name__ == "__main__":

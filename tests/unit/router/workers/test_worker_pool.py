@@ -9,7 +9,7 @@ from router.config import RouterConfig
 from router.workers.worker_link import WorkerLink
 from router.workers.worker_pool import WorkerPool
 from tandem.logging.recurring import RecurringErrors
-from tandem.protocol.messages import Lease, Role, StepEvents
+from tandem.protocol.messages import Lease, Role, StepOutput
 from tests.unit.router.fake_cluster import FakeController, FakeWorker, until
 
 
@@ -19,7 +19,7 @@ class Observer:
     def __init__(self, trouble: int = 0) -> None:
         self.trouble = trouble
 
-    def on_step(self, link: WorkerLink, step: StepEvents) -> None: ...
+    def on_step(self, link: WorkerLink, step: StepOutput) -> None: ...
 
     def on_lost(self, link: WorkerLink) -> None: ...
 

@@ -13,6 +13,7 @@ import pytest
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.steps.batch import PendingStep, StepBatch
 from tandem.net.rpc import error_of
+from tandem.protocol import conversion
 from tandem.protocol.errors import (
     FailedPrecondition,
     InvalidArgument,
@@ -165,8 +166,7 @@ async def test_a_prompt_finds_the_adapter_of_its_reservation_on_another_worker(
 
 async def load_over_grpc(end: End, path: Path, in_use: Sequence[str]) -> None:
     asked = worker_pb2.LoadWorkerAdapterRequest(
-        worker_id=end.me.worker_id,
-        incarnation=end.me.incarnation,
+        peer=conversion.to_proto(end.me, types_pb2.PeerRef),
         adapter=types_pb2.AdapterFacts(name="other", path=str(path)),
         in_use=in_use,
     )
@@ -226,7 +226,7 @@ async def test_over_grpc(engines: Factory, tmp_path: Path) -> None:
         stub, me = worker_pb2_grpc.WorkerStub(to), pair.decode.me
         path = str(ONE.write(tmp_path / "one"))
         asked = types_pb2.AdapterFacts(name="it", path=path)
-        run = {"worker_id": me.worker_id, "incarnation": me.incarnation}
+        run = {"peer": conversion.to_proto(me, types_pb2.PeerRef)}
         reply = await stub.LoadAdapter(worker_pb2.LoadWorkerAdapterRequest(**run, adapter=asked))
         loaded = pair.decode.worker.adapters.facts
         assert [(each.name, each.identity, each.path) for each in loaded] == [("it", reply.adapter.identity, path)]

@@ -50,7 +50,7 @@ class Decode(worker_pb2_grpc.WorkerServicer):
         return worker_pb2.AllotPagesResponse(page_ids=[1, 2])
 
     async def RenewPermissions(self, request: Any, _context: Any) -> worker_pb2.RenewPermissionsResponse:
-        self.calls.append(f"renew {len(request.leases)} of {request.prefill_worker_id}/{request.prefill_incarnation}")
+        self.calls.append(f"renew {len(request.leases)} of {request.prefill.worker_id}/{request.prefill.incarnation}")
         await self.go.wait()
         return worker_pb2.RenewPermissionsResponse(over=request.leases[:1], write_for_s=2.5)
 
@@ -140,7 +140,9 @@ async def test_an_introduction_that_failed_while_nobody_waited_is_forgotten(scen
     scene.decode.meeting.set()
     await until(lambda: not scene.peers._connections)
     scene.decode.refusal = None
-    scene.decode.reply.peer.CopyFrom(conversion.description_to_proto(replace(scene.transport.describe(), peer=THERE)))
+    scene.decode.reply.description.CopyFrom(
+        conversion.to_proto(replace(scene.transport.describe(), peer=THERE), worker_pb2.PeerDescription)
+    )
     await scene.peers.connect(scene.there)
     assert scene.decode.calls == ["connect", "connect"]
 
@@ -160,7 +162,7 @@ async def test_a_release_says_whether_a_write_failed(scene: Scene, in_doubt: boo
 async def test_a_warm_up_moves_the_page_behind_the_pools_and_nothing_else(scene: Scene) -> None:
     theirs = FakeEngine()
     transport = InMemoryTransport(scene.fabric, theirs.layout, THERE, lambda _: None)
-    scene.decode.reply.peer.CopyFrom(conversion.description_to_proto(transport.describe()))
+    scene.decode.reply.description.CopyFrom(conversion.to_proto(transport.describe(), worker_pb2.PeerDescription))
     scene.engine.memory[:], theirs.memory[:] = 7, 0
 
     await scene.peers.warm_up(THERE, scene.there.address)
@@ -187,7 +189,7 @@ async def test_a_warm_up_that_breaks_is_logged_and_not_raised(
         raise RuntimeError("no such page")
 
     transport = scene.neighbour()
-    scene.decode.reply.peer.CopyFrom(conversion.description_to_proto(transport.describe()))
+    scene.decode.reply.description.CopyFrom(conversion.to_proto(transport.describe(), worker_pb2.PeerDescription))
     monkeypatch.setattr(scene.transport, "write", broken)
     await scene.peers.warm_up(THERE, scene.there.address)
     assert "warming the way to decode-0 failed" in caplog.text
@@ -229,7 +231,9 @@ async def test_a_worker_that_closes_leaves_no_warm_up_behind(monkeypatch: pytest
 
 async def test_a_worker_that_is_forgotten_during_its_introduction_stays_unknown(scene: Scene) -> None:
     transport = scene.neighbour()
-    reply = worker_pb2.ConnectPeerResponse(peer=conversion.description_to_proto(transport.describe()))
+    reply = worker_pb2.ConnectPeerResponse(
+        description=conversion.to_proto(transport.describe(), worker_pb2.PeerDescription)
+    )
 
     async def reply_and_be_forgotten(*_: object, **__: object) -> worker_pb2.ConnectPeerResponse:
         scene.peers.forget(THERE)
@@ -245,7 +249,7 @@ async def test_a_warm_up_waits_for_its_page_no_longer_than_its_deadline(
     scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
     transport = scene.neighbour()
-    scene.decode.reply.peer.CopyFrom(conversion.description_to_proto(transport.describe()))
+    scene.decode.reply.description.CopyFrom(conversion.to_proto(transport.describe(), worker_pb2.PeerDescription))
     await scene.peers.connect(scene.there)
     scene.fabric.hold()
     scene.peers._timeout_s = 0.01

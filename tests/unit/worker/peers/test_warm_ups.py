@@ -12,6 +12,7 @@ from kv_transfer.handshake import make_handshake
 from kv_transfer.in_memory import InMemoryTransport
 from tandem.protocol import conversion
 from tandem.protocol.errors import FailedPrecondition, Unavailable
+from tandem.protocol.generated.tandem.v1 import worker_pb2
 from tandem.protocol.messages import ModelFacts, PeerRef, Role, WorkerInfo
 from tandem.worker.peers import warm_ups
 from tandem.worker.peers.warm_ups import WarmUps
@@ -40,7 +41,7 @@ def seen(scene: Scene, peer: PeerRef = THERE, role: Role = Role.DECODE) -> Worke
 
 def let_in(scene: Scene) -> None:
     transport = scene.neighbour()
-    scene.decode.reply.peer.CopyFrom(conversion.description_to_proto(transport.describe()))
+    scene.decode.reply.description.CopyFrom(conversion.to_proto(transport.describe(), worker_pb2.PeerDescription))
     scene.decode.refusal = None
 
 

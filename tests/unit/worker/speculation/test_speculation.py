@@ -9,7 +9,7 @@ import torch
 
 import tandem.worker.worker
 from benchmarks.speculation.oracle import OracleProposer
-from decode_worker.batch_snapshot import CompletedStep
+from decode_worker.batch_snapshot import DecodedStep
 from decode_worker.request import DecodeRequest
 from decode_worker.speculation import Speculation
 from tandem.cost_model.answer_length import SEEN_MIN
@@ -18,9 +18,9 @@ from tandem.engine.speculation.draft_model import DraftModel
 from tandem.engine.speculation.eagle.proposer import EagleProposer
 from tandem.engine.speculation.load_draft import MakeProposer
 from tandem.engine.speculation.ngram import NgramProposer
-from tandem.engine.speculation.proposer import HEADS_CLASS, BatchProposer, Proposer, WantedDraft
+from tandem.engine.speculation.proposer import BatchProposer, DraftSource, Proposer, ProposerName, WantedDraft
 from tandem.engine.speculation.suffix import SuffixProposer
-from tandem.engine.steps.batch import StepBatch, StepResult, StepRow
+from tandem.engine.steps.batch import ModelRunnerOutput, StepBatch, StepRow
 from tandem.protocol.errors import InvalidArgument, ResourceExhausted
 from tandem.protocol.messages import FinishReason, SamplingParams
 from tandem.tokenizers.grammars import of_regex
@@ -92,7 +92,7 @@ def draft_model(_: FakeEngine) -> DraftModel:
 class ComputingOracle(OracleProposer, BatchProposer):
     """Computes all drafts of a step at once, and knows them only where the newest step drew the newest token."""
 
-    draft_class = HEADS_CLASS
+    source = DraftSource(ProposerName.MEDUSA)
     max_step_tokens = 2048
     cost = StepCost(CostParameters(base_s=1e-4, row_s=0.0))
 
@@ -125,7 +125,7 @@ class FakeHead(FakeEngine):
     def give(self, states: torch.Tensor) -> None:
         self._given = (states[:, 0] / states[:, 1]).round().int().tolist()
 
-    def run(self, batch: StepBatch) -> StepResult:
+    def run(self, batch: StepBatch) -> ModelRunnerOutput:
         assert [row.token_ids[0] for row in batch.rows] == self._given, "a token has the state of another one"
         return super().run(batch)
 
@@ -259,7 +259,7 @@ async def test_seconds_saved_and_lost_never_fall(monkeypatch: pytest.MonkeyPatch
     propose_by(monkeypatch, "wrong")
     complete, seen = Speculation.complete, [(0.0, 0.0)]
 
-    def record(self: Speculation, step: CompletedStep) -> None:
+    def record(self: Speculation, step: DecodedStep) -> None:
         complete(self, step)
         seen.append((self.counts.saved_s, self.counts.lost_s))
 

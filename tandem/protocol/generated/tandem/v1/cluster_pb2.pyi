@@ -8,9 +8,8 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "address", "model", "pages_total", "page_tokens", "max_batch_requests", "max_step_tokens", "device", "transport", "not_ready", "warnings", "assignment", "closing", "started_unix_nanos", "kv_ports")
-    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("peer", "role", "address", "model", "pages_total", "page_tokens", "max_batch_requests", "max_step_tokens", "device", "transport", "not_ready", "warnings", "assignment", "closing", "started_unix_nanos", "kv_ports")
+    PEER_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -26,8 +25,7 @@ class WorkerInfo(_message.Message):
     CLOSING_FIELD_NUMBER: _ClassVar[int]
     STARTED_UNIX_NANOS_FIELD_NUMBER: _ClassVar[int]
     KV_PORTS_FIELD_NUMBER: _ClassVar[int]
-    worker_id: str
-    incarnation: int
+    peer: _types_pb2.PeerRef
     role: str
     address: str
     model: ModelFacts
@@ -43,7 +41,7 @@ class WorkerInfo(_message.Message):
     closing: str
     started_unix_nanos: int
     kv_ports: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., model: _Optional[_Union[ModelFacts, _Mapping]] = ..., pages_total: _Optional[int] = ..., page_tokens: _Optional[int] = ..., max_batch_requests: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., device: _Optional[str] = ..., transport: _Optional[str] = ..., not_ready: _Optional[str] = ..., warnings: _Optional[_Iterable[str]] = ..., assignment: _Optional[_Union[_types_pb2.Assignment, _Mapping]] = ..., closing: _Optional[str] = ..., started_unix_nanos: _Optional[int] = ..., kv_ports: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, peer: _Optional[_Union[_types_pb2.PeerRef, _Mapping]] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., model: _Optional[_Union[ModelFacts, _Mapping]] = ..., pages_total: _Optional[int] = ..., page_tokens: _Optional[int] = ..., max_batch_requests: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., device: _Optional[str] = ..., transport: _Optional[str] = ..., not_ready: _Optional[str] = ..., warnings: _Optional[_Iterable[str]] = ..., assignment: _Optional[_Union[_types_pb2.Assignment, _Mapping]] = ..., closing: _Optional[str] = ..., started_unix_nanos: _Optional[int] = ..., kv_ports: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ModelFacts(_message.Message):
     __slots__ = ("name", "vocab_size", "max_context", "eos_token_ids", "dtype", "summary", "kv_windows", "adapters", "kv_step_tokens")
@@ -78,12 +76,10 @@ class RegisterResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class UnregisterRequest(_message.Message):
-    __slots__ = ("worker_id", "incarnation")
-    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    worker_id: str
-    incarnation: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
+    __slots__ = ("peer",)
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    peer: _types_pb2.PeerRef
+    def __init__(self, peer: _Optional[_Union[_types_pb2.PeerRef, _Mapping]] = ...) -> None: ...
 
 class UnregisterResponse(_message.Message):
     __slots__ = ()

@@ -433,12 +433,10 @@ class GetLoadsResponse(_message.Message):
     def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ...) -> None: ...
 
 class RequestTrace(_message.Message):
-    __slots__ = ("request_id", "wire_id", "trace_id", "parent_id", "sampled", "model", "operation", "slo_class", "outcome", "prompt_tokens", "completion_tokens", "cached_tokens", "timeline")
+    __slots__ = ("request_id", "wire_id", "context", "model", "operation", "slo_class", "outcome", "prompt_tokens", "completion_tokens", "cached_tokens", "timeline")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     WIRE_ID_FIELD_NUMBER: _ClassVar[int]
-    TRACE_ID_FIELD_NUMBER: _ClassVar[int]
-    PARENT_ID_FIELD_NUMBER: _ClassVar[int]
-    SAMPLED_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     OPERATION_FIELD_NUMBER: _ClassVar[int]
     SLO_CLASS_FIELD_NUMBER: _ClassVar[int]
@@ -449,9 +447,7 @@ class RequestTrace(_message.Message):
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     wire_id: str
-    trace_id: str
-    parent_id: str
-    sampled: bool
+    context: TraceContext
     model: str
     operation: str
     slo_class: str
@@ -460,7 +456,17 @@ class RequestTrace(_message.Message):
     completion_tokens: int
     cached_tokens: int
     timeline: Timeline
-    def __init__(self, request_id: _Optional[str] = ..., wire_id: _Optional[str] = ..., trace_id: _Optional[str] = ..., parent_id: _Optional[str] = ..., sampled: _Optional[bool] = ..., model: _Optional[str] = ..., operation: _Optional[str] = ..., slo_class: _Optional[str] = ..., outcome: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., wire_id: _Optional[str] = ..., context: _Optional[_Union[TraceContext, _Mapping]] = ..., model: _Optional[str] = ..., operation: _Optional[str] = ..., slo_class: _Optional[str] = ..., outcome: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ...) -> None: ...
+
+class TraceContext(_message.Message):
+    __slots__ = ("trace_id", "parent_id", "sampled")
+    TRACE_ID_FIELD_NUMBER: _ClassVar[int]
+    PARENT_ID_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_FIELD_NUMBER: _ClassVar[int]
+    trace_id: str
+    parent_id: str
+    sampled: bool
+    def __init__(self, trace_id: _Optional[str] = ..., parent_id: _Optional[str] = ..., sampled: _Optional[bool] = ...) -> None: ...
 
 class RequestTraces(_message.Message):
     __slots__ = ("traces", "kept")

@@ -25,7 +25,7 @@ class AttachRequest(_message.Message):
     prefixes: bool
     def __init__(self, router_id: _Optional[str] = ..., prefixes: _Optional[bool] = ...) -> None: ...
 
-class StepEvents(_message.Message):
+class StepOutput(_message.Message):
     __slots__ = ("step", "events", "load", "prefixes", "tokens")
     STEP_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
@@ -84,9 +84,8 @@ class ListPrefixesResponse(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., stored: _Optional[_Iterable[_Union[PrefixRun, _Mapping]]] = ...) -> None: ...
 
 class RequestEvent(_message.Message):
-    __slots__ = ("request_id", "attempt", "first_index", "token_ids", "finish_reason", "error", "edges", "transfer", "logprobs", "cached_tokens", "preempted", "prompt_logprobs")
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("ref", "first_index", "token_ids", "finish_reason", "error", "edges", "transfer", "logprobs", "cached_tokens", "preempted", "prompt_logprobs")
+    REF_FIELD_NUMBER: _ClassVar[int]
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
@@ -97,8 +96,7 @@ class RequestEvent(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    request_id: str
-    attempt: int
+    ref: RequestRef
     first_index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     finish_reason: _types_pb2.FinishReason
@@ -109,7 +107,7 @@ class RequestEvent(_message.Message):
     cached_tokens: int
     preempted: bool
     prompt_logprobs: PromptLogprobs
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., error: _Optional[_Union[_types_pb2.ErrorDetail, _Mapping]] = ..., edges: _Optional[_Iterable[_Union[_types_pb2.EdgeStamp, _Mapping]]] = ..., transfer: _Optional[_Union[_types_pb2.TransferStats, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., preempted: _Optional[bool] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
+    def __init__(self, ref: _Optional[_Union[RequestRef, _Mapping]] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., error: _Optional[_Union[_types_pb2.ErrorDetail, _Mapping]] = ..., edges: _Optional[_Iterable[_Union[_types_pb2.EdgeStamp, _Mapping]]] = ..., transfer: _Optional[_Union[_types_pb2.TransferStats, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., preempted: _Optional[bool] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class PromptLogprobs(_message.Message):
     __slots__ = ("chosen", "top_count", "top_ids", "top")
@@ -190,30 +188,26 @@ class CostParameters(_message.Message):
     def __init__(self, base_s: _Optional[float] = ..., prompt_base_s: _Optional[float] = ..., token_s: _Optional[float] = ..., pair_s: _Optional[float] = ..., row_s: _Optional[float] = ..., context_s: _Optional[float] = ..., free_tokens: _Optional[int] = ..., error: _Optional[float] = ..., observed: _Optional[int] = ..., tile_tokens: _Optional[int] = ..., mixed_noise: _Optional[float] = ..., wave_tokens: _Optional[int] = ..., verify_base_s: _Optional[float] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("router_id", "request_id", "attempt", "prompt_token_ids", "sampling", "prefill_worker_id", "prefill_incarnation", "answered", "cache_salt", "gap_target_s", "adapter")
+    __slots__ = ("router_id", "ref", "prompt_token_ids", "sampling", "prefill", "answered", "cache_salt", "gap_target_s", "adapter")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    REF_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
     ANSWERED_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     GAP_TARGET_S_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     router_id: str
-    request_id: str
-    attempt: int
+    ref: RequestRef
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _types_pb2.SamplingParams
-    prefill_worker_id: str
-    prefill_incarnation: int
+    prefill: _types_pb2.PeerRef
     answered: int
     cache_salt: str
     gap_target_s: float
     adapter: str
-    def __init__(self, router_id: _Optional[str] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., prefill_worker_id: _Optional[str] = ..., prefill_incarnation: _Optional[int] = ..., answered: _Optional[int] = ..., cache_salt: _Optional[str] = ..., gap_target_s: _Optional[float] = ..., adapter: _Optional[str] = ...) -> None: ...
+    def __init__(self, router_id: _Optional[str] = ..., ref: _Optional[_Union[RequestRef, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., prefill: _Optional[_Union[_types_pb2.PeerRef, _Mapping]] = ..., answered: _Optional[int] = ..., cache_salt: _Optional[str] = ..., gap_target_s: _Optional[float] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
     __slots__ = ("lease", "duration_s", "held_tokens")
@@ -226,10 +220,9 @@ class ReserveResponse(_message.Message):
     def __init__(self, lease: _Optional[_Union[Lease, _Mapping]] = ..., duration_s: _Optional[float] = ..., held_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("router_id", "request_id", "attempt", "prompt_token_ids", "sampling", "destination", "answered", "cache_salt", "adapter")
+    __slots__ = ("router_id", "ref", "prompt_token_ids", "sampling", "destination", "answered", "cache_salt", "adapter")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    REF_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     DESTINATION_FIELD_NUMBER: _ClassVar[int]
@@ -237,27 +230,24 @@ class PrefillRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     router_id: str
-    request_id: str
-    attempt: int
+    ref: RequestRef
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _types_pb2.SamplingParams
     destination: Destination
     answered: int
     cache_salt: str
     adapter: str
-    def __init__(self, router_id: _Optional[str] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., destination: _Optional[_Union[Destination, _Mapping]] = ..., answered: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
+    def __init__(self, router_id: _Optional[str] = ..., ref: _Optional[_Union[RequestRef, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., destination: _Optional[_Union[Destination, _Mapping]] = ..., answered: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class Destination(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "address", "lease")
-    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("peer", "address", "lease")
+    PEER_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
-    worker_id: str
-    incarnation: int
+    peer: _types_pb2.PeerRef
     address: str
     lease: Lease
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ...) -> None: ...
+    def __init__(self, peer: _Optional[_Union[_types_pb2.PeerRef, _Mapping]] = ..., address: _Optional[str] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
     __slots__ = ()
@@ -308,32 +298,28 @@ class DrainResponse(_message.Message):
     def __init__(self, remaining: _Optional[int] = ...) -> None: ...
 
 class SetAssignmentRequest(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "assignment", "grace_s")
-    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("peer", "assignment", "grace_s")
+    PEER_FIELD_NUMBER: _ClassVar[int]
     ASSIGNMENT_FIELD_NUMBER: _ClassVar[int]
     GRACE_S_FIELD_NUMBER: _ClassVar[int]
-    worker_id: str
-    incarnation: int
+    peer: _types_pb2.PeerRef
     assignment: _types_pb2.Assignment
     grace_s: float
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., assignment: _Optional[_Union[_types_pb2.Assignment, _Mapping]] = ..., grace_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, peer: _Optional[_Union[_types_pb2.PeerRef, _Mapping]] = ..., assignment: _Optional[_Union[_types_pb2.Assignment, _Mapping]] = ..., grace_s: _Optional[float] = ...) -> None: ...
 
 class SetAssignmentResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class LoadWorkerAdapterRequest(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "adapter", "in_use")
-    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("peer", "adapter", "in_use")
+    PEER_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     IN_USE_FIELD_NUMBER: _ClassVar[int]
-    worker_id: str
-    incarnation: int
+    peer: _types_pb2.PeerRef
     adapter: _types_pb2.AdapterFacts
     in_use: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., adapter: _Optional[_Union[_types_pb2.AdapterFacts, _Mapping]] = ..., in_use: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, peer: _Optional[_Union[_types_pb2.PeerRef, _Mapping]] = ..., adapter: _Optional[_Union[_types_pb2.AdapterFacts, _Mapping]] = ..., in_use: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class LoadWorkerAdapterResponse(_message.Message):
     __slots__ = ("adapter",)
@@ -342,14 +328,12 @@ class LoadWorkerAdapterResponse(_message.Message):
     def __init__(self, adapter: _Optional[_Union[_types_pb2.AdapterFacts, _Mapping]] = ...) -> None: ...
 
 class UnloadWorkerAdapterRequest(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "name")
-    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("peer", "name")
+    PEER_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
-    worker_id: str
-    incarnation: int
+    peer: _types_pb2.PeerRef
     name: str
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
+    def __init__(self, peer: _Optional[_Union[_types_pb2.PeerRef, _Mapping]] = ..., name: _Optional[str] = ...) -> None: ...
 
 class UnloadWorkerAdapterResponse(_message.Message):
     __slots__ = ()
@@ -360,9 +344,8 @@ class InspectRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InspectResponse(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "pages_total", "pages_free", "pages_owned", "pages_shared", "pages_advertised", "pages_quarantined", "pages_promised", "requests", "leases", "integrity_error", "fenced", "checksums_equal", "checksum_failures", "pages_cached", "prefix_query_tokens", "prefix_hit_tokens", "step_cost_error", "adapters_in_use")
-    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("peer", "pages_total", "pages_free", "pages_owned", "pages_shared", "pages_advertised", "pages_quarantined", "pages_promised", "requests", "leases", "integrity_error", "fenced", "checksums_equal", "checksum_failures", "pages_cached", "prefix_query_tokens", "prefix_hit_tokens", "step_cost_error", "adapters_in_use")
+    PEER_FIELD_NUMBER: _ClassVar[int]
     PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
     PAGES_OWNED_FIELD_NUMBER: _ClassVar[int]
@@ -381,8 +364,7 @@ class InspectResponse(_message.Message):
     PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEP_COST_ERROR_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_IN_USE_FIELD_NUMBER: _ClassVar[int]
-    worker_id: str
-    incarnation: int
+    peer: _types_pb2.PeerRef
     pages_total: int
     pages_free: int
     pages_owned: int
@@ -401,10 +383,10 @@ class InspectResponse(_message.Message):
     prefix_hit_tokens: int
     step_cost_error: float
     adapters_in_use: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_owned: _Optional[int] = ..., pages_shared: _Optional[int] = ..., pages_advertised: _Optional[int] = ..., pages_quarantined: _Optional[int] = ..., pages_promised: _Optional[int] = ..., requests: _Optional[int] = ..., leases: _Optional[int] = ..., integrity_error: _Optional[str] = ..., fenced: _Optional[int] = ..., checksums_equal: _Optional[int] = ..., checksum_failures: _Optional[int] = ..., pages_cached: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., step_cost_error: _Optional[float] = ..., adapters_in_use: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, peer: _Optional[_Union[_types_pb2.PeerRef, _Mapping]] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_owned: _Optional[int] = ..., pages_shared: _Optional[int] = ..., pages_advertised: _Optional[int] = ..., pages_quarantined: _Optional[int] = ..., pages_promised: _Optional[int] = ..., requests: _Optional[int] = ..., leases: _Optional[int] = ..., integrity_error: _Optional[str] = ..., fenced: _Optional[int] = ..., checksums_equal: _Optional[int] = ..., checksum_failures: _Optional[int] = ..., pages_cached: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., step_cost_error: _Optional[float] = ..., adapters_in_use: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ConnectPeerRequest(_message.Message):
-    __slots__ = ("protocol_version", "compatibility_hash", "compatibility_facts", "peer")
+    __slots__ = ("protocol_version", "compatibility_hash", "compatibility_facts", "description")
     class CompatibilityFactsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -415,23 +397,22 @@ class ConnectPeerRequest(_message.Message):
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     COMPATIBILITY_HASH_FIELD_NUMBER: _ClassVar[int]
     COMPATIBILITY_FACTS_FIELD_NUMBER: _ClassVar[int]
-    PEER_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     compatibility_hash: str
     compatibility_facts: _containers.ScalarMap[str, str]
-    peer: PeerDescription
-    def __init__(self, protocol_version: _Optional[int] = ..., compatibility_hash: _Optional[str] = ..., compatibility_facts: _Optional[_Mapping[str, str]] = ..., peer: _Optional[_Union[PeerDescription, _Mapping]] = ...) -> None: ...
+    description: PeerDescription
+    def __init__(self, protocol_version: _Optional[int] = ..., compatibility_hash: _Optional[str] = ..., compatibility_facts: _Optional[_Mapping[str, str]] = ..., description: _Optional[_Union[PeerDescription, _Mapping]] = ...) -> None: ...
 
 class ConnectPeerResponse(_message.Message):
-    __slots__ = ("peer",)
-    PEER_FIELD_NUMBER: _ClassVar[int]
-    peer: PeerDescription
-    def __init__(self, peer: _Optional[_Union[PeerDescription, _Mapping]] = ...) -> None: ...
+    __slots__ = ("description",)
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    description: PeerDescription
+    def __init__(self, description: _Optional[_Union[PeerDescription, _Mapping]] = ...) -> None: ...
 
 class PeerDescription(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "agent_metadata", "base_address", "page_bytes", "pages", "device_id", "memory", "host", "process", "probe_address")
-    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("peer", "agent_metadata", "base_address", "page_bytes", "pages", "device_id", "memory", "host", "process", "probe_address")
+    PEER_FIELD_NUMBER: _ClassVar[int]
     AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
     BASE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -441,8 +422,7 @@ class PeerDescription(_message.Message):
     HOST_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     PROBE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    worker_id: str
-    incarnation: int
+    peer: _types_pb2.PeerRef
     agent_metadata: bytes
     base_address: int
     page_bytes: int
@@ -452,19 +432,17 @@ class PeerDescription(_message.Message):
     host: str
     process: str
     probe_address: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., agent_metadata: _Optional[bytes] = ..., base_address: _Optional[int] = ..., page_bytes: _Optional[int] = ..., pages: _Optional[int] = ..., device_id: _Optional[int] = ..., memory: _Optional[str] = ..., host: _Optional[str] = ..., process: _Optional[str] = ..., probe_address: _Optional[int] = ...) -> None: ...
+    def __init__(self, peer: _Optional[_Union[_types_pb2.PeerRef, _Mapping]] = ..., agent_metadata: _Optional[bytes] = ..., base_address: _Optional[int] = ..., page_bytes: _Optional[int] = ..., pages: _Optional[int] = ..., device_id: _Optional[int] = ..., memory: _Optional[str] = ..., host: _Optional[str] = ..., process: _Optional[str] = ..., probe_address: _Optional[int] = ...) -> None: ...
 
 class AllotPagesRequest(_message.Message):
-    __slots__ = ("lease", "pages", "prefill_worker_id", "prefill_incarnation")
+    __slots__ = ("lease", "pages", "prefill")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
     lease: Lease
     pages: int
-    prefill_worker_id: str
-    prefill_incarnation: int
-    def __init__(self, lease: _Optional[_Union[Lease, _Mapping]] = ..., pages: _Optional[int] = ..., prefill_worker_id: _Optional[str] = ..., prefill_incarnation: _Optional[int] = ...) -> None: ...
+    prefill: _types_pb2.PeerRef
+    def __init__(self, lease: _Optional[_Union[Lease, _Mapping]] = ..., pages: _Optional[int] = ..., prefill: _Optional[_Union[_types_pb2.PeerRef, _Mapping]] = ...) -> None: ...
 
 class AllotPagesResponse(_message.Message):
     __slots__ = ("page_ids", "write_for_s")
@@ -475,14 +453,12 @@ class AllotPagesResponse(_message.Message):
     def __init__(self, page_ids: _Optional[_Iterable[int]] = ..., write_for_s: _Optional[float] = ...) -> None: ...
 
 class RenewPermissionsRequest(_message.Message):
-    __slots__ = ("leases", "prefill_worker_id", "prefill_incarnation")
+    __slots__ = ("leases", "prefill")
     LEASES_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
     leases: _containers.RepeatedCompositeFieldContainer[Lease]
-    prefill_worker_id: str
-    prefill_incarnation: int
-    def __init__(self, leases: _Optional[_Iterable[_Union[Lease, _Mapping]]] = ..., prefill_worker_id: _Optional[str] = ..., prefill_incarnation: _Optional[int] = ...) -> None: ...
+    prefill: _types_pb2.PeerRef
+    def __init__(self, leases: _Optional[_Iterable[_Union[Lease, _Mapping]]] = ..., prefill: _Optional[_Union[_types_pb2.PeerRef, _Mapping]] = ...) -> None: ...
 
 class RenewPermissionsResponse(_message.Message):
     __slots__ = ("over", "write_for_s")
@@ -493,40 +469,35 @@ class RenewPermissionsResponse(_message.Message):
     def __init__(self, over: _Optional[_Iterable[_Union[Lease, _Mapping]]] = ..., write_for_s: _Optional[float] = ...) -> None: ...
 
 class ReleaseLeaseRequest(_message.Message):
-    __slots__ = ("lease", "prefill_worker_id", "prefill_incarnation", "in_doubt")
+    __slots__ = ("lease", "prefill", "in_doubt")
     LEASE_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
     IN_DOUBT_FIELD_NUMBER: _ClassVar[int]
     lease: Lease
-    prefill_worker_id: str
-    prefill_incarnation: int
+    prefill: _types_pb2.PeerRef
     in_doubt: bool
-    def __init__(self, lease: _Optional[_Union[Lease, _Mapping]] = ..., prefill_worker_id: _Optional[str] = ..., prefill_incarnation: _Optional[int] = ..., in_doubt: _Optional[bool] = ...) -> None: ...
+    def __init__(self, lease: _Optional[_Union[Lease, _Mapping]] = ..., prefill: _Optional[_Union[_types_pb2.PeerRef, _Mapping]] = ..., in_doubt: _Optional[bool] = ...) -> None: ...
 
 class ReleaseLeaseResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class NameDeliveriesRequest(_message.Message):
-    __slots__ = ("leases", "prefill_worker_id", "prefill_incarnation")
+    __slots__ = ("leases", "prefill")
     LEASES_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
     leases: _containers.RepeatedCompositeFieldContainer[Lease]
-    prefill_worker_id: str
-    prefill_incarnation: int
-    def __init__(self, leases: _Optional[_Iterable[_Union[Lease, _Mapping]]] = ..., prefill_worker_id: _Optional[str] = ..., prefill_incarnation: _Optional[int] = ...) -> None: ...
+    prefill: _types_pb2.PeerRef
+    def __init__(self, leases: _Optional[_Iterable[_Union[Lease, _Mapping]]] = ..., prefill: _Optional[_Union[_types_pb2.PeerRef, _Mapping]] = ...) -> None: ...
 
 class NameDeliveriesResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class TransferNotice(_message.Message):
-    __slots__ = ("lease", "prefill_worker_id", "prefill_incarnation", "token_hash", "pages", "first_token_id", "next_draw", "checksums", "skipped")
+    __slots__ = ("lease", "prefill", "token_hash", "pages", "first_token_id", "next_draw", "checksums", "skipped")
     LEASE_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
     TOKEN_HASH_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -534,15 +505,14 @@ class TransferNotice(_message.Message):
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_FIELD_NUMBER: _ClassVar[int]
     lease: Lease
-    prefill_worker_id: str
-    prefill_incarnation: int
+    prefill: _types_pb2.PeerRef
     token_hash: bytes
     pages: int
     first_token_id: int
     next_draw: int
     checksums: _containers.RepeatedCompositeFieldContainer[PageChecksum]
     skipped: int
-    def __init__(self, lease: _Optional[_Union[Lease, _Mapping]] = ..., prefill_worker_id: _Optional[str] = ..., prefill_incarnation: _Optional[int] = ..., token_hash: _Optional[bytes] = ..., pages: _Optional[int] = ..., first_token_id: _Optional[int] = ..., next_draw: _Optional[int] = ..., checksums: _Optional[_Iterable[_Union[PageChecksum, _Mapping]]] = ..., skipped: _Optional[int] = ...) -> None: ...
+    def __init__(self, lease: _Optional[_Union[Lease, _Mapping]] = ..., prefill: _Optional[_Union[_types_pb2.PeerRef, _Mapping]] = ..., token_hash: _Optional[bytes] = ..., pages: _Optional[int] = ..., first_token_id: _Optional[int] = ..., next_draw: _Optional[int] = ..., checksums: _Optional[_Iterable[_Union[PageChecksum, _Mapping]]] = ..., skipped: _Optional[int] = ...) -> None: ...
 
 class PageChecksum(_message.Message):
     __slots__ = ("page", "value")

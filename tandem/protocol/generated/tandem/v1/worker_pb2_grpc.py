@@ -39,7 +39,7 @@ class WorkerStub:
         self.Attach = channel.unary_stream(
                 '/tandem.v1.Worker/Attach',
                 request_serializer=tandem_dot_v1_dot_worker__pb2.AttachRequest.SerializeToString,
-                response_deserializer=tandem_dot_v1_dot_worker__pb2.StepEvents.FromString,
+                response_deserializer=tandem_dot_v1_dot_worker__pb2.StepOutput.FromString,
                 _registered_method=True)
         self.Reserve = channel.unary_unary(
                 '/tandem.v1.Worker/Reserve',
@@ -196,7 +196,7 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListPrefixes(self, request, context):
-        """Called by a router: returns the digests of all pages in the prefix cache, initially and after a gap in StepEvents.
+        """Called by a router: returns the digests of all pages in the prefix cache, initially and after a gap in StepOutput.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -244,7 +244,7 @@ def add_WorkerServicer_to_server(servicer, server):
             'Attach': grpc.unary_stream_rpc_method_handler(
                     servicer.Attach,
                     request_deserializer=tandem_dot_v1_dot_worker__pb2.AttachRequest.FromString,
-                    response_serializer=tandem_dot_v1_dot_worker__pb2.StepEvents.SerializeToString,
+                    response_serializer=tandem_dot_v1_dot_worker__pb2.StepOutput.SerializeToString,
             ),
             'Reserve': grpc.unary_unary_rpc_method_handler(
                     servicer.Reserve,
@@ -350,7 +350,7 @@ class Worker:
             target,
             '/tandem.v1.Worker/Attach',
             tandem_dot_v1_dot_worker__pb2.AttachRequest.SerializeToString,
-            tandem_dot_v1_dot_worker__pb2.StepEvents.FromString,
+            tandem_dot_v1_dot_worker__pb2.StepOutput.FromString,
             options,
             channel_credentials,
             insecure,

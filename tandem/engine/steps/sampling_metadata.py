@@ -1,4 +1,4 @@
-"""The draws of a step: an object for one row, columns that read as such objects for many."""
+"""What the sampler reads of a step's rows: an object for one row, and columns that read as such objects for many."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from tandem.engine.steps.seeded import start_of, uniforms
 from tandem.protocol.messages import SamplingParams
 
 SETTINGS = 8
-"""Columns of `Draws.settings`."""
+"""Columns of `SamplingMetadata.settings`."""
 TEMPERATURE, NUMBER = 0, 4
 """Two of them; the second is left free for the drawn number."""
 NO_TOKEN = -1
@@ -43,7 +43,7 @@ class History:
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class SamplingInput:
     """Sample the token that follows the row's last one.
 
     `index` is the number of this draw in the request's seeded sequence (0 for the first token of the answer), so
@@ -56,8 +56,8 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Draws(Sequence[Draw]):
-    """The draws of n rows. Who makes one changes nothing of it as long as a step that has it may run."""
+class SamplingMetadata(Sequence[SamplingInput]):
+    """The sampling inputs of n rows as columns. Its arrays must not change while a step that has it may run."""
 
     samplings: Sequence[SamplingParams]
     histories: Sequence[History | None]
@@ -77,9 +77,9 @@ class Draws(Sequence[Draw]):
     """True if any draw has changed logits: a bias, or ends that come too early (`tandem/engine/logits_mask.py`)."""
 
     @classmethod
-    def of(cls, draws: Sequence[Draw]) -> "Draws":
+    def of(cls, draws: Sequence[SamplingInput]) -> "SamplingMetadata":
         """The same as columns; made of columns already, itself."""
-        if isinstance(draws, Draws):
+        if isinstance(draws, SamplingMetadata):
             return draws
         samplings = [draw.sampling for draw in draws]
         histories = [draw.history for draw in draws]
@@ -105,12 +105,12 @@ class Draws(Sequence[Draw]):
         """[n] in [0, 1): each draw's number, 0 for greedy ones."""
         return np.where(self.settings[:, TEMPERATURE] > 0, uniforms(self.starts, self.indices), 0.0)
 
-    def followed_by(self, others: Sequence[Draw]) -> "Draws":
+    def followed_by(self, others: Sequence[SamplingInput]) -> "SamplingMetadata":
         """And `others` behind them."""
         if not others:
             return self
-        more = Draws.of(others)
-        return Draws(
+        more = SamplingMetadata.of(others)
+        return SamplingMetadata(
             [*self.samplings, *more.samplings],
             [*self.histories, *more.histories],
             np.concatenate((self.settings, more.settings)),
@@ -126,12 +126,12 @@ class Draws(Sequence[Draw]):
         return len(self.samplings)
 
     @overload
-    def __getitem__(self, at: int) -> Draw: ...
+    def __getitem__(self, at: int) -> SamplingInput: ...
     @overload
-    def __getitem__(self, at: slice) -> "Draws": ...
-    def __getitem__(self, at: int | slice) -> "Draw | Draws":
+    def __getitem__(self, at: slice) -> "SamplingMetadata": ...
+    def __getitem__(self, at: int | slice) -> "SamplingInput | SamplingMetadata":
         if isinstance(at, slice):
-            return Draws(
+            return SamplingMetadata(
                 self.samplings[at],
                 self.histories[at],
                 self.settings[at],
@@ -142,16 +142,16 @@ class Draws(Sequence[Draw]):
                 self.scored,
                 self.masked,
             )
-        return Draw(self.samplings[at], int(self.indices[at]), self.histories[at])
+        return SamplingInput(self.samplings[at], int(self.indices[at]), self.histories[at])
 
 
 def all_greedy(settings: NDArray[np.float64]) -> bool:
-    """Return True if none of these `Draws.settings` is random."""
+    """Return True if none of these `SamplingMetadata.settings` is random."""
     return not settings[:, TEMPERATURE].any()
 
 
 def settings_of(sampling: SamplingParams) -> tuple[float, ...]:
-    """Return a row of `Draws.settings`.
+    """Return a row of `SamplingMetadata.settings`.
 
     It is temperature, top_k, top_p, min_p, space for the drawn number, and the repetition, presence and frequency
     penalties.
