@@ -24,12 +24,12 @@ from router.front.relay import GrpcRelay, HttpRelay
 from tandem.logging.logs import LogConfig, LogFormat, begin_log
 from tandem.net.frames import FrameStream
 from tandem.net.heap import settle_heap
-from tandem.net.limits.listener_limits import ListenerLimits
 from tandem.net.security.api_keys import ApiKeys, KeySource
-from tandem.net.security.server_tls import TlsFiles
 from tandem.net.turns import take_short_turns
 from tandem.protocol.errors import TandemError
 from tandem.protocol.generated.tandem.v1 import front_pb2
+from tandem.settings.listeners import ListenerLimits
+from tandem.settings.tls import TlsFiles
 
 log = logging.getLogger(__name__)
 

@@ -21,11 +21,11 @@ from tandem.metrics.registry import Registry
 from tandem.net.address import address_of
 from tandem.net.frames import FrameStream
 from tandem.net.http.server import Listener
-from tandem.net.limits.listener_limits import DEFAULT_LIMITS, ListenerLimits
 from tandem.net.security.api_keys import KeySource
-from tandem.net.security.server_tls import TlsFiles
 from tandem.protocol.errors import FailedPrecondition, Unavailable
 from tandem.protocol.generated.tandem.v1 import front_pb2
+from tandem.settings.listeners import DEFAULT_LIMITS, ListenerLimits
+from tandem.settings.tls import TlsFiles
 
 log = logging.getLogger(__name__)
 

@@ -183,7 +183,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def running_pair(model: Path, lease_s: float, **changes: Any) -> AsyncIterator[Pair]:
-    made = Pair(model, lease_s=lease_s, quarantine_s=0.5, write_window_s=2.0, **changes)
+    made = Pair(model, kv_lease_s=lease_s, quarantine_s=0.5, write_window_s=2.0, **changes)
     await asyncio.gather(made.prefill.start(made.answers), made.decode.start(made.answers))
     yield made
     for end in (made.prefill, made.decode):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tandem.capacity.simulation.drafts import Drafts
 from tandem.capacity.simulation.spec import Device
-from tandem.cost_model.roofline import GPU, Ceilings, guess
+from tandem.cost_model.roofline import GPU, guess
 from tandem.cost_model.step_cost import CostParameters, StepCost
 from tandem.cost_model.step_grid import gpu_grid
 from tandem.engine.config import GPU_PAGE_TOKENS
@@ -22,6 +22,7 @@ from tandem.protocol.cost_parameters import SECONDS
 from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.kv_pages import KvPages
 from tandem.protocol.messages import ModelFacts
+from tandem.settings.ceilings import Ceilings
 
 _ITEM_BYTES = 2
 

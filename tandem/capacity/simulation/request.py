@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 from router.observability.verdict import Verdict
 from router.placement.policy import Placement
-from router.slo import SloClass
 from tandem.capacity.simulation.prompt import VirtualPrompt
 from tandem.capacity.simulation.step_log import StepLog
+from tandem.settings.slo import SloClass
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,7 @@ class VirtualWorker:
         self._token_logs: dict[RequestRef, StepLog] = {}
         handovers = VirtualHandovers(self, clock, network)
         self._prefill = PrefillHalf(
-            config=spec.config.prefill,
+            config=spec.config,
             me=self.peer,
             cache=self.cache,
             model=spec.model,
@@ -221,7 +221,7 @@ class VirtualWorker:
 
     def _make_admission(self) -> DecodeAdmission:
         return DecodeAdmission(
-            config=self.spec.config.decode,
+            config=self.spec.config,
             me=self.peer,
             cache=self.cache,
             model=self.spec.model,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tandem.capacity.planner.decision import Limits, Range, Split
+from tandem.capacity.planner.decision import Split
 from tandem.capacity.planner.demand import Demand, Promise
 from tandem.capacity.planner.load_ratio import WorkerFacts
 from tandem.capacity.planner.memory import GIB, OVERHEAD_BYTES, Memory
@@ -30,6 +30,7 @@ from tandem.engine.model_sizes import matrix_bytes
 from tandem.engine.models.load_spec import quantized_at_load
 from tandem.protocol.cost_parameters import CostParameters
 from tandem.protocol.errors import InvalidArgument
+from tandem.settings.planner import Limits, Range
 
 MEMORY_FRACTION = 0.9
 MAX_STEP_TOKENS = 2048

@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 
 from router.observability.verdict import MET, Verdict
 from router.observability.verdict import Outcome as Kind
-from router.slo import SloClass
 from tandem.capacity.simulation.request import Outcome
 from tandem.protocol.lifecycle.spans import Phase
+from tandem.settings.slo import SloClass
 
 
 def judge(

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from router.observability.verdict import Outcome as Kind
-from router.slo import BEST_EFFORT, SloClass
 from tandem.capacity.simulation.arrivals import Mix
 from tandem.capacity.simulation.hardware import Hardware
 from tandem.capacity.simulation.network import Network
@@ -14,6 +13,7 @@ from tandem.capacity.simulation.request import Outcome
 from tandem.capacity.simulation.search.judge import judge
 from tandem.capacity.simulation.search.network_jitter import DeliveryDelay
 from tandem.capacity.simulation.search.strategy import Strategy
+from tandem.settings.slo import BEST_EFFORT, SloClass
 
 KEPT = 0.9
 """Share of the requests that must meet their class at the knee."""

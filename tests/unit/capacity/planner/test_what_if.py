@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from tandem.capacity.planner.decision import Limits, Range
 from tandem.capacity.planner.demand import Demand, Promise
 from tandem.capacity.planner.memory import GIB, OVERHEAD_BYTES, Memory
 from tandem.capacity.planner.sizing import Sizing
 from tandem.capacity.planner.what_if import Quantized, changes
 from tandem.protocol.cost_parameters import CostParameters
+from tandem.settings.planner import Limits, Range
 from tests.unit.capacity.planner.scenes import FACTS, PROMISE
 
 MEMORY = Memory(device_bytes=20 * GIB + OVERHEAD_BYTES, weight_bytes=10 * GIB, kv_bytes_per_token=GIB / 1000)

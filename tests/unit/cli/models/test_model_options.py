@@ -10,8 +10,8 @@ from rich.console import Console
 from router.text.answer_syntax.formats import choose_calls
 from tandem.cli.start import serving
 from tandem.cli.start.serving import StartView, _with_model
-from tandem.cluster.config import ClusterConfig
 from tandem.protocol.errors import InvalidArgument, ModelError
+from tandem.settings.cluster import ClusterSettings
 from tests.factories import write_tiny_model
 from tests.small_tokenizer import save_tokenizer
 
@@ -25,14 +25,14 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def checked(model: Path | None, **settings: Any) -> ClusterConfig:
+def checked(model: Path | None, **settings: Any) -> ClusterSettings:
     with StartView(Console(quiet=True)) as view:
-        return _with_model(ClusterConfig(Path(), **settings), model, view)
+        return _with_model(ClusterSettings.of(Path(), **settings), model, view)
 
 
 def test_a_model_has_the_name_of_its_folder_or_those_that_are_given(model: Path) -> None:
     assert checked(model).model_name == "tiny"
-    named = checked(model, model_name="big", model_aliases=("big-latest",))
+    named = checked(model, served_model_names=("big", "big-latest"))
     assert (named.model, named.model_name, named.model_aliases) == (model, "big", ("big-latest",))
 
 
