@@ -10,9 +10,9 @@ from tandem.protocol.mode import Mode
 from tandem.protocol.speculation_method import SpeculationMethod
 from tandem.settings.engine import GIB, EngineSettings
 from tandem.settings.invalid import refuse
-from tandem.settings.parsing import check_key, existing, named_paths, names
+from tandem.settings.parsing import check_key, check_port, existing, named_paths, names
 from tandem.settings.planner import PlannerMode, PlannerSettings
-from tandem.settings.router import PORT_MAX, RouterSettings
+from tandem.settings.router import RouterSettings
 from tandem.settings.setting import NameOf, Settings, Topic, field_name, required, setting
 from tandem.settings.tree import option_of, replace_fields
 from tandem.settings.worker import WorkerSettings
@@ -157,16 +157,14 @@ class ClusterSettings(Settings):
         0,
         help="Port of the whole cluster's metrics and of /sd, which lists all processes; 0 = any.",
         topic=Topic.LISTENERS,
-        least=0,
-        most=PORT_MAX,
+        check=check_port,
     )
     """It is on the controller's address; the router's own metrics are on its HTTP port."""
     controller_port: int = setting(
         0,
         help="Port of the controller, for workers and operators; 0 = any free one.",
         topic=Topic.LISTENERS,
-        least=0,
-        most=PORT_MAX,
+        check=check_port,
     )
     token: str = setting(
         "",

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from tandem.settings.invalid import refuse
 
+_PORT_MAX = 65535
+
 
 def resolved(_option: str, path: Path) -> Path:
     """Returns the absolute path, without links."""
@@ -47,6 +49,12 @@ def names(option: str, texts: Sequence[str]) -> tuple[str, ...]:
     if "" in texts or len({*texts}) < len(texts):
         refuse(option, "has an empty name, or one twice; give each model name once")
     return tuple(texts)
+
+
+def check_port(name: str, port: int) -> None:
+    """Raises InvalidArgument unless the number is a port, or 0, any free one."""
+    if not 0 <= port <= _PORT_MAX:
+        refuse(name, f"{port} is not a port (0 to {_PORT_MAX})")
 
 
 def check_key(name: str, key: str) -> None:

@@ -6,12 +6,10 @@ from urllib.parse import urlsplit
 
 from tandem.settings.invalid import refuse
 from tandem.settings.listeners import DEFAULT_LIMITS, ListenerLimits
-from tandem.settings.parsing import absolute, check_key
+from tandem.settings.parsing import absolute, check_key, check_port
 from tandem.settings.setting import NameOf, Settings, Topic, field_name, setting
 from tandem.settings.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass, classes_by_name, parse_classes
 from tandem.settings.tls import TlsFiles
-
-PORT_MAX = 65535
 
 
 def check_endpoint(name: str, endpoint: str) -> None:
@@ -46,18 +44,16 @@ class RouterSettings(Settings):
         help="Port for OpenAI clients; 0 = any free one.",
         topic=Topic.FIRST,
         aliases=("--port",),
-        least=0,
-        most=PORT_MAX,
+        check=check_port,
     )
     grpc_port: int = setting(
-        50051, help="Port for gRPC clients; 0 = any free one.", topic=Topic.LISTENERS, least=0, most=PORT_MAX
+        50051, help="Port for gRPC clients; 0 = any free one.", topic=Topic.LISTENERS, check=check_port
     )
     operations_port: int = setting(
         0,
         help="With TLS: port of the router's probes, metrics and traces over plain HTTP; 0 = any free one.",
         topic=Topic.LISTENERS,
-        least=0,
-        most=PORT_MAX,
+        check=check_port,
     )
     front_processes: int = setting(
         0,

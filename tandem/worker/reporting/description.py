@@ -62,7 +62,11 @@ def _settings(config: WorkerConfig, wanted: Callable[[str], bool]) -> Settings:
 
 
 def _values(config: Any) -> Iterable[tuple[str, object]]:
-    return ((each.name, getattr(config, each.name)) for each in fields(config))
+    """Yields the fields of a record, its own before those of its settings."""
+    own = type(config).__annotations__
+    return (
+        (one.name, getattr(config, one.name)) for one in sorted(fields(config), key=lambda one: one.name not in own)
+    )
 
 
 def _told(name: str, value: object) -> str:
