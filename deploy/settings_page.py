@@ -4,7 +4,7 @@ from itertools import groupby
 from pathlib import Path
 
 from tandem.settings.cluster import ClusterSettings
-from tandem.settings.tree import Option, options_of
+from tandem.settings.options import Option, options_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "settings.md"
 _HEAD = """# Settings

@@ -33,8 +33,8 @@ def parse_setting(text: str) -> tuple[str, object]:
 def _kinds() -> dict[str, type]:
     """Returns the type of each field that a text can set."""
     kinds: dict[str, type] = {}
-    for name, (_, one) in fields_by_name(ClusterSettings).items():
-        for kind in (one.type, *get_args(one.type)):
+    for name, (_, field) in fields_by_name(ClusterSettings).items():
+        for kind in (field.type, *get_args(field.type)):
             if kind in _SIMPLE or (isinstance(kind, type) and issubclass(kind, StrEnum)):
                 kinds[name] = kind
     return kinds

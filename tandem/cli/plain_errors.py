@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar
 import typer
 
 from tandem.settings.cluster import ClusterSettings
-from tandem.settings.tree import options_of
+from tandem.settings.options import options_of
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -10,11 +10,12 @@ from tandem.protocol.mode import Mode
 from tandem.protocol.speculation_method import SpeculationMethod
 from tandem.settings.engine import GIB, EngineSettings
 from tandem.settings.invalid import refuse
+from tandem.settings.options import option_of
 from tandem.settings.parsing import check_key, check_port, existing, named_paths, names
 from tandem.settings.planner import PlannerMode, PlannerSettings
 from tandem.settings.router import RouterSettings
 from tandem.settings.setting import NameOf, Settings, Topic, field_name, required, setting
-from tandem.settings.tree import option_of, replace_fields
+from tandem.settings.tree import replace_fields
 from tandem.settings.worker import WorkerSettings
 
 if TYPE_CHECKING:

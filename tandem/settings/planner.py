@@ -1,6 +1,7 @@
 """Settings of the planner, which adapts roles and the number of workers to the load."""
 
-from dataclasses import dataclass, field, fields
+import dataclasses
+from dataclasses import dataclass, fields
 from enum import StrEnum
 
 from tandem.settings.invalid import refuse
@@ -102,11 +103,11 @@ class PlannerSettings(Settings):
         above=0,
     )
     """Long enough for some tens of requests."""
-    limits: Limits = field(default_factory=Limits)
+    limits: Limits = dataclasses.field(default_factory=Limits)
 
     def check(self, name_of: NameOf = field_name) -> None:
         """Checks the settings; see `Settings.check`."""
         Settings.check(self, name_of)
-        for one in fields(self.limits):
-            if self.mode is PlannerMode.OFF and getattr(self.limits, one.name) != one.default:
-                refuse(name_of(one), "means nothing while the planner is off; add --planner on, or dry-run")
+        for field in fields(self.limits):
+            if self.mode is PlannerMode.OFF and getattr(self.limits, field.name) != field.default:
+                refuse(name_of(field), "means nothing while the planner is off; add --planner on, or dry-run")

@@ -1,10 +1,11 @@
 """A setting: a field of a dataclass with its help, its limits and the option by which users set it."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Collection
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, fields
 from enum import Enum, StrEnum
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args
 
 from tandem.settings.invalid import refuse
 
@@ -94,26 +95,26 @@ class Setting:
 def setting(default: T, **description: Any) -> T:
     """Returns a dataclass field with this default and a `Setting`'s description."""
     made = Setting(**description)
-    return field(default=default, metadata={_KEY: made}, repr=not made.secret)
+    return dataclasses.field(default=default, metadata={_KEY: made}, repr=not made.secret)
 
 
 def required(**description: Any) -> Any:
     """Returns a dataclass field without a default, with a `Setting`'s description."""
-    return field(metadata={_KEY: Setting(**description)})
+    return dataclasses.field(metadata={_KEY: Setting(**description)})
 
 
-def setting_of(one: Field[Any]) -> Setting | None:
+def setting_of(field: Field[Any]) -> Setting | None:
     """Returns the description of a field; None = the field is no setting."""
-    return one.metadata.get(_KEY)
+    return field.metadata.get(_KEY)
 
 
 NameOf = Callable[[Field[Any]], str]
 """Makes the name by which errors call a field: its own, or its option."""
 
 
-def field_name(one: Field[Any]) -> str:
+def field_name(field: Field[Any]) -> str:
     """Returns the field's own name."""
-    return one.name
+    return field.name
 
 
 class Settings:
@@ -123,16 +124,24 @@ class Settings:
 
     def values(self) -> dict[str, Any]:
         """Returns the fields by name, for a process's record, which has the same fields."""
-        return {one.name: getattr(self, one.name) for one in fields(cast(Any, self))}
+        return {field.name: getattr(self, field.name) for field in fields(cast(Any, self))}
 
     def check(self, name_of: NameOf = field_name) -> None:
         """Checks each setting of this branch and of those in it, and turns names into enum members.
 
         InvalidArgument names a wrong setting by `name_of`.
         """
-        for one in fields(cast(Any, self)):
-            described, value = setting_of(one), getattr(self, one.name)
+        for field in fields(cast(Any, self)):
+            description, value = setting_of(field), getattr(self, field.name)
             if isinstance(value, Settings):
                 value.check(name_of)
-            elif described is not None:
-                object.__setattr__(self, one.name, described.checked(name_of(one), value))
+            elif description is not None:
+                object.__setattr__(self, field.name, description.checked(name_of(field), value))
+
+
+def branch_of(field: Field[Any]) -> type[Settings] | None:
+    """Returns the class of a field that is a branch of the tree; None = it is a setting."""
+    kinds = [
+        kind for kind in (field.type, *get_args(field.type)) if isinstance(kind, type) and issubclass(kind, Settings)
+    ]
+    return kinds[0] if kinds else None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tandem.settings.cluster import ClusterSettings
-from tandem.settings.tree import Option, options_of, read_options
+from tandem.settings.options import Option, options_of, read_options
 
 if TYPE_CHECKING:
     from tandem.settings.router import RouterSettings
@@ -21,7 +21,7 @@ OPTIONS = {option.name: option for option in options_of(ClusterSettings)}
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Lets `command` take all options of the tree; it gets their values as the argument `given`, by name."""
-    own = [each for each in inspect.signature(command).parameters.values() if each.name != "given"]
+    own = [parameter for name, parameter in inspect.signature(command).parameters.items() if name != "given"]
 
     @functools.wraps(command)
     def flat(*arguments: Any, **given: Any) -> None:
@@ -29,7 +29,7 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
         command(*arguments, **given, given=values)
 
     parameters = [*own, *(_parameter(option) for option in OPTIONS.values())]
-    flat.__annotations__ = {each.name: each.annotation for each in parameters}
+    flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return flat
 
@@ -58,14 +58,12 @@ def settings_of(given: Mapping[str, Any]) -> ClusterSettings:
     """
     from tandem.cli.connection.secret_files import one_key
 
-    secrets = {
-        option.name.removesuffix("_file"): one_key(
-            option.flag, given[option.name.removesuffix("_file")], given[option.name] or ""
-        )
-        for option in OPTIONS.values()
-        if option.file
-    }
-    settings = read_options(ClusterSettings, {**given, **secrets, "model": given["model"] or ""})
+    values = {**given, "model": given["model"] or ""}
+    for option in OPTIONS.values():
+        if option.file:
+            secret = option.name.removesuffix("_file")
+            values[secret] = one_key(option.flag, given[secret], given[option.name] or "")
+    settings = read_options(ClusterSettings, values)
     _check_router(settings.router)
     return settings
 

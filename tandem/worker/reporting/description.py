@@ -64,9 +64,8 @@ def _settings(config: WorkerConfig, wanted: Callable[[str], bool]) -> Settings:
 def _values(config: Any) -> Iterable[tuple[str, object]]:
     """Yields the fields of a record, its own before those of its settings."""
     own = type(config).__annotations__
-    return (
-        (one.name, getattr(config, one.name)) for one in sorted(fields(config), key=lambda one: one.name not in own)
-    )
+    ordered = sorted(fields(config), key=lambda field: field.name not in own)
+    return ((field.name, getattr(config, field.name)) for field in ordered)
 
 
 def _told(name: str, value: object) -> str:

@@ -75,7 +75,7 @@ def test_where_it_serves_and_logs_is_told_after_the_answer(
     assert all(place in told for place in places)
     assert ("Ctrl-C stops it" in told) is clusters.last.waited is not once
     assert clusters.last.stopped
-    assert clusters.last.config.log_file("decode-0") == logs / "decode-0.log"
+    assert clusters.last.config.log_of("decode-0").file == logs / "decode-0.log"
     assert state.running() == []
 
 

@@ -19,9 +19,9 @@ from tandem.protocol.errors import DeadlineExceeded, InvalidArgument
 from tandem.protocol.messages import Assignment, Membership, ModelFacts, PeerRef, Role, WorkerInfo
 from tandem.protocol.mode import Mode
 from tandem.settings.cluster import ClusterSettings
+from tandem.settings.options import read_options
 from tandem.settings.planner import Limits, PlannerMode, PlannerSettings, Range
 from tandem.settings.slo import DEFAULT_CLASSES
-from tandem.settings.tree import read_options
 from tandem.worker.reporting.metrics import step_costs
 
 COST = CostParameters(1e-2, 0.0, 1e-4, 0.0, 1e-4, 0.0, 0, 0.01, 99)

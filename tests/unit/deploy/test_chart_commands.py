@@ -18,8 +18,8 @@ from tandem.cluster.supervision.roles import GPU, offer
 from tandem.net.security.credentials import check_guarded
 from tandem.protocol.errors import InvalidArgument
 from tandem.settings.cluster import ClusterSettings
+from tandem.settings.options import read_options
 from tandem.settings.planner import Limits, PlannerMode, PlannerSettings, Range
-from tandem.settings.tree import read_options
 from tests.unit.deploy.chart import EXAMPLES, Chart, containers, driver, one, pods
 
 TANDEM: Any = typer.main.get_command(app)

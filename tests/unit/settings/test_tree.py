@@ -10,9 +10,9 @@ from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.mode import Mode
 from tandem.settings.cluster import ClusterSettings
 from tandem.settings.engine import EngineSettings
+from tandem.settings.options import options_of, read_options
 from tandem.settings.setting import Topic
 from tandem.settings.tls import TlsFiles
-from tandem.settings.tree import options_of, read_options
 
 OPTIONS = options_of(ClusterSettings)
 
