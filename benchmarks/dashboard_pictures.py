@@ -26,7 +26,7 @@ from benchmarks.load.mixed import run_mixed
 from benchmarks.load.served_model import add_model_options, choose_model
 from benchmarks.load.stage import running_cluster
 from tandem.cli.load.target import find_target, touch
-from tandem.cluster.planner_config import PlannerConfig, PlannerMode
+from tandem.settings.planner import PlannerMode, PlannerSettings
 
 OUT = Path(__file__).parents[1] / "docs" / "pictures"
 _SETTINGS = {
@@ -34,7 +34,7 @@ _SETTINGS = {
     "page_tokens": 16,
     "max_step_tokens": 512,
     "threads": 1,
-    "planner": PlannerConfig(PlannerMode.DRY_RUN, window_s=5.0),
+    "planner": PlannerSettings(PlannerMode.DRY_RUN, window_s=5.0),
 }
 _PROCESSES, _SEED, _DPI = 3, 31, 80
 _COLUMNS, _WIDTH_IN, _LINE_IN = 24, 19.0, 0.27

@@ -21,10 +21,11 @@ from benchmarks.transfer.handovers import Figures, through_the_cluster
 from benchmarks.transfer.kv_settings import SETTINGS, Settings
 from benchmarks.transfer.transfer_pools import PoolPlan, copy_ceiling, measure_pools
 from kv_transfer.nixl_backend.ucx_shared_memory import ucx_settings
-from tandem.cluster.config import KV_DTYPES, ClusterConfig
 from tandem.cluster.launcher import Cluster
 from tandem.engine.device import quantized_kv_dtype
 from tandem.engine.models.load_spec import load_spec
+from tandem.settings.cluster import ClusterSettings
+from tandem.settings.engine import KV_DTYPES
 
 _GPU_SHAPE = "llama-3-8b"
 """The default shape on GPUs."""
@@ -71,7 +72,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(only: str | None, settings: Settings, plan: PoolPlan, config: ClusterConfig) -> Figures:
+def measure(only: str | None, settings: Settings, plan: PoolPlan, config: ClusterSettings) -> Figures:
     """Measures the pools, then the cluster, or `only` one of them."""
     found: Figures = {}
     if only != "cluster":
@@ -100,10 +101,10 @@ def main() -> None:
     kv_dtype = quantized_kv_dtype(arguments.kv_cache_dtype, load_spec(model.folder)) or getattr(torch, settings.dtype)
     plan = PoolPlan(model.folder, settings.page_tokens, kv_dtype, *ends)
     plan = replace(plan, trusted_network=arguments.trusted_network)
-    config = ClusterConfig(
+    config = ClusterSettings.of(
         model.folder,
         random_weights=model.random_weights,
-        model_name=model.name,
+        served_model_names=(model.name,),
         device=arguments.device,
         dtype=settings.dtype,
         kv_cache_dtype=arguments.kv_cache_dtype,

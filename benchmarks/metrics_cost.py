@@ -146,7 +146,7 @@ async def measure(engine: ModelRunner, settings: EngineConfig, plan: Plan) -> li
         ME.worker_id,
         Role.BOTH,
         settings,
-        lease_s=_HOURS,
+        kv_lease_s=_HOURS,
         attach_grace_s=_HOURS,
         kv_checksum_rate=0.0,
         prefix_cache=False,

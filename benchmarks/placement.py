@@ -23,11 +23,11 @@ from router.placement.fleet import Fleet
 from router.placement.policy import Placement, PlacementPolicy
 from router.placement.queue import QueuedRequest
 from router.placement.worker_state import AnswerWork, PromptWork, WorkerState
-from router.slo import DEFAULT_CLASSES
 from tandem.cost_model.step_cost import CostParameters, StepCost
 from tandem.protocol.ending import pages_for
 from tandem.protocol.messages import ModelFacts, PeerRef, Role, WorkerInfo, WorkerLoad
 from tandem.protocol.mode import Mode
+from tandem.settings.slo import DEFAULT_CLASSES
 
 PAGE_TOKENS = 16
 PROMPT_TOKENS, ANSWER_TOKENS = 2000, 500

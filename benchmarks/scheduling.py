@@ -108,7 +108,7 @@ async def measure(
         ME.worker_id,
         Role.BOTH,
         EngineConfig(Path("none"), max_step_tokens=STEP_TOKENS, max_batch_requests=plan.requests),
-        lease_s=_HOURS,
+        kv_lease_s=_HOURS,
         attach_grace_s=_HOURS,
         kv_checksum_rate=0.0,
         step_policy=policy,

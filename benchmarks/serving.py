@@ -19,7 +19,6 @@ from benchmarks.command_line import at_least, exit_on_error
 from benchmarks.gpu.gpu_engine import GpuEngine
 from benchmarks.load.served_model import add_model_options, choose_model
 from benchmarks.results import run_facts, save_result
-from tandem.cluster.config import ClusterConfig
 from tandem.cluster.launcher import Cluster
 from tandem.engine.config import EngineConfig
 from tandem.engine.model_runner import ModelRunner
@@ -28,6 +27,7 @@ from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.net.rpc import open_client_channel
 from tandem.protocol.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 from tandem.protocol.messages import RequestRef, SamplingParams
+from tandem.settings.cluster import ClusterSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,13 +196,13 @@ def _run(arguments: argparse.Namespace) -> None:
         memory_fraction=arguments.memory_fraction,
         random_weights=model.random_weights,
     )
-    config = ClusterConfig(
+    config = ClusterSettings.of(
         model.folder,
         max_batch_requests=engine.max_batch_requests,
         memory_fraction=arguments.memory_fraction,
         random_weights=model.random_weights,
         max_step_tokens=engine.max_step_tokens,
-        model_name=model.name,
+        served_model_names=(model.name,),
         device=arguments.device,
         dtype=arguments.dtype,
         grpc_port=0,

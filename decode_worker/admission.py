@@ -18,7 +18,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
-from decode_worker.config import DecodeConfig
 from decode_worker.kv_arrival import ArrivalCheck, ArrivalHandler
 from decode_worker.leased import LeasedRequests
 from decode_worker.page_budget import PageBudget
@@ -41,6 +40,7 @@ from tandem.protocol.messages import (
     RoutedEvent,
     TransferNotice,
 )
+from tandem.settings.worker import WorkerSettings
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class DecodeAdmission:
     def __init__(
         self,
         *,
-        config: DecodeConfig,
+        config: WorkerSettings,
         me: PeerRef,
         cache: PrefixCache,
         model: ModelFacts,
@@ -93,14 +93,16 @@ class DecodeAdmission:
             transport_poll_s,
             lives,
         )
-        self._leases: LeaseTable = LeaseTable(clock, config.lease_s, fence)
+        self._leases: LeaseTable = LeaseTable(clock, config.kv_lease_s, fence)
         self.lock = threading.Lock()
         """Guards the requests, for the running batch as well."""
         self._budget = PageBudget(config, me.worker_id, cache, self._leases, model=model, clock=clock)
         self.requests = DecodeRequests(cache, self._budget, emit)
         self._leased = LeasedRequests(me, self._leases, cache, self._budget, self.requests)
         self.arrival = ArrivalCheck(me, model, checks)
-        self._arrivals = ArrivalHandler(self.requests, self.arrival, self.lock, self._changed, config.check_deadline_s)
+        self._arrivals = ArrivalHandler(
+            self.requests, self.arrival, self.lock, self._changed, config.kv_transfer_deadline_s
+        )
         self._stale_attempts = 0
         self.expired_leases = 0
         """Leases that ended because nobody renewed them."""
@@ -121,7 +123,7 @@ class DecodeAdmission:
                 request = self._known(reservation) or self._leased.grant(reservation, prefix, adapter)
             finally:
                 self._expect(self._leases.open_leases)
-        return GrantedLease(request.lease, self._config.lease_s, request.skipped * self._page_tokens)
+        return GrantedLease(request.lease, self._config.kv_lease_s, request.skipped * self._page_tokens)
 
     def heartbeat(self, leases: Iterable[Lease]) -> tuple[Lease, ...]:
         """Keep these leases alive; returns those that are lost. One that has become a request is not lost."""

@@ -16,7 +16,6 @@ the promise is for them alone.
 
 from collections.abc import Callable, Sequence
 
-from decode_worker.config import DecodeConfig
 from decode_worker.request import DecodeRequest
 from kv_transfer.lease import LeaseTable
 from kv_transfer.lost_pages import LostPages
@@ -25,6 +24,7 @@ from tandem.engine.cache.prefix_cache import Prefix, PrefixCache
 from tandem.protocol.ending import kv_tokens
 from tandem.protocol.errors import InvalidArgument, ResourceExhausted, RoleClosed
 from tandem.protocol.messages import ModelFacts, Reservation
+from tandem.settings.worker import WorkerSettings
 
 RETURN_S = 1.0
 """Seconds for which pages are reserved for a preempted request: enough to return if no other worker has pages."""
@@ -207,7 +207,7 @@ class PageBudget:
 
     def __init__(
         self,
-        config: DecodeConfig,
+        config: WorkerSettings,
         worker_id: str,
         cache: PrefixCache,
         leases: LeaseTable,
@@ -215,7 +215,7 @@ class PageBudget:
         model: ModelFacts,
         clock: Callable[[], float],
     ) -> None:
-        self._lost = LostPages(worker_id, config.quarantine_share_max)
+        self._lost = LostPages(worker_id, config.kv_quarantine_share)
         self._config = config
         self._worker_id = worker_id
         self._cache = cache
@@ -402,4 +402,4 @@ class PageBudget:
         return min(most, sum(pages for pages, _ in self._preempted.values()))
 
     def _come_back(self, message: str) -> ResourceExhausted:
-        return ResourceExhausted(message, retry_after_s=self._config.retry_after_s)
+        return ResourceExhausted(message, retry_after_s=self._config.lease_retry_after_s)

@@ -9,15 +9,16 @@ from pathlib import Path
 
 from tandem.cli.connection.client import RouterClient, Sampling
 from tandem.cli.models.default_model import find_default_model
-from tandem.cluster.config import ClusterConfig
 from tandem.cluster.launcher import Cluster
 from tandem.engine.weights.gguf import prepare_model
+from tandem.settings.cluster import ClusterSettings
+from tandem.settings.router import RouterSettings
 
 
 def main() -> None:
     """Prints the answer."""
     model = prepare_model(Path(sys.argv[1]) if len(sys.argv) > 1 else find_default_model())
-    cluster = Cluster.start(ClusterConfig(model, grpc_port=0, http_port=0, prefill=1, decode=1))
+    cluster = Cluster.start(ClusterSettings(model, router=RouterSettings(grpc_port=0, http_port=0)))
     try:
         client = RouterClient(cluster.endpoints.grpc)
         question = [("user", "Name the capital of France.")]

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from kv_transfer.lost_pages import LostPages
-from prefill_worker.config import PrefillConfig
 from prefill_worker.decode_peers import LocalDecode
 from prefill_worker.notice import make_notice
 from prefill_worker.progress import Progress
@@ -49,6 +48,7 @@ from tandem.protocol.messages import (
     TransferNotice,
     hash_token_ids,
 )
+from tandem.settings.worker import WorkerSettings
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class PrefillScheduler:
     def __init__(
         self,
         *,
-        config: PrefillConfig,
+        config: WorkerSettings,
         me: PeerRef,
         cache: PrefixCache,
         model: ModelFacts,
@@ -77,13 +77,13 @@ class PrefillScheduler:
         self._pages = PromptPages(cache, me, local)
         self._pages_total = cache.pool.counts().total
         self._pending_transfers = PendingTransfers(
-            LostPages(me.worker_id, config.quarantine_share_max), self._pages_total
+            LostPages(me.worker_id, config.kv_quarantine_share), self._pages_total
         )
         self._model = model
         self._hand_over = hand_over
         self._wake = wake
         self._lock = threading.Lock()
-        self.registry = RequestRegistry(me, config.max_requests)
+        self.registry = RequestRegistry(me, config.max_prefill_requests)
         """The prompts from their arrival to the end of their hand-over. Changed on the event loop."""
         self.queue = PromptQueue()
         """The prompts that are not computed to their end. Guarded by the half's lock, but for its `length`."""
@@ -182,7 +182,7 @@ class PrefillScheduler:
     def schedule(self, budget: int) -> list[StepRow]:
         """Return rows for the next step, of at most `budget` tokens in all; the requests keep their pages."""
         with self._lock:
-            planned = self.queue.plan(budget, self._config.max_rows, self._start, self.scored_tokens.most)
+            planned = self.queue.plan(budget, self._config.max_prefill_rows, self._start, self.scored_tokens.most)
             if self._windowed:
                 planned = [(request, self._cover(request, tokens)) for request, tokens in planned]
             step = [(request, tokens) for request, tokens in planned if tokens]

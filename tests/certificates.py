@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from tandem.net.security.server_tls import TlsFiles
+from tandem.settings.tls import TlsFiles
 
 DAY = timedelta(days=1)
 

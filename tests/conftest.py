@@ -219,5 +219,5 @@ def _shelf(
 
 @pytest.fixture(scope="session")
 def running_cluster(_shelf: Shelf) -> Callable[..., RunningCluster]:
-    """Returns a cluster with the given settings of `ClusterConfig`, which later tests may share."""
+    """Returns a cluster with the given settings of `ClusterSettings`, which later tests may share."""
     return _shelf.get

@@ -19,7 +19,7 @@ import torch
 
 from decode_worker.request import DecodeRequest
 from kv_transfer.layout import KVLayout
-from tandem.cost_model.roofline import Ceilings, ModelSizes, Roofline
+from tandem.cost_model.roofline import ModelSizes, Roofline
 from tandem.engine.adapters.slots import AdapterSlots
 from tandem.engine.cache.page_checksums import page_checksums
 from tandem.engine.cache.page_pool import PagePool
@@ -30,6 +30,7 @@ from tandem.engine.steps.sampling_metadata import History
 from tandem.protocol.cost_parameters import UNMEASURED
 from tandem.protocol.kv_pages import KvPages
 from tandem.protocol.messages import LOGIT_BIAS_MAX, ModelFacts, SamplingParams, TokenLogprobs
+from tandem.settings.ceilings import Ceilings
 from tandem.tokenizers.grammars import Grammars
 from tests.small_tokenizer import save_tokenizer
 

@@ -11,12 +11,12 @@ from typing import Any
 import grpc
 
 from tandem.cli.connection.controller_client import ControllerClient
-from tandem.cluster.config import ClusterConfig
 from tandem.cluster.launcher import Cluster, Endpoints
-from tandem.cluster.planner_config import PlannerConfig, PlannerMode
 from tandem.cluster.supervision.health import Health, Phase
 from tandem.net.security.mutual_tls import PART_NAME, credentials_of
 from tandem.protocol.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
+from tandem.settings.cluster import ClusterSettings
+from tandem.settings.planner import PlannerMode, PlannerSettings
 
 IDLE_WITHIN_S = 120.0
 """Longer than any lease and quarantine in seconds: pages that are not free by then never will be."""
@@ -25,7 +25,7 @@ IDLE_WITHIN_S = 120.0
 class RunningCluster:
     """A running cluster under test, with access to its internals."""
 
-    def __init__(self, config: ClusterConfig, logs: Path) -> None:
+    def __init__(self, config: ClusterSettings, logs: Path) -> None:
         self.config = config
         self._logs = config.log_folder or logs
         self._cluster = Cluster.start(replace(config, log_folder=self._logs))
@@ -132,16 +132,16 @@ class Shelf:
         self._running: RunningCluster | None = None
 
     def get(self, **settings: Any) -> RunningCluster:
-        config = ClusterConfig(
+        config = ClusterSettings.of(
             **{
                 "model": self._model,
-                "model_name": "SmolLM2-135M-Instruct",
+                "served_model_names": ("SmolLM2-135M-Instruct",),
                 "grpc_port": 0,
                 "http_port": 0,
                 "kv_checksum_rate": 1.0,
                 "threads": 1,
                 "kv_cache_dtype": self._kv_cache_dtype,
-                "planner": PlannerConfig(PlannerMode.DRY_RUN, window_s=5.0),
+                "planner": PlannerSettings(PlannerMode.DRY_RUN, window_s=5.0),
                 **settings,
             }
         )

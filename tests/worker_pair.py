@@ -93,7 +93,7 @@ class End:
         engine = EngineConfig(Path("fake"), max_step_tokens=step_tokens, max_batch_requests=batch)
         self.config = replace(
             WorkerConfig(
-                worker_id, role, engine, lease_s=30.0, quarantine_s=0.05, rpc_timeout_s=60.0, kv_checksum_rate=1.0
+                worker_id, role, engine, kv_lease_s=30.0, quarantine_s=0.05, rpc_timeout_s=60.0, kv_checksum_rate=1.0
             ),
             **changes,
         )

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tandem.cli.load.workload import Arrival, Block, Workload
-from tandem.cluster.config import GIB
 from tandem.metrics.bottlenecks import Bottleneck
 from tandem.protocol.messages import Role
 from tandem.protocol.mode import Mode
+from tandem.settings.engine import GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Stage:
     """A device's cluster and its loads. Each load is observed for `look_s` seconds, `settle_s` after it began."""
 
     settings: Mapping[str, object]
-    """Fields of `ClusterConfig`."""
+    """Fields of `ClusterSettings`."""
     dtype: str
     loads: tuple[Load, ...]
     settle_s: float
@@ -122,7 +122,7 @@ steps of one short prompt, for a model (0.6B) so small that launching its kernel
 
 
 def settings_for(stage: Stage, device: str, workers: int) -> dict[str, object]:
-    """Returns fields of `ClusterConfig` for one worker of both roles, or for one of each role."""
+    """Returns fields of `ClusterSettings` for one worker of both roles, or for one of each role."""
     roles = {"mode": Mode.COLOCATED, "workers": 1} if workers == 1 else {"mode": Mode.DISAGGREGATED}
     return {**stage.settings, **roles, "device": device, "dtype": stage.dtype}
 

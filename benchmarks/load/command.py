@@ -41,7 +41,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     cluster.add_argument("--prefill", type=int, default=1, help="prefill workers")
     cluster.add_argument("--decode", type=int, default=1, help="decode workers")
     cluster.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="any other field of ClusterConfig; repeatable"
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="any other field of ClusterSettings; repeatable",
     )
     load = parser.add_argument_group("load")
     load.add_argument("--trace", type=Path, default=None, help="Mooncake's .jsonl or Azure's .csv")

@@ -18,10 +18,10 @@ from benchmarks.planner.options import add_day_options
 from benchmarks.planner.oracles import judged
 from benchmarks.planner.run import NETWORK, PlannedRun, Run
 from benchmarks.results import run_facts, save_result
-from router.slo import SloClass
 from tandem.capacity.planner.decision import Split
 from tandem.capacity.simulation.arrivals import Mix
 from tandem.capacity.simulation.hardware import Hardware, hardware
+from tandem.settings.slo import SloClass
 
 SIGMA = 0.5
 PREFILL_RATE, DECODE_RATE = 3.8, 3.6

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from router.slo import SloClass
 from tandem.capacity.simulation.arrivals import Mix
 from tandem.capacity.simulation.request import LoadRequest
+from tandem.settings.slo import SloClass
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,15 +28,15 @@ from benchmarks.planner.timetable import Timetable
 from benchmarks.planner.watch import Watch
 from benchmarks.results import run_facts, save_result
 from benchmarks.strategies.switch import Switch
-from router.slo import BEST_EFFORT, SloClass
 from tandem.capacity.planner.decision import Split
 from tandem.cli.load.run import LoadSettings
 from tandem.cli.load.slo import SloCell
 from tandem.cli.load.target import find_target, touch
-from tandem.cluster.config import CPU_BATCH_REQUESTS, GPU_BATCH_REQUESTS
 from tandem.cluster.launcher import Endpoints
-from tandem.cluster.planner_config import PlannerConfig, PlannerMode
 from tandem.protocol.errors import InvalidArgument, TandemError
+from tandem.settings.cluster import CPU_BATCH_REQUESTS, GPU_BATCH_REQUESTS
+from tandem.settings.planner import PlannerMode, PlannerSettings
+from tandem.settings.slo import BEST_EFFORT, SloClass
 
 BATCH_REQUESTS, STEP_TOKENS = 8, 256
 """Default limits that define a worker's capacity: decode batch size, and a step no longer than a prompt."""
@@ -82,7 +82,7 @@ class Replay:
         """Settings of the client processes."""
         return LoadSettings(self.arguments.clients, self.arguments.drain_seconds)
 
-    def cluster(self, split: Split, planner: PlannerConfig) -> AbstractContextManager[Endpoints]:
+    def cluster(self, split: Split, planner: PlannerSettings) -> AbstractContextManager[Endpoints]:
         """Returns a cluster that starts with this split."""
         classes: tuple[SloClass, ...] = (self.given.slo,) if self.given else promises()
         roles = {"mode": "disaggregated", "prefill": split.prefill, "decode": split.decode, "planner": planner}
@@ -93,7 +93,7 @@ class Replay:
     def statics(self) -> tuple[Sizes, Statics]:
         """Measures the share of requests that meet their class in each split; sizes the hours first."""
         began = self.table.passed_s
-        with self.cluster(self.splits[0], PlannerConfig()) as listeners:
+        with self.cluster(self.splits[0], PlannerSettings()) as listeners:
             self.start_s = self.table.passed_s - began
             target = find_target(listeners.grpc)
             switch = Switch(listeners, target, self.arguments.drain_seconds)
@@ -172,7 +172,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_model_options(parser)
     add_day_options(parser, workers=3, hour_s=200.0, static_s=90.0, ttft_ms=5000.0, itl_ms=150.0)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a field of ClusterConfig")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a field of ClusterSettings")
     parser.add_argument("--seconds", type=float, default=330.0, help="of the whole run, where the day is sized")
     parser.add_argument(
         "--hour",
@@ -206,7 +206,7 @@ def run(arguments: argparse.Namespace, table: Timetable) -> dict[str, Any]:
         raise InvalidArgument("--workers", f"{arguments.workers} have one split; three or more can be changed")
     replay = Replay(choose_model(arguments.model, arguments.shape), arguments, table, given(arguments))
     sizes, statics = replay.statics()
-    with replay.cluster(replay.splits[-1], PlannerConfig(PlannerMode.ON, sizes.window_s)) as listeners:
+    with replay.cluster(replay.splits[-1], PlannerSettings(PlannerMode.ON, sizes.window_s)) as listeners:
         touch(find_target(listeners.grpc))
         day = replay.day(sizes)
         table.say(f"a day of {len(day.hours)} hours of {day.seconds:.1f} s, over in {day.end_s:.0f} s")

@@ -54,7 +54,7 @@ def costs_of(pace: Pace, batch: int) -> CostParameters:
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """A cluster's hardware and load. `settings` are fields of `ClusterConfig`."""
+    """A cluster's hardware and load. `settings` are fields of `ClusterSettings`."""
 
     machine: Hardware
     sizes: Sizes

@@ -10,8 +10,7 @@ from benchmarks.planner.hours import Day, Tally
 from benchmarks.simulation.stage import make_cluster
 from router.observability.request_outcome import Outcome as Kind
 from router.observability.request_outcome import RequestOutcome
-from tandem.capacity.planner.decision import Decision, Direction, Limits, Split, State
-from tandem.capacity.planner.demand import LatencyTargets
+from tandem.capacity.planner.decision import Decision, Direction, Split, State
 from tandem.capacity.planner.load_ratio import WorkerFacts
 from tandem.capacity.planner.observation import Kept, Observation, Offered
 from tandem.capacity.planner.policy import plan
@@ -25,6 +24,7 @@ from tandem.cost_model.step_cost import StepCost
 from tandem.protocol.lifecycle.spans import Phase
 from tandem.protocol.messages import Role
 from tandem.protocol.mode import Mode
+from tandem.settings.planner import Limits
 
 NETWORK = Network(chunks_per_s=None)
 """No limit on chunks: so many workers would have several routers."""
@@ -53,7 +53,7 @@ class Run:
     split: Split
     step_policy: str
     settings: Mapping[str, object] = field(default_factory=dict, kw_only=True)
-    """Further fields of `ClusterConfig`."""
+    """Further fields of `ClusterSettings`."""
     tally: Tally = field(init=False)
     cluster: VirtualCluster = field(init=False)
 

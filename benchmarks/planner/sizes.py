@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.planner.live_hours import LiveHour
-from router.slo import SloClass
 from tandem.cli.load.synthetic import Lengths, Synthetic
 from tandem.protocol.errors import FailedPrecondition
+from tandem.settings.slo import SloClass
 
 LOAD = 0.93
 """Load of the right split as a share of its peak throughput.

@@ -24,16 +24,16 @@ from benchmarks.strategies.part import Load, goodput_of, joined
 from benchmarks.strategies.rows import ADAPTIVE, ALL, NONE, Strategy, asks, chosen, strategies
 from benchmarks.strategies.table import as_text, figures, make_rows
 from benchmarks.strategies.workloads import Offer, chosen_offers, offers
-from router.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass
 from tandem.capacity.simulation.hardware import Hardware, hardware
 from tandem.capacity.simulation.network import Network
 from tandem.cli.load.slo import SloCell, standard_cells
 from tandem.cli.load.workload import Workload, parse_rates
-from tandem.cluster.config import KV_DTYPES
 from tandem.cost_model.devices import DEVICES, device_kind
 from tandem.cost_model.step_cost import CostParameters
 from tandem.engine.config.quantization import Codes
 from tandem.protocol.errors import InvalidArgument, TandemError
+from tandem.settings.engine import KV_DTYPES
+from tandem.settings.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass
 
 Fitted = Mapping[tuple[str, str, float], CostParameters]
 """Step costs by workload, row and rate."""

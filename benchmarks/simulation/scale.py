@@ -19,12 +19,12 @@ from dataclasses import replace
 from benchmarks.command_line import above_0, at_least
 from benchmarks.results import run_facts, save_result
 from benchmarks.simulation.stage import make_cluster
-from router.slo import BEST_EFFORT
 from tandem.capacity.simulation.cluster import VirtualCluster
 from tandem.capacity.simulation.hardware import Hardware, hardware
 from tandem.capacity.simulation.network import Network
 from tandem.capacity.simulation.prompt import VirtualPrompt, page_names
 from tandem.capacity.simulation.request import LoadRequest
+from tandem.settings.slo import BEST_EFFORT
 
 _SIGMA = 0.8
 _QUEUE = 1_000_000

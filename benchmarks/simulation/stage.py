@@ -7,7 +7,6 @@ from pathlib import Path
 from benchmarks.simulation.chunks import Chunks
 from router.config import RouterConfig
 from router.requests.chunk_budget import must_not_wait
-from router.slo import BEST_EFFORT, SloClass
 from tandem.capacity.simulation.cluster import VirtualCluster
 from tandem.capacity.simulation.hardware import Hardware
 from tandem.capacity.simulation.network import DeliveryDelay, Network
@@ -18,11 +17,10 @@ from tandem.cli.load.record import RequestRecord
 from tandem.cli.load.report import LoadReport, make_report
 from tandem.cli.load.slo import SloCell
 from tandem.cli.load.workload import Arrival, Block, Workload
-from tandem.cluster.config import ClusterConfig
 from tandem.cluster.supervision.roles import plan
 from tandem.engine.config import EngineConfig
-from tandem.protocol.mode import Mode
-from tandem.protocol.policy_name import PolicyName
+from tandem.settings.cluster import ClusterSettings
+from tandem.settings.slo import BEST_EFFORT, SloClass
 from tandem.worker.config import WorkerConfig
 
 _TIMEOUT = "DEADLINE_EXCEEDED"
@@ -38,19 +36,16 @@ def make_cluster(
     jumps: bool = True,
 ) -> VirtualCluster:
     """Returns the cluster that `tandem up` would start with these settings."""
-    asked = ClusterConfig(Path(machine.name), device="cuda", **settings)  # type: ignore[arg-type]
+    asked = ClusterSettings.of(Path(machine.name), device="cuda", **settings)
     specs = [
         WorkerSpec(
             WorkerConfig(
                 worker_id=slot.worker_id,
                 role=slot.role,
                 engine=EngineConfig(
-                    asked.model, max_step_tokens=asked.max_step_tokens, max_batch_requests=asked.batch_requests
+                    asked.model, max_step_tokens=asked.engine.max_step_tokens, max_batch_requests=asked.batch_requests
                 ),
-                step_policy=PolicyName(asked.step_policy),
-                step_budget=asked.step_budget,
-                itl_target_s=asked.itl_target_s,
-                prefix_cache=asked.prefix_cache,
+                **asked.worker.values(),
             ),
             machine.device,
             machine.facts,
@@ -59,7 +54,7 @@ def make_cluster(
         for slot in plan(asked, asked.worker_count)
     ]
     config = RouterConfig(
-        "router", asked.model, machine.name, "", mode=Mode(asked.mode), slo_classes=(*asked.slo_classes, *classes)
+        "router", asked.model, machine.name, "", mode=asked.mode, slo_classes=(*asked.router.slo_classes, *classes)
     )
     return VirtualCluster(specs, config, network, jumps)
 
@@ -105,7 +100,7 @@ class Stage:
         return (moments[-1] - moments[0]) / (len(moments) - 1)
 
 
-_DEFAULT_NAMES = {each.name for each in ClusterConfig(Path("any")).slo_classes}
+_DEFAULT_NAMES = {each.name for each in ClusterSettings(Path("any")).router.slo_classes}
 
 
 def _sent(outcomes: Sequence[Outcome], network: Network, idle_step_s: float) -> list[Sequence[float]]:

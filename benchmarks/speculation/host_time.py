@@ -165,7 +165,7 @@ async def measure(requests: int, drafts: int | None, steps: int, temperature: fl
         ME.worker_id,
         Role.BOTH,
         EngineConfig(Path("none"), max_step_tokens=STEP_TOKENS, max_batch_requests=requests, draft_graphs=True),
-        lease_s=_HOURS,
+        kv_lease_s=_HOURS,
         attach_grace_s=_HOURS,
         kv_checksum_rate=0.0,
         speculate=SpeculationMethod.NGRAM,

@@ -65,7 +65,7 @@ class LocalWorker:
     """One worker over a real engine; `open` starts and ends it."""
 
     def __init__(self, runner: ModelRunner, engine: EngineConfig, method: SpeculationMethod) -> None:
-        config = WorkerConfig(ME.worker_id, Role.BOTH, engine, lease_s=600.0, speculate=method, prefix_cache=False)
+        config = WorkerConfig(ME.worker_id, Role.BOTH, engine, kv_lease_s=600.0, speculate=method, prefix_cache=False)
         layout, fabric = layout_of(runner.cache), InMemoryFabric()
         self._fabric = fabric
         self.worker = Worker(config, ME, runner, layout, lambda notice: InMemoryTransport(fabric, layout, ME, notice))

@@ -228,7 +228,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_model_options(parser)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--workers", type=int, default=2, help="of the cluster, one on each GPU")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a field of ClusterConfig")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a field of ClusterSettings")
     parser.add_argument("--only", default="", help="these rows, comma-separated")
     parser.add_argument("--workloads", default="", help="these workloads, comma-separated")
     parser.add_argument("--trace", type=Path, action="append", default=[], help="Mooncake's .jsonl or Azure's .csv")

@@ -16,7 +16,7 @@ BY_SWITCH = "a switch of the running cluster's mode"
 _FOLLOW_S = 10.0
 _LOOK_S = 0.02
 _ROWS_OWN = frozenset({"mode", "workers", "prefill", "decode", "step_policy", "step_budget"})
-"""Fields of `ClusterConfig` in which rows differ."""
+"""Fields of `ClusterSettings` in which rows differ."""
 
 
 def settings_for_all(extra: dict[str, object], device: str, workers: int) -> dict[str, object]:

@@ -14,11 +14,12 @@ from starlette.types import ASGIApp
 
 from tandem.net.address import address_of
 from tandem.net.http.server import HttpServer, Listener
-from tandem.net.limits.listener_limits import DEFAULT_LIMITS, ListenerLimits
 from tandem.net.rpc import Check, Rejected, open_server
-from tandem.net.security.server_tls import ServerTls, TlsFiles
+from tandem.net.security.server_tls import ServerTls
 from tandem.protocol.errors import FailedPrecondition
 from tandem.protocol.generated.tandem.v1 import inference_pb2
+from tandem.settings.listeners import DEFAULT_LIMITS, ListenerLimits
+from tandem.settings.tls import TlsFiles
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 GOODBYE_S = 2.0

@@ -14,12 +14,12 @@ from __future__ import annotations
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
-from urllib.parse import urlsplit
 
-from tandem.protocol.errors import FailedPrecondition, InvalidArgument
+from tandem.protocol.errors import FailedPrecondition
 from tandem.protocol.lifecycle.request_trace import RequestTrace
 from tandem.protocol.lifecycle.spans import Phase, Span, spans_of
 from tandem.protocol.lifecycle.timeline import Edge
+from tandem.settings import router as router_settings
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -52,15 +52,9 @@ def check_endpoint(endpoint: str) -> None:
 
     An empty endpoint disables the export.
     """
+    router_settings.check_endpoint(SETTING, endpoint)
     if not endpoint:
         return
-    try:
-        parts = urlsplit(endpoint)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port is not None
-    except ValueError:
-        usable = False
-    if not usable:
-        raise InvalidArgument(SETTING, f"{endpoint!r} must be http://HOST:PORT or https://HOST:PORT")
     try:
         import opentelemetry.exporter.otlp.proto.grpc.trace_exporter
         import opentelemetry.sdk.trace  # noqa: F401

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from router.refusal import Refusal, reason_of
-from router.slo import SloClass
 from tandem.protocol.errors import ResourceExhausted, TandemError
 from tandem.protocol.lifecycle.spans import Phase, Span, last_attempt, seconds_by_phase
 from tandem.protocol.lifecycle.timeline import Edge, Timeline
+from tandem.settings.slo import SloClass
 
 
 class Outcome(StrEnum):

@@ -17,8 +17,8 @@ from router.placement.fleet import Fleet
 from router.placement.latency_model import PromptPrediction
 from router.placement.queue import QueuedRequest
 from router.placement.worker_state import WorkerState
-from router.slo import SloClass
 from tandem.cost_model.chunks import Chunks, ConcurrentDecode, breaks_target, chunks_within, forced_chunk, step_limit
+from tandem.settings.slo import SloClass
 
 _WINDOW_S = 10.0
 """The time constant of the mean arrival rate of prompt tokens, in seconds."""

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
-from router.slo import BEST_EFFORT, SloClass
+from tandem.settings.slo import BEST_EFFORT, SloClass
 
 
 @dataclass(slots=True, eq=False)

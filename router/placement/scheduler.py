@@ -10,8 +10,8 @@ from router.placement.policy import Placement, PlacementPolicy
 from router.placement.queue import QueuedRequest, RequestQueue
 from router.placement.worker_state import BACK_OFF_S, AnswerWork, Clock, PromptWork, WorkerState
 from router.refusal import Refusal, Refused
-from router.slo import BEST_EFFORT, Overload
 from tandem.cost_model.answer_length import AnswerLengths
+from tandem.settings.slo import BEST_EFFORT, Overload
 
 _RETRY_MIN_S = 2 * BACK_OFF_S
 

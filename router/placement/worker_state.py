@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from router.slo import SloClass
 from tandem.cost_model.chunks import ConcurrentDecode, StepLimit, breaks_target, step_limit
 from tandem.cost_model.margin import LearnedMargin
 from tandem.cost_model.step_cost import StepCost
@@ -14,6 +13,7 @@ from tandem.cost_model.step_work import chunk_pairs
 from tandem.protocol.ending import answer_tokens
 from tandem.protocol.lifecycle.timeline import TransferStats
 from tandem.protocol.messages import WorkerInfo, WorkerLoad
+from tandem.settings.slo import SloClass
 
 BACK_OFF_S = 0.05
 """The time for which a worker that refused a request is not asked again while others can serve."""

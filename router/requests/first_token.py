@@ -8,7 +8,7 @@ shortly before its TTFT target.
 
 import math
 
-from router.slo import SloClass
+from tandem.settings.slo import SloClass
 
 _EARLY = 0.05
 """The share of the TTFT target that is reserved for delivery."""

@@ -14,7 +14,6 @@ from router.placement.queue import QueuedRequest
 from router.requests.answer import Answer, Ending
 from router.requests.answer_format import AnswerFormat
 from router.requests.assembler import TokenAssembler
-from router.slo import BEST_EFFORT, SloClass
 from router.text.answer_syntax.formats import AnswerSyntax
 from router.text.answer_text import AnswerText
 from router.text.chat_template import ChatTurn, PromptEnd
@@ -22,6 +21,7 @@ from router.text.tools import ToolOptions
 from tandem.protocol.lifecycle.request_trace import RequestTrace, TraceContext
 from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp, Timeline, TransferStats
 from tandem.protocol.messages import AdapterFacts, FinishReason, Lease, RequestRef, SamplingParams
+from tandem.settings.slo import BEST_EFFORT, SloClass
 
 if TYPE_CHECKING:
     from router.workers.worker_link import WorkerLink

@@ -16,7 +16,6 @@ from router.requests.answer_format import AnswerFormat, FormatCompiler
 from router.requests.answer_syntaxes import AnswerSyntaxes, wanted_format
 from router.requests.prompts import PromptEncoder, check_json, check_text, check_token_ids, field_of, too_long
 from router.requests.request import Admitted, ClientRequest, Conversation, Options
-from router.slo_options import classes_by_name
 from router.text.request_items import check_template_kwargs
 from router.text.request_reader import RequestReader
 from router.text.token_scores import TokenScore
@@ -39,6 +38,7 @@ from tandem.protocol.messages import (
     PromptLogprobs,
     SamplingParams,
 )
+from tandem.settings.slo import classes_by_name
 from tandem.tokenizers.model_folder import GenerationDefaults
 
 _T = TypeVar("_T")

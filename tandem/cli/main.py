@@ -23,7 +23,7 @@ from tandem.cli.planning.plan import plan
 from tandem.cli.quantization.quantize import quantize
 from tandem.cli.requests.chat import chat
 from tandem.cli.requests.generate import generate
-from tandem.cli.start.settings import SettingsCommand, with_model_argument
+from tandem.cli.start.settings_command import SettingsCommand, with_model_argument
 from tandem.cli.start.up import up
 
 

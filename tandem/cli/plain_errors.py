@@ -8,6 +8,9 @@ from typing import ParamSpec, TypeVar
 
 import typer
 
+from tandem.settings.cluster import ClusterSettings
+from tandem.settings.options import options_of
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -18,36 +21,14 @@ UNAVAILABLE = 4
 INTERRUPTED = 130
 
 SETTINGS = {
-    "model": "--model",
-    "tokenizer": "--tokenizer",
-    "max_model_len": "--max-model-len",
+    **{option.field.name: option.flag for option in options_of(ClusterSettings) if "_" in option.field.name},
+    **{name: f"--{name}" for name in ("model", "tokenizer", "device", "dtype", "quantization", "draft", "threads")},
     "adapters": "--lora",
-    "runtime_loras": "--allow-runtime-lora-updating",
-    "max_loras": "--max-loras",
-    "max_lora_rank": "--max-lora-rank",
-    "device": "--device",
-    "dtype": "--dtype",
-    "quantization": "--quantization",
-    "kv_cache_dtype": "--kv-cache-dtype",
-    "page_tokens": "--page-tokens",
-    "kv_cache_bytes": "--kv-cache-gib",
-    "memory_fraction": "--memory-fraction",
-    "max_step_tokens": "--max-step-tokens",
-    "max_batch_requests": "--max-batch-requests",
-    "random_weights": "--random-weights",
-    "draft": "--draft",
-    "threads": "--threads",
     "output": "OUTPUT",
-    "out": "--out",
-    "scheme": "--scheme",
-    "group_size": "--group-size",
-    "method": "--method",
-    "samples": "--samples",
-    "kind": "--kind",
-    "text": "--text",
-    "tokens": "--tokens",
+    **{name: f"--{name.replace('_', '-')}" for name in ("out", "scheme", "group_size", "method", "samples", "kind")},
+    **{name: f"--{name}" for name in ("text", "tokens")},
 }
-"""Maps the engine's setting names to the options that set them."""
+"""The options of `tandem up` and other commands by the names of the settings in errors."""
 
 
 def plain_errors(command: Callable[P, R]) -> Callable[P, R]:

@@ -9,8 +9,8 @@ from typing import Any
 import grpc
 
 from tandem.net.rpc import AUTHORIZATION, CHANNEL_OPTIONS, ERROR_CODE, error_of
-from tandem.net.security.credentials import check_key
 from tandem.protocol.errors import InvalidArgument, TandemError, Unauthenticated, Unavailable
+from tandem.settings.parsing import check_key
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from urllib.request import urlopen
 
-from tandem.cluster.config import ClusterConfig
 from tandem.cluster.controller_process import ANSWER_TIMEOUT_S, ControllerProcess
 from tandem.cluster.ray_processes.controllers import next_number
 from tandem.cluster.ray_processes.joined_ray import JoinedRay
@@ -22,6 +21,7 @@ from tandem.cluster.supervision.roles import capacity, offer, plan
 from tandem.cluster.worker_supervisor import ControllerConfig
 from tandem.net.security.credentials import metrics_key_of
 from tandem.protocol.errors import DeadlineExceeded, TandemError, Unavailable
+from tandem.settings.cluster import ClusterSettings
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Cluster:
 
     endpoints: Endpoints
 
-    def __init__(self, config: ClusterConfig, progress: Callable[[Progress], None]) -> None:
+    def __init__(self, config: ClusterSettings, progress: Callable[[Progress], None]) -> None:
         self._config = config
         self._progress = progress
         self._token = config.token or secrets.token_hex(32)
@@ -98,7 +98,7 @@ class Cluster:
                 config.places_timeout_s,
                 self._stopping,
                 config.ray_namespace,
-                trusted_network=config.trusted_network,
+                trusted_network=config.worker.trusted_network,
             )
             if config.ray_address
             else RayNode(config.log_max_mib << 20)
@@ -110,7 +110,7 @@ class Cluster:
         self._thread = threading.Thread(target=self._live, name="tandem-cluster", daemon=True)
 
     @classmethod
-    def start(cls, config: ClusterConfig, progress: Callable[[Progress], None] = lambda _: None) -> "Cluster":
+    def start(cls, config: ClusterSettings, progress: Callable[[Progress], None] = lambda _: None) -> "Cluster":
         """Starts all processes and waits until they serve.
 
         `progress` is called from another thread. A TandemError gives the reason if the cluster cannot serve; on any

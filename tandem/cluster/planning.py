@@ -12,12 +12,10 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Protocol
 
-from router.slo import SloClass
 from tandem.capacity.planner.decision import Decision, Direction, State
 from tandem.capacity.planner.demand import LatencyTargets
 from tandem.capacity.planner.policy import plan
 from tandem.capacity.planner.reading import observe
-from tandem.cluster.planner_config import PlannerConfig, PlannerMode
 from tandem.cluster.supervision.modes import ModeChange
 from tandem.cluster.supervision.size import SizeChange
 from tandem.cost_model.step_cost import StepCost
@@ -28,6 +26,8 @@ from tandem.metrics.scrape import Scrape, ScrapeInterval
 from tandem.protocol.errors import TandemError
 from tandem.protocol.messages import Membership, Role, WorkerInfo
 from tandem.protocol.mode import Mode
+from tandem.settings.planner import PlannerMode, PlannerSettings
+from tandem.settings.slo import SloClass
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Planning:
 
     def __init__(
         self,
-        config: PlannerConfig,
+        config: PlannerSettings,
         classes: Iterable[SloClass],
         operator: OperatorInterface,
         *,

@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tandem.cluster.background import begin, going_on
-from tandem.cluster.config import ClusterConfig
 from tandem.cluster.leadership.forwarding import mirror
 from tandem.cluster.metrics import ClusterMetrics
 from tandem.cluster.operations.adapters import Adapters
@@ -16,7 +15,6 @@ from tandem.cluster.operations.assignments import Assignments
 from tandem.cluster.operations.handover_state import HandoverState, inherit, restore, slot_of
 from tandem.cluster.operations.operator import Operator
 from tandem.cluster.operations.worker_slots import Fleet
-from tandem.cluster.planner_config import PlannerMode
 from tandem.cluster.planning import Planning
 from tandem.cluster.ray_processes.orphaned_workers import OrphanedWorker, OrphanedWorkers, fitting
 from tandem.cluster.ray_processes.ray_process import node_is_up
@@ -33,6 +31,8 @@ from tandem.cluster.supervision.worker_calls import WorkerCalls
 from tandem.protocol.errors import TandemError
 from tandem.protocol.messages import AdapterFacts, PeerRef, Role
 from tandem.protocol.mode import Mode
+from tandem.settings.cluster import ClusterSettings
+from tandem.settings.planner import PlannerMode
 from tandem.worker.reporting.description import Settings, WorkerDescription, differences, served_of, tuning_of
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ Found = Mapping[str, tuple[OrphanedWorker, WorkerDescription]]
 class ControllerConfig:
     """Settings of one controller and of the cluster that it keeps alive."""
 
-    cluster: ClusterConfig
+    cluster: ClusterSettings
     """Settings of the whole cluster."""
     slots: tuple[Slot, ...]
     """The slots of the initial workers."""
@@ -88,9 +88,9 @@ class WorkerSupervisor:
         self.adapters = Adapters(
             registry,
             calls,
-            allowed=cluster.runtime_loras,
+            allowed=cluster.engine.runtime_loras,
             first=[AdapterFacts(name, "", str(path)) for name, path in cluster.loras],
-            model_names=(cluster.model_name or cluster.model.name, *cluster.model_aliases),
+            model_names=(cluster.model_name, *cluster.model_aliases),
         )
         self.taken_over: frozenset[str] = frozenset()
         """The workers that another controller started."""
@@ -108,7 +108,7 @@ class WorkerSupervisor:
         if cluster.planner.mode is not PlannerMode.OFF:
             self._planner = Planning(
                 cluster.planner,
-                cluster.slo_classes,
+                cluster.router.slo_classes,
                 self.operator,
                 membership=self._registry.membership,
                 scrape=metrics.text,

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from tandem.cost_model.roofline import GPU, Ceilings
+from tandem.cost_model.roofline import GPU
 from tandem.protocol.errors import InvalidArgument
+from tandem.settings.ceilings import Ceilings
 
 GIB = 1 << 30
 

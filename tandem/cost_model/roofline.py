@@ -1,12 +1,11 @@
 """The bytes and operations of a step by the model's shape, and their duration at the device's ceilings."""
 
-import math
 from dataclasses import dataclass
 
 from tandem.cost_model.step_grid import EACH_TOKEN, StepGrid
 from tandem.cost_model.step_work import StepWork
 from tandem.protocol.cost_parameters import CostParameters
-from tandem.protocol.errors import InvalidArgument
+from tandem.settings.ceilings import Ceilings
 
 _FLOP_A_WEIGHT = 2
 """A weight is multiplied and added once for each token."""
@@ -43,32 +42,6 @@ _BATCH = 32
 """A batch of decode rows that reads most experts of common models."""
 _CONTEXT = 2048
 """A typical context in tokens: rows of layers whose window is narrower mostly fill it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ceilings:
-    """The highest rates of a device."""
-
-    flops: float
-    """Floating-point operations a second, in the model's dtype."""
-    bytes_per_s: float
-    """Bytes a second between its memory and its cores."""
-    launch_s: float
-    """Seconds of a step that are neither arithmetic nor memory reads."""
-    verify_s: float = 0.0
-    """Further seconds of a step that verifies drafts: the host plans it while the device waits."""
-
-
-def parse_ceilings(option: str, text: str) -> Ceilings:
-    """TFLOPS:GBPS, 10¹² operations and 10⁹ bytes a second; InvalidArgument names `option`."""
-    try:
-        tera, giga = (float(part) for part in text.split(":"))
-    except ValueError:
-        tera = giga = math.nan
-    if not (0 < tera < math.inf and 0 < giga < math.inf):
-        example = "990:4800 are an H200's in bfloat16"
-        raise InvalidArgument(option, f"{text!r} must be TFLOPS:GBPS, both above 0; {example}")
-    return Ceilings(tera * 1e12, giga * 1e9, launch_s=0.0)
 
 
 GPU = Ceilings(flops=6.7e14, bytes_per_s=4e12, launch_s=3e-4, verify_s=2.2e-3)

@@ -14,8 +14,9 @@ from itertools import pairwise
 
 import torch
 
-from tandem.cost_model.roofline import CPU, GPU, Ceilings
+from tandem.cost_model.roofline import CPU, GPU
 from tandem.engine.memory import ran_out_of_memory
+from tandem.settings.ceilings import Ceilings
 
 log = logging.getLogger(__name__)
 

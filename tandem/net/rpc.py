@@ -15,7 +15,6 @@ import grpc
 import grpc.aio
 
 from tandem.net.limits.call_guard import CallGuard, public_options
-from tandem.net.limits.listener_limits import ListenerLimits
 from tandem.net.security.mutual_tls import PART_NAME, credentials_of
 from tandem.protocol.errors import (
     ContextLengthExceeded,
@@ -26,6 +25,7 @@ from tandem.protocol.errors import (
     from_code,
     from_status,
 )
+from tandem.settings.listeners import ListenerLimits
 
 log = logging.getLogger(__name__)
 

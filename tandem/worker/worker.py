@@ -227,7 +227,7 @@ class Worker:
 
     def _make_admission(self) -> DecodeAdmission:
         return DecodeAdmission(
-            config=self._config.decode,
+            config=self._config,
             me=self.me,
             cache=self._cache,
             model=self.facts,
@@ -255,14 +255,14 @@ class Worker:
             self.admission,
             self._checks,
             self.metrics.hearing(self._outbox.post),
-            self._config.transfer_deadline_s,
+            self._config.kv_transfer_deadline_s,
             self.metrics.writing,
         )
 
     def _make_halves(self, engine: LoadedEngine) -> PhaseSchedulers:
         config, cache, model, admission = self._config, self._cache, self.facts, self.admission
         prefill = PrefillScheduler(
-            config=config.prefill,
+            config=config,
             me=self.me,
             cache=cache,
             model=model,

@@ -84,7 +84,8 @@ def url(running_cluster: Callable[..., Any], model_folder: Path, tmp_path_factor
     """The URL of a cluster that serves the model."""
     folder = tmp_path_factory.mktemp("caller")
     write_tool_calling_model(folder, model_folder, CALLS, WORD, context=CONTEXT)
-    return f"http://{running_cluster(model=folder, model_name=MODEL, dtype='float32', page_tokens=16).http_address}"
+    cluster = running_cluster(model=folder, served_model_names=(MODEL,), dtype="float32", page_tokens=16)
+    return f"http://{cluster.http_address}"
 
 
 @pytest.fixture

@@ -25,12 +25,12 @@ import pytest
 from benchmarks.dashboards.panels import Shown, TimeRange, names, read_dashboard, show
 from benchmarks.dashboards.prometheus import Prometheus, find_prometheus, running_prometheus
 from benchmarks.load.mixed import run_mixed, since_sent
-from router.slo import BEST_EFFORT, Overload, SloClass
 from tandem.cli.load.record import RequestRecord
 from tandem.cli.load.slo import Outcome, SloCell
 from tandem.cli.load.target import find_target, touch
 from tandem.metrics import families as f
 from tandem.metrics.family import Family
+from tandem.settings.slo import BEST_EFFORT, Overload, SloClass
 from tests.e2e.test_metrics import ask
 from tests.integration.silent_router import PAGE_TOKENS, SilentRouter
 from tests.soak import soak

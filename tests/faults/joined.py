@@ -141,7 +141,7 @@ async def ray_node(command: list[str], **env: str) -> Process:
 
 @contextlib.asynccontextmanager
 async def joined_cluster(environment: dict[str, str], **settings: Any) -> AsyncIterator[Endpoints]:
-    """A cluster with these settings of `ClusterConfig`, once it serves."""
+    """A cluster with these settings of `ClusterSettings`, once it serves."""
     cluster = await Process.start(sys.executable, str(ROOT / "tests/integration/cluster_process.py"), **environment)
     try:
         yield Endpoints(**json.loads(await cluster.tell(**settings)))

@@ -25,7 +25,7 @@ PLACES = {HEAD: '{"prefill": 1}', SECOND: '{"decode": 1}', THIRD: '{"decode": 2}
 LOOK_S = 0.02
 LOGS = "logs"
 SETTINGS = {
-    "model_name": "small",
+    "served_model_names": ("small",),
     "dtype": "float32",
     "kv_cache_dtype": "int8",
     "threads": 1,

@@ -25,7 +25,7 @@ HERE, THERE = "tandem-here", "tandem-there"
 WIRES = "tcp,self"
 """The transports that UCX may use; by default it would detect that both hosts share their memory."""
 SETTINGS = {
-    "model_name": "small",
+    "served_model_names": ("small",),
     "dtype": "float32",
     "kv_cache_dtype": "int8",
     "threads": 1,

@@ -18,9 +18,9 @@ import httpx
 import psutil
 
 from tandem.cli.models.default_model import find_default_model
-from tandem.cluster.config import ClusterConfig
 from tandem.cluster.supervision.health import Phase
 from tandem.engine.weights.gguf import prepare_model
+from tandem.settings.cluster import ClusterSettings
 from tests.running_cluster import RunningCluster
 
 TIMEOUT_S = 60.0
@@ -41,7 +41,7 @@ class Scene:
         keys.write_text(f"{self.hostile}\n{self.bystander}\n{self.operator} role=operator\n")
         keys.chmod(0o600)
         self.cluster = RunningCluster(
-            ClusterConfig(
+            ClusterSettings.of(
                 model=self.model,
                 grpc_port=0,
                 http_port=0,

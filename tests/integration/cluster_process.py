@@ -1,6 +1,6 @@
 """A cluster that is started and stopped from outside: a separate process, so that its Ray is separate, too.
 
-It takes one JSON line with settings of `ClusterConfig` on stdin, prints one with the `Endpoints` once it serves, and
+It takes one JSON line with settings of `ClusterSettings` on stdin, prints one with the `Endpoints` once it serves, and
 stops, leaving nothing running, when stdin closes.
 """
 
@@ -9,14 +9,14 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from tandem.cluster.config import ClusterConfig
 from tandem.cluster.launcher import Cluster
+from tandem.settings.cluster import ClusterSettings
 
 
 def main() -> None:
     settings = json.loads(sys.stdin.readline())
     paths = {name: Path(settings[name]) for name in ("model", "log_folder")}
-    cluster = Cluster.start(ClusterConfig(**{**settings, **paths}))
+    cluster = Cluster.start(ClusterSettings.of(**{**settings, **paths}))
     print(json.dumps(asdict(cluster.endpoints)), flush=True)
     sys.stdin.read()
     cluster.stop()

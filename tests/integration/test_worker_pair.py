@@ -161,7 +161,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pair(model: Path) -> AsyncIterator[Pair]:
     """A pair whose first transfer arrives with a flipped bit, and whose leases need no heartbeats on a slow machine."""
-    made = Pair(model, lease_s=120.0, quarantine_s=0.5, write_window_s=2.0, damaged_transfers=1)
+    made = Pair(model, kv_lease_s=120.0, quarantine_s=0.5, write_window_s=2.0, damaged_transfers=1)
     await asyncio.gather(made.prefill.start(made.answers), made.decode.start(made.answers))
     yield made
     for end in (made.prefill, made.decode):

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from kv_transfer.nixl_backend.transport import NixlTransport
-from tandem.cost_model.roofline import CPU, Ceilings
+from tandem.cost_model.roofline import CPU
 from tandem.engine.model_runner import ModelRunner
 from tandem.protocol.ending import answer_tokens
 from tandem.protocol.errors import FailedPrecondition, Internal, InvalidArgument, ModelError, Unavailable
 from tandem.protocol.messages import PeerRef, PrefillTask, RequestRef, Reservation, Role, SamplingParams
 from tandem.protocol.policy_name import PolicyName
+from tandem.settings.ceilings import Ceilings
 from tandem.worker.config import WorkerConfig
 from tandem.worker.peers.peers import Peers
 from tandem.worker.process import WorkerProcess

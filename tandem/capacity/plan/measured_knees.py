@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from router.slo import DEFAULT_CLASSES, SloClass
 from tandem.capacity.simulation.arrivals import Mix
 from tandem.capacity.simulation.hardware import Hardware
 from tandem.capacity.simulation.knee import KEPT, Trial, find_knee
@@ -17,6 +16,7 @@ from tandem.capacity.simulation.strategy import Strategy
 from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.mode import Mode
 from tandem.protocol.policy_name import PolicyName
+from tandem.settings.slo import DEFAULT_CLASSES, SloClass
 
 NEAR = 0.2
 """Tolerated relative difference between a predicted and the measured knee."""

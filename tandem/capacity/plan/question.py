@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from tandem.capacity.plan.memory import GIB, NO_DRAFT_MEMORY, OVERHEAD_BYTES, DraftMemory, Memory
 from tandem.capacity.plan.speculation import Drafting
 from tandem.capacity.plan.what_if import Quantized
-from tandem.capacity.planner.decision import Limits, Range, Split
+from tandem.capacity.planner.decision import Split
 from tandem.capacity.planner.demand import Demand, LatencyTargets
 from tandem.capacity.planner.load_ratio import WorkerFacts
 from tandem.capacity.planner.policy import TARGET_RATIO
@@ -30,6 +30,7 @@ from tandem.engine.model_sizes import matrix_bytes
 from tandem.engine.models.load_spec import quantized_at_load
 from tandem.protocol.cost_parameters import CostParameters
 from tandem.protocol.errors import InvalidArgument
+from tandem.settings.planner import Limits, Range
 
 MEMORY_FRACTION = 0.9
 MAX_STEP_TOKENS = 2048

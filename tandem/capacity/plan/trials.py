@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from router.slo import SloClass
 from tandem.capacity.plan.question import Question
 from tandem.capacity.planner.decision import Split
 from tandem.capacity.simulation.arrivals import SIGMA, Mix
 from tandem.capacity.simulation.knee import LoadFigures, Trial, find_knee
 from tandem.capacity.simulation.network import Network
 from tandem.capacity.simulation.strategy import Strategy, strategies
+from tandem.settings.slo import SloClass
 
 SIMULATED_MAX = 8
 """Maximum number of simulated workers; larger clusters are scaled in proportion."""

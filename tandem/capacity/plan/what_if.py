@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from tandem.capacity.plan.memory import Memory
-from tandem.capacity.planner.decision import Limits, Split
+from tandem.capacity.planner.decision import Split
 from tandem.capacity.planner.load_ratio import WorkerFacts
 from tandem.capacity.planner.sizing import Sizing
 from tandem.protocol.cost_parameters import SECONDS, CostParameters
+from tandem.settings.planner import Limits
 
 
 @dataclass(frozen=True, slots=True)

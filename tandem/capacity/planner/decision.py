@@ -1,50 +1,12 @@
-"""The planner's limits, its state between windows, and its decisions."""
+"""The planner's state between windows, and its decisions."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from tandem.capacity.planner.demand import Demand
 from tandem.capacity.planner.load_ratio import LoadRatio
-from tandem.protocol.errors import InvalidArgument
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """A range of worker counts, both ends included."""
-
-    least: int = 1
-    most: int = 1 << 16
-
-    def __post_init__(self) -> None:
-        """Validates the range; InvalidArgument if it is empty."""
-        if not 1 <= self.least <= self.most:
-            raise InvalidArgument("--planner limits", f"{self.least}:{self.most} is no range of 1 or more workers")
-
-    def clip(self, number: int) -> int:
-        """Returns `number`, limited to the range."""
-        return min(max(number, self.least), self.most)
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The limits of the planner's changes."""
-
-    prefill: Range = field(default_factory=Range)
-    decode: Range = field(default_factory=Range)
-    workers: Range | None = None
-    """Workers of all roles; None = the current number: workers only change roles."""
-    required_windows: int = 2
-    """Consecutive windows that must want the same change before it is made."""
-    required_windows_down: int = 6
-    """Consecutive windows that must want to remove workers."""
-    required_windows_back: int = 4
-    """Consecutive windows that must want to undo a change that is not `settled` windows old."""
-    cooldown: int = 2
-    """Windows after a change in which no other is made."""
-    settled: int = 6
-    """Windows after a change or a swing of the demand before the policy learns from observed misses."""
 
 
 class Direction(StrEnum):

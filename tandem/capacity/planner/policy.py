@@ -12,13 +12,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from tandem.capacity.planner.decision import Decision, Direction, Limits, Range, Split, State
+from tandem.capacity.planner.decision import Decision, Direction, Split, State
 from tandem.capacity.planner.demand import Demand
 from tandem.capacity.planner.load_ratio import LoadRatio, rows_that_fit
 from tandem.capacity.planner.observation import Observation
 from tandem.capacity.planner.sizing import Sizing
 from tandem.cost_model.step_cost import StepCost
 from tandem.protocol.lifecycle.spans import Phase
+from tandem.settings.planner import Limits, Range
 
 SMOOTH = 0.5
 """Weight of the newest window in the smoothed demand."""

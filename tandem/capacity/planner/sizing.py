@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tandem.capacity.planner.decision import Limits, Range, Split
+from tandem.capacity.planner.decision import Split
 from tandem.capacity.planner.demand import Demand, LatencyTargets
 from tandem.capacity.planner.load_ratio import (
     LoadRatio,
@@ -13,6 +13,7 @@ from tandem.capacity.planner.load_ratio import (
     prefill_load_ratio,
     shared_load_ratio,
 )
+from tandem.settings.planner import Limits, Range
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from router.slo import SloClass
 from tandem.capacity.simulation.prompt import VirtualPrompt, page_names
 from tandem.capacity.simulation.request import LoadRequest
 from tandem.engine.config import GPU_PAGE_TOKENS
+from tandem.settings.slo import SloClass
 
 SIGMA = 0.8
 """Default standard deviation of the logarithm of lengths: half of them lie within a factor of 1.7 of the median."""

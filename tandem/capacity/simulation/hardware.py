@@ -9,7 +9,7 @@ import torch
 
 from tandem.capacity.simulation.drafts import Drafts
 from tandem.capacity.simulation.spec import Device
-from tandem.cost_model.roofline import GPU, Ceilings, guess
+from tandem.cost_model.roofline import GPU, guess
 from tandem.cost_model.step_cost import CostParameters, StepCost
 from tandem.cost_model.step_grid import gpu_grid
 from tandem.engine.cache.paged_cache import page_bytes
@@ -24,6 +24,7 @@ from tandem.protocol.cost_parameters import SECONDS
 from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.kv_pages import KvPages
 from tandem.protocol.messages import ModelFacts
+from tandem.settings.ceilings import Ceilings
 
 _ITEM_BYTES = 2
 

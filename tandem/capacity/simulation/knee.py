@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from router.observability.request_outcome import Outcome as Kind
-from router.slo import BEST_EFFORT, SloClass
 from tandem.capacity.simulation.arrivals import Mix
 from tandem.capacity.simulation.hardware import Hardware
 from tandem.capacity.simulation.network import DeliveryDelay, Network
 from tandem.capacity.simulation.request import Outcome
 from tandem.capacity.simulation.strategy import Strategy
+from tandem.settings.slo import BEST_EFFORT, SloClass
 
 KEPT = 0.9
 """Share of the requests that must meet their class at the knee."""

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from router.observability import request_outcome
 from router.observability.request_outcome import GapTracker, PhaseTimes, RequestOutcome
 from router.placement.policy import Placement
-from router.slo import SloClass
 from tandem.capacity.simulation.prompt import VirtualPrompt
 from tandem.protocol.lifecycle.spans import Phase
+from tandem.settings.slo import SloClass
 
 
 class StepLog:

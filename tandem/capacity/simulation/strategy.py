@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from router.config import RouterConfig
-from router.slo import DEFAULT_CLASSES, SloClass
 from tandem.capacity.simulation.cluster import VirtualCluster
 from tandem.capacity.simulation.hardware import Hardware
 from tandem.capacity.simulation.network import Network
@@ -13,6 +12,7 @@ from tandem.engine.config import EngineConfig
 from tandem.protocol.messages import Role
 from tandem.protocol.mode import Mode
 from tandem.protocol.policy_name import PolicyName
+from tandem.settings.slo import DEFAULT_CLASSES, SloClass
 from tandem.worker.config import WorkerConfig
 
 BATCH_REQUESTS = 256

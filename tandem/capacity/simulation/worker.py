@@ -101,7 +101,7 @@ class VirtualWorker:
         self.transport = InMemoryTransport(fabric.fabric, layout, self.peer, self.notice)
         self.handovers = self._make_handovers(VirtualPeers(self.transport, peers, fabric.network))
         self._prefill = _SyncedPrefillHalf(
-            config=spec.config.prefill,
+            config=spec.config,
             me=self.peer,
             cache=self.cache,
             model=spec.model,
@@ -243,7 +243,7 @@ class VirtualWorker:
 
     def _make_admission(self) -> DecodeAdmission:
         return DecodeAdmission(
-            config=self.spec.config.decode,
+            config=self.spec.config,
             me=self.peer,
             cache=self.cache,
             model=self.spec.model,
@@ -264,7 +264,7 @@ class VirtualWorker:
             local=self.admission,
             checks=None,
             emit=self._emit,
-            deadline_s=self.spec.config.transfer_deadline_s,
+            deadline_s=self.spec.config.kv_transfer_deadline_s,
             writing=WritingTime(lambda: round(self._clock() * 1e9)),
         )
 

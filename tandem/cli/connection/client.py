@@ -8,12 +8,12 @@ import grpc.aio
 
 from tandem.net.rpc import ERROR_CODE, error_of, open_client_channel
 from tandem.net.security.client_tls import NO_TLS, ClientTls
-from tandem.net.security.credentials import check_key
 from tandem.protocol import conversion
 from tandem.protocol.errors import InvalidArgument, TandemError, Unauthenticated, Unavailable
 from tandem.protocol.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 from tandem.protocol.lifecycle.timeline import Timeline
 from tandem.protocol.messages import FinishReason
+from tandem.settings.parsing import check_key
 
 MAX_TOKENS_MAX = 2**31 - 1
 SEED_MAX = 2**64 - 1

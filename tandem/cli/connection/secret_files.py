@@ -15,8 +15,8 @@ def keys_in(option: str, file: str) -> tuple[str, ...]:
     InvalidArgument that names `option` for a file that cannot be read, or has none. A file that every user of this host
     may read is used, with a warning.
     """
-    from tandem.net.security.credentials import check_key
     from tandem.protocol.errors import InvalidArgument
+    from tandem.settings.parsing import check_key
 
     path = Path(file)
     try:
@@ -33,16 +33,12 @@ def keys_in(option: str, file: str) -> tuple[str, ...]:
     return keys
 
 
-def checked_key_file(option: str, file: str) -> Path | None:
-    """Returns the path of a router's file of API keys, None for "". InvalidArgument as `keys_in`, and for an error."""
+def check_key_file(option: str, file: Path) -> None:
+    """Checks a router's file of API keys. InvalidArgument as `keys_in`, and for an error in a line."""
     from tandem.net.security.api_keys import read_keys
 
-    if not file:
-        return None
-    path = Path(file).absolute()
-    read_keys(option, path)
-    warn_if_readable(path)
-    return path
+    read_keys(option, file)
+    warn_if_readable(file)
 
 
 def warn_if_readable(secret: Path) -> None:

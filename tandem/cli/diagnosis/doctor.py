@@ -77,9 +77,9 @@ def doctor(
     from tandem.cli.connection.state import running
     from tandem.cli.diagnosis.checks import Level, all_checks
     from tandem.cli.diagnosis.kv_port_checks import check_running_clusters, check_ucx_environment
-    from tandem.cluster.limits import check_ports
+    from tandem.settings.cluster import ClusterSettings
 
-    check_ports(grpc_port, http_port)
+    ClusterSettings.of(Path(), grpc_port=grpc_port, http_port=http_port)  # raises for a port that is none
     clusters = running()
     ours = {int(listener.rpartition(":")[2]): one.pid for one in clusters for listener in (one.grpc, one.http)}
     groups = all_checks(host, grpc_port, http_port, ours)

@@ -14,7 +14,7 @@ _TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_te
 
 
 def random_model(shape: str) -> Path:
-    """Returns the folder of `shape` ("llama-3-8b") below the user's cache, for `ClusterConfig.random_weights`.
+    """Returns the folder of `shape` ("llama-3-8b") below the user's cache, for `ClusterSettings.random_weights`.
 
     Its tokenizer is the small model's, extended to the shape's vocabulary: random weights sample any token id, and a
     client that counts or times text needs some text for each. InvalidArgument for an unknown shape.

@@ -55,9 +55,9 @@ def _clear(address: str, name: str, *, everything: bool) -> None:
 
 def _stop_those_here(timeout: float, name: str, *, everything: bool) -> None:
     from tandem.cli.connection.state import running
-    from tandem.cluster.joining import DEFAULT_NAME
     from tandem.cluster.ray_processes.temp_folder import remove_abandoned
     from tandem.protocol.errors import InvalidArgument
+    from tandem.settings.cluster import DEFAULT_NAME
 
     if name != DEFAULT_NAME:
         raise InvalidArgument("--cluster-name", "is for workers on a Ray that was joined; add its --address")

@@ -26,9 +26,9 @@ def load(
     """Load an adapter into all workers while they serve; they need --allow-runtime-lora-updating."""
     import asyncio
 
-    from tandem.cli.start.lora_options import named_path
+    from tandem.settings.parsing import named_path
 
-    name, path = named_path(adapter, "NAME=PATH")
+    name, path = named_path("NAME=PATH", adapter)
     loaded = asyncio.run(controller.client().load_adapter(name, str(path)))
     print(f"{loaded.name} is loaded (hash {loaded.identity})")
 

@@ -96,7 +96,7 @@ class GpuOptions:
         from dataclasses import replace
 
         from tandem.cost_model.devices import DeviceKind, device_kind
-        from tandem.cost_model.roofline import parse_ceilings
+        from tandem.settings.ceilings import parse_ceilings
 
         if self.ceilings:
             given = parse_ceilings("--ceilings", self.ceilings)

@@ -7,32 +7,34 @@ from rich.console import Console
 from rich.markup import escape
 
 from tandem.cli.diagnosis.checks import host_problem, port_problem
-from tandem.cluster.config import GIB, ClusterConfig
 from tandem.engine.config import GPU_PAGE_TOKENS, AdapterSource, EngineConfig
 from tandem.net.address import address_of, is_loopback
 from tandem.net.security.credentials import check_guarded
 from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.messages import Role
 from tandem.protocol.mode import Mode
+from tandem.settings.cluster import ClusterSettings
+from tandem.settings.engine import GIB
 
 LOOPBACK = "127.0.0.1"
 
 
-def check_listeners(config: ClusterConfig) -> None:
+def check_listeners(config: ClusterSettings) -> None:
     """Checks the listeners; InvalidArgument names the option of an unusable address or port.
 
     An address is unusable if it is not this machine's or open to everybody, a port if it is taken.
     """
-    if (problem := host_problem(config.host)) is not None:
+    router = config.router
+    if (problem := host_problem(router.host)) is not None:
         raise InvalidArgument(
             "--host",
-            f"cannot listen on {config.host!r} ({problem}); give an address of this machine, 127.0.0.1 for instance",
+            f"cannot listen on {router.host!r} ({problem}); give an address of this machine, 127.0.0.1 for instance",
         )
-    check_guarded("--host", config.host, guarded=config.guarded, insecure=config.insecure)
+    check_guarded("--host", router.host, guarded=router.guarded, insecure=router.insecure)
     for option, host, port in (
-        ("--grpc-port", config.host, config.grpc_port),
-        ("--http-port", config.host, config.http_port),
-        ("--operations-port", config.host, config.operations_port),
+        ("--grpc-port", router.host, router.grpc_port),
+        ("--http-port", router.host, router.http_port),
+        ("--operations-port", router.host, router.operations_port),
         # On a joined Ray the controller's address is not known yet.
         ("--metrics-port", LOOPBACK, 0 if config.ray_address else config.metrics_port),
         ("--controller-port", LOOPBACK, 0 if config.ray_address else config.controller_port),
@@ -45,7 +47,7 @@ def check_listeners(config: ClusterConfig) -> None:
             )
 
 
-def check_network(config: ClusterConfig) -> None:
+def check_network(config: ClusterSettings) -> None:
     """Checks that UCX does not listen to an untrusted network; raises InvalidArgument otherwise.
 
     Workers on this host inherit its environment, which may configure that.
@@ -53,10 +55,10 @@ def check_network(config: ClusterConfig) -> None:
     from kv_transfer.nixl_backend.ucx_shared_memory import check_transports
 
     if not config.ray_address:
-        check_transports(os.environ, trusted_network=config.trusted_network)
+        check_transports(os.environ, trusted_network=config.worker.trusted_network)
 
 
-def check_device(config: ClusterConfig) -> None:
+def check_device(config: ClusterSettings) -> None:
     """Checks the workers' GPU and its kernels; raises InvalidArgument if one is missing. Ray checks other hosts."""
     if config.on_cpu or config.ray_address:
         return
@@ -73,7 +75,7 @@ def check_device(config: ClusterConfig) -> None:
         raise InvalidArgument("--device", f"{config.device} asked for, {missing}")
 
 
-def check_memory(config: ClusterConfig) -> None:
+def check_memory(config: ClusterSettings) -> None:
     """Checks the workers' KV pages; raises InvalidArgument if they exceed the host's memory.
 
     A GPU's memory, or another host's, is checked by its worker.
@@ -90,7 +92,7 @@ def check_memory(config: ClusterConfig) -> None:
         )
 
 
-def check_page(config: ClusterConfig) -> None:
+def check_page(config: ClusterSettings) -> None:
     """Checks that a worker's KV cache holds at least one page of the model; raises InvalidArgument otherwise.
 
     The model's folder is checked already.
@@ -105,7 +107,7 @@ def check_page(config: ClusterConfig) -> None:
     if config.worker_kv_cache_bytes is None or (config.ray_address and not config.on_cpu):
         return
     engine = _engine(config)
-    device, shape = torch.device(config.device), bounded(load_spec(config.model), config.max_model_len)
+    device, shape = torch.device(config.device), bounded(load_spec(config.model), config.engine.max_model_len)
     page_tokens = parse_page_tokens(engine, device)
     needed = cache_bytes(shape, 1, page_tokens, parse_kv_dtype(engine, device, shape))
     pages = split_kv(engine, shape, page_tokens, device, config.worker_kv_cache_bytes).target or 0
@@ -118,7 +120,7 @@ def check_page(config: ClusterConfig) -> None:
         )
 
 
-def check_loras(config: ClusterConfig) -> None:
+def check_loras(config: ClusterSettings) -> None:
     """Checks the adapters' folders against the model's; InvalidArgument or ModelError says which cannot be served."""
     if not config.loras:
         return
@@ -131,17 +133,17 @@ def check_loras(config: ClusterConfig) -> None:
     check_adapters(_engine(config), load_spec(config.model))
 
 
-def check_draft(config: ClusterConfig) -> None:
+def check_draft(config: ClusterSettings) -> None:
     """Checks the folder of --draft against the model's; ModelError says what cannot be served."""
-    if config.draft is None:
+    if config.engine.draft is None:
         return
     from tandem.engine.models.load_spec import load_spec
     from tandem.engine.speculation.draft_folder import check_draft_folder
 
-    check_draft_folder(config.draft, load_spec(config.model), config.tokenizer or config.model)
+    check_draft_folder(config.engine.draft, load_spec(config.model), config.tokenizer or config.model)
 
 
-def check_weights(config: ClusterConfig) -> None:
+def check_weights(config: ClusterSettings) -> None:
     """Checks the workers' weights, drafts' included, and KV pages; InvalidArgument if they exceed the host's memory.
 
     The model's folder is checked already; a GPU's memory, or another host's, is checked by its worker.
@@ -155,7 +157,7 @@ def check_weights(config: ClusterConfig) -> None:
     from tandem.engine.speculation.draft_folder import draft_bytes
 
     # Also where another host or a GPU has the weights: a checkpoint that is quantized already is refused here.
-    stored = bounded(load_spec(config.model), config.max_model_len)
+    stored = bounded(load_spec(config.model), config.engine.max_model_len)
     shapes = {role: quantized_at_load(stored, config.quantization_of(role)) for role in Role}
     if not config.on_cpu or config.ray_address:
         return
@@ -177,37 +179,28 @@ def check_weights(config: ClusterConfig) -> None:
         )
 
 
-def _engine(config: ClusterConfig) -> EngineConfig:
+def _engine(config: ClusterSettings) -> EngineConfig:
     """Returns the settings that determine the sizes of weights and pages."""
-    return EngineConfig(
-        config.model,
-        dtype=config.dtype,
-        kv_cache_dtype=config.kv_cache_dtype,
-        page_tokens=config.page_tokens,
-        random_weights=config.random_weights,
-        draft=config.draft,
-        adapters=tuple(AdapterSource(name, path) for name, path in config.loras),
-        runtime_loras=config.runtime_loras,
-        max_loras=config.max_loras,
-        max_lora_rank=config.max_lora_rank,
-    )
+    adapters = tuple(AdapterSource(name, path) for name, path in config.loras)
+    return EngineConfig(config.model, adapters=adapters, **config.engine.values())
 
 
-def warn_if_open(config: ClusterConfig) -> None:
+def warn_if_open(config: ClusterSettings) -> None:
     """Prints a warning where unauthorized clients could use the cluster."""
-    if not config.guarded and not is_loopback(config.host):
+    host = config.router.host
+    if not config.router.guarded and not is_loopback(host):
         Console(stderr=True, highlight=False, soft_wrap=True).print(
-            f"[bold red]warning: --host {escape(config.host)} lets everyone who reaches this machine use the cluster; "
+            f"[bold red]warning: --host {escape(host)} lets everyone who reaches this machine use the cluster; "
             "set --api-key (or TANDEM_API_KEY) so that clients must present a key[/]"
         )
 
 
-def warn_of_slow_pages(config: ClusterConfig) -> None:
+def warn_of_slow_pages(config: ClusterSettings) -> None:
     """Prints a warning where the page size makes prefill slower on GPUs."""
-    if config.on_cpu or config.page_tokens is None or config.dtype == "float32":
+    if config.on_cpu or config.engine.page_tokens is None or config.engine.dtype == "float32":
         return
-    if config.page_tokens != GPU_PAGE_TOKENS:
+    if config.engine.page_tokens != GPU_PAGE_TOKENS:
         Console(stderr=True, highlight=False, soft_wrap=True).print(
-            f"[bold]warning: --page-tokens {config.page_tokens} slows prompts down on GPUs; "
+            f"[bold]warning: --page-tokens {config.engine.page_tokens} slows prompts down on GPUs; "
             f"{GPU_PAGE_TOKENS} is the fast size[/]"
         )

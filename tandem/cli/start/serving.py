@@ -37,11 +37,11 @@ from tandem.cli.start.preflight import (
     warn_if_open,
     warn_of_slow_pages,
 )
-from tandem.cluster.config import ClusterConfig
 from tandem.cluster.launcher import Cluster, Endpoints
 from tandem.cluster.launcher import Progress as ClusterProgress
 from tandem.net.security.client_tls import NO_TLS, ClientTls
 from tandem.protocol.errors import InvalidArgument, TandemError
+from tandem.settings.cluster import ClusterSettings
 
 
 class StartView:
@@ -126,14 +126,14 @@ class FirstPrompt:
     sampling: Sampling
 
 
-def serve(config: ClusterConfig, model: Path | None, first: FirstPrompt | None, *, once: bool) -> None:
+def serve(config: ClusterSettings, model: Path | None, first: FirstPrompt | None, *, once: bool) -> None:
     """Starts `config` with `model` (None: the small one) and serves until a signal, with `once` until `first` is done.
 
     Raises a TandemError with the reason if it cannot serve, KeyboardInterrupt for a signal before it serves. In any
     case, nothing of the cluster is left behind but workers that are to outlive it.
     """
     console = Console(highlight=False, soft_wrap=True)
-    if first is not None and config.tls is not None and config.tls.client_ca is not None:
+    if first is not None and config.router.tls is not None and config.router.tls.client_ca is not None:
         raise InvalidArgument("--prompt", "cannot be combined with --tls-client-ca; use `tandem generate`")
     with _one_interrupt():
         check_listeners(config)
@@ -160,7 +160,7 @@ def serve(config: ClusterConfig, model: Path | None, first: FirstPrompt | None, 
             console.print(_left(config) if cluster.left_workers else STOPPED)
 
 
-def _start(console: Console, config: ClusterConfig, view: StartView) -> Cluster:
+def _start(console: Console, config: ClusterSettings, view: StartView) -> Cluster:
     """Returns the running cluster; if it fails to start, prints the folder of the logs and raises the reason."""
     try:
         return Cluster.start(config, view.cluster_progress)
@@ -169,7 +169,7 @@ def _start(console: Console, config: ClusterConfig, view: StartView) -> Cluster:
         raise
 
 
-def _serve(console: Console, cluster: Cluster, config: ClusterConfig, first: FirstPrompt | None, once: bool) -> bool:
+def _serve(console: Console, cluster: Cluster, config: ClusterSettings, first: FirstPrompt | None, once: bool) -> bool:
     """Serves, and returns True if workers that may outlive the cluster are to do so."""
     ends = cluster.endpoints
     announced = state.announce(
@@ -180,7 +180,7 @@ def _serve(console: Console, cluster: Cluster, config: ClusterConfig, first: Fir
         ends.token,
         metrics=ends.metrics,
         operations=ends.operations,
-        certificate="" if config.tls is None else str(config.tls.certificate),
+        certificate="" if config.router.tls is None else str(config.router.tls.certificate),
         stop_grace_s=config.stop_grace_s,
     )
     try:
@@ -201,29 +201,29 @@ def _serve_until_interrupted(console: Console, cluster: Cluster) -> bool:
     return False
 
 
-def _answer(console: Console, config: ClusterConfig, ends: Endpoints, first: FirstPrompt) -> None:
+def _answer(console: Console, config: ClusterSettings, ends: Endpoints, first: FirstPrompt) -> None:
     """Streams the first answer and shows its timeline."""
     console.print(f"\n{first.text}\n", style="bold", markup=False)
-    key_file = "" if config.api_key_file is None else str(config.api_key_file)
-    key = first_key("--api-key-file", next(iter(config.api_keys), ""), key_file)
-    tls = NO_TLS if config.tls is None else ClientTls(pinned=str(config.tls.certificate))
+    key_file = "" if config.router.api_key_file is None else str(config.router.api_key_file)
+    key = first_key("--api-key-file", next(iter(config.router.api_keys), ""), key_file)
+    tls = NO_TLS if config.router.tls is None else ClientTls(pinned=str(config.router.tls.certificate))
     client = RouterClient(ends.grpc, key, tls)
     answer = answer_one(client, first.text, first.sampling)
     console.print()
     console.print(timeline_table(answer))
 
 
-def _endpoints(config: ClusterConfig, ends: Endpoints) -> str:
+def _endpoints(config: ClusterSettings, ends: Endpoints) -> str:
     return (
         f"\n{config.model_name} is served at\n"
         f'  gRPC    {ends.grpc}  (tandem.v1.Inference; try: tandem generate "Hello")\n'
-        f"  OpenAI  {'http' if config.tls is None else 'https'}://{ends.http.removeprefix('http://')}/v1\n"
+        f"  OpenAI  {'http' if config.router.tls is None else 'https'}://{ends.http.removeprefix('http://')}/v1\n"
         f"  metrics http://{ends.metrics}/metrics  (try: tandem top)\n"
         f"  logs    {config.log_folder}"
     )
 
 
-def _with_model(config: ClusterConfig, model: Path | None, view: StartView) -> ClusterConfig:
+def _with_model(config: ClusterSettings, model: Path | None, view: StartView) -> ClusterSettings:
     """Returns the config with a checked model folder and the model name for clients."""
     hub = None if model is None else hub_model(model)
     if hub is not None:
@@ -235,20 +235,20 @@ def _with_model(config: ClusterConfig, model: Path | None, view: StartView) -> C
     with view.step(f"checking {name}") as progress:
         from tandem.engine.weights.gguf import prepare_model
 
-        folder = path if config.random_weights else prepare_model(path, progress=progress, codes=True)
+        folder = path if config.engine.random_weights else prepare_model(path, progress=progress, codes=True)
         check_device(config)
-        config = replace(config, model=folder, model_name=config.model_name or name)
+        config = replace(config, model=folder, served_model_names=config.served_model_names or (name,))
         check_draft(config)
         check_page(config)
         check_loras(config)
         check_weights(config)
         warn_of_slow_pages(config)
         tokenizer = config.tokenizer or folder
-        chosen = config.chat_template or (TEMPLATE if model is None and config.tokenizer is None else "")
+        chosen = config.router.chat_template or (TEMPLATE if model is None and config.tokenizer is None else "")
         template = read_template(chosen, tokenizer) if chosen else ""
         if path.is_dir() or config.tokenizer or template:
             Tokenizer(tokenizer, template)  # raises if it is missing; a converted GGUF file always has one
-    return replace(config, chat_template=template)
+    return config.with_fields(chat_template=template)
 
 
 @contextmanager
@@ -276,7 +276,7 @@ def _leaves_workers(interrupt: KeyboardInterrupt) -> bool:
     return interrupt.args in {(signal.SIGTERM,), (signal.SIGHUP,)}
 
 
-def _left(config: ClusterConfig) -> str:
+def _left(config: ClusterSettings) -> str:
     return (
         f"[dim]stopped; workers live on. Where no other `tandem up` serves with them, they wait "
         f"{config.workers_outlive_s:g} s for one with --cluster-name {escape(config.cluster_name)} and its --token, and"

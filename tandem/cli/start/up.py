@@ -2,136 +2,113 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tandem.cli.connection.options import Temperature, checked_prompt
 from tandem.cli.option_groups import option_groups
 from tandem.cli.plain_errors import plain_errors
-from tandem.cli.start.lora_options import LoraOptions
-from tandem.cli.start.settings import read_settings
-from tandem.cli.start.up_options import (
-    ClusterOptions,
-    FirstPromptOptions,
-    ListenerOptions,
-    OutlivingOptions,
-    PlaceOptions,
-    PlannerOptions,
-    ServiceOptions,
-)
-from tandem.cli.start.worker_options import (
-    AUTO,
-    EngineOptions,
-    HardwareOptions,
-    ModelOptions,
-    RoleOptions,
-    StepOptions,
-    TransferOptions,
-)
-from tandem.net.limits.listener_limits import DEFAULT_LIMITS
+from tandem.cli.start.setting_options import settings_of, with_settings
+from tandem.cli.start.settings_command import read_config_file
+from tandem.settings.cluster import AUTO
 
 if TYPE_CHECKING:
-    from tandem.cli.start.worker_options import EngineOptions, RoleOptions
-    from tandem.cluster.config import ClusterConfig
+    from tandem.cli.connection.client import Sampling
+    from tandem.cli.start.serving import FirstPrompt
 
 
 @dataclass(frozen=True, slots=True)
-class SpeculationOptions:
-    """Options of speculative decoding."""
+class FirstPromptOptions:
+    """Options of a first prompt."""
 
-    speculate: Annotated[
-        str,
-        typer.Option(
-            help="Speculative decoding: ngram = verify what followed the last tokens when they occurred before, several"
-            " tokens a step where that pays; suffix = also in earlier answers of the tenant; draft = what the"
-            " model or heads of --draft propose; off; auto = ngram on a CPU, off on GPUs. Answers are the same."
-        ),
-    ] = "auto"
-    draft: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder of --speculate draft: a small model with the same tokens, which gets a part of the KV cache's"
-            " memory, an EAGLE head, likewise, or Medusa heads; its config.json says which."
-        ),
-    ] = None
+    prompt: Annotated[str | None, typer.Option("--prompt", help="Answer this first and show its timeline.")] = None
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Maximum tokens of that answer.")] = 160
+    temperature: Temperature = 0.0
+    once: Annotated[bool, typer.Option("--once", help="End after that answer.")] = False
 
-    def apply(self, config: ClusterConfig) -> ClusterConfig:
-        """Returns the config with these settings."""
-        return replace(config, speculate=self.speculate, draft=None if self.draft is None else self.draft.resolve())
+    @property
+    def sampling(self) -> Sampling:
+        """The sampling parameters; InvalidArgument names the option and its limits."""
+        from tandem.cli.connection.client import Sampling
 
+        return Sampling(self.max_tokens, self.temperature)
 
-@dataclass(frozen=True, slots=True)
-class LimitOptions:
-    """Limits of sizes, counts and durations at the ports for clients; see `tandem.net.limits.listener_limits`."""
-
-    max_request_bytes: Annotated[int, typer.Option(help="Largest request, in bytes.")] = (
-        DEFAULT_LIMITS.max_request_bytes
-    )
-    max_messages: Annotated[int, typer.Option(help="Maximum messages of a conversation.")] = 4096
-    max_connections: Annotated[
-        int, typer.Option(help="Maximum connections at each port, within the limit of open files.")
-    ] = DEFAULT_LIMITS.max_connections
-    max_calls: Annotated[int, typer.Option(help="Maximum calls in progress at each port; more are rejected, 429.")] = (
-        DEFAULT_LIMITS.max_calls
-    )
-    header_timeout: Annotated[float, typer.Option(help="Seconds a client may take for a request's header.")] = (
-        DEFAULT_LIMITS.header_timeout_s
-    )
-    body_timeout: Annotated[float, typer.Option(help="Seconds a client may take for a request's body.")] = (
-        DEFAULT_LIMITS.body_timeout_s
-    )
-    idle_timeout: Annotated[float, typer.Option(help="Seconds that a connection may be open between requests.")] = (
-        DEFAULT_LIMITS.idle_timeout_s
-    )
-    unread_timeout: Annotated[float, typer.Option(help="Seconds that a client may leave its answer unread.")] = (
-        DEFAULT_LIMITS.unread_timeout_s
-    )
-    keepalive: Annotated[float, typer.Option(help="Seconds between keepalive pings to a silent client.")] = (
-        DEFAULT_LIMITS.keepalive_s
-    )
-
-    def apply(self, config: ClusterConfig) -> ClusterConfig:
-        """Returns the config with these settings. InvalidArgument names an option."""
-        from tandem.net.limits.listener_limits import ListenerLimits
+    def first(self, sampling: Sampling) -> FirstPrompt | None:
+        """Returns the first prompt, if any. InvalidArgument for --once without a prompt."""
+        from tandem.cli.start.serving import FirstPrompt
         from tandem.protocol.errors import InvalidArgument
 
-        if self.max_messages < 1:
-            raise InvalidArgument("--max-messages", f"is {self.max_messages}, it must be above 0")
-        values = {each.name: getattr(self, each.name.removesuffix("_s")) for each in fields(ListenerLimits)}
-        try:
-            listeners = ListenerLimits(**values)
-            return replace(config, listeners=listeners, max_messages=self.max_messages)
-        except InvalidArgument as error:
-            option = f"--{error.field.removesuffix('_s').replace('_', '-')}"
-            raise InvalidArgument(option, error.message.partition(": ")[2]) from error
+        if self.prompt is not None:
+            return FirstPrompt(checked_prompt("--prompt", self.prompt), sampling)
+        if self.once:
+            raise InvalidArgument("--once", "needs a --prompt to answer")
+        return None
 
 
-def choose_hardware(roles: RoleOptions, engine: EngineOptions, *, joined: bool) -> tuple[RoleOptions, EngineOptions]:
-    """Returns the options without `auto`.
+def check_model(given: Mapping[str, Any]) -> None:
+    """Raises InvalidArgument for an empty model, or for two."""
+    from tandem.protocol.errors import InvalidArgument
+
+    if given["model"] is not None and given["random_weights"] is not None:
+        raise InvalidArgument("--random-weights", "takes the place of --model; give one of them")
+    if given["model"] == "":
+        raise InvalidArgument("--model", "is empty; give a Hugging Face folder, a GGUF file or a Hub id")
+
+
+def model_path(given: Mapping[str, Any]) -> Path | None:
+    """Returns the model's folder or file, created for random weights; None = the default model."""
+    if given["random_weights"] is not None:
+        from tandem.cli.models.random_model import random_model
+
+        return random_model(given["random_weights"])
+    return None if given["model"] is None else Path(given["model"])
+
+
+def check_workers(mode: str, *, prefill: int | None, decode: int | None, workers: int | None) -> None:
+    """Raises InvalidArgument for numbers of workers that the mode does not have; None = not given."""
+    from tandem.protocol.errors import InvalidArgument
+    from tandem.protocol.mode import Mode
+
+    if mode == AUTO and workers is not None and (prefill is not None or decode is not None):
+        raise InvalidArgument("--workers", "is for workers that do both; give it, or --prefill and --decode")
+    for option, count, modes in (
+        ("--prefill", prefill, (Mode.DISAGGREGATED,)),
+        ("--decode", decode, (Mode.DISAGGREGATED,)),
+        ("--workers", workers, (Mode.COLOCATED, Mode.ADAPTIVE)),
+    ):
+        if count is not None and mode in set(Mode) and mode not in modes:
+            raise InvalidArgument(option, f"is for --mode {' or '.join(modes)}")
+
+
+def choose_hardware(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options' values without `auto`.
 
     The device is `cuda` where this host has a usable GPU, otherwise `cpu`. On GPUs every worker has a GPU of its own
     and does both prefill and decode, adaptive over two or more; on a CPU one worker prefills and one decodes.
-    `--prefill`, `--decode` and `--workers` override this. `joined`: workers run on the nodes of another Ray cluster,
-    whose GPUs are unknown here, so their number has to be given.
+    `--prefill`, `--decode` and `--workers` override this. With `--address`, workers run on the nodes of another Ray
+    cluster, whose GPUs are unknown here, so their number has to be given.
     """
     from tandem.engine.device import usable_gpus
 
-    gpus = usable_gpus() if engine.device in {AUTO, "cuda"} else 0
-    device = engine.device if engine.device != AUTO else "cuda" if gpus else "cpu"
-    separate = roles.prefill is not None or roles.decode is not None
-    mode = roles.mode
+    device, mode, workers, joined = given["device"], given["mode"], given["workers"], bool(given["address"])
+    gpus = usable_gpus() if device in {AUTO, "cuda"} else 0
+    if device == AUTO:
+        device = "cuda" if gpus else "cpu"
     if mode == AUTO:
-        shared = roles.workers is not None or (device != "cpu" and not joined)
+        separate = given["prefill"] is not None or given["decode"] is not None
+        shared = workers is not None or (device != "cpu" and not joined)
         mode = "disaggregated" if separate or not shared else "adaptive"
-    workers = roles.workers
     if workers is None and device == "cuda" and not joined:
         workers = max(1, gpus)
-    return replace(roles, mode=mode, workers=workers), replace(engine, device=device)
+    return {**given, "device": device, "mode": mode, "workers": workers}
 
 
 @plain_errors
+@with_settings
 @option_groups
 def up(
     *,
@@ -139,40 +116,20 @@ def up(
         Path | None,
         typer.Option(
             is_eager=True,
-            callback=read_settings,
+            callback=read_config_file,
             help="YAML file with options, `http-port: 8080` a line; the command line and variables TANDEM_HTTP_PORT, …"
             " come first.",
         ),
     ] = None,
-    model: ModelOptions,
-    loras: LoraOptions,
-    roles: RoleOptions,
-    steps: StepOptions,
-    engine: EngineOptions,
-    speculation: SpeculationOptions,
-    transfer: TransferOptions,
-    hardware: HardwareOptions,
-    places: PlaceOptions,
-    planner: PlannerOptions,
-    listeners: ListenerOptions,
-    limits: LimitOptions,
-    outliving: OutlivingOptions,
-    service: ServiceOptions,
     answer: FirstPromptOptions,
+    given: Mapping[str, Any],
 ) -> None:
     """Start a cluster and serve until Ctrl-C."""
     from tandem.cli.start.serving import serve
-    from tandem.cluster.config import ClusterConfig
 
-    model.check()
-    engine.check()
-    roles.check()
+    check_model(given)
+    workers = {name: given[name] for name in ("prefill", "decode", "workers")}
+    check_workers(given["mode"], **workers)
     sampling = answer.sampling
-    roles, engine = choose_hardware(roles, engine, joined=bool(places.address))
-    settings = ClusterConfig(Path())
-    groups: tuple[ClusterOptions, ...]
-    groups = (model, loras, roles, steps, engine, speculation, transfer, hardware, places, planner, listeners, limits)
-    for group in (*groups, outliving, service):
-        settings = group.apply(settings)
-    first = answer.first(sampling)
-    serve(settings, model.path(), first, once=answer.once)
+    settings = settings_of(choose_hardware(given))
+    serve(settings, model_path(given), answer.first(sampling), once=answer.once)

@@ -8,7 +8,6 @@ import asyncio
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from tandem.cluster.joining import check_cluster_name, check_ray_address, namespace_of
 from tandem.cluster.ray_processes.controllers import (
     Controllers,
     OtherController,
@@ -21,6 +20,7 @@ from tandem.cluster.ray_processes.orphaned_workers import OrphanedWorkers, RayOr
 from tandem.cluster.ray_processes.ray_process import actor_class, on_this_node, plainly
 from tandem.cluster.supervision.handover import Handover
 from tandem.protocol.errors import FailedPrecondition, NotFound, Unavailable
+from tandem.settings.cluster import check_cluster_name, check_ray_address, namespace_of
 
 ANSWER_S = 5.0
 """Timeout for a controller to report its listener, in seconds."""
@@ -82,8 +82,8 @@ def clear_ray(address: str, name: str) -> Cleared:
 
     InvalidArgument for an invalid address or name, Unavailable if Ray cannot be joined.
     """
-    check_ray_address(address)
-    check_cluster_name(name)
+    check_ray_address("--address", address)
+    check_cluster_name("--cluster-name", name)
     ray = JoinedRay(address, namespace=namespace_of(name))
     ray.start({}, processes=1)
     try:

@@ -4,13 +4,13 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tandem.cluster.config import GPU_MEMORY_FRACTION, ClusterConfig
-from tandem.cluster.planner_config import PlannerMode
 from tandem.cluster.supervision.handover import ControllerState, Handover
 from tandem.cluster.supervision.modes import Topology
 from tandem.cluster.supervision.roles import Slot
 from tandem.protocol.messages import Role
 from tandem.protocol.mode import Mode
+from tandem.settings.cluster import GPU_MEMORY_FRACTION, ClusterSettings
+from tandem.settings.planner import PlannerMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class HandoverState:
 
 
 def inherit(
-    config: ClusterConfig, planned: Sequence[Slot], living: Mapping[str, Role], handover: Handover | None = None
+    config: ClusterSettings, planned: Sequence[Slot], living: Mapping[str, Role], handover: Handover | None = None
 ) -> HandoverState:
     """Returns the initial workers from `planned`, the config's slots, and `living`, the live workers with their roles.
 
@@ -57,7 +57,7 @@ def _absent(handover: Handover, living: Collection[str]) -> tuple[str, ...]:
     return tuple(name for name in (*handover.drained, *dict(handover.rescheduling)) if name not in living)
 
 
-def _asked(config: ClusterConfig, living: int) -> int:
+def _asked(config: ClusterSettings, living: int) -> int:
     """Returns the number of workers that there should be."""
     limits = config.planner.limits.workers
     if not living or config.planner.mode is not PlannerMode.ON or limits is None:
@@ -79,7 +79,7 @@ def _missing(planned: Sequence[Slot], there: Iterable[str], count: int) -> tuple
     return tuple(ranked[: max(count, 0)])
 
 
-def _topology(config: ClusterConfig, roles: Mapping[str, Role], living: Mapping[str, Role]) -> Topology:
+def _topology(config: ClusterSettings, roles: Mapping[str, Role], living: Mapping[str, Role]) -> Topology:
     topology = Topology.of(config)
     if topology.mode is not Mode.DISAGGREGATED:
         return topology
@@ -89,7 +89,7 @@ def _topology(config: ClusterConfig, roles: Mapping[str, Role], living: Mapping[
     return replace(topology, prefill=min(max(prefill, 1), len(roles) - 1))
 
 
-def slot_of(config: ClusterConfig, planned: Sequence[Slot], worker_id: str) -> Slot:
+def slot_of(config: ClusterSettings, planned: Sequence[Slot], worker_id: str) -> Slot:
     """Returns the slot of a worker of this name.
 
     The config may not contain it; only joined Rays have such workers, and these have a GPU each.

@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kv_transfer.nixl_backend.processes import this_process
-from tandem.cluster.config import ClusterConfig
 from tandem.cluster.ray_processes.ray_process import RayProcess, actor_class, in_place
 from tandem.cluster.supervision.process_supervisor import Process
 from tandem.logging.logs import LogConfig, begin_log
 from tandem.net.heap import freeze_gc, keep_imports
 from tandem.net.turns import set_switch_interval
+from tandem.settings.cluster import ClusterSettings
 
 if TYPE_CHECKING:
     from router.api.listeners import RouterEndpoints
@@ -106,7 +106,7 @@ class RouterProcess:
     Its actors are detached, so that they outlive a controller that dies.
     """
 
-    def __init__(self, config: ClusterConfig, token: str, number: int = 0, place: Any = None) -> None:
+    def __init__(self, config: ClusterSettings, token: str, number: int = 0, place: Any = None) -> None:
         """`number` is that of the controller, `place` the placement group of routers."""
         self._cluster = config
         self._token = token
@@ -157,44 +157,23 @@ class RouterProcess:
 
     def _config(self, incarnation: int) -> "RouterConfig":
         from router.config import RouterConfig
-        from tandem.protocol.mode import Mode
 
+        cluster = self._cluster
+        settings = cluster.router.values()
+        if cluster.on_cpu:
+            settings["chunks_per_s"] = _CPU_CHUNKS_PER_S
         config = RouterConfig(
+            **settings,
             router_id=f"router-{incarnation}",
-            model=self._cluster.model,
-            model_name=self._cluster.model_name or self._cluster.model.name,
-            model_aliases=self._cluster.model_aliases,
-            tokenizer=self._cluster.tokenizer,
-            chat_template=self._cluster.chat_template,
-            generation_config=self._cluster.generation_config,
+            model=cluster.model,
+            model_name=cluster.model_name,
+            model_aliases=cluster.model_aliases,
+            tokenizer=cluster.tokenizer,
+            mode=cluster.mode,
             controller_address=self.controller_address,
             token=self._token,
-            api_keys=self._cluster.api_keys,
-            api_key_file=self._cluster.api_key_file,
-            audit_log=self._cluster.audit_log,
-            tls=self._cluster.tls,
-            operations_port=self._cluster.operations_port,
-            allowed_origins=self._cluster.allowed_origins,
-            tool_call_parser=self._cluster.tool_call_parser,
-            reasoning_parser=self._cluster.reasoning_parser,
-            strict_requests=self._cluster.strict_requests,
-            listeners=self._cluster.listeners,
-            max_messages=self._cluster.max_messages,
-            metrics_key=self._cluster.metrics_key,
-            otlp_endpoint=self._cluster.otlp_endpoint,
-            mode=Mode(self._cluster.mode),
-            slo_classes=self._cluster.slo_classes,
-            default_slo_class=self._cluster.default_slo_class,
-            default_max_tokens=self._cluster.default_max_tokens,
-            host=self._cluster.host,
-            insecure=self._cluster.insecure,
-            grpc_port=self._cluster.grpc_port,
-            http_port=self._cluster.http_port,
-            worker_silence_s=self._cluster.worker_silence_s,
-            recovery_timeout_s=self._cluster.recovery_timeout_s,
+            metrics_key=cluster.metrics_key,
         )
-        if self._cluster.on_cpu:
-            config = replace(config, chunks_per_s=_CPU_CHUNKS_PER_S)
         grpc_address, http_address, operations_address = self.listeners
         if not grpc_address:
             return config

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tandem.cluster.config import ClusterConfig
 from tandem.cluster.ray_processes.orphaned_workers import (
     OrphanedWorker,
     is_made,
@@ -18,6 +17,7 @@ from tandem.cluster.supervision.process_supervisor import Process
 from tandem.cluster.supervision.roles import GPU, Slot, bundle
 from tandem.net.security.credentials import metrics_key_of
 from tandem.protocol.messages import Assignment
+from tandem.settings.cluster import ClusterSettings
 
 if TYPE_CHECKING:
     from tandem.worker.config import WorkerConfig
@@ -42,7 +42,7 @@ class WorkerActors:
 
     def __init__(
         self,
-        config: ClusterConfig,
+        config: ClusterSettings,
         token: str,
         on_metrics: Callable[[Slot, str], None] = lambda _slot, _address: None,
     ) -> None:
@@ -112,48 +112,31 @@ class WorkerActors:
 
         cluster = self._cluster
         engine = EngineConfig(
+            **cluster.engine.values() | {"kv_cache_bytes": cluster.worker_kv_cache_bytes},
             model=cluster.model,
             tokenizer=cluster.tokenizer,
-            max_model_len=cluster.max_model_len,
             device=slot.device,
-            dtype=cluster.dtype,
-            kv_cache_dtype=cluster.kv_cache_dtype,
-            quantization=cluster.quantization_of(assignment.role),
-            page_tokens=cluster.page_tokens,
-            kv_cache_bytes=cluster.worker_kv_cache_bytes,
             memory_fraction=slot.memory_fraction,
-            max_step_tokens=cluster.max_step_tokens,
             max_batch_requests=cluster.batch_requests,
-            random_weights=cluster.random_weights,
-            draft_graphs=SpeculationMethod(cluster.speculate) not in (SpeculationMethod.AUTO, SpeculationMethod.OFF),
-            draft=cluster.draft,
-            threads=cluster.threads,
+            quantization=cluster.quantization_of(assignment.role),
             # The controller has workers with slots load them (`tandem/cluster/operations/adapters.py`).
-            adapters=() if cluster.runtime_loras else tuple(AdapterSource(*lora) for lora in cluster.loras),
-            runtime_loras=cluster.runtime_loras,
-            max_loras=cluster.max_loras,
-            max_lora_rank=cluster.max_lora_rank,
+            adapters=() if cluster.engine.runtime_loras else tuple(AdapterSource(*lora) for lora in cluster.loras),
+            draft_graphs=cluster.worker.speculate not in {SpeculationMethod.AUTO, SpeculationMethod.OFF},
         )
+        steps = {
+            "step_policy": assignment.step_policy,
+            "step_budget": assignment.step_budget,
+            "itl_target_s": assignment.itl_target_s,
+        }
         return WorkerConfig(
+            **cluster.worker.values() | steps,
             worker_id=slot.worker_id,
             role=assignment.role,
             engine=engine,
-            model_name=cluster.model_name or cluster.model.name,
+            model_name=cluster.model_name,
             controller_address=self.controller_address,
             token=self._token,
-            metrics_key=cluster.metrics_key or (metrics_key_of(self._token) if cluster.guarded else ""),
-            step_deadline_s=cluster.step_deadline_s,
-            prefix_cache=cluster.prefix_cache,
-            speculate=SpeculationMethod(cluster.speculate),
-            kv_checksum_rate=cluster.kv_checksum_rate,
-            trusted_network=cluster.trusted_network,
-            lease_s=cluster.kv_lease_s,
-            transfer_deadline_s=cluster.kv_transfer_deadline_s,
-            quarantine_share_max=cluster.kv_quarantine_share,
-            step_policy=assignment.step_policy,
-            step_budget=assignment.step_budget,
-            itl_target_s=assignment.itl_target_s,
-            ceilings=cluster.ceilings,
+            metrics_key=cluster.metrics_key or (metrics_key_of(self._token) if cluster.router.guarded else ""),
             outlive_s=cluster.workers_outlive_s,
             gather_s=_CPU_GATHER_S if slot.device == "cpu" else 0.0,
         )

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tandem.cluster.config import ClusterConfig
 from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.messages import Assignment, Role
 from tandem.protocol.mode import Mode
 from tandem.protocol.policy_name import PolicyName
+from tandem.settings.cluster import ClusterSettings
 
 _PREFILLS_FIRST = {Role.PREFILL: 0, Role.BOTH: 1, Role.DECODE: 2}
 
@@ -28,11 +28,10 @@ class Topology:
     itl_target_s: float | None = None
 
     @classmethod
-    def of(cls, config: ClusterConfig) -> "Topology":
+    def of(cls, config: ClusterSettings) -> "Topology":
         """Returns the topology that the config asks for."""
-        mode = Mode(config.mode)
-        prefill = config.prefill if mode is Mode.DISAGGREGATED else 0
-        return cls(mode, prefill, PolicyName(config.step_policy), config.step_budget, config.itl_target_s)
+        prefill, worker = config.prefill if config.mode is Mode.DISAGGREGATED else 0, config.worker
+        return cls(config.mode, prefill, worker.step_policy, worker.step_budget, worker.itl_target_s)
 
     def assignment(self, role: Role) -> Assignment:
         """Returns the assignment of a worker with this role."""

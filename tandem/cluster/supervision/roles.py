@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tandem.cluster.config import GPU_MEMORY_FRACTION, WORKERS_MAX, ClusterConfig
 from tandem.protocol.errors import FailedPrecondition
 from tandem.protocol.messages import Role
 from tandem.protocol.mode import Mode
+from tandem.settings.cluster import GPU_MEMORY_FRACTION, WORKERS_MAX, ClusterSettings
 
 GPU = "GPU"
 """Ray's name of the GPU resource."""
@@ -30,7 +30,7 @@ class Slot:
     """Fraction of its GPU's memory that the worker may use; unused on `cpu`."""
 
 
-def plan(config: ClusterConfig, gpus: int) -> tuple[Slot, ...]:
+def plan(config: ClusterSettings, gpus: int) -> tuple[Slot, ...]:
     """Returns one slot for each worker the config asks for.
 
     On `cuda` the workers take the `gpus` of the host in turn or, on a joined Ray, whichever GPU their node assigns.
@@ -43,7 +43,7 @@ def plan(config: ClusterConfig, gpus: int) -> tuple[Slot, ...]:
     )
 
 
-def another(config: ClusterConfig, role: Role, slots: Sequence[Slot], gpus: int) -> Slot:
+def another(config: ClusterSettings, role: Role, slots: Sequence[Slot], gpus: int) -> Slot:
     """Returns a slot for one more worker next to `slots`, with the lowest free number.
 
     FailedPrecondition if it would need a GPU of this host whose memory the others already use.
@@ -64,13 +64,13 @@ def another(config: ClusterConfig, role: Role, slots: Sequence[Slot], gpus: int)
     return Slot(worker_id, role, device, fraction)
 
 
-def _counts(config: ClusterConfig) -> dict[Role, int]:
+def _counts(config: ClusterSettings) -> dict[Role, int]:
     if config.mode == Mode.DISAGGREGATED:
         return {Role.PREFILL: config.prefill, Role.DECODE: config.decode}
     return {Role.BOTH: config.workers}
 
 
-def _memory_fraction(config: ClusterConfig, sharers: int) -> float:
+def _memory_fraction(config: ClusterSettings, sharers: int) -> float:
     if config.memory_fraction is not None:
         return config.memory_fraction
     return GPU_MEMORY_FRACTION if config.on_cpu or config.ray_address else GPU_MEMORY_FRACTION / sharers
@@ -87,7 +87,7 @@ def bundle(slot: Slot) -> dict[str, float]:
     return _places(slot.role, 1) | ({GPU: 1.0} if slot.device == "cuda" else {})
 
 
-def offer(config: ClusterConfig) -> dict[str, float]:
+def offer(config: ClusterSettings) -> dict[str, float]:
     """Returns the resources that all nodes of a joined Ray must offer together to hold every worker of `config`."""
     offered: Counter[str] = Counter()
     for role, count in _counts(config).items():

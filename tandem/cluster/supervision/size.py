@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tandem.cluster.config import WORKERS_MAX
 from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.messages import Role
 from tandem.protocol.mode import Mode
+from tandem.settings.cluster import WORKERS_MAX
 
 
 @dataclass(frozen=True, slots=True)

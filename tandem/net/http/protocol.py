@@ -12,7 +12,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from tandem.net.limits.listener_limits import ListenerLimits
+from tandem.settings.listeners import ListenerLimits
 
 READ_BYTES = 16 << 10
 """Most bytes read from a connection at a time, because small chunks take about 15 µs each and block others."""

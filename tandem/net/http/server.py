@@ -16,8 +16,8 @@ import uvicorn
 
 from tandem.net.address import address_of
 from tandem.net.http.protocol import READ_BYTES, Connections, GuardedProtocol
-from tandem.net.limits.listener_limits import DEFAULT_LIMITS, ListenerLimits
 from tandem.protocol.errors import FailedPrecondition
+from tandem.settings.listeners import DEFAULT_LIMITS, ListenerLimits
 
 
 class Listener:

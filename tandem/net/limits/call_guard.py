@@ -11,8 +11,8 @@ import grpc
 import grpc.aio
 
 from tandem.net.limits.call_count import CallCount
-from tandem.net.limits.listener_limits import ListenerLimits
 from tandem.protocol.errors import DeadlineExceeded, InvalidArgument
+from tandem.settings.listeners import ListenerLimits
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Deserialize = Callable[[bytes], Any]

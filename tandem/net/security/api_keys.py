@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from tandem.logging.recurring import RECURRING
-from tandem.net.security.credentials import check_key, presented_key
+from tandem.net.security.credentials import presented_key
 from tandem.net.security.watched_files import WatchedFiles
 from tandem.protocol.errors import InvalidArgument, PermissionDenied, TandemError, Unauthenticated
+from tandem.settings.parsing import check_key
 
 log = logging.getLogger(__name__)
 

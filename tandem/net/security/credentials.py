@@ -11,14 +11,6 @@ from tandem.protocol.errors import InvalidArgument
 _SCHEME = b"bearer "
 
 
-def check_key(field: str, key: str) -> None:
-    """Raise InvalidArgument for `field` unless `key` is visible ASCII without spaces, as headers require."""
-    if not key:
-        raise InvalidArgument(field, "is empty, and an empty key would let everybody in; give a key or leave it out")
-    if not all("!" <= char <= "~" for char in key):
-        raise InvalidArgument(field, "must be ASCII letters, digits and signs without spaces; choose another key")
-
-
 def check_guarded(field: str, host: str, *, guarded: bool, insecure: bool) -> None:
     """Raise InvalidArgument for `field` if a router on `host` would be open to the network without an API key.
 

@@ -22,27 +22,11 @@ from cryptography.hazmat.primitives import serialization
 from tandem.logging.recurring import RECURRING
 from tandem.net.security.watched_files import WatchedFiles
 from tandem.protocol.errors import InvalidArgument
+from tandem.settings.tls import TlsFiles
 
 log = logging.getLogger(__name__)
 
 CERTIFICATE, KEY, CLIENT_CA = "--tls-certificate", "--tls-key", "--tls-client-ca"
-
-
-@dataclass(frozen=True, slots=True)
-class TlsFiles:
-    """Files in PEM format."""
-
-    certificate: Path
-    """The server's certificate, then those between it and its authority."""
-    key: Path
-    """The key of the certificate, not encrypted."""
-    client_ca: Path | None = None
-    """The authorities of clients' certificates, which every client must then present; None = clients need none."""
-
-    @property
-    def all(self) -> tuple[Path, ...]:
-        """All files."""
-        return (self.certificate, self.key, *([self.client_ca] if self.client_ca else ()))
 
 
 def tls_files(certificate: str, key: str, client_ca: str) -> TlsFiles | None:

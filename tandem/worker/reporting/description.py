@@ -62,7 +62,10 @@ def _settings(config: WorkerConfig, wanted: Callable[[str], bool]) -> Settings:
 
 
 def _values(config: Any) -> Iterable[tuple[str, object]]:
-    return ((each.name, getattr(config, each.name)) for each in fields(config))
+    """Yields the fields of a record, its own before those of its settings."""
+    own = type(config).__annotations__
+    ordered = sorted(fields(config), key=lambda field: field.name not in own)
+    return ((field.name, getattr(config, field.name)) for field in ordered)
 
 
 def _told(name: str, value: object) -> str:

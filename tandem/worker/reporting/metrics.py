@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from prefill_worker.page_writes import WritingTime
-from tandem.cost_model.roofline import Ceilings, Roofline
+from tandem.cost_model.roofline import Roofline
 from tandem.cost_model.step_work import StepWork
 from tandem.engine.speculation.proposer import DRAFT_SOURCES, DRAFTS_MAX, DraftSource
 from tandem.metrics import families as f
@@ -19,6 +19,7 @@ from tandem.metrics.registry import Facts, Reading, Registry
 from tandem.protocol.cost_parameters import SECONDS, CostParameters
 from tandem.protocol.lifecycle.timeline import TransferStats
 from tandem.protocol.messages import FinishReason, RoutedEvent, WorkerInspection
+from tandem.settings.ceilings import Ceilings
 
 if TYPE_CHECKING:
     from decode_worker.speculation import SpeculationCounts

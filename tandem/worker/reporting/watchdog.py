@@ -33,7 +33,7 @@ class Watchdog:
         on_stuck: Callable[[BaseException], None],
     ) -> None:
         self._step_deadline_s = config.step_deadline
-        self._period_s = max(0.01, min(config.lease_s, config.quarantine_s, config.step_deadline) / 10)
+        self._period_s = max(0.01, min(config.kv_lease_s, config.quarantine_s, config.step_deadline) / 10)
         self._loop = loop
         self._halves = halves
         self._cache = cache

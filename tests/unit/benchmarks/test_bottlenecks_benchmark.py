@@ -15,7 +15,6 @@ from benchmarks.bottlenecks.look import Finding, Listener, _look, read
 from benchmarks.load.served_model import ServedModel
 from tandem.capacity.simulation.hardware import roofline
 from tandem.cli.load.report import LoadReport
-from tandem.cluster.config import ClusterConfig
 from tandem.cost_model.roofline import GPU
 from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import chunk_pairs
@@ -30,6 +29,7 @@ from tandem.protocol.ending import pages_for
 from tandem.protocol.errors import InvalidArgument, Unavailable
 from tandem.protocol.messages import Role
 from tandem.protocol.mode import Mode
+from tandem.settings.cluster import ClusterSettings
 
 TCP_BYTES_PER_S, SLOW_TCP_BYTES_PER_S = 2e9, 4e8
 """Bandwidth of one stream over a host's loopback, staged through host memory: typical, and at worst."""
@@ -48,12 +48,12 @@ def kv_bytes(device: str) -> int:
 @pytest.mark.parametrize("device", STAGES)
 def test_loads_meet_their_bottlenecks_and_no_other(device: str, tmp_path: Path) -> None:
     stage = STAGES[device]
-    config = ClusterConfig(tmp_path, **settings_for(stage, device, 2))  # type: ignore[arg-type]
-    assert config.kv_cache_bytes is not None
-    assert config.page_tokens is not None
-    pages = config.kv_cache_bytes // (config.page_tokens * kv_bytes(device))
+    config = ClusterSettings.of(tmp_path, **settings_for(stage, device, 2))
+    assert config.engine.kv_cache_bytes is not None
+    assert config.engine.page_tokens is not None
+    pages = config.engine.kv_cache_bytes // (config.engine.page_tokens * kv_bytes(device))
     for load in stage.loads:
-        one = pages_for(load.prompt + load.answer, config.page_tokens)
+        one = pages_for(load.prompt + load.answer, config.engine.page_tokens)
         rows = min(load.requests, config.batch_requests)
         crowded = load.bottleneck is Bottleneck.KV_CAPACITY
         if load.half is Role.DECODE and not load.every_s:
@@ -88,7 +88,7 @@ def test_what_is_made_narrow(tmp_path: Path) -> None:
     assert small.base_s < 2 * GPU.launch_s
     for stage in (wire, host):
         assert stage.workers is not None
-        ClusterConfig(tmp_path, **settings_for(stage, "cuda", stage.workers))  # type: ignore[arg-type]
+        ClusterSettings.of(tmp_path, **settings_for(stage, "cuda", stage.workers))
     assert host.settings["max_step_tokens"] < 2 * tiny.prompt  # type: ignore[operator]
     with pytest.raises(SystemExit):
         command.parse_arguments(["--narrow", "wire"])

@@ -10,13 +10,13 @@ from benchmarks.planner.hours import Day
 from benchmarks.planner.live_hours import LiveDay, parse_hour
 from benchmarks.planner.oracles import judged, undone
 from benchmarks.planner.run import PlannedRun, Run
-from router.slo import SloClass
 from tandem.capacity.planner.decision import Split
 from tandem.capacity.simulation.hardware import hardware
 from tandem.cli.load.record import RequestRecord
 from tandem.cli.load.report import make_report
 from tandem.cli.load.slo import SloCell
 from tandem.protocol.errors import InvalidArgument
+from tandem.settings.slo import SloClass
 
 WORKERS, HOUR_S = 4, 50.0
 SLO = SloClass("planned", ttft_s=3.0, itl_s=0.03, itl_percent=95.0)

@@ -13,11 +13,11 @@ from benchmarks.simulation.chunks import Chunks
 from benchmarks.simulation.stage import Stage, make_requests
 from benchmarks.strategies.rows import strategies
 from benchmarks.strategies.workloads import offers
-from router.slo import BEST_EFFORT, SloClass
 from tandem.capacity.simulation.hardware import hardware, read_costs
 from tandem.capacity.simulation.network import Network
 from tandem.cli.load.slo import standard_cells
 from tandem.protocol.errors import InvalidArgument
+from tandem.settings.slo import BEST_EFFORT, SloClass
 
 
 @pytest.fixture(scope="module")

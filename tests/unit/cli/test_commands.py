@@ -5,7 +5,7 @@ import json
 import socket
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,11 +21,11 @@ from tandem.cli.connection.client import Sampling
 from tandem.cli.main import app
 from tandem.cli.plain_errors import plain_errors
 from tandem.cli.start.preflight import check_memory, check_page, check_weights, warn_of_slow_pages
-from tandem.cluster.config import CPU_KV_CACHE_BYTES, ClusterConfig
 from tandem.engine.cache.paged_cache import cache_bytes
 from tandem.engine.models.allocation import weight_bytes
 from tandem.engine.models.load_spec import load_spec
 from tandem.protocol.errors import InvalidArgument, ModelError, ResourceExhausted, TandemError, Unavailable
+from tandem.settings.cluster import CPU_KV_CACHE_BYTES, ClusterSettings
 from tests.factories import write_tiny_model
 
 ANY_PORTS = ["--grpc-port", "0", "--http-port", "0"]
@@ -334,7 +334,7 @@ def test_a_gpu_past_the_last_is_told_before_ray_starts(tmp_path: Path, monkeypat
 def test_pages_that_slow_a_gpu_down_are_told_with_the_better_size(
     settings: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    warn_of_slow_pages(ClusterConfig(**({"model": Path("nowhere"), "device": "cuda"} | settings)))
+    warn_of_slow_pages(ClusterSettings.of(**({"model": Path("nowhere"), "device": "cuda"} | settings)))
     assert capsys.readouterr().err == said
 
 
@@ -352,14 +352,14 @@ def test_a_page_of_random_weights_is_sized_without_any(tmp_path: Path) -> None:
     large: dict[str, Any] = {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 8}
     model = write_tiny_model(tmp_path / "tiny", torch_dtype=None, dtype=None, **large)
     (model / "model.safetensors").unlink()
-    config = ClusterConfig(model=model, device="cuda", kv_cache_bytes=1 << 20, page_tokens=1, random_weights=True)
+    config = ClusterSettings.of(model=model, device="cuda", kv_cache_bytes=1 << 20, page_tokens=1, random_weights=True)
     check_page(config)
     two_pages = 2 * 3 * 2 * 8 * 128 * 128 * 2
-    check_page(replace(config, kv_cache_bytes=two_pages, page_tokens=128))
+    check_page(config.with_fields(kv_cache_bytes=two_pages, page_tokens=128))
     with pytest.raises(InvalidArgument, match="hold no page of 128 tokens"):
-        check_page(replace(config, kv_cache_bytes=two_pages - 1, page_tokens=128))
+        check_page(config.with_fields(kv_cache_bytes=two_pages - 1, page_tokens=128))
     with pytest.raises(InvalidArgument, match="hold no page of 1024 tokens"):
-        check_page(replace(config, page_tokens=1024))
+        check_page(config.with_fields(page_tokens=1024))
 
 
 def test_a_cache_that_holds_no_page_is_told_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,10 +383,10 @@ def test_a_cache_larger_than_the_memory_names_its_option(size: str) -> None:
 
 
 def test_other_hosts_memory_is_not_judged_by_this_one() -> None:
-    here = ClusterConfig(model=Path("m"), kv_cache_bytes=1 << 49)
+    here = ClusterSettings.of(model=Path("m"), kv_cache_bytes=1 << 49)
     with pytest.raises(InvalidArgument, match="--kv-cache-gib"):
         check_memory(here)
-    check_memory(replace(here, ray_address="auto"))
+    check_memory(here.with_fields(ray_address="auto"))
 
 
 def test_weights_larger_than_the_memory_are_told_before_ray_starts(
@@ -408,7 +408,7 @@ def test_weights_larger_than_the_memory_are_told_before_ray_starts(
 
 def test_all_workers_weights_count_where_they_lie_in_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_tiny_model(tmp_path / "tiny")
-    config = ClusterConfig(model=model, prefill=2, decode=1)
+    config = ClusterSettings.of(model=model, prefill=2, decode=1)
     one = weight_bytes(load_spec(model), torch.float32)
     available = [3 * (one + CPU_KV_CACHE_BYTES)]
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=available[0]))
@@ -416,15 +416,17 @@ def test_all_workers_weights_count_where_they_lie_in_this_host(tmp_path: Path, m
     available[0] -= 1
     with pytest.raises(InvalidArgument, match=r"3 workers with 0\.00 GiB of weights and 1 GiB of KV cache each"):
         check_weights(config)
-    check_weights(replace(config, dtype="bfloat16"))
-    check_weights(replace(config, kv_cache_bytes=CPU_KV_CACHE_BYTES // 2))
-    check_weights(replace(config, device="cuda"))
-    check_weights(replace(config, ray_address="auto"))
+    check_weights(config.with_fields(dtype="bfloat16"))
+    check_weights(config.with_fields(kv_cache_bytes=CPU_KV_CACHE_BYTES // 2))
+    check_weights(config.with_fields(device="cuda"))
+    check_weights(config.with_fields(ray_address="auto"))
 
 
 def test_the_memory_of_drafts_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, draft = write_tiny_model(tmp_path / "tiny"), write_tiny_model(tmp_path / "draft", num_hidden_layers=1)
-    config = ClusterConfig(model=model, prefill=1, decode=1, kv_cache_bytes=1 << 20, speculate="draft", draft=draft)
+    config = ClusterSettings.of(
+        model=model, prefill=1, decode=1, kv_cache_bytes=1 << 20, speculate="draft", draft=draft
+    )
     each = sum(weight_bytes(load_spec(folder), torch.float32) for folder in (model, draft))
     available = [2 * (each + (1 << 20))]
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=available[0]))
@@ -432,10 +434,10 @@ def test_the_memory_of_drafts_counts(tmp_path: Path, monkeypatch: pytest.MonkeyP
     available[0] -= 1
     with pytest.raises(InvalidArgument, match=r"2 workers with .* do not fit"):
         check_weights(config)
-    check_weights(replace(config, speculate="ngram", draft=None))
+    check_weights(config.with_fields(speculate="ngram", draft=None))
     page = cache_bytes(load_spec(model), 1, 1024, torch.float32)
-    config = replace(config, kv_cache_bytes=page, page_tokens=1024)
-    check_page(replace(config, speculate="ngram", draft=None))
+    config = config.with_fields(kv_cache_bytes=page, page_tokens=1024)
+    check_page(config.with_fields(speculate="ngram", draft=None))
     with pytest.raises(InvalidArgument, match="without the draft model's part, hold no page of 1024 tokens"):
         check_page(config)
 

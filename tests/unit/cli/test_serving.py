@@ -15,9 +15,9 @@ from tandem.cli.main import app
 from tandem.cli.observe import log_folder
 from tandem.cli.start import serving
 from tandem.cli.start.serving import FirstPrompt, StartView, serve
-from tandem.cluster.config import ClusterConfig
 from tandem.cluster.launcher import Endpoints, Progress
 from tandem.protocol.errors import Unavailable
+from tandem.settings.cluster import ClusterSettings
 from tests.factories import write_tiny_model
 
 
@@ -30,11 +30,11 @@ class NoCluster:
     interrupt: tuple[signal.Signals, ...] = ()
     """The signal that interrupts `wait`."""
 
-    def __init__(self, config: ClusterConfig) -> None:
+    def __init__(self, config: ClusterSettings) -> None:
         self.config = config
 
     @classmethod
-    def start(cls, config: ClusterConfig, _progress: object) -> "NoCluster":
+    def start(cls, config: ClusterSettings, _progress: object) -> "NoCluster":
         if cls.failure is not None:
             raise cls.failure
         cls.last = cls(config)
@@ -59,8 +59,8 @@ def clusters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[NoCluster]
     return kind
 
 
-def config_of(**settings: Any) -> ClusterConfig:
-    return ClusterConfig(model=Path("m"), model_name="m", grpc_port=0, http_port=0, **settings)
+def config_of(**settings: Any) -> ClusterSettings:
+    return ClusterSettings.of(model=Path("m"), served_model_names=("m",), grpc_port=0, http_port=0, **settings)
 
 
 @pytest.mark.parametrize("once", [True, False])
@@ -75,7 +75,7 @@ def test_where_it_serves_and_logs_is_told_after_the_answer(
     assert all(place in told for place in places)
     assert ("Ctrl-C stops it" in told) is clusters.last.waited is not once
     assert clusters.last.stopped
-    assert clusters.last.config.log_file("decode-0") == logs / "decode-0.log"
+    assert clusters.last.config.log_of("decode-0").file == logs / "decode-0.log"
     assert state.running() == []
 
 

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 import tandem.cli.main
 from tandem.cli.main import app
-from tandem.cli.start.settings import ALIASES, OFF_ALIASES
-from tandem.cluster.config import ClusterConfig
-from tests.unit.cli.test_up import OPTIONS, served
+from tandem.cli.start.setting_options import OPTIONS as ALL
+from tandem.settings.cluster import ClusterSettings
+from tests.unit.cli.test_up import OPTIONS, served, value_of
 
 __all__ = ["served"]
 
@@ -47,7 +47,7 @@ def run(*words: str, command: str = "up", **env: str) -> Any:
 
 
 def assert_all(served: list[Any]) -> None:
-    assert {name: getattr(served[0], name) for name, _ in OPTIONS.values()} == dict(OPTIONS.values())
+    assert {name: value_of(served[0], name) for name, _ in OPTIONS.values()} == dict(OPTIONS.values())
 
 
 @pytest.mark.parametrize("dash", ["-", "_"])
@@ -78,11 +78,11 @@ def test_the_command_line_comes_before_the_environment_and_that_before_the_file(
     config = f"--config {tmp_path}/a.yaml"
     env = {"TANDEM_HTTP_PORT": "2", "TANDEM_GRPC_PORT": "4"}
     assert run(*shlex.split(f"{config} --http-port 3"), **env).exit_code == 0
-    assert (served[0].http_port, served[0].grpc_port, served[0].metrics_port) == (3, 4, 1)
-    assert served[0].api_keys == ("f" * 32,)
+    assert (served[0].router.http_port, served[0].router.grpc_port, served[0].metrics_port) == (3, 4, 1)
+    assert served[0].router.api_keys == ("f" * 32,)
     served.clear()
     assert run(**env, TANDEM_CONFIG=str(tmp_path / "a.yaml")).exit_code == 0
-    assert (served[0].http_port, served[0].metrics_port) == (2, 1)
+    assert (served[0].router.http_port, served[0].metrics_port) == (2, 1)
 
 
 @pytest.mark.parametrize(
@@ -128,8 +128,8 @@ def test_a_misspelled_variable_is_refused_as_a_setting_in_a_file_is(served: list
 def test_help_names_aliases_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     for command in ("up", "serve"):
         shown = re.sub(r"[│\s]+", " ", run("--help", command=command, COLUMNS="100").output)
-        for aliases in ALIASES.values():
-            assert all(f"name: {alias}" in shown for alias in aliases), command
+        for option in ALL.values():
+            assert all(f"name: {alias}" in shown for alias in option.setting.aliases), command
         assert "--memory-fraction <float>" in shown
 
 
@@ -137,27 +137,26 @@ def test_a_missing_file_is_named_and_an_empty_one_says_nothing(served: list[Any]
     assert run("--config", str(tmp_path / "none.yaml")).exit_code == 2
     (tmp_path / "empty.yaml").write_text("# nothing\n")
     assert run("--config", str(tmp_path / "empty.yaml")).exit_code == 0
-    assert served[0].http_port == ClusterConfig(Path()).http_port
+    assert served[0].router.http_port == ClusterSettings(Path()).router.http_port
 
 
 def test_vllms_names_are_understood(served: list[Any], tmp_path: Path) -> None:
     words = "--port 81 --gpu-memory-utilization 0.5 --block-size 64 --max-num-batched-tokens 99 --max-num-seqs 7"
     assert run(*words.split(), "--no-enable-prefix-caching").exit_code == 0
     config = served[0]
-    assert (config.http_port, config.memory_fraction, config.page_tokens) == (81, 0.5, 64)
-    assert (config.max_step_tokens, config.max_batch_requests, config.prefix_cache) == (99, 7, False)
+    assert (config.router.http_port, config.memory_fraction, config.engine.page_tokens) == (81, 0.5, 64)
+    assert (config.engine.max_step_tokens, config.max_batch_requests, config.worker.prefix_cache) == (99, 7, False)
     served.clear()
     (tmp_path / "a.yaml").write_text("port: 82\nmax-num-seqs: 8\nenable_prefix_caching: false\n")
     assert run("--config", str(tmp_path / "a.yaml"), "--enable-prefix-caching").exit_code == 0
-    assert (served[0].http_port, served[0].max_batch_requests, served[0].prefix_cache) == (82, 8, True)
-    assert set(OFF_ALIASES) <= set(ALIASES)
+    assert (served[0].router.http_port, served[0].max_batch_requests, served[0].worker.prefix_cache) == (82, 8, True)
 
 
 def test_a_model_may_have_several_names(served: list[Any], tmp_path: Path) -> None:
     words = "/m --served-model-name big big-latest --port 0 --max-model-len 9"
     assert run(*words.split(), command="serve").exit_code == 0
     assert (served[1], served[0].model_name, served[0].model_aliases) == (Path("/m"), "big", ("big-latest",))
-    assert (served[0].http_port, served[0].max_model_len) == (0, 9)
+    assert (served[0].router.http_port, served[0].engine.max_model_len) == (0, 9)
     served.clear()
     (tmp_path / "a.yaml").write_text("served-model-name: [a, b]\n")
     assert run("--config", str(tmp_path / "a.yaml")).exit_code == 0
@@ -171,7 +170,7 @@ def test_a_model_may_have_several_names(served: list[Any], tmp_path: Path) -> No
 def test_adapters_have_vllms_names_too(served: list[Any], tmp_path: Path) -> None:
     wanted = (("sql", Path("/a")), ("poems", Path("/b")))
     assert run(*["/m", "--lora-modules", "sql=/a", "poems=/b", "--max-loras", "2"], command="serve").exit_code == 0
-    assert (served[0].loras, served[0].max_loras) == (wanted, 2)
+    assert (served[0].loras, served[0].engine.max_loras) == (wanted, 2)
     served.clear()
     (tmp_path / "a.yaml").write_text("lora: [sql=/a, poems=/b]\n")
     assert run("--config", str(tmp_path / "a.yaml")).exit_code == 0

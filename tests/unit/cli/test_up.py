@@ -1,20 +1,22 @@
 """`tandem up`: each option's effect on the cluster's settings."""
 
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from router.slo_options import parse_class, with_defaults
-from tandem.capacity.planner.decision import Limits, Range
 from tandem.cli.connection.client import Sampling
 from tandem.cli.main import app
 from tandem.cli.start.serving import FirstPrompt
-from tandem.cluster.config import GIB, ClusterConfig
-from tandem.cluster.planner_config import PlannerConfig, PlannerMode
-from tandem.cost_model.roofline import parse_ceilings
-from tandem.net.limits.listener_limits import ListenerLimits
+from tandem.settings.ceilings import parse_ceilings
+from tandem.settings.cluster import ClusterSettings
+from tandem.settings.engine import GIB
+from tandem.settings.listeners import ListenerLimits
+from tandem.settings.planner import Limits, PlannerMode, PlannerSettings, Range
+from tandem.settings.slo import parse_class, with_defaults
+from tandem.settings.tree import fields_by_name
 
 KEY, SECRET = "k" * 32, "s" * 32
 OPTIONS: dict[str, tuple[str, Any]] = {
@@ -60,7 +62,7 @@ OPTIONS: dict[str, tuple[str, Any]] = {
     "--recovery-timeout 9": ("recovery_timeout_s", 9.0),
     "--planner dry-run --planner-window 22 --planner-workers 2:8 --planner-prefill 1:3 --planner-decode 1:4": (
         "planner",
-        PlannerConfig(PlannerMode.DRY_RUN, 22.0, Limits(Range(1, 3), Range(1, 4), Range(2, 8))),
+        PlannerSettings(PlannerMode.DRY_RUN, 22.0, Limits(Range(1, 3), Range(1, 4), Range(2, 8))),
     ),
     "--host 1.2.3.4": ("host", "1.2.3.4"),
     "--insecure": ("insecure", True),
@@ -89,6 +91,13 @@ OPTIONS: dict[str, tuple[str, Any]] = {
 }
 
 
+def value_of(settings: ClusterSettings, name: str) -> object:
+    """Returns a setting by its field's name, or a property of the settings."""
+    path, _ = fields_by_name(ClusterSettings).get(name, (name, None))
+    value: object = attrgetter(path)(settings)
+    return value
+
+
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Records config, model, first prompt and `once` of each requested cluster."""
@@ -107,13 +116,13 @@ def up(*options: str) -> None:
 def test_each_option_sets_what_it_names(served: list[Any]) -> None:
     up(*OPTIONS, "--prompt hi", "--max-tokens 7", "--temperature 0.5", "--once")
     config, *rest = served
-    assert {name: getattr(config, name) for name, _ in OPTIONS.values()} == dict(OPTIONS.values())
+    assert {name: value_of(config, name) for name, _ in OPTIONS.values()} == dict(OPTIONS.values())
     assert rest == [Path("/m"), FirstPrompt("hi", Sampling(7, 0.5)), True]
 
 
 def test_without_options_the_settings_are_their_own_defaults(served: list[Any]) -> None:
     up()
-    assert served == [ClusterConfig(Path()), None, None, False]
+    assert served == [ClusterSettings(Path()), None, None, False]
 
 
 @pytest.mark.parametrize("option", ["--tool-call-parser", "--reasoning-parser"])
@@ -133,7 +142,7 @@ def test_random_weights_are_a_models_shape(served: list[Any], monkeypatch: pytes
     monkeypatch.setattr("tandem.cli.models.random_model.random_model", lambda shape: Path("/cache") / shape)
     up("--random-weights llama-3-8b")
     config, model, *_ = served
-    assert (config.random_weights, model) == (True, Path("/cache/llama-3-8b"))
+    assert (config.engine.random_weights, model) == (True, Path("/cache/llama-3-8b"))
 
 
 def test_secrets_come_from_files_too(served: list[Any], tmp_path: Path) -> None:
@@ -147,8 +156,8 @@ def test_secrets_come_from_files_too(served: list[Any], tmp_path: Path) -> None:
     files = f"--api-key-file {tmp_path}/keys", f"--token-file {tmp_path}/token", f"--metrics-key-file {tmp_path}/m"
     up("--api-key k2", "--api-key k0", *files)
     config = served[0]
-    assert (config.api_keys, config.token, config.metrics_key) == (("k2", "k0"), SECRET, "mk")
-    assert config.api_key_file == tmp_path / "keys", "the router reads it, again whenever it changes"
+    assert (config.router.api_keys, config.token, config.metrics_key) == (("k2", "k0"), SECRET, "mk")
+    assert config.router.api_key_file == tmp_path / "keys", "the router reads it, again whenever it changes"
     served.clear()
     up("--token other", *files)
     assert served[0].token == "other", "what is given by hand is taken"

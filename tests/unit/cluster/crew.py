@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tandem.cluster.config import ClusterConfig
 from tandem.cluster.operations.assignments import Assignments
 from tandem.cluster.operations.operator import Operator
 from tandem.cluster.operations.worker_slots import Fleet
@@ -19,11 +18,12 @@ from tandem.cluster.supervision.roles import Slot, another
 from tandem.protocol.errors import Unavailable
 from tandem.protocol.messages import Assignment, ModelFacts, PeerRef, Role, WorkerInfo
 from tandem.protocol.mode import Mode
+from tandem.settings.cluster import ClusterSettings
 
 P, D, BOTH = Role.PREFILL, Role.DECODE, Role.BOTH
 FACTS = ModelFacts("m", 10, 10, (), "float32")
 DISAGGREGATED = Topology(Mode.DISAGGREGATED, 1)
-CONFIG = ClusterConfig(Path("model"))
+CONFIG = ClusterSettings.of(Path("model"))
 
 
 class Workers:

@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.config import ClusterConfig
-from tandem.cluster.planner_config import PlannerConfig, PlannerMode
 from tandem.cluster.ray_processes.worker_actors import WorkerActors
 from tandem.cluster.supervision.modes import Topology
 from tandem.cluster.supervision.roles import Slot, bundle, offer, plan
@@ -14,10 +12,12 @@ from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.messages import Role
 from tandem.protocol.policy_name import PolicyName
 from tandem.protocol.speculation_method import SpeculationMethod
+from tandem.settings.cluster import ClusterSettings
+from tandem.settings.planner import PlannerMode, PlannerSettings
 from tandem.worker.config import WorkerConfig
 
 
-def worker_config(config: ClusterConfig, slot: Slot) -> WorkerConfig:
+def worker_config(config: ClusterSettings, slot: Slot) -> WorkerConfig:
     """Returns the config that a worker of this slot starts with."""
     actors = WorkerActors(config, "")
     return actors.config(slot, Topology.of(config).assignment(slot.role))
@@ -55,7 +55,7 @@ def worker_config(config: ClusterConfig, slot: Slot) -> WorkerConfig:
         ({"quantization": "int3"}, "--quantization"),
         ({"decode_quantization": "awq"}, "--decode-quantization"),
         ({"mode": "colocated", "prefill_quantization": "fp8"}, "--prefill-quantization"),
-        ({"decode_quantization": "fp8", "planner": PlannerConfig(PlannerMode.ON)}, "--decode-quantization"),
+        ({"decode_quantization": "fp8", "planner": PlannerSettings(PlannerMode.ON)}, "--decode-quantization"),
         ({"ray_address": "local"}, "--address"),
         ({"ray_address": "ray://head:10001"}, "--address"),
         ({"ray_address": "head"}, "--address"),
@@ -82,20 +82,20 @@ def worker_config(config: ClusterConfig, slot: Slot) -> WorkerConfig:
 )
 def test_a_wrong_option_is_named(settings: dict[str, Any], option: str) -> None:
     with pytest.raises(InvalidArgument) as failure:
-        ClusterConfig(model=Path("m"), **settings)
+        ClusterSettings.of(model=Path("m"), **settings)
     assert failure.value.field == option
 
 
 def test_each_role_may_have_a_quantization_of_its_own() -> None:
-    config = ClusterConfig(model=Path("m"), quantization="int8", decode_quantization="int4")
+    config = ClusterSettings.of(model=Path("m"), quantization="int8", decode_quantization="int4")
     found = [worker_config(config, slot).engine.quantization for slot in plan(config, gpus=0)]
     assert found == ["int8", "int4"]
-    everywhere = ClusterConfig(model=Path("m"), mode="colocated", quantization="fp8")
+    everywhere = ClusterSettings.of(model=Path("m"), mode="colocated", quantization="fp8")
     assert [worker_config(everywhere, slot).engine.quantization for slot in plan(everywhere, gpus=0)] == ["fp8"]
 
 
 def test_on_other_hosts_ray_gives_each_worker_a_gpu() -> None:
-    config = ClusterConfig(model=Path("m"), prefill=1, decode=2, device="cuda", ray_address="auto")
+    config = ClusterSettings.of(model=Path("m"), prefill=1, decode=2, device="cuda", ray_address="auto")
     slots = plan(config, gpus=0)
     assert [(slot.worker_id, slot.device, slot.memory_fraction) for slot in slots] == [
         ("prefill-0", "cuda", 0.9),
@@ -107,7 +107,7 @@ def test_on_other_hosts_ray_gives_each_worker_a_gpu() -> None:
 
 
 def test_each_worker_has_a_slot_of_its_role() -> None:
-    slots = plan(ClusterConfig(model=Path("m"), prefill=2, decode=1), gpus=0)
+    slots = plan(ClusterSettings.of(model=Path("m"), prefill=2, decode=1), gpus=0)
     assert slots == (
         Slot("prefill-0", Role.PREFILL, "cpu"),
         Slot("prefill-1", Role.PREFILL, "cpu"),
@@ -117,7 +117,7 @@ def test_each_worker_has_a_slot_of_its_role() -> None:
 
 @pytest.mark.parametrize("mode", ["colocated", "adaptive"])
 def test_colocated_workers_play_both_roles_and_there_are_no_others(mode: str) -> None:
-    config = ClusterConfig(model=Path("m"), mode=mode, workers=2, device="cuda")
+    config = ClusterSettings.of(model=Path("m"), mode=mode, workers=2, device="cuda")
     slots = plan(config, gpus=2)
     assert [(slot.worker_id, slot.role, slot.device) for slot in slots] == [
         ("both-0", Role.BOTH, "cuda:0"),
@@ -128,56 +128,56 @@ def test_colocated_workers_play_both_roles_and_there_are_no_others(mode: str) ->
 
 
 def test_the_policy_of_steps_reaches_the_worker() -> None:
-    config = ClusterConfig(model=Path("m"), step_policy="chunked", step_budget=700, itl_target_s=0.025)
+    config = ClusterSettings.of(model=Path("m"), step_policy="chunked", step_budget=700, itl_target_s=0.025)
     worker = worker_config(config, plan(config, gpus=0)[0])
     assert (worker.step_policy, worker.step_budget, worker.itl_target_s) == (PolicyName.CHUNKED, 700, 0.025)
 
 
 def test_where_and_how_long_workers_wait_for_another_start() -> None:
-    outliving = ClusterConfig(Path("m"), ray_address="auto", token="t", workers_outlive_s=9.0, cluster_name="a")
+    outliving = ClusterSettings.of(Path("m"), ray_address="auto", token="t", workers_outlive_s=9.0, cluster_name="a")
     assert outliving.ray_namespace == "tandem-a"
     assert worker_config(outliving, plan(outliving, gpus=0)[0]).outlive_s == 9.0
-    assert ClusterConfig(Path("m"), ray_address="auto", token="t").ray_namespace is None
+    assert ClusterSettings.of(Path("m"), ray_address="auto", token="t").ray_namespace is None
 
 
 def test_what_transfers_may_take_reaches_the_worker() -> None:
-    config = ClusterConfig(model=Path("m"), kv_lease_s=7.0, kv_transfer_deadline_s=9.0, kv_quarantine_share=0.25)
+    config = ClusterSettings.of(model=Path("m"), kv_lease_s=7.0, kv_transfer_deadline_s=9.0, kv_quarantine_share=0.25)
     worker = worker_config(config, plan(config, gpus=0)[0])
-    assert (worker.lease_s, worker.transfer_deadline_s, worker.quarantine_share_max) == (7.0, 9.0, 0.25)
-    given, default = ClusterConfig(model=Path("m")), WorkerConfig
+    assert (worker.kv_lease_s, worker.kv_transfer_deadline_s, worker.kv_quarantine_share) == (7.0, 9.0, 0.25)
+    given, default = ClusterSettings.of(model=Path("m")), WorkerConfig
     worker = worker_config(given, plan(given, gpus=0)[0])
-    for setting in ("lease_s", "transfer_deadline_s", "quarantine_share_max"):
+    for setting in ("kv_lease_s", "kv_transfer_deadline_s", "kv_quarantine_share"):
         assert getattr(worker, setting) == default.__dataclass_fields__[setting].default
 
 
 @pytest.mark.parametrize(("gpus", "devices"), [(1, ["cuda:0"] * 3), (2, ["cuda:0", "cuda:1", "cuda:0"])])
 def test_workers_spread_over_gpus(gpus: int, devices: list[str]) -> None:
-    slots = plan(ClusterConfig(model=Path("m"), prefill=1, decode=2, device="cuda"), gpus=gpus)
+    slots = plan(ClusterSettings.of(model=Path("m"), prefill=1, decode=2, device="cuda"), gpus=gpus)
     assert [slot.device for slot in slots] == devices
 
 
 @pytest.mark.parametrize(("gpus", "fractions"), [(1, [0.3] * 3), (2, [0.45, 0.9, 0.45]), (3, [0.9] * 3)])
 def test_workers_share_the_memory_of_their_gpu(gpus: int, fractions: list[float]) -> None:
-    slots = plan(ClusterConfig(model=Path("m"), prefill=1, decode=2, device="cuda"), gpus=gpus)
+    slots = plan(ClusterSettings.of(model=Path("m"), prefill=1, decode=2, device="cuda"), gpus=gpus)
     assert [slot.memory_fraction for slot in slots] == pytest.approx(fractions)
-    chosen = plan(ClusterConfig(model=Path("m"), device="cuda", memory_fraction=0.4), gpus=gpus)
+    chosen = plan(ClusterSettings.of(model=Path("m"), device="cuda", memory_fraction=0.4), gpus=gpus)
     assert {slot.memory_fraction for slot in chosen} == {0.4}
 
 
 def test_sizes_follow_the_device() -> None:
-    cpu, gpu = ClusterConfig(model=Path("m")), ClusterConfig(model=Path("m"), device="cuda:1")
+    cpu, gpu = ClusterSettings.of(model=Path("m")), ClusterSettings.of(model=Path("m"), device="cuda:1")
     assert (cpu.worker_kv_cache_bytes, gpu.worker_kv_cache_bytes) == (1 << 30, None)
     assert (cpu.batch_requests, gpu.batch_requests) == (64, 256)
-    given = ClusterConfig(model=Path("m"), device="cuda", kv_cache_bytes=1 << 22, max_batch_requests=7)
+    given = ClusterSettings.of(model=Path("m"), device="cuda", kv_cache_bytes=1 << 22, max_batch_requests=7)
     assert (given.worker_kv_cache_bytes, given.batch_requests) == (1 << 22, 7)
 
 
 def test_settings_reach_the_engine() -> None:
-    config = ClusterConfig(model=Path("m"), device="cuda", memory_fraction=0.5)
+    config = ClusterSettings.of(model=Path("m"), device="cuda", memory_fraction=0.5)
     (slot, *_) = plan(config, gpus=1)
     engine = worker_config(config, slot).engine
     assert (engine.memory_fraction, engine.kv_cache_bytes, engine.max_batch_requests) == (0.5, None, 256)
-    drafting = ClusterConfig(model=Path("m"), speculate="draft", draft=Path("d"))
+    drafting = ClusterSettings.of(model=Path("m"), speculate="draft", draft=Path("d"))
     worker = worker_config(drafting, plan(drafting, gpus=0)[0])
     assert (worker.speculate, worker.engine.draft) == (SpeculationMethod.DRAFT, Path("d"))
 
@@ -185,7 +185,7 @@ def test_settings_reach_the_engine() -> None:
 def test_engines_of_workers_that_draft_capture_their_steps() -> None:
     methods = {"auto": False, "off": False, "ngram": True, "suffix": True, "draft": True}
     configs = {
-        method: ClusterConfig(
+        method: ClusterSettings.of(
             model=Path("m"), device="cuda", speculate=method, draft=Path("d") if method == "draft" else None
         )
         for method in methods
@@ -195,12 +195,12 @@ def test_engines_of_workers_that_draft_capture_their_steps() -> None:
 
 
 def test_a_chosen_gpu_is_kept() -> None:
-    slots = plan(ClusterConfig(model=Path("m"), device="cuda:3"), gpus=8)
+    slots = plan(ClusterSettings.of(model=Path("m"), device="cuda:3"), gpus=8)
     assert {slot.device for slot in slots} == {"cuda:3"}
 
 
 def test_a_node_offers_what_its_workers_ask_for() -> None:
-    config = ClusterConfig(model=Path("m"), prefill=2, decode=3)
+    config = ClusterSettings.of(model=Path("m"), prefill=2, decode=3)
     asked: dict[str, float] = {}
     for slot in plan(config, gpus=0):
         for name, amount in bundle(slot).items():

@@ -9,12 +9,12 @@ from unittest.mock import MagicMock
 import pytest
 
 from tandem.cluster import controller_process, launcher
-from tandem.cluster.config import ClusterConfig
 from tandem.cluster.controller_process import ControllerProcess
 from tandem.cluster.launcher import Cluster, Progress
 from tandem.cluster.supervision.health import ClusterHealth, Health, Phase
 from tandem.cluster.worker_supervisor import ControllerConfig
 from tandem.protocol.errors import Unavailable
+from tandem.settings.cluster import ClusterSettings
 
 HEALTH = ClusterHealth(
     Health("router", Phase.SERVING, 7, 1, 0, ""), "127.0.0.1:1", "127.0.0.1:2", (), metrics_address="127.0.0.1:4"
@@ -51,7 +51,7 @@ class Controller:
 def watch(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> list[Progress]:
     monkeypatch.setattr(launcher, "WATCH_S", 0.0)
     told: list[Progress] = []
-    controller.cluster = cluster = Cluster(ClusterConfig(model=Path("m")), told.append)
+    controller.cluster = cluster = Cluster(ClusterSettings.of(model=Path("m")), told.append)
     cluster._watch(controller, HEALTH)  # type: ignore[arg-type]
     return told
 
@@ -81,7 +81,7 @@ def test_a_restarted_controller_has_the_ports_and_the_state_of_the_one_that_died
     monkeypatch.setattr(controller_process, "ask", lambda *_: answers.pop(0))
     monkeypatch.setattr("ray.wait", lambda calls, timeout: ([], calls) if timeout == 0 else (calls, []))
     monkeypatch.setattr("ray.kill", MagicMock())
-    process = ControllerProcess(ControllerConfig(ClusterConfig(Path("m")), (), 0, "t", 1))
+    process = ControllerProcess(ControllerConfig(ClusterSettings.of(Path("m")), (), 0, "t", 1))
     process.start()
     process.health()
     process.restart()

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from tandem.cluster import controller
-from tandem.cluster.config import ClusterConfig
 from tandem.cluster.controller import Controller
 from tandem.cluster.worker_supervisor import ControllerConfig
+from tandem.settings.cluster import ClusterSettings
 
-OUTLIVING = ClusterConfig(Path("m"), ray_address="auto", token="t", workers_outlive_s=9.0)
+OUTLIVING = ClusterSettings.of(Path("m"), ray_address="auto", token="t", workers_outlive_s=9.0)
 
 
 class LeaderElection:
@@ -47,7 +47,7 @@ class WorkerSupervisor:
 
 
 async def leaves(
-    config: ClusterConfig = OUTLIVING,
+    config: ClusterSettings = OUTLIVING,
     *,
     asked: bool = False,
     keeps: bool = True,

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import ray
 
-from tandem.cluster.config import ClusterConfig
 from tandem.cluster.ray_processes import orphaned_workers as left_workers
 from tandem.cluster.ray_processes.orphaned_workers import RayOrphanedWorkers, give_back
 from tandem.cluster.ray_processes.worker_actors import WorkerActors
 from tandem.cluster.supervision.roles import Slot
 from tandem.protocol.messages import Role
+from tandem.settings.cluster import ClusterSettings
 from tandem.worker.actor import give_place_back
 
 SLOT = Slot("decode-0", Role.DECODE, "cpu")
-OUTLIVING = ClusterConfig(Path("m"), ray_address="auto", token="t", workers_outlive_s=9.0)
+OUTLIVING = ClusterSettings.of(Path("m"), ray_address="auto", token="t", workers_outlive_s=9.0)
 
 
 class Group:
@@ -104,7 +104,7 @@ def test_one_that_does_not_fit_is_made_anew(groups: Groups) -> None:
 
 
 async def test_workers_that_end_with_their_start_have_places_that_do_so_too(groups: Groups) -> None:
-    actors = WorkerActors(ClusterConfig(Path("m")), "t")
+    actors = WorkerActors(ClusterSettings.of(Path("m")), "t")
     assert actors._group(SLOT).lifetime is None
     await actors.release(SLOT)
     assert not groups.mine

@@ -7,10 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from router.slo import DEFAULT_CLASSES
-from tandem.capacity.planner.decision import Limits, Range
-from tandem.cluster.config import ClusterConfig
-from tandem.cluster.planner_config import PlannerConfig, PlannerMode, planner_config
 from tandem.cluster.planning import Planning
 from tandem.cluster.supervision.modes import ModeChange
 from tandem.cluster.supervision.size import SizeChange
@@ -22,6 +18,10 @@ from tandem.protocol.cost_parameters import CostParameters
 from tandem.protocol.errors import DeadlineExceeded, InvalidArgument
 from tandem.protocol.messages import Assignment, Membership, ModelFacts, PeerRef, Role, WorkerInfo
 from tandem.protocol.mode import Mode
+from tandem.settings.cluster import ClusterSettings
+from tandem.settings.options import read_options
+from tandem.settings.planner import Limits, PlannerMode, PlannerSettings, Range
+from tandem.settings.slo import DEFAULT_CLASSES
 from tandem.worker.reporting.metrics import step_costs
 
 COST = CostParameters(1e-2, 0.0, 1e-4, 0.0, 1e-4, 0.0, 0, 0.01, 99)
@@ -50,7 +50,7 @@ class Hand:
 class Scene:
     """A cluster whose metrics a test sets."""
 
-    def __init__(self, config: PlannerConfig, roles: list[Role]) -> None:
+    def __init__(self, config: PlannerSettings, roles: list[Role]) -> None:
         self.hand, self.now, self.requests = Hand(), 0.0, 0.0
         self.workers = [
             WorkerInfo(
@@ -103,7 +103,7 @@ class Scene:
 
 
 APART = [Role.PREFILL] * 4 + [Role.DECODE] * 4
-ON = PlannerConfig(PlannerMode.ON, WINDOW_S)
+ON = PlannerSettings(PlannerMode.ON, WINDOW_S)
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ async def test_roles_change_and_metrics_and_logs_say_why(said: pytest.LogCapture
 
 
 async def test_a_dry_run_decides_and_changes_nothing(said: pytest.LogCaptureFixture) -> None:
-    scene = Scene(PlannerConfig(PlannerMode.DRY_RUN, WINDOW_S), APART)
+    scene = Scene(PlannerSettings(PlannerMode.DRY_RUN, WINDOW_S), APART)
     await scene.look(45.0, times=4)
     assert scene.hand.asked == []
     assert scene.told().total(f.PLANNER_CHANGES, direction="to_prefill") == 1
@@ -135,7 +135,7 @@ async def test_a_dry_run_decides_and_changes_nothing(said: pytest.LogCaptureFixt
 
 async def test_the_number_of_workers_follows_where_it_may() -> None:
     limits = Limits(workers=Range(4, 16))
-    scene = Scene(PlannerConfig(PlannerMode.ON, WINDOW_S, limits), [Role.BOTH] * 4)
+    scene = Scene(PlannerSettings(PlannerMode.ON, WINDOW_S, limits), [Role.BOTH] * 4)
     await scene.look(45.0, answer=450.0, times=4)
     (change,) = scene.hand.asked
     assert isinstance(change, SizeChange)
@@ -145,7 +145,7 @@ async def test_the_number_of_workers_follows_where_it_may() -> None:
 
 async def test_those_who_serve_change_their_roles_while_others_wait_for_a_node() -> None:
     limits = Limits(workers=Range(4, 16))
-    scene = Scene(PlannerConfig(PlannerMode.ON, WINDOW_S, limits), [Role.PREFILL] + [Role.DECODE] * 3)
+    scene = Scene(PlannerSettings(PlannerMode.ON, WINDOW_S, limits), [Role.PREFILL] + [Role.DECODE] * 3)
     scene.hand.late = True
     with pytest.raises(DeadlineExceeded):
         await scene.look(45.0, times=4)
@@ -161,7 +161,7 @@ async def test_those_who_serve_change_their_roles_while_others_wait_for_a_node()
 
 
 async def test_a_look_that_fails_is_not_the_last(said: pytest.LogCaptureFixture) -> None:
-    scene = Scene(PlannerConfig(PlannerMode.ON, 1e-3), APART)
+    scene = Scene(PlannerSettings(PlannerMode.ON, 1e-3), APART)
     looks = 0
 
     async def look() -> None:
@@ -189,32 +189,33 @@ async def test_what_is_late_is_an_error_and_the_next_look_begins_anew() -> None:
 
 
 def test_settings_come_from_the_command_line() -> None:
-    config = planner_config("on", 5.0, workers="2:8", prefill="1:4", decode="1:6")
-    assert config == PlannerConfig(PlannerMode.ON, 5.0, Limits(Range(1, 4), Range(1, 6), Range(2, 8)))
-    assert planner_config("off", 15.0) == PlannerConfig()
+    ranges = {"planner_workers": "2:8", "planner_prefill": "1:4", "planner_decode": "1:6"}
+    config = read_options(PlannerSettings, {"planner": "on", "planner_window": 5.0, **ranges})
+    assert config == PlannerSettings(PlannerMode.ON, 5.0, Limits(Range(1, 4), Range(1, 6), Range(2, 8)))
+    assert read_options(PlannerSettings, {"planner": "off", "planner_window": 15.0}) == PlannerSettings()
 
 
 @pytest.mark.parametrize(
     ("settings", "option"),
     [
-        ({"mode": "maybe"}, "--planner"),
-        ({"window_s": 0.0}, "--planner-window"),
-        ({"workers": "8"}, "--planner-workers"),
-        ({"prefill": "4:2"}, "--planner-prefill"),
-        ({"decode": "0:2"}, "--planner-decode"),
-        ({"mode": "off", "workers": "2:8"}, "--planner-workers"),
-        ({"mode": "off", "decode": "1:2"}, "--planner-decode"),
+        ({"planner": "maybe"}, "--planner"),
+        ({"planner_window": 0.0}, "--planner-window"),
+        ({"planner_workers": "8"}, "--planner-workers"),
+        ({"planner_prefill": "4:2"}, "--planner-prefill"),
+        ({"planner_decode": "0:2"}, "--planner-decode"),
+        ({"planner": "off", "planner_workers": "2:8"}, "--planner-workers"),
+        ({"planner": "off", "planner_decode": "1:2"}, "--planner-decode"),
     ],
 )
 def test_wrong_settings_are_named(settings: dict[str, object], option: str) -> None:
     with pytest.raises(InvalidArgument) as error:
-        planner_config(**({"mode": "on", "window_s": 15.0} | settings))  # type: ignore[arg-type]
+        read_options(ClusterSettings, {"model": "m", "planner": "on"} | settings)
     assert error.value.field == option
 
 
 def test_a_cluster_that_shares_needs_a_range_of_workers() -> None:
     with pytest.raises(InvalidArgument, match="--planner-workers"):
-        ClusterConfig(Path("m"), mode=Mode.ADAPTIVE, planner=ON)
-    ClusterConfig(
-        Path("m"), mode=Mode.ADAPTIVE, planner=PlannerConfig(PlannerMode.ON, 5.0, Limits(workers=Range(1, 2)))
+        ClusterSettings.of(Path("m"), mode=Mode.ADAPTIVE, planner=ON)
+    ClusterSettings.of(
+        Path("m"), mode=Mode.ADAPTIVE, planner=PlannerSettings(PlannerMode.ON, 5.0, Limits(workers=Range(1, 2)))
     )

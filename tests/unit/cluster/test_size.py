@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 import tandem.cluster.operations.operator
 import tandem.cluster.supervision.process_supervisor
-from tandem.cluster.config import ClusterConfig
 from tandem.cluster.supervision.handover import Handover
 from tandem.cluster.supervision.health import Phase
 from tandem.cluster.supervision.modes import ModeChange, Topology
@@ -21,6 +20,7 @@ from tandem.cluster.supervision.size import SizeChange, Steps
 from tandem.protocol.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
 from tandem.protocol.messages import Role, WorkerInfo
 from tandem.protocol.mode import Mode
+from tandem.settings.cluster import ClusterSettings
 
 from .crew import BOTH, DISAGGREGATED, Crew, D, P, Workers, until
 
@@ -72,15 +72,15 @@ def test_what_is_not_said_stays() -> None:
 
 
 def test_a_new_worker_takes_a_free_name_and_a_free_gpu() -> None:
-    config = ClusterConfig(Path("m"), prefill=1, decode=2, device="cuda")
+    config = ClusterSettings.of(Path("m"), prefill=1, decode=2, device="cuda")
     slots = [slot for slot in plan(config, gpus=4) if slot.worker_id != "decode-0"]
     slot = another(config, D, slots, gpus=4)
     assert (slot.worker_id, slot.device, slot.memory_fraction) == ("decode-0", "cuda:1", 0.9)
     with pytest.raises(FailedPrecondition, match="no GPU of this host has 90% of its memory left"):
         another(config, D, plan(config, gpus=3), gpus=3)
-    half = ClusterConfig(Path("m"), device="cuda:0", memory_fraction=0.3)
+    half = ClusterSettings.of(Path("m"), device="cuda:0", memory_fraction=0.3)
     assert another(half, P, plan(half, gpus=1), gpus=1).device == "cuda:0"
-    joined = ClusterConfig(Path("m"), device="cuda", ray_address="auto")
+    joined = ClusterSettings.of(Path("m"), device="cuda", ray_address="auto")
     assert another(joined, P, plan(joined, gpus=0), gpus=0).device == "cuda"
 
 

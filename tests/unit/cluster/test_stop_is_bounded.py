@@ -9,11 +9,11 @@ from unittest.mock import MagicMock
 import psutil
 import pytest
 
-from tandem.cluster.config import ClusterConfig
 from tandem.cluster.launcher import Cluster
 from tandem.cluster.ray_processes.ray_node import RayNode
 from tandem.cluster.ray_processes.temp_folder import TempFolder
 from tandem.protocol.errors import Unavailable
+from tandem.settings.cluster import ClusterSettings
 
 
 class HangingNode:
@@ -38,7 +38,7 @@ class HangingNode:
 
 def test_a_ray_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.cluster.launcher.RayNode", HangingNode)
-    cluster = Cluster(ClusterConfig(model=Path("m")), lambda _: None)
+    cluster = Cluster(ClusterSettings.of(model=Path("m")), lambda _: None)
     node = cluster._node
     assert isinstance(node, HangingNode)
     cluster._thread.start()
@@ -52,7 +52,7 @@ def test_a_ray_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("error", [Unavailable("it does not answer"), AttributeError("Ray is shut down")])
 @pytest.mark.parametrize("outlive_s", [0.0, 9.0])
 def test_workers_of_a_controller_that_does_not_stop_in_time_may_live_on(outlive_s: float, error: Exception) -> None:
-    config = ClusterConfig(Path("m"), ray_address="auto", token="t", workers_outlive_s=outlive_s)
+    config = ClusterSettings.of(Path("m"), ray_address="auto", token="t", workers_outlive_s=outlive_s)
     cluster = Cluster(config, lambda _: None)
     controller = MagicMock()
     controller.stop.side_effect = error

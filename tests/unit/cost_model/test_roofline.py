@@ -2,10 +2,11 @@
 
 import pytest
 
-from tandem.cost_model.roofline import GPU, Ceilings, ModelSizes, WindowedLayers, guess, parse_ceilings
+from tandem.cost_model.roofline import GPU, ModelSizes, WindowedLayers, guess
 from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import StepWork, chunk_pairs
 from tandem.protocol.errors import InvalidArgument
+from tandem.settings.ceilings import Ceilings, parse_ceilings
 
 WEIGHTS = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336) + 4096 * 128256
 LLAMA_3_8B = ModelSizes(

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from decode_worker.admission import DecodeAdmission
-from decode_worker.config import DecodeConfig
 from decode_worker.scheduler import DecodeScheduler
 from tandem.engine.cache.page_pool import PagePool
 from tandem.engine.cache.prefix_cache import PrefixCache
@@ -29,6 +28,7 @@ from tandem.protocol.messages import (
     TransferNotice,
     hash_token_ids,
 )
+from tandem.settings.worker import WorkerSettings
 from tests.fake_engine import FACTS, PAGE_TOKENS
 from tests.unit.decode_worker.step_events import events_of
 
@@ -49,7 +49,7 @@ class House:
         self.prompts: dict[Lease, tuple[int, ...]] = {}
         self.skipped: dict[Lease, int] = {}
         self.admission = DecodeAdmission(
-            config=DecodeConfig(lease_s=5.0, quarantine_s=1.0, write_window_s=0.0, check_deadline_s=3.0),
+            config=WorkerSettings(kv_lease_s=5.0, quarantine_s=1.0, write_window_s=0.0, kv_transfer_deadline_s=3.0),
             me=PeerRef("decode-0", 1),
             cache=PrefixCache(self.pool, KvPages(PAGE_TOKENS)),
             model=FACTS,

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from decode_worker.config import DecodeConfig
 from decode_worker.page_budget import RETURN_S, PageBudget
 from decode_worker.request import DecodeRequest
 from kv_transfer.fence import Fence
@@ -15,6 +14,7 @@ from tandem.engine.cache.prefix_cache import PrefixCache
 from tandem.protocol.errors import InvalidArgument, ResourceExhausted
 from tandem.protocol.kv_pages import FREED, KvPages, held_pages
 from tandem.protocol.messages import Lease, PeerRef, RequestRef, Reservation, SamplingParams
+from tandem.settings.worker import WorkerSettings
 from tests.fake_engine import FACTS
 
 PAGE = 4
@@ -31,7 +31,7 @@ class Desk:
         self.pool = PagePool(pages)
         self.cache = PrefixCache(self.pool, kv)
         leases = LeaseTable(lambda: self.now, 5.0, Fence(1.0, lambda _peer: 1.0, lambda: self.now))
-        self.budget = PageBudget(DecodeConfig(), "decode-0", self.cache, leases, model=FACTS, clock=lambda: self.now)
+        self.budget = PageBudget(WorkerSettings(), "decode-0", self.cache, leases, model=FACTS, clock=lambda: self.now)
 
     def promise(self, reservation: Reservation, *, local: bool = False) -> DecodeRequest:
         """Return a request with its promise, whose lease has taken no page so far."""

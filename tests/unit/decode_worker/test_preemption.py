@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from decode_worker.admission import DecodeAdmission
-from decode_worker.config import DecodeConfig
 from decode_worker.page_budget import RETURN_S
 from decode_worker.preemption import PROGRESS_TOKENS, choose
 from decode_worker.request import DecodeRequest, Stage
@@ -37,6 +36,7 @@ from tandem.protocol.messages import (
     TransferNotice,
     hash_token_ids,
 )
+from tandem.settings.worker import WorkerSettings
 from tests.fake_engine import FACTS, PAGE_TOKENS
 from tests.soak import seeds
 from tests.unit.decode_worker.step_events import events_of
@@ -89,7 +89,7 @@ class House:
         self.cache = PrefixCache(self.pool, KvPages(PAGE_TOKENS))
         self.notes: list[RoutedEvent] = []
         self.admission = DecodeAdmission(
-            config=DecodeConfig(lease_s=1e6),
+            config=WorkerSettings(kv_lease_s=1e6),
             me=PeerRef("decode-0", 1),
             cache=self.cache,
             model=FACTS,

@@ -1,4 +1,4 @@
-"""The pods' commands are accepted by the CLI, by `ray start`, and by `ClusterConfig`."""
+"""The pods' commands are accepted by the CLI, by `ray start`, and by `ClusterSettings`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 import typer
 from ray.scripts import scripts as ray_scripts
 
-from tandem.capacity.planner.decision import Limits, Range
 from tandem.cli.main import app
 from tandem.cli.observe.log_folder import log_root
-from tandem.cluster.config import ClusterConfig
-from tandem.cluster.planner_config import PlannerConfig, PlannerMode, planner_config
 from tandem.cluster.supervision.roles import GPU, offer
 from tandem.net.security.credentials import check_guarded
 from tandem.protocol.errors import InvalidArgument
+from tandem.settings.cluster import ClusterSettings
+from tandem.settings.options import read_options
+from tandem.settings.planner import Limits, PlannerMode, PlannerSettings, Range
 from tests.unit.deploy.chart import EXAMPLES, Chart, containers, driver, one, pods
 
 TANDEM: Any = typer.main.get_command(app)
@@ -43,7 +43,7 @@ def test_tandem_up_asks_for_the_places_that_pods_offer(chart: Chart, example: st
     manifests = chart.example(example)
     name, options = parsed(driver(manifests)["command"])
     assert name == "up"
-    config = ClusterConfig(
+    config = ClusterSettings.of(
         model=options["model"],
         mode=options["mode"],
         prefill=options["prefill"] or 1,
@@ -88,9 +88,8 @@ def test_the_planner_is_asked_for_as_values_say(chart: Chart) -> None:
     assert parsed(driver(chart.render())["command"])[1]["planner"] == PlannerMode.OFF
     settings = "planner.mode=on,planner.windowSeconds=30,planner.workers=2:8,planner.decode=1:6"
     _, options = parsed(driver(chart.render("--set", settings))["command"])
-    ranges = {role: options[f"planner_{role}"] for role in ("workers", "prefill", "decode")}
-    config = planner_config(options["planner"], options["planner_window"], **ranges)
-    assert config == PlannerConfig(PlannerMode.ON, 30.0, Limits(decode=Range(1, 6), workers=Range(2, 8)))
+    config = read_options(PlannerSettings, options)
+    assert config == PlannerSettings(PlannerMode.ON, 30.0, Limits(decode=Range(1, 6), workers=Range(2, 8)))
 
 
 def test_a_routers_pod_finds_the_workers_of_the_one_before(chart: Chart) -> None:

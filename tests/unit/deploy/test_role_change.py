@@ -18,11 +18,12 @@ import yaml
 from deploy.dashboards.__main__ import DASHBOARDS, text_of
 from tandem.cluster.metrics import ClusterMetrics
 from tandem.cluster.supervision.health import Health, Phase
-from tandem.cost_model.roofline import Ceilings, ModelSizes, Roofline
+from tandem.cost_model.roofline import ModelSizes, Roofline
 from tandem.metrics import families as f
 from tandem.metrics.exposition import Exposition, merge
 from tandem.metrics.family import Family, Kind
 from tandem.metrics.registry import Registry
+from tandem.settings.ceilings import Ceilings
 from tandem.worker.reporting.metrics import Utilization, WorkerMetrics, engine_facts
 from tests.unit.deploy.played import input_series, promtool, said
 from tests.unit.deploy.promql import walk

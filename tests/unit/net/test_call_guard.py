@@ -12,10 +12,10 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from tandem.net import rpc
-from tandem.net.limits.listener_limits import ListenerLimits
 from tandem.net.security.api_keys import ApiKeys, KeySource
 from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
+from tandem.settings.listeners import ListenerLimits
 from tests.unit.router.fake_cluster import until
 
 SHORT = 0.1

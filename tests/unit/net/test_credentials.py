@@ -2,8 +2,9 @@
 
 import pytest
 
-from tandem.net.security.credentials import check_key, presented_key, shows_key
+from tandem.net.security.credentials import presented_key, shows_key
 from tandem.protocol.errors import InvalidArgument
+from tandem.settings.parsing import check_key
 
 
 @pytest.mark.parametrize("key", ["", " ", "é", "a b", "a\n", "a\0"])

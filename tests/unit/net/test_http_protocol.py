@@ -13,7 +13,7 @@ import pytest
 
 from tandem.net.http.protocol import READ_BYTES, GuardedProtocol
 from tandem.net.http.server import HttpServer, Listener
-from tandem.net.limits.listener_limits import ListenerLimits
+from tandem.settings.listeners import ListenerLimits
 from tests.unit.router.fake_cluster import until
 
 LONG = 1000.0

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives import serialization
 
-from tandem.net.security.server_tls import ServerTls, TlsFiles, load, tls_files
+from tandem.net.security.server_tls import ServerTls, load, tls_files
 from tandem.protocol.errors import InvalidArgument
+from tandem.settings.tls import TlsFiles
 from tests.certificates import DAY, Authority, Pair, files_of
 
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from prefill_worker.config import PrefillConfig
 from prefill_worker.queue import WaitingPrompts
 from prefill_worker.request import PrefillRequest
 from prefill_worker.scheduler import PrefillScheduler
@@ -26,6 +25,7 @@ from tandem.protocol.messages import (
     TransferNotice,
     hash_token_ids,
 )
+from tandem.settings.worker import WorkerSettings
 from tests.fake_engine import FACTS, PAGE_TOKENS
 
 ME = PeerRef("prefill-0", 1)
@@ -74,7 +74,7 @@ class House:
         self.local = OtherHalf()
         self.requests: dict[str, PrefillRequest] = {}
         self.half = PrefillScheduler(
-            config=PrefillConfig(max_rows=max_rows),
+            config=WorkerSettings(max_prefill_rows=max_rows),
             me=ME,
             cache=PrefixCache(self.pool, KvPages(PAGE_TOKENS)),
             model=FACTS,

@@ -7,11 +7,11 @@ from router.placement.fleet import Fleet
 from router.placement.policy import Placement
 from router.placement.queue import QueuedRequest
 from router.placement.worker_state import AnswerWork, PromptWork, WorkerState
-from router.slo import BEST_EFFORT, SloClass
 from tandem.capacity.simulation.clock import VirtualClock
 from tandem.cost_model.step_cost import StepCost
 from tandem.protocol.cost_parameters import UNMEASURED, CostParameters
 from tandem.protocol.messages import ModelFacts, PeerRef, Role, WorkerInfo, WorkerLoad
+from tandem.settings.slo import BEST_EFFORT, SloClass
 
 MODEL = ModelFacts("fake", 400, 2048, (2,), "float32")
 H200 = CostParameters(

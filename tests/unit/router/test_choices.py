@@ -10,11 +10,11 @@ import openai
 import pytest
 
 from router.observability.request_outcome import Outcome
-from router.slo import BEST_EFFORT
 from tandem.metrics import families as f
 from tandem.protocol.errors import Internal
 from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
 from tandem.protocol.generated.tandem.v1 import types_pb2
+from tandem.settings.slo import BEST_EFFORT
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import channel_to, until
 from tests.unit.router.test_generate import PROMPT, Client, ask, expected

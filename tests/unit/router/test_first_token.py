@@ -10,11 +10,11 @@ import grpc.aio
 import pytest
 
 from router.requests.first_token import hold_s
-from router.slo import BEST_EFFORT, DEFAULT_CLASSES, Overload, SloClass
 from tandem.protocol.cost_parameters import UNMEASURED
 from tandem.protocol.ending import failure_event
 from tandem.protocol.errors import Internal
 from tandem.protocol.messages import RequestEvent, Role
+from tandem.settings.slo import BEST_EFFORT, DEFAULT_CLASSES, Overload, SloClass
 from tests.unit.router.conftest import WITHOUT_RECOVERY, Cluster
 from tests.unit.router.fake_cluster import FakeWorker, channel_to, until
 from tests.unit.router.test_generate import Client, ask, expected

@@ -29,7 +29,6 @@ from router.refusal import Refusal, Refused
 from router.requests.live_requests import LiveRequests
 from router.requests.metrics import RouterMetrics
 from router.requests.request import Admitted, RoutedRequest
-from router.slo import BEST_EFFORT, SloClass
 from tandem.capacity.simulation.clock import VirtualClock
 from tandem.metrics import families as f
 from tandem.metrics.exposition import Exposition
@@ -39,6 +38,7 @@ from tandem.protocol.generated.tandem.v1 import inference_pb2
 from tandem.protocol.lifecycle.spans import Phase, spans_of
 from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp, Timeline
 from tandem.protocol.messages import FinishReason, PeerRef, SamplingParams
+from tandem.settings.slo import BEST_EFFORT, SloClass
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import channel_to, until
 from tests.unit.router.test_generate import Client, ask

@@ -24,7 +24,6 @@ from router.observability.recent_traces import Exemplars, TraceStore
 from router.requests.answer import AnswerChunk
 from router.requests.request import ClientRequest, Options
 from tandem.capacity.simulation.clock import VirtualClock
-from tandem.cluster.config import ClusterConfig
 from tandem.metrics import families as f
 from tandem.metrics.registry import EXEMPLAR_CHARS, Histogram
 from tandem.net.security.credentials import metrics_key_of
@@ -34,6 +33,7 @@ from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
 from tandem.protocol.lifecycle.request_trace import RequestTrace, TraceContext
 from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp, Timeline
 from tandem.protocol.messages import Role
+from tandem.settings.cluster import ClusterSettings
 from tests.unit.router.conftest import WITHOUT_RECOVERY, Cluster
 from tests.unit.router.fake_cluster import FakeWorker, channel_to, until
 from tests.unit.router.test_generate import Client, ask
@@ -321,7 +321,7 @@ class TestByDefault:
     async def test_nothing_is_exported(self, cluster: Cluster) -> None:
         """No exporter is configured, but requests are kept."""
         assert cluster.router._exporter is None
-        assert cluster.config.otlp_endpoint == ClusterConfig(Path("m")).otlp_endpoint == ""
+        assert cluster.config.otlp_endpoint == ClusterSettings(Path("m")).router.otlp_endpoint == ""
         async with channel_to(cluster.endpoints.grpc_address) as channel:
             await Client(channel).run(ask(2))
         book = cluster.router._dispatcher.metrics.traces

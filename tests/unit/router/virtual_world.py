@@ -14,11 +14,11 @@ from router.config import RouterConfig
 from router.placement.policy import Placement, PlacementPolicy
 from router.placement.queue import QueuedRequest
 from router.placement.scheduler import RequestScheduler, record
-from router.slo import BEST_EFFORT, SloClass
 from tandem.cost_model.step_work import chunk_pairs
 from tandem.protocol.errors import ResourceExhausted
 from tandem.protocol.messages import Role
 from tandem.protocol.mode import Mode
+from tandem.settings.slo import BEST_EFFORT, SloClass
 from tests.unit.router.fleets import H200, TestFleet
 
 

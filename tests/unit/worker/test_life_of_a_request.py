@@ -377,7 +377,7 @@ async def test_a_later_attempt_replaces_and_an_earlier_one_is_stale() -> None:
 
 
 async def test_a_lease_without_heartbeat_expires() -> None:
-    async with WorkerPair(lease_s=30.0) as pair:
+    async with WorkerPair(kv_lease_s=30.0) as pair:
         pair.fabric.hold()
         heard = pair.send("q", PROMPT, TEN)
         await until(lambda: pair.decode.engine.pool.counts().advertised)
@@ -392,7 +392,7 @@ async def test_a_lease_without_heartbeat_expires() -> None:
 
 
 async def test_heartbeats_keep_a_lease_and_name_the_lost_ones() -> None:
-    async with WorkerPair(lease_s=30.0) as pair:
+    async with WorkerPair(kv_lease_s=30.0) as pair:
         kept, lost = pair.reserve("kept", PROMPT, TEN), pair.reserve("lost", PROMPT, TEN)
         for _ in range(8):
             pair.decode.age(10.0)
@@ -534,7 +534,7 @@ async def test_asking_how_a_worker_is_looks_at_no_page() -> None:
 async def test_leases_end_after_a_defect_in_the_timer(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with WorkerPair(lease_s=0.05) as pair:
+    async with WorkerPair(kv_lease_s=0.05) as pair:
         admission = pair.decode.worker.admission
         expire, broken = admission.expire, [KeyError("a defect")]
 
@@ -630,7 +630,7 @@ async def test_a_failed_write_is_reported_and_everything_freed() -> None:
 
 
 async def test_a_write_that_stands_still_fails_at_its_deadline_and_keeps_its_pages_until_it_is_quiet() -> None:
-    async with WorkerPair(transfer_deadline_s=30.0, kv_checksum_rate=0.0) as pair:
+    async with WorkerPair(kv_transfer_deadline_s=30.0, kv_checksum_rate=0.0) as pair:
         pair.fabric.hold()
         heard = pair.send("q", PROMPT, TEN)
         await until(lambda: heard.tokens and pair.fabric.writes)
@@ -660,16 +660,16 @@ async def test_a_failed_chunk_stops_the_rest() -> None:
 @pytest.mark.parametrize("period_s", [1000.0, 0.1], ids=["the lease ends first", "the writer says so first"])
 async def test_a_lost_notice_costs_a_prefill_and_no_page(period_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.worker.peers.peers.DELIVERY_PERIOD_S", period_s)
-    async with WorkerPair(lease_s=30.0) as pair:
+    async with WorkerPair(kv_lease_s=30.0) as pair:
         pair.fabric.drop_notices()
         heard = pair.send("q", PROMPT, TEN)
-        if period_s > pair.decode.config.lease_s:
+        if period_s > pair.decode.config.kv_lease_s:
             await until(lambda: heard.pages)
             assert heard.finish is None
             pair.decode.age(30.0)
         await until(lambda: heard.finish)
         assert heard.error == "TRANSFER_FAILED"
-        if period_s > pair.decode.config.lease_s:
+        if period_s > pair.decode.config.kv_lease_s:
             pair.prefill.worker.peers._deliveries._period_s = 0.01
             jump(period_s)  # the writer's word frees the pages
         await pair.empty()

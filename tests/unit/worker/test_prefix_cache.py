@@ -289,7 +289,7 @@ async def test_an_abort_lets_everything_go(moment: str, both: bool) -> None:
 
 
 async def test_an_expired_lease_lets_its_pages_go_at_once() -> None:
-    async with WorkerPair(lease_s=30.0) as pair:
+    async with WorkerPair(kv_lease_s=30.0) as pair:
         await ask(pair, "first")
         pair.fabric.hold()
         heard = pair.send("q", PROMPT, TEN)

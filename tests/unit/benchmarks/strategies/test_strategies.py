@@ -12,8 +12,8 @@ from benchmarks.strategies.part import Part, joined
 from benchmarks.strategies.rows import asks, chosen, strategies
 from benchmarks.strategies.switch import settings_for_all
 from benchmarks.strategies.workloads import offers
-from tandem.cluster.config import ClusterConfig
 from tandem.protocol.errors import InvalidArgument
+from tandem.settings.cluster import ClusterSettings
 from tests.unit.benchmarks.strategies.test_strategy_table import load
 
 
@@ -22,7 +22,7 @@ def test_every_row_is_a_cluster_of_equally_many_workers(workers: int) -> None:
     rows = strategies(workers)
     assert len({row.name for row in rows}) == len(rows) == 4 + workers
     for row in rows:
-        config = ClusterConfig(Path("model"), **row.settings)  # type: ignore[arg-type]
+        config = ClusterSettings.of(Path("model"), **row.settings)
         assert config.worker_count == workers
 
 
@@ -151,7 +151,7 @@ def test_rows_share_arrivals_and_no_prompt(tmp_path: Path) -> None:
 
 def test_the_one_cluster_is_nobodys_row() -> None:
     settings = settings_for_all({"page_tokens": 32}, "cuda", 3)
-    assert ClusterConfig(Path("model"), **settings).worker_count == 3  # type: ignore[arg-type]
+    assert ClusterSettings.of(Path("model"), **settings).worker_count == 3
     with pytest.raises(InvalidArgument, match="step_policy is what the rows differ in"):
         settings_for_all({"step_policy": "chunked"}, "cpu", 2)
 

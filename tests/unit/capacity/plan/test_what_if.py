@@ -6,10 +6,10 @@ import pytest
 
 from tandem.capacity.plan.memory import GIB, OVERHEAD_BYTES, Memory
 from tandem.capacity.plan.what_if import Quantized, changes
-from tandem.capacity.planner.decision import Limits, Range
 from tandem.capacity.planner.demand import Demand, LatencyTargets
 from tandem.capacity.planner.sizing import Sizing
 from tandem.protocol.cost_parameters import CostParameters
+from tandem.settings.planner import Limits, Range
 from tests.unit.capacity.planner.scenes import FACTS, TARGETS
 
 MEMORY = Memory(device_bytes=20 * GIB + OVERHEAD_BYTES, weight_bytes=10 * GIB, kv_bytes_per_token=GIB / 1000)

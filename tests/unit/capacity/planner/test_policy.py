@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from tandem.capacity.planner.decision import Decision, Direction, Limits, Range, Split, State
+from tandem.capacity.planner.decision import Decision, Direction, Split, State
 from tandem.capacity.planner.observation import Kept, Observation
 from tandem.capacity.planner.policy import GAIN, plan
 from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.lifecycle.spans import Phase
+from tandem.settings.planner import Limits, Range
 from tests.unit.capacity.planner.scenes import FACTS, offered, seen
 
 FLIPS = Limits()

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from router.config import RouterConfig
-from router.slo import BEST_EFFORT, SloClass
 from tandem.capacity.simulation.cluster import VirtualCluster
 from tandem.capacity.simulation.drafts import Drafts
 from tandem.capacity.simulation.network import Network
@@ -16,6 +15,7 @@ from tandem.engine.config import EngineConfig
 from tandem.protocol.cost_parameters import CostParameters
 from tandem.protocol.messages import ModelFacts, Role
 from tandem.protocol.mode import Mode
+from tandem.settings.slo import BEST_EFFORT, SloClass
 from tandem.worker.config import WorkerConfig
 
 PAGE_TOKENS = 16

@@ -17,7 +17,7 @@ from tandem.capacity.simulation.request import LoadRequest
 from tandem.capacity.simulation.spec import Device, WorkerSpec
 from tandem.capacity.simulation.worker import VirtualWorker
 from tandem.cli.observe.why import findings
-from tandem.cost_model.roofline import Ceilings, ModelSizes, Roofline, guess
+from tandem.cost_model.roofline import ModelSizes, Roofline, guess
 from tandem.cost_model.step_cost import StepCost
 from tandem.engine.config import EngineConfig
 from tandem.metrics import families as f
@@ -29,6 +29,7 @@ from tandem.metrics.worker_figures import figures_of
 from tandem.protocol.errors import ResourceExhausted
 from tandem.protocol.messages import GrantedLease, Reservation, Role
 from tandem.protocol.mode import Mode
+from tandem.settings.ceilings import Ceilings
 from tandem.worker.config import WorkerConfig
 from tandem.worker.reporting.metrics import Utilization, WorkerMetrics
 from tests.unit.capacity.simulation.stages import MODEL, PAGE_TOKENS, request

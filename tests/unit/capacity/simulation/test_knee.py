@@ -8,7 +8,6 @@ import pytest
 from router.observability.request_outcome import Outcome as Kind
 from router.observability.request_outcome import rejected
 from router.refusal import Refusal, Refused
-from router.slo import SloClass
 from tandem.capacity.simulation.arrivals import Mix
 from tandem.capacity.simulation.hardware import hardware
 from tandem.capacity.simulation.knee import KEPT, LOADS_MAX, NEAR, LoadFigures, Trial, find_knee
@@ -18,6 +17,7 @@ from tandem.capacity.simulation.strategy import Strategy, strategies
 from tandem.protocol.errors import Internal, ResourceExhausted
 from tandem.protocol.lifecycle.spans import Phase
 from tandem.protocol.mode import Mode
+from tandem.settings.slo import SloClass
 from tests.unit.capacity.simulation.stages import request
 
 SLO = SloClass("s", ttft_s=1.0, itl_s=0.1, itl_percent=90.0)

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from router.slo import BEST_EFFORT
 from tandem.capacity.simulation.prompt import VirtualPrompt
 from tandem.capacity.simulation.request import LoadRequest, Outcome, Piece, StepLog
+from tandem.settings.slo import BEST_EFFORT
 
 LATER_S = 0.001
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from router.slo import BEST_EFFORT
 from tandem.capacity.simulation.prompt import VirtualPrompt
 from tandem.capacity.simulation.request import LoadRequest
 from tandem.capacity.simulation.worker import VirtualWorker
 from tandem.protocol.messages import Role
 from tandem.protocol.mode import Mode
+from tandem.settings.slo import BEST_EFFORT
 from tests.unit.capacity.simulation.stages import cluster, moments
 from tests.unit.capacity.simulation.test_virtual_cluster import load
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from router.slo import SloClass
 from tandem.capacity.simulation.request import Outcome
 from tandem.capacity.simulation.worker import VirtualWorker
 from tandem.cost_model.step_cost import StepCost
 from tandem.protocol.messages import Role
 from tandem.protocol.mode import Mode
 from tandem.protocol.policy_name import PolicyName
+from tandem.settings.slo import SloClass
 from tests.unit.capacity.simulation.stages import NETWORK, cluster, moments, request
 
 APART = (Mode.DISAGGREGATED, [Role.PREFILL, Role.DECODE])

@@ -12,9 +12,9 @@ from tandem.cli.diagnosis import kv_port_checks
 from tandem.cli.diagnosis.checks import Level
 from tandem.cli.diagnosis.kv_port_checks import check_running_clusters, check_ucx_environment, check_workers
 from tandem.cli.start.preflight import check_network
-from tandem.cluster.config import ClusterConfig
 from tandem.protocol.errors import InvalidArgument, Unavailable
 from tandem.protocol.messages import ModelFacts, PeerRef, Role, WorkerInfo
+from tandem.settings.cluster import ClusterSettings
 
 FACTS = ModelFacts("m", 10, 10, (), "float32")
 WORKER = WorkerInfo(PeerRef("decode-0", 1), Role.DECODE, "a:1", FACTS, 8, 4, 8, 16, "cpu", "UCX")
@@ -31,9 +31,9 @@ def test_what_ucx_would_open_is_told() -> None:
 def test_tandem_up_refuses_it_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     with pytest.raises(InvalidArgument, match=r"UCX_TLS.*--trusted-network"):
-        check_network(ClusterConfig(Path("m")))
-    check_network(ClusterConfig(Path("m"), trusted_network=True))
-    check_network(ClusterConfig(Path("m"), ray_address="h:1"))  # workers there have another environment
+        check_network(ClusterSettings.of(Path("m")))
+    check_network(ClusterSettings.of(Path("m"), trusted_network=True))
+    check_network(ClusterSettings.of(Path("m"), ray_address="h:1"))  # workers there have another environment
 
 
 @pytest.mark.parametrize(

@@ -7,19 +7,18 @@ from typing import Any
 
 import pytest
 
-from tandem.capacity.planner.decision import Limits, Range
-from tandem.cluster.config import ClusterConfig
 from tandem.cluster.operations.handover_state import HandoverState, inherit
-from tandem.cluster.planner_config import PlannerConfig, PlannerMode
 from tandem.cluster.supervision.handover import Handover
 from tandem.cluster.supervision.roles import plan
 from tandem.protocol.messages import Role
+from tandem.settings.cluster import ClusterSettings
+from tandem.settings.planner import Limits, PlannerMode, PlannerSettings, Range
 
 P, D, BOTH = Role.PREFILL, Role.DECODE, Role.BOTH
 
 
 def of(living: dict[str, Role], handover: Handover | None = None, **settings: Any) -> HandoverState:
-    config = ClusterConfig(model=Path("m"), ray_address="auto", **settings)
+    config = ClusterSettings.of(model=Path("m"), ray_address="auto", **settings)
     return inherit(config, plan(config, 0), living, handover)
 
 
@@ -69,10 +68,10 @@ def test_who_is_away_stays_away_and_counts() -> None:
 
 def test_the_planner_keeps_its_number_and_split() -> None:
     living = {"prefill-0": P, "prefill-1": P, "decode-0": P, "decode-1": D}
-    planner = PlannerConfig(PlannerMode.ON, limits=Limits(workers=Range(2, 8)))
+    planner = PlannerSettings(PlannerMode.ON, limits=Limits(workers=Range(2, 8)))
     state = of(living, prefill=1, decode=1, planner=planner)
     assert (names(state), state.topology.prefill, state.surplus) == (list(living), 3, False)
-    fewest = PlannerConfig(PlannerMode.ON, limits=Limits(workers=Range(5, 8)))
+    fewest = PlannerSettings(PlannerMode.ON, limits=Limits(workers=Range(5, 8)))
     assert len(of(living, prefill=1, decode=9, planner=fewest).slots) == 5
-    most = PlannerConfig(PlannerMode.ON, limits=Limits(workers=Range(2, 3)))
+    most = PlannerSettings(PlannerMode.ON, limits=Limits(workers=Range(2, 3)))
     assert of(living, planner=most).surplus

@@ -1,20 +1,18 @@
 """The router's config follows the cluster's settings, and its process may outlive the controller."""
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 
-from router.config import RouterConfig
-from tandem.cluster.config import ClusterConfig
 from tandem.cluster.ray_processes.ray_process import RayProcess
 from tandem.cluster.ray_processes.router_actor import RouterProcess
+from tandem.settings.cluster import ClusterSettings
 
 GIVEN: dict[str, Any] = {
     "default_max_tokens": 9,
-    "model_aliases": ("m-latest",),
+    "served_model_names": ("m", "m-latest"),
     "tokenizer": Path("/models/t"),
     "chat_template": "{{ messages }}",
     "generation_config": "none",
@@ -25,11 +23,11 @@ GIVEN: dict[str, Any] = {
 
 
 def test_settings_of_one_name_are_passed_on() -> None:
-    cluster = ClusterConfig(model=Path("/models/m"), **GIVEN)
+    cluster = ClusterSettings.of(model=Path("/models/m"), **GIVEN)
     told = RouterProcess(cluster, "secret")._config(3)
-    shared = {each.name for each in fields(RouterConfig)} & {each.name for each in fields(ClusterConfig)}
-    shared -= {"token", "model_name"}
-    assert shared >= GIVEN.keys()
+    settings = {**told.values(), "chunks_per_s": cluster.router.chunks_per_s}
+    assert settings.items() >= cluster.router.values().items()
+    shared = {"model", "mode", "tokenizer", "metrics_key", "model_name", "model_aliases"}
     assert {name: getattr(told, name) for name in shared} == {name: getattr(cluster, name) for name in shared}
 
 
@@ -48,7 +46,7 @@ async def test_a_controller_that_replaces_a_dead_one_adopts_its_router_and_ends_
     monkeypatch.setattr("ray.util.list_named_actors", lambda: list(actors))
     monkeypatch.setattr("ray.get_actor", find)
     monkeypatch.setattr("ray.kill", lambda actor, **_: killed.append(actor))
-    router = RouterProcess(ClusterConfig(Path("m")), "t", 1)
+    router = RouterProcess(ClusterSettings.of(Path("m")), "t", 1)
     process = await router.adopt(7)
     assert isinstance(process, RayProcess)
     assert process._actor is actors["router-1-7"]
@@ -57,7 +55,7 @@ async def test_a_controller_that_replaces_a_dead_one_adopts_its_router_and_ends_
 
 
 def test_a_router_starts_on_the_ports_of_the_one_before_it() -> None:
-    router = RouterProcess(ClusterConfig(Path("m"), grpc_port=0, http_port=0), "t")
+    router = RouterProcess(ClusterSettings.of(Path("m"), grpc_port=0, http_port=0), "t")
     router.listeners = "127.0.0.1:5001", "127.0.0.1:5002", ""
     config = router._config(3)
     assert (config.grpc_port, config.http_port, config.operations_port) == (5001, 5002, 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ import pytest
 from kv_transfer.removed_peers import RemovedPeers
 from tandem.cluster import background
 from tandem.cluster import worker_supervisor as supervisor
-from tandem.cluster.config import ClusterConfig
 from tandem.cluster.metrics import ClusterMetrics
 from tandem.cluster.operations import operator
 from tandem.cluster.ray_processes.orphaned_workers import OrphanedWorker, OrphanedWorkers
@@ -25,11 +23,12 @@ from tandem.cluster.supervision.roles import Slot, plan
 from tandem.cluster.supervision.size import SizeChange
 from tandem.cluster.worker_supervisor import ControllerConfig, WorkerSupervisor
 from tandem.protocol.messages import Assignment, ModelFacts, PeerRef, Role, WorkerInfo
+from tandem.settings.cluster import ClusterSettings
 from tandem.worker.reporting.description import WorkerDescription, served_of, tuning_of
 from tests.unit.cluster.crew import until
 
 FACTS = ModelFacts("m", 10, 10, (), "float32")
-CONFIG = ClusterConfig(Path("m"), ray_address="auto", token="t", workers_outlive_s=9.0)
+CONFIG = ClusterSettings.of(Path("m"), ray_address="auto", token="t", workers_outlive_s=9.0)
 
 
 class Running:
@@ -44,7 +43,7 @@ class Running:
         self.follows = asyncio.Event()
         self.follows.set()
         self.ended = asyncio.Event()
-        self.config = ClusterConfig(Path("m"), ray_address="auto", token="t", workers_outlive_s=9.0)
+        self.config = ClusterSettings.of(Path("m"), ray_address="auto", token="t", workers_outlive_s=9.0)
 
     def describe(self) -> WorkerDescription | None:
         slot = Slot(self.peer.worker_id, self.assignment.role, "cpu")
@@ -119,7 +118,7 @@ class Left(OrphanedWorker):
 class World(OrphanedWorkers):
     """The workers' processes, and their current supervisor."""
 
-    def __init__(self, config: ClusterConfig = CONFIG) -> None:
+    def __init__(self, config: ClusterSettings = CONFIG) -> None:
         self.running: list[Running] = []
         self.followed: list[tuple[str, str, float]] = []
         self.killed: list[tuple[PeerRef, bool]] = []
@@ -128,7 +127,7 @@ class World(OrphanedWorkers):
         self.generation = 0
         self.move_in(config)
 
-    def move_in(self, config: ClusterConfig = CONFIG, before: ClusterHealth | None = None) -> WorkerSupervisor:
+    def move_in(self, config: ClusterSettings = CONFIG, before: ClusterHealth | None = None) -> WorkerSupervisor:
         """Starts another supervisor, of a controller of its own, which may replace one with this last health."""
         self.registry = Registry()
         slots = before.state.slots if before is not None and before.state is not None else plan(config, 0)
@@ -252,7 +251,7 @@ async def test_peers_accept_who_is_started_after_a_takeover_on_a_host_whose_cloc
 async def test_who_cannot_be_taken_over_is_ended_and_replaced(caplog: pytest.LogCaptureFixture) -> None:
     world = World()
     other = world.add("prefill-0", Role.PREFILL)
-    other.config = replace(other.config, dtype="bfloat16", model=Path("n"))
+    other.config = other.config.with_fields(dtype="bfloat16", model=Path("n"))
     world.add("decode-0", Role.DECODE, 8).serves = False
     world.add("decode-1", Role.DECODE).answers = False
     old = world.add("decode-2", Role.DECODE, 5)
@@ -276,14 +275,14 @@ async def test_who_cannot_be_taken_over_is_ended_and_replaced(caplog: pytest.Log
 
 
 async def test_who_is_away_stays_away_until_it_is_wanted() -> None:
-    world = World(replace(CONFIG, decode=2))
+    world = World(CONFIG.with_fields(decode=2))
     world.add("prefill-0", Role.PREFILL)
     world.add("decode-0", Role.DECODE)
     await world.supervisor.take_over(Handover(drained=("decode-1",)))
     keeper = world.supervisor.fleet.keepers["decode-1"]
     await until(lambda: keeper.phase is Phase.DRAINED)
     assert (await world.supervisor.release_workers()).drained == ("decode-1",)
-    supervisor = world.move_in(replace(CONFIG, decode=2))
+    supervisor = world.move_in(CONFIG.with_fields(decode=2))
     await supervisor.take_over(Handover(drained=("decode-1",)))
     await until(lambda: supervisor.fleet.keepers["decode-1"].phase is Phase.DRAINED)
     await supervisor.operator.drain_worker("decode-1", 0.0, restart=True, force=False)
@@ -296,7 +295,7 @@ async def test_once_the_cluster_serves_sizes_and_settings_are_as_asked(caplog: p
     world.add("prefill-0", Role.PREFILL)
     for name in ("decode-0", "decode-1"):
         other = world.add(name, Role.DECODE)
-        other.config = replace(other.config, max_batch_requests=3)
+        other.config = other.config.with_fields(max_batch_requests=3)
     await world.supervisor.take_over(Handover())
     await asyncio.sleep(0.02)
     assert len(world.serving) == 3, "nothing changes before the cluster serves"
@@ -318,7 +317,7 @@ async def test_what_fails_once_the_cluster_serves_is_told_and_the_rest_goes_on(
     world.add("prefill-0", Role.PREFILL)
     for name in ("decode-0", "decode-1"):
         other = world.add(name, Role.DECODE)
-        other.config = replace(other.config, max_batch_requests=3)
+        other.config = other.config.with_fields(max_batch_requests=3)
     await world.supervisor.take_over(Handover())
 
     async def fail(_change: SizeChange) -> None:

@@ -21,10 +21,10 @@ from tandem.cli.bench.servers import GrpcServer, find_server
 from tandem.cli.connection.client import RouterClient, Sampling
 from tandem.cli.load.run import LoadSettings, shares_of
 from tandem.cli.load.workload import Arrival, Block, Workload
-from tandem.net.limits.listener_limits import ListenerLimits
 from tandem.net.security.client_tls import ClientTls
 from tandem.net.security.credentials import metrics_key_of
 from tandem.protocol.errors import InvalidArgument, PermissionDenied, Unavailable
+from tandem.settings.listeners import ListenerLimits
 from tests.certificates import DAY, Authority, files_of
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.test_generate import Client, ask

@@ -7,8 +7,8 @@ import grpc
 import httpx
 import pytest
 
-from tandem.net.limits.listener_limits import ListenerLimits
 from tandem.net.rpc import RETRY_AFTER
+from tandem.settings.listeners import ListenerLimits
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import channel_to, until
 from tests.unit.router.test_generate import Client, ask

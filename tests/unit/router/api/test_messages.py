@@ -12,9 +12,9 @@ import pytest
 from router.access.tenants import tenant_of, tenant_salt
 from router.api.anthropic.request import parse_message
 from router.text.tokenizer import Tokenizer
-from tandem.net.limits.listener_limits import ListenerLimits
 from tandem.protocol.errors import Internal
 from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.settings.listeners import ListenerLimits
 from tandem.tokenizers.grammars import of_tool_calls
 from tests.unit.router.api.test_responses import prompt_text
 from tests.unit.router.api.test_tool_calls import ANSWER, ARGUMENTS, FORCED, script

@@ -11,9 +11,9 @@ import pytest
 
 from router.api.openai.responses_request import parse_response
 from router.text.tokenizer import Tokenizer
-from tandem.net.limits.listener_limits import ListenerLimits
 from tandem.protocol.errors import Internal
 from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.settings.listeners import ListenerLimits
 from tandem.tokenizers.grammars import of_tool_calls
 from tests.unit.router.api.test_tool_calls import ANSWER, ARGUMENTS, FORCED, script
 from tests.unit.router.conftest import Cluster

@@ -11,10 +11,10 @@ from router.observability.request_outcome import Outcome, RequestOutcome, reject
 from router.placement.queue import QueuedRequest
 from router.placement.scheduler import record
 from router.refusal import Refusal, Refused
-from router.slo import BEST_EFFORT, Overload, SloClass
 from tandem.cost_model.step_cost import StepCost
 from tandem.protocol.errors import ResourceExhausted
 from tandem.protocol.lifecycle.spans import Phase
+from tandem.settings.slo import BEST_EFFORT, Overload, SloClass
 from tests.unit.router.fleets import H200, learn_cost
 from tests.unit.router.virtual_world import PROMPT_S, Request, World
 

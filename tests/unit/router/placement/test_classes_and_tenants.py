@@ -10,8 +10,6 @@ import pytest
 
 from router.access.tenants import tenant_of, tenant_salt
 from router.config import RouterConfig
-from router.slo import BEST_EFFORT, DEFAULT_CLASSES, Overload, SloClass
-from router.slo_options import parse_class, with_defaults
 from tandem.net.rpc import RETRY_AFTER
 from tandem.protocol.cost_parameters import UNMEASURED
 from tandem.protocol.errors import InvalidArgument
@@ -19,6 +17,7 @@ from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
 from tandem.protocol.generated.tandem.v1 import types_pb2
 from tandem.protocol.messages import Role
 from tandem.protocol.page_digests import page_digests, root_digest
+from tandem.settings.slo import BEST_EFFORT, DEFAULT_CLASSES, Overload, SloClass, parse_class, with_defaults
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import FakeWorker, channel_to, until
 from tests.unit.router.test_generate import Client, ask, expected

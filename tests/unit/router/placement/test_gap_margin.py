@@ -3,8 +3,8 @@
 import pytest
 
 from router.placement.worker_state import AnswerWork, PromptWork, WorkerState
-from router.slo import SloClass
 from tandem.protocol.messages import Role
+from tandem.settings.slo import SloClass
 from tests.unit.router.fleets import TestFleet
 
 P99 = SloClass("p99", itl_s=0.01)

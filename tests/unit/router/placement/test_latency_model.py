@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from router.placement.latency_model import AnswerPrediction, PromptPrediction, exposed_transfer_s, prefill_time
-from router.slo import SloClass
 from tandem.cost_model.step_work import StepWork, chunk_pairs
 from tandem.protocol.lifecycle.timeline import TransferStats
 from tandem.protocol.messages import Assignment, Role
 from tandem.protocol.policy_name import PolicyName
+from tandem.settings.slo import SloClass
 from tests.unit.router.fleets import H200, TestFleet, need
 
 STRICT = SloClass("strict", ttft_s=2.0, itl_s=0.010)

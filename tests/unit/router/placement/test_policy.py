@@ -10,10 +10,10 @@ from router.placement.latency_model import PromptPrediction
 from router.placement.policy import Placement, PlacementPolicy
 from router.placement.queue import QueuedRequest
 from router.placement.worker_state import AnswerWork, PromptWork, WorkerState
-from router.slo import SloClass
 from tandem.protocol.lifecycle.timeline import TransferStats
 from tandem.protocol.messages import Role
 from tandem.protocol.mode import Mode
+from tandem.settings.slo import SloClass
 from tests.unit.router.fleets import H200, TestFleet, names, need
 
 STRICT = SloClass("strict", ttft_s=2.0, itl_s=0.010)

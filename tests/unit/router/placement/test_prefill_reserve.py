@@ -10,11 +10,11 @@ from router.placement.latency_model import PromptPrediction
 from router.placement.policy import Placement, PlacementPolicy
 from router.placement.prefill_reserve import PrefillReserve
 from router.placement.queue import QueuedRequest
-from router.slo import BEST_EFFORT, SloClass
 from tandem.cost_model.step_cost import StepCost
 from tandem.protocol.messages import Assignment, Role
 from tandem.protocol.mode import Mode
 from tandem.protocol.policy_name import PolicyName
+from tandem.settings.slo import BEST_EFFORT, SloClass
 from tests.unit.router.fleets import H200, TestFleet, learn_cost, names, need
 
 TIGHT = SloClass("tight", ttft_s=2.0, itl_s=0.00924)

@@ -7,7 +7,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from router.slo import BEST_EFFORT, DEFAULT_CLASSES, Overload, SloClass
+from tandem.settings.slo import BEST_EFFORT, DEFAULT_CLASSES, Overload, SloClass
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import channel_to, until
 from tests.unit.router.placement.test_classes_and_tenants import STRICT, measured

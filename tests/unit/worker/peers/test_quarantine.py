@@ -185,7 +185,7 @@ async def test_some_quarantine_is_daily_life() -> None:
 
 
 async def test_the_share_is_a_setting_of_both_halves() -> None:
-    async with WorkerPair(pages=POOL, quarantine_share_max=0.1) as pair:
+    async with WorkerPair(pages=POOL, kv_quarantine_share=0.1) as pair:
         await fill_quarantine(pair, 1)
         assert pair.decode.worker.admission.not_ready
         await until(lambda: pair.fabric.writes)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tandem.cost_model.roofline import Ceilings, ModelSizes, Roofline
+from tandem.cost_model.roofline import ModelSizes, Roofline
 from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import StepWork, chunk_pairs
 from tandem.engine.graph_use import GraphUse
@@ -30,6 +30,7 @@ from tandem.protocol.messages import (
     RoutedEvent,
     SamplingParams,
 )
+from tandem.settings.ceilings import Ceilings
 from tandem.worker.loop import StepMeter
 from tandem.worker.reporting.metrics import Utilization, WorkerMetrics, engine_facts, worker_facts
 from tests.worker_pair import WorkerPair, until
@@ -266,7 +267,7 @@ async def test_a_request_that_finds_no_pages() -> None:
 
 
 async def test_a_lease_that_nobody_renews() -> None:
-    async with WorkerPair(lease_s=0.05) as pair:
+    async with WorkerPair(kv_lease_s=0.05) as pair:
         pair.reserve("b", list(range(3, 43)), SamplingParams(max_tokens=4))
         await until(lambda: worker_facts(pair.decode.worker.report, pair.decode.worker.transport)[f.EXPIRED_LEASES])
         await pair.empty()

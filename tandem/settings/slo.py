@@ -1,10 +1,11 @@
-"""SLO classes: the latency targets of requests, and the policy for targets that cannot be met."""
+"""SLO classes: latency targets of requests, the policy for targets that cannot be met, and both as texts of options."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from tandem.protocol.errors import InvalidArgument
+from tandem.settings.invalid import refuse
 
 
 class Overload(StrEnum):
@@ -40,11 +41,11 @@ class SloClass:
     def __post_init__(self) -> None:
         """Raise InvalidArgument for a missing name or a target out of range; derive the flags."""
         if not self.name:
-            raise InvalidArgument("slo_classes", "has a class without a name; give it one")
+            refuse("slo_classes", "has a class without a name; give it one")
         targets = (self.ttft_s, self.itl_s, self.itl_steps, self.worst_gap_s)
         if not (all(target > 0 for target in targets) and 0 < self.itl_percent < 100):
             message = f"class {self.name!r} needs targets above 0 and a percentile above 0 and below 100"
-            raise InvalidArgument("slo_classes", message)
+            refuse("slo_classes", message)
         object.__setattr__(self, "has_targets", min(targets) < math.inf)
         object.__setattr__(self, "has_gap_target", min(targets[1:]) < math.inf)
 
@@ -69,3 +70,46 @@ DEFAULT_CLASSES = (
     SloClass("quick", ttft_s=0.3, itl_s=0.060),
     BEST_EFFORT,
 )
+
+
+def classes_by_name(classes: Iterable[SloClass]) -> dict[str, SloClass]:
+    """Return the classes by name; raises InvalidArgument if two have the same name."""
+    named: dict[str, SloClass] = {}
+    for each in classes:
+        if each.name in named:
+            refuse("slo_classes", f"has two classes named {each.name!r}; name each once")
+        named[each.name] = each
+    return named
+
+
+def with_defaults(own: Iterable[SloClass]) -> tuple[SloClass, ...]:
+    """Return the default classes and these; one of these replaces the default class of its name."""
+    return tuple(({each.name: each for each in DEFAULT_CLASSES} | classes_by_name(own)).values())
+
+
+def parse_class(text: str) -> SloClass:
+    """Parse "NAME:TTFT_MS:ITL_MS[:PERCENT[:WORST_GAP_MS]][:reject|degrade]"; InvalidArgument says what is wrong."""
+    name, *values = text.split(":")
+    overload = Overload.REJECT
+    if values and values[-1] in list(Overload):
+        overload = Overload(values.pop())
+    try:
+        ttft_ms, itl_ms, percent, worst_ms = _filled(tuple(float(each) for each in values))
+    except ValueError:
+        form = "NAME:TTFT_MS:ITL_MS[:PERCENT[:WORST_GAP_MS]][:reject|degrade]"
+        refuse("--slo-class", f"{text!r} is not {form}")
+    return SloClass(
+        name, ttft_ms / 1e3, itl_ms / 1e3, itl_percent=percent, worst_gap_s=worst_ms / 1e3, overload=overload
+    )
+
+
+def _filled(given: tuple[float, ...]) -> tuple[float, ...]:
+    """Add the defaults of the values that were not given; ValueError for too few or too many."""
+    if not 2 <= len(given) <= 4:
+        raise ValueError
+    return (*given, *(99.0, math.inf)[len(given) - 2 :])
+
+
+def parse_classes(_option: str, texts: Iterable[str]) -> tuple[SloClass, ...]:
+    """Return the default classes and those of these texts; raises as `parse_class`."""
+    return with_defaults(parse_class(text) for text in texts)

@@ -1,4 +1,4 @@
-"""Settings of `tandem up` and `tandem serve` from a file and from the environment, and vLLM's names of options.
+"""The command whose options, those of `tandem up` and `tandem serve`, are also read from a file and the environment.
 
 An option on the command line comes before the environment, the environment before the file, the file before the
 default.
@@ -17,42 +17,26 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperOption
 
+from tandem.cli.start.setting_options import OPTIONS
+
 PREFIX = "TANDEM_"
 _CONFIG = "config"
 _NEAR = 0.8
 """Names count as one with a slip if at least this share of their characters is common to both (difflib's ratio)."""
 _LONGEST = 100
 """Most characters of a name that are compared."""
-ALIASES: Mapping[str, Sequence[str]] = {
-    "http_port": ("--port",),
-    "memory_fraction": ("--gpu-memory-utilization",),
-    "page_tokens": ("--block-size",),
-    "max_step_tokens": ("--max-num-batched-tokens",),
-    "max_batch_requests": ("--max-num-seqs",),
-    "prefix_cache": ("--enable-prefix-caching",),
-    "lora": ("--lora-modules",),
-}
-"""vLLM's names, by the option's own."""
-OFF_ALIASES: Mapping[str, Sequence[str]] = {"prefix_cache": ("--no-enable-prefix-caching",)}
-"""The same for the other side of a switch."""
 SEVERAL = frozenset({"--served-model-name", "--lora-modules"})
 """Options that take several values, as in vLLM."""
-VARIABLES: Mapping[str, str] = {"address": "TANDEM_RAY_ADDRESS"}
-"""Environment variables that are not named after their option: clients read TANDEM_ADDRESS as a router's address."""
 
 
 class SettingsCommand(TyperCommand):
-    """A command whose options are also read from `--config FILE` and from variables TANDEM_…, and have other names."""
+    """A command whose options are also read from `--config FILE` and from variables TANDEM_…."""
 
     def __init__(self, *args: Any, params: list[Any] | None = None, **given: Any) -> None:
-        """Adds names and variables to `params`; see `TyperCommand`."""
+        """Gives those of `params` a variable that are no settings; see `TyperCommand`."""
         for option in params or ():
             if isinstance(option, TyperOption) and option.name is not None:
-                if aliases := ALIASES.get(option.name, ()):
-                    option.help = f"{option.help} vLLM's name: {', '.join(aliases)}."
-                option.opts += aliases
-                option.secondary_opts += OFF_ALIASES.get(option.name, ())
-                option.envvar = option.envvar or VARIABLES.get(option.name, PREFIX + option.name.upper())
+                option.envvar = option.envvar or PREFIX + option.name.upper()
         super().__init__(*args, params=params, **given)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -67,12 +51,11 @@ class SettingsCommand(TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Writes the help, which names aliases in the texts of options, since their column is narrow."""
-        options = [option for option in self.params if isinstance(option, TyperOption)]
+        options = [option for option in self.params if isinstance(option, TyperOption) and option.name in OPTIONS]
         names = [(option, option.opts, option.secondary_opts) for option in options]
         try:
             for option, on, off in names:
-                option.opts = [each for each in on if each not in ALIASES.get(str(option.name), ())]
-                option.secondary_opts = [each for each in off if each not in OFF_ALIASES.get(str(option.name), ())]
+                option.opts, option.secondary_opts = on[:1], off[:1]
             super().format_help(ctx, formatter)
         finally:
             for option, on, off in names:
@@ -87,9 +70,10 @@ def _check_variables(ctx: typer.Context, environment: Mapping[str, str]) -> None
     commands = getattr(ctx.find_root().command, "commands", {})
     known = {_variable(option) for each in (ctx.command, *commands.values()) for option in each.params}
     settings = {_variable(option).removeprefix(PREFIX): _variable(option) for option in ctx.command.params}
-    for name, (alias, *_) in ALIASES.items():
-        if "-" in alias.lstrip("-"):
-            settings[alias.lstrip("-").replace("-", "_").upper()] = VARIABLES.get(name, PREFIX + name.upper())
+    for option in OPTIONS.values():
+        for alias in option.setting.aliases:
+            if "-" in alias.lstrip("-"):
+                settings[alias.lstrip("-").replace("-", "_").upper()] = option.variable
     for name in sorted(environment):
         if name.startswith(PREFIX) and name not in known:
             near = difflib.get_close_matches(name.removeprefix(PREFIX), settings, 1, _NEAR)
@@ -136,7 +120,7 @@ def with_model_argument(up: Callable[..., None]) -> Callable[..., None]:
     return serve
 
 
-def read_settings(ctx: typer.Context, file: Path | None) -> Path | None:
+def read_config_file(ctx: typer.Context, file: Path | None) -> Path | None:
     """Makes the settings in a YAML file the defaults of the other options; the callback of `--config`."""
     if file is not None:
         found = [option for option in ctx.command.params if isinstance(option, TyperOption)]

@@ -1,0 +1,373 @@
+"""Settings of a cluster: the root of the tree."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tandem.logging.logs import MAX_MIB, LogConfig, LogFormat
+from tandem.protocol.mode import Mode
+from tandem.protocol.speculation_method import SpeculationMethod
+from tandem.settings.engine import GIB, EngineSettings
+from tandem.settings.invalid import refuse
+from tandem.settings.options import option_of
+from tandem.settings.parsing import check_key, check_port, existing, named_paths, names
+from tandem.settings.planner import PlannerMode, PlannerSettings
+from tandem.settings.router import RouterSettings
+from tandem.settings.setting import NameOf, Settings, Topic, field_name, required, setting
+from tandem.settings.tree import replace_fields
+from tandem.settings.worker import WorkerSettings
+
+if TYPE_CHECKING:
+    from tandem.protocol.messages import Role
+
+WORKERS_MAX = 64
+"""The largest number of workers of each role."""
+CPU_KV_CACHE_BYTES = GIB
+GPU_MEMORY_FRACTION = 0.9
+"""Fraction of a GPU's memory that all of its workers use together."""
+CPU_BATCH_REQUESTS, GPU_BATCH_REQUESTS = 64, 256
+AUTO = "auto"
+"""Value of --mode and --device: chosen by the hardware and by other options (`tandem/cli/start/hardware.py`)."""
+DEFAULT_NAME = "tandem"
+QUANTIZATIONS = ("int8", "fp8", "int4")
+
+
+def check_ray_address(name: str, address: str) -> None:
+    """Raises InvalidArgument unless the address is empty, `auto` or host:port."""
+    if address and re.fullmatch(r"auto|[^\s/]+:[0-9]+", address) is None:
+        refuse(name, f"{address!r} is neither auto nor HOST:PORT of a Ray cluster")
+
+
+def check_cluster_name(name: str, cluster_name: str) -> None:
+    """Raises InvalidArgument unless the cluster's name can be part of a Ray namespace."""
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", cluster_name) is None:
+        refuse(name, f"{cluster_name!r} is not made of letters, digits and . _ -")
+
+
+def _check_device(name: str, device: str) -> None:
+    if re.fullmatch(r"cpu|cuda(:[0-9]+)?", device) is None:
+        refuse(name, f"{device!r} is none of cpu, cuda and cuda:N")
+
+
+def _check_secret(name: str, secret: str) -> None:
+    if secret:
+        check_key(name, secret)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSettings(Settings):
+    """The model to serve, the number and the hardware of its workers, and the settings of each process."""
+
+    model: Path = required(
+        help="Hugging Face folder, GGUF file, or a repository of the Hugging Face Hub, ORG/NAME[@REVISION]"
+        "[:FILE.gguf]; default: SmolLM2-135M-Instruct.",
+        topic=Topic.FIRST,
+        kind=str,
+        parse=lambda _option, path: Path(path),
+    )
+    """In a running cluster a folder in Hugging Face layout, already checked."""
+    served_model_names: tuple[str, ...] = setting(
+        (),
+        help="Names by which clients call the model, the first of which answers have; default: that of --model.",
+        topic=Topic.FIRST,
+        option="served-model-name",
+        metavar="NAME [NAME...]",
+        parse=names,
+    )
+    mode: Mode = setting(
+        Mode.DISAGGREGATED,
+        help="disaggregated: --prefill and --decode workers; colocated: --workers that do both; adaptive: --workers,"
+        " and for each request one of them or two; auto: disaggregated on a CPU or with --prefill or --decode, else"
+        " adaptive.",
+        topic=Topic.FIRST,
+        automatic=AUTO,
+        choices=Mode,
+    )
+    prefill: int = setting(
+        1, help="Prefill workers; default: 1.", topic=Topic.FIRST, automatic=None, least=1, most=WORKERS_MAX
+    )
+    decode: int = setting(
+        1, help="Decode workers; default: 1.", topic=Topic.FIRST, automatic=None, least=1, most=WORKERS_MAX
+    )
+    workers: int = setting(
+        1,
+        help="Workers that do both; default: one for each GPU.",
+        topic=Topic.FIRST,
+        automatic=None,
+        least=1,
+        most=WORKERS_MAX,
+    )
+    device: str = setting(
+        "cpu",
+        help="cpu, cuda, cuda:N, or auto: cuda where PyTorch finds a usable GPU.",
+        topic=Topic.FIRST,
+        automatic=AUTO,
+        check=_check_device,
+    )
+    """`cuda` spreads workers over all GPUs; `cuda:N` places all on that GPU."""
+    tokenizer: Path | None = setting(
+        None,
+        help="Folder with the tokenizer and its chat templates; default: the model's own.",
+        topic=Topic.MODEL,
+        parse=existing,
+    )
+    memory_fraction: float | None = setting(
+        None,
+        help="Fraction of its GPU's memory each worker may use; default: 0.9, shared equally by a GPU's workers.",
+        topic=Topic.ENGINE,
+        aliases=("--gpu-memory-utilization",),
+        above=0,
+        most=1,
+    )
+    max_batch_requests: int | None = setting(
+        None,
+        help="Maximum requests of one decode step; default: 64 on CPU, 256 on GPUs.",
+        topic=Topic.ENGINE,
+        aliases=("--max-num-seqs",),
+        least=1,
+    )
+    quantization: str | None = setting(
+        None,
+        help="Quantize the layers' weights while they are loaded: int8, fp8 or int4; default: as they are stored.",
+        topic=Topic.ENGINE,
+        choices=QUANTIZATIONS,
+    )
+    prefill_quantization: str | None = setting(
+        None,
+        help="The same for prefill workers alone; default: --quantization.",
+        topic=Topic.ENGINE,
+        choices=QUANTIZATIONS,
+    )
+    decode_quantization: str | None = setting(
+        None,
+        help="The same for decode workers alone; default: --quantization.",
+        topic=Topic.ENGINE,
+        choices=QUANTIZATIONS,
+    )
+    loras: tuple[tuple[str, Path], ...] = setting(
+        (),
+        help="A low-rank adapter as peft saves it, for requests whose model is NAME; may be given several times.",
+        topic=Topic.ADAPTERS,
+        option="lora",
+        aliases=("--lora-modules",),
+        metavar="NAME=PATH",
+        parse=named_paths,
+    )
+    metrics_port: int = setting(
+        0,
+        help="Port of the whole cluster's metrics and of /sd, which lists all processes; 0 = any.",
+        topic=Topic.LISTENERS,
+        check=check_port,
+    )
+    """It is on the controller's address; the router's own metrics are on its HTTP port."""
+    controller_port: int = setting(
+        0,
+        help="Port of the controller, for workers and operators; 0 = any free one.",
+        topic=Topic.LISTENERS,
+        check=check_port,
+    )
+    token: str = setting(
+        "",
+        help="The secret of cluster and operators; default: a fresh one.",
+        topic=Topic.ACCESS,
+        variable="TANDEM_CLUSTER_TOKEN",
+        secret=True,
+        check=_check_secret,
+    )
+    """Required at all listeners but the router's."""
+    metrics_key: str = setting(
+        "",
+        help="Key that opens all metrics; default: none on loopback, but with API keys they are closed.",
+        topic=Topic.ACCESS,
+        secret=True,
+        check=_check_secret,
+    )
+    """Without it, metrics that are closed open to the cluster's own key only."""
+    ray_address: str = setting(
+        "",
+        help="Join a Ray cluster, HOST:PORT or auto, whose nodes offer `prefill` and `decode`; default: a Ray of its"
+        " own on this host.",
+        topic=Topic.HOSTS,
+        option="address",
+        variable="TANDEM_RAY_ADDRESS",
+        check=check_ray_address,
+    )
+    """`auto` is the cluster that this host belongs to. Workers run on the nodes that offer their role, with one GPU of
+    the node each on `cuda`, and every node has the model in the same folder. Router and controller stay on this host;
+    workers and controller listen on the address of their node.
+    """
+    places_timeout_s: float = setting(
+        0.0,
+        help="Seconds to wait for that Ray cluster and for nodes that offer enough.",
+        topic=Topic.HOSTS,
+        least=0,
+    )
+    workers_outlive_s: float = setting(
+        0.0,
+        help="With --address: seconds that workers wait for another `tandem up` of the same --cluster-name and --token"
+        " to take them over when this one is gone, or was stopped by SIGTERM; 0 = they end with it.",
+        topic=Topic.HOSTS,
+        least=0,
+    )
+    cluster_name: str = setting(
+        DEFAULT_NAME, help="The name that identifies those workers.", topic=Topic.HOSTS, check=check_cluster_name
+    )
+    """It separates several clusters on one Ray."""
+    start_timeout_s: float = setting(
+        180.0, help="Seconds that all workers may take to load and serve.", topic=Topic.FAILURES, least=0
+    )
+    stop_grace_s: float = setting(
+        0.5,
+        help="Seconds that requests in flight may continue when the cluster is stopped.",
+        topic=Topic.FAILURES,
+        least=0,
+    )
+    hang_deadline_s: float = setting(
+        30.0,
+        help="Seconds without a sign of life after which a process is killed and restarted; 0 = never, for debuggers"
+        " that stop it.",
+        topic=Topic.FAILURES,
+        least=0,
+    )
+    """While a process starts the deadline is at least 120 s. A step may take longer, up to `step_deadline_s`."""
+    log_format: LogFormat = setting(
+        LogFormat.PRETTY, help="pretty, or json: an object a line.", topic=Topic.OBSERVABILITY, choices=LogFormat
+    )
+    log_max_mib: int = setting(
+        MAX_MIB,
+        help="Size in MiB at which a log file is rotated; the last four are kept.",
+        topic=Topic.OBSERVABILITY,
+        least=1,
+    )
+    """It also limits each log file of a private Ray."""
+    log_folder: Path | None = None
+    """Folder with one log file per process, created on each host that lacks it; None = Ray's own files."""
+    planner: PlannerSettings = field(default_factory=PlannerSettings)
+    router: RouterSettings = field(default_factory=RouterSettings)
+    worker: WorkerSettings = field(default_factory=WorkerSettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
+
+    @classmethod
+    def of(cls, model: Path, **fields: Any) -> "ClusterSettings":
+        """Returns the default settings of a model with these fields; see `with_fields`."""
+        return cls(model).with_fields(**fields)
+
+    def with_fields(self, **fields: Any) -> "ClusterSettings":
+        """Returns the settings with these fields, whichever branch has them; TypeError for a name of none."""
+        return replace_fields(self, fields)
+
+    def __post_init__(self) -> None:
+        """Checks the whole tree; InvalidArgument names the option and its limit."""
+        self.check(option_of)
+
+    def check(self, name_of: NameOf = field_name) -> None:
+        """Checks the settings and those that depend on each other; see `Settings.check`."""
+        Settings.check(self, name_of)
+        self._check_ports()
+        self._check_quantization()
+        self._check_draft()
+        self._check_hosts()
+        if self.planner.mode is PlannerMode.ON and self.planner.limits.workers is None and not self._disaggregated:
+            refuse("--planner", f"has nothing to change in mode {self.mode}; give --planner-workers, too")
+
+    def _check_ports(self) -> None:
+        taken: dict[int, str] = {}
+        for option, port in (
+            ("--grpc-port", self.router.grpc_port),
+            ("--http-port", self.router.http_port),
+            ("--metrics-port", self.metrics_port),
+            ("--controller-port", self.controller_port),
+            ("--operations-port", self.router.operations_port),
+        ):
+            if port and port in taken:
+                refuse(option, f"{port} is {taken[port]} too; each listener needs a port of its own")
+            taken[port] = option
+
+    def _check_quantization(self) -> None:
+        for option, name in (
+            ("--prefill-quantization", self.prefill_quantization),
+            ("--decode-quantization", self.decode_quantization),
+        ):
+            if name is not None and not self._disaggregated:
+                refuse(option, f"is for --mode {Mode.DISAGGREGATED}; give --quantization")
+            if name is not None and self.planner.mode is PlannerMode.ON:
+                refuse(option, "excludes --planner on: workers change roles, and keep their weights")
+
+    def _check_draft(self) -> None:
+        method, draft = self.worker.speculate, self.engine.draft
+        if method is SpeculationMethod.DRAFT and draft is None:
+            refuse("--speculate", "draft needs --draft PATH, the folder of a small model or of heads")
+        if method is not SpeculationMethod.DRAFT and draft is not None:
+            refuse("--draft", f"is for --speculate draft, not for --speculate {method}")
+
+    def _check_hosts(self) -> None:
+        if self.ray_address and self.device not in {"cpu", "cuda"}:
+            refuse("--device", f"{self.device}: where Ray has several nodes it chooses; give cuda")
+        if not self.workers_outlive_s:
+            if self.cluster_name != DEFAULT_NAME:
+                refuse("--cluster-name", "is for workers that outlive it; add --workers-outlive")
+            return
+        if not self.ray_address:
+            refuse("--workers-outlive", "a Ray of its own ends with it; join one with --address")
+        if not self.token:
+            refuse(
+                "--workers-outlive",
+                "the controller that takes the workers over needs their secret; give both the same --token",
+            )
+
+    @property
+    def model_name(self) -> str:
+        """The name of the model in answers; clients may also use `model_aliases`."""
+        return self.served_model_names[0] if self.served_model_names else self.model.name
+
+    @property
+    def model_aliases(self) -> tuple[str, ...]:
+        """Other names by which clients may call the model."""
+        return self.served_model_names[1:]
+
+    def log_of(self, process: str) -> LogConfig:
+        """The log configuration of the process of this name."""
+        file = None if self.log_folder is None else self.log_folder / f"{process}.log"
+        return LogConfig(file, self.log_format, self.log_max_mib << 20)
+
+    @property
+    def ray_namespace(self) -> str | None:
+        """The Ray namespace in which workers and controllers of this cluster are found; None = a private one."""
+        return namespace_of(self.cluster_name) if self.workers_outlive_s else None
+
+    @property
+    def worker_count(self) -> int:
+        """The number of workers of all roles."""
+        return self.prefill + self.decode if self._disaggregated else self.workers
+
+    def quantization_of(self, role: "Role") -> str | None:
+        """The effective quantization of workers of this role."""
+        by_role = {"prefill": self.prefill_quantization, "decode": self.decode_quantization}
+        return by_role.get(role.value) or self.quantization
+
+    @property
+    def _disaggregated(self) -> bool:
+        return self.mode is Mode.DISAGGREGATED
+
+    @property
+    def on_cpu(self) -> bool:
+        """True if workers compute on the CPU."""
+        return self.device == "cpu"
+
+    @property
+    def worker_kv_cache_bytes(self) -> int | None:
+        """The effective size of a worker's KV page pool; None = each worker measures what its GPU has left."""
+        size = self.engine.kv_cache_bytes
+        return CPU_KV_CACHE_BYTES if size is None and self.on_cpu else size
+
+    @property
+    def batch_requests(self) -> int:
+        """The effective `max_batch_requests` on this device."""
+        default = CPU_BATCH_REQUESTS if self.on_cpu else GPU_BATCH_REQUESTS
+        return default if self.max_batch_requests is None else self.max_batch_requests
+
+
+def namespace_of(cluster_name: str) -> str:
+    """Returns the Ray namespace in which workers and controllers of the cluster of this name are found."""
+    return f"tandem-{cluster_name}"

@@ -1,0 +1,63 @@
+"""The limits of public servers for connections and calls before authentication."""
+
+import resource
+from dataclasses import dataclass
+
+from tandem.settings.setting import Settings, Topic, setting
+
+_FILES_SHARE = 3
+"""Each of two servers may use at most one third of the process's file descriptors for connections."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListenerLimits(Settings):
+    """The limits of each HTTP or gRPC server of a process. All times are in seconds."""
+
+    max_request_bytes: int = setting(4 << 20, help="Largest request, in bytes.", topic=Topic.LIMITS, above=0)
+    max_connections: int = setting(
+        16_384,
+        help="Maximum connections at each port, within the limit of open files.",
+        topic=Topic.LIMITS,
+        above=0,
+    )
+    """If one more HTTP connection comes, the one that has waited longest for a request is closed."""
+    max_calls: int = setting(
+        8_192,
+        help="Maximum calls in progress at each port; more are rejected, 429.",
+        topic=Topic.LIMITS,
+        above=0,
+    )
+    """Calls of the health service are counted separately."""
+    header_timeout_s: float = setting(
+        10.0, help="Seconds a client may take for a request's header.", topic=Topic.LIMITS, above=0
+    )
+    """From the connection to its first request, and from the first byte of a request to the end of its header."""
+    body_timeout_s: float = setting(
+        60.0, help="Seconds a client may take for a request's body.", topic=Topic.LIMITS, above=0
+    )
+    """The same limit applies to a gRPC call's message."""
+    idle_timeout_s: float = setting(
+        75.0, help="Seconds that a connection may be open between requests.", topic=Topic.LIMITS, above=0
+    )
+    unread_timeout_s: float = setting(
+        60.0, help="Seconds that a client may leave its answer unread.", topic=Topic.LIMITS, above=0
+    )
+    keepalive_s: float = setting(
+        20.0, help="Seconds between keepalive pings to a silent client.", topic=Topic.LIMITS, above=0
+    )
+    """After as long without a response the client's calls are aborted."""
+
+    def __post_init__(self) -> None:
+        """Raise InvalidArgument with the name of a limit that is not above 0."""
+        self.check()
+
+    @property
+    def connections(self) -> int:
+        """Most connections, within `max_connections` and the process's limit of file descriptors."""
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if files == resource.RLIM_INFINITY:
+            return self.max_connections
+        return min(self.max_connections, files // _FILES_SHARE)
+
+
+DEFAULT_LIMITS = ListenerLimits()

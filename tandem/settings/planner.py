@@ -1,0 +1,113 @@
+"""Settings of the planner, which adapts roles and the number of workers to the load."""
+
+import dataclasses
+from dataclasses import dataclass, fields
+from enum import StrEnum
+
+from tandem.settings.invalid import refuse
+from tandem.settings.setting import NameOf, Settings, Topic, field_name, setting
+
+
+class PlannerMode(StrEnum):
+    """The planner's permissions: off, propose changes only, or act."""
+
+    OFF = "off"
+    DRY_RUN = "dry-run"
+    """Decides, logs the decision and changes nothing."""
+    ON = "on"
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A range of worker counts, both ends included."""
+
+    least: int = 1
+    most: int = 1 << 16
+
+    def __post_init__(self) -> None:
+        """Validates the range; InvalidArgument if it is empty."""
+        if not 1 <= self.least <= self.most:
+            refuse("--planner limits", f"{self.least}:{self.most} is no range of 1 or more workers")
+
+    def clip(self, number: int) -> int:
+        """Returns `number`, limited to the range."""
+        return min(max(number, self.least), self.most)
+
+
+def parse_range(option: str, text: str) -> Range:
+    """Parses "MIN:MAX", both included; InvalidArgument names `option`."""
+    low, colon, high = text.partition(":")
+    if not (colon and low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
+        refuse(option, f"{text!r} is not MIN:MAX with 1 <= MIN <= MAX; 1:8 is, for example")
+    return Range(int(low), int(high))
+
+
+@dataclass(frozen=True, slots=True)
+class Limits(Settings):
+    """The limits of the planner's changes."""
+
+    prefill: Range = setting(
+        Range(),
+        help="MIN:MAX of them that prefill when disaggregated.",
+        topic=Topic.PLANNER,
+        option="planner-prefill",
+        kind=str,
+        parse=parse_range,
+    )
+    decode: Range = setting(
+        Range(),
+        help="MIN:MAX of them that decode when disaggregated.",
+        topic=Topic.PLANNER,
+        option="planner-decode",
+        kind=str,
+        parse=parse_range,
+    )
+    workers: Range | None = setting(
+        None,
+        help="MIN:MAX workers the planner may keep; default: as many as there are.",
+        topic=Topic.PLANNER,
+        option="planner-workers",
+        kind=str,
+        parse=parse_range,
+    )
+    """Workers of all roles; None = the current number: workers only change roles."""
+    required_windows: int = 2
+    """Consecutive windows that must want the same change before it is made."""
+    required_windows_down: int = 6
+    """Consecutive windows that must want to remove workers."""
+    required_windows_back: int = 4
+    """Consecutive windows that must want to undo a change that is not `settled` windows old."""
+    cooldown: int = 2
+    """Windows after a change in which no other is made."""
+    settled: int = 6
+    """Windows after a change or a swing of the demand before the policy learns from observed misses."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerSettings(Settings):
+    """Settings of the planner."""
+
+    mode: PlannerMode = setting(
+        PlannerMode.OFF,
+        help="on: roles follow the load, and with --planner-workers the number of workers; dry-run: it only says what"
+        " it would do; off.",
+        topic=Topic.PLANNER,
+        option="planner",
+        choices=PlannerMode,
+    )
+    window_s: float = setting(
+        15.0,
+        help="Seconds of the planner's observation window.",
+        topic=Topic.PLANNER,
+        option="planner-window",
+        above=0,
+    )
+    """Long enough for some tens of requests."""
+    limits: Limits = dataclasses.field(default_factory=Limits)
+
+    def check(self, name_of: NameOf = field_name) -> None:
+        """Checks the settings; see `Settings.check`."""
+        Settings.check(self, name_of)
+        for field in fields(self.limits):
+            if self.mode is PlannerMode.OFF and getattr(self.limits, field.name) != field.default:
+                refuse(name_of(field), "means nothing while the planner is off; add --planner on, or dry-run")

@@ -1,0 +1,234 @@
+"""Settings of the router."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from tandem.settings.invalid import refuse
+from tandem.settings.listeners import DEFAULT_LIMITS, ListenerLimits
+from tandem.settings.parsing import absolute, check_key, check_port
+from tandem.settings.setting import NameOf, Settings, Topic, field_name, setting
+from tandem.settings.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass, classes_by_name, parse_classes
+from tandem.settings.tls import TlsFiles
+
+
+def check_endpoint(name: str, endpoint: str) -> None:
+    """Raises InvalidArgument for a malformed OTLP endpoint; an empty one disables the export."""
+    if not endpoint:
+        return
+    try:
+        parts = urlsplit(endpoint)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port is not None
+    except ValueError:
+        usable = False
+    if not usable:
+        refuse(name, f"{endpoint!r} must be http://HOST:PORT or https://HOST:PORT")
+
+
+def _check_keys(name: str, keys: tuple[str, ...]) -> None:
+    for key in keys:
+        check_key(name, key)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSettings(Settings):
+    """The settings of a router: its listeners, who may use it, its API, and its limits."""
+
+    host: str = setting(
+        "127.0.0.1",
+        help="Address the router listens on; beyond this host it needs API keys, or --insecure.",
+        topic=Topic.FIRST,
+    )
+    http_port: int = setting(
+        8000,
+        help="Port for OpenAI clients; 0 = any free one.",
+        topic=Topic.FIRST,
+        aliases=("--port",),
+        check=check_port,
+    )
+    grpc_port: int = setting(
+        50051, help="Port for gRPC clients; 0 = any free one.", topic=Topic.LISTENERS, check=check_port
+    )
+    operations_port: int = setting(
+        0,
+        help="With TLS: port of the router's probes, metrics and traces over plain HTTP; 0 = any free one.",
+        topic=Topic.LISTENERS,
+        check=check_port,
+    )
+    allowed_origins: tuple[str, ...] = setting(
+        (),
+        help="Origin of web pages whose scripts may call the HTTP port, e.g. https://chat.example.com, or * for all"
+        " (CORS); repeatable; default: none.",
+        topic=Topic.LISTENERS,
+    )
+    api_keys: tuple[str, ...] = setting(
+        (),
+        help="Key that clients must present; repeatable.",
+        topic=Topic.FIRST,
+        option="api-key",
+        check=_check_keys,
+    )
+    """Keys of tenants without quotas."""
+    api_key_file: Path | None = setting(
+        None,
+        help="File with more of them, read again when it changes. A line has KEY or sha256:HEX, then name=NAME,"
+        " role=tenant, operator or reader, requests_per_minute=N and tokens_per_minute=N where wanted; from # on it is"
+        " a comment.",
+        topic=Topic.ACCESS,
+        parse=absolute,
+    )
+    insecure: bool = setting(
+        False, help="Let every client that reaches --host use the cluster without an API key.", topic=Topic.ACCESS
+    )
+    tls: TlsFiles | None = None
+    """The certificate of the ports for clients; None = their connections are not encrypted."""
+    audit_log: Path | None = setting(
+        None,
+        help="File for a line of JSON about each call of a client: who, what, when, and how many tokens.",
+        topic=Topic.ACCESS,
+        parse=absolute,
+    )
+    chat_template: str = setting(
+        "",
+        help="Jinja file, or name of one of the model's templates (tool_use, …) or of Tandem's (smollm2); default: the"
+        " model's own.",
+        topic=Topic.MODEL,
+    )
+    """`tandem up` replaces the file or name by the template itself, in Jinja; empty = the tokenizer's."""
+    generation_config: str = setting(
+        "auto",
+        help="Sampling of requests that name none: auto = as the model's generation_config.json; none = plain sampling,"
+        " temperature 1.",
+        topic=Topic.MODEL,
+        choices=("auto", "none"),
+    )
+    tool_call_parser: str = setting(
+        "auto",
+        help="Form of the model's tool calls: hermes, llama3_json, mistral, deepseek_v3, qwen3_coder, glm45 or openai;"
+        " auto: by its chat template; none: tools are rejected unless a call is required.",
+        topic=Topic.REQUESTS,
+    )
+    reasoning_parser: str = setting(
+        "auto",
+        help="Form of the model's reasoning: qwen3, deepseek_r1 or openai_gptoss; auto: by its chat template; none: it"
+        " stays in the content.",
+        topic=Topic.REQUESTS,
+    )
+    strict_requests: bool = setting(
+        False,
+        help="Reject HTTP requests with unknown fields; otherwise such fields are ignored, and the header"
+        " X-Tandem-Ignored names them.",
+        topic=Topic.REQUESTS,
+    )
+    slo_classes: tuple[SloClass, ...] = setting(
+        DEFAULT_CLASSES,
+        help="NAME:TTFT_MS:ITL_MS[:PERCENT[:WORST_GAP_MS]][:reject|degrade]: targets that requests may ask for by name,"
+        " in addition to or instead of strict, balanced, quick and best_effort, and the action when they cannot be met;"
+        " repeatable.",
+        topic=Topic.REQUESTS,
+        option="slo-class",
+        parse=parse_classes,
+    )
+    default_slo_class: str = setting(
+        BEST_EFFORT.name, help="The class of requests that name none.", topic=Topic.REQUESTS
+    )
+    default_max_tokens: int | None = setting(
+        None,
+        help="Maximum output tokens of requests that set no limit; default: the context's.",
+        topic=Topic.REQUESTS,
+        least=1,
+    )
+    listeners: ListenerLimits = DEFAULT_LIMITS
+    max_messages: int = setting(4096, help="Maximum messages of a conversation.", topic=Topic.LIMITS, least=1)
+    worker_silence_s: float = setting(
+        4.0,
+        help="Seconds without a response after which the router moves a worker's requests to others; 0 = when its"
+        " process has ended.",
+        topic=Topic.FAILURES,
+        least=0,
+    )
+    """A worker responds while a step computes. With the interval between heartbeats this is at most 5 s, and longer
+    than the waits for a core on a busy host of two; if the worker does respond later, its requests cost a prefill each.
+    """
+    recovery_timeout_s: float = setting(
+        180.0,
+        help="Seconds that requests may wait while the only worker of a role is replaced; 0 = they fail at once.",
+        topic=Topic.FAILURES,
+        least=0,
+    )
+    """As long as a start of a worker may take. Waits of this kind do not count as waits in the queue."""
+    otlp_endpoint: str = setting(
+        "",
+        help="OTLP/gRPC endpoint for request spans, http://HOST:PORT; needs tandem[otlp].",
+        topic=Topic.OBSERVABILITY,
+        check=check_endpoint,
+    )
+
+    max_request_items: int = setting(1 << 18, above=0)
+    """Most fields, strings and list entries of a request, counted before it is parsed.
+
+    A quarter of those of a JSON body may be strings, lists and objects. A prompt that is a list of token ids may have
+    as many ids as the model's context.
+    """
+    max_tokenizing_bytes: int = setting(32 << 20, above=0)
+    """Most bytes of prompts that wait to be parsed and tokenized, which takes about a second per MiB.
+
+    Above it the newest request of the tenant with the most waiting bytes is rejected.
+    """
+    max_queued_requests: int = 1024
+    """Most requests that wait for a worker; further ones are rejected at once."""
+    max_queued_per_tenant: int | None = setting(None, least=1)
+    """Most waiting requests of one API key; None = half of `max_queued_requests` with several keys, else all."""
+    goodput_window_s: float = setting(60.0, above=0)
+    """The length of goodput's sliding window, in seconds."""
+    traces_kept: int = setting(512, above=0)
+    """Number of the newest ended requests whose timelines are kept, in addition to the slow ones."""
+    slow_window_s: float = setting(60.0, above=0)
+    """The window in which the slowest request of each latency bucket is kept, in seconds."""
+    max_deferral_s: float = setting(30.0, above=0)
+    """Longest time for which requests with a TTFT target go before those without, in seconds."""
+    max_choices: int = 16
+    """Most answers to one request (n); each counts as a separate request."""
+    max_stop_strings: int = 16
+    """Most stop strings of a request."""
+    max_stop_chars: int = 256
+    """Longest stop string, in characters."""
+    max_stop_token_ids: int = 64
+    """Most stop token ids of a request."""
+    max_template_kwargs_bytes: int = 16 << 10
+    """Largest `chat_template_kwargs` of a request, in bytes of JSON."""
+    sse_comment_s: float = setting(10.0, above=0)
+    """Seconds without an event after which a stream gets a comment, so that proxies keep the connection."""
+    max_attempts: int = 3
+    """Most failed attempts of a request before its error is returned to the client."""
+    retry_after_s: float = 1.0
+    """The retry hint of errors about a full queue or a missing worker, in seconds."""
+    rpc_timeout_s: float = 10.0
+    """Deadline of one call to a worker, in seconds."""
+    queue_timeout_s: float = 120.0
+    """Longest wait in the queue, in seconds."""
+    stall_timeout_s: float = 120.0
+    """Longest time without an event of a placed request from its workers, in seconds."""
+    chunks_per_s: float = 5000.0
+    """Most chunks per second, over all answers, before each chunk carries several tokens.
+
+    A chunk costs about 100 µs in the router and as much at the client, on a CPU that the engine may need. First and
+    last tokens never wait, nor do tokens whose ITL target the delay would break.
+    """
+    chunk_delay_max_s: float = 0.025
+    """Longest time a token waits to be batched with later ones, in seconds."""
+    tokenizer_threads: int = setting(2, above=0)
+    """Number of threads that parse large requests and encode prompts."""
+
+    def check(self, name_of: NameOf = field_name) -> None:
+        """Checks the settings; see `Settings.check`."""
+        Settings.check(self, name_of)
+        names = classes_by_name(self.slo_classes)
+        if self.default_slo_class not in names:
+            name = name_of(self.__dataclass_fields__["default_slo_class"])
+            refuse(name, f"{self.default_slo_class!r} is none of the classes {', '.join(names)}")
+
+    @property
+    def guarded(self) -> bool:
+        """True if requests need an API key."""
+        return bool(self.api_keys) or self.api_key_file is not None

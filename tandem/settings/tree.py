@@ -1,0 +1,46 @@
+"""The fields of the settings tree by their names, whichever branch has them."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import Field, fields, replace
+from typing import Any, TypeVar, cast
+
+from tandem.settings.setting import Settings, branch_of
+
+S = TypeVar("S", bound=Settings)
+
+
+def fields_by_name(tree: Any) -> dict[str, tuple[str, Field[Any]]]:
+    """Returns the dotted path of each field by its name, `engine.page_tokens` by `page_tokens`, and the field.
+
+    A field comes before those of its name further down; of several at the same depth there is none.
+    """
+    named: dict[str, tuple[str, Field[Any]]] = {}
+    level = [("", tree)]
+    while level:
+        found = [(f"{path}{field.name}", field) for path, branch in level for field in fields(branch)]
+        counts = Counter(field.name for _, field in found)
+        named = {field.name: (path, field) for path, field in found if counts[field.name] == 1} | named
+        level = [(f"{path}.", branch) for path, field in found if (branch := branch_of(field)) is not None]
+    return named
+
+
+def replace_fields(settings: S, values: Mapping[str, Any]) -> S:
+    """Returns the settings with other values of fields, by their names, whichever branch has them.
+
+    TypeError for a name of none.
+    """
+    named = fields_by_name(type(settings))
+    if unknown := values.keys() - named.keys():
+        raise TypeError(f"{', '.join(sorted(unknown))}: no such setting")
+    return _replaced(settings, {named[name][0]: value for name, value in values.items()})
+
+
+def _replaced(settings: S, values: Mapping[str, Any]) -> S:
+    """Returns the settings with other values, by dotted paths."""
+    made: dict[str, Any] = {path: value for path, value in values.items() if "." not in path}
+    for branch in {path.partition(".")[0] for path in values.keys() - made.keys()}:
+        prefix = f"{branch}."
+        inner = {path.removeprefix(prefix): value for path, value in values.items() if path.startswith(prefix)}
+        made[branch] = _replaced(getattr(settings, branch), inner)
+    return replace(cast(Any, settings), **made)  # type: ignore[no-any-return]

@@ -1,0 +1,128 @@
+"""Settings of each worker, beside those of its engine."""
+
+from dataclasses import dataclass
+
+from tandem.protocol.policy_name import PolicyName
+from tandem.protocol.speculation_method import SpeculationMethod
+from tandem.settings.ceilings import Ceilings, parse_ceilings
+from tandem.settings.setting import Settings, Topic, setting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings(Settings):
+    """The settings of a worker: its steps, its KV transfers, and its limits."""
+
+    step_policy: PolicyName = setting(
+        PolicyName.DECODE_PRIORITY,
+        help="Prompt tokens in a mixed step: unchunked = as many as fit, chunked = what --step-budget leaves,"
+        " decode-priority = the same, but only beside requests without a target. None exceeds the targets of the"
+        " requests' classes.",
+        topic=Topic.STEPS,
+        choices=PolicyName,
+    )
+    step_budget: int | None = setting(
+        None,
+        help="Maximum tokens of a mixed step, decode rows included; default: 512.",
+        topic=Topic.STEPS,
+        least=1,
+    )
+    itl_target_s: float | None = setting(
+        None,
+        help="Maximum inter-token latency of any request: batches and prefill chunks grow no further; default: only the"
+        " targets of service classes.",
+        topic=Topic.STEPS,
+        option="itl-target-ms",
+        unit=1e-3,
+        above=0,
+    )
+    """Where decoding alone is slower the batch does not grow, and prompts are computed in the rest of this time."""
+    prefix_cache: bool = setting(
+        True,
+        help="Keep KV pages, while memory allows, for requests with a common prefix.",
+        topic=Topic.ENGINE,
+        aliases=("--enable-prefix-caching",),
+    )
+    speculate: SpeculationMethod = setting(
+        SpeculationMethod.AUTO,
+        help="Speculative decoding: ngram = verify what followed the last tokens when they occurred before, several"
+        " tokens a step where that pays; suffix = also in earlier answers of the tenant; draft = what the model or"
+        " heads of --draft propose; off; auto = ngram on a CPU, off on GPUs. Answers are the same.",
+        topic=Topic.SPECULATION,
+        choices=SpeculationMethod,
+    )
+    kv_checksum_rate: float = setting(
+        0.05,
+        help="Fraction of each transfer's KV pages whose checksums are verified on arrival, 0 to 1.",
+        topic=Topic.KV_TRANSFER,
+        least=0,
+        most=1,
+    )
+    """At least one page of each prompt unless 0. All workers of a cluster have the same: the handshake checks it."""
+    kv_lease_s: float = setting(
+        5.0,
+        help="Seconds that a decode worker keeps its reservation for a request of a silent router.",
+        topic=Topic.KV_TRANSFER,
+        least=1,
+        most=600,
+    )
+    kv_transfer_deadline_s: float = setting(
+        30.0,
+        help="Seconds that a KV page write may take before its prompt is computed again.",
+        topic=Topic.KV_TRANSFER,
+        least=1,
+        most=600,
+    )
+    """A decode worker's check of the pages that arrived has the same deadline."""
+    kv_quarantine_share: float = setting(
+        0.5,
+        help="Fraction of a worker's KV pages in quarantine above which it accepts no requests.",
+        topic=Topic.KV_TRANSFER,
+        least=0,
+        most=1,
+    )
+    """A worker above it registers as not ready until silent prefill workers have released enough of the pages that it
+    has in quarantine as a decode worker, or decode workers have taken enough of those that it still writes.
+    """
+    trusted_network: bool = setting(
+        False,
+        help="Only workers can reach workers over the network: let KV pages cross it, which workers on several hosts"
+        " need. UCX then listens at each worker, and every client that connects can write into its memory.",
+        topic=Topic.HOSTS,
+    )
+    """All workers of a cluster have the same: the handshake checks it."""
+    ceilings: Ceilings | None = setting(
+        None,
+        help="TFLOPS:GBPS that a worker's device can do at best; utilization and `tandem why` go by it. Default: what"
+        " each measures at its start.",
+        topic=Topic.ENGINE,
+        option="device-ceilings",
+        kind=str,
+        parse=parse_ceilings,
+    )
+
+    step_deadline_s: float | None = None
+    """The seconds of a step after which its engine counts as stuck; None = 60 on GPUs, 600 on CPUs.
+
+    Its requests fail then, and the process ends. On CPUs a step of many tokens is slow.
+    """
+    transfer_backend: str = "nixl"
+    """The transport of KV pages: `nixl`."""
+    quarantine_s: float = 5.0
+    """Seconds from the death of a local prefill worker until the pages it might have written are free.
+
+    They count from the end of its permission to write.
+    """
+    quarantine_far_s: float = 60.0
+    """The same where it ran on another or an unknown host: its writes may still arrive for long."""
+    write_window_s: float = 10.0
+    """Seconds for which a prefill worker may write to the pages it was given before it has to ask again."""
+    lease_retry_after_s: float = 0.2
+    """The retry hint of a refused reservation, in seconds."""
+    rpc_timeout_s: float = 5.0
+    """Deadline of each call to another worker or the controller, in seconds."""
+    attach_grace_s: float = 5.0
+    """Seconds that requests of a router without an event stream may live."""
+    max_prefill_requests: int = 1024
+    """Most requests that prefill on a worker at a time, waiting or not; routers bind late and rarely reach it."""
+    max_prefill_rows: int = 64
+    """Most prompt chunks of one step."""
