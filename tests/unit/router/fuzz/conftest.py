@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 
 from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
 from tandem.protocol.generated.tandem.v1 import inference_pb2_grpc
-from tests.soak import SOAKING
+from tests.soak import SOAKING, soak
 from tests.unit.router.fuzz.router_process import KEYS, RouterState
 
 CASES = 50_000 if SOAKING else 600
@@ -146,7 +146,7 @@ def start_router(model: Path) -> Iterator[Callable[[int], FuzzedRouter]]:
         router.close()
 
 
-@pytest.fixture(params=[0, 1], ids=["own-listeners", "front-process"])
+@pytest.fixture(params=[0, pytest.param(1, marks=soak)], ids=["own-listeners", "front-process"])
 def router(request: pytest.FixtureRequest, start_router: Callable[[int], FuzzedRouter]) -> Iterator[FuzzedRouter]:
     """A router with listeners in its own process, or in a front process; at the end it must serve and be idle."""
     router = start_router(request.param)
