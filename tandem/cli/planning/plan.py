@@ -22,13 +22,11 @@ from tandem.cli.planning.plan_options import (
     ShapeOptions,
     check_above_0,
 )
-from tandem.cli.planning.plan_question import ITEM_BYTES, Question
-from tandem.cli.planning.plan_trials import Found
-from tandem.engine.model_summary import model_summary
 
 if TYPE_CHECKING:
     from tandem.cli.planning.plan_question import Question
     from tandem.cli.planning.plan_speculation import Drafting
+    from tandem.cli.planning.plan_trials import Found
 
 _MS = 1e3
 _FULL = 1.0
@@ -36,6 +34,9 @@ _FULL = 1.0
 
 def lines(question: Question, split: Split) -> Iterator[str]:
     """Yields memory, size, and the bottleneck that binds first."""
+    from tandem.cli.planning.plan_question import ITEM_BYTES
+    from tandem.engine.model_summary import model_summary
+
     memory, demand, costs = question.memory, question.demand, question.costs
     prefill, decode = question.sizing.load_ratios(split)
     alone_s = demand.lone_prompt_seconds(costs, question.facts.chunk_tokens)
