@@ -19,6 +19,7 @@ from tandem.cli.load.target import find_target, warm_up
 from tandem.cli.load.workload import Arrival, Block, Workload
 from tandem.cli.main import app
 from tandem.protocol.errors import Unavailable
+from tests.soak import soak
 
 LOOSE, HOPELESS = SloCell("loose", 1e6, 1e6), SloCell("hopeless", 1e-9, 1e6)
 SETTINGS = LoadSettings(clients=2, drain_s=120.0)
@@ -104,7 +105,7 @@ def test_one_request_alone_measures_a_step(address: str) -> None:
 
 
 @pytest.mark.usefixtures("_short_warm_up")
-@pytest.mark.parametrize("api", ["grpc", "completions", "chat"])
+@pytest.mark.parametrize("api", ["grpc", pytest.param("completions", marks=soak), "chat"])
 def test_the_bench_command_measures_a_real_model(api: str, cluster: Any, tmp_path: Path) -> None:
     http = f"http://{cluster.http_address.removeprefix('http://')}"
     server = ["--url", f"grpc://{cluster.grpc_address}"] if api == "grpc" else ["--url", http, "--api", api]

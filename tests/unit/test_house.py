@@ -49,3 +49,12 @@ def test_gpu_tests_need_no_plugin_of_pytest() -> None:
     plain = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
     run = subprocess.run([*command, "--collect-only"], capture_output=True, text=True, cwd=ROOT, env=plain, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_the_command_line_loads_neither_torch_nor_ray_before_a_command_runs() -> None:
+    """They take seconds, which `tandem status` and `tandem --help` have no use for."""
+    script = (
+        "import sys, tandem.cli.main; sys.exit(' '.join({'torch', 'numba', 'transformers', 'ray'} & {*sys.modules}))"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert run.stderr.strip() == ""

@@ -25,6 +25,7 @@ from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
 from tandem.protocol.generated.tandem.v1 import inference_pb2_grpc, types_pb2
 from tandem.protocol.messages import FinishReason, GrantedLease, RequestEvent, Reservation, Role
 from tests.clocks import jump
+from tests.soak import examples
 from tests.unit.router.conftest import TEXT, WITHOUT_RECOVERY, Cluster
 from tests.unit.router.fake_cluster import FakeWorker, answer_token, channel_to, until
 
@@ -656,7 +657,7 @@ def _living(kind: type) -> int:
     return sum(type(item) is kind for item in gc.get_objects())
 
 
-async def test_hundreds_of_requests_cancelled_at_random_leave_nothing(cluster: Cluster, client: Client) -> None:
+async def test_many_requests_cancelled_at_random_leave_nothing(cluster: Cluster, client: Client) -> None:
     cluster.decode.switches.step_s = 0.001
     dice = random.Random(7)
 
@@ -677,7 +678,7 @@ async def test_hundreds_of_requests_cancelled_at_random_leave_nothing(cluster: C
             pass
         assert ids == expected(len(ids), prompt)
 
-    for _ in range(4):
+    for _ in range(examples(1)):
         await asyncio.gather(*(one(number) for number in range(150)))
     await cluster.settled()
     queue = cluster.router._dispatcher._scheduler.queue
