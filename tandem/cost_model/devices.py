@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from tandem.cost_model.roofline import GPU, Ceilings
 from tandem.protocol.errors import InvalidArgument
 
-GIB = 1 << 30
-
 
 @dataclass(frozen=True, slots=True)
 class DeviceKind:
