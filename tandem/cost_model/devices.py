@@ -6,8 +6,6 @@ from tandem.cost_model.roofline import GPU
 from tandem.protocol.errors import InvalidArgument
 from tandem.settings.ceilings import Ceilings
 
-GIB = 1 << 30
-
 
 @dataclass(frozen=True, slots=True)
 class DeviceKind:

@@ -11,9 +11,9 @@ from tandem.capacity.planner.demand import Demand
 from tandem.capacity.simulation.hardware import kv_bytes_per_held_token
 from tandem.engine.config import EngineConfig
 from tandem.engine.config.model import ModelSpec
+from tandem.engine.memory import GIB
 from tandem.engine.speculation.draft_folder import draft_bytes, drafting_model
 
-GIB = 1 << 30
 OVERHEAD_BYTES = 2 * GIB
 """Memory of a GPU worker other than weights and KV: context, kernels, graphs and activations."""
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from tandem.capacity.plan.memory import GIB, NO_DRAFT_MEMORY, OVERHEAD_BYTES, DraftMemory, Memory
+from tandem.capacity.plan.memory import NO_DRAFT_MEMORY, OVERHEAD_BYTES, DraftMemory, Memory
 from tandem.capacity.plan.speculation import Drafting
 from tandem.capacity.plan.what_if import Quantized
 from tandem.capacity.planner.decision import Split
@@ -15,6 +16,7 @@ from tandem.capacity.planner.load_ratio import WorkerFacts
 from tandem.capacity.planner.policy import TARGET_RATIO
 from tandem.capacity.planner.sizing import Sizing
 from tandem.capacity.simulation.hardware import (
+    ITEM_BYTES,
     Hardware,
     kv_bytes_per_held_token,
     kv_element_bytes,
@@ -24,19 +26,19 @@ from tandem.capacity.simulation.hardware import (
 from tandem.capacity.simulation.strategy import BATCH_REQUESTS
 from tandem.cost_model.devices import DEVICES, DeviceKind
 from tandem.cost_model.step_cost import StepCost
+from tandem.engine.config import EngineConfig
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.config.quantization import Codes
+from tandem.engine.memory import GIB
 from tandem.engine.model_sizes import matrix_bytes
 from tandem.engine.models.load_spec import quantized_at_load
 from tandem.protocol.cost_parameters import CostParameters
 from tandem.protocol.errors import InvalidArgument
 from tandem.settings.planner import Limits, Range
 
-MEMORY_FRACTION = 0.9
-MAX_STEP_TOKENS = 2048
+WORKER = EngineConfig(Path("model"))
+"""The settings of the planned workers: the defaults."""
 WORKERS_MAX = 1024
-ITEM_BYTES = 2
-"""Bytes of an element of KV and of weights that are not quantized."""
 _HELPS = "more workers do not help: relax the target, or take a faster --gpu or a smaller model"
 
 
@@ -87,7 +89,7 @@ class Question:
 
     def _memory(self, model: ModelSpec, kv_element_bytes: float) -> Memory:
         a_token = kv_bytes_per_held_token(model, self.demand.kv_tokens, kv_element_bytes)
-        device_bytes = self.device.memory_gib * GIB * MEMORY_FRACTION
+        device_bytes = self.device.memory_gib * GIB * WORKER.memory_fraction
         weights, draft = matrix_bytes(model, ITEM_BYTES), self.draft
         return Memory(device_bytes, weights, a_token, draft.weight_bytes, draft.kv_bytes_per_token(self.demand))
 
@@ -115,7 +117,8 @@ class Question:
     @property
     def facts(self) -> WorkerFacts:
         """The costs and capacity of one worker."""
-        return WorkerFacts(self.costs, self.memory.kv_tokens, BATCH_REQUESTS, MAX_STEP_TOKENS, self.model.max_context)
+        kv_tokens, longest = self.memory.kv_tokens, self.model.max_context
+        return WorkerFacts(self.costs, kv_tokens, BATCH_REQUESTS, WORKER.max_step_tokens, longest)
 
     @property
     def sizing(self) -> Sizing:
@@ -181,7 +184,7 @@ class Question:
         if step_s > targets.gap_s:
             message = f"a single request has {step_s * 1e3:.1f} ms between its tokens"
             raise InvalidArgument("--slo-itl", f"{message}; {_HELPS}")
-        alone_s = demand.lone_prompt_seconds(cost, MAX_STEP_TOKENS)
+        alone_s = demand.lone_prompt_seconds(cost, WORKER.max_step_tokens)
         if alone_s > targets.ttft_s:
             message = f"a prompt of {demand.computed_tokens:.0f} tokens alone takes {alone_s * 1e3:.0f} ms to compute"
             raise InvalidArgument("--slo-ttft", f"{message}; {_HELPS}")

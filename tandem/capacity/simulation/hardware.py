@@ -26,7 +26,8 @@ from tandem.protocol.kv_pages import KvPages
 from tandem.protocol.messages import ModelFacts
 from tandem.settings.ceilings import Ceilings
 
-_ITEM_BYTES = 2
+ITEM_BYTES = 2
+"""Bytes of an element of KV and of weights that are not quantized."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Hardware:
     reported_cost: CostParameters
     pages: int
     page_tokens: int = GPU_PAGE_TOKENS
-    kv_element_bytes: float = _ITEM_BYTES
+    kv_element_bytes: float = ITEM_BYTES
     drafts: Drafts | None = None
     """The drafts of workers that decode; None = they have none."""
 
@@ -84,7 +85,7 @@ def kv_element_bytes(model: ModelSpec, kv_cache_dtype: str) -> float:
     return page_bytes(model, 1, dtype) / kv_groups(model)[0].elements
 
 
-def kv_bytes_per_held_token(model: ModelSpec, tokens: float, element_bytes: float = _ITEM_BYTES) -> float:
+def kv_bytes_per_held_token(model: ModelSpec, tokens: float, element_bytes: float = ITEM_BYTES) -> float:
     """Returns the bytes per token that a decoding request of `tokens` tokens holds.
 
     With windows they are those of the whole pages that workers reserve (`KvPages.held`).
@@ -95,14 +96,14 @@ def kv_bytes_per_held_token(model: ModelSpec, tokens: float, element_bytes: floa
     return pages.held(math.ceil(tokens), decoding=True) * kv_page_bytes(model, element_bytes) / tokens
 
 
-def kv_page_bytes(model: ModelSpec, element_bytes: float = _ITEM_BYTES) -> int:
+def kv_page_bytes(model: ModelSpec, element_bytes: float = ITEM_BYTES) -> int:
     """Returns the bytes of a KV page."""
     return round(kv_groups(model)[0].elements * GPU_PAGE_TOKENS * element_bytes)
 
 
-def roofline(model: ModelSpec, device: Ceilings = GPU, kv_element_bytes: float = _ITEM_BYTES) -> CostParameters:
+def roofline(model: ModelSpec, device: Ceilings = GPU, kv_element_bytes: float = ITEM_BYTES) -> CostParameters:
     """Returns the step cost at a device's ceilings, marked as if it was measured."""
-    sizes = model_sizes(model, _ITEM_BYTES, kv_element_bytes)
+    sizes = model_sizes(model, ITEM_BYTES, kv_element_bytes)
     return replace(guess(sizes, device, gpu_grid(model.heads)), observed=1000)
 
 

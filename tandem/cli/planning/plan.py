@@ -35,9 +35,9 @@ _FULL = 1.0
 
 def lines(question: Question, split: Split) -> Iterator[str]:
     """Yields memory, size, and the bottleneck that binds first."""
-    from tandem.capacity.plan.memory import GIB
-    from tandem.capacity.plan.question import ITEM_BYTES
+    from tandem.capacity.simulation.hardware import ITEM_BYTES
     from tandem.cost_model.step_cost import StepCost
+    from tandem.engine.memory import GIB
     from tandem.engine.model_summary import model_summary
 
     memory, demand, cost = question.memory, question.demand, StepCost(question.costs)

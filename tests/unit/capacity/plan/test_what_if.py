@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from tandem.capacity.plan.memory import GIB, OVERHEAD_BYTES, Memory
+from tandem.capacity.plan.memory import OVERHEAD_BYTES, Memory
 from tandem.capacity.plan.what_if import Quantized, changes
 from tandem.capacity.planner.demand import Demand, LatencyTargets
 from tandem.capacity.planner.sizing import Sizing
+from tandem.engine.memory import GIB
 from tandem.protocol.cost_parameters import CostParameters
 from tandem.settings.planner import Limits, Range
 from tests.unit.capacity.planner.scenes import FACTS, TARGETS
