@@ -136,7 +136,7 @@ def _sort(body: Body, name: str, value: Any, unknown: UnknownFields, path: str) 
 
 @cache
 def _fields(kind: type[Body]) -> tuple[frozenset[str], tuple[str, ...]]:
-    """Return the names of a model's fields, and of those whose values may have other models."""
+    """Return the names of a model's fields, and of those whose values may have other models, which have no alias."""
     fields = kind.model_fields
     nesting = tuple(name for name, field in fields.items() if _has_names(field.annotation))
     return frozenset(field.alias or name for name, field in fields.items()), nesting
