@@ -4,8 +4,8 @@ import asyncio
 import time
 
 from benchmarks.strategies.rows import Strategy
-from tandem.cli.connection.client import RouterClient
 from tandem.cli.connection.controller_client import ControllerClient
+from tandem.cli.connection.router import view_of
 from tandem.cli.load.target import Target, touch, wait_until_idle
 from tandem.cluster.launcher import Endpoints
 from tandem.protocol.errors import DeadlineExceeded, InvalidArgument
@@ -32,7 +32,6 @@ class Switch:
 
     def __init__(self, listeners: Endpoints, target: Target, drain_s: float) -> None:
         self._controller = ControllerClient(listeners.controller, listeners.token)
-        self._router = RouterClient(target.address, target.api_key)
         self._target = target
         self._drain_s = drain_s
         self._row: Strategy | None = None
@@ -66,7 +65,7 @@ class Switch:
             step_budget=_count(settings.get("step_budget", 0)),
         )
         give_up = time.monotonic() + _FOLLOW_S
-        while (mode := (await self._router.view()).info.mode) != settings["mode"]:
+        while (mode := view_of(self._target.address, self._target.api_key).info.mode) != settings["mode"]:
             if time.monotonic() > give_up:
                 raise DeadlineExceeded(f"the router's mode is still {mode}, not that of {row.name}; see its log")
             await asyncio.sleep(_LOOK_S)

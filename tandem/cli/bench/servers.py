@@ -16,7 +16,7 @@ from tandem.cli.load.run import LoadSettings, deal, run_clients, shares_of
 from tandem.cli.load.target import Target, find_model, touch
 from tandem.cli.load.words import WordLengths
 from tandem.cli.load.workload import Arrival, Block, Workload
-from tandem.net.security.client_tls import NO_TLS, ClientTls
+from tandem.client import Tls
 from tandem.protocol.errors import InvalidArgument, Unauthenticated, Unavailable
 
 GRPC = "grpc"
@@ -130,7 +130,7 @@ class HttpServer:
 
 
 def find_server(
-    url: str, api_key: str, model: str, api: str, vocab_size: int, *, ignore_eos: bool, tls: ClientTls = NO_TLS
+    url: str, api_key: str, model: str, api: str, vocab_size: int, *, ignore_eos: bool, tls: Tls | None = None
 ) -> Server:
     """Returns the server at `grpc://HOST:PORT`, `http://…` or `https://…`; its first model, if `model` is empty.
 

@@ -10,15 +10,15 @@ import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection as Pipe
 from typing import Any, Protocol
 
 import grpc.aio
 
 from tandem.cli.load.record import WRONG_LENGTH, RequestRecord
 from tandem.cli.load.workload import Arrival, prompt_ids
-from tandem.net.rpc import error_of, open_client_channel
-from tandem.net.security.client_tls import NO_TLS, ClientTls
+from tandem.client import Tls
+from tandem.client.connection import Connection
 from tandem.protocol import conversion
 from tandem.protocol.generated.tandem.v1 import inference_pb2
 from tandem.protocol.messages import FinishReason
@@ -42,7 +42,7 @@ class Share:
     arrivals: tuple[tuple[int, Arrival], ...]
     give_up_s: float
     slo_class: str = ""
-    tls: ClientTls = NO_TLS
+    tls: Tls | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +106,9 @@ class Client(Protocol):
 class LoadClient:
     """A gRPC connection to a router."""
 
-    def __init__(self, address: str, api_key: str = "", tls: ClientTls = NO_TLS) -> None:
-        """InvalidArgument names the option of a wrong file."""
-        self._address = address
-        self._channel = open_client_channel(address, api_key, tls.credentials(), tls.target_name)
+    def __init__(self, address: str, api_key: str = "", tls: Tls | None = None) -> None:
+        self._connection = Connection(address, api_key, tls)
+        self._channel = self._connection.open_async()
         self._generate: Any = self._channel.unary_stream(
             _GENERATE, response_deserializer=inference_pb2.GenerateResponse.FromString
         )
@@ -118,7 +117,7 @@ class LoadClient:
         """Waits for the connection and makes one call, since a process's first call takes several times as long."""
         await self._channel.channel_ready()
         call: Any = self._channel.unary_unary(_GET_MODEL)
-        await call(inference_pb2.GetModelInfoRequest().SerializeToString())
+        await call(inference_pb2.GetModelInfoRequest().SerializeToString(), metadata=self._connection.metadata)
 
     async def close(self) -> None:
         """Closes the connection."""
@@ -138,7 +137,7 @@ class LoadClient:
                     token_s += [moment] * len(reply.chunk.token_ids)
                     chunks += 1
         except grpc.aio.AioRpcError as failure:
-            error = error_of(failure, self._address).code
+            error = self._connection.error(failure).code
         ended_s = time.monotonic() - start
         finish = "" if error else _finish(complete)
         whole = len(token_s) == complete.completion_tokens == ready.asked_tokens
@@ -160,7 +159,9 @@ class LoadClient:
         )
 
     def _replies(self, message: bytes, timeout_s: float) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        replies: AsyncIterator[inference_pb2.GenerateResponse] = self._generate(message, timeout=timeout_s)
+        replies: AsyncIterator[inference_pb2.GenerateResponse] = self._generate(
+            message, timeout=timeout_s, metadata=self._connection.metadata
+        )
         return replies
 
 
@@ -169,19 +170,19 @@ def _finish(complete: inference_pb2.Complete) -> str:
     return "" if reason is None else reason.name
 
 
-def run_share(pipe: Connection, share: Share) -> None:
+def run_share(pipe: Pipe, share: Share) -> None:
     """Runs the client process: says "ready", takes the common start, and sends its `ShareResult` at the end."""
     asyncio.run(_run_share(pipe, share))
 
 
-async def _run_share(pipe: Connection, share: Share) -> None:
+async def _run_share(pipe: Pipe, share: Share) -> None:
     everything = [
         make_ready(i, arrival, share.seed, share.vocab_size, share.slo_class) for i, arrival in share.arrivals
     ]
     await send_share(pipe, LoadClient(share.address, share.api_key, share.tls), everything, share.give_up_s)
 
 
-async def send_share(pipe: Connection, client: Client, everything: list[Ready], give_up_s: float) -> None:
+async def send_share(pipe: Pipe, client: Client, everything: list[Ready], give_up_s: float) -> None:
     """Sends each of `everything` when it is due after the start received by `pipe`; sends a `ShareResult` back.
 
     Until then it sends its `Progress` regularly. Another message stops it, and so does the end of the pipe.
@@ -202,7 +203,7 @@ async def send_share(pipe: Connection, client: Client, everything: list[Ready], 
     await client.close()
 
 
-async def _until_done_or_stopped(pipe: Connection, work: Coroutine[Any, Any, None], sending: "_Sending") -> None:
+async def _until_done_or_stopped(pipe: Pipe, work: Coroutine[Any, Any, None], sending: "_Sending") -> None:
     loop, task = asyncio.get_running_loop(), asyncio.create_task(work)
     loop.add_reader(pipe.fileno(), task.cancel)
     try:

@@ -11,7 +11,7 @@ import typer
 from tandem.cli.connection.options import Temperature, checked_prompt
 
 if TYPE_CHECKING:
-    from tandem.cli.connection.client import Sampling
+    from tandem.cli.connection.router import Sampling
     from tandem.cli.start.serving import FirstPrompt
     from tandem.cluster.config import ClusterConfig
 
@@ -327,7 +327,7 @@ class FirstPromptOptions:
     @property
     def sampling(self) -> Sampling:
         """The sampling parameters; InvalidArgument names the option and its limits."""
-        from tandem.cli.connection.client import Sampling
+        from tandem.cli.connection.router import Sampling
 
         return Sampling(self.max_tokens, self.temperature)
 

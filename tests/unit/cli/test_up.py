@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from router.slo_options import parse_class, with_defaults
 from tandem.capacity.planner.decision import Limits, Range
-from tandem.cli.connection.client import Sampling
+from tandem.cli.connection.router import Sampling
 from tandem.cli.main import app
 from tandem.cli.start.serving import FirstPrompt
 from tandem.cluster.config import GIB, ClusterConfig
