@@ -1,4 +1,4 @@
-"""Switches a running cluster from one row to the next by changing roles and policies, without restarts."""
+"""Switches a running cluster from one row to the next without restarts, and reads the statistics of its steps."""
 
 import asyncio
 import time
@@ -8,9 +8,41 @@ from tandem.cli.connection.controller_client import ControllerClient
 from tandem.cli.connection.router import view_of
 from tandem.cli.load.target import Target, touch, wait_until_idle
 from tandem.cluster.launcher import Endpoints
+from tandem.metrics import families as f
+from tandem.metrics.family import Family
+from tandem.metrics.scrape import ScrapeInterval
 from tandem.protocol.errors import DeadlineExceeded, InvalidArgument
 from tandem.protocol.mode import Mode
 from tandem.protocol.policy_name import PolicyName
+
+_PHASES = ("decode", "mixed", "prefill")
+_PARTS = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+
+
+def steps_of(load: ScrapeInterval) -> dict[str, dict[str, object]]:
+    """Returns statistics of all workers' steps between two scrapes, by kind of step.
+
+    They are the number of steps, and quantiles of milliseconds and of observed / predicted time, as exact as the
+    histograms' buckets.
+    """
+    found: dict[str, dict[str, object]] = {}
+    for phase in _PHASES:
+        count = load.grown(f.STEP_SECONDS, "_count", phase=phase)
+        if count:
+            found[phase] = {
+                "count": int(count),
+                "ms": {name: _rounded(load, 1e3, f.STEP_SECONDS, part, phase) for name, part in _PARTS.items()},
+                "over_predicted": {
+                    name: _rounded(load, 1.0, f.STEP_OVER_PREDICTED, part, phase) for name, part in _PARTS.items()
+                },
+            }
+    return found
+
+
+def _rounded(load: ScrapeInterval, times: float, family: Family, part: float, phase: str) -> float | None:
+    value = load.quantile(family, part, phase=phase)
+    return None if value is None else round(value * times, 3)
+
 
 BY_SWITCH = "a switch of the running cluster's mode"
 _FOLLOW_S = 10.0

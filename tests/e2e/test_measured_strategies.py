@@ -34,7 +34,7 @@ def starts(running_cluster: Callable[..., Any], monkeypatch: pytest.MonkeyPatch)
         started.append(settings)
         return nullcontext(cluster.listeners)
 
-    monkeypatch.setattr("benchmarks.strategies.__main__.running_cluster", start)
+    monkeypatch.setattr("benchmarks.strategies.measured.running_cluster", start)
     for name, value in FEW_AND_SHORT.items():
         monkeypatch.setattr(f"tandem.cli.load.target.{name}", value)
     yield started
