@@ -229,7 +229,7 @@ def _experts(folder: Path) -> str:
     tokens = sorted(next(iter(rows.values())))
     return _section(
         "Experts alone",
-        "A layer's experts, without shared ones: the bytes of the experts that a step of so many tokens chooses per"
+        "A layer's experts, without shared ones: the bytes of the experts that a step of that many tokens chooses per"
         f" second, over the rate of a device copy. {run['hardware']['name']}, bfloat16.",
         _table(
             ("tokens", *(f"{each:,}" for each in tokens)),
@@ -245,7 +245,7 @@ def _latent(folder: Path) -> str:
     sizes = ("64x4096", "128x4096", "1x32768")
     return _section(
         "Latent attention",
-        "Decode attention of DeepSeek-V2-Lite's 16 heads over rows of so many cached tokens: the bytes of the latents"
+        "Decode attention of DeepSeek-V2-Lite's 16 heads over rows of that many cached tokens: the bytes of the latents"
         f" per second, over the rate of a device copy. {run['hardware']['name']}, bfloat16.",
         _table(
             ("rows x tokens", *(size.replace("x", " x ") for size in sizes)),

@@ -160,7 +160,7 @@ def take_turns(engine: Callable[[], float], peer: Callable[[], float], rounds: i
 
 
 def random_prompts(batch: int, tokens: int, vocab_size: int) -> Prompts:
-    """Returns `batch` prompts of so many random token ids, the same in each call."""
+    """Returns `batch` prompts of `tokens` random token ids each, the same in each call."""
     generator = torch.Generator().manual_seed(batch)
     prompts: Prompts = torch.randint(3, vocab_size, (batch, tokens), generator=generator).tolist()
     return prompts

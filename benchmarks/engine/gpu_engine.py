@@ -58,7 +58,7 @@ class GpuEngine:
     def decode_steps(self, batch: int, first: int, steps: int, sampled: bool = False) -> Iterator[None]:
         """Runs `steps` steps of `batch` rows from position `first` on, each launched before the one before is read.
 
-        Yields after each launch and the read that follows it; the last step is read when no more are asked for.
+        Yields after each launch and the read that follows it; the last step is read when the iterator ends.
         """
         pages = self._pages_of([(first, first + steps)] * batch)
         pending: PendingStep | None = None
@@ -177,7 +177,7 @@ class GpuEngine:
         return sizes
 
     def _pages_of(self, spans: Sequence[tuple[int, int]]) -> Sequence[Sequence[int]]:
-        """Returns the pages of rows from a position to another, without those behind a window."""
+        """Returns the pages of rows from a position to another, without those that lie before a window."""
         kv, free, rows = self.runner.kv_pages, 0, []
         for start, end in spans:
             row = [FREED] * (kv.numbers(end) * kv.groups)

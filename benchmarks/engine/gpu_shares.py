@@ -118,7 +118,7 @@ def _free() -> None:
 
 
 def _decode(engine: GpuEngine, copy: float) -> Figures:
-    """Measures decode steps: bandwidth as a share of the copy bandwidth, the times behind it, and the idle share.
+    """Measures decode steps: bandwidth as a share of the copy bandwidth, step times, and the idle share.
 
     The idle share is given between all kernels, and between consecutive steps alone.
     """

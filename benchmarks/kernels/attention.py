@@ -241,8 +241,8 @@ LONG = ((12, 32768, 1024), (128, 32768, 1024))
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this case."""
     parser.add_argument("--models", nargs="+", choices=shape_names(), default=list(MODELS), help="whose heads")
-    parser.add_argument("--rows", nargs="+", type=int, default=[], help="sizes of so many rows alone")
-    parser.add_argument("--sizes", nargs="+", default=[], help="sizes of these names alone, e.g. 64x2048")
+    parser.add_argument("--rows", nargs="+", type=int, default=[], help="only sizes with these numbers of rows")
+    parser.add_argument("--sizes", nargs="+", default=[], help="only sizes of these names, e.g. 64x2048")
     parser.add_argument("--kv-cache-dtype", choices=KV_DTYPES, default="bfloat16", help="(bfloat16)")
     parser.add_argument("--quick", action="store_true", help="only what the engine's own plan gives")
 

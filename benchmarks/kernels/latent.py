@@ -42,7 +42,7 @@ _TOLERANCE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A decode step: so many rows of so many tokens."""
+    """A decode step of `rows` rows with `context` tokens each."""
 
     rows: int
     context: int
@@ -131,7 +131,7 @@ def begun(size: Size, inputs: Inputs, choose: PlanFunction = make_plan) -> Absor
 
 
 def candidates(rows: int) -> list[Plan]:
-    """Returns plans to compare for tiles of so many rows."""
+    """Returns plans to compare for tiles of `rows` rows."""
     sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     tiles = [(16, 4, 3), (32, 4, 2), (32, 4, 3), (32, 4, 4), (32, 8, 3), (64, 4, 2), (64, 8, 2), (64, 8, 3)]
     return [

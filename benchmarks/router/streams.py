@@ -48,7 +48,7 @@ class Router:
         return found
 
     def read(self, kind: str, answers: int, tokens: int, *, keep_ages: bool = False) -> Answers:
-        """Has another process read so many answers at a time. EOFError if it dies."""
+        """Reads `answers` concurrent answers in another process. EOFError if it dies."""
         here, there = _CONTEXT.Pipe()
         address = {"grpc": self.grpc, "http": self.http}[kind]
         arguments = (there, kind, address, Asked(answers, tokens, keep_ages))
@@ -102,7 +102,7 @@ def coalesced_tokens_a_core(model: Path, answers: int, tokens: int) -> Figures:
 
 
 def many_streams(model: Path, streams: int, tokens: int, rounds: int) -> Figures:
-    """Returns the figures of so many open streams with the default budget of messages, round after round.
+    """Returns the figures of `streams` open streams with the default budget of messages, round after round.
 
     `memory_growth_mib` is from the end of the first round to that of the last.
     """

@@ -42,7 +42,7 @@ _LEASE_S = 3600.0
 _FIRST_ID = 1000
 """Lowest token id, above all stop tokens."""
 _TICKS, _TICK_S = 40_000, 1e-4
-"""Token ids count ticks of `time.monotonic`, and begin again after so many."""
+"""Token ids count ticks of `time.monotonic`, and begin again after `_TICKS`."""
 
 
 def token_of(now: float) -> int:
@@ -51,7 +51,7 @@ def token_of(now: float) -> int:
 
 
 def age_of(token: int, now: float) -> float:
-    """Returns the seconds since a token was sent, in ticks of 0.1 ms; ages above 4 s are not told apart."""
+    """Returns the seconds since a token was sent, in ticks of 0.1 ms; ages are modulo 4 s."""
     return (int(now / _TICK_S) - token + _FIRST_ID) % _TICKS * _TICK_S
 
 

@@ -96,7 +96,7 @@ def engine_round(runner: ModelRunner, workload: Workload, max_step_tokens: int) 
 
 def _drawn(token: int | None) -> int:
     if token is None:
-        raise RuntimeError("the engine drew no token for a row that asked for one")
+        raise RuntimeError("the engine drew no token for a row that must draw one")
     return token
 
 

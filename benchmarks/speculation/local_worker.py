@@ -33,7 +33,7 @@ ME = PeerRef("worker-0", 1)
 
 @dataclass(slots=True)
 class Answer:
-    """What came of one request."""
+    """The answer to one request, with the times of its tokens."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)

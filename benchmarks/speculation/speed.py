@@ -56,10 +56,10 @@ WARM_UP_TOKENS = 16
 
 @dataclass(slots=True)
 class Decoded:
-    """What one worker has decoded."""
+    """The tokens that one worker has decoded, and the time that they took."""
 
     tokens: int = 0
-    """Tokens behind the first one of each answer."""
+    """Tokens after the first one of each answer."""
     seconds: float = 0.0
     """The time in which they came, from the first token of a batch to its last."""
 

@@ -31,7 +31,7 @@ CHANCE_MATCH = 1
 
 
 class ChanceProposer:
-    """Proposes the same tokens always, as many as are asked for."""
+    """Proposes the same tokens always, as many as it may."""
 
     def begin(self, key: Hashable, token_ids: Sequence[int], cache_salt: str = "") -> None:
         """See `Proposer`."""
@@ -67,7 +67,7 @@ class Chance:
             yield
 
     def run(self, drafts: RowDrafts, token_ids: Sequence[int]) -> list[int]:
-        """Returns the tokens that a row gains: what was drawn, behind as many drafts as chance accepts."""
+        """Returns the tokens that a row gains: the drafts that chance accepts, and the one drawn after them."""
         accepted = next(
             (n for n in range(len(drafts.token_ids)) if self._dice.random() >= self.alpha), len(drafts.token_ids)
         )
@@ -113,7 +113,7 @@ class CountingWorker(LocalWorker):
         """Returns the tokens per second, the seconds of a step, and the steps without a graph.
 
         They are taken over about `steps` steps in which all of `prompts` are answered, each by at most `most` tokens,
-        behind the first `before` of such steps. RuntimeError if an answer ends before half of them.
+        after the first `before` of such steps. RuntimeError if an answer ends before half of them.
         """
         self._begun = None
         answers = self._awaited = [self.send(prompt, SamplingParams(most, ignore_eos=True)) for prompt in prompts]

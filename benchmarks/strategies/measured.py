@@ -55,7 +55,7 @@ class RunningCluster:
 
 
 class Run:
-    """One start of the command: measures missing loads until the time is over."""
+    """One start of the command: measures missing loads for `--minutes`."""
 
     def __init__(self, arguments: argparse.Namespace, model: ServedModel) -> None:
         self._arguments = arguments

@@ -32,20 +32,6 @@ _PROGRESS_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """The requests of one client by number in the workload, and the router. No answer is awaited after `give_up_s`."""
-
-    address: str
-    api_key: str
-    seed: int
-    vocab_size: int
-    arrivals: tuple[tuple[int, Arrival], ...]
-    give_up_s: float
-    slo_class: str = ""
-    tls: Tls | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Progress:
     """The numbers of a share's requests that were sent, have ended, and have ended with an error."""
 
@@ -101,6 +87,42 @@ class Client(Protocol):
 
     async def close(self) -> None:
         """Closes the connections."""
+
+
+class Share(Protocol):
+    """The requests of one client process, and the server; it can be sent to that process."""
+
+    @property
+    def give_up_s(self) -> float:
+        """Seconds after the common start from which on no answer is awaited."""
+
+    def requests(self) -> list[Ready]:
+        """Returns the requests, built before the start."""
+
+    def connect(self) -> Client:
+        """Returns a client of the server, for the running event loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcShare:
+    """The requests of one client by number in the workload, and the router. No answer is awaited after `give_up_s`."""
+
+    address: str
+    api_key: str
+    seed: int
+    vocab_size: int
+    arrivals: tuple[tuple[int, Arrival], ...]
+    give_up_s: float
+    slo_class: str = ""
+    tls: Tls | None = None
+
+    def requests(self) -> list[Ready]:
+        """Returns the serialized requests."""
+        return [make_ready(i, arrival, self.seed, self.vocab_size, self.slo_class) for i, arrival in self.arrivals]
+
+    def connect(self) -> "LoadClient":
+        """Returns a client of the router."""
+        return LoadClient(self.address, self.api_key, self.tls)
 
 
 class LoadClient:
@@ -176,17 +198,11 @@ def run_share(pipe: Pipe, share: Share) -> None:
 
 
 async def _run_share(pipe: Pipe, share: Share) -> None:
-    everything = [
-        make_ready(i, arrival, share.seed, share.vocab_size, share.slo_class) for i, arrival in share.arrivals
-    ]
-    await send_share(pipe, LoadClient(share.address, share.api_key, share.tls), everything, share.give_up_s)
-
-
-async def send_share(pipe: Pipe, client: Client, everything: list[Ready], give_up_s: float) -> None:
-    """Sends each of `everything` when it is due after the start received by `pipe`; sends a `ShareResult` back.
+    """Sends each request when it is due after the start received by `pipe`; sends a `ShareResult` back.
 
     Until then it sends its `Progress` regularly. Another message stops it, and so does the end of the pipe.
     """
+    everything, client = share.requests(), share.connect()
     # The process that started this one is interrupted by the same Ctrl-C, and stops it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     await client.connected()
@@ -196,7 +212,7 @@ async def send_share(pipe: Pipe, client: Client, everything: list[Ready], give_u
     pipe.send("ready")
     start: float = await asyncio.to_thread(pipe.recv)
     busy = time.process_time()
-    sending = _Sending(client, everything, start, give_up_s)
+    sending = _Sending(client, everything, start, share.give_up_s)
     await _until_done_or_stopped(pipe, sending.run(), sending)
     share_of_core = (time.process_time() - busy) / max(time.monotonic() - start, _NEAR_S)
     pipe.send(ShareResult(tuple(sending.records), share_of_core))

@@ -14,7 +14,7 @@ from tandem.protocol.generated.tandem.v1 import inference_pb2
 
 WARM_REQUESTS, WARM_PROMPT, WARM_TOKENS = 8, 256, 32
 LONE_REQUESTS, LONE_PROMPT, LONE_TOKENS = 3, 1000, 65
-_WARM_SEED = 2**62
+WARM_SEED = 2**62
 """The seed of warm-ups, which no workload has, so that no prefix cache hit comes from a warm-up."""
 _POLL_S = 0.05
 _TIMEOUT_S = 120.0
@@ -121,7 +121,7 @@ async def _warm_up(target: Target) -> float:
 
 async def _ask(client: LoadClient, target: Target, number: int, prompt: int, tokens: int) -> RequestRecord:
     arrival = Arrival(0.0, (Block(number, prompt),), tokens)
-    ready = make_ready(number, arrival, _WARM_SEED, target.vocab_size)
+    ready = make_ready(number, arrival, WARM_SEED, target.vocab_size)
     record = await client.ask(ready, time.monotonic(), _TIMEOUT_S)
     if record.error:
         raise Unavailable(f"a request before the load failed with {record.error}; see the router's log")
