@@ -1,11 +1,46 @@
-"""The benchmarks' command lines: numbers as arguments, and errors as one sentence instead of a traceback."""
+"""The benchmarks' command lines: cases, numbers as arguments, and errors as one sentence instead of a traceback."""
 
 import argparse
+import importlib
+import json
 import math
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+from benchmarks.results import save_result
 from tandem.protocol.errors import TandemError
+
+Measured = tuple[str, Mapping[str, Any]]
+"""What a case returns: the name under which its result is kept, and the result."""
+
+
+def run_case(command: str, description: str, cases: Mapping[str, str], arguments: Sequence[str] | None = None) -> None:
+    """Runs the case that the command line names first, without a name the first one, and prints its result as JSON.
+
+    Cases are modules with `add_options(parser)` and `measure(options) -> Measured`; only the chosen one is imported, as
+    some need a GPU. `--save` keeps the result. A TandemError ends the program with its message.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] in (["-h"], ["--help"]):
+        print(f"{description}\n\n    python -m benchmarks.{command} [{'|'.join(cases)}] [--help]")
+        return
+    case = given.pop(0) if given and given[0] in cases else next(iter(cases))
+    module: Any = importlib.import_module(cases[case])
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{command} {case}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_options(parser)
+    parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results/")
+    options = parser.parse_args(given)
+    with exit_on_error():
+        name, result = module.measure(options)
+    if options.save:
+        print("saved", save_result(name, result))
+    print(json.dumps(result))
 
 
 @contextmanager
@@ -52,3 +87,16 @@ def above_0(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{value:g} is not above 0")
     return value
+
+
+def misplaced_options(
+    parser: argparse.ArgumentParser, parsed: argparse.Namespace, group: argparse._ArgumentGroup, option: str, on: bool
+) -> None:
+    """Ends the program if an option of `group` has another value than its default; `option` decides, and is `on`."""
+    given = [
+        action.option_strings[0]
+        for action in group._group_actions
+        if action.dest != option.removeprefix("--") and getattr(parsed, action.dest) != action.default
+    ]
+    if given:
+        parser.error(f"{', '.join(given)}: only with{'out' if on else ''} {option}; leave out one or the other")

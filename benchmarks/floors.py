@@ -1,10 +1,5 @@
-"""Checks the newest results against their floors: `python -m benchmarks.floors`.
+"""Bounds of figures, by benchmark, hardware and shape, which `python -m benchmarks.tables` checks."""
 
-Floors are bounds of figures, by benchmark, hardware and shape. The command checks the newest run of each in
-benchmarks/results/; the exit status is 1 if one misses a floor or lacks a figure that has one.
-"""
-
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,10 +115,9 @@ _SERVING: Floors = {"cluster_decode_ratio_b64": Floor(0.95)}
 """Decode speed through a cluster on GPUs / the engine's alone."""
 _LATENT: Floors = {"latent_bw_ratio_64x4096_h16": Floor(0.75), "latent_bw_ratio_1x32768_h16": Floor(0.45)}
 _WEIGHTS: Floors = {"load_gb_per_s": Floor(2)}
-_METRICS: Floors = {"ratio": Floor(0.99), "ratio_standard_error": Floor(0.005, at_most=True)}
 
 
-def main(folder: Path = RESULTS) -> int:
+def check(folder: Path = RESULTS) -> int:
     """Prints a line for each run that has floors; returns 1 if one of them misses one, else 0."""
     judged = list(_judge(folder))
     print("\n".join(line for _, line in judged))
@@ -161,8 +155,4 @@ def floors_of(benchmark: str, run: Run) -> Floors:
         return {0: _KV_CPU, 2: _KV_TWO_GPUS}.get(run.get("gpus", 1), {})
     if benchmark == "serving" and "cluster_decode_ratio_b64" in run:
         return _SERVING
-    return {"latent": _LATENT, "metrics": _METRICS, "weights": _WEIGHTS}.get(benchmark, {})
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return {"latent": _LATENT, "weights": _WEIGHTS}.get(benchmark, {})

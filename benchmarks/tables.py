@@ -1,15 +1,19 @@
 """Writes docs/performance.md from the newest runs in benchmarks/results/: `python -m benchmarks.tables`.
 
+It also checks these runs against their floors (`floors.py`); the exit status is 1 if one misses a floor.
+
 Each section shows the key figures of its benchmark's newest run for each model and hardware. All other figures of a run
 are in its file; earlier runs are in git.
 """
 
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.floors import check
 from benchmarks.results import RESULTS, Run, newest_result, read_results
 
 PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
@@ -59,8 +63,8 @@ _HEAD = """# Performance
 
 The newest run for each model and hardware. `python -m benchmarks.tables` makes this page from the files in
 [benchmarks/results](../benchmarks/results), which name command, commit, hardware and versions of each run and hold all
-of its figures; `python -m benchmarks.floors` says whether the newest runs hold the floors that are set for them, and
-fails if one does not. Earlier runs are in git.
+of its figures, checks whether the newest runs hold the floors that are set for them, and fails if one does not. Earlier
+runs are in git.
 
 **Method.** A share is a ratio to a ceiling measured in the same run: for decode, the bytes that a step must read (all
 weights, the KV cache of its requests) per second, over the rate of a device copy; for prefill, the floating-point
@@ -73,7 +77,7 @@ balanced 1 s and 25 ms, quick 300 ms and 60 ms.
 """
 _OVER_HTTP = (
     "tandem up --random-weights llama-3-8b; "
-    "python -m benchmarks.http_load --url http://127.0.0.1:8000/v1 --rates 8,12,16 --save"
+    "python -m benchmarks.load --url http://127.0.0.1:8000/v1 --rates 8,12,16 --save"
 )
 _PICTURES = """
 ![Two H200: requests within the targets of each class, by offered load](pictures/strategies-two-h200-balanced.png)
@@ -82,10 +86,11 @@ _PICTURES = """
 """
 
 
-def main() -> None:
-    """Writes the page."""
+def main() -> int:
+    """Writes the page and checks the floors; returns the exit status."""
     PAGE.write_text(make_page(RESULTS), encoding="utf-8")
     print("wrote", PAGE.name)
+    return check(RESULTS)
 
 
 def make_page(folder: Path) -> str:
@@ -224,13 +229,13 @@ def _experts(folder: Path) -> str:
     tokens = sorted(next(iter(rows.values())))
     return _section(
         "Experts alone",
-        "A layer's experts, without shared ones: the bytes of the experts that a step of so many tokens chooses per"
+        "A layer's experts, without shared ones: the bytes of the experts that a step of that many tokens chooses per"
         f" second, over the rate of a device copy. {run['hardware']['name']}, bfloat16.",
         _table(
             ("tokens", *(f"{each:,}" for each in tokens)),
             ((shape, *(f"{shares[each]:.2f}" for each in tokens)) for shape, shares in rows.items()),
         ),
-        "python -m benchmarks.experts --save",
+        "python -m benchmarks.kernels experts --save",
         [(name, run)],
     )
 
@@ -240,7 +245,7 @@ def _latent(folder: Path) -> str:
     sizes = ("64x4096", "128x4096", "1x32768")
     return _section(
         "Latent attention",
-        "Decode attention of DeepSeek-V2-Lite's 16 heads over rows of so many cached tokens: the bytes of the latents"
+        "Decode attention of DeepSeek-V2-Lite's 16 heads over rows of that many cached tokens: the bytes of the latents"
         f" per second, over the rate of a device copy. {run['hardware']['name']}, bfloat16.",
         _table(
             ("rows x tokens", *(size.replace("x", " x ") for size in sizes)),
@@ -249,7 +254,7 @@ def _latent(folder: Path) -> str:
                 ("with its four products", *(f"{run[f'latent_whole_bw_ratio_{size}_h16']:.2f}" for size in sizes)),
             ),
         ),
-        "python -m benchmarks.latent_attention --save",
+        "python -m benchmarks.kernels latent --save",
         [(name, run)],
     )
 
@@ -423,4 +428,4 @@ def _percent(share: float) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,120 +1,13 @@
-"""Compares a model's predictions with those of the same model in 16 or 32 bits: `python -m benchmarks.quality MODEL`.
+"""Measures what quantization or another dtype changes: `python -m benchmarks.quality MODEL --candidate OUTPUT`.
 
-Candidate and reference read the same text, of which calibration uses none (`tandem/cli/quantization/sample_text.py`).
-Reported are the mean KL(reference ‖ candidate), the agreement of the most likely tokens and both perplexities, for
-positions scored as prompts and as decode steps, and how many numbers hidden in long texts each finds. The last line is
-JSON.
+`python -m benchmarks.quality [predictions] MODEL` compares predictions with those of the same model in 16 or 32 bits,
+and `python -m benchmarks.quality retrieval` finds numbers in long texts by a model made for it, with 16-bit and 8-bit
+KV. The last line is one JSON object.
 """
 
-import argparse
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+from benchmarks.command_line import run_case
 
-from rich.console import Console
-from rich.progress import Progress
-
-from benchmarks.command_line import at_least, exit_on_error
-from benchmarks.quality.needle import DEPTHS, found_needles, make_needles
-from benchmarks.results import run_facts, save_result
-from router.text.tokenizer import Tokenizer
-from tandem.cli.quantization.quality_view import quality_table
-from tandem.cli.quantization.sample_text import sample_text, text_hash, token_samples
-from tandem.engine.config import EngineConfig
-from tandem.engine.config.quantization import Codes
-from tandem.engine.models.load_spec import load_spec
-from tandem.engine.quality.loading import load_for_comparison
-from tandem.engine.quality.teacher_forced import COMPANY, compare
-from tandem.engine.weights.gguf import prepare_model
-
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
-_NEEDLES = (4096, 16384, 32768)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures what the command line asks for, and prints JSON last."""
-    chosen = _parse(arguments)
-    with exit_on_error():
-        result = measure(chosen, Console())
-        if chosen.save:
-            print("saved", save_result(f"quality-{result['model']}", result))
-    print(json.dumps(result))
-
-
-def measure(chosen: argparse.Namespace, console: Console) -> dict[str, object]:
-    """Loads both engines, compares them, prints the tables and returns the result for JSON."""
-    folder = prepare_model(chosen.model)
-    # A GGUF file is served with its own codes, and is its own reference in float32.
-    other = folder if chosen.candidate is None else prepare_model(chosen.candidate, codes=True)
-    context = load_spec(folder).max_context
-    lengths = [tokens for tokens in chosen.needle if tokens < context]
-    if skipped := [str(tokens) for tokens in chosen.needle if tokens >= context]:
-        console.print(f"no needles in {', '.join(skipped)} tokens: the model's context is {context} tokens.")
-    tokens = max([chosen.tokens * min(COMPANY, chosen.samples), *lengths])
-    reference = load_for_comparison(_config(chosen, folder, chosen.reference_dtype), tokens)
-    packed = {"quantization": chosen.quantization, "kv_cache_dtype": chosen.kv_cache_dtype}
-    candidate = load_for_comparison(replace(_config(chosen, other, chosen.dtype), **packed), tokens)
-    tokenizer, text = Tokenizer(folder), sample_text("evaluation")
-    samples = token_samples(tokenizer.encode, text, chosen.samples, chosen.tokens)
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("comparing", total=1.0)
-        quality = compare(reference, candidate, samples, lambda done: progress.update(task, completed=done))
-    console.print(quality_table(quality))
-    needles: dict[str, dict[str, int]] = {}
-    for length in lengths:
-        made = make_needles(tokenizer.encode, text, length)
-        found = {
-            name: found_needles(runner, tokenizer.decode, made, chosen.max_step_tokens)
-            for name, runner in (("reference", reference), ("candidate", candidate))
-        }
-        needles[str(length)] = found
-        console.print(
-            f"numbers found in {length:,} tokens: {found['candidate']} of {len(DEPTHS)}, "
-            f"by the reference {found['reference']}"
-        )
-    return {
-        "model": folder.name,
-        "candidate": other.name,
-        "reference_dtype": reference.facts.dtype,
-        "dtype": candidate.facts.dtype,
-        **packed,
-        "text": text_hash(text),
-        "samples": chosen.samples,
-        "tokens": chosen.tokens,
-        "prefill": asdict(quality.prefill),
-        "decode": asdict(quality.decode),
-        "needles": needles,
-        "needles_of": len(DEPTHS),
-        **run_facts(chosen.device),
-    }
-
-
-def _config(chosen: argparse.Namespace, folder: Path, dtype: str) -> EngineConfig:
-    return EngineConfig(folder, device=chosen.device, dtype=dtype, max_step_tokens=chosen.max_step_tokens)
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.quality", description=__doc__.split("\n\n")[0])
-    parser.add_argument("model", type=Path, help="the reference: Hugging Face folder or GGUF file")
-    parser.add_argument("--candidate", type=Path, help="the model that is compared (the reference's own folder)")
-    parser.add_argument("--dtype", choices=_DTYPES, default="auto", help="of the candidate (auto)")
-    parser.add_argument("--quantization", choices=list(Codes), help="of the candidate's 16-bit weights, at load")
-    parser.add_argument("--kv-cache-dtype", default="auto", help="of the candidate: auto, int8 or fp8 (auto)")
-    parser.add_argument("--reference-dtype", choices=_DTYPES, default="auto", help="(auto)")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (cpu)")
-    parser.add_argument("--samples", type=at_least(1), default=32, help="pieces of the text (32)")
-    parser.add_argument("--tokens", type=at_least(4), default=512, help="tokens of a piece (512)")
-    parser.add_argument(
-        "--needle",
-        type=lambda text: [at_least(256)(each) for each in text.split(",") if each],
-        default=list(_NEEDLES),
-        help="lengths in tokens of the texts that hide a number (4096,16384,32768; '' = none)",
-    )
-    parser.add_argument("--max-step-tokens", type=at_least(1), default=2048, help="prompt tokens of a step (2048)")
-    parser.add_argument("--save", action="store_true", help="keep the run under benchmarks/results/")
-    return parser.parse_args(arguments)
-
+CASES = {"predictions": "benchmarks.quality.predictions", "retrieval": "benchmarks.quality.retrieval"}
 
 if __name__ == "__main__":
-    main()
+    run_case("quality", __doc__, CASES)

@@ -1,4 +1,4 @@
-"""Needle retrieval: a number stands once in a long text, and the model is asked for it at the end."""
+"""Needle retrieval: a number stands once in a long text, and the prompt ends with the question for it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from tandem.engine.steps.batch import StepBatch
 DEPTHS = (0.1, 0.5, 0.9)
 """The places of the number, as parts of the text."""
 _ANSWER_TOKENS = 12
-"""Tokens within which the number must be said: 6 digits take at most so many, with a space."""
+"""Tokens within which the number must be said: 6 digits and a space take at most 12."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Needle retrieval at long contexts, by a model made for it: `python -m benchmarks.quality.retrieval`.
+"""Needle retrieval at long contexts, by a model made for it: `python -m benchmarks.quality retrieval`.
 
 No model that is small enough for a CPU answers questions about 32,768 tokens. Two layers of one head can copy what
 followed a token when it stood in the text before (an induction head, arXiv:2209.11895), exactly and at any distance,
@@ -6,7 +6,7 @@ with weights that are written down instead of trained. So an answer is wrong onl
 position, with a wrong scale, or too coarse. The keys that are compared have one coordinate of `OUTLIER` times the size
 of the others, as those of trained models do, which is what 8-bit codes have to bear.
 
-16-bit and quantized KV answer the same prompts in one run. The last line is JSON.
+16-bit and quantized KV answer the same prompts in one run.
 """
 
 import argparse
@@ -21,9 +21,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.command_line import at_least, exit_on_error
+from benchmarks.command_line import Measured, at_least
 from benchmarks.quality.needle import DEPTHS, Needles, found_needles
-from benchmarks.results import run_facts, save_result
+from benchmarks.results import run_facts
 from tandem.engine.config import EngineConfig
 from tandem.engine.quality.loading import load_for_comparison
 
@@ -143,7 +143,7 @@ def said(token_ids: Sequence[int]) -> str:
     return " ".join(f"<{each}>" for each in token_ids)
 
 
-def measure(
+def count_found(
     lengths: Sequence[int], kv_cache_dtypes: Sequence[str], device: str, dtype: str, chunk: int
 ) -> dict[str, dict[str, int]]:
     """Returns the numbers found, of `len(DEPTHS)`, by length and dtype of KV."""
@@ -164,11 +164,8 @@ def measure(
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures what the command line asks for, and prints JSON last."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.quality.retrieval", description=__doc__.split("\n\n")[0]
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this case."""
     parser.add_argument(
         "--lengths",
         type=lambda text: [at_least(64)(each) for each in text.split(",")],
@@ -179,16 +176,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", default="bfloat16", help="of weights and of KV that is not quantized (bfloat16)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (cpu)")
     parser.add_argument("--max-step-tokens", type=at_least(1), default=2048, help="prompt tokens of a step (2048)")
-    parser.add_argument("--save", action="store_true", help="keep the run under benchmarks/results/")
-    chosen = parser.parse_args(arguments)
-    with exit_on_error():
-        found = measure(chosen.lengths, chosen.kv_cache_dtypes, chosen.device, chosen.dtype, chosen.max_step_tokens)
-    result = {"model": "retrieval", "dtype": chosen.dtype, "needles": found, "needles_of": len(DEPTHS)}
-    result |= run_facts(chosen.device)
-    if chosen.save:
-        print("saved", save_result("retrieval", result))
-    print(json.dumps(result))
 
 
-if __name__ == "__main__":
-    main()
+def measure(options: argparse.Namespace) -> Measured:
+    """Counts the numbers found with each type of KV."""
+    found = count_found(
+        options.lengths, options.kv_cache_dtypes, options.device, options.dtype, options.max_step_tokens
+    )
+    result = {"model": "retrieval", "dtype": options.dtype, "needles": found, "needles_of": len(DEPTHS)}
+    return "retrieval", result | run_facts(options.device)

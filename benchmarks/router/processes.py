@@ -13,7 +13,7 @@ import grpc.aio
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from benchmarks.load.token_source import TOKEN, TokenSource
+from benchmarks.router.token_source import TOKEN, TokenSource
 from router.api.listeners import SERVICE
 from router.config import RouterConfig
 from router.server import RouterServer

@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc.aio
 
-from benchmarks.load.token_source import age_of
+from benchmarks.router.token_source import age_of
 from tandem.net.heap import freeze_gc
 from tandem.protocol.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 

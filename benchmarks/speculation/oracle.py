@@ -16,7 +16,7 @@ class OracleProposer:
     """Proposes each token rightly with probability `alpha`, independently of the others; another token otherwise.
 
     With `alpha` 0 it is always wrong. Whether the guess for a place in an answer is right depends on the seed and the
-    place only, not on how often it is asked for, so that runs repeat.
+    place only, not on the number of calls, so that runs repeat.
     """
 
     def __init__(self, answer_of: Callable[[Hashable], Sequence[int]], alpha: float, seed: int = 0) -> None:
@@ -41,7 +41,7 @@ class OracleProposer:
         self._known[key] += len(token_ids)
 
     def propose(self, key: Hashable, most: int) -> Draft:
-        """See `Proposer`; no draft behind the end of the answer."""
+        """See `Proposer`; no draft after the end of the answer."""
         start = self._known[key]
         right = self._answer_of(key)[start : start + most]
         drafted = [self._guess(token, start + index) for index, token in enumerate(right)]

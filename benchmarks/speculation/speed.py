@@ -1,9 +1,9 @@
-"""Measures how many times as fast answers are with drafts: `python -m benchmarks.speculation.speed`.
+"""Measures how many times as fast answers are with drafts: `python -m benchmarks.speculation`.
 
 SmolLM2 answers real text. Each prompt set is answered by one worker without drafts and by another with them, by turns
 in equal batches, so that what else the machine does hits both; their tokens must be the same. In 16 bits on a GPU
 (`--device cuda`) products of other sizes round otherwise, and the answers that differ are counted. With `--shape` the
-model has random weights, and drafts are accepted by chance (`step_table.py`). The last line is JSON.
+model has random weights, and drafts are accepted by chance (`step_table.py`).
 """
 
 import argparse
@@ -17,20 +17,36 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.command_line import at_least, exit_on_error
-from benchmarks.results import run_facts, save_result
+from benchmarks.command_line import Measured, at_least
+from benchmarks.results import run_facts
 from benchmarks.speculation import step_table
 from benchmarks.speculation.local_worker import LocalWorker
-from benchmarks.speculation.prompt_sets import SETS, encode_prompts
 from benchmarks.speculation.step_table import StepTable
+from router.text.chat_template import ChatTurn
 from router.text.tokenizer import Tokenizer
 from tandem.cli.models.default_model import find_default_model
+from tandem.cli.models.random_model import random_model
 from tandem.engine.config import EngineConfig
 from tandem.engine.model_runner import ModelRunner
-from tandem.engine.models.shapes import write_shape
-from tandem.engine.weights.gguf import default_cache, prepare_model
+from tandem.engine.weights.gguf import prepare_model
 from tandem.protocol.messages import SamplingParams
 from tandem.protocol.speculation_method import SpeculationMethod
+
+SETS = ("copying", "code", "chat")
+"""Passages to repeat or edit, functions to complete, test or rewrite, and questions; 48 prompts each."""
+TEXTS = Path(__file__).parent / "texts"
+
+
+def read_prompts(name: str) -> list[str]:
+    """Returns the prompts of one of `SETS`."""
+    found = json.loads((TEXTS / f"{name}.json").read_text(encoding="utf-8"))
+    return [each["prompt"] for each in found["prompts"]]
+
+
+def encode_prompts(tokenizer: Tokenizer, name: str) -> list[list[int]]:
+    """Returns the token ids of the prompts of one of `SETS`, each as the only turn of a conversation."""
+    return [tokenizer.encode_chat([ChatTurn("user", prompt)]) for prompt in read_prompts(name)]
+
 
 KV_BYTES, GPU_KV_BYTES = 256 << 20, 4 << 30
 GPU_BATCHES = (1, 8, 32)
@@ -40,10 +56,10 @@ WARM_UP_TOKENS = 16
 
 @dataclass(slots=True)
 class Decoded:
-    """What one worker has decoded."""
+    """The tokens that one worker has decoded, and the time that they took."""
 
     tokens: int = 0
-    """Tokens behind the first one of each answer."""
+    """Tokens after the first one of each answer."""
     seconds: float = 0.0
     """The time in which they came, from the first token of a batch to its last."""
 
@@ -54,7 +70,7 @@ class Decoded:
 
 
 async def answer(worker: LocalWorker, prompts: Sequence[Sequence[int]], most: int, into: Decoded) -> list[list[int]]:
-    """Answer a batch of prompts greedily and count it; returns the answers."""
+    """Answers a batch of prompts greedily and counts it; returns the answers."""
     answers = [worker.send(prompt, SamplingParams(most)) for prompt in prompts]
     await asyncio.gather(*(each.finished.wait() for each in answers))
     into.tokens += sum(len(each.token_ids) - 1 for each in answers)
@@ -65,7 +81,7 @@ async def answer(worker: LocalWorker, prompts: Sequence[Sequence[int]], most: in
 async def compare(
     workers: Sequence[LocalWorker], prompts: Sequence[Sequence[int]], batch: int, most: int, *, exact: bool
 ) -> tuple[Decoded, Decoded, int]:
-    """Answer the prompts by both workers, batch by batch; the last figure is the number of answers that differ.
+    """Answers the prompts by both workers, batch by batch; the last figure is the number of answers that differ.
 
     SystemExit if any differs and they have to be `exact`.
     """
@@ -89,7 +105,7 @@ async def measure_set(
     batch: int,
     most: int,
 ) -> dict[str, object]:
-    """Return the figures of one prompt set."""
+    """Returns the figures of one prompt set."""
     async with (
         LocalWorker.open(runners[0], engines[0], SpeculationMethod.OFF) as off,
         LocalWorker.open(runners[1], engines[1], SpeculationMethod(method)) as on,
@@ -115,8 +131,8 @@ async def measure_set(
     }
 
 
-async def measure(chosen: argparse.Namespace, console: Console) -> dict[str, object]:
-    """Run what the command line asks for; returns the result for JSON."""
+async def measure_sets(chosen: argparse.Namespace, console: Console) -> dict[str, object]:
+    """Returns the figures of the prompt sets."""
     folder = prepare_model(find_default_model())
     tokenizer = Tokenizer(folder)
     on_gpu = chosen.device != "cpu"
@@ -148,12 +164,12 @@ async def measure(chosen: argparse.Namespace, console: Console) -> dict[str, obj
     return {"model": folder.name, "method": method, "dtype": dtype, "rows": rows, **run_facts(chosen.device)}
 
 
-async def measure_shape(chosen: argparse.Namespace, folder: Path, console: Console) -> dict[str, object]:
-    """Return the figures of a model of random weights; see `StepTable`."""
+async def measure_shape(chosen: argparse.Namespace, console: Console) -> dict[str, object]:
+    """Returns the figures of a model of random weights; see `StepTable`."""
     on_gpu = chosen.device != "cpu"
     batches = chosen.batch or list(step_table.WANTED)
     engine = EngineConfig(
-        folder,
+        random_model(chosen.shape),
         device=chosen.device,
         dtype="bfloat16" if on_gpu and chosen.dtype == "auto" else chosen.dtype,
         kv_cache_bytes=None if on_gpu else KV_BYTES,
@@ -174,7 +190,7 @@ async def measure_shape(chosen: argparse.Namespace, folder: Path, console: Conso
 
 
 def table_of(rows: Sequence[dict[str, object]]) -> Table:
-    """Return the figures as a table."""
+    """Returns the figures as a table."""
     table = Table("prompts", "batch", "tokens/s without", "with drafts", "times as fast", "tokens a step", "accepted")
     for row in rows:
         names = ("set", "batch", "plain_tokens_per_s", "tokens_per_s", "speedup", "tokens_a_step")
@@ -182,9 +198,8 @@ def table_of(rows: Sequence[dict[str, object]]) -> Table:
     return table
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what the command line asks for, and print JSON last."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.speculation.speed", description=__doc__.splitlines()[0])
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this case."""
     parser.add_argument("--method", default=SpeculationMethod.NGRAM.value, help="how drafts are proposed (ngram)")
     parser.add_argument("--draft", type=Path, help="the folder of --method draft")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS), help="prompt sets (all)")
@@ -199,18 +214,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu", help="as in `tandem up` (cpu)")
     parser.add_argument("--dtype", default="auto", help="as in `tandem up` (auto)")
     parser.add_argument("--threads", type=at_least(1), help="CPU threads (all)")
-    parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results/")
-    chosen = parser.parse_args(arguments)
-    with exit_on_error():
-        if chosen.shape:
-            folder = write_shape(chosen.shape, default_cache() / f"shape-{chosen.shape}")
-            result = asyncio.run(measure_shape(chosen, folder, Console()))
-        else:
-            result = asyncio.run(measure(chosen, Console()))
-        if chosen.save:
-            print("saved", save_result(f"speculation-speed-{result['model']}", result))
-    print(json.dumps(result))
 
 
-if __name__ == "__main__":
-    main()
+def measure(options: argparse.Namespace) -> Measured:
+    """Measures answers to the prompt sets, or with `--shape` steps of a model of random weights."""
+    measured = measure_shape if options.shape else measure_sets
+    result = asyncio.run(measured(options, Console()))
+    return f"speculation-speed-{result['model']}", result

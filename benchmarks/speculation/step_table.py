@@ -1,26 +1,78 @@
 """Measures decode steps with drafts beside those without, by batch and rate of acceptance, of a real worker.
 
 Each batch is answered by a worker without drafts, then by another with every fixed number of drafts and with as many
-as it chooses itself. Drafts are accepted by chance (`chance.py`). A figure is taken over some steps in which all
+as it chooses itself. Drafts are accepted by chance (`Chance`): with random weights in 16 bits no proposer
+can know the answer, as steps of several rows round otherwise. A figure is taken over some steps in which all
 requests run.
 """
 
 import asyncio
+import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from unittest.mock import patch
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.speculation.chance import Chance, ChanceProposer
 from benchmarks.speculation.local_worker import ROUTER, Answer, LocalWorker
+from decode_worker.drafts import RowDrafts, StepDrafts
 from tandem.engine.config import EngineConfig
 from tandem.engine.cuda.verify_graphs import DRAFTS, MOST_ROWS
 from tandem.engine.model_runner import ModelRunner
-from tandem.engine.speculation.proposer import DRAFTS_MAX
+from tandem.engine.speculation.proposer import DRAFTS_MAX, Draft, DraftSource, ProposerName
 from tandem.protocol.messages import SamplingParams
 from tandem.protocol.speculation_method import SpeculationMethod
+
+CHANCE = DraftSource(ProposerName.NGRAM, 1)
+"""The class of all drafts."""
+
+
+class ChanceProposer:
+    """Proposes the same tokens always, as many as it may."""
+
+    def begin(self, key: Hashable, token_ids: Sequence[int], cache_salt: str = "") -> None:
+        """See `Proposer`."""
+
+    def extend(self, key: Hashable, token_ids: Sequence[int]) -> None:
+        """See `Proposer`."""
+
+    def propose(self, key: Hashable, most: int) -> Draft:
+        """See `Proposer`."""
+        return Draft(range(1, most + 1), CHANCE)
+
+    def leave(self, key: Hashable) -> None:
+        """See `Proposer`."""
+
+
+class Chance:
+    """Accepts each draft with probability `alpha`, if those before it were."""
+
+    def __init__(self, alpha: float, seed: int = 0) -> None:
+        self.alpha = alpha
+        """The probability; may change."""
+        self._dice = random.Random(seed)
+
+    @contextmanager
+    def accepting(self) -> Iterator[None]:
+        """Judges drafts by chance within the context, in all workers of this process."""
+        chance = self
+
+        def runs(step: StepDrafts, token_ids: Sequence[int]) -> list[tuple[RowDrafts, list[int]]]:
+            return [(each, chance.run(each, token_ids)) for each in step.drafts]
+
+        with patch.object(StepDrafts, "runs", runs):
+            yield
+
+    def run(self, drafts: RowDrafts, token_ids: Sequence[int]) -> list[int]:
+        """Returns the tokens that a row gains: the drafts that chance accepts, and the one drawn after them."""
+        accepted = next(
+            (n for n in range(len(drafts.token_ids)) if self._dice.random() >= self.alpha), len(drafts.token_ids)
+        )
+        return [token_ids[drafts.row], *token_ids[drafts.first : drafts.first + accepted]]
+
 
 WANTED = {1: 4, 8: 3, 32: 3, 64: 2, 128: 1}
 """The number of drafts that a batch is measured with besides `DRAFTS`."""
@@ -58,10 +110,10 @@ class CountingWorker(LocalWorker):
     async def figures(
         self, prompts: Sequence[Sequence[int]], most: int, before: int, steps: int
     ) -> tuple[float, float, int]:
-        """Return the tokens per second, the seconds of a step, and the steps without a graph.
+        """Returns the tokens per second, the seconds of a step, and the steps without a graph.
 
         They are taken over about `steps` steps in which all of `prompts` are answered, each by at most `most` tokens,
-        behind the first `before` of such steps. RuntimeError if an answer ends before half of them.
+        after the first `before` of such steps. RuntimeError if an answer ends before half of them.
         """
         self._begun = None
         answers = self._awaited = [self.send(prompt, SamplingParams(most, ignore_eos=True)) for prompt in prompts]
@@ -114,7 +166,7 @@ class StepTable:
         self._drafts = drafts
 
     async def rows(self, batches: Sequence[int], console: Console) -> list[Figures]:
-        """Return the figures of each batch and rate, and print them as they come."""
+        """Returns the figures of each batch and rate, and print them as they come."""
         found: list[Figures] = []
         for batch in batches:
             async with CountingWorker.open(self._runner, self._engine, SpeculationMethod.OFF) as off:
@@ -170,13 +222,13 @@ class StepTable:
         return [[(7 * n * n + 31 * number + n) % vocabulary for n in range(self._context)] for number in range(batch)]
 
     def _most(self, tokens_a_step: int) -> int:
-        """Return the length of answers that do not end before their figures are taken, as far as the context allows."""
+        """Returns the length of answers that do not end before their figures are taken, within the context."""
         steps = _PROMPT_STEPS + LEARNING_STEPS + 2 * self._steps
         return min(tokens_a_step * steps, self._runner.facts.max_context - self._context)
 
 
 def table_of(rows: Sequence[Figures]) -> Table:
-    """Return the figures with the wanted number of drafts as a table."""
+    """Returns the figures with the wanted number of drafts as a table."""
     names = ("batch", "α", "drafts", "off ms", "verify ms", "÷ off", "adaptive ÷ off", "÷ best fixed", "best")
     table = Table(*names)
     for row in rows:

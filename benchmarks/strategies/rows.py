@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from benchmarks.load.stage import Settings
+from benchmarks.cluster import Settings
 from tandem.protocol.errors import InvalidArgument
 
 SHARED = "shared"

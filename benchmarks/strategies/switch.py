@@ -1,16 +1,48 @@
-"""Switches a running cluster from one row to the next by changing roles and policies, without restarts."""
+"""Switches a running cluster from one row to the next without restarts, and reads the statistics of its steps."""
 
 import asyncio
 import time
 
 from benchmarks.strategies.rows import Strategy
-from tandem.cli.connection.client import RouterClient
 from tandem.cli.connection.controller_client import ControllerClient
+from tandem.cli.connection.router import view_of
 from tandem.cli.load.target import Target, touch, wait_until_idle
 from tandem.cluster.launcher import Endpoints
+from tandem.metrics import families as f
+from tandem.metrics.family import Family
+from tandem.metrics.scrape import ScrapeInterval
 from tandem.protocol.errors import DeadlineExceeded, InvalidArgument
 from tandem.protocol.mode import Mode
 from tandem.protocol.policy_name import PolicyName
+
+_PHASES = ("decode", "mixed", "prefill")
+_PARTS = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+
+
+def steps_of(load: ScrapeInterval) -> dict[str, dict[str, object]]:
+    """Returns statistics of all workers' steps between two scrapes, by kind of step.
+
+    They are the number of steps, and quantiles of milliseconds and of observed / predicted time, as exact as the
+    histograms' buckets.
+    """
+    found: dict[str, dict[str, object]] = {}
+    for phase in _PHASES:
+        count = load.grown(f.STEP_SECONDS, "_count", phase=phase)
+        if count:
+            found[phase] = {
+                "count": int(count),
+                "ms": {name: _rounded(load, 1e3, f.STEP_SECONDS, part, phase) for name, part in _PARTS.items()},
+                "over_predicted": {
+                    name: _rounded(load, 1.0, f.STEP_OVER_PREDICTED, part, phase) for name, part in _PARTS.items()
+                },
+            }
+    return found
+
+
+def _rounded(load: ScrapeInterval, times: float, family: Family, part: float, phase: str) -> float | None:
+    value = load.quantile(family, part, phase=phase)
+    return None if value is None else round(value * times, 3)
+
 
 BY_SWITCH = "a switch of the running cluster's mode"
 _FOLLOW_S = 10.0
@@ -32,7 +64,6 @@ class Switch:
 
     def __init__(self, listeners: Endpoints, target: Target, drain_s: float) -> None:
         self._controller = ControllerClient(listeners.controller, listeners.token)
-        self._router = RouterClient(target.address, target.api_key)
         self._target = target
         self._drain_s = drain_s
         self._row: Strategy | None = None
@@ -66,7 +97,7 @@ class Switch:
             step_budget=_count(settings.get("step_budget", 0)),
         )
         give_up = time.monotonic() + _FOLLOW_S
-        while (mode := (await self._router.view()).info.mode) != settings["mode"]:
+        while (mode := view_of(self._target.address, self._target.api_key).info.mode) != settings["mode"]:
             if time.monotonic() > give_up:
                 raise DeadlineExceeded(f"the router's mode is still {mode}, not that of {row.name}; see its log")
             await asyncio.sleep(_LOOK_S)

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.load.sweep import GOODPUT_SHARE
-from benchmarks.strategies.part import Load, knees
+from benchmarks.strategies.parts import Load, knees
 from benchmarks.strategies.rows import ADAPTIVE, DISAGGREGATED, SHARED, Strategy
+from benchmarks.sweep import GOODPUT_SHARE
 from tandem.protocol.errors import InvalidArgument
 
 _COLOCATED_SIGN = "colocated"

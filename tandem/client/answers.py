@@ -62,7 +62,7 @@ class Chunk:
     tool_calls: Sequence[ToolCallDelta]
     token_ids: Sequence[int]
     logprobs: Sequence[TokenScore]
-    """One entry for each token if log probabilities were asked for, else none."""
+    """One entry for each token if the request has `logprobs`, else none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class Tokens:
 
     token_ids: Sequence[int]
     token_strs: Sequence[str]
-    """The tokens' spellings, if they were asked for, else none."""
+    """The tokens' spellings, if the request has `spell`, else none."""
     max_context: int
     """Most tokens of prompt and answer together."""
 
@@ -146,7 +146,7 @@ class AnswerCollector:
     """Collects the answers to one request."""
 
     def __init__(self, prompts: int, n: int) -> None:
-        """The request has so many prompts, and each of them `n` answers."""
+        """The request has `prompts` prompts, and each of them `n` answers."""
         self._count = prompts * n
         self._n = n
         self._parts: dict[int, _Parts] = {}

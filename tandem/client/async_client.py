@@ -10,7 +10,7 @@ from typing import Any, Self, Unpack
 import grpc.aio
 
 from tandem.client.answers import Answer, AnswerCollector, Chunk, Tokens, tokens_of
-from tandem.client.connection import Connection, Tls
+from tandem.client.connection import PYTHON, Connection, Tls, Wording
 from tandem.client.requests import (
     ChatOptions,
     Conversation,
@@ -71,13 +71,20 @@ class AsyncClient:
     """A client of the router at `address` (host:port), for one event loop. Close it, or use it as a context."""
 
     def __init__(
-        self, address: str, *, api_key: str = "", tls: Tls | None = None, timeout_s: float | None = None
+        self,
+        address: str,
+        *,
+        api_key: str = "",
+        tls: Tls | None = None,
+        timeout_s: float | None = None,
+        wording: Wording = PYTHON,
     ) -> None:
         """Connects with the first call. `timeout_s` is the deadline of each call; None = none.
 
         InvalidArgument for a malformed key, or a file of `tls` that cannot be read.
         """
-        self._connection = Connection(address, api_key, tls)
+        self.address = address
+        self._connection = Connection(address, api_key, tls, wording)
         self._timeout_s = timeout_s
         self._channel: grpc.aio.Channel | None = None
 
@@ -144,6 +151,18 @@ class AsyncClient:
         )
         return found
 
+    async def server(self) -> inference_pb2.GetServerInfoResponse:
+        """Returns the router's state and its workers'; PermissionDenied for a tenant's key."""
+        found: inference_pb2.GetServerInfoResponse = await self._unary(
+            self._stub.GetServerInfo, inference_pb2.GetServerInfoRequest()
+        )
+        return found
+
+    async def loads(self) -> inference_pb2.GetLoadsResponse:
+        """Returns the numbers of waiting and running requests; PermissionDenied for a tenant's key."""
+        found: inference_pb2.GetLoadsResponse = await self._unary(self._stub.GetLoads, inference_pb2.GetLoadsRequest())
+        return found
+
     async def close(self) -> None:
         """Closes the connection; requests that still run are cancelled."""
         if self._channel is not None:
@@ -161,12 +180,7 @@ class AsyncClient:
     def _stub(self) -> Any:
         """The stub, whose channel belongs to the event loop of the first call."""
         if self._channel is None:
-            connection = self._connection
-            address, options = connection.address, connection.options
-            if connection.credentials is None:
-                self._channel = grpc.aio.insecure_channel(address, options=options)
-            else:
-                self._channel = grpc.aio.secure_channel(address, connection.credentials, options=options)
+            self._channel = self._connection.open_async()
         return inference_pb2_grpc.InferenceStub(self._channel)
 
     def _stream(self, method: Any, request: Any) -> AsyncStream:

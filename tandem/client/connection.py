@@ -1,4 +1,4 @@
-"""The connection to one router: its channel's options, the metadata of calls, and their errors."""
+"""The connection to one router: its channel, the metadata of calls, and their errors."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import grpc.aio
 
-from tandem.net.rpc import AUTHORIZATION, CHANNEL_OPTIONS, ERROR_CODE, error_of
+from tandem.net.rpc import AUTHORIZATION, CHANNEL_OPTIONS, ERROR_CODE, error_of, open_client_channel
 from tandem.protocol.errors import InvalidArgument, TandemError, Unauthenticated, Unavailable
 from tandem.settings.parsing import check_key
 
@@ -27,35 +28,60 @@ class Tls:
     """The name that the server's certificate must have; "" = that of the address."""
 
 
-class Connection:
-    """The settings of a connection, from which either client opens its channel."""
+@dataclass(frozen=True, slots=True)
+class Wording:
+    """The messages of errors that a client words itself, and the name of the key's argument in them.
 
-    def __init__(self, address: str, api_key: str, tls: Tls | None) -> None:
+    `{router}` stands for the router's address, `{details}` for the transport's own message.
+    """
+
+    key_name: str = "api_key"
+    no_key: str = "{router} asks for an API key; give api_key"
+    wrong_key: str = "{router} does not accept this API key; give another api_key"
+    unreachable: str = "cannot reach {router} ({details}); check that it runs, its address and TLS"
+    lost: str = "lost {router} before the answer's end; send the request again"
+
+
+PYTHON = Wording()
+"""The messages for programs."""
+
+
+class Connection:
+    """The settings of a connection, from which every client opens its channel."""
+
+    def __init__(self, address: str, api_key: str, tls: Tls | None, wording: Wording = PYTHON) -> None:
         """Checks the settings; InvalidArgument for a key that no call could carry, or a file that cannot be read."""
         if api_key:
-            check_key("api_key", api_key)
+            check_key(wording.key_name, api_key)
         self.address = address
-        self.credentials = None if tls is None else _credentials(tls)
         self.metadata = ((AUTHORIZATION, f"Bearer {api_key}"),) if api_key else ()
         """The metadata of every call."""
-        name = tls.server_name if tls is not None else ""
-        self.options: list[tuple[str, Any]] = [*CHANNEL_OPTIONS]
-        if name:
-            self.options.append(("grpc.ssl_target_name_override", name))
+        self._credentials = None if tls is None else _credentials(tls)
+        self._server_name = tls.server_name if tls is not None else ""
+        self._wording = wording
+
+    def open(self) -> grpc.Channel:
+        """Opens a channel for threads."""
+        if self._credentials is None:
+            return grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+        name = [("grpc.ssl_target_name_override", self._server_name)] if self._server_name else []
+        return grpc.secure_channel(self.address, self._credentials, options=[*CHANNEL_OPTIONS, *name])
+
+    def open_async(self) -> grpc.aio.Channel:
+        """Opens a channel for the running event loop."""
+        return open_client_channel(self.address, credentials=self._credentials, target_name=self._server_name)
 
     def error(self, error: Any, *, begun: bool = False) -> TandemError:
         """Returns the typed error of a failed call; `begun` says that a part of an answer had come."""
-        router = f"the router at {self.address}"
+        router, wording = f"the router at {self.address}", self._wording
         if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-            if self.metadata:
-                return Unauthenticated(f"{router} does not accept this API key; give another api_key")
-            return Unauthenticated(f"{router} asks for an API key; give api_key")
+            return Unauthenticated((wording.wrong_key if self.metadata else wording.no_key).format(router=router))
         own = any(name == ERROR_CODE for name, _ in error.trailing_metadata() or ())
         if own or error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN):
             return error_of(error, router)
-        if begun:
-            return Unavailable(f"lost {router} before the answer's end; send the request again")
-        return Unavailable(f"cannot reach {router} ({error.details()}); check that it runs, its address and TLS")
+        return Unavailable(
+            (wording.lost if begun else wording.unreachable).format(router=router, details=error.details())
+        )
 
 
 def _credentials(tls: Tls) -> grpc.ChannelCredentials:

@@ -10,7 +10,7 @@ from typing import Any, Self, Unpack
 import grpc
 
 from tandem.client.answers import Answer, AnswerCollector, Chunk, Tokens, tokens_of
-from tandem.client.connection import Connection, Tls
+from tandem.client.connection import PYTHON, Connection, Tls, Wording
 from tandem.client.requests import (
     ChatOptions,
     Conversation,
@@ -71,18 +71,22 @@ class Client:
     """A client of the router at `address` (host:port), for several threads. Close it, or use it as a context."""
 
     def __init__(
-        self, address: str, *, api_key: str = "", tls: Tls | None = None, timeout_s: float | None = None
+        self,
+        address: str,
+        *,
+        api_key: str = "",
+        tls: Tls | None = None,
+        timeout_s: float | None = None,
+        wording: Wording = PYTHON,
     ) -> None:
         """Connects with the first call. `timeout_s` is the deadline of each call; None = none.
 
         InvalidArgument for a malformed key, or a file of `tls` that cannot be read.
         """
-        self._connection = connection = Connection(address, api_key, tls)
+        self.address = address
+        self._connection = Connection(address, api_key, tls, wording)
         self._timeout_s = timeout_s
-        if connection.credentials is None:
-            self._channel = grpc.insecure_channel(address, options=connection.options)
-        else:
-            self._channel = grpc.secure_channel(address, connection.credentials, options=connection.options)
+        self._channel = self._connection.open()
         self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
 
     def chat(self, conversation: Conversation, **options: Unpack[ChatOptions]) -> Answer:
@@ -146,6 +150,18 @@ class Client:
         found: inference_pb2.GetModelInfoResponse = self._unary(
             self._stub.GetModelInfo, inference_pb2.GetModelInfoRequest()
         )
+        return found
+
+    def server(self) -> inference_pb2.GetServerInfoResponse:
+        """Returns the router's state and its workers'; PermissionDenied for a tenant's key."""
+        found: inference_pb2.GetServerInfoResponse = self._unary(
+            self._stub.GetServerInfo, inference_pb2.GetServerInfoRequest()
+        )
+        return found
+
+    def loads(self) -> inference_pb2.GetLoadsResponse:
+        """Returns the numbers of waiting and running requests; PermissionDenied for a tenant's key."""
+        found: inference_pb2.GetLoadsResponse = self._unary(self._stub.GetLoads, inference_pb2.GetLoadsRequest())
         return found
 
     def close(self) -> None:

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.dashboards.panels import Shown, TimeRange, names, read_dashboard, show
-from benchmarks.dashboards.prometheus import Prometheus, find_prometheus, running_prometheus
-from benchmarks.load.mixed import run_mixed, since_sent
+from deploy.dashboards.mixed_load import run_mixed, since_sent
+from deploy.dashboards.panels import Shown, TimeRange, names, read_dashboard, show
+from deploy.prometheus.server import Prometheus, find_prometheus, running_prometheus
 from tandem.cli.load.record import RequestRecord
 from tandem.cli.load.slo import Outcome, SloCell
 from tandem.cli.load.target import find_target, touch

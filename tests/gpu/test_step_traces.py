@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu.device_spans import added_time, idle_share, idle_share_next_to_copies
-from benchmarks.gpu.gpu_engine import GpuEngine
+from benchmarks.engine.device_spans import added_time, idle_share, idle_share_next_to_copies
+from benchmarks.engine.gpu_engine import GpuEngine
 from tandem.engine.config import EngineConfig
 from tandem.engine.model_runner import ModelRunner
 

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from tandem.cli.bench.figures import Load
-from tandem.cli.bench.servers import Server
 from tandem.cli.connection.options import ApiKey, ApiKeyFile, TlsClientCertificate, TlsClientKey
-from tandem.cli.load.client import Progress as Reached
-from tandem.cli.load.run import LoadInterrupted, LoadSettings, report_of
-from tandem.cli.load.slo import SloCell
-from tandem.cli.load.workload import Workload
 from tandem.cli.option_groups import option_groups
 from tandem.cli.plain_errors import INTERRUPTED, plain_errors
 
@@ -31,48 +21,6 @@ if TYPE_CHECKING:
     from tandem.cli.load.run import LoadSettings
     from tandem.cli.load.slo import SloCell
     from tandem.cli.load.workload import Source, Workload
-
-
-def measure(
-    server: Server,
-    workloads: Sequence[Workload],
-    cells: Sequence[SloCell],
-    settings: LoadSettings,
-    console: Console,
-) -> list[Load]:
-    """Returns a load for each workload; Ctrl-C ends the current one, which then holds what has been answered."""
-    loads: list[Load] = []
-    for workload in map(server.fitted, workloads):
-        with _shown(workload, console) as (progress, task):
-
-            def on_progress(reached: Reached, progress: Progress = progress, task: TaskID = task) -> None:
-                progress.update(task, completed=reached.ended, sent=reached.sent, failed=reached.failed)
-
-            try:
-                results = server.send(workload, settings, on_progress)
-            except LoadInterrupted as interrupted:
-                if any(result.records for result in interrupted.results):
-                    cut = replace(workload, seconds=min(interrupted.seconds, workload.seconds))
-                    loads.append(Load(report_of(cut, interrupted.results, cells, settings), interrupted=True))
-                return loads
-        loads.append(Load(report_of(workload, results, cells, settings)))
-    return loads
-
-
-@contextmanager
-def _shown(workload: Workload, console: Console) -> Iterator[tuple[Progress, TaskID]]:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn(
-            "{task.completed:.0f} of {task.total:.0f} ended, {task.fields[sent]} sent, {task.fields[failed]} failed"
-        ),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        name = f"{workload.rate:g} requests/s"
-        yield progress, progress.add_task(name, total=len(workload.arrivals), sent=0, failed=0)
-
 
 _ARRIVALS = {"poisson": 1.0, "constant": 0.0}
 _PICTURES = (".svg", ".png")
@@ -114,15 +62,15 @@ class ServerOptions:
         """Returns the server. Unavailable if it does not respond."""
         from tandem.cli.bench.servers import find_server
         from tandem.cli.connection.options import shown_key
+        from tandem.cli.connection.router import tls_of
         from tandem.cli.connection.state import newest
-        from tandem.net.security.client_tls import ClientTls
         from tandem.protocol.errors import InvalidArgument
 
         if self.api not in ("completions", "chat"):
             raise InvalidArgument("--api", f"{self.api!r} is neither completions nor chat")
         url = self.url or _url_of(newest())
         key = shown_key(self.api_key, self.api_key_file)
-        tls = ClientTls(self.tls_ca, self.tls_client_certificate, self.tls_client_key)
+        tls = tls_of(self.tls_ca, self.tls_client_certificate, self.tls_client_key)
         return find_server(url, key, self.model, self.api, self.vocab_size, ignore_eos=self.ignore_eos, tls=tls)
 
 
@@ -243,6 +191,8 @@ class ResultOptions:
 def bench(*, server: ServerOptions, load: LoadOptions, results: ResultOptions) -> None:
     """Measure a server under open-loop load: latencies, throughput and goodput at each rate."""
     from rich.console import Console
+
+    from tandem.cli.bench.measure import measure
 
     results.check()
     cells, workloads = results.cells(), load.workloads()

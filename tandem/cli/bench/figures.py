@@ -92,7 +92,7 @@ def _ms(spread: Spread, percent: str) -> str:
 
 
 def result_of(model: str, seed: int, cells: Sequence[SloCell], loads: Sequence[Load]) -> dict[str, object]:
-    """Returns all loads for JSON, in the form of `benchmarks.load`."""
+    """Returns all loads for JSON."""
     return {
         "model": model,
         "workload": loads[0].report.workload.name,

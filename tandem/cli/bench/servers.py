@@ -10,20 +10,18 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-from tandem.cli.load.client import Progress, ShareResult, run_share
-from tandem.cli.load.http_client import HttpShare, address_of, request_body, route, run_http_share
+from tandem.cli.load.client import Progress, ShareResult
+from tandem.cli.load.http_client import HttpShare, address_of, request_body, route
 from tandem.cli.load.run import LoadSettings, deal, run_clients, shares_of
-from tandem.cli.load.target import Target, find_model, touch
+from tandem.cli.load.target import WARM_SEED, Target, find_model, touch
 from tandem.cli.load.words import WordLengths
 from tandem.cli.load.workload import Arrival, Block, Workload
-from tandem.net.security.client_tls import NO_TLS, ClientTls
+from tandem.client import Tls
 from tandem.protocol.errors import InvalidArgument, Unauthenticated, Unavailable
 
 GRPC = "grpc"
 _ANSWER_S = 120.0
 _LIST_S = 10.0
-_WARM_SEED = 2**62
-"""The seed of warm-ups, which no workload has, so that no prefix cache hit comes from a warm-up."""
 _WARM_TOKENS = 8
 _PROBE_WORDS = 256
 """Length of the longer of two prompts that show how the server counts words; at most an eighth of the context."""
@@ -71,7 +69,7 @@ class GrpcServer:
         """Sends each request when it is due."""
         if any(len(arrival.messages) > 1 for arrival in workload.arrivals):
             raise InvalidArgument("--dataset", "has conversations; give an http:// --url, with --api chat")
-        return run_clients(run_share, shares_of(self.target, workload, settings), on_progress=on_progress)
+        return run_clients(shares_of(self.target, workload, settings), on_progress=on_progress)
 
     def fitted(self, workload: Workload) -> Workload:
         """Returns the workload cut to the model's context."""
@@ -115,7 +113,7 @@ class HttpServer:
             replace(self.share, seed=workload.seed, arrivals=each, give_up_s=give_up_s)
             for each in deal(asked, settings.clients)
         ]
-        return run_clients(run_http_share, shares, on_progress=on_progress)
+        return run_clients(shares, on_progress=on_progress)
 
     def fitted(self, workload: Workload) -> Workload:
         """Returns the workload cut to the model's context, where the server lists it."""
@@ -123,14 +121,14 @@ class HttpServer:
 
     def _probe(self, number: int, length: int) -> int:
         """Sends one request, not streamed; returns the tokens of its prompt, 0 if the server does not count them."""
-        share = replace(self.share, seed=_WARM_SEED)
+        share = replace(self.share, seed=WARM_SEED)
         body = request_body(share, Arrival(0.0, (Block(number, length),), _WARM_TOKENS))
         answer = _call(f"{share.url}/{route(share.chat)}", share.api_key, body, _ANSWER_S)
         return int((answer.get("usage") or {}).get("prompt_tokens") or 0)
 
 
 def find_server(
-    url: str, api_key: str, model: str, api: str, vocab_size: int, *, ignore_eos: bool, tls: ClientTls = NO_TLS
+    url: str, api_key: str, model: str, api: str, vocab_size: int, *, ignore_eos: bool, tls: Tls | None = None
 ) -> Server:
     """Returns the server at `grpc://HOST:PORT`, `http://…` or `https://…`; its first model, if `model` is empty.
 

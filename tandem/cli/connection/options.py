@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
-    from tandem.cli.connection.client import RouterClient, Sampling
     from tandem.cli.connection.controller_client import ControllerClient
+    from tandem.cli.connection.router import Sampling
+    from tandem.client import Client, Tls
 
 
 def _one_of_several(context: typer.Context, parameter: typer.CallbackParam, key: str) -> str:
@@ -75,7 +76,7 @@ class SamplingOptions:
     @property
     def sampling(self) -> Sampling:
         """The sampling parameters; InvalidArgument names the option and its limits."""
-        from tandem.cli.connection.client import Sampling
+        from tandem.cli.connection.router import Sampling
 
         return Sampling(self.max_tokens, self.temperature, self.seed)
 
@@ -112,23 +113,28 @@ class RouterOptions:
     tls_client_certificate: TlsClientCertificate = ""
     tls_client_key: TlsClientKey = ""
 
-    def client(self, *, reads: bool = False) -> RouterClient:
-        """Returns a client of the given router or of the newest running cluster's. Unavailable if none runs.
+    def client(self) -> Client:
+        """Returns a client of the given router or of the newest running cluster's. Unavailable if none runs."""
+        from tandem.cli.connection.router import router_client
 
-        A client that only `reads` the state of a cluster on this host uses its metrics key, since tenants may not see
-        the load of others.
+        return router_client(*self.find())
+
+    def find(self, *, reads: bool = False) -> tuple[str, str, Tls | None]:
+        """Returns address, key and TLS of the given router or of the newest running cluster's.
+
+        With `reads` the key of a cluster on this host is its metrics key, since tenants may not see the load of others.
+        Unavailable if no cluster runs.
         """
-        from tandem.cli.connection.client import RouterClient
+        from tandem.cli.connection.router import tls_of
         from tandem.cli.connection.state import newest
-        from tandem.net.security.client_tls import ClientTls
 
         key = shown_key(self.api_key, self.api_key_file)
-        tls = ClientTls(self.tls_ca, self.tls_client_certificate, self.tls_client_key)
+        files = self.tls_ca, self.tls_client_certificate, self.tls_client_key
         if self.address:
-            return RouterClient(self.address, key, tls)
+            return self.address, key, tls_of(*files)
         running = newest()
         key = running.metrics_key if reads and running.token else key
-        return RouterClient(running.grpc, key, replace(tls, pinned=running.certificate))
+        return running.grpc, key, tls_of(*files, pinned=running.certificate)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,15 +10,15 @@ import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection as Pipe
 from typing import Any, Protocol
 
 import grpc.aio
 
 from tandem.cli.load.record import WRONG_LENGTH, RequestRecord
 from tandem.cli.load.workload import Arrival, prompt_ids
-from tandem.net.rpc import error_of, open_client_channel
-from tandem.net.security.client_tls import NO_TLS, ClientTls
+from tandem.client import Tls
+from tandem.client.connection import Connection
 from tandem.protocol.generated.tandem.v1 import inference_pb2
 from tandem.protocol.messages import FinishReason
 
@@ -28,20 +28,6 @@ _NEAR_S = 0.002
 """Seconds before the due time from which one last sleep is exact enough."""
 _PROGRESS_S = 0.25
 """Seconds between two reports of a client's progress."""
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """The requests of one client by number in the workload, and the router. No answer is awaited after `give_up_s`."""
-
-    address: str
-    api_key: str
-    seed: int
-    vocab_size: int
-    arrivals: tuple[tuple[int, Arrival], ...]
-    give_up_s: float
-    slo_class: str = ""
-    tls: ClientTls = NO_TLS
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +88,48 @@ class Client(Protocol):
         """Closes the connections."""
 
 
+class Share(Protocol):
+    """The requests of one client process, and the server; it can be sent to that process."""
+
+    @property
+    def give_up_s(self) -> float:
+        """Seconds after the common start from which on no answer is awaited."""
+
+    def requests(self) -> list[Ready]:
+        """Returns the requests, built before the start."""
+
+    def connect(self) -> Client:
+        """Returns a client of the server, for the running event loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcShare:
+    """The requests of one client by number in the workload, and the router. No answer is awaited after `give_up_s`."""
+
+    address: str
+    api_key: str
+    seed: int
+    vocab_size: int
+    arrivals: tuple[tuple[int, Arrival], ...]
+    give_up_s: float
+    slo_class: str = ""
+    tls: Tls | None = None
+
+    def requests(self) -> list[Ready]:
+        """Returns the serialized requests."""
+        return [make_ready(i, arrival, self.seed, self.vocab_size, self.slo_class) for i, arrival in self.arrivals]
+
+    def connect(self) -> "LoadClient":
+        """Returns a client of the router."""
+        return LoadClient(self.address, self.api_key, self.tls)
+
+
 class LoadClient:
     """A gRPC connection to a router."""
 
-    def __init__(self, address: str, api_key: str = "", tls: ClientTls = NO_TLS) -> None:
-        """InvalidArgument names the option of a wrong file."""
-        self._address = address
-        self._channel = open_client_channel(address, api_key, tls.credentials(), tls.target_name)
+    def __init__(self, address: str, api_key: str = "", tls: Tls | None = None) -> None:
+        self._connection = Connection(address, api_key, tls)
+        self._channel = self._connection.open_async()
         self._generate: Any = self._channel.unary_stream(
             _GENERATE, response_deserializer=inference_pb2.GenerateResponse.FromString
         )
@@ -117,7 +138,7 @@ class LoadClient:
         """Waits for the connection and makes one call, since a process's first call takes several times as long."""
         await self._channel.channel_ready()
         call: Any = self._channel.unary_unary(_GET_MODEL)
-        await call(inference_pb2.GetModelInfoRequest().SerializeToString())
+        await call(inference_pb2.GetModelInfoRequest().SerializeToString(), metadata=self._connection.metadata)
 
     async def close(self) -> None:
         """Closes the connection."""
@@ -137,7 +158,7 @@ class LoadClient:
                     token_s += [moment] * len(reply.chunk.token_ids)
                     chunks += 1
         except grpc.aio.AioRpcError as failure:
-            error = error_of(failure, self._address).code
+            error = self._connection.error(failure).code
         ended_s = time.monotonic() - start
         finish = "" if error else _finish(complete)
         whole = len(token_s) == complete.completion_tokens == ready.asked_tokens
@@ -159,7 +180,9 @@ class LoadClient:
         )
 
     def _replies(self, message: bytes, timeout_s: float) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        replies: AsyncIterator[inference_pb2.GenerateResponse] = self._generate(message, timeout=timeout_s)
+        replies: AsyncIterator[inference_pb2.GenerateResponse] = self._generate(
+            message, timeout=timeout_s, metadata=self._connection.metadata
+        )
         return replies
 
 
@@ -167,23 +190,17 @@ def _finish(complete: inference_pb2.Complete) -> str:
     return FinishReason(complete.finish_reason).name if complete.finish_reason else ""
 
 
-def run_share(pipe: Connection, share: Share) -> None:
+def run_share(pipe: Pipe, share: Share) -> None:
     """Runs the client process: says "ready", takes the common start, and sends its `ShareResult` at the end."""
     asyncio.run(_run_share(pipe, share))
 
 
-async def _run_share(pipe: Connection, share: Share) -> None:
-    everything = [
-        make_ready(i, arrival, share.seed, share.vocab_size, share.slo_class) for i, arrival in share.arrivals
-    ]
-    await send_share(pipe, LoadClient(share.address, share.api_key, share.tls), everything, share.give_up_s)
-
-
-async def send_share(pipe: Connection, client: Client, everything: list[Ready], give_up_s: float) -> None:
-    """Sends each of `everything` when it is due after the start received by `pipe`; sends a `ShareResult` back.
+async def _run_share(pipe: Pipe, share: Share) -> None:
+    """Sends each request when it is due after the start received by `pipe`; sends a `ShareResult` back.
 
     Until then it sends its `Progress` regularly. Another message stops it, and so does the end of the pipe.
     """
+    everything, client = share.requests(), share.connect()
     # The process that started this one is interrupted by the same Ctrl-C, and stops it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     await client.connected()
@@ -193,14 +210,14 @@ async def send_share(pipe: Connection, client: Client, everything: list[Ready], 
     pipe.send("ready")
     start: float = await asyncio.to_thread(pipe.recv)
     busy = time.process_time()
-    sending = _Sending(client, everything, start, give_up_s)
+    sending = _Sending(client, everything, start, share.give_up_s)
     await _until_done_or_stopped(pipe, sending.run(), sending)
     share_of_core = (time.process_time() - busy) / max(time.monotonic() - start, _NEAR_S)
     pipe.send(ShareResult(tuple(sending.records), share_of_core))
     await client.close()
 
 
-async def _until_done_or_stopped(pipe: Connection, work: Coroutine[Any, Any, None], sending: "_Sending") -> None:
+async def _until_done_or_stopped(pipe: Pipe, work: Coroutine[Any, Any, None], sending: "_Sending") -> None:
     loop, task = asyncio.get_running_loop(), asyncio.create_task(work)
     loop.add_reader(pipe.fileno(), task.cancel)
     try:

@@ -6,11 +6,10 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Any
 from urllib.parse import urlsplit
 
-from tandem.cli.load.client import Ready, send_share
+from tandem.cli.load.client import Ready
 from tandem.cli.load.record import WRONG_LENGTH, RequestRecord
 from tandem.cli.load.words import prompt_words
 from tandem.cli.load.workload import Arrival, prompt_ids
@@ -38,11 +37,13 @@ class HttpShare:
     ignore_eos: bool = True
     """Ask for exactly the workload's number of tokens, and count any other answer as an error."""
 
+    def requests(self) -> list[Ready]:
+        """Returns the bytes of the requests."""
+        return [make_request(self, index, arrival) for index, arrival in self.arrivals]
 
-def run_http_share(pipe: Connection, share: HttpShare) -> None:
-    """Runs the client process: says "ready", takes the common start, and sends its `ShareResult` at the end."""
-    everything = [make_request(share, index, arrival) for index, arrival in share.arrivals]
-    asyncio.run(send_share(pipe, HttpClient(share.url, share.ignore_eos), everything, share.give_up_s))
+    def connect(self) -> "HttpClient":
+        """Returns a client of the server."""
+        return HttpClient(self.url, self.ignore_eos)
 
 
 def make_request(share: HttpShare, index: int, arrival: Arrival) -> Ready:

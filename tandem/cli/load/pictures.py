@@ -30,7 +30,7 @@ Load = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A result of `tandem bench` or `benchmarks.load`: its label, workload, and loads by ascending rate."""
+    """A result of `tandem bench` or a strategy table's row: its label, workload, and loads by ascending rate."""
 
     label: str
     workload: str
@@ -65,7 +65,7 @@ def draw_latencies(run: Run, file: Path) -> None:
 
 
 def panels_of(count: int) -> tuple[Figure, list[Axes]]:
-    """Returns a figure with so many panels, at most three beside each other."""
+    """Returns a figure with `count` panels, at most three beside each other."""
     columns = min(3, count)
     rows = -(-count // columns)
     figure = Figure(figsize=(_PANEL[0] * columns, _PANEL[1] * rows), layout="constrained")

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection, wait
 from threading import current_thread, main_thread
 from typing import TypeVar
 
-from tandem.cli.load.client import Progress, Share, ShareResult, run_share
+from tandem.cli.load.client import GrpcShare, Progress, Share, ShareResult, run_share
 from tandem.cli.load.report import LoadReport, make_report
 from tandem.cli.load.slo import SloCell
 from tandem.cli.load.target import Target, find_target, wait_until_idle
@@ -21,7 +21,6 @@ _HEAD_START_S = 0.2
 """Seconds between the message with the start time and the start, so that all clients receive it before."""
 _END_S = 5.0
 _T = TypeVar("_T")
-_Share = TypeVar("_Share")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,7 @@ def run_load(
     target = find_target(target) if isinstance(target, str) else target
     workload = workload.fitted(target.context)
     wait_until_idle(target, settings.drain_s)
-    results = run_clients(run_share, shares_of(target, workload, settings), on_start)
+    results = run_clients(shares_of(target, workload, settings), on_start)
     return report_of(workload, results, cells, settings)
 
 
@@ -83,17 +82,16 @@ def report_of(
 
 
 def run_clients(
-    work: Callable[[Connection, _Share], None],
-    shares: Sequence[_Share],
+    shares: Sequence[Share],
     on_start: Callable[[float], None] | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> list[ShareResult]:
-    """Runs `work` in a process per share: it sends "ready", takes the common start and sends its `ShareResult`.
+    """Runs a client process for each share; all have a common start.
 
     `on_progress` receives the progress of all shares together. Ctrl-C stops the clients and raises `LoadInterrupted`,
     which has their results so far; a second one ends them without.
     """
-    with _clients(work, shares) as pipes:
+    with _clients(shares) as pipes:
         for pipe in pipes:
             _receive(pipe, str)
         start = time.monotonic() + _HEAD_START_S
@@ -147,11 +145,11 @@ def _stopped_by_interrupt(pipes: Sequence[Connection]) -> Iterator[list[float]]:
         signal.signal(signal.SIGINT, before)
 
 
-def shares_of(target: Target, workload: Workload, settings: LoadSettings) -> list[Share]:
+def shares_of(target: Target, workload: Workload, settings: LoadSettings) -> list[GrpcShare]:
     """Returns each client's share of the workload."""
     give_up_s = workload.seconds + settings.drain_s
     return [
-        Share(
+        GrpcShare(
             target.address,
             target.api_key,
             workload.seed,
@@ -172,14 +170,14 @@ def deal(workload: Workload, clients: int) -> list[tuple[tuple[int, Arrival], ..
 
 
 @contextmanager
-def _clients(work: Callable[[Connection, _Share], None], shares: Sequence[_Share]) -> Iterator[list[Connection]]:
+def _clients(shares: Sequence[Share]) -> Iterator[list[Connection]]:
     """Starts a process for each share, and yields the pipes; kills the processes at the end."""
     context = get_context("spawn")
     pipes, processes = [], []
     try:
         for share in shares:
             ours, theirs = context.Pipe()
-            process = context.Process(target=work, args=(theirs, share), daemon=True)
+            process = context.Process(target=run_share, args=(theirs, share), daemon=True)
             process.start()
             theirs.close()  # so that the end of the process is the end of the pipe
             pipes.append(ours)

@@ -4,17 +4,17 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from tandem.cli.connection.client import RouterClient, ServerView
+from tandem.cli.connection.router import ServerView, model_of, view_of
 from tandem.cli.load.client import LoadClient, make_ready
 from tandem.cli.load.record import RequestRecord
 from tandem.cli.load.workload import Arrival, Block
-from tandem.net.security.client_tls import NO_TLS, ClientTls
+from tandem.client import Tls
 from tandem.protocol.errors import Unavailable
 from tandem.protocol.generated.tandem.v1 import inference_pb2
 
 WARM_REQUESTS, WARM_PROMPT, WARM_TOKENS = 8, 256, 32
 LONE_REQUESTS, LONE_PROMPT, LONE_TOKENS = 3, 1000, 65
-_WARM_SEED = 2**62
+WARM_SEED = 2**62
 """The seed of warm-ups, which no workload has, so that no prefix cache hit comes from a warm-up."""
 _POLL_S = 0.05
 _TIMEOUT_S = 120.0
@@ -27,7 +27,7 @@ class Target:
     address: str
     api_key: str
     view: ServerView
-    tls: ClientTls = NO_TLS
+    tls: Tls | None = None
 
     @property
     def context(self) -> int:
@@ -57,21 +57,20 @@ class Target:
 
 def find_target(address: str, api_key: str = "") -> Target:
     """Asks the router. Unavailable if it does not respond or serves nothing yet."""
-    return Target(address, api_key, asyncio.run(RouterClient(address, api_key).view()))
+    return Target(address, api_key, view_of(address, api_key))
 
 
-def find_model(address: str, api_key: str = "", tls: ClientTls = NO_TLS) -> Target:
+def find_model(address: str, api_key: str = "", tls: Tls | None = None) -> Target:
     """Asks the router for its model alone, which any key may read. Unavailable like `find_target`."""
-    model = asyncio.run(RouterClient(address, api_key, tls).model())
     unread = inference_pb2.GetServerInfoResponse(), inference_pb2.GetLoadsResponse()
-    return Target(address, api_key, ServerView(*unread, model), tls)
+    return Target(address, api_key, ServerView(*unread, model_of(address, api_key, tls)), tls)
 
 
 def wait_until_idle(target: Target, within_s: float) -> None:
     """Waits until the router has no request. Unavailable after `within_s`."""
     give_up = time.monotonic() + within_s
     while True:
-        loads = asyncio.run(RouterClient(target.address, target.api_key).view()).loads
+        loads = view_of(target.address, target.api_key).loads
         if loads.waiting + loads.running == 0:
             return
         if time.monotonic() > give_up:
@@ -122,7 +121,7 @@ async def _warm_up(target: Target) -> float:
 
 async def _ask(client: LoadClient, target: Target, number: int, prompt: int, tokens: int) -> RequestRecord:
     arrival = Arrival(0.0, (Block(number, prompt),), tokens)
-    ready = make_ready(number, arrival, _WARM_SEED, target.vocab_size)
+    ready = make_ready(number, arrival, WARM_SEED, target.vocab_size)
     record = await client.ask(ready, time.monotonic(), _TIMEOUT_S)
     if record.error:
         raise Unavailable(f"a request before the load failed with {record.error}; see the router's log")

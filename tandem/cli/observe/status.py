@@ -11,7 +11,7 @@ from tandem.cli.plain_errors import plain_errors
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tandem.cli.connection.client import ServerView
+    from tandem.cli.connection.router import ServerView
     from tandem.protocol.generated.tandem.v1.inference_pb2 import WorkerStatus
 
 WIDE = 200
@@ -22,15 +22,16 @@ WIDE = 200
 @option_groups
 def status(*, router: RouterOptions) -> None:
     """Show the router, its workers, their roles, pages and transports."""
-    import asyncio
     import sys
 
     from rich.console import Console
 
-    client = router.client(reads=True)
-    view = asyncio.run(client.view())
+    from tandem.cli.connection.router import view_of
+
+    address, key, tls = router.find(reads=True)
+    view = view_of(address, key, tls)
     console = Console() if sys.stdout.isatty() else Console(width=WIDE)
-    console.print(summary(client.address, view), markup=False)
+    console.print(summary(address, view), markup=False)
     console.print(worker_table(view))
     for line in [*remarks(view), *absences(router.address)]:
         console.print(line, markup=False)

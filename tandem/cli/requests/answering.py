@@ -1,58 +1,58 @@
 """Answers streamed to the terminal as they come."""
 
-import asyncio
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Sequence
 
-from tandem.cli.connection.client import Answer, RouterClient, Sampling
-from tandem.protocol.errors import InvalidArgument, TandemError
+from tandem.cli.connection.router import Sampling
+from tandem.client import Answer, Chunk, Client, InvalidArgument, Message, Stream, TandemError
 
 
-def answer_one(client: RouterClient, prompt: str, sampling: Sampling, *, raw: bool = False) -> Answer:
+def answer_one(client: Client, prompt: str, sampling: Sampling, *, raw: bool = False) -> Answer:
     """Prints the answer to one prompt piece by piece and returns it; `raw` continues the text without a template.
 
     A model without a chat template continues the text too.
     """
-    return asyncio.run(_answer_one(client, prompt, sampling, raw))
-
-
-async def _answer_one(client: RouterClient, prompt: str, sampling: Sampling, raw: bool) -> Answer:
     if not raw:
         try:
-            return await answer_chat(client, [("user", prompt)], sampling)
+            return answer_chat(client, [Message("user", prompt)], sampling)
         except InvalidArgument as error:
             if "template" not in error.message:
                 raise
-    return await _on_lines_of_its_own(lambda on_text: client.complete(prompt, sampling, on_text))
+    return _show(client.stream_generate(prompt, **sampling.options()))
 
 
-async def answer_chat(client: RouterClient, messages: list[tuple[str, str]], sampling: Sampling) -> Answer:
-    """Prints the answer to a conversation of (role, content) pairs and returns it."""
-    return await _on_lines_of_its_own(lambda on_text: client.chat(messages, sampling, on_text))
+def answer_chat(client: Client, conversation: Sequence[Message], sampling: Sampling) -> Answer:
+    """Prints the answer to a conversation and returns it."""
+    return _show(client.stream_chat(conversation, **sampling.options()))
 
 
-async def _on_lines_of_its_own(ask: Callable[[Callable[[str], None]], Awaitable[Answer]]) -> Answer:
-    """Streams an answer so that any later output, an error or Ctrl-C's echo included, begins on a new line."""
-    begun = False
-
-    def on_text(text: str) -> None:
-        nonlocal begun
-        begun = True
-        show(text)
-
+def _show(stream: Stream) -> Answer:
+    """Prints a stream so that any later output, an error or Ctrl-C's echo included, begins on a new line."""
+    reasoned = answered = False
     try:
-        answer = await ask(on_text)
-    except asyncio.CancelledError:
-        show("\n")
+        with stream:
+            for chunk in stream:
+                # Reasoning is shown and is no part of the answer.
+                _print(_text_of(chunk, after_reasoning=reasoned and not answered))
+                reasoned, answered = reasoned or bool(chunk.reasoning), answered or bool(chunk.text)
+            answer = stream.answer()
+    except KeyboardInterrupt:
+        _print("\n")
         raise
     except TandemError:
-        show("\n" if begun else "")
+        _print("\n" if reasoned or answered else "")
         raise
-    show("\n")
+    _print("\n")
     return answer
 
 
-def show(text: str) -> None:
+def _text_of(chunk: Chunk, *, after_reasoning: bool) -> str:
+    """Returns a chunk's text for the terminal: reasoning and content, with an empty line between."""
+    divider = "\n\n" if chunk.text and (after_reasoning or chunk.reasoning) else ""
+    return f"{chunk.reasoning}{divider}{chunk.text}"
+
+
+def _print(text: str) -> None:
     """Prints a piece at once."""
     sys.stdout.write(text)
     sys.stdout.flush()

@@ -7,7 +7,8 @@ from tandem.cli.option_groups import option_groups
 from tandem.cli.plain_errors import plain_errors
 
 if TYPE_CHECKING:
-    from tandem.cli.connection.client import RouterClient, Sampling
+    from tandem.cli.connection.router import Sampling
+    from tandem.client import Client, Message
 
 HELP = "/clear forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer."
 
@@ -21,36 +22,37 @@ def chat(*, drawn: SamplingOptions, router: RouterOptions) -> None:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing and history for input())
 
-    sampling, client = drawn.sampling, router.client()
-    print(HELP)
-    messages: list[tuple[str, str]] = []
-    while (line := _read()) is not None:
-        if line == "/clear":
-            messages.clear()
-        elif not line:
-            print("the prompt is empty; type a question")
-        elif line.startswith("/"):
-            print(f"{line.split()[0]} is no command: {HELP}")
-        else:
-            _turn(client, sampling, messages, line)
+    sampling = drawn.sampling
+    with router.client() as client:
+        print(HELP)
+        messages: list[Message] = []
+        while (line := _read()) is not None:
+            if line == "/clear":
+                messages.clear()
+            elif not line:
+                print("the prompt is empty; type a question")
+            elif line.startswith("/"):
+                print(f"{line.split()[0]} is no command: {HELP}")
+            else:
+                _turn(client, sampling, messages, line)
 
 
-def _turn(client: "RouterClient", sampling: "Sampling", messages: list[tuple[str, str]], line: str) -> None:
+def _turn(client: "Client", sampling: "Sampling", messages: "list[Message]", line: str) -> None:
     """Sends one question and streams its answer; both are remembered only if the answer is complete."""
-    import asyncio
     import sys
 
     from tandem.cli.requests.answering import answer_chat
-    from tandem.protocol.errors import TandemError
+    from tandem.client import Message, TandemError
 
+    question = Message("user", line)
     try:
-        answer = asyncio.run(answer_chat(client, [*messages, ("user", line)], sampling))
+        answer = answer_chat(client, [*messages, question], sampling)
     except KeyboardInterrupt:
         print("(stopped)")
     except TandemError as error:
         print(f"error: {error.message}", file=sys.stderr)
     else:
-        messages += [("user", line), ("assistant", answer.text)]
+        messages += [question, Message("assistant", answer.text)]
 
 
 def _read() -> str | None:

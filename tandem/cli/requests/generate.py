@@ -27,7 +27,8 @@ def generate(
 
     text = checked_prompt("PROMPT", _piped() if prompt is None or prompt == "-" else prompt)
     sampling = drawn.sampling
-    answer = answer_one(router.client(), text, sampling, raw=raw)
+    with router.client() as client:
+        answer = answer_one(client, text, sampling, raw=raw)
     if timeline:
         from rich.console import Console
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from tandem.cli.connection.client import Answer
+from tandem.client import Answer
 from tandem.protocol.lifecycle.spans import Phase, last_attempt, seconds_by_phase, spans_of
 from tandem.protocol.lifecycle.timeline import Edge, Timeline
 

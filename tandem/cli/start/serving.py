@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from router.text.chat_template_files import read_template
 from router.text.tokenizer import Tokenizer
 from tandem.cli.connection import state
-from tandem.cli.connection.client import RouterClient, Sampling
+from tandem.cli.connection.router import Sampling, router_client, tls_of
 from tandem.cli.connection.secret_files import first_key
 from tandem.cli.models.default_model import NAME, TEMPLATE, find_default_model
 from tandem.cli.models.hub_model import hub_model
@@ -39,7 +39,6 @@ from tandem.cli.start.preflight import (
 )
 from tandem.cluster.launcher import Cluster, Endpoints
 from tandem.cluster.launcher import Progress as ClusterProgress
-from tandem.net.security.client_tls import NO_TLS, ClientTls
 from tandem.protocol.errors import InvalidArgument, TandemError
 from tandem.settings.cluster import ClusterSettings
 
@@ -206,9 +205,9 @@ def _answer(console: Console, config: ClusterSettings, ends: Endpoints, first: F
     console.print(f"\n{first.text}\n", style="bold", markup=False)
     key_file = "" if config.router.api_key_file is None else str(config.router.api_key_file)
     key = first_key("--api-key-file", next(iter(config.router.api_keys), ""), key_file)
-    tls = NO_TLS if config.router.tls is None else ClientTls(pinned=str(config.router.tls.certificate))
-    client = RouterClient(ends.grpc, key, tls)
-    answer = answer_one(client, first.text, first.sampling)
+    tls = None if config.router.tls is None else tls_of("", "", "", pinned=str(config.router.tls.certificate))
+    with router_client(ends.grpc, key, tls) as client:
+        answer = answer_one(client, first.text, first.sampling)
     console.print()
     console.print(timeline_table(answer))
 

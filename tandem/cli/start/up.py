@@ -17,7 +17,7 @@ from tandem.cli.start.settings_command import read_config_file
 from tandem.settings.cluster import AUTO
 
 if TYPE_CHECKING:
-    from tandem.cli.connection.client import Sampling
+    from tandem.cli.connection.router import Sampling
     from tandem.cli.start.serving import FirstPrompt
 
 
@@ -33,7 +33,7 @@ class FirstPromptOptions:
     @property
     def sampling(self) -> Sampling:
         """The sampling parameters; InvalidArgument names the option and its limits."""
-        from tandem.cli.connection.client import Sampling
+        from tandem.cli.connection.router import Sampling
 
         return Sampling(self.max_tokens, self.temperature)
 

@@ -2,9 +2,8 @@
 
 import pytest
 
-from benchmarks.gpu.dense_layer import dense_shapes
-from benchmarks.tuning.linear_candidates import Product, model_of
-from benchmarks.tuning.packed_candidates import FORMS, candidates
+from benchmarks.kernels.dense_layer import Product, dense_shapes, model_of
+from benchmarks.kernels.product_candidates import packed_candidates
 from tandem.engine.kernels.linear.triton_linear_plan import fits_scratch
 from tandem.engine.kernels.linear.triton_linear_tiles import Skinny
 from tandem.engine.kernels.packed import packed_tiles
@@ -47,12 +46,11 @@ def test_every_product_has_a_tile_that_fits(
                 check(tile, product, tokens, bits)
 
 
-@pytest.mark.parametrize("form", ["int8", "int4"])
-def test_all_candidates_fit(form: str) -> None:
-    bits = FORMS[form][1]
+@pytest.mark.parametrize("bits", [8, 4])
+def test_all_candidates_fit(bits: int) -> None:
     for product in model_of("llama-3-8b", shape_config("llama-3-8b")).products:
         for tokens in TOKENS[:-1]:
-            found = list(candidates(product, tokens, form, COLUMNS[bits]))
+            found = list(packed_candidates(product, tokens, bits, COLUMNS[bits]))
             assert len(set(found)) == len(found) > 2, (product.name, tokens)
             for tile in found:
                 check(tile, product, tokens, bits)

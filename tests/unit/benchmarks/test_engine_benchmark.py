@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.cpu.peer_transformers import TransformersPeer
-from benchmarks.engine import Comparison, Engine, Settings, as_result, compare, main, parse_arguments
+from benchmarks.command_line import run_case
+from benchmarks.engine.__main__ import CASES
+from benchmarks.engine.cpu_comparison import Comparison, Engine, Settings, as_result, compare
+from benchmarks.engine.transformers_peer import TransformersPeer
 from benchmarks.results import run_facts, save_result
-from benchmarks.tuning import cpu_codes
 from tandem.engine.config import EngineConfig
 from tandem.engine.model_runner import ModelRunner
 from tests.factories import write_tiny_model
@@ -66,7 +67,7 @@ def test_ratios_are_of_medians_and_named_by_dtype() -> None:
 
 def test_the_last_line_is_the_result(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--prompt-tokens", "5", "--new-tokens", "3", "--prefill-tokens", "8", "--rounds", "1"]
-    main(["--model", str(folder), "--dtype", "both", "--threads", "1", *sizes])
+    run_case("engine", "", CASES, ["--model", str(folder), "--dtype", "both", "--threads", "1", *sizes])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     for key in ("decode_ratio_b1", "decode_ratio_b8", "prefill_ratio_8"):
         assert result[key] > 0
@@ -84,44 +85,11 @@ def test_results_are_kept_under_a_name_that_tells_them_apart(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["--device", "cuda", "--dtype", "both", "--rounds", "5"], "--dtype, --rounds"),
-        (["--device", "cuda", "--prompt-tokens", "9"], "--prompt-tokens"),
-        (["--shape", "llama-3-8b", "--eager"], "--shape, --eager"),
-        (["--device", "cpu", "--profile"], "--profile"),
-        (["--profile", "trace.json", "--threads", "2"], "--threads"),
-    ],
-)
-def test_options_of_the_other_device_are_refused(
-    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        parse_arguments(arguments)
-    assert f"{named}: only with" in capsys.readouterr().err
-
-
-def test_a_profile_does_not_ignore_that_it_should_measure_without_graphs(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse_arguments(["--profile", "trace.json", "--eager"])
-    assert "--eager: a profile measures no steps without CUDA graphs" in capsys.readouterr().err
-
-
-def test_each_device_has_its_own_defaults() -> None:
-    on_cpu, on_gpu = parse_arguments([]), parse_arguments(["--device", "cuda"])
-    assert (on_cpu.dtype, on_cpu.rounds, on_cpu.shape) == ("both", Settings().rounds, None)
-    assert (on_gpu.shape, on_gpu.eager, on_gpu.profile, on_gpu.dtype) == ("llama-3-8b", False, None, None)
-
-
-def test_a_profile_is_a_gpu_s() -> None:
-    chosen = parse_arguments(["--profile", "--shape", "qwen3-0.6b"])
-    assert (chosen.device, chosen.profile, chosen.shape) == ("cuda", Path("trace.json"), "qwen3-0.6b")
-
-
-@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--model", "nowhere"], "nowhere does not exist"),
+        (["--device", "cuda", "--rounds", "5"], "--rounds: is only with --device cpu"),
+        (["--profile", "--eager"], "--eager: a profile measures no steps without CUDA graphs"),
         (["--device", "cuda"], "PyTorch sees 0 CUDA devices"),
         (["--profile"], "measures a CUDA GPU and PyTorch sees none; run it on a machine with one"),
     ],
@@ -131,7 +99,7 @@ def test_what_cannot_be_measured_is_said_in_one_sentence(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match=words) as ended:
-        main(arguments)
+        run_case("engine", "", CASES, arguments)
     assert "\n" not in str(ended.value)
 
 
@@ -140,16 +108,17 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def test_codes_are_measured_beside_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"PROMPT_TOKENS": 5, "NEW_TOKENS": 3, "PREFILL_TOKENS": 20, "BATCHES": (1,)}.items():
-        monkeypatch.setattr(cpu_codes, name, value)
+def test_codes_are_compared_with_bfloat16(tmp_path: Path) -> None:
     packed, plain = write_quantized(tmp_path, "W4A16")
-    found = cpu_codes.measure(plain, packed, 1, 2)
-    assert found["decode_ratio_b1"] == pytest.approx(found["decode_b1_bf16_ms"] / found["decode_b1_ms"], abs=0.01)
-    assert found["prefill_ratio_20"] > 0
-    assert cpu_codes.resident_mb(packed, 1, "bfloat16") > 50
+    sides = [
+        Engine(ModelRunner.load(EngineConfig(each, dtype="bfloat16", threads=1, kv_cache_bytes=1 << 20)))
+        for each in (packed, plain)
+    ]
+    compared = compare(sides[0], sides[1], SMALL)
+    assert [each.bytes_read for each in compared] == [0, 0, 0]
+    assert all(each.ratio > 0 for each in compared)
 
 
 def test_a_model_without_codes_is_refused(folder: Path) -> None:
     with pytest.raises(SystemExit, match="take a quantized GGUF"):
-        cpu_codes.main(["--model", str(folder)])
+        run_case("engine", "", CASES, ["--peer", "bfloat16", "--model", str(folder)])

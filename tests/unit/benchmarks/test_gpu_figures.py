@@ -7,10 +7,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from benchmarks.gpu import engine_gpu
-from benchmarks.gpu.attention_timing import Size
-from benchmarks.gpu.device_spans import Span, added_time, idle_share, idle_share_next_to_copies, last_steps
-from benchmarks.gpu.gpu_engine import GpuEngine
+from benchmarks.engine import gpu_shares
+from benchmarks.engine.device_spans import Span, added_time, idle_share, idle_share_next_to_copies, last_steps
+from benchmarks.engine.gpu_engine import GpuEngine
+from benchmarks.kernels.attention import Size
 from benchmarks.results import scheme_suffix
 from tandem.cost_model.roofline import GPU, Roofline
 from tandem.engine.config.attention import AttentionShape
@@ -119,8 +119,8 @@ def test_rows_that_the_cache_does_not_hold_are_left_out(
     monkeypatch.setattr(GpuEngine, "decode_seconds", seconds)
     monkeypatch.setattr(GpuEngine, "graph_seconds", device_seconds)
     monkeypatch.setattr(GpuEngine, "decode_spans", lambda *_: STEP)
-    monkeypatch.setattr(engine_gpu, "BATCHES", (1, 7, 8, 32))
-    found = engine_gpu._decode(engine, 1e12)
+    monkeypatch.setattr(gpu_shares, "BATCHES", (1, 7, 8, 32))
+    found = gpu_shares._decode(engine, 1e12)
     assert set(measured) == {1, 7}
     assert found["decode_ms_b7"] == 1000
     assert "decode_ms_b8" not in found
@@ -139,7 +139,7 @@ def test_uneven_rows_are_a_step_of_their_own(
 
     monkeypatch.setattr(GpuEngine, "graph_seconds", device_seconds)
     runner.facts = SimpleNamespace(max_context=2048)
-    found = engine_gpu._uneven_decode(engine, 128, 4e12)
+    found = gpu_shares._uneven_decode(engine, 128, 4e12)
     (contexts,) = steps
     assert len(contexts) == 128
     assert min(contexts) < 256
@@ -168,9 +168,9 @@ def test_walking_is_compared_with_rows_that_are_all_cut_alike(monkeypatch: pytes
         splits[rows] = plan.splits
         return 3e-6
 
-    monkeypatch.setattr(engine_gpu, "make_inputs", lambda _: None)
-    monkeypatch.setattr(engine_gpu, "measure", seconds)
-    found = engine_gpu._attention(AttentionShape(32, 8, 128, 1.0), torch.bfloat16, 1e12)
+    monkeypatch.setattr(gpu_shares, "make_inputs", lambda _: None)
+    monkeypatch.setattr(gpu_shares, "call_seconds", seconds)
+    found = gpu_shares._attention(AttentionShape(32, 8, 128, 1.0), torch.bfloat16, 1e12)
     assert [found[f"attention_split_over_walking_{rows}_uneven"] for rows in (12, 48)] == [1.5, 1.5]
     assert splits == {1: 32, 12: 2, 48: 1}
 
@@ -179,9 +179,9 @@ def test_codes_and_scales_count_as_bytes(monkeypatch: pytest.MonkeyPatch) -> Non
     shape = AttentionShape(32, 8, 128, 1.0)
     assert Size("", (1000,), shape).bytes == 1000 * 2 * 8 * 256
     assert Size("", (1000,), shape, torch.int8).bytes == 1000 * 2 * 8 * 132
-    monkeypatch.setattr(engine_gpu, "make_inputs", lambda _: None)
-    monkeypatch.setattr(engine_gpu, "measure", lambda *_: 1e-3)
-    found = engine_gpu._attention(shape, torch.int8, 1e12)
+    monkeypatch.setattr(gpu_shares, "make_inputs", lambda _: None)
+    monkeypatch.setattr(gpu_shares, "call_seconds", lambda *_: 1e-3)
+    found = gpu_shares._attention(shape, torch.int8, 1e12)
     assert found["attention_bw_ratio_64x2048_int8"] == round(64 * 2048 * 2 * 8 * 132 / 1e9, 4)
 
 
@@ -190,7 +190,7 @@ def test_a_result_names_the_scheme_and_how_much_faster_it_is() -> None:
     assert scheme_suffix(None, "auto") == ""
     before = {"before_decode_ms_b8": 4.0, "before_copy": 3.0, "before_prefill_ms_1x512": 2.0}
     now = {"decode_ms_b8": 2.5, "copy": 3.0}
-    assert engine_gpu._over_before(before, now) == {"decode_over_before_b8": 1.6}
+    assert gpu_shares._over_before(before, now) == {"decode_over_before_b8": 1.6}
 
 
 STEP = [Span(0, 2, "Memcpy HtoD"), Span(3, 10, "first"), Span(8, 14, "second"), Span(15, 17, "first")]

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from benchmarks.transfer.handover_parts import Answer, handover_parts_ms, handovers_ms
+from benchmarks.kv_transfer.handover_parts import Answer, handover_parts_ms, handovers_ms
 from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp, Timeline
 
 ORDER = [

@@ -2,8 +2,7 @@
 
 import pytest
 
-from benchmarks.transfer.handover_parts import Answer
-from benchmarks.transfer.met_steps import gaps_meeting_transfers_ms
+from benchmarks.kv_transfer.handover_parts import Answer, gaps_meeting_transfers_ms
 from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp, Timeline
 
 _MS = 1e-3

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from benchmarks.tuning.tune_experts import candidates, tokens_of
+from benchmarks.kernels.experts_tuning import candidates, tokens_of
 from tandem.engine.kernels.experts import expert_tiles
 from tandem.engine.kernels.experts.expert_tiles import TILES, ExpertShape, tile_for
 

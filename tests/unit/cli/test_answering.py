@@ -1,36 +1,47 @@
 """Answers, errors and interrupts at the terminal, each on a line of its own."""
 
-import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 from typer.testing import CliRunner
 
-from tandem.cli.connection.client import Answer, RouterClient, Sampling
+from tandem.cli.connection.router import COMMANDS, Sampling, router_client
 from tandem.cli.main import app
 from tandem.cli.requests.answering import answer_chat
+from tandem.client.connection import Connection
 from tandem.net.rpc import ERROR_CODE
 from tandem.protocol.errors import TandemError, Unauthenticated, Unavailable
+from tandem.protocol.generated.tandem.v1 import inference_pb2
 
 
 def broken(code: grpc.StatusCode, *trailing: tuple[str, str]) -> grpc.aio.AioRpcError:
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailing), "Stream removed (fd 7)")
 
 
-class Talker(RouterClient):
-    """A client that streams `text`, then raises `error`."""
+class Talking:
+    """A call that brings chunks, then raises `error`."""
 
-    def __init__(self, text: str, error: BaseException) -> None:
-        super().__init__("r:1")
-        self._says, self._error = text, error
+    def __init__(self, chunks: list[inference_pb2.Chunk], error: BaseException) -> None:
+        self._chunks, self._error = chunks, error
 
-    async def chat(self, messages: object, sampling: Sampling, on_text: Callable[[str], None]) -> Answer:
-        if self._says:
-            on_text(self._says)
+    def __iter__(self) -> Iterator[inference_pb2.GenerateResponse]:
+        for chunk in self._chunks:
+            yield inference_pb2.GenerateResponse(chunk=chunk)
         raise self._error
+
+    def cancel(self) -> None:
+        """Does nothing: the call has ended."""
+
+
+def show(monkeypatch: pytest.MonkeyPatch, chunks: list[inference_pb2.Chunk], error: BaseException) -> None:
+    with router_client("r:1") as client:
+        monkeypatch.setattr(client._stub, "Chat", lambda *_, **__: Talking(chunks, error))
+        with pytest.raises(type(error)):
+            answer_chat(client, [], Sampling())
 
 
 @pytest.mark.parametrize(
@@ -38,16 +49,23 @@ class Talker(RouterClient):
     [
         ("Well", Unavailable("gone"), "Well\n"),
         ("", Unavailable("gone"), ""),
-        ("Well", asyncio.CancelledError(), "Well\n"),
-        ("", asyncio.CancelledError(), "\n"),
+        ("Well", KeyboardInterrupt(), "Well\n"),
+        ("", KeyboardInterrupt(), "\n"),
     ],
 )
-async def test_what_follows_an_answer_begins_on_a_new_line(
-    text: str, error: BaseException, shown: str, capsys: pytest.CaptureFixture[str]
+def test_what_follows_an_answer_begins_on_a_new_line(
+    text: str, error: BaseException, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(type(error)):
-        await answer_chat(Talker(text, error), [], Sampling())
+    show(monkeypatch, [inference_pb2.Chunk(text=text)] if text else [], error)
     assert capsys.readouterr().out == shown
+
+
+def test_an_empty_line_divides_reasoning_from_the_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chunks: list[Any] = [{"reasoning": "Hm"}, {"reasoning": "."}, {"text": "Yes"}, {"text": "."}]
+    show(monkeypatch, [inference_pb2.Chunk(**each) for each in chunks], Unavailable("gone"))
+    assert capsys.readouterr().out == "Hm.\n\nYes.\n"
 
 
 @pytest.mark.parametrize("command", [["generate", "x"], ["status"]])
@@ -61,10 +79,10 @@ def test_a_router_that_is_not_there_is_told_in_plain_words(command: list[str]) -
 
 
 def test_only_the_transport_s_words_are_replaced() -> None:
-    client = RouterClient("r:1")
+    connection = Connection("r:1", "", None, COMMANDS)
 
     def words(error: grpc.aio.AioRpcError, *, begun: bool) -> str:
-        typed: TandemError = client._typed(error, begun=begun)
+        typed: TandemError = connection.error(error, begun=begun)
         return typed.message
 
     assert words(broken(grpc.StatusCode.UNKNOWN), begun=True).startswith("lost the router at r:1 ")
@@ -76,6 +94,6 @@ def test_only_the_transport_s_words_are_replaced() -> None:
 @pytest.mark.parametrize(("key", "what"), [("", "asks for an API key"), ("k", "does not accept this API key")])
 def test_a_router_that_wants_a_key_is_told_with_the_option_that_gives_one(key: str, what: str) -> None:
     refused = broken(grpc.StatusCode.UNAUTHENTICATED, (ERROR_CODE, Unauthenticated.code))
-    typed = RouterClient("r:1", key)._typed(refused)
+    typed = Connection("r:1", key, None, COMMANDS).error(refused)
     assert isinstance(typed, Unauthenticated)
     assert typed.message == f"the router at r:1 {what}; give --api-key or --api-key-file (TANDEM_API_KEY)"

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from router.config import RouterConfig
 from tandem.cli.connection import state
-from tandem.cli.connection.client import Sampling
+from tandem.cli.connection.router import Sampling
 from tandem.cli.main import app
 from tandem.cli.plain_errors import plain_errors
 from tandem.cli.start.preflight import check_memory, check_page, check_weights, warn_of_slow_pages
@@ -51,11 +51,11 @@ def test_of_several_keys_in_the_environment_the_first_is_shown(
     """`tandem up` in a pod has them all in its environment, which other commands there share."""
     shown: list[str] = []
 
-    def remember(_client: object, _address: str, api_key: str = "", _tls: object = None) -> None:
+    def remember(_client: object, _address: str, *, api_key: str = "", **_: object) -> None:
         shown.append(api_key)
         raise Unavailable("enough")
 
-    monkeypatch.setattr("tandem.cli.connection.client.RouterClient.__init__", remember)
+    monkeypatch.setattr("tandem.client.Client.__init__", remember)
     monkeypatch.setenv("TANDEM_API_KEY", "first second")
     assert "enough" in CliRunner().invoke(app, [*command, "--address", "127.0.0.1:1"]).stderr
     CliRunner().invoke(app, [*command, "--address", "127.0.0.1:1", "--api-key", "third fourth"])
@@ -192,8 +192,7 @@ def test_a_prompt_is_read_from_a_pipe(arguments: list[str], monkeypatch: pytest.
 
 
 def test_answers_are_greedy_unless_told_otherwise() -> None:
-    assert Sampling().options().temperature == 0.0
-    assert Sampling().options().HasField("temperature")
+    assert Sampling().options()["temperature"] == 0.0
     for command in ("up", "generate", "chat"):
         callback = next(each.callback for each in app.registered_commands if each.callback.__name__ == command)
         assert inspect.signature(callback).parameters["temperature"].default == 0.0

@@ -10,7 +10,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tandem.cli.connection import state
-from tandem.cli.connection.client import Sampling
+from tandem.cli.connection.router import Sampling
 from tandem.cli.main import app
 from tandem.cli.observe import log_folder
 from tandem.cli.start import serving

@@ -12,13 +12,14 @@ from rich.console import Console
 from rich.table import Table
 
 from tandem.cli.connection import state
-from tandem.cli.connection.client import Answer, ServerView
 from tandem.cli.connection.controller_client import ControllerClient
+from tandem.cli.connection.router import ServerView
 from tandem.cli.observe.status import absences, remarks, summary, worker_table
 from tandem.cli.requests.timeline_table import timeline_rows, timeline_table
+from tandem.client import Answer, FinishReason, Prompt
 from tandem.protocol.generated.tandem.v1 import inference_pb2
 from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp, Timeline, TransferStats
-from tandem.protocol.messages import Absence, FinishReason
+from tandem.protocol.messages import Absence
 
 ROOT = Path(__file__).parents[3]
 MS = 1_000_000
@@ -34,13 +35,17 @@ def text(table: Table) -> str:
     return out.getvalue()
 
 
+def answer_of(timeline: Timeline, prompt_tokens: int, tokens: int) -> Answer:
+    return Answer("r", 0, "…", "", (), (), (), FinishReason.LENGTH, "", prompt_tokens, tokens, 0, Prompt(), timeline)
+
+
 def disaggregated() -> Answer:
     edges = stamps(
         RECEIVED=0, PREFILL_STARTED=5, PREFILL_FINISHED=25, FIRST_TOKEN=27, TRANSFER_STARTED=15, TRANSFER_FINISHED=29,
         DECODE_STARTED=31, FINISHED=127,
     )  # fmt: skip
     timeline = Timeline(edges, TransferStats(2_500_000, 3, "UCX", 5 * MS), "prefill-0", "decode-0")
-    return Answer("…", FinishReason.LENGTH, 40, 11, timeline)
+    return answer_of(timeline, 40, 11)
 
 
 def test_a_disaggregated_request() -> None:
@@ -62,14 +67,14 @@ def test_a_disaggregated_request() -> None:
 def test_a_transfer_after_prefill_has_a_rate_and_long_times_are_seconds() -> None:
     edges = stamps(RECEIVED=0, PREFILL_FINISHED=25, TRANSFER_STARTED=26, TRANSFER_FINISHED=31, FINISHED=12_345)
     timeline = Timeline(edges, TransferStats(2_500_000, 3, "UCX", 5 * MS), "prefill-0", "decode-0")
-    rows = {row.name: row for row in timeline_rows(Answer("…", FinishReason.LENGTH, 40, 11, timeline))}
+    rows = {row.name: row for row in timeline_rows(answer_of(timeline, 40, 11))}
     assert rows["transfer"].note == "2.50 MB in 3 pages by UCX, 0.50 GB/s"
     assert rows["total"].figure == "12.3 s"
 
 
 def test_what_did_not_happen_is_a_dash() -> None:
     timeline = Timeline(stamps(RECEIVED=0, FIRST_TOKEN=9, FINISHED=9), None, "", "")
-    rows = {row.name: row for row in timeline_rows(Answer("", FinishReason.STOP, 3, 1, timeline))}
+    rows = {row.name: row for row in timeline_rows(answer_of(timeline, 3, 1))}
     assert rows["queue"].figure == "9.0 ms"
     assert "stall" not in rows
     assert {rows[name].figure for name in ("prefill", "transfer", "hand-over", "inter-token", "rate")} == {"-"}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tandem.cli.connection.client import Sampling
+from tandem.cli.connection.router import Sampling
 from tandem.cli.main import app
 from tandem.cli.start.serving import FirstPrompt
 from tandem.settings.ceilings import parse_ceilings

@@ -109,7 +109,7 @@ async def test_who_scrapes_each_process_keeps_what_the_controller_alone_says(clu
     for file in (
         "docs/operations/metrics.md",
         "deploy/helm/tandem/templates/monitoring.yaml",
-        "benchmarks/dashboards/prometheus.py",
+        "deploy/prometheus/server.py",
     ):
         (kept,) = re.findall(r"\[__name__\], regex: (\S+), action: keep", (ROOT / file).read_text())
         dropped = {name for name in every if not re.fullmatch(kept, name)}

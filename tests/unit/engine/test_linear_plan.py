@@ -2,8 +2,7 @@
 
 import pytest
 
-from benchmarks.gpu.dense_layer import dense_shapes
-from benchmarks.tuning.linear_candidates import model_of
+from benchmarks.kernels.dense_layer import dense_shapes, model_of
 from tandem.engine.kernels.linear import triton_linear_plan
 from tandem.engine.kernels.linear.triton_linear_plan import fits_scratch, tile_for
 from tandem.engine.kernels.linear.triton_linear_tiles import Gemv

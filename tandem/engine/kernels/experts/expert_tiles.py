@@ -2,7 +2,8 @@
 
 A tile holds tokens of one expert alone, so larger ones read weights less often and compute more padding. The figures
 are for an H200: 227 KiB of shared memory a multiprocessor, of which the loads in flight must fill about 32 KiB on each
-for the memory's full bandwidth. `python -m benchmarks.experts --tune` measures others and prints lines for `TUNED`.
+for the memory's full bandwidth. `python -m benchmarks.kernels experts --tune` measures others and prints lines for
+`TUNED`.
 """
 
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ TILES = {
 """The tiles of the 16-bit types by their number of tokens."""
 
 TUNED: dict[ExpertShape, dict[int, ExpertTile]] = {
-    # qwen3-30b-a3b on an H200, `python -m benchmarks.experts --tune`.
+    # qwen3-30b-a3b on an H200, `python -m benchmarks.kernels experts --tune`.
     ExpertShape(experts=128, top_k=8, hidden=2048, width=768): {
         1: ExpertTile(1, gate_up=ProductTile(2, 2048, 1, 8), down=ProductTile(4, 1024, 1, 4)),
         16: ExpertTile(16, gate_up=ProductTile(64, 128, 3, 4), down=ProductTile(64, 128, 4, 4)),

@@ -39,7 +39,7 @@ class GatedTile:
 
 
 BEST_TILE = GatedTile(rows=128, columns=160, pingpong=True, cluster_rows=2, cluster_columns=1)
-"""The best, or within 1 % of it, for every shape and size that benchmarks/tuning/tune_gated.py knows."""
+"""The best, or within 1 % of it, for every shape and size that benchmarks/kernels/gated.py knows."""
 
 
 class GatedProduct(Protocol):

@@ -1,4 +1,4 @@
-"""Measured tiles of the weight-streaming products (H200, bf16), from `python -m benchmarks.tuning.tune_linear`."""
+"""Measured tiles of the weight-streaming products (H200, bf16), from `python -m benchmarks.kernels products`."""
 
 from dataclasses import dataclass
 

@@ -70,7 +70,7 @@ TUNED: dict[tuple[int, int, int, bool], dict[int, Skinny]] = {
 }
 """(bits, rows, columns, True if the rows are gate and up) of a weight: its tile by the largest number of tokens.
 
-From `python -m benchmarks.tuning.packed_timing --candidates` for llama-3-8b on an H100: 8-bit codes with a scale a row,
+From `python -m benchmarks.kernels products --candidates` for llama-3-8b on an H100: 8-bit codes with a scale a row,
 and 4-bit codes with one for 128 columns.
 """
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.quality import __main__ as quality
+from benchmarks.command_line import run_case
+from benchmarks.quality import predictions
+from benchmarks.quality.__main__ import CASES
 from benchmarks.quality.needle import found_needles, make_needles
 from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.engine.model_runner import ModelRunner
@@ -52,10 +54,11 @@ def test_an_answer_is_read_in_chunks(tmp_path: Path) -> None:
 def test_the_last_line_is_the_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(quality, "Tokenizer", Characters)
+    monkeypatch.setattr(predictions, "Tokenizer", Characters)
     folder = write_tiny_model(tmp_path / "tiny")
     other = write_tiny_model(tmp_path / "other", seed=1)
-    quality.main([str(folder), "--candidate", str(other), "--samples", "2", "--tokens", "12", "--needle", "300,4096"])
+    options = ["--candidate", str(other), "--samples", "2", "--tokens", "12", "--needle", "300,4096"]
+    run_case("quality", "", CASES, [str(folder), *options])
     printed = capsys.readouterr().out
     result = json.loads(printed.splitlines()[-1])
     assert "no needles in 4096 tokens: the model's context is 512 tokens" in printed

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.command_line import run_case
 from benchmarks.quality import retrieval
+from benchmarks.quality.__main__ import CASES
 from benchmarks.quality.needle import DEPTHS, found_needles
 from tandem.engine.config import EngineConfig
 from tandem.engine.kernels import reference
@@ -21,7 +23,7 @@ TOKENS, FEW, CHUNK = 700, 200, 256
 
 
 def test_every_number_is_found_with_16_and_8_bits(capsys: pytest.CaptureFixture[str]) -> None:
-    retrieval.main(["--lengths", f"{TOKENS},2000", "--max-step-tokens", str(CHUNK)])
+    run_case("quality", "", CASES, ["retrieval", "--lengths", f"{TOKENS},2000", "--max-step-tokens", str(CHUNK)])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     every = {"auto": len(DEPTHS), "int8": len(DEPTHS)}
     assert result["needles"] == {str(TOKENS): every, "2000": every}

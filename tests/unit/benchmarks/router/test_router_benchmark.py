@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.load.token_source import age_of, token_of
-from benchmarks.router import __main__ as benchmark
-from benchmarks.router.__main__ import UNCOALESCED, many_streams, measure, running
+from benchmarks.router import streams as benchmark
+from benchmarks.router.streams import UNCOALESCED, many_streams, measure_all, running
+from benchmarks.router.token_source import age_of, token_of
 from tests.unit.router import conftest
 
 model = conftest.model
@@ -48,7 +48,7 @@ def test_more_calls_at_once_than_grpc_keeps_pending_are_all_answered(model: Path
 
 def test_all_figures_are_measured_also_beside_clients_that_do_not_read(model: Path) -> None:
     asked = argparse.Namespace(answers=4, tokens=20, streams=6, stream_tokens=8, rounds=2)
-    figures = measure(asked, model)
+    figures = measure_all(asked, model)
     assert figures["complete_share"] == figures["complete_beside_unread_share"] == 1.0
     assert {"grpc_messages_per_s_core", "http_messages_per_s_core", "coalesced_tokens_per_s_core"} <= figures.keys()
     assert figures["age_ms_p50"] <= figures["age_ms_p99"]

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks.speculation.chance import Chance, ChanceProposer
-from benchmarks.speculation.step_table import StepTable, table_of
+from benchmarks.speculation.step_table import Chance, ChanceProposer, StepTable, table_of
 from decode_worker.drafts import RowDrafts, StepDrafts
 from tandem.engine.model_runner import ModelRunner
 from tests.factories import tiny_engine_config, write_tiny_model

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.load.served_model import ServedModel
-from benchmarks.load.sweep import GROWTH, STEPS_MAX
-from benchmarks.strategies.__main__ import CELLS, Run, Turn, main, parse_arguments, summary
-from benchmarks.strategies.folder import claim
-from benchmarks.strategies.part import Part, joined
+from benchmarks.cluster import ServedModel
+from benchmarks.strategies.__main__ import main, parse_arguments, summary
+from benchmarks.strategies.measured import CELLS, Run, Turn
+from benchmarks.strategies.parts import Part, claim, joined
 from benchmarks.strategies.rows import asks, chosen, strategies
 from benchmarks.strategies.switch import settings_for_all
 from benchmarks.strategies.workloads import offers
+from benchmarks.sweep import GROWTH, STEPS_MAX
 from tandem.protocol.errors import InvalidArgument
 from tandem.settings.cluster import ClusterSettings
 from tests.unit.benchmarks.strategies.test_strategy_table import load
@@ -264,3 +264,18 @@ def test_the_command_takes_no_other_runs_folder(tmp_path: Path, monkeypatch: pyt
         main(given)
     with pytest.raises(SystemExit, match="seed 0, not 1"):
         main([*given, "--seed", "1"])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--simulated", "--device", "cuda"], "--device: only without --simulated"),
+        (["--gpu", "H100"], "--gpu: only with"),
+    ],
+)
+def test_options_of_the_other_kind_of_table_are_refused(
+    given: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse_arguments(given)
+    assert message in capsys.readouterr().err

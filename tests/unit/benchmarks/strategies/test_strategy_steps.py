@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.strategies.part import joined
-from benchmarks.strategies.steps import steps_of
+from benchmarks.strategies.parts import joined
+from benchmarks.strategies.switch import steps_of
 from tandem.metrics import families as f
 from tandem.metrics.exposition import Exposition
 from tandem.metrics.registry import Registry

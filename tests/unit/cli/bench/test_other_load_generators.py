@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.router.__main__ import UNCOALESCED, running
+from benchmarks.router.streams import UNCOALESCED, running
 from tandem.cli.main import app
 
 RATE, SECONDS, TOKENS = 5, 20, 64

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.speculation.heads_acceptance import heads_tokens_a_step
 from tandem.engine.draft_training.answers import Answer, Answering, tokens_a_step
 from tandem.engine.draft_training.train_draft import base_weights
 from tandem.engine.draft_training.train_heads import frequent_tokens
@@ -20,6 +19,7 @@ from tandem.engine.weights.tensor_reader import read_tensors
 from tests.eagle_heads import write_eagle
 from tests.factories import tiny_engine_config, write_tiny_model
 from tests.medusa_heads import write_heads
+from tests.unit.engine.speculation.heads_acceptance import heads_tokens_a_step
 
 ANSWER = [7, 8, 9, 10, 11, 12]
 RIGHT = [[8, 9], [9, 10], [10, 11], [11, 12], [12, 0], [0, 0]]

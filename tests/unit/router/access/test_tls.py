@@ -18,10 +18,10 @@ import openai
 import pytest
 
 from tandem.cli.bench.servers import GrpcServer, find_server
-from tandem.cli.connection.client import RouterClient, Sampling
+from tandem.cli.connection.router import tls_of, view_of
 from tandem.cli.load.run import LoadSettings, shares_of
 from tandem.cli.load.workload import Arrival, Block, Workload
-from tandem.net.security.client_tls import ClientTls
+from tandem.client import AsyncClient
 from tandem.net.security.credentials import metrics_key_of
 from tandem.protocol.errors import InvalidArgument, PermissionDenied, Unavailable
 from tandem.settings.listeners import ListenerLimits
@@ -184,9 +184,11 @@ class TestCommands:
         ca = tmp_path / "ca.crt"
         ca.write_bytes(OURS.pem)
         shown = [str(path) for path in CLIENTS.issue("me").save(tmp_path, "me")]
-        tls, address = ClientTls(str(ca), *shown), cluster.endpoints.grpc_address
-        pieces: list[str] = []
-        answer = await RouterClient(address, "tenant", tls).complete("The fox", Sampling(4), pieces.append)
+        tls, address = tls_of(str(ca), *shown), cluster.endpoints.grpc_address
+        async with AsyncClient(address, api_key="tenant", tls=tls) as client:
+            stream = client.stream_generate("The fox", max_tokens=4, temperature=0)
+            pieces = [chunk.text async for chunk in stream]
+            answer = await stream.answer()
         assert answer.text == "".join(pieces)
         server = await asyncio.to_thread(
             partial(find_server, f"grpc://{address}", "tenant", "", "", 1, ignore_eos=True, tls=tls)
@@ -197,27 +199,28 @@ class TestCommands:
         workload = Workload("one", 1.0, 1.0, 0, (Arrival(0.0, (Block(0, 8),), 4),))
         (share,) = shares_of(server.target, workload, LoadSettings(clients=1))
         assert share.tls == tls
-        view = await RouterClient(address, metrics_key_of("secret"), tls).view()
+        view = await asyncio.to_thread(view_of, address, metrics_key_of("secret"), tls)
         assert len(view.info.workers) == 2
         with pytest.raises(PermissionDenied, match="has the role tenant"):
-            await RouterClient(address, "tenant", tls).view()
-        pinned = ClientTls("", *shown, pinned=str(tmp_path / "server.crt"))
-        assert (await RouterClient(address, "tenant", pinned).complete("The fox", Sampling(4), len)).text == answer.text
-        another = ClientTls("", *shown, pinned=shown[0])
-        for wrong in (ClientTls(), ClientTls(str(ca)), another):
+            await asyncio.to_thread(view_of, address, "tenant", tls)
+        pinned = tls_of("", *shown, pinned=str(tmp_path / "server.crt"))
+        async with AsyncClient(address, api_key="tenant", tls=pinned) as client:
+            assert (await client.generate("The fox", max_tokens=4, temperature=0)).text == answer.text
+        another = tls_of("", *shown, pinned=shown[0])
+        for wrong in (None, tls_of(str(ca), "", ""), another):
             with pytest.raises(Unavailable, match="cannot reach the router"):
-                await RouterClient(address, "tenant", wrong).view()
+                await asyncio.to_thread(view_of, address, "tenant", wrong)
 
 
 @pytest.mark.parametrize(
-    ("tls", "message"),
+    ("files", "message"),
     [
-        (ClientTls("", "c", "k"), "--tls-ca: is missing"),
-        (ClientTls("ca", "c", ""), "--tls-client-key: is missing; it belongs to --tls-client-certificate"),
-        (ClientTls("ca", "", "k"), "--tls-client-certificate: is missing"),
-        (ClientTls("/missing/ca"), r"--tls-ca: cannot read /missing/ca \(No such file or directory\)"),
+        (("", "c", "k"), "--tls-ca: is missing"),
+        (("ca", "c", ""), "--tls-client-key: is missing; it belongs to --tls-client-certificate"),
+        (("ca", "", "k"), "--tls-client-certificate: is missing"),
+        (("/missing/ca", "", ""), r"--tls-ca: cannot read /missing/ca \(No such file or directory\)"),
     ],
 )
-def test_files_of_a_client_are_named_by_their_option(tls: ClientTls, message: str) -> None:
+def test_files_of_a_client_are_named_by_their_option(files: tuple[str, str, str], message: str) -> None:
     with pytest.raises(InvalidArgument, match=f"^{message}"):
-        RouterClient("127.0.0.1:1", "", tls)
+        tls_of(*files)

@@ -1,1 +1,0 @@
-"""Tests `tandem why` on a real cluster, with loads that each have a known bottleneck."""

@@ -1,0 +1,84 @@
+"""The model that a benchmark serves, and a cluster for it with any field of `ClusterSettings`."""
+
+import argparse
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, get_args
+
+from tandem.cli.models.default_model import NAME, find_default_model
+from tandem.cli.models.random_model import random_model
+from tandem.cluster.launcher import Cluster, Endpoints
+from tandem.engine.weights.gguf import prepare_model
+from tandem.protocol.errors import InvalidArgument
+from tandem.settings.cluster import ClusterSettings
+from tandem.settings.tree import fields_by_name
+
+Settings = Mapping[str, object]
+"""Fields of `ClusterSettings` by name."""
+_BOOLEANS = {"true": True, "false": False}
+_SIMPLE = (bool, int, float, str, Path)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A folder in Hugging Face layout, the name that clients use, and whether its weights are random."""
+
+    folder: Path
+    name: str
+    random_weights: bool
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Adds `--model` and `--shape`, which `choose_model` takes."""
+    parser.add_argument("--model", type=Path, default=None, help="Hugging Face folder or GGUF file")
+    parser.add_argument("--shape", default=None, help="random weights of this shape (llama-3-8b) instead of a model")
+
+
+def choose_model(model: Path | None, shape: str | None) -> ServedModel:
+    """Returns `shape` with random weights if given, else `model`, else the small default model, ready to be served."""
+    if shape is not None:
+        return ServedModel(random_model(shape), shape, random_weights=True)
+    folder = prepare_model(model or find_default_model())
+    return ServedModel(folder, NAME if model is None else folder.name, random_weights=False)
+
+
+def parse_setting(text: str) -> tuple[str, object]:
+    """Parses "max_step_tokens=512" into a setting and its value. InvalidArgument describes errors."""
+    name, _, value = text.partition("=")
+    kind = _kinds().get(name)
+    if kind is None:
+        raise InvalidArgument("--set", f"{name!r} is none of {', '.join(sorted(_kinds()))}")
+    try:
+        return name, _BOOLEANS[value.lower()] if kind is bool else kind(value)
+    except (KeyError, ValueError):
+        raise InvalidArgument("--set", f"{name}={value!r} is no {kind.__name__}") from None
+
+
+def _kinds() -> dict[str, type]:
+    """Returns the type of each field that a text can set."""
+    kinds: dict[str, type] = {}
+    for name, (_, field) in fields_by_name(ClusterSettings).items():
+        for kind in (field.type, *get_args(field.type)):
+            if kind in _SIMPLE or (isinstance(kind, type) and issubclass(kind, StrEnum)):
+                kinds[name] = kind
+    return kinds
+
+
+@contextmanager
+def running_cluster(model: ServedModel, settings: Settings) -> Iterator[Endpoints]:
+    """Runs a cluster on free ports until the end of the context; yields its listeners."""
+    served: dict[str, Any] = {
+        "served_model_names": (model.name,),
+        "random_weights": model.random_weights,
+        "grpc_port": 0,
+        "http_port": 0,
+    }
+    config = ClusterSettings.of(model.folder, **(served | dict(settings)))
+    cluster = Cluster.start(config)
+    try:
+        yield cluster.endpoints
+    finally:
+        cluster.stop()

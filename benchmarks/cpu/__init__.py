@@ -1,1 +1,0 @@
-"""Measurements on the CPU, and the peers to compare with."""

@@ -1,1 +1,0 @@
-"""Pictures of the dashboards, drawn from a real Prometheus."""

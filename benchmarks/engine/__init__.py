@@ -1,0 +1,1 @@
+"""The engine alone: its steps, prompts and start, against ceilings, a peer or itself in another form."""

@@ -1,0 +1,16 @@
+"""Measures the engine alone: `python -m benchmarks.engine [speed|adapters|weights]`.
+
+`speed` measures steps against transformers or a GPU's ceilings, `adapters` steps with LoRA against those without, and
+`weights` the loading of a checkpoint. The last line is one JSON object.
+"""
+
+from benchmarks.command_line import run_case
+
+CASES = {
+    "speed": "benchmarks.engine.speed",
+    "adapters": "benchmarks.engine.adapters",
+    "weights": "benchmarks.engine.weights",
+}
+
+if __name__ == "__main__":
+    run_case("engine", __doc__, CASES)

@@ -1,0 +1,197 @@
+"""An engine on a GPU: the time of decode steps and prefills, and the bytes and FLOPs that they need.
+
+Decode bytes are all weights that a step reads, the output layer included, and its KV. Prefill FLOPs are twice the
+non-embedding parameters for each token, and causal attention.
+"""
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from benchmarks.engine.device_spans import Span, last_steps, record_spans
+from benchmarks.gpu_timing import median_seconds
+from tandem.cost_model.roofline import ModelSizes
+from tandem.cost_model.step_work import StepWork
+from tandem.engine.cuda.cuda_stepper import CudaStepper
+from tandem.engine.cuda.step_graph import StepGraph
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.steps.batch import PendingStep, StepBatch, StepRow
+from tandem.engine.steps.sampling_metadata import SamplingInput
+from tandem.protocol.kv_pages import FREED
+from tandem.protocol.messages import SamplingParams
+
+_GREEDY = SamplingInput(SamplingParams(max_tokens=1, temperature=0.0), 0)
+DECODE_STEPS = 48
+"""Timed steps of a decode; the given context is in their middle."""
+_SAMPLED = SamplingParams(max_tokens=1, temperature=0.8, top_k=50, top_p=0.95)
+
+
+class GpuEngine:
+    """A runner whose pages this object hands out row by row."""
+
+    def __init__(self, runner: ModelRunner, adapters: Sequence[int] = (0,)) -> None:
+        """Takes `adapters`, the numbers that the rows have in turn."""
+        self.runner = runner
+        self._adapters = adapters
+        self.shape = runner.spec
+
+    def holds(self, rows: int, tokens: int) -> bool:
+        """Returns True if the cache can hold `rows` rows of `tokens` tokens."""
+        return rows * self._pages_of_row(tokens, tokens) <= self.runner.cache.pages
+
+    def decode_seconds(
+        self, batch: int, context: int, steps: int = DECODE_STEPS, warm: int = 8, sampled: bool = False
+    ) -> float:
+        """Returns seconds per step of `batch` rows around `context` tokens; steps are launched one ahead."""
+        timed = self.decode_steps(batch, context - steps // 2 - warm, warm + steps, sampled)
+        for _ in range(warm):
+            next(timed)
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in timed:
+            pass
+        return (time.perf_counter() - started) / steps
+
+    def decode_steps(self, batch: int, first: int, steps: int, sampled: bool = False) -> Iterator[None]:
+        """Runs `steps` steps of `batch` rows from position `first` on, each launched before the one before is read.
+
+        Yields after each launch and the read that follows it; the last step is read when the iterator ends.
+        """
+        pages = self._pages_of([(first, first + steps)] * batch)
+        pending: PendingStep | None = None
+        for number in range(steps):
+            running = pending is not None
+            rows = [
+                StepRow(
+                    [1000 + row],
+                    first + number,
+                    pages[row],
+                    _draw(sampled, row, number),
+                    row if running else None,
+                    adapter=self._adapter(row),
+                )
+                for row in range(batch)
+            ]
+            launched = self.runner.launch(StepBatch(rows))
+            if pending is not None:
+                pending()
+            pending = launched
+            yield
+        if pending is not None:
+            pending()
+
+    def decode_spans(self, batch: int, context: int, steps: int = 16, warm: int = 8) -> Sequence[Span]:
+        """Returns the device's work in `steps` steps, after `warm` that fill the pipeline."""
+        every = warm + steps
+        spans = record_spans(lambda: deque(self.decode_steps(batch, context - every, every), maxlen=0))
+        return last_steps(spans, steps, every)
+
+    def graph(self, contexts: Sequence[int]) -> StepGraph:
+        """Returns the CUDA graph of a step of rows with these contexts, with such a step's inputs in place."""
+        rows = zip(contexts, self._pages_of([(context, context + 1) for context in contexts]), strict=True)
+        step = StepBatch(
+            [
+                StepRow([1000 + row], context, pages, _GREEDY, adapter=self._adapter(row))
+                for row, (context, pages) in enumerate(rows)
+            ]
+        )
+        self.runner.run(step)
+        stepper = self.runner.stepper
+        assert isinstance(stepper, CudaStepper)
+        graph = stepper.graphs.fitting(step)
+        assert graph is not None, f"no CUDA graph takes {len(contexts)} rows"
+        return graph
+
+    def graph_seconds(self, contexts: Sequence[int]) -> float:
+        """Returns the device time of such a step in seconds: its CUDA graph replayed back to back."""
+        return median_seconds(self.graph(contexts).graph.replay, rounds=30)
+
+    def prefill_seconds(self, rows: int, tokens: int, rounds: int = 9) -> float:
+        """Returns the median seconds from prompts on the host to their first tokens on the host, in one step."""
+        times = []
+        for number in range(rounds + 2):
+            step = self.prompts(rows, tokens, seed=number)
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            self.runner.run(step)
+            times.append(time.perf_counter() - started)
+        return statistics.median(times[2:])
+
+    def chunked_seconds(self, tokens: int, chunk: int) -> float:
+        """Returns the seconds of one prompt in steps of `chunk` tokens, after the first chunks once to compile."""
+        kv = self.runner.kv_pages
+        pages = range(kv.numbers(tokens) * kv.groups)
+        ids = torch.randint(3, self.shape.vocab_size, (chunk,), generator=torch.Generator().manual_seed(0)).tolist()
+        took = 0.0
+        for count in (2 * chunk, tokens):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            for start in range(0, count, chunk):
+                end = min(start + chunk, count)
+                held = pages[: kv.numbers(end) * kv.groups]
+                row = StepRow(ids[: end - start], start, held, _GREEDY if end == count else None)
+                self.runner.run(StepBatch([row]))
+            took = time.perf_counter() - started
+        return took
+
+    def prompts(self, rows: int, tokens: int, seed: int = 0) -> StepBatch:
+        """Returns a step of random prompts, each `tokens` long."""
+        pages = self._pages_of([(0, tokens)] * rows)
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randint(3, self.shape.vocab_size, (rows, tokens), generator=generator).tolist()
+        return StepBatch(
+            [StepRow(drawn[row], 0, pages[row], _GREEDY, adapter=self._adapter(row)) for row in range(rows)]
+        )
+
+    def decode_bytes(self, contexts: Sequence[int]) -> float:
+        """Returns the bytes that a decode step of rows with these contexts must read."""
+        return self.weight_bytes(len(contexts)) + sum(self._sizes.context_bytes(1, context) for context in contexts)
+
+    def weight_bytes(self, batch: int = 1) -> float:
+        """Returns the bytes of the weights that a step of `batch` tokens reads."""
+        return self._sizes.weight_bytes + self._sizes.expert_bytes_read(batch)
+
+    def decode_flops(self, batch: int, context: int) -> float:
+        """Returns the FLOPs of a decode step."""
+        sizes = self._sizes
+        return batch * (2 * sizes.weights + sizes.attention_flop_per_pair * context)
+
+    def kv_bytes(self, tokens: int) -> float:
+        """Returns the bytes of the KV of `tokens` tokens."""
+        return tokens * self.runner.cache.page_bytes / self.runner.page_tokens
+
+    def prefill_flops(self, rows: int, tokens: int) -> float:
+        """Returns the FLOPs of `rows` prompts of `tokens` tokens."""
+        work = StepWork(prefill_tokens=rows * tokens, prefill_pairs=rows * tokens * tokens / 2)
+        return float(self._sizes.step_flops(work))
+
+    def _adapter(self, row: int) -> int:
+        return self._adapters[row % len(self._adapters)]
+
+    @property
+    def _sizes(self) -> ModelSizes:
+        sizes: ModelSizes = self.runner.roofline.sizes
+        return sizes
+
+    def _pages_of(self, spans: Sequence[tuple[int, int]]) -> Sequence[Sequence[int]]:
+        """Returns the pages of rows from a position to another, without those that lie before a window."""
+        kv, free, rows = self.runner.kv_pages, 0, []
+        for start, end in spans:
+            row = [FREED] * (kv.numbers(end) * kv.groups)
+            for entry in kv.seen(start, 0, kv.numbers(end)):
+                row[entry], free = free, free + 1
+            rows.append(row)
+        if free > self.runner.cache.pages:
+            raise ValueError(f"{len(spans)} rows need {free} pages of {self.runner.cache.pages}")
+        return rows
+
+    def _pages_of_row(self, start: int, end: int) -> int:
+        kv = self.runner.kv_pages
+        return len(kv.seen(start, 0, kv.numbers(end)))
+
+
+def _draw(sampled: bool, row: int, index: int) -> SamplingInput:
+    return SamplingInput(_SAMPLED, index + row) if sampled else _GREEDY

@@ -1,1 +1,0 @@
-"""Open-loop load over OpenAI's HTTP API, the same for any server."""

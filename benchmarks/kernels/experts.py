@@ -1,0 +1,105 @@
+"""Measures mixtures of experts alone: `python -m benchmarks.kernels experts [--forms int8 fp8 fp8_blocks int4]`.
+
+    python -m benchmarks.kernels experts --tune [--shapes qwen3-30b-a3b]
+
+One layer's routed experts (norm, router, choice, products, sum; not the shared expert) in bfloat16 with random weights,
+in CUDA graphs whose launches have different tokens, so that weights come from memory and not from L2. The bytes are
+those of the experts that the tokens hit, which are counted, and of the router; "of copy" is their rate / that of a
+large device copy of this run, whose reads and writes both count. Random routers must hit E·(1 − (1 − k/E)^b) experts:
+both numbers are printed. With `--tune` it prints lines for `TUNED` of tandem/engine/kernels/experts/expert_tiles.py
+instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import torch
+
+from benchmarks.command_line import Measured
+from benchmarks.gpu_timing import copy_bandwidth
+from benchmarks.kernels.experts_timing import FORMS, ExpertLayer, PackedExpertLayer, compile_steps
+from benchmarks.kernels.experts_tuning import tuned
+from benchmarks.results import run_facts
+from tandem.engine.models.shapes import shape_names
+
+SHAPES = ("qwen3-30b-a3b", "deepseek-v2-lite", "gpt-oss-20b")
+TOKENS = (1, 8, 32, 128, 256, 2048)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this case."""
+    parser.add_argument("--shapes", nargs="+", choices=shape_names(), help="default: three, with --tune the first")
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
+    parser.add_argument("--forms", nargs="+", choices=list(FORMS), default=[], help="also with weights of these codes")
+    parser.add_argument("--tune", action="store_true", help="measure tiles instead")
+
+
+def measure(options: argparse.Namespace) -> Measured:
+    """Prints a table, or lines for `TUNED`."""
+    copy = copy_bandwidth()
+    facts = {"copy_gb_per_s": round(copy / 1e9, 1), "dtype": "bfloat16", **run_facts("cuda")}
+    print(f"{torch.cuda.get_device_name()}, bfloat16: copy {copy / 1e9:.0f} GB/s", flush=True)
+    if options.tune:
+        return "tune-experts", {"tiles": _tune(options.shapes or SHAPES[:1], copy), **facts}
+    rows: list[dict[str, object]] = []
+    print(f"{'shape':18} {'form':10} {'tokens':>6} {'hit':>6} {'formula':>7} {'us':>9} {'of copy':>8} {'TFLOP/s':>8}")
+    for shape in options.shapes or SHAPES:
+        for form in (None, *options.forms):
+            rows += _measure(shape, form, options.tokens, copy)
+    return "experts", {"experts": rows, **facts}
+
+
+def _measure(shape: str, form: str | None, tokens: Sequence[int], copy: float) -> list[dict[str, object]]:
+    """Returns a row for each number of tokens whose kernels compile, and prints it."""
+    layer = ExpertLayer(shape) if form is None else PackedExpertLayer(shape, form)
+    failures = compile_steps((layer, count, None) for count in tokens)
+    rows: list[dict[str, object]] = []
+    for count, failure in zip(tokens, failures, strict=True):
+        if failure is not None:
+            print(f"{shape} {form} {count}: {failure}")
+            continue
+        step = layer.measure(count)
+        share = step.bytes / step.seconds / copy
+        print(
+            f"{shape:18} {form or 'bfloat16':10} {count:6} {step.hit:6.1f} {step.expected_hit:7.1f}"
+            f" {step.seconds * 1e6:9.1f} {share:8.1%} {step.flops / step.seconds / 1e12:8.1f}",
+            flush=True,
+        )
+        row = {"shape": shape, "tokens": count, "experts_hit": round(step.hit, 2)} | ({"form": form} if form else {})
+        rows.append(
+            row
+            | {
+                "experts_hit_by_formula": round(step.expected_hit, 2),
+                "us": round(step.seconds * 1e6, 2),
+                "copy_share": round(share, 4),
+                "tflops": round(step.flops / step.seconds / 1e12, 1),
+            }
+        )
+    return rows
+
+
+def _tune(shapes: Sequence[str], copy: float) -> list[dict[str, object]]:
+    """Returns the best tiles of each shape, and prints them."""
+    rows: list[dict[str, object]] = []
+    print("TUNED = {")
+    for shape in shapes:
+        layer = ExpertLayer(shape)
+        print(f"    {layer.shape}: {{  # {shape}")
+        for found in tuned(layer):
+            share, before = (step.bytes / step.seconds / copy for step in (found.best, found.default))
+            comment = f"{found.tokens} tokens: {share:.1%} of copy, before {before:.1%}"
+            print(f"        {found.tile.tokens}: {found.tile},  # {comment}", flush=True)
+            rows.append(
+                {
+                    "shape": shape,
+                    "tokens": found.tokens,
+                    "tile": str(found.tile),
+                    "copy_share": round(share, 4),
+                    "copy_share_before": round(before, 4),
+                }
+            )
+        print("    },")
+    print("}")
+    return rows

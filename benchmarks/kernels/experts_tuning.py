@@ -1,0 +1,96 @@
+"""Finds the fastest tiles of a mixture of experts; run by `python -m benchmarks.kernels experts --tune`."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.kernels.experts_timing import ExpertLayer, ExpertStep, compile_steps
+from tandem.engine.kernels.experts.expert_tiles import (
+    MOST_TOKENS,
+    TILES,
+    TOKENS_OF_TILES,
+    ExpertShape,
+    ExpertTile,
+    ProductTile,
+    fitting,
+)
+
+_LONG_AVERAGE = 128
+"""Tokens of an expert for which the largest tile is measured."""
+
+GATE_UP = {
+    1: [ProductTile(1, 1024, 1, 4), ProductTile(4, 512, 1, 4), ProductTile(2, 2048, 1, 8), ProductTile(4, 1024, 1, 8)],
+    16: [ProductTile(32, 128, 4, 4), ProductTile(32, 256, 3, 4), ProductTile(64, 64, 5, 4), ProductTile(64, 128, 4, 4)],
+    32: [ProductTile(64, 128, 3, 4), ProductTile(64, 64, 4, 4), ProductTile(128, 64, 4, 8)],
+    64: [ProductTile(64, 64, 3, 4), ProductTile(128, 64, 3, 8), ProductTile(128, 64, 4, 8)],
+    128: [ProductTile(128, 64, 4, 8), ProductTile(64, 64, 4, 4), ProductTile(64, 128, 3, 8)],
+}
+DOWN = {
+    1: [ProductTile(1, 2048, 1, 4), ProductTile(2, 4096, 1, 4), ProductTile(4, 1024, 1, 4), ProductTile(4, 2048, 1, 8)],
+    16: [
+        ProductTile(64, 128, 4, 4),
+        ProductTile(64, 256, 3, 4),
+        ProductTile(128, 64, 5, 4),
+        ProductTile(128, 128, 4, 4),
+    ],
+    32: [ProductTile(128, 128, 3, 4), ProductTile(64, 128, 4, 4), ProductTile(256, 64, 4, 8)],
+    64: [ProductTile(128, 64, 3, 4), ProductTile(128, 128, 3, 8), ProductTile(256, 64, 3, 8)],
+    128: [ProductTile(128, 64, 4, 4), ProductTile(128, 64, 4, 8), ProductTile(256, 64, 4, 8)],
+}
+"""Candidates besides the default ones, by tokens of a tile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """The fastest tile, its step and the default tile's."""
+
+    tokens: int
+    tile: ExpertTile
+    best: ExpertStep
+    default: ExpertStep
+
+
+def tuned(layer: ExpertLayer) -> Iterator[Tuned]:
+    """Yields the fastest tile of each number of tokens; the two products are tuned one after the other."""
+    sizes = {size: tokens_of(size, layer.shape) for size in TILES}
+    steps = [(layer, tokens, tile) for size, tokens in sizes.items() for tile in candidates(size, layer.shape)]
+    failures = compile_steps(steps)
+    working: dict[int, list[ExpertTile]] = {size: [] for size in sizes}
+    for (_, _, tile), failure in zip(steps, failures, strict=True):
+        if failure is None:
+            working[tile.tokens].append(tile)
+        else:
+            print(f"        # left out: {tile}: {failure}")
+    for size, tokens in sizes.items():
+        yield _fastest(layer, tokens, working[size])
+
+
+def tokens_of(size: int, shape: ExpertShape) -> int:
+    """Returns the largest step that has tiles of `size` tokens, or a typical one for the largest."""
+    if size == 1:
+        return 1
+    averages = {tokens: most for most, tokens in TOKENS_OF_TILES} | {MOST_TOKENS: _LONG_AVERAGE}
+    return max(2, averages[size] * shape.experts // shape.top_k)
+
+
+def candidates(size: int, shape: ExpertShape) -> list[ExpertTile]:
+    """Returns the default tile first, then tiles that differ from it in one product."""
+    default = TILES[size]
+    found = [
+        default,
+        *(replace(default, gate_up=each) for each in GATE_UP[size]),
+        *(replace(default, down=each) for each in DOWN[size]),
+    ]
+    return found if size == 1 else list(dict.fromkeys(fitting(tile, shape) for tile in found))
+
+
+def _fastest(layer: ExpertLayer, tokens: int, tiles: Sequence[ExpertTile]) -> Tuned:
+    default, *_ = tiles
+    steps = {tile: layer.measure(tokens, tile) for tile in tiles}
+
+    def seconds(tile: ExpertTile) -> float:
+        return steps[tile].seconds
+
+    gate_up = min((tile for tile in tiles if tile.down == default.down), key=seconds).gate_up
+    down = min((tile for tile in tiles if tile.gate_up == default.gate_up), key=seconds).down
+    best = replace(default, gate_up=gate_up, down=down)
+    return Tuned(tokens, best, layer.measure(tokens, best), steps[default])

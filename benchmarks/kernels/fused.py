@@ -1,0 +1,73 @@
+"""Measures the gain of fused kernels: `python -m benchmarks.kernels fused --shape llama-3-8b`.
+
+Every fused operation of the engine is compared with the same work in parts: PyTorch's operations one by one, or cuBLAS
+with the engine's kernels around it. Both run in CUDA graphs whose launches use more memory than L2 holds. Two
+exceptions: the sampler that waits for the host is timed by events, and the gate/up product of long prompts takes turns
+with its parts on a heated chip. For other products the engine chooses the kernel by size; where it chooses cuBLAS the
+ratio is 1. Activations are random bfloat16.
+"""
+
+import argparse
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from benchmarks.command_line import Measured
+from benchmarks.gpu_timing import copy_bandwidth
+from benchmarks.kernels.fused_contests import Comparison, Contests
+from benchmarks.results import run_facts
+from tandem.engine.config.model import ModelSpec
+from tandem.engine.kernels.linear.triton_linear import reserve_scratch
+from tandem.engine.models.shapes import shape_config, shape_names
+
+TOKENS = (1, 8, 32, 128, 2048)
+_COMPILERS = 16
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this case."""
+    parser.add_argument("--shape", default="llama-3-8b", choices=shape_names())
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
+
+
+def measure(options: argparse.Namespace) -> Measured:
+    """Measures all operations and prints a table."""
+    copy = copy_bandwidth()
+    print(f"{torch.cuda.get_device_name()}, {options.shape}, bfloat16: copy {copy / 1e9:.0f} GB/s", flush=True)
+    print(f"{'operation':22} {'tokens':>6} {'fused us':>9} {'unfused us':>10} {'ratio':>6} {'of copy':>8}")
+    found = compare_fused(shape_config(options.shape), options.tokens)
+    for each in found:
+        share = each.share(copy)
+        print(
+            f"{each.name:22} {each.tokens:6} {each.fused * 1e6:9.2f} {each.unfused * 1e6:10.2f} {each.ratio:6.2f}"
+            + (f" {share:8.1%}" if share is not None else "")
+        )
+    comparisons = [_for_json(each, copy) for each in found]
+    result = {"copy_gb_per_s": round(copy / 1e9, 1), "comparisons": comparisons, "shape": options.shape}
+    return f"fused-kernels-{options.shape}", result | {"dtype": "bfloat16", **run_facts("cuda")}
+
+
+def compare_fused(engine_shape: ModelSpec, tokens: Sequence[int]) -> list[Comparison]:
+    """Measures all contests for steps of these numbers of tokens; returns them sorted by name."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    reserve_scratch(device)
+    contests = Contests(engine_shape, device, max(tokens))
+    entered = [contest for count in tokens for contest in contests.of(count)]
+    # Kernels compile at their first launch, a second each, so they are launched in parallel.
+    with ThreadPoolExecutor(_COMPILERS) as pool:
+        list(pool.map(lambda contest: contest.fused(contest.inputs[0]), entered))
+    torch.cuda.synchronize()
+    return sorted((contest.measure() for contest in entered), key=lambda found: found.name)
+
+
+def _for_json(found: Comparison, copy: float) -> dict[str, object]:
+    share = found.share(copy)
+    return {
+        "operation": found.name,
+        "tokens": found.tokens,
+        "fused_us": round(found.fused * 1e6, 3),
+        "unfused_us": round(found.unfused * 1e6, 3),
+        "ratio": round(found.ratio, 3),
+        "copy_share": None if share is None else round(share, 4),
+    }

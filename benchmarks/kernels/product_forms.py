@@ -1,0 +1,252 @@
+"""The forms of a product's weight: its tiles, its launch, and other ways to compute it, on a GPU in bfloat16."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_timing import graph_seconds
+from benchmarks.kernels.dense_layer import Product
+from benchmarks.kernels.product_candidates import bucket_of, candidates, packed_candidates
+from tandem.engine.kernels.held_weight import step_bytes
+from tandem.engine.kernels.layers import Linear, Norm
+from tandem.engine.kernels.linear import triton_linear
+from tandem.engine.kernels.linear.triton_activation import silu_mul
+from tandem.engine.kernels.linear.triton_linear_plan import FUSED_NORM_TOKENS, TOKEN_TILES, fits_scratch, tile_for
+from tandem.engine.kernels.linear.triton_linear_tiles import Skinny, Tile
+from tandem.engine.kernels.packed import packed_products, scaled_products
+from tandem.engine.kernels.packed.library_products import library_product
+from tandem.engine.kernels.packed.scaled_weight import ScaledWeight
+from tandem.engine.kernels.packed_weight import PackedWeight
+from tandem.engine.kernels.triton_launch import overlaps_launches
+
+EARLY = 512
+"""Bytes of a row of the weight that candidates prefetch into L2."""
+_EPS = 1e-5
+_DEQUANTIZED_FROM = 128
+"""The least number of tokens of which the product through a dequantized weight is timed."""
+_ROTATED_BYTES = 256 << 20
+"""Least size of the weights that a timed graph uses: five times L2."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A product's input [tokens, k], norm weight and output."""
+
+    x: Tensor
+    norm: Norm | None
+    out: Tensor
+
+
+class Form(Protocol):
+    """A form of weights."""
+
+    def weight(self, product: Product) -> Any:
+        """Returns a random weight as kernels read it."""
+
+    def inputs(self, product: Product, tokens: int) -> Inputs:
+        """Returns random inputs, with the norm where the engine leaves it to the product."""
+
+    def tiles(self, product: Product, tokens: int, *, others: bool) -> list[Tile]:
+        """Returns the engine's tile, and with `others` candidates after it."""
+
+    def launch(self, product: Product, inputs: Inputs, tile: Tile, weight: Any) -> None:
+        """Launches the product's kernel with this tile."""
+
+    def beside(self, product: Product, tokens: int, weights: Sequence[Any]) -> dict[str, float]:
+        """Returns the microseconds of other ways to compute the product, by name."""
+
+
+def rotated(form: Form, product: Product) -> list[Any]:
+    """Returns weights that together exceed L2 several times."""
+    first = form.weight(product)
+    return [first, *(form.weight(product) for _ in range(math.ceil(_ROTATED_BYTES / first.nbytes) - 1))]
+
+
+def us_of(launch: Callable[[Any], object], weights: Sequence[Any]) -> float:
+    """Returns the microseconds of a launch, in a graph of launches with different weights."""
+    seconds = graph_seconds(lambda number: launch(weights[number % len(weights)]), max(4, len(weights)))
+    return round(seconds * 1e6, 2)
+
+
+def make_inputs(product: Product, tokens: int, *, normed: bool) -> Inputs:
+    """Returns random inputs of a product."""
+
+    def random(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, dtype=torch.bfloat16, device="cuda")
+
+    norm = Norm(random(product.k), _EPS) if normed else None
+    return Inputs(random(tokens, product.k), norm, random(tokens, product.outputs))
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Weights in bfloat16."""
+
+    def weight(self, product: Product) -> Tensor:
+        """See `Form`."""
+        return torch.empty(product.n, product.k, dtype=torch.bfloat16, device="cuda").normal_(std=0.02)
+
+    def inputs(self, product: Product, tokens: int) -> Inputs:
+        """See `Form`."""
+        return make_inputs(product, tokens, normed=product.normed)
+
+    def tiles(self, product: Product, tokens: int, *, others: bool) -> list[Tile]:
+        """See `Form`."""
+        rule = tile_for(tokens, product.n, product.k, product.paired, 2)
+        return list(dict.fromkeys([rule, *(candidates(product, tokens, [EARLY]) if others else [])]))
+
+    def launch(self, product: Product, inputs: Inputs, tile: Tile, weight: Tensor) -> None:
+        """See `Form`."""
+        pdl = overlaps_launches()
+        triton_linear.launch(inputs.x, inputs.norm, Linear(weight), inputs.out, product.op, pdl=pdl, tile=tile)
+
+    def beside(self, product: Product, tokens: int, weights: Sequence[Tensor]) -> dict[str, float]:
+        """Returns cuBLAS's time, for the plain product without norm and activation."""
+        x = make_inputs(product, tokens, normed=False).x
+        wide = x.new_empty(tokens, product.n)
+        return {"cublas_us": us_of(lambda weight: torch.matmul(x, weight.t(), out=wide), weights)}
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Weights as codes; `group` columns have a common scale, 0 = all of a row."""
+
+    dtype: torch.dtype
+    bits: int
+    group: int = 0
+
+    def weight(self, product: Product) -> PackedWeight:
+        """See `Form`."""
+        codes = torch.randint(0, 112, (product.n, product.k * self.bits // 8), dtype=torch.uint8, device="cuda")
+        group = self.group or product.k
+        scales = torch.rand(product.n, product.k // group, device="cuda", dtype=torch.bfloat16)
+        return packed_products.prepared(PackedWeight(codes.view(self.dtype), scales, None, group))
+
+    def inputs(self, product: Product, tokens: int) -> Inputs:
+        """See `Form`."""
+        return make_inputs(product, tokens, normed=product.normed and tokens <= FUSED_NORM_TOKENS)
+
+    def tiles(self, product: Product, tokens: int, *, others: bool) -> list[Tile]:
+        """See `Form`."""
+        codes = torch.empty(1, product.k * self.bits // 8, dtype=torch.uint8).view(self.dtype)
+        group = self.group or product.k
+        columns = step_bytes(PackedWeight(codes, torch.empty(1, product.k // group), None, group))
+        found: list[Tile] = list(packed_candidates(product, tokens, self.bits, columns))
+        return found if others and tokens <= TOKEN_TILES[-1] else found[:1]
+
+    def launch(self, product: Product, inputs: Inputs, tile: Tile, weight: PackedWeight) -> None:
+        """See `Form`."""
+        assert isinstance(tile, Skinny)
+        packed_products.launch(
+            inputs.x, inputs.norm, Linear(weight), inputs.out, product.op, pdl=overlaps_launches(), tile=tile
+        )
+
+    def beside(self, product: Product, tokens: int, weights: Sequence[PackedWeight]) -> dict[str, float]:
+        """Returns the time through a dequantized weight, for many tokens."""
+        if tokens < _DEQUANTIZED_FROM:
+            return {}
+        x = make_inputs(product, tokens, normed=False).x
+        out = x.new_empty(tokens, product.n)
+        multiply = packed_products.multiply_dequantized
+        return {"dequantized_us": us_of(lambda weight: multiply(x, weight, None, out), weights)}
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Codes of 8 bits whose inputs have 8 bits, too, in blocks of `group` columns and rows; 0 = one scale a row."""
+
+    dtype: torch.dtype
+    group: int = 0
+
+    def weight(self, product: Product) -> ScaledWeight:
+        """See `Form`."""
+        codes = torch.randint(0, 112, (product.n, product.k), dtype=torch.uint8, device="cuda").view(self.dtype)
+        groups = product.k // (self.group or product.k)
+        scales = torch.rand(math.ceil(product.n / (self.group or 1)), groups, device="cuda")
+        scales = scales.repeat_interleave(self.group or 1, dim=0)[: product.n]
+        plain = PackedWeight(codes, scales, None, self.group or product.k, quantized_inputs=True)
+        return scaled_products.prepared(plain)
+
+    def inputs(self, product: Product, tokens: int) -> Inputs:
+        """See `Form`."""
+        return make_inputs(product, tokens, normed=product.normed)
+
+    def tiles(self, product: Product, tokens: int, *, others: bool) -> list[Tile]:
+        """See `Form`."""
+        found = self._tiles(product, tokens)
+        return [next(found), *(found if others else ())]
+
+    def launch(self, product: Product, inputs: Inputs, tile: Tile, weight: ScaledWeight) -> None:
+        """Quantizes the input and launches the product's kernel."""
+        assert isinstance(tile, Skinny)
+        pdl = overlaps_launches()
+        x = scaled_products.quantized(inputs.x, inputs.norm, weight, pdl=pdl)
+        scaled_products.launch(x, weight, None, inputs.out, product.op, pdl=pdl, tile=tile)
+
+    def beside(self, product: Product, tokens: int, weights: Sequence[ScaledWeight]) -> dict[str, float]:
+        """Returns the time of quantizing the input, and with it of the library's product where there is one."""
+        inputs, pdl = self.inputs(product, tokens), overlaps_launches()
+        quantize = partial(scaled_products.quantized, inputs.x, inputs.norm, pdl=pdl)
+        found = {"quantize_us": us_of(quantize, weights)}
+        if not scaled_products.uses_library(1 << 20, weights[0], torch.bfloat16):
+            return found
+
+        def by_library(weight: ScaledWeight) -> None:
+            made = library_product(quantize(weight), weight, None, torch.bfloat16)
+            if product.paired:
+                silu_mul(made, pdl=pdl)
+            elif product.op == triton_linear.ADD.value:
+                inputs.out.add_(made)
+
+        return found | {"library_us": us_of(by_library, weights)}
+
+    def _tiles(self, product: Product, tokens: int) -> Iterator[Skinny]:
+        rule = scaled_products.tile_for(tokens, product.outputs, product.k, product.paired, self.group or product.k)
+        yield rule
+        for rows, warps in ((64, 4), (128, 4), (64, 8), (128, 8)):
+            for bucket in {min(rule.tokens, 128), rule.tokens}:
+                for splits in (1, 2, 4) if tokens <= bucket else (1,):
+                    for stages in (3, 4, 6):
+                        tile = Skinny(rows, bucket, rule.columns, splits, stages, warps, rule.early)
+                        tiles = math.ceil(product.outputs / rows) * math.ceil(tokens / bucket)
+                        if tile != rule and fits_scratch(tile, tiles, product.paired):
+                            yield tile
+
+
+FORMS: Mapping[str, Form] = {
+    "bfloat16": Plain(),
+    "int8": Packed(torch.int8, 8),
+    "fp8": Packed(torch.float8_e4m3fn, 8),
+    "int4": Packed(torch.uint8, 4, group=128),
+    "scaled-int8": Scaled(torch.int8),
+    "scaled-fp8": Scaled(torch.float8_e4m3fn),
+    "scaled-fp8-blocks": Scaled(torch.float8_e4m3fn, group=128),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One variant of a product's kernel, to compile and measure."""
+
+    product: Product
+    form: str
+    tokens: int
+    tile: Tile
+
+    def run(self) -> None:
+        """Launches the variant once."""
+        form = FORMS[self.form]
+        form.launch(self.product, form.inputs(self.product, self.tokens), self.tile, form.weight(self.product))
+
+    @property
+    def bucket(self) -> int:
+        """The tokens of its tile in the engine's tables; 1 for a step of one token in bfloat16."""
+        return 1 if self.tokens == 1 and self.form == "bfloat16" else bucket_of(self.tokens)
+
+    def __str__(self) -> str:
+        return f"{self.product.name} {self.product.n}x{self.product.k} {self.form} {self.tile}"

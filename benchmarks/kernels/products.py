@@ -1,0 +1,111 @@
+"""Measures and tunes the weight-streaming products of a model: `python -m benchmarks.kernels products [--candidates]`.
+
+For each product, form of weights and number of tokens it measures the engine's tile, with `--candidates` the fastest of
+some, as a share of the copy bandwidth of the same run, beside other ways to compute the product. With `--candidates` it
+prints lines for `TUNED` and `STREAMED_TOKENS` of tandem/engine/kernels/linear/triton_linear_tiles.py, and for `TUNED`
+of tandem/engine/kernels/packed/packed_tiles.py. Weights rotate through memory far larger than L2.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.command_line import Measured
+from benchmarks.gpu_timing import copy_bandwidth
+from benchmarks.kernels.compilers import compiled
+from benchmarks.kernels.dense_layer import Product, dense_shapes, model_of
+from benchmarks.kernels.product_forms import FORMS, Job, rotated, us_of
+from benchmarks.results import run_facts
+from tandem.engine.kernels.linear.triton_linear import reserve_scratch
+from tandem.engine.models.shapes import shape_config
+
+TOKENS = (1, 16, 32, 64, 128)
+_TUNED = ("bfloat16", "int8", "int4")
+"""The forms by which the engine's tables are made; fp8 takes the tiles of int8."""
+
+Row = dict[str, Any]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this case."""
+    parser.add_argument("--models", nargs="+", choices=dense_shapes(), default=["llama-3-8b"])
+    parser.add_argument("--forms", nargs="+", choices=list(FORMS), default=list(FORMS))
+    parser.add_argument("--products", nargs="+", help="qkv, o, gate_up, down, head (all)")
+    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    parser.add_argument("--candidates", action="store_true", help="also other tiles than the engine's")
+    parser.add_argument("--workers", type=int, default=12, help="processes that compile")
+
+
+def measure(options: argparse.Namespace) -> Measured:
+    """Measures all products, and prints the tables of the fastest tiles."""
+    reserve_scratch(torch.device("cuda", torch.cuda.current_device()))
+    products = dict.fromkeys(
+        product
+        for name in options.models
+        for product in model_of(name, shape_config(name)).products
+        if not options.products or product.name in options.products
+    )
+    jobs = [
+        Job(product, form, tokens, tile)
+        for product in products
+        for form in options.forms
+        for tokens in options.tokens
+        for tile in FORMS[form].tiles(product, tokens, others=options.candidates)
+    ]
+    working = compiled(jobs, options.workers)
+    copy = copy_bandwidth()
+    print(f"copy: {copy / 1e12:.3f} TB/s on {torch.cuda.get_device_name()}", flush=True)
+    rows = [row for product in products for form in options.forms for row in _rows(product, form, working, copy)]
+    if options.candidates:
+        _print_tables(rows)
+    for row in rows:
+        row["tile"] = str(row["tile"])
+    facts = {"models": options.models, "dtype": "-".join(options.forms), **run_facts("cuda")}
+    return "tune-products", {"copy_gb_per_s": copy / 1e9, "products": rows, **facts}
+
+
+def _rows(product: Product, form: str, jobs: Sequence[Job], copy: float) -> list[Row]:
+    """Returns and prints a row for each number of tokens."""
+    jobs = [job for job in jobs if (job.product, job.form) == (product, form)]
+    kind, rows = FORMS[form], []
+    weights = rotated(kind, product)
+    for tokens in dict.fromkeys(job.tokens for job in jobs):
+        inputs = kind.inputs(product, tokens)
+        some = [job for job in jobs if job.tokens == tokens]
+        took = {job: us_of(partial(kind.launch, product, inputs, job.tile), weights) for job in some}
+        best = min(took, key=lambda job: took[job])
+        row = {
+            "product": product.name,
+            "shape": (product.n, product.k, product.paired),
+            "form": form,
+            "tokens": tokens,
+            "bucket": best.bucket,
+            "us": took[best],
+            "engine_us": next(iter(took.values())),
+            "share_of_copy": round(weights[0].nbytes / took[best] / copy * 1e6, 3),
+            **kind.beside(product, tokens, weights),
+            "tile": best.tile,
+        }
+        print(json.dumps(row | {"tile": str(best.tile)}), flush=True)
+        rows.append(row)
+    return rows
+
+
+def _print_tables(rows: Sequence[Row]) -> None:
+    """Prints the fastest tiles by shape and bucket, of several steps of a bucket those of the largest."""
+    for form in _TUNED:
+        tuned: dict[tuple[int, int, bool], dict[int, Any]] = {}
+        streamed: dict[tuple[int, int], int] = {}
+        for row in (row for row in rows if row["form"] == form):
+            tuned.setdefault(row["shape"], {})[row["bucket"]] = row["tile"]
+            if row["us"] <= row.get("cublas_us", 0.0):
+                streamed[row["shape"][:2]] = row["bucket"]
+        print(f"\n{form}: TUNED = {{")
+        for shape, by_bucket in tuned.items():
+            tiles = "\n".join(f"        {bucket}: {tile}," for bucket, tile in by_bucket.items())
+            print(f"    {shape}: {{\n{tiles}\n    }},")
+        print("}", *([f"\nSTREAMED_TOKENS = {streamed}"] if streamed else []))

@@ -1,0 +1,89 @@
+"""Divides hand-overs into named parts, and finds the decode steps that coincide with a transfer, by timelines."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tandem.protocol.lifecycle.timeline import Edge, Timeline
+
+_TO_MS = 1e3
+_NANOS = 1e9
+_HANDOVER = {
+    "computed_to_posted": Edge.LAST_PAGES_POSTED,
+    "posted_to_summed": Edge.NOTICE_MADE,
+    "summed_to_notice_posted": Edge.NOTICE_POSTED,
+    "notice_posted_to_written": Edge.TRANSFER_FINISHED,
+    "written_to_seen": Edge.NOTICE_SEEN,
+    "seen_to_checked": Edge.KV_CHECKED,
+    "checked_to_joined": Edge.DECODE_ADMITTED,
+    "joined_to_first_step": Edge.DECODE_STARTED,
+}
+"""The parts of a hand-over after PREFILL_FINISHED, in order: each part ends with that edge.
+
+All other pages have arrived when the notice is posted. Two processes of one host use the same clock.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One request at its client: arrival of each chunk in seconds, and the cluster's timeline."""
+
+    moments: tuple[float, ...]
+    timeline: Timeline
+
+    def ms(self, start: Edge, end: Edge) -> float:
+        """Returns milliseconds between two edges; RuntimeError if one is missing."""
+        seconds = self.timeline.seconds(start, end)
+        if seconds is None:
+            raise RuntimeError(f"a request without {start.name} or {end.name}")
+        return seconds * _TO_MS
+
+    @property
+    def gaps_ms(self) -> list[float]:
+        """Gaps between chunks in milliseconds."""
+        return [(b - a) * _TO_MS for a, b in zip(self.moments, self.moments[1:], strict=False)]
+
+
+def handovers_ms(answers: Sequence[Answer]) -> list[float]:
+    """Returns the time from the end of the last chunk to the request's first decode step, in ms."""
+    return [answer.ms(Edge.PREFILL_FINISHED, Edge.DECODE_STARTED) for answer in answers]
+
+
+def handover_parts_ms(answers: Sequence[Answer]) -> dict[str, float]:
+    """Returns the mean of each part in milliseconds; their sum is the mean hand-over."""
+    begins = [Edge.PREFILL_FINISHED, *_HANDOVER.values()]
+    return {
+        name: round(statistics.mean(answer.ms(begin, end) for answer in answers), 4)
+        for begin, (name, end) in zip(begins, _HANDOVER.items(), strict=False)
+    }
+
+
+def gaps_meeting_transfers_ms(stream: Answer, prompts: Sequence[Answer]) -> list[float]:
+    """Returns the gaps of `stream` during which pages of one of `prompts` moved, without steps that a request joined.
+
+    Only certain overlaps count: a prompt's timeline has the start of its first write, and start and end of the last
+    chunk's writes; the times of the writes between are unknown. Tokens arrive later than their steps by a fraction of a
+    step. Arrivals and timelines use the clock of one host.
+    """
+    moving = [span for answer in prompts for span in _moving(answer)]
+    joined = {_nearest(stream.moments, answer.moments[-1]) for answer in prompts}
+    return [
+        gap
+        for n, gap in enumerate(stream.gaps_ms[1:], start=2)
+        if n not in joined and any(begin <= stream.moments[n] and stream.moments[n - 1] <= end for begin, end in moving)
+    ]
+
+
+def _moving(answer: Answer) -> list[tuple[float, float]]:
+    """Returns the Unix times between which pages moved: the first write's start, and the last chunk's writes."""
+    edges = (Edge.TRANSFER_STARTED, Edge.LAST_PAGES_POSTED, Edge.TRANSFER_FINISHED)
+    nanos = [answer.timeline.at(edge) for edge in edges]
+    first, posted, finished = (None if each is None else each / _NANOS for each in nanos)
+    if first is None or posted is None or finished is None:
+        raise RuntimeError("a request without a transfer")
+    return [(first, first), (posted, finished)]
+
+
+def _nearest(moments: Sequence[float], moment: float) -> int:
+    """Returns the index of the time closest to `moment`, since tokens of one step arrive together."""
+    return min(range(len(moments)), key=lambda n: abs(moments[n] - moment))

@@ -1,0 +1,12 @@
+"""Measures what serving costs beside the engine: `python -m benchmarks.serving [cluster|steps]`.
+
+`cluster` compares a whole cluster with its own engine, and `steps` measures the host's work of a step. The last line is
+one JSON object.
+"""
+
+from benchmarks.command_line import run_case
+
+CASES = {"cluster": "benchmarks.serving.whole_cluster", "steps": "benchmarks.serving.step_overhead"}
+
+if __name__ == "__main__":
+    run_case("serving", __doc__, CASES)

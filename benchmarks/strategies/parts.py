@@ -1,0 +1,121 @@
+"""The folder of a measured strategy table: one file for each row and workload, so that an interrupted run can continue.
+
+A folder holds loads of one cluster and one kind of load only.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import sweep
+from tandem.protocol.errors import InvalidArgument
+
+_RUN = "run.json"
+Load = dict[str, Any]
+_ASKED = ("ttft_ms", "gap_ms", "tokens_per_s", "errors", "served_by", "steps")
+"""Figures that are kept of each class's load."""
+
+
+def claim(folder: Path, run: Mapping[str, object]) -> None:
+    """Claims the folder for this run. InvalidArgument if it has loads of a different run."""
+    ours = {name: str(value) for name, value in run.items()}
+    file = folder / _RUN
+    folder.mkdir(parents=True, exist_ok=True)
+    if not file.exists():
+        file.write_text(json.dumps(ours, indent=1) + "\n", encoding="utf-8")
+        return
+    theirs = read_kept(file)
+    if not isinstance(theirs, dict):
+        raise damaged(file)
+    other = [f"{name} {theirs.get(name)}, not {value}" for name, value in ours.items() if theirs.get(name) != value]
+    if other:
+        raise InvalidArgument("--parts", f"{folder} has loads of another run ({'; '.join(other)}); name another folder")
+
+
+def read_kept(file: Path) -> Any:
+    """Reads a JSON file of the folder. InvalidArgument if it is damaged."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        raise damaged(file) from None
+
+
+def damaged(file: Path) -> InvalidArgument:
+    """Returns the error for a damaged file, with the remedy."""
+    if file.name == _RUN:
+        return InvalidArgument(
+            "--parts", f"{file} is damaged, so the run that these loads belong to is unknown; name another folder"
+        )
+    return InvalidArgument("--parts", f"{file} is damaged; delete it, and what it had is measured again")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The loads of one row under one workload by rising rate, in one file."""
+
+    strategy: str
+    workload: str
+    file: Path
+
+    def loads(self) -> list[Load]:
+        """Returns the loads measured so far, as of `LoadReport.as_result`. InvalidArgument if the file is damaged."""
+        if not self.file.exists():
+            return []
+        loads: list[Load] = self._read()["loads"]
+        return loads
+
+    def add(self, load: Load, facts: dict[str, object]) -> None:
+        """Saves one more load, atomically."""
+        loads = [*self.loads(), load]
+        text = json.dumps({"strategy": self.strategy, "workload": self.workload, "loads": loads, **facts}, indent=1)
+        fresh = self.file.with_suffix(".new")
+        fresh.write_text(text + "\n", encoding="utf-8")
+        fresh.replace(self.file)
+
+    def next_rate(self, first: float) -> float | None:
+        """Returns the rate to measure next, as `sweep.next_rate`; None = the knees of all cells are passed.
+
+        It is the same for every row, so that rates can be compared.
+        """
+        return sweep.next_rate(first, [goodput_of(load) for load in self.loads()])
+
+    def fact(self, name: str) -> object:
+        """Returns a fact that all loads of the part share, e.g. its `dtype`; FileNotFoundError before the first."""
+        return self._read()[name]
+
+    def _read(self) -> Load:
+        content = read_kept(self.file)
+        loads = content.get("loads") if isinstance(content, dict) else None
+        if not isinstance(loads, list) or not all(
+            isinstance(load, dict) and {"rate", "goodput"} <= load.keys() for load in loads
+        ):
+            raise damaged(self.file)
+        part: Load = content
+        return part
+
+
+def joined(loads: Mapping[str, Load]) -> Load:
+    """Joins loads with the same arrivals under each class.
+
+    A cell's goodput is that of the load with its class; the result is valid if all loads are; everything else is the
+    middle class's.
+    """
+    if len(loads) == 1:
+        return next(iter(loads.values()))
+    middle = list(loads)[len(loads) // 2]
+    goodput = {cell: load["goodput"][cell] for cell, load in loads.items()}
+    asked = {cell: {name: load[name] for name in _ASKED if name in load} for cell, load in loads.items()}
+    valid = all(load.get("valid", True) for load in loads.values())
+    return loads[middle] | {"goodput": goodput, "asked": asked, "valid": valid}
+
+
+def knees(loads: Sequence[Load]) -> dict[str, float]:
+    """Returns for each cell the highest goodput with the required share, in requests per second; 0 without any."""
+    return sweep.knees_of([goodput_of(load) for load in loads])
+
+
+def goodput_of(load: Load) -> sweep.Goodput:
+    """Returns for each cell the share of requests that met it, and their number per second."""
+    return {cell: (score["share"], score["per_s"]) for cell, score in load["goodput"].items()}

@@ -1,1 +1,0 @@
-"""Measurements of KV pages and hand-overs between two workers."""

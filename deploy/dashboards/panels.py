@@ -1,0 +1,94 @@
+"""Runs a dashboard's queries as Grafana would run them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deploy.prometheus.server import Prometheus, Series
+
+FOLDER = Path(__file__).parent
+_NAME = "__name__"
+
+
+@dataclass(frozen=True, slots=True)
+class TimeRange:
+    """The time to show: `start` to `end` in Unix seconds, rates over `rate_s`, one point every `step_s`."""
+
+    start: float
+    end: float
+    rate_s: int = 15
+    step_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A series with its legend."""
+
+    name: str
+    series: Series
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A panel as in the file, and the series of each of its queries."""
+
+    panel: Mapping[str, Any]
+    answers: tuple[tuple[Curve, ...], ...]
+
+    @property
+    def title(self) -> str:
+        """The panel's title."""
+        return str(self.panel["title"])
+
+    @property
+    def empty(self) -> list[str]:
+        """Queries whose result has no number."""
+        found = zip(self.panel["targets"], self.answers, strict=True)
+        return [target["expr"] for target, curves in found if not any(curve.series.finite for curve in curves)]
+
+
+def read_dashboard(name: str) -> dict[str, Any]:
+    """Reads the dashboard of this name."""
+    found: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def names() -> list[str]:
+    """Returns the names of all dashboards."""
+    return sorted(file.stem for file in FOLDER.glob("*.json"))
+
+
+def show(
+    dashboard: Mapping[str, Any], prometheus: Prometheus, time_range: TimeRange, *, folded_row: str | None = None
+) -> Iterator[Shown]:
+    """Yields every panel outside of folded rows, or of the folded row with this title, with all variables at "All"."""
+    chosen = {each["name"]: each.get("allValue", "") for each in dashboard["templating"]["list"]}
+    rows = {panel["title"]: panel["panels"] for panel in dashboard["panels"] if panel["type"] == "row"}
+    for panel in dashboard["panels"] if folded_row is None else rows[folded_row]:
+        if panel["type"] != "row":
+            asked = [_ask(target, prometheus, time_range, chosen) for target in panel["targets"]]
+            yield Shown(panel, tuple(asked))
+
+
+def _ask(
+    target: Mapping[str, Any], prometheus: Prometheus, time_range: TimeRange, chosen: Mapping[str, str]
+) -> tuple[Curve, ...]:
+    expression = target["expr"].replace("$__rate_interval", f"{time_range.rate_s}s")
+    for name, value in chosen.items():
+        expression = expression.replace(f"${name}", value)
+    if target["instant"]:
+        found: Sequence[Series] = prometheus.at(expression, time_range.end)
+    else:
+        found = prometheus.between(expression, time_range.start, time_range.end, time_range.step_s)
+    return tuple(Curve(_named(target["legendFormat"], each.labels), each) for each in found)
+
+
+def _named(legend: str, labels: Mapping[str, str]) -> str:
+    if not legend:
+        return ", ".join(value for name, value in labels.items() if name != _NAME)
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: labels.get(found[1], ""), legend)

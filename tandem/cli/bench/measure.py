@@ -1,0 +1,59 @@
+"""Sends the loads of `tandem bench` one after the other, with a progress bar.
+
+A module of its own, because `tandem --help` imports the command without what a load needs.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from tandem.cli.bench.figures import Load
+from tandem.cli.bench.servers import Server
+from tandem.cli.load.client import Progress as Reached
+from tandem.cli.load.run import LoadInterrupted, LoadSettings, report_of
+from tandem.cli.load.slo import SloCell
+from tandem.cli.load.workload import Workload
+
+
+def measure(
+    server: Server,
+    workloads: Sequence[Workload],
+    cells: Sequence[SloCell],
+    settings: LoadSettings,
+    console: Console,
+) -> list[Load]:
+    """Returns a load for each workload; Ctrl-C ends the current one, which then holds what has been answered."""
+    loads: list[Load] = []
+    for workload in map(server.fitted, workloads):
+        with _shown(workload, console) as (progress, task):
+
+            def on_progress(reached: Reached, progress: Progress = progress, task: TaskID = task) -> None:
+                progress.update(task, completed=reached.ended, sent=reached.sent, failed=reached.failed)
+
+            try:
+                results = server.send(workload, settings, on_progress)
+            except LoadInterrupted as interrupted:
+                if any(result.records for result in interrupted.results):
+                    cut = replace(workload, seconds=min(interrupted.seconds, workload.seconds))
+                    loads.append(Load(report_of(cut, interrupted.results, cells, settings), interrupted=True))
+                return loads
+        loads.append(Load(report_of(workload, results, cells, settings)))
+    return loads
+
+
+@contextmanager
+def _shown(workload: Workload, console: Console) -> Iterator[tuple[Progress, TaskID]]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn(
+            "{task.completed:.0f} of {task.total:.0f} ended, {task.fields[sent]} sent, {task.fields[failed]} failed"
+        ),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        name = f"{workload.rate:g} requests/s"
+        yield progress, progress.add_task(name, total=len(workload.arrivals), sent=0, failed=0)

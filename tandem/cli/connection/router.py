@@ -1,0 +1,127 @@
+"""The router that a command calls: `tandem.client` with the wording of commands, and the view of `tandem status`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+
+from tandem.client import Client, DeadlineExceeded, InvalidArgument, Options, Tls, Unavailable
+from tandem.client.connection import Wording
+from tandem.protocol.generated.tandem.v1 import inference_pb2
+
+COMMANDS = Wording(
+    key_name="--api-key",
+    no_key="{router} asks for an API key; give --api-key or --api-key-file (TANDEM_API_KEY)",
+    wrong_key="{router} does not accept this API key; give --api-key or --api-key-file (TANDEM_API_KEY)",
+    unreachable="cannot reach {router}; is `tandem up` running there?",
+    lost="lost {router} before the answer's end; is `tandem up` running?",
+)
+"""The messages of errors for users of the command line."""
+CA, CERTIFICATE, KEY = "--tls-ca", "--tls-client-certificate", "--tls-client-key"
+MAX_TOKENS_MAX = 2**31 - 1
+SEED_MAX = 2**64 - 1
+TEMPERATURE_MAX = 100.0
+_VIEW_S = 5.0
+"""Seconds within which a router must describe itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Sampling parameters of a command, greedy by default; None = the router's default."""
+
+    max_tokens: int | None = None
+    temperature: float = 0.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        """Validates the parameters; InvalidArgument names the option and its limits, which are the router's."""
+        if self.max_tokens is not None and not 1 <= self.max_tokens <= MAX_TOKENS_MAX:
+            raise InvalidArgument("--max-tokens", f"{self.max_tokens} is not between 1 and {MAX_TOKENS_MAX}")
+        if not 0 <= self.temperature <= TEMPERATURE_MAX:
+            raise InvalidArgument("--temperature", f"{self.temperature:g} is not between 0 and {TEMPERATURE_MAX:g}")
+        if self.seed is not None and not 0 <= self.seed <= SEED_MAX:
+            raise InvalidArgument("--seed", f"{self.seed} is not between 0 and {SEED_MAX}")
+
+    def options(self) -> Options:
+        """Returns the parameters as options of a request."""
+        options = Options(temperature=self.temperature)
+        if self.max_tokens is not None:
+            options["max_tokens"] = self.max_tokens
+        if self.seed is not None:
+            options["seed"] = self.seed
+        return options
+
+
+@dataclass(frozen=True, slots=True)
+class ServerView:
+    """A router's report of itself, its load and its model."""
+
+    info: inference_pb2.GetServerInfoResponse
+    loads: inference_pb2.GetLoadsResponse
+    model: inference_pb2.GetModelInfoResponse
+
+
+def router_client(address: str, api_key: str = "", tls: Tls | None = None, timeout_s: float | None = None) -> Client:
+    """Returns a client whose errors name the options of commands."""
+    return Client(address, api_key=api_key, tls=tls, timeout_s=timeout_s, wording=COMMANDS)
+
+
+def view_of(address: str, api_key: str = "", tls: Tls | None = None) -> ServerView:
+    """Returns a router's report. Unavailable if it does not respond within five seconds."""
+    with router_client(address, api_key, tls, _VIEW_S) as client:
+        try:
+            return ServerView(client.server(), client.loads(), client.model())
+        except DeadlineExceeded:
+            raise _silent(address) from None
+
+
+def model_of(address: str, api_key: str = "", tls: Tls | None = None) -> inference_pb2.GetModelInfoResponse:
+    """Returns a router's model, which any key may read. Unavailable if it does not respond within five seconds."""
+    with router_client(address, api_key, tls, _VIEW_S) as client:
+        try:
+            return client.model()
+        except DeadlineExceeded:
+            raise _silent(address) from None
+
+
+def tls_of(ca: str, certificate: str, key: str, pinned: str = "") -> Tls | None:
+    """Returns the TLS that options describe by PEM files, None without `ca` and `pinned`; "" = no file.
+
+    `pinned` is the certificate of a router on this host, which is trusted without `ca`, whatever address it is for.
+    InvalidArgument names the option of a wrong file.
+    """
+    if bool(certificate) != bool(key):
+        missing, given = (KEY, CERTIFICATE) if certificate else (CERTIFICATE, KEY)
+        raise InvalidArgument(missing, f"is missing; it belongs to {given}")
+    if not ca and not pinned:
+        if certificate:
+            raise InvalidArgument(CA, f"is missing; without it, {CERTIFICATE} is not used")
+        return None
+    return Tls(
+        roots=_readable(CA, ca or pinned),
+        certificate=_readable(CERTIFICATE, certificate) if certificate else None,
+        key=_readable(KEY, key) if key else None,
+        server_name="" if ca else _name_in(pinned),
+    )
+
+
+def _silent(address: str) -> Unavailable:
+    return Unavailable(COMMANDS.unreachable.format(router=f"the router at {address}"))
+
+
+def _readable(option: str, file: str) -> Path:
+    try:
+        with Path(file).open("rb"):
+            return Path(file)
+    except OSError as error:
+        raise InvalidArgument(option, f"cannot read {file} ({error.strerror})") from None
+
+
+def _name_in(file: str) -> str:
+    """Returns the first name that a certificate is for; "" = it has none."""
+    certificate = x509.load_pem_x509_certificate(_readable(CA, file).read_bytes())
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return ""
+    return str(next(iter(names)).value)
