@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.e2e.reference import Reference
+from tests.soak import soak
 
 TOLERANCE = 1e-3
 LENGTHS = (1, 12, 20)
@@ -23,7 +24,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=WAYS)
+@pytest.fixture(scope="module", params=["disaggregated", pytest.param("colocated", marks=soak)])
 def client(request: pytest.FixtureRequest, running_cluster: Callable[..., Any]) -> Iterator[openai.OpenAI]:
     cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512)
     asyncio.run(cluster.controller.set_mode(**WAYS[request.param]))

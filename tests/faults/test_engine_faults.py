@@ -21,7 +21,8 @@ NOTICED_WITHIN_S = 60.0
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("role", "fault"), [pytest.param("prefill", "raise", marks=soak), ("decode", "raise"), ("decode", "hang")]
+    ("role", "fault"),
+    [pytest.param("prefill", "raise", marks=soak), ("decode", "raise"), pytest.param("decode", "hang", marks=soak)],
 )
 def test_a_lost_engine_fails_its_batch_with_a_clear_error_and_its_worker_restarts(
     role: str, fault: str, pair: Callable[..., Any], engine_faults: EngineFaults

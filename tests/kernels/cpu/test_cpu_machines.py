@@ -67,6 +67,7 @@ def run(*dtypes: str, sources: Path = ROOT, **environment: str) -> list[str]:
     return done.stdout.split()
 
 
+@soak
 def test_kept_code_computes_what_fresh_code_does(tmp_path: Path) -> None:
     """Code is kept for the same sources wherever they are installed.
 
