@@ -260,8 +260,8 @@ def test_each_alone(router: FuzzedRouter, act: Callable[[FuzzedRouter], None], t
     assert state.turn_cpu_s < LIMIT_S
 
 
-def test_streams_that_are_reset_take_little_memory(start_router: Callable[[int], FuzzedRouter]) -> None:
-    router = start_router(0)
+def test_streams_that_are_reset_take_little_memory(running_router: FuzzedRouter) -> None:
+    router = running_router
     router.assert_next_one_works()
     before = router.memory_mib()
     for _ in range(2):

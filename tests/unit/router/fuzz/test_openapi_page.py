@@ -17,9 +17,9 @@ _EVENTS = "text/event-stream"
 
 
 @pytest.fixture(scope="module")
-def operations(start_router: Any) -> list[Any]:
+def operations(running_router: Any) -> list[Any]:
     """All operations on the page of a router."""
-    _, _, page = start_router(0).send("GET", "/openapi.json", [], b"")
+    _, _, page = running_router.send("GET", "/openapi.json", [], b"")
     schema = schemathesis.openapi.from_dict(json.loads(page))
     found = [each.ok() for each in schema.get_all_operations()]
     assert {"/v1/chat/completions", "/v1/completions", "/tokenize", "/metrics"} <= {each.path for each in found}
