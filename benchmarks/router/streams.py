@@ -28,7 +28,6 @@ UNCOALESCED = {"chunks_per_s": 1e9}
 """Settings of a router that sends every token at once, in a message of its own."""
 COALESCED = {"chunks_per_s": 500.0, "chunk_delay_max_s": 1.0}
 """Settings of a router whose messages carry the tokens of many steps."""
-_FRONTS = 2
 _STEP_S, _SHORT_STEP_S = 0.02, 0.01
 _MIB = 1 << 20
 
@@ -84,9 +83,9 @@ def running(model: Path, step_s: float, settings: dict[str, Any]) -> Iterator[Ro
             each.join()
 
 
-def messages_a_core(model: Path, kind: str, answers: int, tokens: int, *, fronts: int = 0) -> float:
+def messages_a_core(model: Path, kind: str, answers: int, tokens: int) -> float:
     """Returns messages per second of the router process's CPU time where each token has a message of its own."""
-    with running(model, _STEP_S, UNCOALESCED | {"front_processes": fronts}) as router:
+    with running(model, _STEP_S, UNCOALESCED) as router:
         read = router.read(kind, answers, tokens)
         return read.messages / router.usage().cpu_s
 
@@ -149,8 +148,6 @@ def measure_all(asked: argparse.Namespace, model: Path) -> Figures:
     for kind in ("grpc", "http"):
         figures[f"{kind}_messages_per_s_core"] = round(messages_a_core(model, kind, asked.answers, asked.tokens))
         print(figures, flush=True)
-    fronted = messages_a_core(model, "grpc", asked.answers, asked.tokens, fronts=_FRONTS)
-    figures["fronted_messages_per_s_core"] = round(fronted)
     figures |= coalesced_tokens_a_core(model, asked.answers, 10 * asked.tokens)
     figures |= many_streams(model, asked.streams, asked.stream_tokens, asked.rounds)
     print(figures, flush=True)

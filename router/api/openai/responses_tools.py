@@ -37,6 +37,7 @@ class OfferedTools:
         """
         self.functions: list[tuple[str, dict[str, Any]]] = []
         self.namespaced: dict[str, tuple[str, str]] = {}
+        self._names = set[str]()
         self._unknown = unknown
         self._required = required
         for number, tool in enumerate(tools):
@@ -80,8 +81,9 @@ class OfferedTools:
             shared = None
 
     def _add(self, field: str, name: str, description: str | None, tool: ResponseFunctionTool) -> None:
-        if self.namespaced and any(name == other for other, _ in self.functions):
+        if self.namespaced and name in self._names:
             raise InvalidArgument(f"{field}.name", "is the name of another function, its namespace included")
+        self._names.add(name)
         function: dict[str, Any] = {"name": name}
         if description is not None:
             function["description"] = description

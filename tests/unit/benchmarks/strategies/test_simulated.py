@@ -36,7 +36,7 @@ def test_whole_prompts_beside_answers_make_worse_gaps_than_prompts_elsewhere(sta
 
 
 def test_an_unloaded_step_is_what_the_costs_say(stage: Stage) -> None:
-    truth = stage.machine.truth
+    truth = stage.machine.actual_cost
     alone_s = truth.base_s + truth.row_s
     assert alone_s < stage.unloaded_step() < alone_s + 1000 * truth.context_s
 
@@ -45,10 +45,10 @@ def test_quantized_kv_and_weights_count_as_they_are_stored(stage: Stage) -> None
     plain, kv = (hardware("llama-3-8b", None, 47.58, 1.0, kv_cache_dtype=name) for name in ("auto", "int8"))
     assert plain.pages * plain.page_tokens == 389_760, "as an H100 had with as many bytes of KV"
     assert kv.pages / plain.pages == pytest.approx(256 / 132, rel=1e-3)
-    assert kv.truth.context_s / plain.truth.context_s == pytest.approx(132 / 256)
+    assert kv.actual_cost.context_s / plain.actual_cost.context_s == pytest.approx(132 / 256)
     assert kv.device.page_bytes == 132 * 2 * 8 * 32 * 128
     weights = hardware("llama-3-8b", None, 47.58, 1.0, quantization="int8")
-    assert 0.65 < weights.truth.base_s / plain.truth.base_s < 0.75, "a step of one row is 1.4 times as fast on an H100"
+    assert 0.65 < weights.actual_cost.base_s / plain.actual_cost.base_s < 0.75, "a step of one row is 1.4 times as fast on an H100"
     workload = offers([], 1.0, 1.0)[0].source.at(4.0, 6.0, 0)
     settings = strategies(2)[0].settings
     bound, freer = (
