@@ -83,6 +83,7 @@ _FAILED = {
 }
 
 
+@cache
 def json_body(*models: type[BaseModel]) -> dict[str, Any]:
     """Return the `openapi_extra` of a route that takes any of `models`, which it parses itself."""
     schemas = [model.model_json_schema(ref_template=REFERENCE) for model in models]

@@ -45,7 +45,9 @@ class FormatCompiler:
         """`config.tokenizer_folder` has the model's tokenizer."""
         self._folder = config.tokenizer_folder
         waits = "formats of answers wait to be compiled"
-        self._pool = TokenizerPool(_PROCESSES, config.max_tokenizing_bytes, config.retry_after_s, waits)
+        # A tenant whose grammars take all of their time leaves a process to the others.
+        per_tenant = _PROCESSES - 1
+        self._pool = TokenizerPool(_PROCESSES, config.max_tokenizing_bytes, config.retry_after_s, waits, per_tenant)
         self._processes: _Processes | None = None
         self._unwanted: set[threading.Event] = set()
         """Set to end the compilation of a request; one for each that waits or is compiled."""

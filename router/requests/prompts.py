@@ -82,8 +82,9 @@ class PromptEncoder:
         return self._tokenizer.encode(text, add_special_tokens=special is not False, last=last)
 
     def _check_text_length(self, field: str, text: str, served: ServedModel) -> None:
-        """Reject a text that cannot fit the context before encoding it, which takes a second per megabyte."""
-        least, context = self._tokenizer.fewest_tokens(text), served.facts.max_context
+        """Reject a text that cannot fit the context before all of it is encoded, which takes a second per megabyte."""
+        context = served.facts.max_context
+        least = self._tokenizer.fewest_tokens(text, context)
         if least >= context:
             raise too_long(
                 field, field=field, prompt=least, answer=1, limit=context, context=context, least="at least "
@@ -102,7 +103,10 @@ class PromptEncoder:
         assert not isinstance(prompt, tuple)
 
         def encode() -> tuple[list[int], list[str] | None]:
-            ids = self._encode(request, served, last)
+            ids, context = self._encode(request, served, last), served.facts.max_context
+            if len(ids) > context:
+                field = field_of(request)
+                raise too_long(field, field=field, prompt=len(ids), answer=0, limit=context, context=context)
             return ids, self._tokenizer.spellings(ids) if spell else None
 
         return await self._pool.run(request.tenant, _prompt_chars(prompt), encode)

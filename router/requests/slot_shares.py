@@ -1,15 +1,18 @@
-"""Shares the slots of decode batches among tenants: takes running answers back for a tenant that finds none free.
+"""Shares the slots and KV pages of decode workers among tenants, by preempting answers of those that hold most.
 
 The queue is fair among waiting tenants, but an answer holds its slot and its KV pages to its end, and a tenant may hold
 all of them before another one comes. Then its youngest answers return to the queue and continue later: their tokens are
 kept, and are prefilled with the prompt.
+
+A tenant's share is the larger one of its shares of all slots and of all KV pages (dominant resource fairness: Ghodsi et
+al., NSDI 2011).
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
 from router.placement.fleet import Fleet
 from router.placement.policy import PlacementPolicy
@@ -19,9 +22,9 @@ from router.requests.request import RoutedRequest
 WAIT_S = 1.0
 """The time for which a request waits for a free slot first, in seconds: most slots become free by themselves."""
 _SHARE = 2
-"""A tenant keeps its slots unless it holds this many for each one of the tenant that waits.
+"""A tenant keeps its answers unless its share is this many times that of the tenant that waits.
 
-Equal shares would take answers back whenever two busy tenants differ by one, and each costs a prefill.
+Equal shares would preempt an answer whenever two busy tenants differ by one, and each preemption costs a prefill.
 """
 _PROGRESS_TOKENS = 16
 """Tokens that an attempt must have brought before it is taken back, so that every answer comes to its end."""
@@ -39,21 +42,31 @@ class SlotShares:
             return
         if not self._policy.waits_for_decode(waiting.queued, self._fleet):
             return
-        preempted = answer_to_preempt(waiting, live)
+        workers = [worker for worker in self._fleet.live if worker.decodes]
+        slots = sum(worker.max_batch_requests for worker in workers)
+        preempted = answer_to_preempt(waiting, live, slots, sum(worker.answer_tokens_total for worker in workers))
         if preempted is not None:
             self._ends.preempt(preempted)
 
 
-def answer_to_preempt(waiting: RoutedRequest, live: Iterable[RoutedRequest]) -> RoutedRequest | None:
-    """Return the newest answer of the tenant with most slots; None if `waiting` has its share or none may be taken."""
+def answer_to_preempt(
+    waiting: RoutedRequest, live: Iterable[RoutedRequest], slots: int, kv_tokens: int
+) -> RoutedRequest | None:
+    """Return the newest answer of the tenant with the largest share of `slots` slots and KV of `kv_tokens` tokens.
+
+    None if the tenant of `waiting`, which counts as running, has its share, or if no answer may be preempted.
+    """
     running = [each for each in live if each.decode is not None and not each.generated]
-    held = Counter(each.admitted.tenant for each in running)
-    tenant, most = held.most_common(1)[0] if held else ("", 0)
-    if most < _SHARE * (held[waiting.admitted.tenant] + 1):
+    shares: defaultdict[str, list[RoutedRequest]] = defaultdict(list)
+    for each in running:
+        shares[each.admitted.tenant].append(each)
+
+    def share(requests: Sequence[RoutedRequest]) -> float:
+        held = sum(each.queued.reserved_tokens for each in requests)
+        return max(len(requests) / slots, held / kv_tokens)
+
+    largest = max(shares.values(), key=share, default=())
+    if not largest or share(largest) < _SHARE * share([*shares[waiting.admitted.tenant], waiting]):
         return None
-    able = (
-        each
-        for each in running
-        if each.admitted.tenant == tenant and each.assembler.count - each.answered >= _PROGRESS_TOKENS
-    )
+    able = (each for each in largest if each.assembler.count - each.answered >= _PROGRESS_TOKENS)
     return max(able, key=lambda each: (each.admitted.priority, each.placed_s), default=None)

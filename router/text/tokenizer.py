@@ -120,9 +120,17 @@ class Tokenizer:
         """
         return self._encode_last(text, last, special=add_special_tokens)
 
-    def fewest_tokens(self, text: str) -> int:
-        """Return a lower bound of the number of tokens of `text` without encoding it; 0 if none is known."""
-        return self._length.fewest_tokens(text.replace(self._break, ""))
+    def fewest_tokens(self, text: str, enough: int) -> int:
+        """Return a lower bound of the number of tokens of `text`; bounds of `enough` and more are all the same.
+
+        A long text's beginning is encoded where the bound by bytes is lower, and more of it until the bound is enough.
+        """
+        least = self._length.fewest_tokens(text.replace(self._break, ""))
+        chars = _CHARS_PER_TOKEN * (enough + _CUT_TOKENS)
+        while least < enough and chars < len(text):
+            least = max(least, len(self._encode(text[:chars], special=False)) - _CUT_TOKENS)
+            chars *= 2
+        return least
 
     def special_ids(self, texts: Sequence[str]) -> dict[int, str]:
         """Return those of `texts` that are special tokens, by their ids."""

@@ -38,11 +38,18 @@ class TokenizerPool:
         waiting_bytes_max: int,
         retry_after_s: float,
         waits: str = "prompts wait to be tokenized",
+        threads_per_tenant: int | None = None,
     ) -> None:
-        """`retry_after_s` is the retry hint of rejections, `waits` says in them what the bytes are."""
+        """`retry_after_s` is the retry hint of rejections, `waits` says in them what the bytes are.
+
+        A tenant has at most `threads_per_tenant` jobs at the same time; None = as many as there are threads.
+        """
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="router-tokenizer")
         self._waits = waits
         self._idle = threads
+        self._threads_per_tenant = threads_per_tenant or threads
+        self._running: Counter[str] = Counter()
+        """The running jobs of each tenant."""
         self._waiting_bytes_max = waiting_bytes_max
         self._retry_after_s = retry_after_s
         self._waiting: dict[str, deque[_Job]] = {}
@@ -116,19 +123,25 @@ class TokenizerPool:
             del self._waiting[tenant], self._bytes[tenant]
 
     def _begin_next(self) -> None:
-        while self._idle and self._waiting:
-            tenant = next(iter(self._waiting))
+        while self._idle:
+            able = (each for each in self._waiting if self._running[each] < self._threads_per_tenant)
+            if (tenant := next(able, None)) is None:
+                return
             jobs = self._waiting[tenant]
             job = jobs.popleft()
             self._left(tenant, job)
             if jobs:  # its next turn comes after the other tenants'
                 self._waiting[tenant] = self._waiting.pop(tenant)
             self._idle -= 1
+            self._running[tenant] += 1
             running = asyncio.get_running_loop().run_in_executor(self._threads, job.work)
-            running.add_done_callback(partial(self._ended, job))
+            running.add_done_callback(partial(self._ended, tenant, job))
 
-    def _ended(self, job: _Job, running: asyncio.Future[Any]) -> None:
+    def _ended(self, tenant: str, job: _Job, running: asyncio.Future[Any]) -> None:
         self._idle += 1
+        self._running[tenant] -= 1
+        if not self._running[tenant]:
+            del self._running[tenant]
         if running.cancelled():
             _refuse(job, Unavailable("the router is stopping; send the request again"))
             return

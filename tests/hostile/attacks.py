@@ -106,12 +106,12 @@ def truncated_prompts(scene: Scene) -> None:
 
 
 def unread_streams(scene: Scene) -> None:
-    """Open streams of eight long answers each, and read nothing of them."""
-    body = {"prompt": [5, 6, 7, 8], "n": 8, "max_tokens": 4000, "ignore_eos": True, "stream": True, "temperature": 1}
+    """Open streams of 16 long answers each, more than the decode workers have slots, and read nothing of them."""
+    body = {"prompt": [5, 6, 7, 8], "n": 16, "max_tokens": 4000, "ignore_eos": True, "stream": True, "temperature": 1}
     headers = {"Authorization": f"Bearer {scene.hostile}"}
     with ExitStack() as stack:
         client = stack.enter_context(httpx.Client(timeout=TIMEOUT_S))
-        for _ in range(8):
+        for _ in range(10):
             stack.enter_context(
                 client.stream("POST", f"http://{scene.http}/v1/completions", json=body, headers=headers)
             )

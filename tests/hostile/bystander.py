@@ -93,8 +93,9 @@ def _one_answer(client: httpx.Client, waits: Waits, stop: threading.Event, began
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
+        "stream_options": {"include_usage": True},
     }
-    measured, last = waits.answers > 0, None
+    measured, last, generated = waits.answers > 0, None, 0
     with client.stream("POST", "/completions", json=body) as reply:
         if reply.status_code != 200:
             raise AssertionError(f"{reply.status_code} {reply.read()[:300]!r}")
@@ -102,6 +103,9 @@ def _one_answer(client: httpx.Client, waits: Waits, stop: threading.Event, began
             if line.startswith("event: error") or line.startswith('data: {"error"'):
                 raise AssertionError(line[:300])
             if not line.startswith("data: {"):
+                continue
+            if (usage := json.loads(line.removeprefix("data: ")).get("usage")) is not None:
+                generated = usage["completion_tokens"]
                 continue
             now = time.monotonic()
             if measured and last is None:
@@ -111,8 +115,8 @@ def _one_answer(client: httpx.Client, waits: Waits, stop: threading.Event, began
             last = now
             if stop.is_set():
                 return
-    if last is None:
-        raise AssertionError("a stream without a token")
+    if generated != ANSWER_TOKENS:
+        raise AssertionError(f"an answer of {generated} tokens instead of {ANSWER_TOKENS}")
 
 
 def main() -> None:

@@ -71,5 +71,9 @@ class Drafting:
         return seconds / (seconds - costs.count(self._survival(drafts), kv_read_once=True).saved_s)
 
     def break_even(self, cost: StepCost, context: int) -> int:
-        """Return the smallest batch for which drafts do not pay; at most ROWS_MAX, where steps have none."""
-        return next(batch for batch in range(1, ROWS_MAX + 1) if self.speedup(cost, batch, context) <= 1)
+        """Return the batch from which on drafts never pay; at most ROWS_MAX, where steps have none.
+
+        They may not pay for smaller batches either: a step that verifies drafts has a cost of its own.
+        """
+        paying = (batch for batch in range(1, ROWS_MAX) if self.speedup(cost, batch, context) > 1)
+        return 1 + max(paying, default=0)

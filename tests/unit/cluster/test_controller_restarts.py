@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -89,3 +90,18 @@ def test_a_restarted_controller_has_the_ports_and_the_state_of_the_one_that_died
     assert (first.cluster.controller_port, first.cluster.metrics_port, first.before) == (0, 0, None)
     assert (second.cluster.controller_port, second.cluster.metrics_port, second.before) == (3, 4, HEALTH)
     assert second.number == first.number, "an older controller stays older than the others"
+
+
+def test_a_controller_that_does_not_respond_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Any] = [11, "127.0.0.1:3"]
+    killed: list[tuple[int, int]] = []
+    monkeypatch.setattr(controller_process, "actor_class", lambda _: MagicMock())
+    monkeypatch.setattr(controller_process, "on_this_node", lambda: None)
+    monkeypatch.setattr(controller_process, "ask", lambda *_: answers.pop(0))
+    monkeypatch.setattr("os.kill", lambda pid, number: killed.append((pid, number)))
+    monkeypatch.setattr("ray.wait", lambda calls, timeout: ([], calls))
+    process = ControllerProcess(ControllerConfig(ClusterSettings.of(Path("m")), (), 0, "t", 1))
+    process.start()
+    with pytest.raises(Unavailable, match="no sign of life"):
+        process.health()
+    assert killed == [(11, signal.SIGKILL)]

@@ -101,6 +101,21 @@ async def test_the_one_that_came_second_gets_a_share_and_no_more(cluster: Cluste
             assert await call == expected(TOKENS, OTHER if number >= SLOTS else None)
 
 
+async def test_another_tenant_is_served_while_one_answer_holds_most_pages(cluster: Cluster) -> None:
+    address = cluster.endpoints.grpc_address
+    cluster.decode.pages_total = TOKENS // cluster.decode.page_tokens + 2  # no second long answer fits
+    await cluster.members(*cluster.workers)
+    async with asyncio.timeout(60), channel_to(address, "many") as many, channel_to(address, "few") as few:
+        long = asyncio.create_task(tokens(Client(many), ask(TOKENS)))
+        await until(lambda: running(cluster) == [HELD_AT], "the long answer runs")
+        other = asyncio.create_task(tokens(Client(few), ask(64)))
+        dispatcher = cluster.router._dispatcher
+        await until(lambda: any(each.queued.yielded for each in dispatcher.waiting_requests()), "the long one yields")
+        end(cluster)
+        assert await other == expected(64)
+        assert await long == expected(TOKENS)
+
+
 async def test_a_tenant_takes_nothing_from_itself(cluster: Cluster) -> None:
     async with asyncio.timeout(60), channel_to(cluster.endpoints.grpc_address, "many") as channel:
         calls = await fill(cluster, Client(channel), SLOTS + 1)

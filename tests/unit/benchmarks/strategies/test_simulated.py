@@ -48,7 +48,9 @@ def test_quantized_kv_and_weights_count_as_they_are_stored(stage: Stage) -> None
     assert kv.actual_cost.context_s / plain.actual_cost.context_s == pytest.approx(132 / 256)
     assert kv.device.page_bytes == 132 * 2 * 8 * 32 * 128
     weights = hardware("llama-3-8b", None, 47.58, 1.0, quantization="int8")
-    assert 0.65 < weights.actual_cost.base_s / plain.actual_cost.base_s < 0.75, "a step of one row is 1.4 times as fast on an H100"
+    assert 0.65 < weights.actual_cost.base_s / plain.actual_cost.base_s < 0.75, (
+        "a step of one row is 1.4 times as fast on an H100"
+    )
     workload = offers([], 1.0, 1.0)[0].source.at(4.0, 6.0, 0)
     settings = strategies(2)[0].settings
     bound, freer = (

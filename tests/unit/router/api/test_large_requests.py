@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import random
 import re
+import string
 import threading
 import tracemalloc
 from collections.abc import AsyncIterator
@@ -174,9 +176,26 @@ async def test_a_prompt_that_no_context_holds_is_not_tokenized(
 @hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text(max_size=200))
 def test_no_text_has_fewer_tokens_than_its_bound(tokenizer: Tokenizer, text: str) -> None:
-    assert tokenizer.fewest_tokens(text) <= len(tokenizer.encode(text))
+    assert tokenizer.fewest_tokens(text, 1000) <= len(tokenizer.encode(text))
     rendered = tokenizer.render_chat([ChatTurn("user", text)])
-    assert tokenizer.fewest_tokens(rendered) <= len(tokenizer.encode_rendered(rendered))
+    assert tokenizer.fewest_tokens(rendered, 1000) <= len(tokenizer.encode_rendered(rendered))
+
+
+def test_a_text_of_short_tokens_is_rejected_by_its_beginning(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound by bytes assumes the longest token of the vocabulary everywhere."""
+    encoded: list[int] = []
+    encode = tokenizer._encode
+
+    def counting(text: str, *, special: bool) -> list[int]:
+        encoded.append(len(text))
+        return encode(text, special=special)
+
+    monkeypatch.setattr(tokenizer, "_encode", counting)
+    text = "".join(random.Random(1).choices(string.ascii_letters, k=400_000))
+    assert tokenizer.fewest_tokens(text, 8192) >= 8192
+    assert sum(encoded) < 0.2 * len(text)
 
 
 @pytest.mark.parametrize("kind", ["http", "grpc"])

@@ -56,6 +56,17 @@ async def test_tenants_take_turns(work: Work) -> None:
     assert work.ran == ["many-0", "many-1", "one-0", "many-2", "many-3"]
 
 
+async def test_a_tenant_leaves_a_thread_to_the_others() -> None:
+    pool, go = TokenizerPool(2, 64 * KIB, 2.5, threads_per_tenant=1), threading.Event()
+    many = [asyncio.create_task(pool.run("many", KIB, lambda: go.wait(60))) for _ in range(4)]
+    await asyncio.sleep(0)
+    assert await asyncio.wait_for(pool.run("one", KIB, lambda: "ran"), 30) == "ran"
+    assert not any(task.done() for task in many)
+    go.set()
+    assert await asyncio.gather(*many) == [True] * 4
+    pool.close()
+
+
 async def test_more_than_the_queue_holds_is_refused_with_a_hint(work: Work) -> None:
     for number in range(5):  # the first runs, the others fill the queue
         await work.add("many", f"{number}")
