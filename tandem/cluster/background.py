@@ -15,14 +15,14 @@ Result = TypeVar("Result")
 
 
 def begin(work: Coroutine[Any, Any, Result], what: str) -> asyncio.Task[Result]:
-    """Starts a task whose failure is logged even if no caller awaits it; `what` describes the work in the log."""
+    """Start a task whose failure is logged even if no caller awaits it; `what` describes the work in the log."""
     task = asyncio.ensure_future(work)
     task.add_done_callback(lambda done: _log_failure(done, what))
     return task
 
 
 async def going_on(run: Callable[[], Awaitable[None]], what: str) -> None:
-    """Runs `run`, and runs it again after each failure, until it returns or is cancelled."""
+    """Run `run`, and runs it again after each failure, until it returns or is cancelled."""
     while True:
         try:
             return await run()
@@ -40,14 +40,14 @@ class Changes:
         self._begun: set[asyncio.Task[Any]] = set()
 
     def begin(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
-        """Starts a change; its failure is logged even if no caller awaits it."""
+        """Start a change; its failure is logged even if no caller awaits it."""
         task = begin(work, self._what)
         self._begun.add(task)
         task.add_done_callback(self._begun.discard)
         return task
 
     async def to_its_end(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Returns the result of a change; Unavailable if `cancel` ended it."""
+        """Return the result of a change; Unavailable if `cancel` ended it."""
         task = self.begin(work)
         try:
             return await asyncio.shield(task)
@@ -58,7 +58,7 @@ class Changes:
             raise Unavailable("another controller has taken over in the meantime; ask again") from None
 
     def cancel(self) -> tuple[asyncio.Task[Any], ...]:
-        """Cancels the changes that go on, and returns them."""
+        """Cancel the changes that go on, and return them."""
         begun = tuple(self._begun)
         for task in begun:
             task.cancel()

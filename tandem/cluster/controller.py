@@ -70,11 +70,11 @@ class Controller:
         self._stopped = asyncio.Event()
 
     async def pid(self) -> int:
-        """Returns the process id of this process."""
+        """Return the process id of this process."""
         return os.getpid()
 
     async def start(self) -> str:
-        """Opens the listener, begins to start or take over all processes, and returns the listener's host:port."""
+        """Open the listener, begins to start or take over all processes, and return the listener's host:port."""
         cluster, token = self._config.cluster, self._config.token
         supervisor, elsewhere = self._supervisor, self._election.decided
         servicer = ForwardingServicer(self._registry, supervisor.operator, supervisor.adapters, token, elsewhere)
@@ -94,22 +94,22 @@ class Controller:
         return self._address
 
     async def serves(self) -> None:
-        """Marks the start of the whole cluster as complete: every required process serves."""
+        """Mark the start of the whole cluster as complete: every required process serves."""
         self._runs.append(begin(going_on(self._standby.run, _STANDBY), _STANDBY))
         self._supervisor.started.set()
         self._election.started()
 
     async def release_workers(self) -> Handover:
-        """Releases the workers to another controller; see `LeaderElection.release_workers`."""
+        """Release the workers to another controller; see `LeaderElection.release_workers`."""
         return await self._election.release_workers()
 
     async def wait_until_settled(self) -> str:
-        """Waits as `LeaderElection.wait_until_settled` does and returns this controller's listener, host:port."""
+        """Wait as `LeaderElection.wait_until_settled` does and return this controller's listener, host:port."""
         await self._election.wait_until_settled()
         return self._address
 
     async def _continue_router(self) -> None:
-        """Adopts the router of the controller that this one replaces, if it lives; ends what else that one left."""
+        """Adopt the router of the controller that this one replaces, if it lives; ends what else that one left."""
         before = self._config.before
         if before is None:
             return
@@ -140,7 +140,7 @@ class Controller:
         )
 
     async def health(self) -> ClusterHealth:
-        """Returns the health of all processes. Raises the error that keeps this controller from taking over."""
+        """Return the health of all processes. Raises the error that keeps this controller from taking over."""
         begun, supervisor = self._taking_over, self._supervisor
         filled = begun is not None and begun.done()
         if begun is not None and filled and not begun.cancelled():
@@ -160,11 +160,11 @@ class Controller:
         )
 
     async def run(self) -> None:
-        """Waits until the controller is stopped."""
+        """Wait until the controller is stopped."""
         await self._stopped.wait()
 
     async def stop(self, *, leave_workers: bool = False) -> bool:
-        """Stops the router, then the workers, then the listener; returns True if workers live on.
+        """Stop the router, then the workers, then the listener; return True if workers live on.
 
         They live on, if they may outlive this controller at all, when the caller asks for it, when another controller
         lives, and when this controller's start is not complete and it started none of them.

@@ -43,7 +43,7 @@ class ControllerProcess:
         """Its listener, host:port."""
 
     def start(self) -> None:
-        """Starts the process; returns when it listens. Unavailable if it dies or does not respond in time."""
+        """Start the process; return when it listens. Unavailable if it dies or does not respond in time."""
         number = self._config.number
         options = {"name": actor_name(number), "num_cpus": 0, "scheduling_strategy": on_this_node()}
         self._born = time.monotonic()
@@ -53,15 +53,15 @@ class ControllerProcess:
         self.address = ask(self._actor.start.remote(), START_TIMEOUT_S)
 
     def serves(self) -> None:
-        """Tells it that the start of the whole cluster is complete."""
+        """Tell it that the start of the whole cluster is complete."""
         ask(self._actor.serves.remote())
 
     def pid(self) -> int:
-        """Returns its process id."""
+        """Return its process id."""
         return int(ask(self._actor.pid.remote()))
 
     def health(self) -> ClusterHealth:
-        """Returns the health of all processes, as the controller knows it.
+        """Return the health of all processes, as the controller knows it.
 
         Unavailable if the controller is dead or fails; one that does not respond within the hang deadline is killed.
         Waits are counted rather than timed: while this process itself is stopped, only one of them passes.
@@ -82,11 +82,11 @@ class ControllerProcess:
         return health
 
     def restart_wait_s(self) -> float:
-        """Returns the seconds to wait before the next `restart`, which grow with each short life."""
+        """Return the seconds to wait before the next `restart`, which grow with each short life."""
         return self._backoff.after_death(time.monotonic() - self._born)
 
     def restart(self) -> None:
-        """Starts a controller in the place of the one that died; see `start`."""
+        """Start a controller in the place of the one that died; see `start`."""
         import ray
 
         ray.kill(self._actor, no_restart=True)  # it may live and fail; Ray frees its name
@@ -101,12 +101,12 @@ class ControllerProcess:
         self.serves()
 
     def stop(self, timeout_s: float, *, leave_workers: bool) -> bool:
-        """Stops it and all that it supervises; returns True if workers live on. Unavailable if it does not respond."""
+        """Stop it and all that it supervises; return True if workers live on. Unavailable if it does not respond."""
         return bool(ask(self._actor.stop.remote(leave_workers=leave_workers), timeout_s))
 
 
 def ask(reply: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
-    """Returns the controller's reply. Unavailable if it is dead or silent."""
+    """Return the controller's reply. Unavailable if it is dead or silent."""
     import ray
 
     try:

@@ -111,7 +111,7 @@ class Cluster:
 
     @classmethod
     def start(cls, config: ClusterSettings, progress: Callable[[Progress], None] = lambda _: None) -> "Cluster":
-        """Starts all processes and waits until they serve.
+        """Start all processes and waits until they serve.
 
         `progress` is called from another thread. A TandemError gives the reason if the cluster cannot serve; on any
         exception, including KeyboardInterrupt, nothing is left behind except workers that lived before.
@@ -139,20 +139,20 @@ class Cluster:
                     self._signals_back.set()
 
     def health(self) -> ClusterHealth:
-        """Returns the current health of the router and the workers. Unavailable once the cluster is gone."""
+        """Return the current health of the router and the workers. Unavailable once the cluster is gone."""
         if self._over.is_set():
             raise self._failure or Unavailable("the cluster is stopped; start it with `tandem up`")
         assert self._controller is not None
         return self._controller.health()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Waits until the cluster is gone or the timeout expires. Raises the error that ended it, if any."""
+        """Wait until the cluster is gone or the timeout expires. Raises the error that ended it, if any."""
         self._over.wait(timeout_s)
         if self._failure is not None:
             raise self._failure
 
     def stop(self, timeout_s: float = KILL_AFTER_S, *, leave_workers: bool = False) -> None:
-        """Ends every process of the cluster and removes its files; returns when they are gone. Idempotent.
+        """End every process of the cluster and removes its files; return when they are gone. Idempotent.
 
         Workers that may outlive it do so if `leave_workers`, or if another `tandem up` serves with them. A process that
         is not gone `timeout_s` seconds after the config's grace, such as a hanging Ray, is killed.
@@ -188,7 +188,7 @@ class Cluster:
         self._progress(Progress("Ray", True))
 
     def _start_controller(self) -> None:
-        """Starts all processes, then watches them until `stop` is called or the controller cannot be restarted."""
+        """Start all processes, then watches them until `stop` is called or the controller cannot be restarted."""
         if self._stopping.is_set():
             return
         slots, gpus = plan(self._config, self._node.gpus), self._node.gpus
@@ -205,7 +205,7 @@ class Cluster:
         self._watch(controller, health)
 
     def _watch(self, controller: ControllerProcess, health: ClusterHealth) -> None:
-        """Reports each process that dies or serves again, until `stop`, and restarts the controller when it dies."""
+        """Report each process that dies or serves again, until `stop`, and restarts the controller when it dies."""
         before, kept_at = {one.name: one.phase for one in health.all}, health.kept_at
         while not self._stopping.wait(WATCH_S):
             try:
@@ -224,7 +224,7 @@ class Cluster:
                 before[one.name] = one.phase
 
     def _restart(self, controller: ControllerProcess, reason: str) -> None:
-        """Restarts a controller that died. Unavailable if it does not start again; returns early after `stop`."""
+        """Restart a controller that died. Unavailable if it does not start again; return early after `stop`."""
         self._progress(Progress("controller", False, reason))
         for _ in range(RESTARTS_MAX):
             if self._stopping.wait(controller.restart_wait_s()):
@@ -243,7 +243,7 @@ class Cluster:
         )
 
     def _await_serving(self, controller: ControllerProcess) -> ClusterHealth | None:
-        """Polls until all processes serve; None = `stop` came first. The first death before that fails the start."""
+        """Poll until all processes serve; None = `stop` came first. The first death before that fails the start."""
         give_up = time.monotonic() + self._config.start_timeout_s
         while not self._stopping.wait(POLL_S):
             health = controller.health()
@@ -260,7 +260,7 @@ class Cluster:
         return None
 
     def _stop_controller(self, controller: ControllerProcess) -> None:
-        """Stops the controller, for a bounded time after the grace; processes that remain die with Ray."""
+        """Stop the controller, for a bounded time after the grace; processes that remain die with Ray."""
         self.left_workers = bool(self._config.workers_outlive_s)  # those of one that is dead or silent
         try:
             within_s = self._config.stop_grace_s + STOP_TIMEOUT_S
@@ -271,7 +271,7 @@ class Cluster:
             log.warning("the controller could not be asked to stop: %s", first_line(error))
 
     def _fail(self, error: Exception) -> None:
-        """Passes `error` to the caller that waits for the start, or, after the start, to `wait`."""
+        """Pass `error` to the caller that waits for the start, or, after the start, to `wait`."""
         if not isinstance(error, TandemError):
             error = Unavailable(f"the cluster failed: {type(error).__name__}: {first_line(error)}")
         self._failure = error
@@ -280,14 +280,14 @@ class Cluster:
 
 
 def _restore_sigterm() -> None:
-    """Gives SIGTERM back to Python's handler: Ray's core takes it over, to die with a stack dump."""
+    """Give SIGTERM back to Python's handler: Ray's core takes it over, to die with a stack dump."""
     handler = signal.getsignal(signal.SIGTERM)
     if handler is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
 
 
 def _sees_workers(health: ClusterHealth) -> bool:
-    """Returns True if the router reports that it has found the workers: its health service, or /ready beside TLS."""
+    """Return True if the router reports that it has found the workers: its health service, or /ready beside TLS."""
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 

@@ -33,7 +33,7 @@ async def until_it_hangs(
     starts: Callable[[], bool],
     is_there: Callable[[], bool],
 ) -> float:
-    """Returns when `works` has not completed for `deadline_s` seconds (0 = never); returns that duration in seconds.
+    """Return when `works` has not completed for `deadline_s` seconds (0 = never); return that duration in seconds.
 
     `starts` returns True while the process starts, `is_there` returns True once there is a process to ask.
     """
@@ -44,7 +44,7 @@ async def until_it_hangs(
     asking: asyncio.Task[None] | None = None
 
     def ask() -> None:
-        """Sends one question at a time: the reply to an old one is as good as any."""
+        """Send one question at a time: the reply to an old one is as good as any."""
         nonlocal asking
         if not is_there():
             heartbeat.beat()

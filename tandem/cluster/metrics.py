@@ -43,7 +43,7 @@ class ClusterMetrics:
         health: Callable[[], Iterable[tuple[str, Health]]],
         roles: Callable[[], Mapping[str, str]],
     ) -> None:
-        """Opens the processes' pages with the key derived from `token`; the keys in `keys` open this listener.
+        """Open the processes' pages with the key derived from `token`; the keys in `keys` open this listener.
 
         `health` returns each kept process with the role that it was started for, `roles` the workers' current roles.
         """
@@ -60,24 +60,24 @@ class ClusterMetrics:
         self._listener = MetricsServer({METRICS_PATH: self._metrics, DISCOVERY_PATH: self._discovery}, keys)
 
     async def open(self, host: str, port: int) -> str:
-        """Listens and returns host:port. FailedPrecondition if the port is taken."""
+        """Listen and return host:port. FailedPrecondition if the port is taken."""
         return await self._listener.open(host, port)
 
     async def close(self) -> None:
-        """Closes the listener. Idempotent."""
+        """Close the listener. Idempotent."""
         await self._listener.close()
 
     def opened(self, name: str, role: str, address: str) -> None:
-        """Registers the metrics address of a process."""
+        """Register the metrics address of a process."""
         self._targets[name] = Target(role, address)
 
     def gone(self, name: str) -> None:
-        """Removes a process that has ended."""
+        """Remove a process that has ended."""
         self._targets.pop(name, None)
         self._answered.pop(name, None)
 
     async def text(self) -> str:
-        """Returns the current series of all processes, as text."""
+        """Return the current series of all processes, as text."""
         texts = await asyncio.gather(*(self._ask(name, target) for name, target in tuple(self._targets.items())))
         self._facts_now = self._facts()
         own, _ = await self._own(TEXT)
@@ -96,7 +96,7 @@ class ClusterMetrics:
         return text
 
     async def _discovery(self, _accept: str) -> tuple[bytes, str]:
-        """Returns the targets for `http_sd_configs`.
+        """Return the targets for `http_sd_configs`.
 
         The labels are for relabeling alone: each process names itself in its own series.
         """

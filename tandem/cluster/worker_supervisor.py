@@ -101,7 +101,7 @@ class WorkerSupervisor:
         self._tasks: list[asyncio.Task[None]] = []
 
     def open(self, address: str, metrics: ClusterMetrics) -> None:
-        """Sets the controller's address for workers and the metrics registry; called before all other methods."""
+        """Set the controller's address for workers and the metrics registry; called before all other methods."""
         self._workers.controller_address = address
         self._metrics = metrics
         cluster = self._config.cluster
@@ -116,7 +116,7 @@ class WorkerSupervisor:
             self._planner.export_to(metrics.registry)
 
     async def take_over(self, handover: Handover) -> None:
-        """Takes over the workers; returns when the living follow this controller and the missing are starting."""
+        """Take over the workers; return when the living follow this controller and the missing are starting."""
         left = await self._left.living()
         above = max((generation_of(each.peer.incarnation) for each in left), default=0)
         # Live workers may have seen higher generations that are gone; Ray's head knows of these as well.
@@ -154,7 +154,7 @@ class WorkerSupervisor:
         return ControllerState(slots, topology, self.operator.handover())
 
     async def release_workers(self) -> Handover:
-        """Releases the workers, which keep serving; returns when this controller no longer acts on them."""
+        """Release the workers, which keep serving; return when this controller no longer acts on them."""
         planning_and_more, self._tasks = self._tasks[1:], self._tasks[:1]
         await _cancel(planning_and_more)
         try:
@@ -163,11 +163,11 @@ class WorkerSupervisor:
             await self._leave()
 
     async def mirror_membership(self, address: str) -> None:
-        """Mirrors the membership of the controller at `address`; see `mirror`."""
+        """Mirror the membership of the controller at `address`; see `mirror`."""
         await mirror(address, self._config.token, self._registry)
 
     async def stop(self, *, end_workers: bool) -> None:
-        """Ends all workers and releases their resources, or lets them live on as they are."""
+        """End all workers and releases their resources, or lets them live on as they are."""
         if not end_workers:
             await self._leave()
             return
@@ -194,7 +194,7 @@ class WorkerSupervisor:
         self.fleet.add(slot, (left.peer.incarnation, self._workers.adopt(slot, left)))
 
     async def _until_they_follow(self) -> None:
-        """Waits until every worker that was taken over follows or turns out to be dead."""
+        """Wait until every worker that was taken over follows or turns out to be dead."""
         while any(  # noqa: ASYNC110
             one.phase is Phase.STARTING and one.name in self.taken_over and not one.restarts
             for _, one in self.fleet.health()
@@ -202,7 +202,7 @@ class WorkerSupervisor:
             await asyncio.sleep(LOOK_S)
 
     async def _adjust(self, found: Found, state: HandoverState) -> None:
-        """Adjusts the number of workers and their settings to the config, once the cluster serves."""
+        """Adjust the number of workers and their settings to the config, once the cluster serves."""
         await self.started.wait()
         cluster = self._config.cluster
         if state.surplus:
@@ -221,7 +221,7 @@ class WorkerSupervisor:
         return served_of(self._asked_of(worker_id))
 
     def _asked_of(self, worker_id: str) -> "WorkerConfig":
-        """Returns the config that a worker of this name would start with, apart from its assignment."""
+        """Return the config that a worker of this name would start with, apart from its assignment."""
         slot = slot_of(self._config.cluster, self._config.slots, worker_id)
         return self._workers.config(slot, self._assignments.topology.assignment(slot.role))
 
@@ -238,11 +238,11 @@ class WorkerSupervisor:
         return another(self._config.cluster, role, slots, self._config.gpus)
 
     async def _spawn(self, slot: Slot, incarnation: int) -> Process:
-        """Starts a process with the assignment that is wanted now, not with that of the cluster's start."""
+        """Start a process with the assignment that is wanted now, not with that of the cluster's start."""
         return await self._workers.spawn(slot, self._assignments.wanted(slot.worker_id), incarnation)
 
     def _forget(self, worker_id: str, incarnation: int) -> None:
-        """Unregisters a dead worker, so that routers learn of its death as soon as its supervisor does."""
+        """Unregister a dead worker, so that routers learn of its death as soon as its supervisor does."""
         self._registry.unregister(PeerRef(worker_id, incarnation))
         if self._metrics is not None:
             self._metrics.gone(worker_id)

@@ -128,7 +128,7 @@ _NOT_TAKEN = (
 
 
 def diagnose(it: Figures) -> Diagnosis:
-    """Finds the bottleneck of one worker. What holds KV pages, such as slow transfers, precedes the lack of pages."""
+    """Find the bottleneck of one worker. What holds KV pages, such as slow transfers, precedes the lack of pages."""
     if it.transport_is_slow:
         writing = f"hand-overs write {it.transferring:.2f} s in each second"
         return _found(Bottleneck.TRANSFER, f"{writing}, and it computes {it.busy:.0%} of the time")
@@ -143,7 +143,7 @@ def diagnose(it: Figures) -> Diagnosis:
 
 
 def _of_engine(it: Figures) -> Diagnosis:
-    """Finds the bottleneck of a worker that has enough KV pages."""
+    """Find the bottleneck of a worker that has enough KV pages."""
     bottleneck = _in_steps(it) if it.busy >= COMPUTING else Bottleneck.NONE
     full = it.batch_limit > 0 and it.decoding >= BATCH_FULL * it.batch_limit
     if full and it.requests_waiting > 0 and bottleneck is not Bottleneck.COMPUTE:
@@ -163,7 +163,7 @@ def _found(bottleneck: Bottleneck, because: str) -> Diagnosis:
 
 
 def _in_steps(it: Figures) -> Bottleneck:
-    """Returns what takes the largest share of the steps' time."""
+    """Return what takes the largest share of the steps' time."""
     largest = max(it.compute, it.bandwidth, it.rest)
     if it.compute == largest:
         return Bottleneck.COMPUTE

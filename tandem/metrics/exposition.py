@@ -16,7 +16,7 @@ from tandem.metrics.registry import Exemplar as BucketExemplar
 from tandem.metrics.registry import Histogram, Registry, Snapshot
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
-"""The format that `merge` reads and returns."""
+"""The format that `merge` reads and return."""
 
 
 class RegistryCollector(Collector):
@@ -27,7 +27,7 @@ class RegistryCollector(Collector):
         self._process = ProcessCollector(registry=None)
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the registry's families, then those of the process (CPU time, memory, open files)."""
+        """Yield the registry's families, then those of the process (CPU time, memory, open files)."""
         labels = dict(self._metrics.labels)
         for snapshot in self._metrics.snapshots():
             yield _metric(snapshot, labels)
@@ -45,13 +45,13 @@ class Exposition:
         self._registry.register(RegistryCollector(registry))
 
     def render(self, accept: str = TEXT) -> tuple[bytes, str]:
-        """Renders the metrics in a format that the scraper accepts; returns the text and its content type."""
+        """Render the metrics in a format that the scraper accepts; return the text and its content type."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 
 
 def merge(texts: Iterable[str]) -> str:
-    """Merges texts of several processes: each family appears once, with the series of all. Nothing is summed."""
+    """Merge texts of several processes: each family appears once, with the series of all. Nothing is summed."""
     heads: dict[str, list[str]] = {}
     series: dict[str, list[str]] = {}
     for text in texts:

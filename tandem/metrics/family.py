@@ -39,17 +39,17 @@ class Family:
 
 
 def counter(name: str, text: str, *labels: str) -> Family:
-    """Returns a counter; ValueError unless its name ends in `_total`."""
+    """Return a counter; ValueError unless its name ends in `_total`."""
     if not name.endswith("_total"):
         raise ValueError(f"the counter {name} must end in _total")
     return Family(name, Kind.COUNTER, text, labels)
 
 
 def gauge(name: str, text: str, *labels: str) -> Family:
-    """Returns a gauge."""
+    """Return a gauge."""
     return Family(name, Kind.GAUGE, text, labels)
 
 
 def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Family:
-    """Returns a histogram with these upper bounds."""
+    """Return a histogram with these upper bounds."""
     return Family(name, Kind.HISTOGRAM, text, labels, buckets)

@@ -30,7 +30,7 @@ class Counter:
         self.value = 0.0
 
     def add(self, amount: float = 1.0) -> None:
-        """Adds `amount`, >= 0."""
+        """Add `amount`, >= 0."""
         self.value += amount
 
 
@@ -61,11 +61,11 @@ class Histogram:
         self.total = 0.0
 
     def place(self, value: float) -> int:
-        """Returns the bucket index of an observation."""
+        """Return the bucket index of an observation."""
         return bisect_left(self.bounds, value)
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Records `value`, `times` times."""
+        """Record `value`, `times` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
@@ -88,7 +88,7 @@ class Registry:
     """All families of one process. The owner of a cell writes to it; `snapshots` reads on any thread."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
-        """Sets the process's labels, which every series has for the process's lifetime.
+        """Set the process's labels, which every series has for the process's lifetime.
 
         A label that can change belongs in a series of its own, since counters with a new label would start from 0.
         """
@@ -98,21 +98,21 @@ class Registry:
         self._sources: list[Callable[[], Facts]] = []
 
     def counter(self, family: Family, *values: str) -> Counter:
-        """Returns the cell of a counter with these label values, the same one each time; exported from now on."""
+        """Return the cell of a counter with these label values, the same one each time; exported from now on."""
         _check(family, Kind.COUNTER, values)
         return self._counters.setdefault(family, {}).setdefault(values, Counter())
 
     def histogram(self, family: Family, *values: str) -> Histogram:
-        """Returns the cell of a histogram with these label values, the same one each time; exported from now on."""
+        """Return the cell of a histogram with these label values, the same one each time; exported from now on."""
         _check(family, Kind.HISTOGRAM, values)
         return self._histograms.setdefault(family, {}).setdefault(values, Histogram(family.buckets))
 
     def read(self, source: Callable[[], Facts]) -> None:
-        """Adds a source of counters and gauges that other objects keep; it is called at each scrape."""
+        """Add a source of counters and gauges that other objects keep; it is called at each scrape."""
         self._sources.append(source)
 
     def snapshots(self) -> Iterable[Snapshot]:
-        """Yields the current values of every family."""
+        """Yield the current values of every family."""
         for family, cells in tuple(self._counters.items()):
             yield Snapshot(family, {labels: cell.value for labels, cell in tuple(cells.items())}, {})
         for source in self._sources:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def keep_imports() -> Iterator[None]:
-    """Pauses garbage collection while the body imports, and freezes what it imported, which is never garbage.
+    """Pause garbage collection while the body imports, and freezes what it imported, which is never garbage.
 
     Python repeats the collection as modules are made: a sixth of the time that imports of PyTorch take.
     """

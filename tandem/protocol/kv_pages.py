@@ -40,15 +40,15 @@ class KvPages:
         return self.full_groups < self.groups
 
     def numbers(self, tokens: int) -> int:
-        """Returns the number of pages that `tokens` positions fill in a group without a window."""
+        """Return the number of pages that `tokens` positions fill in a group without a window."""
         return -(-tokens // self.page_tokens)
 
     def tokens_of(self, pages: Sequence[int]) -> int:
-        """Returns the positions that a request's listed pages have room for."""
+        """Return the positions that a request's listed pages have room for."""
         return len(pages) // self.groups * self.page_tokens
 
     def held(self, tokens: int, *, decoding: bool = False) -> int:
-        """Returns the forecast: the most pages that a request holds until it has `tokens` positions.
+        """Return the forecast: the most pages that a request holds until it has `tokens` positions.
 
         Σ over groups min(⌈tokens / page⌉, ⌈(window + 2 · chunk) / page⌉ + 1): at most two steps are in flight, each
         with a chunk of the prompt, or one token if the request is only `decoding`.
@@ -61,35 +61,35 @@ class KvPages:
         )
 
     def tokens_in(self, pages: int, *, decoding: bool = False) -> int:
-        """Returns the most positions, in whole pages, for which `held` is at most `pages`; above 2⁴⁰ if any are."""
+        """Return the most positions, in whole pages, for which `held` is at most `pages`; above 2⁴⁰ if any are."""
         page = self.page_tokens
         more = bisect_right(range(1 << 40), pages, key=lambda number: self.held(number * page, decoding=decoding))
         return (more - 1) * page
 
     def first(self, group: int, position: int) -> int:
-        """Returns the number of the first page of a group that tokens from `position` on see."""
+        """Return the number of the first page of a group that tokens from `position` on see."""
         window = self.windows[group]
         return 0 if window is None else max(0, position - window + 1) // self.page_tokens
 
     def seen(self, position: int, first: int, end: int) -> list[int]:
-        """Returns the entries of pages number `first` to `end - 1` that tokens from `position` on see, in order."""
+        """Return the entries of pages number `first` to `end - 1` that tokens from `position` on see, in order."""
         groups, starts = self.groups, [self.first(group, position) for group in range(self.groups)]
         entries = product(range(first, end), range(groups))
         return [number * groups + group for number, group in entries if number >= starts[group]]
 
     def sent(self, tokens: int, skipped: int) -> list[int]:
-        """Returns the entries that a hand-over of `tokens` positions sends, in order, to a worker with `skipped` pages.
+        """Return the entries that a hand-over of `tokens` positions sends, in order, to a worker with `skipped` pages.
 
         Of groups with a window these are the pages that the next token sees.
         """
         return self.seen(tokens, skipped, self.numbers(tokens))
 
     def sent_pages(self, tokens: int) -> int:
-        """Returns the number of pages that a hand-over of `tokens` positions sends to a worker without any."""
+        """Return the number of pages that a hand-over of `tokens` positions sends to a worker without any."""
         return sum(self.numbers(tokens) - self.first(group, tokens) for group in range(self.groups))
 
     def skipped(self, tokens: int, sent: int) -> int | None:
-        """Returns the number of first pages that a hand-over leaves out if it sends so many; None if none does."""
+        """Return the number of first pages that a hand-over leaves out if it sends so many; None if none does."""
         starts = [self.first(group, tokens) for group in range(self.groups)]
         for number in range(self.numbers(tokens) - 1, -1, -1):
             sent -= sum(start <= number for start in starts)
@@ -98,7 +98,7 @@ class KvPages:
         return None
 
     def dead(self, pages: Sequence[int], position: int) -> list[int]:
-        """Returns the entries of held pages that no token from `position` on sees.
+        """Return the entries of held pages that no token from `position` on sees.
 
         Of each group with a window, pages in a row are held: what is before the first of them is freed already.
         """
@@ -113,5 +113,5 @@ class KvPages:
 
 
 def held_pages(pages: Sequence[int]) -> list[int]:
-    """Returns the pages that a request holds, of all its entries."""
+    """Return the pages that a request holds, of all its entries."""
     return [page for page in pages if page != FREED]

@@ -50,7 +50,7 @@ class Compared:
 
 
 def check(file: Path, machine: Hardware) -> Iterator[Compared]:
-    """Yields the comparison of each cell of the synthetic workloads. InvalidArgument if it is no strategy table."""
+    """Yield the comparison of each cell of the synthetic workloads. InvalidArgument if it is no strategy table."""
     table = _read(file)
     workers = len(table["workers"]) if isinstance(table["workers"], list) else int(table["workers"])
     for workload, rows in _loads(table).items():
@@ -66,7 +66,7 @@ def check(file: Path, machine: Hardware) -> Iterator[Compared]:
 
 
 def bracket(loads: Sequence[Mapping[str, Any]], cell: str) -> tuple[float, float | None]:
-    """Returns the highest rate at which the cell met its targets, and the lowest above it at which it did not."""
+    """Return the highest rate at which the cell met its targets, and the lowest above it at which it did not."""
     shares = {float(load["rate"]): load["goodput"][cell]["share"] for load in loads}
     kept = max((rate for rate, share in shares.items() if share >= KEPT), default=0.0)
     return kept, min((rate for rate, share in shares.items() if rate > kept and share < KEPT), default=None)
@@ -83,13 +83,13 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _loads(table: Mapping[str, Any]) -> dict[str, dict[str, list[Any]]]:
-    """Returns the rows by workload; a table of a single workload has no such level."""
+    """Return the rows by workload; a table of a single workload has no such level."""
     names, loads = list(table["tables"]), table["loads"]
     return {names[0]: loads} if len(names) == 1 and names[0] not in loads else {name: loads[name] for name in names}
 
 
 def _classes(table: Mapping[str, Any]) -> list[SloClass]:
-    """Returns the service classes of the cells; the strict one's limit is in steps of the measured cluster."""
+    """Return the service classes of the cells; the strict one's limit is in steps of the measured cluster."""
     step_s = table.get("unloaded_step_s") or table.get("unloaded_step_ms", 0.0) / 1e3
     if not step_s:
         raise InvalidArgument("--check", "the table does not say how long an unloaded step took; measure it again")
@@ -101,7 +101,7 @@ def _classes(table: Mapping[str, Any]) -> list[SloClass]:
 
 
 def _strategy(row: str, workers: int) -> Strategy | None:
-    """Returns the strategy of a row's name; None for unknown names."""
+    """Return the strategy of a row's name; None for unknown names."""
     if row.startswith("disaggregated-"):
         prefill, decode = (int(part) for part in row.split("-")[1:])
         return Strategy(row, Mode.DISAGGREGATED, prefill, decode)

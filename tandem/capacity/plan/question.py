@@ -94,7 +94,7 @@ class Question:
         return Memory(device_bytes, weights, a_token, draft.weight_bytes, draft.kv_bytes_per_token(self.demand))
 
     def quantized_forms(self) -> Iterator[Quantized]:
-        """Yields weights, KV and both in 8 bits, where they are not: steps as the cost model predicts them."""
+        """Yield weights, KV and both in 8 bits, where they are not: steps as the cost model predicts them."""
         packed = None if self.model.quantization else quantized_at_load(self.model, Codes.INT8)
         kv = self._narrower_kv()
         for name, model, element_bytes in (
@@ -107,7 +107,7 @@ class Question:
                 yield Quantized(name, self._memory(model, element_bytes), self.predicted_costs, after)
 
     def _narrower_kv(self) -> float | None:
-        """Returns the bytes of an element of 8-bit KV; None if KV has as few, or there is none for this model."""
+        """Return the bytes of an element of 8-bit KV; None if KV has as few, or there is none for this model."""
         try:
             found = kv_element_bytes(self.model, "int8")
         except InvalidArgument:
@@ -140,7 +140,7 @@ class Question:
         return memory.kv_tokens >= self.demand.kv_tokens
 
     def _what_fits(self) -> str:
-        """Returns the quantizations and GPUs with which a request fits, and the number of these GPUs it would take."""
+        """Return the quantizations and GPUs with which a request fits, and the number of these GPUs it would take."""
         kv = self._narrower_kv()
         fitting = [
             " ".join([f"--quantization {codes}"] * (model is not self.model) + ["--kv-cache-dtype int8"] * narrow)
@@ -161,14 +161,14 @@ class Question:
         return f"{words}; as it is, it takes {gpus} of these GPUs, and a worker has one"
 
     def _weight_forms(self) -> Iterator[tuple[str, ModelSpec]]:
-        """Yields the model as it is, and in fewer bits where it is not quantized."""
+        """Yield the model as it is, and in fewer bits where it is not quantized."""
         yield "", self.model
         if self.model.quantization is None:
             for codes in (Codes.INT8, Codes.INT4):
                 yield codes.value, quantized_at_load(self.model, codes)
 
     def check(self) -> None:
-        """Checks the question; raises InvalidArgument for a load that no number of workers can serve."""
+        """Check the question; raises InvalidArgument for a load that no number of workers can serve."""
         demand, memory = self.demand, self.memory
         if not self._fits(memory):
             weights = (memory.weight_bytes + memory.draft_weight_bytes) / GIB
@@ -190,7 +190,7 @@ class Question:
             raise InvalidArgument("--slo-ttft", f"{message}; {_HELPS}")
 
     def split(self) -> Split:
-        """Returns the best split of the given workers, or the smallest with headroom. One worker does both."""
+        """Return the best split of the given workers, or the smallest with headroom. One worker does both."""
         if self.workers is not None:
             found = self.sizing.best(self.workers, Limits(), shared=self.workers == 1)
         else:

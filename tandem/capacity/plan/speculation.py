@@ -32,7 +32,7 @@ class Drafting:
 
     @classmethod
     def parse(cls, text: str, cost: float = 0.0) -> Drafting:
-        """Parses "acceptance,drafts,cost", where `cost` is the default; InvalidArgument for anything else."""
+        """Parse "acceptance,drafts,cost", where `cost` is the default; InvalidArgument for anything else."""
         try:
             acceptance, drafts, given = (text if text.count(",") > 1 else f"{text},{cost}").split(",")
             found = cls(float(acceptance), int(drafts), float(given))

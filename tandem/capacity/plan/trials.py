@@ -36,7 +36,7 @@ class Found:
 
 
 def trials(question: Question, split: Split) -> Iterator[Found]:
-    """Yields the result of one strategy after the other."""
+    """Yield the result of one strategy after the other."""
     demand, targets = question.demand, question.targets
     slo = SloClass("plan", ttft_s=targets.ttft_s, itl_s=targets.gap_s)
     workers = min(split.workers, SIMULATED_MAX)

@@ -35,14 +35,14 @@ class Quantized:
 
 
 def changes(sizing: Sizing, split: Split, forms: Iterable[Quantized]) -> Iterator[Change]:
-    """Yields the effects of quantization."""
+    """Yield the effects of quantization."""
     for form in forms:
         other = replace(sizing, prompts=_quantized(sizing.prompts, form), answers=_quantized(sizing.answers, form))
         yield _change(form.name, sizing, other, split)
 
 
 def _quantized(facts: WorkerFacts, form: Quantized) -> WorkerFacts:
-    """Returns the facts of quantized workers: each coefficient changes by the factor that the roofline says."""
+    """Return the facts of quantized workers: each coefficient changes by the factor that the roofline says."""
     smaller = replace(
         facts.cost,
         **{

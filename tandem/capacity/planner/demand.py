@@ -35,7 +35,7 @@ class Demand:
     cached: float = 0.0
 
     def towards(self, newest: "Demand", part: float) -> "Demand":
-        """Returns the demand moved by the fraction `part` towards `newest`.
+        """Return the demand moved by the fraction `part` towards `newest`.
 
         Rates of requests and tokens are averaged; mean lengths follow from them.
         """
@@ -50,7 +50,7 @@ class Demand:
         return Demand(per_s, prompts / per_s, answers / per_s, 1 - computed / prompts if prompts else 0.0)
 
     def differs(self, other: "Demand") -> float:
-        """Returns the larger log ratio of prompt and of output token rates: 0 = equal, 1 = a factor of e."""
+        """Return the larger log ratio of prompt and of output token rates: 0 = equal, 1 = a factor of e."""
         return max(
             abs(math.log(max(mine, 1e-9) / max(theirs, 1e-9)))
             for mine, theirs in (
@@ -75,7 +75,7 @@ class Demand:
         return self.prompt_tokens + self.answer_tokens
 
     def prompt_seconds(self, cost: StepCost, chunk_tokens: int) -> float:
-        """Returns the device seconds of a mean prompt, where prefill steps are full.
+        """Return the device seconds of a mean prompt, where prefill steps are full.
 
         A prompt takes its share of the seconds of full steps, and those of its own attention pairs.
         """
@@ -88,7 +88,7 @@ class Demand:
         return steps * cost.seconds(StepWork(prefill_tokens=chunk_tokens, prefill_pairs=pairs / steps))
 
     def lone_prompt_seconds(self, cost: StepCost, chunk_tokens: int) -> float:
-        """Returns the seconds to compute a mean prompt alone."""
+        """Return the seconds to compute a mean prompt alone."""
         tokens = int(self.computed_tokens)
         pairs = chunk_pairs(tokens, int(self.prompt_tokens) - tokens)
         return cost.prefill_seconds(tokens, pairs, max(1, chunk_tokens))[0] if tokens > 0 else 0.0

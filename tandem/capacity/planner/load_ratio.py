@@ -65,7 +65,7 @@ class WorkerFacts:
     """
 
     def occupied(self, tokens: float, role: Role) -> float:
-        """Returns the part of `kv_tokens` that a request of `tokens` tokens occupies."""
+        """Return the part of `kv_tokens` that a request of `tokens` tokens occupies."""
         if self.kv is None:
             return tokens
         return self.kv.held(math.ceil(tokens), decoding=not role.prefills) * self.kv.page_tokens
@@ -87,7 +87,7 @@ class LoadRatio:
 def prefill_load_ratio(
     demand: Demand, targets: LatencyTargets, facts: WorkerFacts, workers: int, backlog_s: float = 0.0
 ) -> LoadRatio:
-    """Returns the load ratio of `workers` prefill workers.
+    """Return the load ratio of `workers` prefill workers.
 
     `backlog_s`: device seconds of queued prompts to be worked off per second, in addition to the new load.
     """
@@ -98,7 +98,7 @@ def prefill_load_ratio(
 
 
 def busy_cap(workers: int, service_s: float, ttft_s: float) -> float:
-    """Returns the maximum utilization at which all but `LATE` of the prompts meet their TTFT target.
+    """Return the maximum utilization at which all but `LATE` of the prompts meet their TTFT target.
 
     Each of the `workers` takes `service_s` for a mean prompt; the target is `ttft_s`.
     """
@@ -122,7 +122,7 @@ class Rows:
 
 
 def rows_that_fit(demand: Demand, targets: LatencyTargets, facts: WorkerFacts, role: Role = Role.DECODE) -> Rows:
-    """Returns the mean number of rows that fit at one worker of this role."""
+    """Return the mean number of rows that fit at one worker of this role."""
     pages = decode_pages(role, int(facts.kv_tokens), int(facts.occupied(facts.longest_tokens, role)))
     kv_tokens = facts.kv_tokens if pages is None else pages
     by_gap = StepCost(facts.cost).rows_within(targets.gap_s, demand.context_tokens)
@@ -136,7 +136,7 @@ def rows_that_fit(demand: Demand, targets: LatencyTargets, facts: WorkerFacts, r
 
 
 def decode_load_ratio(demand: Demand, targets: LatencyTargets, facts: WorkerFacts, workers: int) -> LoadRatio:
-    """Returns the load ratio of `workers` decode workers."""
+    """Return the load ratio of `workers` decode workers."""
     fits = rows_that_fit(demand, targets, facts)
     step_s = StepCost(facts.cost).rows_seconds(fits.count, fits.count * demand.context_tokens)
     return LoadRatio(demand.per_s * demand.answer_tokens / workers * step_s / fits.count, fits.limit)
@@ -145,7 +145,7 @@ def decode_load_ratio(demand: Demand, targets: LatencyTargets, facts: WorkerFact
 def shared_load_ratio(
     demand: Demand, targets: LatencyTargets, facts: WorkerFacts, workers: int, backlog_s: float = 0.0
 ) -> LoadRatio:
-    """Returns the load ratio of `workers` that do both.
+    """Return the load ratio of `workers` that do both.
 
     Per second, prompts take their time once and decode rows theirs once per step, so a step lasts base ÷ (1 - both
     shares). The load may grow until that is the inter-token target, or rows or time run out.

@@ -22,7 +22,7 @@ class Kept:
         return self.met + sum(self.missed.values())
 
     def share_missed(self, *phases: Phase) -> float:
-        """Returns the fraction of all requests that missed in one of these phases; 0 if none ended."""
+        """Return the fraction of all requests that missed in one of these phases; 0 if none ended."""
         return sum(self.missed.get(phase, 0.0) for phase in phases) / self.total if self.total else 0.0
 
     @property

@@ -61,7 +61,7 @@ class _View:
 
 
 def plan(seen: Observation, limits: Limits, state: State) -> Decision:
-    """Returns the decision of this window. Its state is the input of the next one."""
+    """Return the decision of this window. Its state is the input of the next one."""
     now = Split(seen.prefill, seen.decode, seen.shared)
     newest, prompts, answers = _newest(seen, state), seen.prompts, seen.answers
     if newest is None or prompts is None or answers is None or not (now.shared or (now.prefill and now.decode)):
@@ -85,7 +85,7 @@ def plan(seen: Observation, limits: Limits, state: State) -> Decision:
 
 
 def _newest(seen: Observation, state: State) -> Demand | None:
-    """Returns the demand of this window; in an idle window, a decaying share of the previous one."""
+    """Return the demand of this window; in an idle window, a decaying share of the previous one."""
     offered, before = seen.offered, state.demand
     if offered.per_s > 0:
         return Demand(offered.per_s, offered.prompt_tokens, _answer_tokens(seen, state), offered.cached)
@@ -93,13 +93,13 @@ def _newest(seen: Observation, state: State) -> Demand | None:
 
 
 def _swings(seen: Observation, newest: Demand, before: Demand | None) -> bool:
-    """Returns True if the demand differs from the previous one by more than noise."""
+    """Return True if the demand differs from the previous one by more than noise."""
     count = seen.offered.per_s * seen.seconds
     return before is not None and count > 0 and before.differs(newest) > SWING + NOISE / math.sqrt(count)
 
 
 def _answer_tokens(seen: Observation, state: State) -> float:
-    """Estimates the output length: in a mix that has just changed, only short requests have ended.
+    """Estimate the output length: in a mix that has just changed, only short requests have ended.
 
     A request occupies its batch slot for its output length (Little's law). If the number of decoding requests grows,
     they are longer than those that have ended; if it shrinks, they are shorter. If no further request fits, queued ones
@@ -122,7 +122,7 @@ def _answer_tokens(seen: Observation, state: State) -> float:
 
 
 def _learn(seen: Observation, load_ratios: tuple[LoadRatio, LoadRatio], state: State) -> State:
-    """Adapts the scale of a role whose targets are missed although the model predicts headroom."""
+    """Adapt the scale of a role whose targets are missed although the model predicts headroom."""
     kept, (prefill, decode) = seen.kept, load_ratios
     if not kept.total:
         return state
@@ -138,7 +138,7 @@ def _learn(seen: Observation, load_ratios: tuple[LoadRatio, LoadRatio], state: S
 
 
 def _explains(load_ratio: LoadRatio, scale: float) -> bool:
-    """Returns True if an underestimated load ratio can explain the misses.
+    """Return True if an underestimated load ratio can explain the misses.
 
     The ratio has headroom as it is, and none if the costs are off by the maximum scale. With more headroom than that,
     more workers would not help.
@@ -151,7 +151,7 @@ def _scaled(scale: float, *, grow: bool) -> float:
 
 
 def _wanted(sizing: Sizing, now: Split, coming: int, limits: Limits) -> Split:
-    """Returns the best split, regardless of the cost of a change."""
+    """Return the best split, regardless of the cost of a change."""
     total, shared = limits.workers, bool(now.shared)
     if total is None:
         return sizing.best(now.workers, limits, shared=shared) or now
@@ -168,7 +168,7 @@ def _wanted(sizing: Sizing, now: Split, coming: int, limits: Limits) -> Split:
 
 
 def _decide(view: _View, now: Split, wanted: Split, limits: Limits) -> Decision:
-    """Decides if the change is worthwhile and has been wanted for enough windows."""
+    """Decide if the change is worthwhile and has been wanted for enough windows."""
     state = view.state
     prefill, decode = view.sizing.load_ratios(now)
     direction = _direction(now, wanted)

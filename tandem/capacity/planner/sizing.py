@@ -31,7 +31,7 @@ class Sizing:
     """Learned factors on the modelled load ratios of prefill and decode."""
 
     def load_ratios(self, split: Split) -> tuple[LoadRatio, LoadRatio]:
-        """Returns the load ratios of both roles under a split; for shared workers, twice the same."""
+        """Return the load ratios of both roles under a split; for shared workers, twice the same."""
         targets, demand = self.targets, self.demand
         if split.shared:
             shared = shared_load_ratio(demand, targets, self.answers, split.shared, self.backlog_s)
@@ -45,11 +45,11 @@ class Sizing:
         )
 
     def worst(self, split: Split) -> LoadRatio:
-        """Returns the larger load ratio."""
+        """Return the larger load ratio."""
         return max(self.load_ratios(split), key=lambda load_ratio: load_ratio.value)
 
     def best(self, workers: int, limits: Limits, *, shared: bool = False) -> Split | None:
-        """Returns the split of `workers` with the smallest larger load ratio; None if the limits allow none.
+        """Return the split of `workers` with the smallest larger load ratio; None if the limits allow none.
 
         One role's ratio falls with its workers while the other's rises, so the best split is where they meet.
         """
@@ -68,7 +68,7 @@ class Sizing:
         )
 
     def fewest(self, total: Range, limits: Limits, load_ratio: float, *, shared: bool = False) -> Split | None:
-        """Returns the fewest workers within `total` at `load_ratio` or less, or the most allowed."""
+        """Return the fewest workers within `total` at `load_ratio` or less, or the most allowed."""
         low, high = total.least, total.most
         while low < high:
             middle = (low + high) // 2

@@ -34,7 +34,7 @@ class Mix:
     def requests(
         self, seconds: float, slo: SloClass, max_context: int, *, seed: int = 0, start_s: float = 0.0, key: int = 0
     ) -> Iterator[LoadRequest]:
-        """Yields the requests of `seconds` from `start_s` on, by arrival; each fits into `max_context` tokens.
+        """Yield the requests of `seconds` from `start_s` on, by arrival; each fits into `max_context` tokens.
 
         Arrival times and lengths have generators of their own: another rate has the same lengths in the same order.
         """
@@ -47,7 +47,7 @@ class Mix:
             yield LoadRequest(due_s, VirtualPrompt(key, prompt, self._names(key, prompt)), answer, slo)
 
     def _names(self, key: int, prompt: int) -> tuple[bytes, ...]:
-        """Returns the names of the prompt's pages; none where it shares no prefix."""
+        """Return the names of the prompt's pages; none where it shares no prefix."""
         shared = int(self.cached * prompt)
         return page_names([(_SHARED_KEY, 0, shared), (key, shared, prompt - shared)], GPU_PAGE_TOKENS) if shared else ()
 

@@ -23,21 +23,21 @@ class VirtualClock:
         self._planned = 0
 
     def __call__(self) -> float:
-        """Returns the present time."""
+        """Return the present time."""
         return self.now
 
     def at(self, moment: float, call: Callable[[], None]) -> None:
-        """Plans `call` for time `moment`, or for now if that has passed; never if it is infinite."""
+        """Plan `call` for time `moment`, or for now if that has passed; never if it is infinite."""
         if moment < math.inf:
             self._planned += 1
             heapq.heappush(self._calls, (moment if moment > self.now else self.now, self._planned, call))
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
-        """Plans `call` in `seconds`."""
+        """Plan `call` in `seconds`."""
         self.at(self.now + seconds, call)
 
     def run(self, until: float = math.inf) -> None:
-        """Runs planned calls until none is left or the time `until` is reached."""
+        """Run planned calls until none is left or the time `until` is reached."""
         calls = self._calls
         while calls and calls[0][0] <= until:
             self.now, _, call = heapq.heappop(calls)
@@ -57,7 +57,7 @@ class VirtualLoop(VirtualClock, asyncio.AbstractEventLoop):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Returns a context in which the loop is asyncio's running loop."""
+        """Return a context in which the loop is asyncio's running loop."""
         before = asyncio._get_running_loop()
         asyncio._set_running_loop(self)
         try:
@@ -66,7 +66,7 @@ class VirtualLoop(VirtualClock, asyncio.AbstractEventLoop):
             asyncio._set_running_loop(before)
 
     def run(self, until: float = math.inf) -> None:
-        """Runs what is ready, then planned calls and what they make ready, until nothing is left or `until`."""
+        """Run what is ready, then planned calls and what they make ready, until nothing is left or `until`."""
         with self.running():
             self._run_ready()
             calls = self._calls
@@ -77,13 +77,13 @@ class VirtualLoop(VirtualClock, asyncio.AbstractEventLoop):
                     self._run_ready()
 
     def run_ready(self) -> None:
-        """Runs everything that can run without time passing; does nothing when called from inside the loop."""
+        """Run everything that can run without time passing; does nothing when called from inside the loop."""
         if asyncio._get_running_loop() is not self:
             with self.running():
                 self._run_ready()
 
     def advance(self, seconds: float) -> None:
-        """Lets time pass, planned call by planned call."""
+        """Let time pass, planned call by planned call."""
         end = self.now + seconds
         self.run(end)
         self.now = end
@@ -100,7 +100,7 @@ class VirtualLoop(VirtualClock, asyncio.AbstractEventLoop):
             handle._run()
 
     def time(self) -> float:
-        """Returns the present time."""
+        """Return the present time."""
         return self.now
 
     def call_soon(
@@ -139,7 +139,7 @@ class VirtualLoop(VirtualClock, asyncio.AbstractEventLoop):
         return task
 
     def run_in_executor(self, _executor: Any, func: Any, *args: Any) -> "asyncio.Future[Any]":  # type: ignore[override]
-        """Calls `func` at once."""
+        """Call `func` at once."""
         done: Future[Any] = Future()
         try:
             done.set_result(func(*args))
@@ -148,20 +148,20 @@ class VirtualLoop(VirtualClock, asyncio.AbstractEventLoop):
         return asyncio.wrap_future(done, loop=self)
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Raises the error that nobody caught."""
+        """Raise the error that nobody caught."""
         if (error := context.get("exception")) is not None:
             raise error
 
     def get_debug(self) -> bool:
-        """Returns False."""
+        """Return False."""
         return False
 
     def is_running(self) -> bool:
-        """Returns True."""
+        """Return True."""
         return True
 
     def is_closed(self) -> bool:
-        """Returns False."""
+        """Return False."""
         return False
 
     def _timer_handle_cancelled(self, _handle: asyncio.TimerHandle) -> None:

@@ -40,11 +40,11 @@ class VirtualCluster:
             worker.assignment.on_change = partial(self._notify_router, worker)
 
     def _notify_router(self, worker: VirtualWorker) -> None:
-        """Notifies the router through the controller, which takes two calls."""
+        """Notify the router through the controller, which takes two calls."""
         self.clock.after(2 * self.network.call_s, lambda: self.router.apply_assignment(worker))
 
     def run(self, requests: Iterable[LoadRequest], until_s: float = float("inf")) -> list[Outcome]:
-        """Runs the requests, sorted by `due_s`, until nothing is left or `until_s`; returns the outcomes."""
+        """Run the requests, sorted by `due_s`, until nothing is left or `until_s`; return the outcomes."""
         coming = iter(requests)
 
         def next_one() -> None:

@@ -64,7 +64,7 @@ class Hardware:
         )
 
     def with_costs(self, costs: CostParameters) -> "Hardware":
-        """Returns the same hardware with these step costs, which predictions know."""
+        """Return the same hardware with these step costs, which predictions know."""
         known = replace(costs, tile_tokens=self.actual_cost.tile_tokens)
         return replace(self, actual_cost=known, reported_cost=known)
 
@@ -80,13 +80,13 @@ class Hardware:
 
 
 def kv_element_bytes(model: ModelSpec, kv_cache_dtype: str) -> float:
-    """Returns the bytes of an element of KV, with its part of a scale. InvalidArgument as of `quantized_kv_dtype`."""
+    """Return the bytes of an element of KV, with its part of a scale. InvalidArgument as of `quantized_kv_dtype`."""
     dtype = quantized_kv_dtype(kv_cache_dtype, model) or torch.bfloat16
     return page_bytes(model, 1, dtype) / kv_groups(model)[0].elements
 
 
 def kv_bytes_per_held_token(model: ModelSpec, tokens: float, element_bytes: float = ITEM_BYTES) -> float:
-    """Returns the bytes per token that a decoding request of `tokens` tokens holds.
+    """Return the bytes per token that a decoding request of `tokens` tokens holds.
 
     With windows they are those of the whole pages that workers reserve (`KvPages.held`).
     """
@@ -97,18 +97,18 @@ def kv_bytes_per_held_token(model: ModelSpec, tokens: float, element_bytes: floa
 
 
 def kv_page_bytes(model: ModelSpec, element_bytes: float = ITEM_BYTES) -> int:
-    """Returns the bytes of a KV page."""
+    """Return the bytes of a KV page."""
     return round(kv_groups(model)[0].elements * GPU_PAGE_TOKENS * element_bytes)
 
 
 def roofline(model: ModelSpec, device: Ceilings = GPU, kv_element_bytes: float = ITEM_BYTES) -> CostParameters:
-    """Returns the step cost at a device's ceilings, marked as if it was measured."""
+    """Return the step cost at a device's ceilings, marked as if it was measured."""
     sizes = model_sizes(model, ITEM_BYTES, kv_element_bytes)
     return replace(guess(sizes, device, gpu_grid(model.heads)), observed=1000)
 
 
 def read_costs(file: Path, option: str = "--costs") -> CostParameters:
-    """Reads fitted parameters by the names of `CostParameters`, at the top level or under `costs`, as in results.
+    """Read fitted parameters by the names of `CostParameters`, at the top level or under `costs`, as in results.
 
     InvalidArgument names the option.
     """
@@ -134,7 +134,7 @@ def hardware(
     quantization: str | None = None,
     kv_cache_dtype: str = "auto",
 ) -> Hardware:
-    """Returns hardware whose predictions are `misjudged` times the real step cost.
+    """Return hardware whose predictions are `misjudged` times the real step cost.
 
     Steps cost what the roofline of `device` says of weights and KV as they are quantized, or what the file `costs` has.
     InvalidArgument if the KV cache is smaller than a page, and for quantization that the model cannot have.

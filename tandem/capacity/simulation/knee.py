@@ -52,7 +52,7 @@ class Trial:
     seed: int = 0
 
     def load(self, rate: float) -> LoadFigures:
-        """Runs a load of `rate` requests per second on a new cluster."""
+        """Run a load of `rate` requests per second on a new cluster."""
         idle_s = self.machine.idle_step_s
         seconds = max(SECONDS_MIN, REQUESTS / rate, LIVES * self.mix.answer_tokens * idle_s)
         slo = self.slo if self.asks else BEST_EFFORT
@@ -81,7 +81,7 @@ class Trial:
 
 
 def find_knee(load: Callable[[float], LoadFigures], guess: float) -> LoadFigures | None:
-    """Returns the load with the highest rate found that keeps the share; None if none of the tried rates does."""
+    """Return the load with the highest rate found that keeps the share; None if none of the tried rates does."""
     kept: LoadFigures | None = None
     beyond: float | None = None
     rate = guess
@@ -103,7 +103,7 @@ def find_knee(load: Callable[[float], LoadFigures], guess: float) -> LoadFigures
 
 
 def _quantiles(values: np.ndarray) -> tuple[float, float]:
-    """Returns the median and the 99th percentile; 0 for no values."""
+    """Return the median and the 99th percentile; 0 for no values."""
     if not len(values):
         return 0.0, 0.0
     middle, most = np.quantile(values, (0.5, 0.99))

@@ -39,9 +39,9 @@ class DeliveryDelay:
         self._dice = np.random.default_rng(seed)
 
     def moments(self, outcome: Outcome) -> NDArray[np.float64]:
-        """Returns the times of the outcome's tokens at the client, in seconds."""
+        """Return the times of the outcome's tokens at the client, in seconds."""
         return self.late(outcome.token_s(self._network.event_s))
 
     def late(self, sent: Sequence[float]) -> NDArray[np.float64]:
-        """Returns the arrival times of tokens that would arrive at the times `sent` without jitter, ascending."""
+        """Return the arrival times of tokens that would arrive at the times `sent` without jitter, ascending."""
         return np.maximum.accumulate(np.asarray(sent) + self._dice.exponential(self._network.event_jitter_s, len(sent)))

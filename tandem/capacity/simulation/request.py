@@ -25,16 +25,16 @@ class StepLog:
         return len(self._ends)
 
     def add(self, end_s: float) -> int:
-        """Adds a step; returns its number."""
+        """Add a step; return its number."""
         self._ends.append(end_s)
         return len(self._ends) - 1
 
     def extend(self, ends_s: NDArray[np.float64]) -> None:
-        """Adds several steps."""
+        """Add several steps."""
         self._ends.frombytes(ends_s.tobytes())
 
     def ends(self, first: int, count: int) -> Sequence[float]:
-        """Returns the end times of `count` steps from `first` on."""
+        """Return the end times of `count` steps from `first` on."""
         return self._ends[first : first + count]
 
 
@@ -83,7 +83,7 @@ class Outcome:
     """The verdict on a request that was rejected on arrival."""
 
     def token_s(self, later_s: float) -> Sequence[float]:
-        """Returns the time of each token; `later_s` is the delay from a worker to the client."""
+        """Return the time of each token; `later_s` is the delay from a worker to the client."""
         moments: list[float] = []
         for number, first_s in enumerate(self.firsts_s):
             moments.append(first_s + later_s)
@@ -97,7 +97,7 @@ class Outcome:
     def judge(
         self, slo: SloClass, idle_step_s: float, moments: Sequence[float] | NDArray[np.float64]
     ) -> RequestOutcome:
-        """Returns whether the request met `slo`, or why not, as the router judges.
+        """Return whether the request met `slo`, or why not, as the router judges.
 
         Gap targets in steps are multiples of `idle_step_s`; `moments` are the tokens' times at the client.
         """

@@ -44,11 +44,11 @@ class SteadyRun:
     """Time at which the run takes its first KV page."""
 
     def ended_steps(self, now: float) -> int:
-        """Returns the number of steps that have ended by `now`."""
+        """Return the number of steps that have ended by `now`."""
         return min(self.lookahead.steps, int(self.ends_s.searchsorted(now, side="right")))
 
     def seconds(self, steps: int) -> float:
-        """Returns the seconds of `steps` launches after the two in flight."""
+        """Return the seconds of `steps` launches after the two in flight."""
         return float(self.ends_s[steps + 1] - self.ends_s[1])
 
 
@@ -63,7 +63,7 @@ class SteadyBatch(DraftingBatch):
         """A snapshot, and the first step that is the last one of any of its requests."""
 
     def identical_steps(self) -> int:
-        """Returns the number of further steps that have a row of every request and end none, if pages are free.
+        """Return the number of further steps that have a row of every request and end none, if pages are free.
 
         It is 0 if any request needs an event.
         """
@@ -75,11 +75,11 @@ class SteadyBatch(DraftingBatch):
         return self._first_end[1] + 1 - self._next_step
 
     def steps_without_new_page(self) -> int:
-        """Returns a lower bound of the number of further steps that need no new pages."""
+        """Return a lower bound of the number of further steps that need no new pages."""
         return 0 if self._without_page else min(self._page_steps, default=_NEVER) - self._next_step
 
     def skip(self, steps: int) -> None:
-        """Acts as if `steps` steps had been launched and had completed, each with token 0.
+        """Act as if `steps` steps had been launched and had completed, each with token 0.
 
         At most `identical_steps` and `steps_without_new_page` may be skipped.
         """
@@ -113,7 +113,7 @@ class SteadyDecodeHalf(DecodeScheduler):
         return len(self._requests.ready)
 
     def lookahead(self, spare_pages: int) -> Lookahead | None:
-        """Returns the steps that need no decision if `spare_pages` are free; None = every step needs one."""
+        """Return the steps that need no decision if `spare_pages` are free; None = every step needs one."""
         batch = self._batch
         if (
             self.speculation is not None
@@ -131,7 +131,7 @@ class SteadyDecodeHalf(DecodeScheduler):
         return Lookahead(untouched, untouched) if untouched else None
 
     def pass_steps(self, steps: int) -> None:
-        """Applies `steps` steps, like as many calls of `apply` and `schedule` while no request joins or ends."""
+        """Apply `steps` steps, like as many calls of `apply` and `schedule` while no request joins or ends."""
         while steps:
             paged = min(steps, self._batch.steps_without_new_page())
             if paged:
@@ -142,7 +142,7 @@ class SteadyDecodeHalf(DecodeScheduler):
 
 
 def steady_run(cost: StepCost, work: StepWork, first_s: float, second_s: float, lookahead: Lookahead) -> SteadyRun:
-    """Returns the end times of two launched steps, the second with `work`, and of the steps ahead.
+    """Return the end times of two launched steps, the second with `work`, and of the steps ahead.
 
     They equal those of the steps taken one by one.
     """
@@ -157,6 +157,6 @@ def steady_run(cost: StepCost, work: StepWork, first_s: float, second_s: float, 
 
 
 def after_steps(work: StepWork, steps: int) -> StepWork:
-    """Returns a decode step's work after `steps` further steps."""
+    """Return a decode step's work after `steps` further steps."""
     rows = work.decode_rows
     return StepWork(decode_rows=rows, decode_context_tokens=work.decode_context_tokens + rows * steps)

@@ -37,7 +37,7 @@ class Strategy:
         return self.prefill + self.decode + self.shared
 
     def cluster(self, machine: Hardware, network: Network, slo: SloClass) -> VirtualCluster:
-        """Returns a new cluster whose router has the class `slo` in addition to the default ones."""
+        """Return a new cluster whose router has the class `slo` in addition to the default ones."""
         roles = [Role.PREFILL] * self.prefill + [Role.DECODE] * self.decode + [Role.BOTH] * self.shared
         folder = Path(machine.name)
         specs = [
@@ -61,7 +61,7 @@ class Strategy:
 
 
 def strategies(workers: int, prefill: int) -> tuple[Strategy, ...]:
-    """Returns the strategies for `workers` workers.
+    """Return the strategies for `workers` workers.
 
     `prefill` of them prefill in the disaggregated one, which one worker alone cannot have.
     """

@@ -23,10 +23,10 @@ class DecodeEnd(Protocol):
     transport: InMemoryTransport
 
     def allocate_pages(self, lease: Lease, pages: int, prefill: PeerRef) -> Sequence[int]:
-        """Returns the pages that are to be written."""
+        """Return the pages that are to be written."""
 
     def release(self, lease: Lease, prefill: PeerRef) -> None:
-        """Releases the lease of a hand-over that was cancelled."""
+        """Release the lease of a hand-over that was cancelled."""
 
 
 class VirtualFabric:
@@ -40,7 +40,7 @@ class VirtualFabric:
         """The time until which each sender's link is busy."""
 
     def _schedule(self, posted: InFlightWrite) -> None:
-        """Plans the landing of a write: bytes ÷ bandwidth after the sender's earlier writes, and a fixed time."""
+        """Plan the landing of a write: bytes ÷ bandwidth after the sender's earlier writes, and a fixed time."""
         size = len(posted.write.local_pages) * self._workers[posted.sender].transport.layout.page_bytes
         begun_at = max(self._clock.now, self._free_at[posted.sender])
         self._free_at[posted.sender] = begun_at + size / self.network.bytes_per_s
@@ -59,7 +59,7 @@ class VirtualPeers(DecodePeers):
         self._transport, self._workers, self._network = transport, workers, network
 
     async def connect(self, destination: Destination) -> None:
-        """Makes the peer known, which takes no time."""
+        """Make the peer known, which takes no time."""
         self._transport.add_peer(self._workers[destination.peer].transport.describe())
 
     async def allocate_pages(self, destination: Destination, pages: int) -> AllocatedPages:
@@ -83,5 +83,5 @@ class VirtualPeers(DecodePeers):
 
 
 def layout_of(pages: int, page_bytes: int) -> KVLayout:
-    """Returns the layout of a simulated pool, which has no memory."""
+    """Return the layout of a simulated pool, which has no memory."""
     return KVLayout(NO_MEMORY, pages, 1, 1, 1, page_bytes, 1, "virtual", parts=1)

@@ -78,7 +78,7 @@ class VirtualWorker:
         *,
         jumps: bool = True,
     ) -> None:
-        """Sets the worker up; `peers` has all workers, this one included.
+        """Set the worker up; `peers` has all workers, this one included.
 
         Without `jumps` every step is taken by itself.
         """
@@ -138,50 +138,50 @@ class VirtualWorker:
     # ---- calls from other processes ----
 
     def reserve(self, reservation: Reservation) -> GrantedLease:
-        """Reserves KV pages like `DecodeAdmission.reserve`."""
+        """Reserve KV pages like `DecodeAdmission.reserve`."""
         with self.sync():
             return self.admission.reserve(reservation)
 
     def prefill(self, task: PrefillTask) -> None:
-        """Queues a prompt like `PrefillScheduler.submit`."""
+        """Queue a prompt like `PrefillScheduler.submit`."""
         with self.sync():
             self._prefill.submit(task)
 
     def abort(self, router_id: str, refs: Sequence[RequestRef]) -> None:
-        """Ends these requests of a router."""
+        """End these requests of a router."""
         with self.sync():
             self._halves.abort(router_id, refs)
 
     def allocate_pages(self, lease: Lease, pages: int, prefill: PeerRef) -> Sequence[int]:
-        """Allots a lease's pages like `DecodeAdmission.allocate_pages`."""
+        """Allot a lease's pages like `DecodeAdmission.allocate_pages`."""
         with self.sync():
             return self.admission.allocate_pages(lease, pages, prefill)
 
     def notice(self, notice: TransferNotice) -> None:
-        """Takes the notice that a lease's KV has arrived."""
+        """Take the notice that a lease's KV has arrived."""
         with self.sync():
             self.admission.notice(notice)
 
     def release(self, lease: Lease, prefill: PeerRef) -> None:
-        """Releases a lease whose hand-over was cancelled."""
+        """Release a lease whose hand-over was cancelled."""
         with self.sync():
             self.admission.release(lease, prefill)
 
     def sync(self) -> AbstractContextManager[None]:
-        """Returns a context for changes of the worker from outside of a step."""
+        """Return a context for changes of the worker from outside of a step."""
         return self._loop.sync()
 
     def assume(self, role: Role) -> None:
-        """Changes the role; a half that closes finishes all its requests, however long that takes."""
+        """Change the role; a half that closes finishes all its requests, however long that takes."""
         with self.sync():
             self.assignment.assume(replace(self.assignment.assignment, role=role), math.inf)
 
     def token_log(self, ref: RequestRef) -> StepLog | None:
-        """Returns the times of the tokens that an attempt decoded here; None where each step has one token of it."""
+        """Return the times of the tokens that an attempt decoded here; None where each step has one token of it."""
         return None if self._decode.speculation is None else self._token_logs.get(ref, StepLog())
 
     def load(self) -> WorkerLoad:
-        """Returns the load report of a real worker in this state."""
+        """Return the load report of a real worker in this state."""
         return load_of(self._halves, self.cache, self._loop.decoding, self._reported_cost.parameters)
 
     @property

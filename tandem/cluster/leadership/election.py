@@ -28,13 +28,13 @@ class SupervisedWorkers(Protocol):
     """The workers as the leader election acts on them."""
 
     async def take_over(self, handover: Handover) -> None:
-        """Supervises all live workers, and starts missing ones."""
+        """Supervise all live workers, and starts missing ones."""
 
     async def release_workers(self) -> Handover:
-        """Releases all workers; ends nothing that serves."""
+        """Release all workers; ends nothing that serves."""
 
     async def mirror_membership(self, address: str) -> None:
-        """Mirrors the membership of the controller at this address, until cancelled."""
+        """Mirror the membership of the controller at this address, until cancelled."""
 
 
 class LeaderElection:
@@ -61,7 +61,7 @@ class LeaderElection:
         return self._keeps
 
     async def begin(self) -> None:
-        """Takes over from the previous leader, or starts without one; follows a younger controller that was faster.
+        """Take over from the previous leader, or starts without one; follows a younger controller that was faster.
 
         Returns when the leader is known.
         """
@@ -71,16 +71,16 @@ class LeaderElection:
             await self.decided()
 
     def started(self) -> None:
-        """Marks the first start as complete: another controller may take over from now on."""
+        """Mark the first start as complete: another controller may take over from now on."""
         self._started.set()
 
     async def wait_until_settled(self) -> None:
-        """Waits until this controller leads or mirrors a settled leader. Unavailable if it stops."""
+        """Wait until this controller leads or mirrors a settled leader. Unavailable if it stops."""
         await self.decided()
         self._check_not_stopped()
 
     async def release_workers(self) -> Handover:
-        """Releases the workers to a younger controller. Unavailable if this one stops or does not lead."""
+        """Release the workers to a younger controller. Unavailable if this one stops or does not lead."""
         await self._started.wait()
         async with self._one_at_a_time:
             self._check_not_stopped()
@@ -95,17 +95,17 @@ class LeaderElection:
                 self._leader_task = asyncio.ensure_future(self._follow_leader())
 
     async def decided(self) -> str:
-        """Waits until the leader is known, and returns `successor`."""
+        """Wait until the leader is known, and return `successor`."""
         while not self._keeps and not self.successor and not self._stopped:
             await self._changed.wait()
         return self.successor
 
     async def alone(self) -> bool:
-        """Returns True if no other controller lives."""
+        """Return True if no other controller lives."""
         return not await self._controllers.others(self._number)
 
     async def stop(self) -> None:
-        """Leaves the election."""
+        """Leave the election."""
         self._stopped = True
         self._changed.set()
         self._started.set()
@@ -114,7 +114,7 @@ class LeaderElection:
             await asyncio.gather(self._leader_task, return_exceptions=True)
 
     async def _handover(self) -> Handover:
-        """Returns the handover of the youngest older controller that leads."""
+        """Return the handover of the youngest older controller that leads."""
         older = [each for each in await self._controllers.others(self._number) if each.number < self._number]
         for each in reversed(older):
             try:
@@ -124,7 +124,7 @@ class LeaderElection:
         return Handover()
 
     async def _younger_or_take_over(self, over: set[int]) -> OtherController | None:
-        """Returns the youngest younger controller; if none lives except those in `over`, takes over and returns None.
+        """Return the youngest younger controller; if none lives except those in `over`, takes over and return None.
 
         A controller that begins after this look sees this one, asks it to release the workers, and waits here until it
         can.
@@ -140,7 +140,7 @@ class LeaderElection:
         return None
 
     async def _follow_leader(self) -> None:
-        """Follows the leader until this controller leads again."""
+        """Follow the leader until this controller leads again."""
         over: set[int] = set()
         while not self._keeps:
             try:
@@ -150,7 +150,7 @@ class LeaderElection:
                 await asyncio.sleep(AGAIN_S)
 
     async def _follow_youngest(self, over: set[int]) -> None:
-        """Follows the youngest controller until it ends; takes over if there is none except those in `over`."""
+        """Follow the youngest controller until it ends; takes over if there is none except those in `over`."""
         successor = await self._younger_or_take_over(over)
         if successor is None:
             log.warning("no younger controller lives; this one has taken over")

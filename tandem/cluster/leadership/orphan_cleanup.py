@@ -47,7 +47,7 @@ class Clearing:
         self._over = asyncio.Event()
 
     async def clear(self) -> Cleared:
-        """Ends all orphaned workers and releases their resources.
+        """End all orphaned workers and releases their resources.
 
         FailedPrecondition if a live controller serves with them, NotFound if there are none.
         """
@@ -64,21 +64,21 @@ class Clearing:
         return Cleared(_sorted([each.peer.worker_id for each in workers]), _sorted(places))
 
     async def release_workers(self) -> Handover:
-        """Returns an empty handover to a younger controller, which then finds no workers."""
+        """Return an empty handover to a younger controller, which then finds no workers."""
         await self._over.wait()
         return Handover()
 
     async def wait_until_settled(self) -> str:
-        """Raises Unavailable to an older controller, which has to wait until this one is gone."""
+        """Raise Unavailable to an older controller, which has to wait until this one is gone."""
         raise Unavailable("the workers are being ended")
 
     async def run(self) -> None:
-        """Waits as long as the process lives."""
+        """Wait as long as the process lives."""
         await asyncio.Event().wait()
 
 
 def clear_ray(address: str, name: str) -> Cleared:
-    """Ends the orphaned workers of the cluster of this name on the Ray at this address; see `Clearing.clear`.
+    """End the orphaned workers of the cluster of this name on the Ray at this address; see `Clearing.clear`.
 
     InvalidArgument for an invalid address or name, Unavailable if Ray cannot be joined.
     """
@@ -106,7 +106,7 @@ async def _clear() -> Cleared:
 
 
 async def _live_controllers(others: Collection[OtherController]) -> str:
-    """Returns the listeners of live controllers, with the action that stops them."""
+    """Return the listeners of live controllers, with the action that stops them."""
     listeners = await asyncio.gather(*(_listener(each) for each in others))
     where = ", ".join(f"its controller is {listener}" for listener in listeners)
     return f"`tandem up` serves with these workers, {where}; stop it there, with Ctrl-C or `tandem down`"

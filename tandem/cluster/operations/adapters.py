@@ -44,16 +44,16 @@ class AdapterCalls(Protocol):
     """Calls to workers. Every failure is a TandemError."""
 
     async def adapters_in_use(self, info: WorkerInfo) -> Collection[str]:
-        """Returns the hashes of the adapters that requests of a worker use, from their reservation on."""
+        """Return the hashes of the adapters that requests of a worker use, from their reservation on."""
 
     async def load_adapter(self, info: WorkerInfo, adapter: AdapterFacts, in_use: Collection[str]) -> AdapterFacts:
-        """Has a worker load an adapter, of any hash if its identity is empty; returns what was loaded.
+        """Have a worker load an adapter, of any hash if its identity is empty; return what was loaded.
 
         `in_use` are the hashes of the adapters whose slots it may not take.
         """
 
     async def unload_adapter(self, info: WorkerInfo, name: str) -> None:
-        """Has a worker unload an adapter."""
+        """Have a worker unload an adapter."""
 
 
 class Adapters:
@@ -68,7 +68,7 @@ class Adapters:
         first: Sequence[AdapterFacts] = (),
         model_names: Sequence[str] = (),
     ) -> None:
-        """Starts with `first`, whose hashes are not known yet, and refuses the base model's names.
+        """Start with `first`, whose hashes are not known yet, and refuses the base model's names.
 
         If adapters are not `allowed` to change, the cluster keeps those that its workers start with.
         """
@@ -85,7 +85,7 @@ class Adapters:
         self._retry: asyncio.TimerHandle | None = None
 
     async def load(self, name: str, path: str) -> AdapterFacts:
-        """Has every worker load the adapter in `path`; returns it once requests may name it.
+        """Have every worker load the adapter in `path`; return it once requests may name it.
 
         InvalidArgument names the worker and the reason if one cannot serve it, and if the name is taken;
         ResourceExhausted if a worker has no free slot; FailedPrecondition if adapters may not change. A change that has
@@ -96,12 +96,12 @@ class Adapters:
         return await self._changes.to_its_end(self._load(AdapterFacts(name, "", path)))
 
     async def unload(self, name: str) -> None:
-        """Takes an adapter off the list and has the workers unload it; NotFound if it is not listed."""
+        """Take an adapter off the list and has the workers unload it; NotFound if it is not listed."""
         self._check_allowed()
         await self._changes.to_its_end(self._unload(name))
 
     def inherit(self) -> None:
-        """Begins with the list of the leader that was followed, else with those of the start and of live workers.
+        """Begin with the list of the leader that was followed, else with those of the start and of live workers.
 
         Of an adapter of the start, live workers must have the same folder.
         """
@@ -115,7 +115,7 @@ class Adapters:
                     self._wanted[adapter.name] = adapter
 
     async def run(self) -> None:
-        """Brings workers to the list as they register, until cancelled; changes that have begun then end as well."""
+        """Bring workers to the list as they register, until cancelled; changes that have begun then end as well."""
         if not self._allowed:
             return
         self._registry.lack = self._lack
@@ -157,7 +157,7 @@ class Adapters:
         return loaded
 
     async def _load_everywhere(self, adapter: AdapterFacts) -> AdapterFacts:
-        """Returns the adapter when all live workers are registered with it, those that came meanwhile included."""
+        """Return the adapter when all live workers are registered with it, those that came meanwhile included."""
         while lacking := [info for info in self._members() if adapter not in info.model.adapters]:
             in_use = await self._in_use()
             loads = (self._load_at(info, adapter, in_use) for info in lacking)
@@ -174,7 +174,7 @@ class Adapters:
         return adapter
 
     async def _in_use(self) -> Collection[str]:
-        """Returns the hashes of the adapters that requests use on any worker.
+        """Return the hashes of the adapters that requests use on any worker.
 
         A request with a reservation on one worker may still have its prompt computed by another.
         """
@@ -189,7 +189,7 @@ class Adapters:
             raise InvalidArgument("lora_path", f"{worker}: {error.message.removeprefix(f'{worker}: ')}") from error
 
     async def _registered(self, peers: set[PeerRef], adapter: AdapterFacts) -> None:
-        """Waits until each of these workers is registered with the adapter, or gone."""
+        """Wait until each of these workers is registered with the adapter, or gone."""
         late: list[str] = []
         try:
             async with asyncio.timeout(REGISTER_S):
@@ -212,14 +212,14 @@ class Adapters:
         log.info("adapter %s is unloaded", name)
 
     async def _unload_everywhere(self, name: str) -> None:
-        """Has every worker unload an adapter; `run` asks those again that did not."""
+        """Have every worker unload an adapter; `run` asks those again that did not."""
         unloads = (self._calls.unload_adapter(info, name) for info in self._members())
         for result in await asyncio.gather(*unloads, return_exceptions=True):
             if isinstance(result, BaseException):
                 log.warning("an adapter could not be unloaded, which is tried again: %s", result)
 
     async def _bring_all(self) -> None:
-        """Has each worker load and unload what the list says; a failure is tried again later."""
+        """Have each worker load and unload what the list says; a failure is tried again later."""
         members = self._members()
         peers = {info.peer for info in members}
         self._failed = {peer: why for peer, why in self._failed.items() if peer in peers}
@@ -236,7 +236,7 @@ class Adapters:
         return set(info.model.adapters) != set(self._wanted.values())
 
     async def _bring(self, info: WorkerInfo) -> bool:
-        """Returns True if the worker has followed."""
+        """Return True if the worker has followed."""
         try:
             for known in info.model.adapters:
                 if known != self._wanted.get(known.name):
@@ -254,7 +254,7 @@ class Adapters:
         return True
 
     def _lack(self, info: WorkerInfo) -> str:
-        """Returns which adapters of the list a worker has not loaded, with the reason."""
+        """Return which adapters of the list a worker has not loaded, with the reason."""
         missing = [repr(adapter.name) for adapter in self._wanted.values() if adapter not in info.model.adapters]
         if not missing:
             return ""
@@ -264,7 +264,7 @@ class Adapters:
         )
 
     def _members(self) -> list[WorkerInfo]:
-        """Returns the workers that take requests."""
+        """Return the workers that take requests."""
         return [info for info in self._registry.membership().workers if info.open is not None]
 
     def _publish(self) -> None:

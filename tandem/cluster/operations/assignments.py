@@ -35,7 +35,7 @@ class Assignments:
     """The wanted assignments of all workers. `run` brings the workers to them."""
 
     def __init__(self, registry: Registry, topology: Topology, roles: Mapping[str, Role], send: SendAssignment) -> None:
-        """Starts with the initial role of each worker."""
+        """Start with the initial role of each worker."""
         self.topology = topology
         """The current topology of the cluster."""
         self._registry = registry
@@ -50,7 +50,7 @@ class Assignments:
         registry.set_mode(topology.mode)
 
     def inherit(self, topology: Topology, roles: Mapping[str, Role], drained: Collection[str] = ()) -> None:
-        """Starts over with workers that have these roles now or start with them; a worker keeps a role that is needed.
+        """Start over with workers that have these roles now or start with them; a worker keeps a role that is needed.
 
         Workers that are `drained` do not serve until `is_back`.
         """
@@ -67,33 +67,33 @@ class Assignments:
         self._look()
 
     def wanted(self, worker_id: str) -> Assignment:
-        """Returns the wanted assignment of this worker; a worker that does not run starts with it."""
+        """Return the wanted assignment of this worker; a worker that does not run starts with it."""
         return self._wanted[worker_id]
 
     def topology_with(self, worker_ids: Collection[str]) -> Topology:
-        """Returns the topology once the absent ones among these workers serve again."""
+        """Return the topology once the absent ones among these workers serve again."""
         topology = self.topology
         for worker_id in self._absent.keys() & set(worker_ids):
             topology = _with_more(topology, self._absent[worker_id], 1)
         return topology
 
     async def roles(self) -> dict[str, Role]:
-        """Returns the own role of every worker, also of absent ones and of stand-ins for others."""
+        """Return the own role of every worker, also of absent ones and of stand-ins for others."""
         async with self._one_at_a_time:
             return {each: self._role(each) for each in self._wanted}
 
     def expect(self, worker_id: str, role: Role) -> None:
-        """Adds a worker that has yet to start; `is_back` follows once it serves."""
+        """Add a worker that has yet to start; `is_back` follows once it serves."""
         self._wanted[worker_id] = self.topology.assignment(role)
         self._absent[worker_id] = role
 
     def forget(self, worker_id: str) -> None:
-        """Removes a worker that never serves again."""
+        """Remove a worker that never serves again."""
         self._wanted.pop(worker_id, None)
         self._absent.pop(worker_id, None)
 
     async def run(self) -> None:
-        """Sends workers their assignments, until cancelled."""
+        """Send workers their assignments, until cancelled."""
         try:
             async for _ in self._registry.watch():
                 self._look()
@@ -103,7 +103,7 @@ class Assignments:
             self._sent = {}
 
     async def set_mode(self, change: ModeChange) -> None:
-        """Changes the mode; returns when every serving worker has followed.
+        """Change the mode; return when every serving worker has followed.
 
         InvalidArgument for an impossible change. DeadlineExceeded if workers do not follow: before the needed halves
         are open nothing changes, afterwards they follow when they can.
@@ -113,7 +113,7 @@ class Assignments:
         await self._settle(change.grace_s)
 
     async def flip(self, into_prefill: int, grace_s: float) -> None:
-        """Changes so many decode workers to prefill, below 0 the other way; no effect unless the mode is disaggregated.
+        """Change so many decode workers to prefill, below 0 the other way; no effect unless the mode is disaggregated.
 
         FailedPrecondition if a role would be left without workers; otherwise as `set_mode`.
         """
@@ -127,7 +127,7 @@ class Assignments:
         await self._settle(grace_s)
 
     async def _share(self, topology: Topology, grace_s: float) -> None:
-        """Applies a topology to present workers, and to absent ones once they are back; halves may close later."""
+        """Apply a topology to present workers, and to absent ones once they are back; halves may close later."""
         before = self._here()
         assignments = assign(topology, {worker_id: assignment.role for worker_id, assignment in before.items()})
         self._grace_s = grace_s
@@ -140,7 +140,7 @@ class Assignments:
         self._want(assignments)
 
     async def stand_in_for(self, worker_id: str) -> None:
-        """Prepares for a worker to leave: the present workers open the halves that no other worker would have open."""
+        """Prepare for a worker to leave: the present workers open the halves that no other worker would have open."""
         async with self._one_at_a_time:
             if worker_id in self._absent:
                 return
@@ -160,7 +160,7 @@ class Assignments:
                     raise
 
     async def is_back(self, worker_id: str) -> None:
-        """Counts a worker that serves, again or for the first time; stand-ins return to their previous roles."""
+        """Count a worker that serves, again or for the first time; stand-ins return to their previous roles."""
         async with self._one_at_a_time:
             role = self._absent.pop(worker_id, None)
             if role is None:
@@ -173,18 +173,18 @@ class Assignments:
         await self._settle(self._grace_s)
 
     def _here(self) -> dict[str, Assignment]:
-        """Returns the wanted assignments of the present workers."""
+        """Return the wanted assignments of the present workers."""
         return {each: assignment for each, assignment in self._wanted.items() if each not in self._absent}
 
     def _role(self, worker_id: str) -> Role:
-        """Returns a worker's own role; stand-ins have both only because no other worker has the other one."""
+        """Return a worker's own role; stand-ins have both only because no other worker has the other one."""
         role = self._absent.get(worker_id, self._wanted[worker_id].role)
         if role is not Role.BOTH or self.topology.mode is not Mode.DISAGGREGATED:
             return role
         return Role.PREFILL if self.topology.prefill else Role.DECODE
 
     async def _open(self, before: Mapping[str, Assignment], assignments: Mapping[str, Assignment]) -> None:
-        """Opens the halves of the new assignments while those of the old ones stay open."""
+        """Open the halves of the new assignments while those of the old ones stay open."""
         self._want(
             {
                 each: replace(assignment, role=assignment.role | before[each].role)
@@ -197,7 +197,7 @@ class Assignments:
             raise DeadlineExceeded(f"{late} did not open what the new mode needs; nothing has changed, try again")
 
     async def _settle(self, grace_s: float) -> None:
-        """Waits until every serving worker has its wanted assignment, whichever change wanted it last."""
+        """Wait until every serving worker has its wanted assignment, whichever change wanted it last."""
         late = await self._late(lambda info: not _settled(info, self._wanted), grace_s + SETTLE_S)
         if late:
             raise DeadlineExceeded(f"the mode has changed; {late} still finishes what it had, and follows then")
@@ -207,7 +207,7 @@ class Assignments:
         self._look()
 
     def _look(self) -> None:
-        """Sends assignments to the workers that are registered with another one."""
+        """Send assignments to the workers that are registered with another one."""
         members = self._registry.membership().workers
         self._sent = {info.peer: sent for info in members if (sent := self._sent.get(info.peer)) is not None}
         for info in members:
@@ -220,7 +220,7 @@ class Assignments:
             task.add_done_callback(self._sending.discard)
 
     async def _send_until_delivered(self, info: WorkerInfo, assignment: Assignment) -> None:
-        """Sends an assignment until it is delivered, another one is wanted, or the worker is gone."""
+        """Send an assignment until it is delivered, another one is wanted, or the worker is gone."""
         while self._sent.get(info.peer) == assignment:
             try:
                 await self._send(info, assignment, self._grace_s)
@@ -232,7 +232,7 @@ class Assignments:
             await asyncio.sleep(RETRY_S)
 
     async def _late(self, is_late: Callable[[WorkerInfo], bool], within_s: float) -> str:
-        """Waits until no serving worker is late; returns those that are late after `within_s` seconds, "" = none."""
+        """Wait until no serving worker is late; return those that are late after `within_s` seconds, "" = none."""
         late: list[str] = []
         try:
             async with asyncio.timeout(within_s):
@@ -250,14 +250,14 @@ class Assignments:
 
 
 def _with_more(topology: Topology, role: Role, more: int) -> Topology:
-    """Returns the topology with so many more workers of this role."""
+    """Return the topology with so many more workers of this role."""
     if topology.mode is not Mode.DISAGGREGATED or role is not Role.PREFILL:
         return topology
     return replace(topology, prefill=topology.prefill + more)
 
 
 def _role_when_back(topology: Topology, role: Role) -> Role:
-    """Returns the role that an absent worker has when it serves again."""
+    """Return the role that an absent worker has when it serves again."""
     if topology.prefill == 0:
         return Role.BOTH
     return Role.DECODE if role is Role.BOTH else role
@@ -268,7 +268,7 @@ def _played(half: Role, assignments: Iterable[Assignment]) -> bool:
 
 
 def _opened(info: WorkerInfo, assignment: Assignment) -> bool:
-    """Returns True if the worker accepts at least this work, with these step settings."""
+    """Return True if the worker accepts at least this work, with these step settings."""
     return info.open is not None and info.open | assignment.role is info.open and info.assignment == assignment
 
 

@@ -30,7 +30,7 @@ class HandoverState:
 def inherit(
     config: ClusterSettings, planned: Sequence[Slot], living: Mapping[str, Role], handover: Handover | None = None
 ) -> HandoverState:
-    """Returns the initial workers from `planned`, the config's slots, and `living`, the live workers with their roles.
+    """Return the initial workers from `planned`, the config's slots, and `living`, the live workers with their roles.
 
     The config gives their number, unless the planner does: then all live workers stay. Drained workers count, because
     an operator wanted fewer to serve.
@@ -47,7 +47,7 @@ def inherit(
 
 
 def restore(before: ControllerState, living: Mapping[str, Role]) -> HandoverState:
-    """Returns the initial workers of a controller that replaces one that died, from the state of that one."""
+    """Return the initial workers of a controller that replaces one that died, from the state of that one."""
     drained = _absent(before.handover, living)
     roles = {slot.worker_id: living.get(slot.worker_id, slot.role) for slot in before.slots}
     return HandoverState(before.slots, before.topology, roles, drained)
@@ -58,7 +58,7 @@ def _absent(handover: Handover, living: Collection[str]) -> tuple[str, ...]:
 
 
 def _asked(config: ClusterSettings, living: int) -> int:
-    """Returns the number of workers that there should be."""
+    """Return the number of workers that there should be."""
     limits = config.planner.limits.workers
     if not living or config.planner.mode is not PlannerMode.ON or limits is None:
         return config.worker_count
@@ -66,7 +66,7 @@ def _asked(config: ClusterSettings, living: int) -> int:
 
 
 def _missing(planned: Sequence[Slot], there: Iterable[str], count: int) -> tuple[Slot, ...]:
-    """Returns `count` free slots, first those of roles with too few workers."""
+    """Return `count` free slots, first those of roles with too few workers."""
     have = Counter(_role_of(name) for name in there)
     free = [slot for slot in planned if slot.worker_id not in set(there)]
     lacking: list[Slot] = []
@@ -90,7 +90,7 @@ def _topology(config: ClusterSettings, roles: Mapping[str, Role], living: Mappin
 
 
 def slot_of(config: ClusterSettings, planned: Sequence[Slot], worker_id: str) -> Slot:
-    """Returns the slot of a worker of this name.
+    """Return the slot of a worker of this name.
 
     The config may not contain it; only joined Rays have such workers, and these have a GPU each.
     """
@@ -101,5 +101,5 @@ def slot_of(config: ClusterSettings, planned: Sequence[Slot], worker_id: str) ->
 
 
 def _role_of(worker_id: str) -> Role:
-    """Returns the role of a worker's slot, whatever its current role."""
+    """Return the role of a worker's slot, whatever its current role."""
     return Role(worker_id.rpartition("-")[0])

@@ -22,7 +22,7 @@ class Fleet:
         new_slot: Callable[[Role, Sequence[Slot]], Slot],
         release: Callable[[Slot], Awaitable[None]],
     ) -> None:
-        """Creates an empty fleet.
+        """Create an empty fleet.
 
         `keep` makes the supervisor of a slot, `new_slot` one more slot next to existing ones. `release` frees the
         resources of a slot that is no longer filled; until it returns, the slot is not reused.
@@ -38,14 +38,14 @@ class Fleet:
         """The supervisors by worker, in the order in which they were added."""
 
     def new_slots(self, roles: Iterable[Role]) -> list[Slot]:
-        """Returns one new slot for each role, to be added. FailedPrecondition if there is no capacity for all."""
+        """Return one new slot for each role, to be added. FailedPrecondition if there is no capacity for all."""
         slots = list(self._slots.values())
         for role in roles:
             slots.append(self._new_slot(role, slots))
         return slots[len(self._slots) :]
 
     def add(self, slot: Slot, living: tuple[int, Process] | None = None, *, drained: bool = False) -> ProcessSupervisor:
-        """Adds a slot and begins to fill it with a new process.
+        """Add a slot and begins to fill it with a new process.
 
         If `living` is a live process, with its incarnation, the slot is filled with that one; if `drained`, with none
         until the worker is wanted.
@@ -60,7 +60,7 @@ class Fleet:
         return keeper
 
     async def remove(self, worker_id: str) -> None:
-        """Ends the worker's process, if any, and forgets the slot. Idempotent."""
+        """End the worker's process, if any, and forgets the slot. Idempotent."""
         keeper = self._keepers.get(worker_id)
         if keeper is None:
             return
@@ -80,13 +80,13 @@ class Fleet:
                 mine.pop(worker_id, None)
 
     async def stop(self) -> None:
-        """Ends all processes at once; returns when they are gone."""
+        """End all processes at once; return when they are gone."""
         for keeper in self._keepers.values():
             keeper.stop()
         await asyncio.gather(*self._runs.values(), *self._removals.values())
 
     async def release(self) -> None:
-        """Releases all processes: those that serve live on, all keep their resources, and the slots are forgotten."""
+        """Release all processes: those that serve live on, all keep their resources, and the slots are forgotten."""
         for keeper in self._keepers.values():
             keeper.detach()
         await asyncio.gather(*self._runs.values(), *self._removals.values())
@@ -94,5 +94,5 @@ class Fleet:
             mine.clear()
 
     def health(self) -> tuple[tuple[Slot, Health], ...]:
-        """Returns the current health of each worker."""
+        """Return the current health of each worker."""
         return tuple((self._slots[worker_id], keeper.health()) for worker_id, keeper in self._keepers.items())

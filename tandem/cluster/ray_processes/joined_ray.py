@@ -44,7 +44,7 @@ class JoinedRay:
         *,
         trusted_network: bool = False,
     ) -> None:
-        """Prepares to join the Ray at `address`: host:port of the head's GCS, or `auto`.
+        """Prepare to join the Ray at `address`: host:port of the head's GCS, or `auto`.
 
         `auto` is RAY_ADDRESS, otherwise the cluster that `ray start` last joined. A missing cluster or node may appear
         within `wait_s` seconds, unless `stopping` is set before. In a `namespace` other processes find these actors,
@@ -59,7 +59,7 @@ class JoinedRay:
         self._stopping = stopping or threading.Event()
 
     def start(self, resources: dict[str, float], processes: int) -> None:
-        """Joins, and checks that all nodes together offer `resources`; Ray starts `processes` on demand.
+        """Join, and checks that all nodes together offer `resources`; Ray starts `processes` on demand.
 
         Unavailable if there is no such cluster or it refuses this process, FailedPrecondition if it lacks resources,
         InvalidArgument if workers would send KV pages over an untrusted network.
@@ -85,19 +85,19 @@ class JoinedRay:
             raise
 
     def stop(self) -> None:
-        """Leaves the cluster; Ray ends the remaining actors of this process. Idempotent."""
+        """Leave the cluster; Ray ends the remaining actors of this process. Idempotent."""
         ray = sys.modules.get("ray")
         if ray is not None:
             ray.shutdown()
 
     def kill(self) -> None:
-        """Gives up on a hanging Ray: the rest of the job ends when this process does. Callable from any thread."""
+        """Give up on a hanging Ray: the rest of the job ends when this process does. Callable from any thread."""
         ray = sys.modules.get("ray")
         if ray is not None:
             atexit.unregister(ray.shutdown)  # it would hang again as the interpreter exits
 
     def _waiting(self, give_up: float, attempt: Callable[[], Result]) -> Result:
-        """Retries `attempt` until it succeeds or time is over; returns its result and logs each new reason to wait."""
+        """Retry `attempt` until it succeeds or time is over; return its result and logs each new reason to wait."""
         said = ""
         while True:
             try:
@@ -111,7 +111,7 @@ class JoinedRay:
             self._stopping.wait(LOOK_S)
 
     def _reachable_address(self) -> str:
-        """Returns the address as Ray knows it, after a connection to it succeeded."""
+        """Return the address as Ray knows it, after a connection to it succeeded."""
         from ray._private.services import canonicalize_bootstrap_address
 
         try:

@@ -66,14 +66,14 @@ class RayNode:
     """One head node and nothing else, owned by this object from `start` until `stop` or `kill`."""
 
     def __init__(self, log_max_bytes: int = MAX_MIB << 20) -> None:
-        """Limits each of Ray's log files to `log_max_bytes`, unless the environment sets another number."""
+        """Limit each of Ray's log files to `log_max_bytes`, unless the environment sets another number."""
         self._log_max_bytes = log_max_bytes
         self._folder: TempFolder | None = None
         self._watchdog: Watchdog | None = None
         self._family: list[psutil.Process] = []
 
     def start(self, resources: dict[str, float], processes: int) -> None:
-        """Starts Ray for about `processes` actors on a node that offers `resources`. Takes about three seconds.
+        """Start Ray for about `processes` actors on a node that offers `resources`. Takes about three seconds.
 
         If a part of Ray dies as it starts, Ray waits for it in vain for half a minute; then everything is started once
         more. Unavailable if that fails as well.
@@ -131,7 +131,7 @@ class RayNode:
         return int(ray.cluster_resources().get("GPU", 0))
 
     def stop(self) -> None:
-        """Ends every process of this node and removes its folder. Idempotent."""
+        """End every process of this node and removes its folder. Idempotent."""
         self._family = self._processes()
         ray = sys.modules.get("ray")
         if ray is not None:
@@ -140,7 +140,7 @@ class RayNode:
         self._remove_folder()
 
     def kill(self) -> None:
-        """Stops without Ray's cooperation, for one that hangs; from any thread, also while `start` or `stop` runs."""
+        """Stop without Ray's cooperation, for one that hangs; from any thread, also while `start` or `stop` runs."""
         ray = sys.modules.get("ray")
         if ray is not None:
             atexit.unregister(ray.shutdown)  # it would hang again as the interpreter exits
@@ -155,7 +155,7 @@ class RayNode:
             watchdog.stop()
 
     def _processes(self) -> list[psutil.Process]:
-        """Returns Ray's processes, found by this node's folder on their command line, and all their descendants."""
+        """Return Ray's processes, found by this node's folder on their command line, and all their descendants."""
         found: list[psutil.Process] = []
         for child in psutil.Process().children():
             try:
@@ -168,7 +168,7 @@ class RayNode:
 
 @contextlib.contextmanager
 def _without_helpers() -> Iterator[None]:
-    """Makes Ray start a head without its autoscaler, dashboard and log monitor, for which `ray.init` has no option.
+    """Make Ray start a head without its autoscaler, dashboard and log monitor, for which `ray.init` has no option.
 
     A private node never grows, shows no dashboard and sends no logs to its driver, but these three processes take some
     2 s of CPU time. A Ray without these methods starts what it starts.
@@ -183,11 +183,11 @@ def _without_helpers() -> Iterator[None]:
 
 
 def _start_nothing(*_: object, **__: object) -> None:
-    """Takes the place of a method of Ray that starts a helper process."""
+    """Take the place of a method of Ray that starts a helper process."""
 
 
 def _end(family: list[psutil.Process], grace_s: float) -> None:
-    """Waits for processes that end by themselves, and kills the rest."""
+    """Wait for processes that end by themselves, and kills the rest."""
     _, alive = psutil.wait_procs(family, timeout=grace_s)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):

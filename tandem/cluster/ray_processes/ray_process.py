@@ -16,14 +16,14 @@ _SHARE_OF_NODE = 0.001
 
 
 def actor_class(plain: type) -> Any:
-    """Returns `plain` as a Ray actor class, to be given `options` and created."""
+    """Return `plain` as a Ray actor class, to be given `options` and created."""
     import ray
 
     return ray.remote(plain)
 
 
 def on_this_node() -> Any:
-    """Returns a scheduling strategy for actors that must run on this process's node."""
+    """Return a scheduling strategy for actors that must run on this process's node."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -31,7 +31,7 @@ def on_this_node() -> Any:
 
 
 def place_here() -> Any:
-    """Returns a placement group on this process's node, for actors that end with this process.
+    """Return a placement group on this process's node, for actors that end with this process.
 
     Ray ends what is in a placement group when the job that made it ends. A detached actor in it therefore outlives the
     actor that created it, but not the job.
@@ -45,21 +45,21 @@ def place_here() -> Any:
 
 
 def in_place(place: Any) -> Any:
-    """Returns a scheduling strategy for actors in this placement group."""
+    """Return a scheduling strategy for actors in this placement group."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     return PlacementGroupSchedulingStrategy(place)
 
 
 def node_address() -> str:
-    """Returns the address at which all other nodes reach this one; loopback where there are none."""
+    """Return the address at which all other nodes reach this one; loopback where there are none."""
     from ray.util import get_node_ip_address
 
     return str(get_node_ip_address())
 
 
 async def node_is_up(address: str) -> bool:
-    """Returns True if a node of this address is in the cluster."""
+    """Return True if a node of this address is in the cluster."""
     import ray
 
     nodes = await asyncio.to_thread(ray.nodes)
@@ -67,7 +67,7 @@ async def node_is_up(address: str) -> bool:
 
 
 async def at_once() -> None:
-    """Returns at once, for an actor whose node is known."""
+    """Return at once, for an actor whose node is known."""
 
 
 class RayProcess(Process):
@@ -94,27 +94,27 @@ class RayProcess(Process):
         self._life = actor.run.remote()
 
     async def placed(self) -> None:
-        """Waits until the actor has a node."""
+        """Wait until the actor has a node."""
         await self._placed()
 
     async def pid(self) -> int:
-        """Returns the actor's process id, and reads its identity."""
+        """Return the actor's process id, and reads its identity."""
         async with asyncio.timeout(PID_TIMEOUT_S):
             self._identity = str(await self._actor.identity.remote())
             self._pid = int(await self._actor.pid.remote())
             return self._pid
 
     async def start(self) -> None:
-        """Starts the actor; returns when it serves."""
+        """Start the actor; return when it serves."""
         self._on_start(await plainly(self._begin()))
 
     async def progress(self) -> tuple[str, float]:
-        """Returns the start's current activity and the fraction that is done."""
+        """Return the start's current activity and the fraction that is done."""
         stage, fraction = await self._actor.progress.remote()
         return str(stage), float(fraction)
 
     async def ended(self) -> str:
-        """Waits until the actor is gone, and returns the reason."""
+        """Wait until the actor is gone, and return the reason."""
         from ray.exceptions import RayActorError
 
         try:
@@ -126,11 +126,11 @@ class RayProcess(Process):
         return "the process stopped by itself"
 
     async def works(self) -> None:
-        """Returns when the actor's event loops have responded."""
+        """Return when the actor's event loops have responded."""
         await self._actor.works.remote()
 
     async def kill(self) -> None:
-        """Kills the actor's process at once."""
+        """Kill the actor's process at once."""
         import ray
 
         # Here, where it can be seen, it is gone at once, with its ports and its memory. Elsewhere the node's Ray does
@@ -141,7 +141,7 @@ class RayProcess(Process):
         ray.kill(self._actor, no_restart=True)
 
     async def end(self, grace_s: float) -> None:
-        """Stops the actor, and kills it after `grace_s` seconds."""
+        """Stop the actor, and kills it after `grace_s` seconds."""
         import ray
 
         # Dead, stuck or too slow: the kill settles all three.
@@ -152,7 +152,7 @@ class RayProcess(Process):
 
 
 async def plainly(reply: Any) -> Any:
-    """Returns a call's result, or raises the actor's error without Ray's traceback around it."""
+    """Return a call's result, or raises the actor's error without Ray's traceback around it."""
     try:
         return await reply
     except Exception as error:

@@ -38,7 +38,7 @@ class TempFolder:
         os.write(self._lock, str(os.getpid()).encode())
 
     def remove(self) -> None:
-        """Deletes the folder and releases its lock. Idempotent."""
+        """Delete the folder and releases its lock. Idempotent."""
         _remove_tree(self.path)
         if self._lock >= 0:
             os.close(self._lock)
@@ -56,13 +56,13 @@ def _remove_tree(folder: Path) -> None:
 
 
 def temp_root() -> Path:
-    """Returns the user's temp folder, or /tmp if that is too long for sockets."""
+    """Return the user's temp folder, or /tmp if that is too long for sockets."""
     root = Path(tempfile.gettempdir())
     return root if len(str(root)) <= ROOT_LENGTH_MAX else Path("/tmp")
 
 
 def remove_abandoned(root: Path | None = None) -> list[Path]:
-    """Deletes the folders of killed clusters, ends the processes that Ray left in them, and returns the folders."""
+    """Delete the folders of killed clusters, ends the processes that Ray left in them, and return the folders."""
     removed = []
     for folder in (root or temp_root()).glob(f"{PREFIX}*"):
         if _abandoned(folder):
@@ -72,7 +72,7 @@ def remove_abandoned(root: Path | None = None) -> list[Path]:
 
 
 def clean_up(folder: Path) -> None:
-    """Ends this user's Ray processes that work in a folder whose owner has ended, and deletes the folder."""
+    """End this user's Ray processes that work in a folder whose owner has ended, and deletes the folder."""
     if folder.exists():
         _end_leftovers(folder)
         _remove_tree(folder)

@@ -46,7 +46,7 @@ class WorkerActors:
         token: str,
         on_metrics: Callable[[Slot, str], None] = lambda _slot, _address: None,
     ) -> None:
-        """Creates the spawner; `on_metrics` is called with the metrics address of each worker that has started."""
+        """Create the spawner; `on_metrics` is called with the metrics address of each worker that has started."""
         self._cluster = config
         self._on_metrics = on_metrics
         self.controller_address = ""
@@ -55,7 +55,7 @@ class WorkerActors:
         self._groups: dict[str, Any] = {}
 
     async def spawn(self, slot: Slot, assignment: Assignment, incarnation: int) -> Process:
-        """Spawns a process for `slot`, which has `assignment` until it is sent another."""
+        """Spawn a process for `slot`, which has `assignment` until it is sent another."""
         from tandem.worker.actor import WorkerActor
 
         options = {
@@ -71,15 +71,15 @@ class WorkerActors:
         return RayProcess(actor, partial(self._on_metrics, slot), partial(self._placed, slot))
 
     def adopt(self, slot: Slot, left: OrphanedWorker) -> Process:
-        """Returns a live worker of `slot` as a process of this controller."""
+        """Return a live worker of `slot` as a process of this controller."""
         return left.process(self.controller_address, self._cluster.workers_outlive_s, partial(self._on_metrics, slot))
 
     def release_all(self) -> None:
-        """Releases all placement groups to another controller."""
+        """Release all placement groups to another controller."""
         self._groups.clear()
 
     async def release(self, slot: Slot) -> None:
-        """Releases the slot's placement group, which ends its actor."""
+        """Release the slot's placement group, which ends its actor."""
         self._groups.pop(slot.worker_id, None)
         await asyncio.to_thread(release_placement_group, slot.worker_id)  # also a group that an earlier controller made
 
@@ -88,7 +88,7 @@ class WorkerActors:
             await asyncio.sleep(_PLACE_LOOK_S)
 
     def _group(self, slot: Slot) -> Any:
-        """Returns the slot's placement group; runs off the event loop, because Ray's head may be slow."""
+        """Return the slot's placement group; runs off the event loop, because Ray's head may be slow."""
         from ray.util.placement_group import placement_group
 
         known = self._groups.get(slot.worker_id)
@@ -105,7 +105,7 @@ class WorkerActors:
         return group
 
     def config(self, slot: Slot, assignment: Assignment) -> "WorkerConfig":
-        """Returns the config that a worker of `slot` starts with."""
+        """Return the config that a worker of `slot` starts with."""
         from tandem.engine.config import AdapterSource, EngineConfig
         from tandem.protocol.speculation_method import SpeculationMethod
         from tandem.worker.config import WorkerConfig

@@ -82,7 +82,7 @@ class ClusterHealth:
         return (self.router, *(one for one in self.workers if self.lived_before(one)))
 
     def lived_before(self, one: Health) -> bool:
-        """Returns True for a process that another controller started and that has not been restarted since."""
+        """Return True for a process that another controller started and that has not been restarted since."""
         return one.name in self.taken_over and not one.restarts
 
 
@@ -100,7 +100,7 @@ class Backoff:
         self._failures = 0
 
     def after_death(self, lived_s: float) -> float:
-        """Returns the seconds to wait after a process that lived `lived_s` seconds."""
+        """Return the seconds to wait after a process that lived `lived_s` seconds."""
         if lived_s >= self._stable_s:
             self._failures = 0
         self._failures += 1

@@ -18,15 +18,15 @@ class Incarnations:
         self._order = 0
 
     def begin(self, generation: int) -> None:
-        """Begins a generation: all later numbers are above those of earlier generations."""
+        """Begin a generation: all later numbers are above those of earlier generations."""
         self._order = generation << _COUNT_BITS
 
     def next(self) -> int:
-        """Returns the number of a process that is about to start."""
+        """Return the number of a process that is about to start."""
         self._order += 1
         return self._order << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)
 
 
 def generation_of(incarnation: int) -> int:
-    """Returns the generation of an incarnation number."""
+    """Return the generation of an incarnation number."""
     return incarnation >> (_COUNT_BITS + _RANDOM_BITS)

@@ -36,39 +36,39 @@ class Process(ABC):
     """A spawned process. Its supervisor ends it."""
 
     async def placed(self) -> None:
-        """Waits until a node for the process is available, without a time limit."""
+        """Wait until a node for the process is available, without a time limit."""
         return
 
     @abstractmethod
     async def pid(self) -> int:
-        """Returns its process id on its host."""
+        """Return its process id on its host."""
 
     @abstractmethod
     async def start(self) -> None:
-        """Loads and serves; returns when it serves. Raises the error of a failed start."""
+        """Load and serves; return when it serves. Raises the error of a failed start."""
 
     async def progress(self) -> tuple[str, float]:
-        """Returns the current activity of `start`, as text, and the fraction of it that is done."""
+        """Return the current activity of `start`, as text, and the fraction of it that is done."""
         return "", 0.0
 
     @abstractmethod
     async def ended(self) -> str:
-        """Waits until the process is gone, for any reason, and returns the reason as a sentence."""
+        """Wait until the process is gone, for any reason, and return the reason as a sentence."""
 
     @abstractmethod
     async def works(self) -> None:
-        """Returns as soon as all event loops of the process have taken the question; never while one of them hangs.
+        """Return as soon as all event loops of the process have taken the question; never while one of them hangs.
 
         An exception is a sign of life, too: `ended` reports a death.
         """
 
     @abstractmethod
     async def kill(self) -> None:
-        """Kills it at once, even if it is stopped or hangs. Never raises."""
+        """Kill it at once, even if it is stopped or hangs. Never raises."""
 
     @abstractmethod
     async def end(self, grace_s: float) -> None:
-        """Asks it to stop, and kills it after `grace_s` seconds. Never raises."""
+        """Ask it to stop, and kills it after `grace_s` seconds. Never raises."""
 
 
 class ProcessSupervisor:
@@ -87,7 +87,7 @@ class ProcessSupervisor:
         hang_deadline_s: float = HANG_DEADLINE_S,
         incarnations: Incarnations | None = None,
     ) -> None:
-        """Kills a process after `hang_deadline_s` seconds without a sign of life; 0 = never.
+        """Kill a process after `hang_deadline_s` seconds without a sign of life; 0 = never.
 
         `incarnations` numbers the processes; None = a private counter.
         """
@@ -114,23 +114,23 @@ class ProcessSupervisor:
         self._progress = ("", 0.0)
 
     def health(self) -> Health:
-        """Returns the current health of the process."""
+        """Return the current health of the process."""
         return Health(
             self.name, self._phase, self._incarnation, self._pid, self._restarts, self._error, *self._progress
         )
 
     def stop(self) -> None:
-        """Ends the process and starts no other; `run` returns then."""
+        """End the process and starts no other; `run` returns then."""
         self._stopping.set()
         self._ending.set()
         self._wanted.set()
 
     def adopt(self, incarnation: int, process: Process) -> None:
-        """Adopts a live process, before `run`; its `start` makes it follow this controller."""
+        """Adopt a live process, before `run`; its `start` makes it follow this controller."""
         self._adopted = incarnation, process
 
     def detach(self) -> None:
-        """Releases the process: one that serves, or served where it was adopted from, lives on; any other is ended.
+        """Release the process: one that serves, or served where it was adopted from, lives on; any other is ended.
 
         `run` returns then.
         """
@@ -143,7 +143,7 @@ class ProcessSupervisor:
         return self._phase
 
     async def until(self, phase: Phase, within_s: float = math.inf) -> None:
-        """Waits for a phase; DeadlineExceeded after `within_s` seconds, FailedPrecondition if it is unreachable."""
+        """Wait for a phase; DeadlineExceeded after `within_s` seconds, FailedPrecondition if it is unreachable."""
         try:
             async with asyncio.timeout(None if within_s == math.inf else within_s):
                 while self._phase is not phase:
@@ -165,21 +165,21 @@ class ProcessSupervisor:
         return self.wanted and not self._stopping.is_set()
 
     def retire(self) -> None:
-        """Marks the process as retired: it ends by itself, and no other is started until `restart`."""
+        """Mark the process as retired: it ends by itself, and no other is started until `restart`."""
         self._wanted.clear()
         if self._phase is Phase.SERVING:
             self._phase = Phase.DRAINING
 
     def end_now(self) -> None:
-        """Ends a retired process that does not exit by itself."""
+        """End a retired process that does not exit by itself."""
         self._ending.set()
 
     def restart(self) -> None:
-        """Starts a retired process again: at once if it has ended, otherwise when it has."""
+        """Start a retired process again: at once if it has ended, otherwise when it has."""
         self._wanted.set()
 
     async def run(self, grace_s: float = END_S) -> None:
-        """Keeps the process alive until `stop`; then it has `grace_s` seconds to exit."""
+        """Keep the process alive until `stop`; then it has `grace_s` seconds to exit."""
         while not self._stopping.is_set():
             if not self._wanted.is_set():
                 self._phase = Phase.DRAINED
@@ -203,7 +203,7 @@ class ProcessSupervisor:
         self._phase = Phase.STOPPED
 
     async def _live(self, grace_s: float) -> None:
-        """Runs one incarnation from its spawn to its death."""
+        """Run one incarnation from its spawn to its death."""
         self._phase, self._pid, self._progress = Phase.STARTING, 0, ("", 0.0)
         self._ending.clear()
         try:
@@ -231,7 +231,7 @@ class ProcessSupervisor:
         return await self._spawn(self._incarnation)
 
     async def _watch(self, process: Process) -> bool:
-        """Waits until the process is gone, did not start or is no longer wanted; returns True if it is gone."""
+        """Wait until the process is gone, did not start or is no longer wanted; return True if it is gone."""
         ended = asyncio.ensure_future(process.ended())
         started = asyncio.ensure_future(self._start(process))
         stopping = asyncio.ensure_future(self._ending.wait())
@@ -255,7 +255,7 @@ class ProcessSupervisor:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _hangs(self, process: Process) -> float:
-        """Waits until the process hangs; returns how long it was unresponsive then, in seconds."""
+        """Wait until the process hangs; return how long it was unresponsive then, in seconds."""
         return await until_it_hangs(
             process.works,
             self._hang_deadline_s,
@@ -277,7 +277,7 @@ class ProcessSupervisor:
         self._phase = Phase.SERVING
 
     async def _follow(self, process: Process) -> None:
-        """Polls the progress of a start until cancelled."""
+        """Poll the progress of a start until cancelled."""
         while True:
             self._progress = await process.progress()
             await asyncio.sleep(PROGRESS_S)
@@ -291,5 +291,5 @@ class ProcessSupervisor:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error, or its type if it has no message."""
+    """Return the first line of an error, or its type if it has no message."""
     return (str(error).strip().splitlines() or [""])[0] or type(error).__name__

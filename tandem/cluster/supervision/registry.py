@@ -34,23 +34,23 @@ class Registry:
         """The expected workers of another registry."""
 
     def set_mode(self, mode: str) -> None:
-        """Sets the mode that routers follow from now on."""
+        """Set the mode that routers follow from now on."""
         if mode != self._mode:
             self._mode = mode
             self._publish()
 
     def set_adapters(self, adapters: tuple[AdapterFacts, ...] | None) -> None:
-        """Sets the adapters that requests may name from now on; None = those that the workers started with."""
+        """Set the adapters that requests may name from now on; None = those that the workers started with."""
         if adapters != self._adapters:
             self._adapters = adapters
             self._publish()
 
     def look_again(self) -> None:
-        """Publishes the membership again, because what workers lack or which are wanted may have changed."""
+        """Publish the membership again, because what workers lack or which are wanted may have changed."""
         self._publish()
 
     def mirror(self, membership: Membership) -> None:
-        """Copies the membership, mode, adapters and expected workers of another registry."""
+        """Copy the membership, mode, adapters and expected workers of another registry."""
         workers = {info.peer.worker_id: info for info in membership.workers}
         copied = workers, membership.mode, membership.adapters, membership.expected
         if copied != (self._workers, self._mode, self._adapters, self._mirrored):
@@ -59,7 +59,7 @@ class Registry:
         self.complete.set()
 
     def keep(self, peers: Collection[PeerRef]) -> None:
-        """Removes all workers except `peers` for good, and what was mirrored of expected ones.
+        """Remove all workers except `peers` for good, and what was mirrored of expected ones.
 
         From now on the membership is complete.
         """
@@ -70,7 +70,7 @@ class Registry:
         self.complete.set()
 
     def register(self, info: WorkerInfo) -> None:
-        """Adds a worker or replaces its earlier incarnation. StaleEpoch for an incarnation that is over."""
+        """Add a worker or replaces its earlier incarnation. StaleEpoch for an incarnation that is over."""
         worker_id, incarnation = info.peer.worker_id, info.peer.incarnation
         known = self._workers.get(worker_id)
         if incarnation <= self._gone.get(worker_id, -1) or (known and incarnation < known.peer.incarnation):
@@ -82,7 +82,7 @@ class Registry:
         self._publish()
 
     def unregister(self, peer: PeerRef) -> bool:
-        """Removes this incarnation for good; returns True if it was serving. Other incarnations stay."""
+        """Remove this incarnation for good; return True if it was serving. Other incarnations stay."""
         self._gone[peer.worker_id] = max(peer.incarnation, self._gone.get(peer.worker_id, -1))
         known = self._workers.get(peer.worker_id)
         if known is None or known.peer != peer:
@@ -92,7 +92,7 @@ class Registry:
         return True
 
     def membership(self) -> Membership:
-        """Returns all serving workers, and those that are expected, by id.
+        """Return all serving workers, and those that are expected, by id.
 
         A worker that drains is expected if it is to be started again.
         """
@@ -102,7 +102,7 @@ class Registry:
         return Membership(self._revision, workers, self._mode, self._adapters, tuple(own) or self._mirrored)
 
     async def watch(self) -> AsyncIterator[Membership]:
-        """Yields the membership now and after each change; a slow watcher skips outdated versions."""
+        """Yield the membership now and after each change; a slow watcher skips outdated versions."""
         while True:
             changed = self._changed
             yield self.membership()
@@ -119,7 +119,7 @@ class Registry:
 
 
 def _log_changes(known: WorkerInfo | None, info: WorkerInfo) -> None:
-    """Logs changes of a worker other than its coming and going."""
+    """Log changes of a worker other than its coming and going."""
     if known and known.open is not info.open:
         log.info("%s takes %s work now", info.peer.worker_id, info.open or "no")
     if info.not_ready and not (known and known.not_ready):

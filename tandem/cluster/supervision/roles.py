@@ -31,7 +31,7 @@ class Slot:
 
 
 def plan(config: ClusterSettings, gpus: int) -> tuple[Slot, ...]:
-    """Returns one slot for each worker the config asks for.
+    """Return one slot for each worker the config asks for.
 
     On `cuda` the workers take the `gpus` of the host in turn or, on a joined Ray, whichever GPU their node assigns.
     """
@@ -44,7 +44,7 @@ def plan(config: ClusterSettings, gpus: int) -> tuple[Slot, ...]:
 
 
 def another(config: ClusterSettings, role: Role, slots: Sequence[Slot], gpus: int) -> Slot:
-    """Returns a slot for one more worker next to `slots`, with the lowest free number.
+    """Return a slot for one more worker next to `slots`, with the lowest free number.
 
     FailedPrecondition if it would need a GPU of this host whose memory the others already use.
     """
@@ -83,12 +83,12 @@ def _device(asked: str, number: int, gpus: int) -> str:
 
 
 def bundle(slot: Slot) -> dict[str, float]:
-    """Returns the resources of a slot's placement group: one unit per role, and a GPU if Ray has to assign one."""
+    """Return the resources of a slot's placement group: one unit per role, and a GPU if Ray has to assign one."""
     return _places(slot.role, 1) | ({GPU: 1.0} if slot.device == "cuda" else {})
 
 
 def offer(config: ClusterSettings) -> dict[str, float]:
-    """Returns the resources that all nodes of a joined Ray must offer together to hold every worker of `config`."""
+    """Return the resources that all nodes of a joined Ray must offer together to hold every worker of `config`."""
     offered: Counter[str] = Counter()
     for role, count in _counts(config).items():
         offered.update(_places(role, count))
@@ -98,7 +98,7 @@ def offer(config: ClusterSettings) -> dict[str, float]:
 
 
 def capacity() -> dict[str, float]:
-    """Returns the resources that a private node offers: enough for every worker that the cluster may ever have."""
+    """Return the resources that a private node offers: enough for every worker that the cluster may ever have."""
     return {role.value: 2.0 * WORKERS_MAX for role in (Role.PREFILL, Role.DECODE)}
 
 

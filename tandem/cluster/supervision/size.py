@@ -21,7 +21,7 @@ class SizeChange:
     wait_s: float = 0.0
 
     def over(self, mode: Mode, now: Mapping[Role, int]) -> Counter[Role]:
-        """Returns the target number of workers per role, starting from `now`. InvalidArgument names the option."""
+        """Return the target number of workers per role, starting from `now`. InvalidArgument names the option."""
         asked = {"--prefill": self.prefill, "--decode": self.decode, "--workers": self.workers}
         of_mode = {"--prefill", "--decode"} if mode is Mode.DISAGGREGATED else {"--workers"}
         for option, count in asked.items():
@@ -50,7 +50,7 @@ class Steps:
 
     @classmethod
     def to(cls, wanted: Counter[Role], here: Mapping[str, Role], awaited: Mapping[str, Role]) -> "Steps":
-        """Returns the steps from the current workers to `wanted`.
+        """Return the steps from the current workers to `wanted`.
 
         `here` are the serving workers and `awaited` those that do not serve yet, each with its role; in both mappings
         the workers that should leave first come first. A serving worker changes its role rather than leave for one that
@@ -68,7 +68,7 @@ class Steps:
 
 
 def _take(counts: Counter[Role], workers: Mapping[str, Role]) -> list[str]:
-    """Returns the first workers of each role, as many as `counts` says."""
+    """Return the first workers of each role, as many as `counts` says."""
     left, taken = counts.copy(), []
     for worker_id, role in workers.items():
         if left[role] > 0:

@@ -38,7 +38,7 @@ class Standby:
         self._stopping = False
 
     async def run(self) -> None:
-        """Keeps a standby while the process serves, until `stop`."""
+        """Keep a standby while the process serves, until `stop`."""
         while await self._is_wanted():
             self._own = ProcessSupervisor(
                 f"the standby of the {self._keeper.name}",
@@ -50,7 +50,7 @@ class Standby:
             await self._own.run()
 
     def use(self, dead: int) -> tuple[int, Process] | None:
-        """Gives up the standby, with its incarnation, to replace the incarnation that died; None = none is ready."""
+        """Give up the standby, with its incarnation, to replace the incarnation that died; None = none is ready."""
         self._dead = dead
         own, self._own = self._own, None
         if own is None or self._stopping:
@@ -62,13 +62,13 @@ class Standby:
         return own.health().incarnation, self._in_use
 
     def stop(self) -> None:
-        """Ends the standby; `run` returns then."""
+        """End the standby; `run` returns then."""
         self._stopping = True
         if self._own is not None:
             self._own.stop()
 
     async def _is_wanted(self) -> bool:
-        """Waits until the process serves, which comes first: preparing takes seconds of a core. False = `stop`."""
+        """Wait until the process serves, which comes first: preparing takes seconds of a core. False = `stop`."""
         while not self._stopping:
             now = self._keeper.health()
             if now.phase is Phase.SERVING and now.incarnation != self._dead:
