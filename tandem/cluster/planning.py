@@ -32,9 +32,9 @@ from tandem.settings.slo import SloClass
 log = logging.getLogger(__name__)
 
 GRACE_S = 60.0
-"""Seconds that closing halves and leaving workers have for the requests they still hold."""
+"""Seconds that closing schedulers and removed workers have for the requests they still hold."""
 WAIT_S = 60.0
-"""Maximum wait for new workers, in seconds; workers that come later, for instance with a new node, do not block it."""
+"""Maximum wait for new workers, in seconds. Workers that come later, for instance with a new node, do not block it."""
 
 
 class OperatorInterface(Protocol):
@@ -52,7 +52,7 @@ class OperatorInterface(Protocol):
 
 
 class Planning:
-    """Owns the planner's state. Belongs to the event loop."""
+    """Runs the planner and owns its state. Belongs to the controller's event loop."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Planning:
         registry.read(self._facts)
 
     async def run(self) -> None:
-        """Observe and acts until cancelled, starting from a fresh scrape."""
+        """Process one window after another until cancelled, starting from a fresh scrape."""
         self._before = None
         while True:
             await asyncio.sleep(self._config.window_s)
@@ -93,7 +93,10 @@ class Planning:
                 log.exception("the planner failed to process a window; continuing with the next one")
 
     async def look(self) -> None:
-        """Process one window. A TandemError reports a failed change; the next window starts from a fresh scrape."""
+        """Process one window.
+
+        Raises a TandemError if the change failed; the next window starts from a fresh scrape.
+        """
         now = await asyncio.to_thread(Scrape, await self._scrape(), self._clock())
         before, self._before = self._before, now
         if before is None:
@@ -116,7 +119,7 @@ class Planning:
             self._before = None  # this window spans a change and describes neither split
 
     async def _apply(self, decision: Decision) -> None:
-        """Apply the split; where only roles change, workers that are briefly absent count as decode workers."""
+        """Apply the split. If only roles change, workers that are briefly absent count as decode workers."""
         split, began = decision.split, self._clock()
         if decision.change in {Direction.TO_PREFILL, Direction.TO_DECODE}:
             await self._operator.set_mode(ModeChange(Mode.DISAGGREGATED, prefill=split.prefill, grace_s=GRACE_S))

@@ -27,7 +27,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         self._adapters = adapters
 
     async def Register(self, request: cluster_pb2.RegisterRequest, _context: _Context) -> cluster_pb2.RegisterResponse:
-        """Register a worker or a new incarnation of it. StaleEpoch for an incarnation that is over."""
+        """Register a worker, or a new incarnation of it. Raises StaleEpoch for an incarnation that has ended."""
         self._registry.register(conversion.from_proto(request.worker, WorkerInfo))
         return cluster_pb2.RegisterResponse()
 
@@ -78,7 +78,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         return cluster_pb2.DrainWorkerResponse(seconds=time.monotonic() - began)
 
     async def Resize(self, request: cluster_pb2.ResizeRequest, _context: _Context) -> cluster_pb2.ResizeResponse:
-        """Change the number of workers; return the workers that serve then."""
+        """Change the number of workers; return the workers that serve afterwards."""
         began = time.monotonic()
         change = SizeChange(request.prefill, request.decode, request.workers, request.grace_s, request.wait_s)
         workers = await self._operator.resize(change)
@@ -97,7 +97,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
     async def UnloadAdapter(
         self, request: types_pb2.UnloadAdapterRequest, _context: _Context
     ) -> types_pb2.UnloadAdapterResponse:
-        """Take an adapter off the list."""
+        """Remove an adapter from the list."""
         await self._adapters.unload(request.lora_name)
         return types_pb2.UnloadAdapterResponse()
 

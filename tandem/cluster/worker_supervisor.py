@@ -1,4 +1,4 @@
-"""The workers that one controller supervises: taken over or started, given their assignments, and released."""
+"""The workers that one controller supervises: it takes them over or starts them, assigns their roles, releases them."""
 
 import asyncio
 import logging
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 0.02
 GRACE_S = 60.0
-"""Seconds that workers that were taken over have for their requests before they are restarted or leave."""
+"""Seconds that taken-over workers have for their requests before they are restarted or removed."""
 
 _ASSIGNMENTS = "sending workers their assignments"
 _ADAPTERS = "having workers load adapters"
@@ -58,19 +58,19 @@ class ControllerConfig:
     slots: tuple[Slot, ...]
     """The slots of the initial workers."""
     gpus: int
-    """The number of GPUs of this host, where all workers run on it."""
+    """The number of GPUs of this host; used only if all workers run on this host."""
     token: str
-    """The cluster's secret, presented by every client that registers or watches."""
+    """The cluster's secret, which every client that registers or watches has to present."""
     number: int = 0
     """The number of this controller in its cluster; a higher number means a younger controller."""
     router_place: Any = None
     """The placement group of routers, on this host; it ends with `tandem up`."""
     before: ClusterHealth | None = None
-    """The last health that the controller reported which this one replaces; None = this is the first."""
+    """The last health report of the controller that this one replaces; None = there was no earlier controller."""
 
 
 class WorkerSupervisor:
-    """Owns the workers from `take_over` until `release_workers` or `stop`. Belongs to the event loop."""
+    """Owns the workers from `take_over` until `release_workers` or `stop`. Belongs to the controller's event loop."""
 
     def __init__(self, config: ControllerConfig, registry: Registry, left: OrphanedWorkers) -> None:
         cluster = config.cluster
@@ -95,13 +95,13 @@ class WorkerSupervisor:
         self.taken_over: frozenset[str] = frozenset()
         """The workers that another controller started."""
         self.started = asyncio.Event()
-        """Set once the cluster serves; from then on workers that were taken over may change."""
+        """Set once the cluster serves; from then on taken-over workers may be changed."""
         self._metrics: ClusterMetrics | None = None
         self._planner: Planning | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     def open(self, address: str, metrics: ClusterMetrics) -> None:
-        """Set the controller's address for workers and the metrics registry; called before all other methods."""
+        """Set the controller's address for workers, and the cluster's metrics; call it before all other methods."""
         self._workers.controller_address = address
         self._metrics = metrics
         cluster = self._config.cluster
@@ -116,10 +116,10 @@ class WorkerSupervisor:
             self._planner.export_to(metrics.registry)
 
     async def take_over(self, handover: Handover) -> None:
-        """Take over the workers; return when the living follow this controller and the missing are starting."""
+        """Take over the workers; return when live workers follow this controller and missing ones are starting."""
         left = await self._left.living()
         above = max((generation_of(each.peer.incarnation) for each in left), default=0)
-        # Live workers may have seen higher generations that are gone; Ray's head knows of these as well.
+        # A dead controller may have used a higher generation that live workers have seen; Ray's head knows of it too.
         self._incarnations.begin(await self._left.next_generation(above))
         found = await fitting(left, self._served)
         living = {name: description.assignment.role for name, (_, description) in found.items()}
@@ -148,7 +148,7 @@ class WorkerSupervisor:
 
     @property
     def state(self) -> ControllerState:
-        """The workers as they are wanted now."""
+        """The workers as this controller wants them now."""
         slots = self.operator.staying(slot for slot, _ in self.fleet.health())
         topology = self._assignments.topology_with([slot.worker_id for slot in slots])
         return ControllerState(slots, topology, self.operator.handover())
@@ -167,7 +167,7 @@ class WorkerSupervisor:
         await mirror(address, self._config.token, self._registry)
 
     async def stop(self, *, end_workers: bool) -> None:
-        """End all workers and releases their resources, or lets them live on as they are."""
+        """End all workers and release their resources, or let the workers live on if `end_workers` is False."""
         if not end_workers:
             await self._leave()
             return
@@ -194,7 +194,7 @@ class WorkerSupervisor:
         self.fleet.add(slot, (left.peer.incarnation, self._workers.adopt(slot, left)))
 
     async def _until_they_follow(self) -> None:
-        """Wait until every worker that was taken over follows or turns out to be dead."""
+        """Wait until every taken-over worker follows this controller or turns out to be dead."""
         while any(  # noqa: ASYNC110
             one.phase is Phase.STARTING and one.name in self.taken_over and not one.restarts
             for _, one in self.fleet.health()
@@ -202,7 +202,7 @@ class WorkerSupervisor:
             await asyncio.sleep(LOOK_S)
 
     async def _adjust(self, found: Found, state: HandoverState) -> None:
-        """Adjust the number of workers and their settings to the config, once the cluster serves."""
+        """Once the cluster serves, adjust the number of taken-over workers and their settings to the config."""
         await self.started.wait()
         cluster = self._config.cluster
         if state.surplus:
@@ -238,7 +238,7 @@ class WorkerSupervisor:
         return another(self._config.cluster, role, slots, self._config.gpus)
 
     async def _spawn(self, slot: Slot, incarnation: int) -> Process:
-        """Start a process with the assignment that is wanted now, not with that of the cluster's start."""
+        """Start a process with the currently wanted assignment, which may differ from that of the cluster's start."""
         return await self._workers.spawn(slot, self._assignments.wanted(slot.worker_id), incarnation)
 
     def _forget(self, worker_id: str, incarnation: int) -> None:

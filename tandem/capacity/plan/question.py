@@ -1,4 +1,4 @@
-"""The question that `tandem plan` answers, and the parts of the answer that need no simulation."""
+"""The input of `tandem plan`, and the parts of its answer that need no simulation."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _HELPS = "more workers do not help: relax the target, or take a faster --gpu or 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A model on workers of one kind, each with a GPU, and the load and targets to serve."""
+    """A model on workers of one kind, each with a GPU, and the load and latency targets to serve."""
 
     name: str
     model: ModelSpec
@@ -52,24 +52,24 @@ class Question:
     demand: Demand
     targets: LatencyTargets
     workers: int | None = None
-    """Number of workers; None = the fewest with headroom."""
+    """Number of workers; None = the fewest that leave headroom."""
     cost: CostParameters | None = None
-    """Fitted step costs; None = by the device's roofline."""
+    """Fitted step costs; None = the device's roofline."""
     kv_element_bytes: float = ITEM_BYTES
-    """Bytes of an element of KV, with its part of a scale."""
+    """Bytes of one KV element, including its share of a quantization scale."""
     draft: DraftMemory = NO_DRAFT_MEMORY
-    """The memory of the weights that propose drafts."""
+    """The memory of the draft model's weights or of the heads."""
     drafting: Drafting | None = None
-    """The drafts that simulated workers have; None = none."""
+    """The drafts of simulated workers; None = no speculative decoding."""
 
     @property
     def costs(self) -> CostParameters:
-        """The step costs."""
+        """The step costs: the fitted ones or, without any, those of the roofline."""
         return self.cost or self.predicted_costs
 
     @property
     def predicted_costs(self) -> CostParameters:
-        """The step costs by the device's roofline."""
+        """The step costs from the device's roofline."""
         return roofline(self.model, self.device.ceilings, self.kv_element_bytes)
 
     @property
@@ -122,12 +122,12 @@ class Question:
 
     @property
     def sizing(self) -> Sizing:
-        """The sizing of this demand."""
+        """The sizing for this demand."""
         return Sizing(self.demand, self.targets, self.facts, self.facts)
 
     @property
     def hardware(self) -> Hardware:
-        """The worker for the simulation."""
+        """The hardware of a simulated worker."""
         pages = int(self.memory.kv_bytes / kv_page_bytes(self.model, self.kv_element_bytes))
         fitted, drafts = replace(self.costs, observed=1000), None
         if self.drafting is not None:
@@ -161,14 +161,14 @@ class Question:
         return f"{words}; as it is, it takes {gpus} of these GPUs, and a worker has one"
 
     def _weight_forms(self) -> Iterator[tuple[str, ModelSpec]]:
-        """Yield the model as it is, and in fewer bits where it is not quantized."""
+        """Yield the model as it is and, if it is not quantized, with weights in 8 and in 4 bits."""
         yield "", self.model
         if self.model.quantization is None:
             for codes in (Codes.INT8, Codes.INT4):
                 yield codes.value, quantized_at_load(self.model, codes)
 
     def check(self) -> None:
-        """Check the question; raises InvalidArgument for a load that no number of workers can serve."""
+        """Check the input. Raises InvalidArgument for a load that no number of workers can serve."""
         demand, memory = self.demand, self.memory
         if not self._fits(memory):
             weights = (memory.weight_bytes + memory.draft_weight_bytes) / GIB
@@ -190,7 +190,10 @@ class Question:
             raise InvalidArgument("--slo-ttft", f"{message}; {_HELPS}")
 
     def split(self) -> Split:
-        """Return the best split of the given workers, or the smallest with headroom. One worker does both."""
+        """Return the best split of the given workers, or the smallest one that leaves headroom.
+
+        One worker does both.
+        """
         if self.workers is not None:
             found = self.sizing.best(self.workers, Limits(), shared=self.workers == 1)
         else:

@@ -1,4 +1,4 @@
-"""Finds the highest rate at which a cluster meets its service class for most requests, by short simulated loads."""
+"""Finds the highest rate at which most requests meet their service class, by short simulated loads."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -81,7 +81,7 @@ class Trial:
 
 
 def find_knee(load: Callable[[float], LoadFigures], guess: float) -> LoadFigures | None:
-    """Return the load with the highest rate found that keeps the share; None if none of the tried rates does."""
+    """Return the load with the highest tried rate that keeps the share `KEPT`; None if no tried rate does."""
     kept: LoadFigures | None = None
     beyond: float | None = None
     rate = guess

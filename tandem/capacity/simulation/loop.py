@@ -1,7 +1,8 @@
 """A worker's step loop under the virtual clock.
 
-As in `tandem/worker/loop.py` a step is planned and launched while the one before it runs. A call from outside finds the
-worker's state of its time: skipped steps are applied first.
+As in `tandem/worker/loop.py`, a step is scheduled and launched while the step before it runs. To be fast, the loop
+takes runs of equal decode steps at once; a call from outside first applies those that have ended by then, so it sees
+the worker's state of its time.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tandem.worker.scheduler import StepScheduler
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A launched step; its first rows decode, and `drawn` has the draws of all rows."""
+    """A launched step; its first rows decode, and `drawn` has the sampled tokens of all rows."""
 
     work: StepWork
     drawn: Sequence[int | None]
@@ -40,7 +41,7 @@ class InFlightSteps:
         self.log = StepLog()
         """End times of the completed steps."""
         self.first: InFlightStep | None = None
-        """The step whose end is awaited; None while nothing runs."""
+        """The step that ends next; None while none runs."""
         self.second: InFlightStep | None = None
         """The newest step."""
         self.busy_s = 0.0
@@ -53,21 +54,21 @@ class InFlightSteps:
         return self.first is None and self.second is None
 
     def launch(self, work: StepWork, drawn: Sequence[int | None], now: float, drafting_s: float = 0.0) -> InFlightStep:
-        """Launch a step after all earlier ones; `drafting_s` is what proposing its drafts took."""
+        """Launch a step after all earlier ones; `drafting_s` is the time that proposing its drafts took, in seconds."""
         seconds = self._actual_cost.seconds(work) + drafting_s
         self._free_s = max(now, self._free_s) + seconds
         self.busy_s += seconds
         return InFlightStep(work, drawn, self._free_s)
 
     def push(self, launched: InFlightStep | None) -> bool:
-        """Make `launched` the newest step; return True if none is to be launched until the first ends."""
+        """Make `launched` the newest step; return True if no other step may be launched until the first one ends."""
         before, self.second = self.second, launched
         if before is not None:
             self.first = before
         return before is not None or launched is None
 
     def land(self) -> tuple[int, InFlightStep] | None:
-        """Complete the first step; return its number in the log and the step, None without one."""
+        """Complete the first step; return its number in the log and the step, or None without a first step."""
         landed, self.first = self.first, None
         return None if landed is None else (self.log.add(landed.end_s), landed)
 
@@ -97,7 +98,7 @@ class InFlightSteps:
 
 
 class VirtualStepLoop:
-    """Runs both halves on a simulated device; runs of equal decode steps are taken at once."""
+    """Runs both schedulers of a worker on a simulated device; it takes runs of equal decode steps at once."""
 
     def __init__(
         self,
@@ -111,10 +112,10 @@ class VirtualStepLoop:
         publish: Callable[[int, StepWork, Sequence[RoutedEvent], DecodedStep | None], None],
         jumps: bool,
     ) -> None:
-        """Set the loop up; `actual_cost` predicts the durations of steps.
+        """Create the loop; `actual_cost` predicts the durations of steps.
 
-        `publish` receives each completed step with its number in the log, except for those taken at once.
-        `spare_pages` returns the pages that answers may grow into. Without `jumps` every step is taken by itself.
+        `publish` receives each completed step with its number in the log, except for steps taken at once. `spare_pages`
+        returns the number of pages into which answers may grow. Without `jumps` every step is taken by itself.
         """
         self._clock, self._scheduler, self._jumps = clock, scheduler, jumps
         self._decode, self._prefill, self._spare_pages = decode, prefill, spare_pages
@@ -159,15 +160,15 @@ class VirtualStepLoop:
         return newest if run is None else after_steps(newest, run.ended_steps(self._clock.now))
 
     def _catch_up(self) -> None:
-        """Apply the ended steps of a steady run, if they have taken pages since.
+        """Apply the ended steps of a steady run, if any of them has taken a KV page.
 
-        Steps that took no pages can be applied later, as no caller sees a difference.
+        Steps that took no page can be applied later, because no caller sees a difference.
         """
         if self._steady is not None and self._clock.now >= self._steady.first_page_s:
             self._pass(self._steady, self._steady.ended_steps(self._clock.now))
 
     def _replan(self) -> None:
-        """Start an idle loop after a change, or ends a steady run whose assumptions no longer hold."""
+        """After a change, start an idle loop, or end a steady run whose assumptions no longer hold."""
         if self._inside:
             return
         if self.idle and self._woken:
@@ -201,7 +202,7 @@ class VirtualStepLoop:
         self._publish(number, step.work, events, decoded)
 
     def _on_time(self, plan_number: int) -> None:
-        """Handle the awaited end of a step or of a steady run; ignored if planned anew since."""
+        """Handle the end of a step or of a steady run; ignored if the loop has planned anew since."""
         if plan_number != self._plan_number:
             return
         self._inside = True
@@ -216,7 +217,7 @@ class VirtualStepLoop:
         self._wait()
 
     def _wait(self) -> None:
-        """Plan the next end to wait for."""
+        """Schedule a call at the end of the running step or of the steady run."""
         self._plan_number += 1
         self._steady = self._woken_steady()
         step = self._in_flight.first
@@ -239,7 +240,7 @@ class VirtualStepLoop:
         return bool(self._decode.ready_requests or self._prefill.waiting().prompts)
 
     def _pass(self, run: SteadyRun, steps: int) -> None:
-        """Apply the next steps of the steady run."""
+        """Apply the next `steps` steps of the steady run."""
         self._steady, self._awaited = None, False
         newest = self._in_flight.skip(run, steps)
         if newest is not None:

@@ -41,7 +41,7 @@ _BUSY = (ResourceExhausted, RoleClosed)
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """A request that has not ended."""
+    """A request that has not ended, with its current attempt."""
 
     queued: QueuedRequest
     outcome: Outcome
@@ -58,9 +58,9 @@ class Flow:
         return RequestRef(self.queued.wire_id, self.attempt)
 
     def close_piece(self, log: StepLog, number: int, event: RequestEvent, tokens: StepLog | None) -> None:
-        """Record what the attempt has decoded up to this event, one token per step unless `tokens` has their times.
+        """Record the tokens of the attempt up to this event, one token per step unless `tokens` has their times.
 
-        The event is of step `number` of the worker with that `log`; a preempted request decoded before that step.
+        The event belongs to step `number` of the worker with that `log`; a preempted request decoded before that step.
         """
         self.tokens = event.first_index + len(event.token_ids)
         decoded = self.tokens - self.queued.answered - 1
@@ -70,9 +70,9 @@ class Flow:
         pieces.append(Piece(log, first, decoded) if tokens is None else Piece(tokens, 0, decoded))
 
     def placement_record(self, later_s: float) -> PlacementRecord | None:
-        """Return its prediction with the observed values; None unless the first attempt completed it.
+        """Return the prediction with the observed values; None unless the first attempt completed the request.
 
-        A token takes `later_s` from its worker to the client.
+        A token takes `later_s` seconds from its worker to the client.
         """
         outcome = self.outcome
         if outcome.prediction is None or outcome.error or self.attempt > 1:
@@ -148,7 +148,7 @@ class VirtualRouter:
     # ---- a request's dispatch ----
 
     def arrive(self, asked: LoadRequest) -> None:
-        """Admit or rejects an arriving request."""
+        """Admit or reject an arriving request."""
         self._arrivals += 1
         prompt, sampling = asked.prompt, SamplingParams(max_tokens=asked.new_tokens, ignore_eos=True)
         queued = QueuedRequest(
@@ -323,7 +323,7 @@ class VirtualRouter:
         flow.close_piece(source.worker.log, source.number, event, source.worker.token_log(event.ref))
 
     def _hold_s(self, flow: Flow, pair: Placement) -> float:
-        """Return for how many seconds at most the first token is held until the second."""
+        """Return the maximum time for which the first token is held back until the second one, in seconds."""
         queued = flow.queued
         return 0.0 if pair.decode is None else hold_s(queued.slo, self.clock.now - queued.arrived_s, queued.mean_tokens)
 

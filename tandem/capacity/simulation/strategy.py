@@ -1,4 +1,4 @@
-"""Divisions of the work among equal workers, and a simulated cluster for each."""
+"""Layouts of a cluster of equal workers, and a simulated cluster for each."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +63,7 @@ class Strategy:
 def strategies(workers: int, prefill: int) -> tuple[Strategy, ...]:
     """Return the strategies for `workers` workers.
 
-    `prefill` of them prefill in the disaggregated one, which one worker alone cannot have.
+    `prefill` of them prefill in the disaggregated strategy, which needs at least two workers.
     """
     apart = Strategy(f"disaggregated {prefill}:{workers - prefill}", Mode.DISAGGREGATED, prefill, workers - prefill)
     priority = PolicyName.DECODE_PRIORITY

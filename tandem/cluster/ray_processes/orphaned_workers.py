@@ -1,4 +1,4 @@
-"""Orphaned workers: live workers and placement groups that earlier controllers of a cluster left behind."""
+"""Orphaned workers: live workers and placement groups that earlier controllers of a cluster left."""
 
 import asyncio
 import logging
@@ -38,14 +38,15 @@ class OrphanedWorker(ABC):
 
     @abstractmethod
     def process(self, controller_address: str, outlive_s: float, on_start: Callable[[str], None]) -> Process:
-        """Return it as a process, whose start makes it follow this controller and outlive it for `outlive_s` seconds.
+        """Return the worker as a process of the controller at `controller_address`.
 
-        `on_start` is called with its metrics address.
+        Its start makes the worker follow that controller and outlive it for `outlive_s` seconds. `on_start` is called
+        with the worker's metrics address.
         """
 
     @abstractmethod
     async def end(self, *, keep_place: bool = False) -> None:
-        """Kill it and releases its placement group, unless another incarnation uses that. Never raises."""
+        """Kill the worker and, unless `keep_place` is set, release its placement group. Never raises."""
 
 
 class OrphanedWorkers(ABC):
@@ -53,7 +54,7 @@ class OrphanedWorkers(ABC):
 
     @abstractmethod
     async def living(self) -> list[OrphanedWorker]:
-        """Return all that have not ended, including those that start or drain."""
+        """Return all workers that have not ended, including those that start or drain."""
 
     @abstractmethod
     async def next_generation(self, above: int) -> int:
@@ -61,14 +62,14 @@ class OrphanedWorkers(ABC):
 
     @abstractmethod
     async def clear(self, kept: Collection[str]) -> Collection[str]:
-        """Release all placement groups but those of `kept`; return the names of their workers."""
+        """Release all placement groups except those of the workers in `kept`; return the names of the released ones."""
 
 
 class RayOrphanedWorkers(OrphanedWorkers):
     """The orphaned workers that are detached actors and placement groups in this process's namespace."""
 
     async def living(self) -> list[OrphanedWorker]:
-        """Return all that have not ended."""
+        """Return all workers that have not ended."""
         return await asyncio.to_thread(_living)
 
     async def next_generation(self, above: int) -> int:
@@ -76,7 +77,7 @@ class RayOrphanedWorkers(OrphanedWorkers):
         return await asyncio.to_thread(next_number, above)
 
     async def clear(self, kept: Collection[str]) -> Collection[str]:
-        """Release all placement groups but those of `kept`; return the names of their workers."""
+        """Release all placement groups except those of the workers in `kept`; return the names of the released ones."""
         return await asyncio.to_thread(_clear, kept)
 
 
@@ -114,7 +115,7 @@ class _RayOrphanedWorker(OrphanedWorker):
 async def fitting(
     found: Sequence[OrphanedWorker], served: Callable[[str], Settings]
 ) -> dict[str, tuple[OrphanedWorker, WorkerDescription]]:
-    """Return the workers that can be taken over, by id, and ends the others.
+    """Return the workers that can be taken over, by id, and end the others.
 
     `served` returns the settings that a worker of this name has to serve with.
     """
@@ -135,7 +136,7 @@ async def fitting(
 
 
 def _unfit(description: WorkerDescription | None, served: Callable[[str], Settings]) -> str:
-    """Return the reason why it cannot be taken over; "" = it can."""
+    """Return the reason why a worker cannot be taken over; "" = it can."""
     if description is None:
         return "it does not respond"
     if not description.serves:
@@ -166,7 +167,7 @@ def _clear(kept: Collection[str]) -> list[str]:
     from ray.util.placement_group import placement_group_table
 
     groups = placement_group_table().values()
-    # Names are those of all namespaces.
+    # The table has the groups of all namespaces, but the release looks a name up in this namespace only.
     names = {group["name"] for group in groups if group["state"] != "REMOVED"} - {"", *kept}
     return [name for name in names if release_placement_group(name)]
 
@@ -174,7 +175,7 @@ def _clear(kept: Collection[str]) -> list[str]:
 def release_placement_group(worker_id: str) -> bool:
     """Release a worker's placement group, which ends its actors; return True if there was one.
 
-    Waits until the name is free again, or logs a warning if Ray takes too long to forget it.
+    Waits until the name is free again, or logs a warning if Ray takes longer than `GONE_S` seconds to forget it.
     """
     from ray.util.placement_group import remove_placement_group
 

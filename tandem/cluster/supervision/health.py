@@ -21,8 +21,8 @@ class Phase(StrEnum):
 class Health:
     """One supervised process as the controller sees it.
 
-    `pid` is 0 while none is known, `stage` is the current activity of a start and `fraction` the part of it that is
-    done, `error` is the last failure.
+    `pid` is 0 while none is known, `stage` is the current activity of a start, `fraction` the part of it that is done,
+    and `error` the last failure.
     """
 
     name: str
@@ -47,7 +47,10 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class ClusterHealth:
-    """The router, its listener addresses (empty until they first opened), and the workers in the order of the plan."""
+    """The health of the router and of all workers, in the order of the plan, with the addresses of the listeners.
+
+    A router's address is empty until the router first opened it.
+    """
 
     router: Health
     grpc_address: str
@@ -56,13 +59,13 @@ class ClusterHealth:
     metrics_address: str = ""
     """Address of the cluster-wide metrics, host:port."""
     filled: bool = True
-    """True once the set of workers is known; before that the controller still looks for workers that live already."""
+    """True once the set of workers is known; until then the controller still looks for workers that live already."""
     taken_over: frozenset[str] = frozenset()
     """The processes that another controller started."""
     operations_address: str = ""
-    """Address of the router's metrics and traces if `http_address` has TLS, else empty."""
+    """Address of the router's metrics and traces if `http_address` uses TLS, else empty."""
     kept_at: str = ""
-    """The controller that supervises the workers instead, host:port; empty = this one does."""
+    """Address of the controller that supervises the workers instead, host:port; empty = this one does."""
     state: ControllerState | None = None
     """The workers as this controller wants them; None = it does not supervise them, or not yet."""
 
@@ -75,7 +78,8 @@ class ClusterHealth:
     def needed(self) -> tuple[Health, ...]:
         """The processes that must serve before the start counts as complete.
 
-        These are all processes or, where workers were taken over, the router and those of them that still live.
+        These are all processes or, if workers were taken over, the router and those of the taken-over workers that
+        still live.
         """
         if not self.taken_over:
             return self.all
@@ -87,9 +91,9 @@ class ClusterHealth:
 
 
 class Backoff:
-    """The waits between restarts: none after a long life, then doubling up to `longest_s`.
+    """The waits between restarts: none after a long life, then doubling from `first_s` up to `longest_s`.
 
-    A life of `stable_s` seconds or more clears the count, so a process that dies once a day is always restarted at
+    A life of `stable_s` seconds or more resets the count, so a process that dies once a day is always restarted at
     once.
     """
 

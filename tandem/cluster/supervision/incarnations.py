@@ -3,15 +3,15 @@
 import secrets
 
 _RANDOM_BITS, _COUNT_BITS = 24, 20
-"""The bits of 64 for randomness and for the count; the remaining bits hold the generation."""
+"""How many of the 64 bits are random and how many hold the count; the remaining bits hold the generation."""
 
 
 class Incarnations:
     """The source of incarnation numbers of one controller.
 
-    Workers that outlive it take higher numbers for later processes, so its successor continues with a `generation` that
-    is greater than all before it. The lowest bits are random, so that unrelated clusters that share a token use
-    different numbers.
+    Later processes of workers that outlive the controller need higher numbers, so its successor continues with a
+    `generation` that is greater than all before it. The lowest bits are random, so that unrelated clusters that share a
+    token use different numbers.
     """
 
     def __init__(self) -> None:
