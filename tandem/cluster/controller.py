@@ -97,7 +97,7 @@ class Controller:
         return self._address
 
     async def serves(self) -> None:
-        """Mark the start of the cluster as complete, since every required process serves, and start the standby router."""
+        """Mark the cluster's start as complete, when every required process serves, and start the standby router."""
         self._runs.append(begin(going_on(self._standby.run, _STANDBY), _STANDBY))
         self._supervisor.started.set()
         self._election.started()

@@ -107,7 +107,7 @@ class Question:
                 yield Quantized(name, self._memory(model, element_bytes), self.predicted_costs, after)
 
     def _narrower_kv(self) -> float | None:
-        """Return the bytes of an element of 8-bit KV; None if KV has as few, or there is none for this model."""
+        """Return the bytes of an 8-bit KV element; None if the KV is as narrow already or 8-bit KV is unsupported."""
         try:
             found = kv_element_bytes(self.model, "int8")
         except InvalidArgument:

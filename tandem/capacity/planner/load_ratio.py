@@ -59,7 +59,7 @@ class WorkerFacts:
     See `tandem.protocol.ending.decode_pages`.
     """
     kv: KvPages | None = None
-    """The pages of requests, if layers have windows: `kv_tokens` counts each group's by itself."""
+    """The pages of requests if layers have sliding windows; `kv_tokens` then counts each group's pages separately."""
     decode_speedup: float = 1.0
     """The tokens per second of recent decode steps ÷ those of steps without drafts (`WorkerLoad`).
 

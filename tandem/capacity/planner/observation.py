@@ -10,7 +10,7 @@ from tandem.protocol.lifecycle.spans import Phase
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Requests that ended in the window: those that met their targets, and the others by the phase that missed."""
+    """Requests with targets that ended in the window: how many met them, and how many missed, by phase."""
 
     met: float = 0.0
     missed: Mapping[Phase, float] = field(default_factory=dict)

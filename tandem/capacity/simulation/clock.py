@@ -15,7 +15,10 @@ _CALLS_MAX = 100_000
 
 
 class VirtualClock:
-    """A clock in seconds that advances from planned call to planned call; calls of equal time run in planning order."""
+    """A clock in seconds that advances from one scheduled call to the next.
+
+    Calls of equal time run in scheduling order.
+    """
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
@@ -66,7 +69,7 @@ class VirtualLoop(VirtualClock, asyncio.AbstractEventLoop):
             asyncio._set_running_loop(before)
 
     def run(self, until: float = math.inf) -> None:
-        """Run what is ready, then planned calls and what they make ready, until nothing is left or `until`."""
+        """Run ready callbacks, then scheduled calls and the callbacks that these make ready, up to time `until`."""
         with self.running():
             self._run_ready()
             calls = self._calls

@@ -22,7 +22,7 @@ LIVES = 3.0
 DRAIN_S = 30.0
 GROWTH = 1.6
 NEAR = 1.12
-"""The factor between rates until the knee lies between two, and the final ratio of these two."""
+"""Factor between tried rates until two of them enclose the knee, and the ratio of these two that ends the search."""
 LOADS_MAX = 6
 
 

@@ -79,7 +79,7 @@ class InFlightSteps:
         return not (first is None or second is None or first.work.prefill_tokens or second.work.prefill_tokens)
 
     def steady(self, lookahead: Lookahead | None) -> SteadyRun | None:
-        """Return the end times of both steps and of those that follow with the same rows; None without any."""
+        """Return the end times of both steps and of those that follow with the same rows; None without such a run."""
         if self.first is None or self.second is None or lookahead is None:
             return None
         return steady_run(self._actual_cost, self.second.work, self.first.end_s, self.second.end_s, lookahead)
@@ -135,7 +135,10 @@ class VirtualStepLoop:
 
     @contextmanager
     def sync(self) -> Iterator[None]:
-        """Return a context for changes from outside of a step: ended steps are applied before, and it plans after."""
+        """Return a context for changes from outside of a step.
+
+        Ended steps are applied before the change, and the next steps are planned after it.
+        """
         self._catch_up()
         try:
             yield
