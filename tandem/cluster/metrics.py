@@ -55,7 +55,7 @@ class ClusterMetrics:
         self._answered: dict[str, bool] = {}
         self.registry = Registry({"model": model, "worker": _ME})
         self._facts_now: Facts = {}
-        """The facts of the next page, which is rendered off the event loop while workers come and go on it."""
+        """The values of the next page, copied because workers change on the event loop while a thread renders it."""
         self.registry.read(lambda: self._facts_now)
         self._own = metrics_page(Exposition(self.registry))
         self._listener = MetricsServer({METRICS_PATH: self._metrics, DISCOVERY_PATH: self._discovery}, keys)

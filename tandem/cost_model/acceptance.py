@@ -32,7 +32,7 @@ class Acceptance:
         return self._at(source, position)[0]
 
     def best(self) -> float:
-        """Return the largest probability for the first draft of any source; the prior while none is known."""
+        """Return the largest acceptance probability of a source's first draft token; the prior while none is known."""
         return max((rate for (_, position), (rate, *_) in self._known.items() if not position), default=self._prior)
 
     def survival(self, source: Hashable, drafts: int) -> list[float]:

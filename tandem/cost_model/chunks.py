@@ -62,7 +62,7 @@ class StepLimit(NamedTuple):
 def step_limit(cost: StepCost, assignment: Assignment | None, decode: ConcurrentDecode) -> StepLimit:
     """Return the limit of a step; without an assignment or decode rows there is none.
 
-    seconds = min(itl_target_s, strictest feasible ITL target of the decoding requests) / cost.margin
+        seconds = min(itl_target_s, strictest feasible ITL target of the decoding requests) / cost.margin
 
     The token limit depends on the policy: `chunked` has `step_budget`; `decode-priority` has `step_budget` only while a
     decoding request has no ITL target; `unchunked` has none.

@@ -172,8 +172,8 @@ def guess(sizes: ModelSizes, device: Ceilings, grid: StepGrid = EACH_TOKEN) -> C
         prompt_base_s=device.launch_s + _KNEE * weights_s + dequantizing_s,
         token_s=token_s + token_flop / device.flops,
         pair_s=pair_flop / device.flops,
-        # Below the knee a row's arithmetic is mostly hidden behind reading weights: half of it is charged, for large
-        # batches.
+        # Below the knee a row's arithmetic is hidden behind reading the weights, but not entirely: large batches cost
+        # half as much again.
         row_s=plain_token_s / 2 + unpacking_s + experts_s + row_bytes / device.bytes_per_s,
         context_s=context_bytes / device.bytes_per_s,
         free_tokens=int(weights_s / token_s),

@@ -1,9 +1,9 @@
 """Predicts the duration of an engine step from its work.
 
-seconds = base + prompt_base (if it has prompt tokens)
-        + token · prompt tokens beyond the free ones + pair · attention pairs of prompts
-        + row · decode rows                          + context · tokens of decode context
-        + verify_base (if rows verify drafts)
+    seconds = base + prompt_base (if it has prompt tokens)
+            + token · prompt tokens beyond the free ones + pair · attention pairs of prompts
+            + row · decode rows                          + context · tokens of decode context
+            + verify_base (if rows verify drafts)
 
 A step reads the weights once. The free tokens are the knee of the roofline: up to it another token costs nothing. Where
 steps are padded to tiles, whole tiles are charged, and the attention of prompts is charged for at least a wave of
@@ -76,7 +76,10 @@ class StepCost:
         return self.rows_seconds(rows, context) + self.prompts_seconds(tokens, work.prefill_pairs, rows) + verifying_s
 
     def rows_seconds(self, rows: float, context_tokens: Amount) -> Amount:
-        """Return the part of a step that does not depend on its prompt tokens, of each step of an array of contexts."""
+        """Return the part of a step's duration that does not depend on its prompt tokens.
+
+        An array of contexts, one for each step, gives an array of durations.
+        """
         p = self.parameters
         return p.base_s + p.row_s * rows + p.context_s * context_tokens
 
@@ -102,7 +105,7 @@ class StepCost:
         return self.rows_seconds(rows, context_tokens) if rows else 0.0
 
     def rows_within(self, target_s: float, row_context: float) -> float:
-        """Return the most decode rows, each with `row_context` tokens, that a step of `target_s` has; at least 0."""
+        """Return how many decode rows of `row_context` tokens each a step of `target_s` seconds has; at least 0."""
         return max(0.0, target_s - self.parameters.base_s) / max(self.row_seconds(row_context), sys.float_info.epsilon)
 
     def charged(self, tokens: int, rows: int) -> int:
@@ -149,11 +152,12 @@ class StepCost:
     def prefill_seconds(
         self, tokens: int, pairs: float, chunk: int, *, rows: int = 0, context_tokens: int = 0, pause: int = 0
     ) -> tuple[float, int]:
-        """Return the seconds and chunks to compute `tokens` > 0 prompt tokens, in steps with these decode rows.
+        """Return the seconds to compute `tokens` > 0 prompt tokens in chunks, and the number of chunks.
 
-        Each chunk has up to `chunk` tokens, and `pause` steps without prompt tokens follow it:
+        A chunk has up to `chunk` tokens, and its step also has `rows` decode rows. `pause` steps without prompt tokens
+        follow each chunk. In total, the steps compute
 
-        chunks · (1 + pause) · rows + chunks · chunk
+            chunks · (rows + chunk) + pause · chunks · rows
         """
         each = pairs / tokens
         full, rest = divmod(tokens, chunk)

@@ -39,7 +39,7 @@ def gpu_grid(attention_heads: int, multiprocessors: int = H200_MULTIPROCESSORS) 
 
 
 def answer_slots(most: int) -> list[int]:
-    """Return all numbers of batch slots that up to `most` decode rows take, rising; the last is `most`'s."""
+    """Return all numbers of batch slots that 1 to `most` decode rows take, ascending; none exceeds `most`."""
     slots = [FEWEST_SLOTS]
     while slots[-1] < most:
         slots.append(2 * slots[-1])

@@ -22,7 +22,7 @@ class StepWork:
         return replace(self, prefill_tokens=self.prefill_tokens + tokens, prefill_pairs=pairs)
 
     def with_drafts(self, rows: int, context_tokens: int) -> "StepWork":
-        """Return this work and `rows` that verify drafts and read the KV of `context_tokens` more."""
+        """Return this work with `rows` more rows that verify drafts and read the KV of `context_tokens` more tokens."""
         return replace(
             self,
             decode_rows=self.decode_rows + rows,

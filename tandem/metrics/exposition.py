@@ -1,4 +1,4 @@
-"""Exports a registry in Prometheus' formats by prometheus-client, and merges several processes' texts into one."""
+"""Exports a registry in Prometheus' formats with prometheus-client, and merges several processes' texts into one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tandem.metrics.registry import Exemplar as BucketExemplar
 from tandem.metrics.registry import Histogram, Registry, Snapshot
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
-"""The format that `merge` reads and return."""
+"""The format that `merge` reads and returns."""
 
 
 class RegistryCollector(Collector):
@@ -45,13 +45,16 @@ class Exposition:
         self._registry.register(RegistryCollector(registry))
 
     def render(self, accept: str = TEXT) -> tuple[bytes, str]:
-        """Render the metrics in a format that the scraper accepts; return the text and its content type."""
+        """Return the metrics as text in a format that the scraper accepts, and its content type."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 
 
 def merge(texts: Iterable[str]) -> str:
-    """Merge texts of several processes: each family appears once, with the series of all. Nothing is summed."""
+    """Merge texts of several processes: each family appears once, with the series of all processes.
+
+    Nothing is summed.
+    """
     heads: dict[str, list[str]] = {}
     series: dict[str, list[str]] = {}
     for text in texts:

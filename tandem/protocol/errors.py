@@ -149,7 +149,7 @@ class Unavailable(TandemError):
 
 
 class RoleClosed(Unavailable):
-    """A half of a worker accepts no new work because it changes its role or drains; others take the work."""
+    """A worker's scheduler accepts no new work, because the worker changes its role or drains; other workers do."""
 
     code = "ROLE_CLOSED"
 

@@ -72,7 +72,7 @@ class KvPages:
         return 0 if window is None else max(0, position - window + 1) // self.page_tokens
 
     def seen(self, position: int, first: int, end: int) -> list[int]:
-        """Return the entries of pages number `first` to `end - 1` that tokens from `position` on see, in order."""
+        """Return the entries, in order, of pages `first` to `end - 1` to which tokens from `position` on attend."""
         groups, starts = self.groups, [self.first(group, position) for group in range(self.groups)]
         entries = product(range(first, end), range(groups))
         return [number * groups + group for number, group in entries if number >= starts[group]]

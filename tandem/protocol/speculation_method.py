@@ -14,4 +14,4 @@ class SpeculationMethod(StrEnum):
     SUFFIX = "suffix"
     """As `NGRAM`, and also the tokens that followed them in earlier answers of the same tenant."""
     DRAFT = "draft"
-    """By the folder of `--draft`: a small model with the same tokens, or heads over the model's hidden states."""
+    """Drafts come from the folder of `--draft`: a small model with the same tokens, or heads over the hidden states."""

@@ -74,7 +74,7 @@ class Question:
 
     @property
     def draft_step_ratio(self) -> float:
-        """The time of a step of the draft model ÷ that of the model, for one request, by the roofline; 0 without."""
+        """The time of a draft model's step ÷ that of the model's, for one request, by the roofline; 0 without one."""
         if self.draft.model is None:
             return 0.0
         context = round(self.demand.context_tokens)
@@ -94,7 +94,7 @@ class Question:
         return Memory(device_bytes, weights, a_token, draft.weight_bytes, draft.kv_bytes_per_token(self.demand))
 
     def quantized_forms(self) -> Iterator[Quantized]:
-        """Yield weights, KV and both in 8 bits, where they are not: steps as the cost model predicts them."""
+        """Yield the model with weights, KV or both in 8 bits, as far as they are wider now, with step costs."""
         packed = None if self.model.quantization else quantized_at_load(self.model, Codes.INT8)
         kv = self._narrower_kv()
         for name, model, element_bytes in (
@@ -140,7 +140,7 @@ class Question:
         return memory.kv_tokens >= self.demand.kv_tokens
 
     def _what_fits(self) -> str:
-        """Return the quantizations and GPUs with which a request fits, and the number of these GPUs it would take."""
+        """Return a sentence: the quantizations and GPUs with which a request fits, and how many GPUs it would take."""
         kv = self._narrower_kv()
         fitting = [
             " ".join([f"--quantization {codes}"] * (model is not self.model) + ["--kv-cache-dtype int8"] * narrow)

@@ -69,7 +69,11 @@ class Sizing:
         )
 
     def fewest(self, total: Range, limits: Limits, load_ratio: float, *, shared: bool = False) -> Split | None:
-        """Return the fewest workers within `total` at `load_ratio` or less, or the most allowed."""
+        """Return the fewest workers within `total` that keep both load ratios at or below `load_ratio`, best split.
+
+        If no number of workers does, the result is the best split of the most workers; None if the limits allow no
+        split.
+        """
         low, high = total.least, total.most
         while low < high:
             middle = (low + high) // 2

@@ -85,7 +85,7 @@ class InFlightSteps:
         return steady_run(self._actual_cost, self.second.work, self.first.end_s, self.second.end_s, lookahead)
 
     def skip(self, run: SteadyRun, steps: int) -> StepWork | None:
-        """Skip the first steps of a steady run; return the newest launch's work, None if nothing was skipped."""
+        """Skip the first `steps` steps of a steady run; return the newest launch's work, None if none was skipped."""
         first, second = self.first, self.second
         if first is None or second is None or not steps:
             return None

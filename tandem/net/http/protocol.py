@@ -49,7 +49,7 @@ class Connections:
         self._bodies: deque[GuardedProtocol] = deque()
 
     def admit(self, new: GuardedProtocol, count: int) -> bool:
-        """Return True if a new connection, number `count`, is accepted; may close the one that waited longest."""
+        """Return True if a new connection, number `count`, is accepted; it may replace the one that waited longest."""
         if count <= self._most:
             return True
         oldest = next(iter(self._waiting), None)

@@ -42,7 +42,7 @@ class Handshake:
 
 @dataclass(frozen=True, slots=True)
 class PageChecksum:
-    """The checksum of the prompt's page when it was written; `value` is below 2^64, `page` its entry (`KvPages`)."""
+    """The checksum of one prompt page when it was written; `value` is below 2^64, `page` its entry (`KvPages`)."""
 
     page: int
     value: int
