@@ -36,7 +36,7 @@ class Acceptance:
         return max((rate for (_, position), (rate, *_) in self._known.items() if not position), default=self._prior)
 
     def survival(self, source: Hashable, drafts: int) -> list[float]:
-        """Return the probability that each of the first `drafts` drafts is accepted together with all before it."""
+        """Return, for each of the first `drafts` draft tokens, the probability that all up to it are accepted."""
         found = self._survivals.setdefault(source, [])
         for position in range(len(found), drafts):
             found.append((found[-1] if found else 1.0) * self.rate(source, position))

@@ -66,7 +66,7 @@ class Figures:
     transferring: float
     """Average number of concurrent outgoing hand-overs: seconds of writes per second, unfinished ones included."""
     arriving: float
-    """Share of its KV pages reserved for incoming transfers, the smaller of both ends of the interval."""
+    """Share of the worker's KV pages reserved for incoming transfers, the smaller of the values at both ends."""
     others_transferring: float
     """The largest `transferring` among the other workers."""
     prompts_waiting: float

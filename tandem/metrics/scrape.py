@@ -27,7 +27,10 @@ class Scrape:
                 self._series[sample.name].append((sample.labels, sample.value))
 
     def total(self, family: Family, suffix: str = "", **labels: str) -> float:
-        """Return the sum of these series, 0 without any; `suffix` is `_count` or `_sum` of a histogram."""
+        """Return the sum of the series with these labels, 0 without any.
+
+        `suffix` is `_count` or `_sum` for a histogram.
+        """
         return sum(value for _, value in self.matching(family.full_name + suffix, labels))
 
     def values(self, family: Family, label: str, **labels: str) -> list[str]:

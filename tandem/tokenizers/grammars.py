@@ -176,7 +176,10 @@ class AnswerGrammar:
         return len(self._behind)
 
     def _compute(self, answer: Sequence[int]) -> NDArray[np.int32]:
-        """Return the mask behind `answer`, with a lexer of its own where the shared one has met its limit."""
+        """Return the mask of the token after `answer`.
+
+        If the shared lexer has reached its limit, the answer gets a lexer of its own.
+        """
         tokens, began, self._mask = len(answer) - self._consumed, time.thread_time(), None
         try:
             mask = self._advance(answer)
@@ -288,7 +291,10 @@ class LazyGrammars:
 
 
 def limits() -> LLParserLimits:
-    """Return limits of a fifth or less of llguidance's defaults where those allow seconds or hundreds of megabytes."""
+    """Return the limits of llguidance's parser.
+
+    They are a fifth or less of llguidance's defaults where the defaults allow seconds or hundreds of megabytes.
+    """
     return LLParserLimits(
         step_max_items=_ITEMS_MAX, max_lexer_states=25_000, max_grammar_size=100_000, verbose_errors=False
     )

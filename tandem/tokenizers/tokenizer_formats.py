@@ -111,7 +111,7 @@ def _load_tiktoken(path: Path) -> LoadedTokenizer:
     ranks = _read_ranks(path)
 
     class Converter(TikTokenConverter):  # type: ignore[misc]  # transformers has no types
-        """A converter that reads the file itself: tiktoken keeps a copy of each file it read in a shared folder."""
+        """A converter that reads the file itself, because tiktoken would keep a copy of it in a shared folder."""
 
         @staticmethod
         def load_tiktoken_bpe(tiktoken_url: str) -> dict[bytes, int]:

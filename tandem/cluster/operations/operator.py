@@ -117,7 +117,10 @@ class Operator:
         self._awaited: set[ProcessSupervisor] = set()
         """The supervisors of workers that will serve, but do not serve yet or again."""
         self._rescheduling: dict[str, str] = {}
-        """Workers that start elsewhere once their node has left, with its address, from the start of their drain."""
+        """By worker that will start elsewhere, the address of the node that has to leave first.
+
+        An entry exists from the start of the worker's drain.
+        """
         self._leaving: set[str] = set()
         """Workers that are being removed for good."""
         self._one_size_at_a_time = asyncio.Lock()
