@@ -50,7 +50,7 @@ class Changes:
         return task
 
     async def to_its_end(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run a change to its end and return its result, even if the caller is cancelled.
+        """Run a change and return its result; the change continues if the caller is cancelled.
 
         Raises Unavailable if `cancel` ended the change.
         """

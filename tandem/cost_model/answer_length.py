@@ -1,4 +1,4 @@
-"""Predicts the length of an answer from ended answers; admission reserves that many pages instead of `max_tokens`.
+"""Predicts the length of an answer from ended answers, so that admission reserves pages for it, not for `max_tokens`.
 
 Answers are classed by the power of two of their limit. An answer that already has n tokens is compared with ended
 answers that became longer. Most answers stay within their forecast; one that exceeds it gets a new forecast, and its

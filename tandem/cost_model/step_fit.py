@@ -135,12 +135,14 @@ class StepFit:
     def _solve(self, rows: _Vector, targets: _Vector) -> None:
         """Add the equations `rows` · coefficients = `targets` and solve for the coefficients."""
         forget = min(FORGET_MAX, FORGET * max(1.0, self._usual / GOOD_ERROR))
+        # Only the parts that occur in these steps are forgotten. The root, because `keep` scales both rows and columns.
         keep = (1 - forget) ** (0.5 * (rows > 0).sum(axis=0))
         information = self._information
         seen_as = information @ self._guess
         # A device that is slower than guessed in the observed parts is assumed to be as much slower in all parts.
         times = max(0.0, float(seen_as @ self._free) / max(float(seen_as @ self._guess), _SECONDS_MIN))
         information *= keep[:, None] * keep
+        # The first guess, scaled to the device, takes the weight of what is forgotten.
         back = (1 - keep * keep) * _GUESS_INFORMATION
         wanted = information @ self._free + back * times * self._guess + targets @ rows
         information += np.diag(back) + rows.T @ rows

@@ -10,7 +10,7 @@ TILE_TOKENS = 128
 FEWEST_SLOTS = 16
 """Minimum number of batch slots of a step that has both prompts and decode rows."""
 FINE_TILES, MOST_TILES = 8, 16
-"""Steps are captured for each number of tiles up to the first value, for every second one up to the other value."""
+"""Numbers of tiles of captured steps: each up to the first value, then every second one up to the other value."""
 
 
 @dataclass(frozen=True, slots=True)

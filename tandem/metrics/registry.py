@@ -90,7 +90,7 @@ class Registry:
     def __init__(self, labels: Mapping[str, str]) -> None:
         """Set the process's labels, which every series has for the process's lifetime.
 
-        A label that can change belongs into a series of its own, since counters with a new label would start from 0.
+        A label that can change needs a series of its own, since counters with a new label would start from 0.
         """
         self.labels = labels
         self._counters: dict[Family, dict[Labels, Counter]] = {}

@@ -111,7 +111,7 @@ class PermissionDenied(TandemError):
 
 
 class NotFound(TandemError):
-    """The named model or request does not exist here."""
+    """The named model, request, worker or adapter does not exist here."""
 
     code = "NOT_FOUND"
     grpc_status = grpc.StatusCode.NOT_FOUND
@@ -163,7 +163,7 @@ class Cancelled(TandemError):
 
 
 class FailedPrecondition(TandemError):
-    """Two components are incompatible: versions, model, dtype or layout differ."""
+    """The current state does not allow the call, or two components differ in version, model, dtype or layout."""
 
     code = "FAILED_PRECONDITION"
     grpc_status = grpc.StatusCode.FAILED_PRECONDITION

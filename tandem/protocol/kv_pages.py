@@ -92,6 +92,8 @@ class KvPages:
     def skipped(self, tokens: int, sent: int) -> int | None:
         """Return how many first pages a hand-over leaves out if it sends `sent` pages; None if no number matches."""
         starts = [self.first(group, tokens) for group in range(self.groups)]
+        # Pages are counted from the last one backwards, until `sent` are found; windowed groups end at their first
+        # page.
         for number in range(self.numbers(tokens) - 1, -1, -1):
             sent -= sum(start <= number for start in starts)
             if sent <= 0:

@@ -35,6 +35,7 @@ class Memory:
     def kv_bytes(self) -> float:
         """Bytes of the model's KV page pool; 0 if the weights leave no memory."""
         left = max(self.device_bytes - self.weight_bytes - self.draft_weight_bytes - OVERHEAD_BYTES, 0.0)
+        # The pools of the model and of its draft model hold equally many tokens.
         return left * self.kv_bytes_per_token / (self.kv_bytes_per_token + self.draft_kv_bytes_per_token)
 
     @property

@@ -110,6 +110,7 @@ def busy_cap(workers: int, service_s: float, ttft_s: float) -> float:
     low, high = 0.0, BUSY_MAX
     for _ in range(_HALVINGS):
         busy = (low + high) / 2
+        # The probability to queue (Sakasegawa) times the exponential tail of the queueing time beyond the slack.
         late = busy ** (math.sqrt(2 * (workers + 1)) - 1) * math.exp(-workers * (1 - busy) * slack)
         low, high = (busy, high) if late <= LATE else (low, busy)
     return max(high, SLACK_MIN)

@@ -40,7 +40,7 @@ class Offered:
     cached: float
     """Fraction of prompt tokens that were found in prefix caches recently."""
     answer_tokens: float
-    """Mean output length of recently ended requests."""
+    """Mean expected output length, from recently ended requests with a similar limit."""
     refused_per_s: float = 0.0
     """Rejected requests per second."""
     crowded_per_s: float = 0.0

@@ -182,6 +182,7 @@ def _decide(view: _View, now: Split, wanted: Split, limits: Limits) -> Decision:
             direction = Direction.NONE
     windows = state.windows + 1 if direction is state.wanted and direction is not Direction.NONE else 1
     required_windows = limits.required_windows_down if direction is Direction.DOWN else limits.required_windows
+    # Reverting a recent change takes more windows, so that the split does not oscillate.
     if direction is _OPPOSITE.get(state.last) and state.acted < limits.settled:
         required_windows = max(required_windows, limits.required_windows_back)
     acts = direction is not Direction.NONE and windows >= required_windows and not state.rest

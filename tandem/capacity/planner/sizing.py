@@ -69,10 +69,10 @@ class Sizing:
         )
 
     def fewest(self, total: Range, limits: Limits, load_ratio: float, *, shared: bool = False) -> Split | None:
-        """Return the fewest workers within `total` that keep both load ratios at or below `load_ratio`, best split.
+        """Return the best split of the fewest workers that keep both load ratios at or below `load_ratio`.
 
-        If no number of workers does, the result is the best split of the most workers; None if the limits allow no
-        split.
+        `total` bounds the number of workers. If none suffices, the result is the best split of the most workers; None
+        if the limits allow no split.
         """
         low, high = total.least, total.most
         while low < high:

@@ -60,7 +60,7 @@ class SteadyBatch(DraftingBatch):
         super().__init__(slots, kv)
         self.kv_read_once = True
         self._first_end: tuple[BatchSnapshot | None, int] = None, 0
-        """A snapshot, and the first step that is the last one of any of its requests."""
+        """A snapshot of the batch, and the earliest step that is the last one of any of its requests."""
 
     def identical_steps(self) -> int:
         """Return the number of further steps that have a row of every request and end none, if pages are free.

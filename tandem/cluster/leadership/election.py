@@ -74,7 +74,7 @@ class LeaderElection:
         self._started.set()
 
     async def wait_until_settled(self) -> None:
-        """Wait until this controller leads or mirrors a settled leader. Unavailable if it stops."""
+        """Wait until this controller leads or mirrors a settled leader. Raises Unavailable if this controller stops."""
         await self.decided()
         self._check_not_stopped()
 

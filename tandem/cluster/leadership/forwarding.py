@@ -43,7 +43,7 @@ async def mirror(address: str, token: str, registry: Registry) -> None:
 
 
 class ForwardingServicer(ClusterServicer):
-    """Handle calls here while this controller leads, and otherwise forward them to the leader.
+    """The servicer of one controller: it handles calls itself while its controller leads, else it forwards them.
 
     `elsewhere` waits until the leader is known; it returns the listener of another controller, or "" for this one.
     """

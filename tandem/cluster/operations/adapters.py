@@ -207,6 +207,7 @@ class Adapters:
             if name not in self._wanted:
                 loaded = ", ".join(map(repr, self._wanted)) or "none"
                 raise NotFound(f"lora_name: {shown(name)} is not loaded; loaded are: {loaded}")
+            # Requests can no longer name the adapter when its workers begin to unload it.
             del self._wanted[name]
             self._publish()
             await self._unload_everywhere(name)

@@ -65,6 +65,7 @@ class Assignments:
             topology = _with_more(topology, role, -1)
         self.topology = topology
         here = self._here()
+        # Without the drained workers one phase may have no worker; the present workers then do both.
         if not all(_played(half, here.values()) for half in (Role.PREFILL, Role.DECODE)):
             self._wanted.update({each: replace(assignment, role=Role.BOTH) for each, assignment in here.items()})
         self._registry.set_mode(topology.mode)
@@ -82,7 +83,7 @@ class Assignments:
         return topology
 
     async def roles(self) -> dict[str, Role]:
-        """Return the own role of every worker, present or absent; for a stand-in, its role apart from the stand-in."""
+        """Return every worker's own role, also for absent workers and for workers that stand in for others."""
         async with self._one_at_a_time:
             return {each: self._role(each) for each in self._wanted}
 
@@ -202,6 +203,8 @@ class Assignments:
                 for each, assignment in assignments.items()
             }
         )
+        # Until routers follow the new mode, each worker has its old and its new role, so every kind of work finds a
+        # worker.
         late = await self._late(lambda info: not _opened(info, self._wanted[info.peer.worker_id]), OPEN_S)
         if late:
             self._want(before)

@@ -67,7 +67,7 @@ async def node_is_up(address: str) -> bool:
 
 
 async def at_once() -> None:
-    """Return at once; the placement wait of an actor whose node is known."""
+    """Return at once: the default placement wait, for an actor whose node is known."""
 
 
 class RayProcess(Process):

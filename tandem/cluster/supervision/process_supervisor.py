@@ -223,6 +223,7 @@ class ProcessSupervisor:
             if ended or not self._lives_on:
                 self._pid = 0
                 try:
+                    # The death is reported before the clean-up, which may take `grace_s` seconds.
                     self._on_death(self._incarnation)
                 finally:
                     await process.end(grace_s)
@@ -244,6 +245,7 @@ class ProcessSupervisor:
         tasks = {ended, started, stopping, hanging}
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            # The process serves: from now on only its end, a stop or a hang matters.
             if started.done() and not started.exception():
                 await asyncio.wait(tasks - {started}, return_when=asyncio.FIRST_COMPLETED)
             if ended.done():

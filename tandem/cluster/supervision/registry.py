@@ -73,6 +73,7 @@ class Registry:
         """Add a worker, or replace its earlier incarnation. Raises StaleEpoch for an incarnation that has ended."""
         worker_id, incarnation = info.peer.worker_id, info.peer.incarnation
         known = self._workers.get(worker_id)
+        # A late registration of an incarnation that has ended must not replace its successor.
         if incarnation <= self._gone.get(worker_id, -1) or (known and incarnation < known.peer.incarnation):
             raise StaleEpoch(f"incarnation {incarnation} of {worker_id} is over; start the worker again")
         if known == info:
@@ -119,7 +120,7 @@ class Registry:
 
 
 def _log_changes(known: WorkerInfo | None, info: WorkerInfo) -> None:
-    """Log a worker's changes of role, readiness and warnings; others log that it comes or goes."""
+    """Log a worker's changes of role and readiness and its new warnings, but not its arrival or departure."""
     if known and known.open is not info.open:
         log.info("%s takes %s work now", info.peer.worker_id, info.open or "no")
     if info.not_ready and not (known and known.not_ready):

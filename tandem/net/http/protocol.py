@@ -15,7 +15,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from tandem.settings.listeners import ListenerLimits
 
 READ_BYTES = 16 << 10
-"""Maximum bytes read from a connection at a time; small chunks take about 15 µs each, and block other connections."""
+"""Maximum bytes read from a connection at a time.
+
+A read may have many small chunks, which take about 15 µs each, and other connections wait for all of them.
+"""
 _CHUNKS_FREE, _CHUNK_BYTES_MIN = 1024, 16
 """Number of chunks of any size that a body may have, and the minimum average bytes per chunk beyond that number."""
 _RETRY_AFTER_S = b"1"

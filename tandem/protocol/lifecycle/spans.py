@@ -80,6 +80,8 @@ class _Attempt:
             # (`router/requests/first_token.py`): this is the tightest available bound.
             token = self.at.get(Edge.FIRST_TOKEN, end)
             token = end if token < reserved else token  # the token is that of an earlier attempt
+            # Edges before the reservation move forward; edges after the token move back, but not before the
+            # reservation.
             late = min(seen[-1] - token, seen[0] - reserved)
             self._move((*_PREFILL_EDGES, *_TRANSFER_EDGES), max(reserved - seen[0], 0) or -max(late, 0))
         seen = [self.at[edge] for edge in _DECODE_EDGES if edge in self.at]
