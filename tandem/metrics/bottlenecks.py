@@ -22,7 +22,7 @@ BACKLOG = 0.05
 CONCURRENT_TRANSFERS = 2.0
 """Minimum average number of concurrent hand-overs that counts as a backlog even if no request waits."""
 IN_TRANSFER = 0.5
-"""Minimum share of the used pages reserved for incoming transfers at which the transfers are the cause."""
+"""Minimum share of the used pages that incoming transfers must hold to count as the cause of missing pages."""
 COMPUTING = 0.5
 """Minimum share of the time in steps at which the bottleneck is within the steps."""
 

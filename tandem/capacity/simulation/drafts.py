@@ -61,14 +61,11 @@ class _Chance:
 
 
 class _Stateless(Proposer):
-    def begin(self, key: Hashable, token_ids: Sequence[int], cache_salt: str) -> None:
-        """See `Proposer`."""
+    def begin(self, key: Hashable, token_ids: Sequence[int], cache_salt: str) -> None: ...
 
-    def extend(self, key: Hashable, token_ids: Sequence[int]) -> None:
-        """See `Proposer`."""
+    def extend(self, key: Hashable, token_ids: Sequence[int]) -> None: ...
 
-    def leave(self, key: Hashable) -> None:
-        """See `Proposer`."""
+    def leave(self, key: Hashable) -> None: ...
 
 
 class _LookUps(_Stateless):
@@ -76,7 +73,6 @@ class _LookUps(_Stateless):
         self._chance = chance
 
     def propose(self, key: Hashable, most: int) -> Draft:
-        """See `Proposer`."""
         del key
         return Draft(self._chance.tokens(most), _LOOK_UP)
 
@@ -95,11 +91,9 @@ class _Model(_Stateless, BatchProposer):
 
     @property
     def cost(self) -> StepCost:
-        """See `BatchProposer`."""
         return self._chance.drafts.cost
 
     def compute(self, wanted: Sequence[WantedDraft]) -> Sequence[Sequence[int]]:
-        """See `BatchProposer`."""
         self.spent_s += self._chance.drafts.token_s * max(len(each.draws) for each in wanted)
         return [self._chance.tokens(len(each.draws)) for each in wanted]
 

@@ -265,7 +265,6 @@ class Operator:
             self._awaited.discard(keeper)
 
     async def _leave(self, worker_id: str, grace_s: float) -> None:
-        """Remove a worker for good."""
         self._leaving.add(worker_id)
         self._registry.look_again()
         try:

@@ -70,7 +70,6 @@ class ModeChange:
         return Topology(Mode(self.mode), self._prefill(workers), *steps, itl_target_s=target)
 
     def _prefill(self, workers: int) -> int:
-        """Return the number of prefill workers."""
         if self.mode != Mode.DISAGGREGATED:
             if self.prefill or self.decode:
                 raise InvalidArgument("--prefill" if self.prefill else "--decode", "is for mode disaggregated")
