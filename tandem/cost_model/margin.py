@@ -11,8 +11,8 @@ something else uses the machine, and no margin would help.
 _OVER = 0.005
 """The share of observations that exceed the margin: half of what targets at the 99th percentile allow.
 
-The other half is for differences between requests. A margin that is too large costs next to nothing; one that is too
-small costs one answer in six (docs/decisions/step_policy.md).
+The other half is for differences between requests (docs/decisions/placement.md). In simulated loads, a margin that is
+too large costs next to nothing, and one that is too small costs one answer in six.
 """
 _PACE = 4 * _OVER
 """The amount by which a single larger observation raises the margin."""
