@@ -1,1 +1,1 @@
-"""The cluster: one controller that keeps every worker and the router alive, and tracks which workers serve."""
+"""The cluster's control plane: one controller keeps the router and all workers alive and tracks which workers serve."""

@@ -1,4 +1,7 @@
-"""Background tasks: an unexpected end is logged, tasks that must keep running are restarted, and changes go on."""
+"""Helpers for asyncio background tasks of the controller.
+
+They log every failure, restart tasks that must keep running, and complete a change even if its caller no longer waits.
+"""
 
 import asyncio
 import logging
@@ -15,14 +18,14 @@ Result = TypeVar("Result")
 
 
 def begin(work: Coroutine[Any, Any, Result], what: str) -> asyncio.Task[Result]:
-    """Starts a task whose failure is logged even if no caller awaits it; `what` describes the work in the log."""
+    """Start a task whose failure is logged even if no caller awaits it; `what` describes the work in the log."""
     task = asyncio.ensure_future(work)
     task.add_done_callback(lambda done: _log_failure(done, what))
     return task
 
 
 async def going_on(run: Callable[[], Awaitable[None]], what: str) -> None:
-    """Runs `run`, and runs it again after each failure, until it returns or is cancelled."""
+    """Run `run`, and rerun it `AGAIN_S` seconds after each failure, until it returns or is cancelled."""
     while True:
         try:
             return await run()
@@ -32,22 +35,25 @@ async def going_on(run: Callable[[], Awaitable[None]], what: str) -> None:
 
 
 class Changes:
-    """Changes that go on if the callers who asked for them no longer wait. Belongs to the event loop."""
+    """A set of running changes that continue if their callers no longer wait. Belongs to the event loop."""
 
     def __init__(self, what: str) -> None:
-        """`what` describes a change in the log."""
+        """Create an empty set; `what` describes a change in the log."""
         self._what = what
         self._begun: set[asyncio.Task[Any]] = set()
 
     def begin(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
-        """Starts a change; its failure is logged even if no caller awaits it."""
+        """Start a change; its failure is logged even if no caller awaits it."""
         task = begin(work, self._what)
         self._begun.add(task)
         task.add_done_callback(self._begun.discard)
         return task
 
     async def to_its_end(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Returns the result of a change; Unavailable if `cancel` ended it."""
+        """Run a change and return its result; the change continues if the caller is cancelled.
+
+        Raises Unavailable if `cancel` ended the change.
+        """
         task = self.begin(work)
         try:
             return await asyncio.shield(task)
@@ -55,10 +61,11 @@ class Changes:
             me = asyncio.current_task()
             if not task.cancelled() or (me is not None and me.cancelling()):
                 raise
+            # Here the change itself was cancelled, by `cancel`, and not the task that awaits it.
             raise Unavailable("another controller has taken over in the meantime; ask again") from None
 
     def cancel(self) -> tuple[asyncio.Task[Any], ...]:
-        """Cancels the changes that go on, and returns them."""
+        """Cancel all running changes and return them."""
         begun = tuple(self._begun)
         for task in begun:
             task.cancel()

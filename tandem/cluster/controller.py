@@ -1,8 +1,8 @@
 """The controller: one Ray actor that keeps the router and every worker alive and tracks which workers serve.
 
-It handles only processes: requests and their data never pass through it. Where workers may outlive it there may be
-several controllers, one for each `tandem up`. Each keeps its own router, and the youngest supervises the workers
-(`leadership/election.py`).
+The controller handles only processes: requests and their data never pass through it. Where workers may outlive their
+controller, a cluster may have several controllers, one for each `tandem up`. Each controller keeps its own router, and
+the youngest one supervises the workers (`leadership/election.py`).
 """
 
 import asyncio
@@ -34,7 +34,10 @@ _STANDBY = "keeping a standby of the router"
 
 
 class Controller:
-    """Starts, watches and restarts processes; `Cluster` makes a Ray actor of it. Owns the processes it keeps."""
+    """The controller: starts, watches and restarts the router and the workers, and owns their processes.
+
+    `ControllerProcess` makes a Ray actor of it, on whose event loop all of its methods run.
+    """
 
     def __init__(self, config: ControllerConfig) -> None:
         cluster = config.cluster
@@ -55,26 +58,26 @@ class Controller:
             self._router_keeper, self._router.spawn_standby, incarnations, hang_deadline_s=cluster.hang_deadline_s
         )
         self._incarnations = incarnations
-        """The incarnations of routers."""
+        """The source of the routers' incarnation numbers."""
         self._router_lived = False
-        """True if the first router is that of a controller that died."""
+        """True if the first router is the one of the controller that died before this one."""
         self._supervisor = WorkerSupervisor(config, self._registry, RayOrphanedWorkers())
         others: Controllers = RayControllers() if cluster.workers_outlive_s else NoControllers()
         self._election = LeaderElection(config.number, others, self._supervisor)
         self._taking_over: asyncio.Task[None] | None = None
         self._runs: list[asyncio.Task[None]] = []
-        """The supervision of the router and of the standby router."""
+        """The tasks that supervise the router and the standby router."""
         self._metrics: ClusterMetrics | None = None
         self._address = ""
         self._metrics_address = ""
         self._stopped = asyncio.Event()
 
     async def pid(self) -> int:
-        """Returns the process id of this process."""
+        """Return the process id of this process."""
         return os.getpid()
 
     async def start(self) -> str:
-        """Opens the listener, begins to start or take over all processes, and returns the listener's host:port."""
+        """Open the listener, begin to start or take over all processes, and return the listener's host:port."""
         cluster, token = self._config.cluster, self._config.token
         supervisor, elsewhere = self._supervisor, self._election.decided
         servicer = ForwardingServicer(self._registry, supervisor.operator, supervisor.adapters, token, elsewhere)
@@ -94,22 +97,22 @@ class Controller:
         return self._address
 
     async def serves(self) -> None:
-        """Marks the start of the whole cluster as complete: every required process serves."""
+        """Mark the cluster's start as complete, when every required process serves, and start the standby router."""
         self._runs.append(begin(going_on(self._standby.run, _STANDBY), _STANDBY))
         self._supervisor.started.set()
         self._election.started()
 
     async def release_workers(self) -> Handover:
-        """Releases the workers to another controller; see `LeaderElection.release_workers`."""
+        """Release the workers to another controller; see `LeaderElection.release_workers`."""
         return await self._election.release_workers()
 
     async def wait_until_settled(self) -> str:
-        """Waits as `LeaderElection.wait_until_settled` does and returns this controller's listener, host:port."""
+        """Wait as `LeaderElection.wait_until_settled` does and return this controller's listener, host:port."""
         await self._election.wait_until_settled()
         return self._address
 
     async def _continue_router(self) -> None:
-        """Adopts the router of the controller that this one replaces, if it lives; ends what else that one left."""
+        """Adopt the router of the controller that this one replaces if it lives, and kill any other router it left."""
         before = self._config.before
         if before is None:
             return
@@ -140,7 +143,10 @@ class Controller:
         )
 
     async def health(self) -> ClusterHealth:
-        """Returns the health of all processes. Raises the error that keeps this controller from taking over."""
+        """Return the health of all processes.
+
+        Raises the error that keeps this controller from taking over the workers, if there is one.
+        """
         begun, supervisor = self._taking_over, self._supervisor
         filled = begun is not None and begun.done()
         if begun is not None and filled and not begun.cancelled():
@@ -160,14 +166,15 @@ class Controller:
         )
 
     async def run(self) -> None:
-        """Waits until the controller is stopped."""
+        """Wait until `stop` has completed; the launcher notices the controller's death by this call."""
         await self._stopped.wait()
 
     async def stop(self, *, leave_workers: bool = False) -> bool:
-        """Stops the router, then the workers, then the listener; returns True if workers live on.
+        """Stop the router, then the workers, then the listener; return True if the workers live on.
 
-        They live on, if they may outlive this controller at all, when the caller asks for it, when another controller
-        lives, and when this controller's start is not complete and it started none of them.
+        Workers live on only if the config lets them outlive their controller, and then in three cases: `leave_workers`
+        is set; another controller lives; or this controller's start is not complete and another controller started the
+        workers.
         """
         if self._taking_over is not None:
             self._taking_over.cancel()
@@ -175,7 +182,8 @@ class Controller:
         self._standby.stop()
         self._router_keeper.stop()
         await asyncio.gather(*self._runs)
-        # Only now: another controller may take over while the router still finishes requests.
+        # The election ends only after the router has: another controller may take over while the router finishes
+        # requests.
         await self._election.stop()
         leave = await self._leaves_workers(asked=leave_workers)
         await self._supervisor.stop(end_workers=not leave)

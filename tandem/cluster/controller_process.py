@@ -1,7 +1,7 @@
 """The controller's process, which the process of `tandem up` starts, watches and restarts.
 
-A restarted controller has the same number and the same ports, so workers, routers and operators find it again. It
-adopts the router and the workers, which serve meanwhile.
+A restarted controller has the number and the ports of the previous one, so workers, routers and operators find it
+again. It adopts the router and the workers, which keep serving during the restart.
 """
 
 import contextlib
@@ -22,13 +22,13 @@ from tandem.net.address import host_and_port
 from tandem.protocol.errors import Unavailable
 
 ANSWER_TIMEOUT_S = 10.0
-"""Seconds that the controller, or the router's health service, may take to respond to one call."""
+"""Timeout of one call to the controller or to the router's health service, in seconds."""
 START_TIMEOUT_S = 60.0
-"""Seconds that a controller's process may take to start, and then to listen."""
+"""Timeout for the start of a controller's process, and again for its listener to open, in seconds."""
 
 
 class ControllerProcess:
-    """The current controller."""
+    """The current process of the controller, owned by the Ray thread of `tandem up` (`Cluster`), which calls it."""
 
     def __init__(self, config: ControllerConfig) -> None:
         self._config = config
@@ -40,10 +40,13 @@ class ControllerProcess:
         self._born = 0.0
         self._last: ClusterHealth | None = None
         self.address = ""
-        """Its listener, host:port."""
+        """The controller's listener, host:port."""
 
     def start(self) -> None:
-        """Starts the process; returns when it listens. Unavailable if it dies or does not respond in time."""
+        """Start the process and return once the controller listens.
+
+        Raises Unavailable if the controller dies or does not respond within `START_TIMEOUT_S` seconds.
+        """
         number = self._config.number
         options = {"name": actor_name(number), "num_cpus": 0, "scheduling_strategy": on_this_node()}
         self._born = time.monotonic()
@@ -53,18 +56,19 @@ class ControllerProcess:
         self.address = ask(self._actor.start.remote(), START_TIMEOUT_S)
 
     def serves(self) -> None:
-        """Tells it that the start of the whole cluster is complete."""
+        """Notify the controller that the start of the whole cluster is complete."""
         ask(self._actor.serves.remote())
 
     def pid(self) -> int:
-        """Returns its process id."""
+        """Return the controller's process id."""
         return int(ask(self._actor.pid.remote()))
 
     def health(self) -> ClusterHealth:
-        """Returns the health of all processes, as the controller knows it.
+        """Return the health of all processes, as the controller knows it.
 
-        Unavailable if the controller is dead or fails; one that does not respond within the hang deadline is killed.
-        Waits are counted rather than timed: while this process itself is stopped, only one of them passes.
+        Raises Unavailable if the controller is dead or fails. A controller that does not respond within the hang
+        deadline is killed. The deadline counts short waits instead of reading a clock: if this process itself is
+        stopped for a while, only one of the waits expires.
         """
         import ray
 
@@ -82,11 +86,11 @@ class ControllerProcess:
         return health
 
     def restart_wait_s(self) -> float:
-        """Returns the seconds to wait before the next `restart`, which grow with each short life."""
+        """Return the seconds to wait before the next `restart`; they grow with each controller that dies early."""
         return self._backoff.after_death(time.monotonic() - self._born)
 
     def restart(self) -> None:
-        """Starts a controller in the place of the one that died; see `start`."""
+        """Start a controller in place of the one that died, with its ports and its last known state; see `start`."""
         import ray
 
         ray.kill(self._actor, no_restart=True)  # it may live and fail; Ray frees its name
@@ -101,12 +105,15 @@ class ControllerProcess:
         self.serves()
 
     def stop(self, timeout_s: float, *, leave_workers: bool) -> bool:
-        """Stops it and all that it supervises; returns True if workers live on. Unavailable if it does not respond."""
+        """Stop the controller and all processes that it supervises; return True if the workers live on.
+
+        Raises Unavailable if the controller does not respond within `timeout_s` seconds.
+        """
         return bool(ask(self._actor.stop.remote(leave_workers=leave_workers), timeout_s))
 
 
 def ask(reply: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
-    """Returns the controller's reply. Unavailable if it is dead or silent."""
+    """Return the controller's reply. Raises Unavailable if the controller is dead or does not respond in time."""
     import ray
 
     try:

@@ -1,4 +1,4 @@
-"""The life of one cluster: start, serve, stop."""
+"""The launcher of a cluster: starts Ray and the controller, watches them while the cluster serves, and stops them."""
 
 import logging
 import secrets
@@ -30,21 +30,25 @@ POLL_S = 0.05
 WATCH_S = 0.3
 STOP_TIMEOUT_S = 15.0
 KILL_AFTER_S = 25.0
-"""Seconds that a cluster may take to end before it is killed; `tandem down` waits a little longer."""
+"""Seconds that a cluster may take to stop before it is killed; `tandem down` waits a little longer."""
 KILLED_S = 5.0
 BESIDES_WORKERS = 2
-"""The number of actors that start with the workers: controller and router. The router's standby starts later."""
+"""The number of actors besides the workers at the start: controller and router. The standby router starts later."""
 RESTARTS_MAX = 5
-"""Restarts of the controller that may fail in a row, about 8 s: nothing starts if Ray itself is gone."""
+"""Number of consecutive failed restarts of the controller, about 8 s, after which the cluster is given up.
+
+No restart can succeed if Ray itself is gone.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """One progress report of the start-up, or of a process that dies or comes back after it.
+    """One progress report of the start-up, or of a process that dies or serves again after it.
 
     During start-up `name` is "Ray" or a process ("router", "prefill-0"), `detail` its current activity, `fraction` the
-    part of that activity that is done, and `done` = it serves. After the start `done` = it serves again; otherwise it
-    is gone and `detail` is the reason. `note` is a sentence that replaces all other fields.
+    part of that activity that is done, and `done` is True once the process serves. After the start-up `done` is True if
+    the process serves again; otherwise the process is gone and `detail` is the reason. A `note` is a sentence that
+    replaces all other fields.
     """
 
     name: str
@@ -56,7 +60,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """The cluster's listeners, each host:port; `token` is required at all but the router's."""
+    """The cluster's listeners, each host:port; all but the router's require `token`."""
 
     grpc: str
     http: str
@@ -64,7 +68,7 @@ class Endpoints:
     token: str
     metrics: str
     operations: str = ""
-    """The router's metrics and traces if `http` has TLS, else empty."""
+    """The listener of the router's metrics and traces if `http` uses TLS, else empty."""
 
     @property
     def metrics_key(self) -> str:
@@ -86,7 +90,8 @@ class Cluster:
         self._progress = progress
         self._token = config.token or secrets.token_hex(32)
         self._stopping = threading.Event()
-        # Waited for instead of the thread: a join that a signal interrupts makes Python 3.11 take the thread for ended.
+        # Callers wait for this event instead of joining the thread: in Python 3.11 a join that a signal interrupts
+        # marks the thread as ended.
         self._over = threading.Event()
         self._ray_up = threading.Event()
         self._signals_back = threading.Event()
@@ -111,10 +116,10 @@ class Cluster:
 
     @classmethod
     def start(cls, config: ClusterSettings, progress: Callable[[Progress], None] = lambda _: None) -> "Cluster":
-        """Starts all processes and waits until they serve.
+        """Start all processes and wait until they serve.
 
-        `progress` is called from another thread. A TandemError gives the reason if the cluster cannot serve; on any
-        exception, including KeyboardInterrupt, nothing is left behind except workers that lived before.
+        `progress` is called from another thread. Raises a TandemError with the reason if the cluster cannot serve. On
+        any exception, including KeyboardInterrupt, all processes are stopped except workers that lived before.
         """
         cluster = cls(config, progress)
         cluster._thread.start()
@@ -139,23 +144,27 @@ class Cluster:
                     self._signals_back.set()
 
     def health(self) -> ClusterHealth:
-        """Returns the current health of the router and the workers. Unavailable once the cluster is gone."""
+        """Return the current health of the router and the workers. Raises Unavailable once the cluster has stopped."""
         if self._over.is_set():
             raise self._failure or Unavailable("the cluster is stopped; start it with `tandem up`")
         assert self._controller is not None
         return self._controller.health()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Waits until the cluster is gone or the timeout expires. Raises the error that ended it, if any."""
+        """Wait until the cluster has stopped or the timeout expires.
+
+        Raises the error that ended the cluster, if any.
+        """
         self._over.wait(timeout_s)
         if self._failure is not None:
             raise self._failure
 
     def stop(self, timeout_s: float = KILL_AFTER_S, *, leave_workers: bool = False) -> None:
-        """Ends every process of the cluster and removes its files; returns when they are gone. Idempotent.
+        """Stop every process of the cluster and remove its files; return when they are gone. Idempotent.
 
-        Workers that may outlive it do so if `leave_workers`, or if another `tandem up` serves with them. A process that
-        is not gone `timeout_s` seconds after the config's grace, such as a hanging Ray, is killed.
+        Workers that may outlive the cluster live on if `leave_workers` is set or if another `tandem up` serves with
+        them. A process that is still running `timeout_s` seconds after the config's grace, such as a hanging Ray, is
+        killed.
         """
         self._leave_workers = leave_workers
         self._stopping.set()
@@ -164,7 +173,7 @@ class Cluster:
             self._over.wait(KILLED_S)  # the thread is a daemon: if it hangs still, it ends with this process
 
     def _live(self) -> None:
-        """The body of the Ray thread: start, watch the controller, stop."""
+        """Run the Ray thread: start the cluster, watch the controller, stop the cluster."""
         try:
             self._start_ray()
             self._start_controller()
@@ -182,13 +191,14 @@ class Cluster:
         self._progress(Progress("Ray", False))
         places = offer(self._config) if self._config.ray_address else capacity()
         self._node.start(places, processes=self._config.worker_count + BESIDES_WORKERS)
-        # A caller that sees Ray up may send SIGTERM: the main thread must take the signal back from Ray first.
+        # A caller that sees Ray running may send SIGTERM, so the main thread must first restore its handler, which Ray
+        # replaced.
         self._ray_up.set()
         self._signals_back.wait(1.0)
         self._progress(Progress("Ray", True))
 
     def _start_controller(self) -> None:
-        """Starts all processes, then watches them until `stop` is called or the controller cannot be restarted."""
+        """Start all processes, then watch them until `stop` is called or the controller cannot be restarted."""
         if self._stopping.is_set():
             return
         slots, gpus = plan(self._config, self._node.gpus), self._node.gpus
@@ -205,7 +215,7 @@ class Cluster:
         self._watch(controller, health)
 
     def _watch(self, controller: ControllerProcess, health: ClusterHealth) -> None:
-        """Reports each process that dies or serves again, until `stop`, and restarts the controller when it dies."""
+        """Report each process that dies or serves again, until `stop`, and restart the controller if it dies."""
         before, kept_at = {one.name: one.phase for one in health.all}, health.kept_at
         while not self._stopping.wait(WATCH_S):
             try:
@@ -224,7 +234,10 @@ class Cluster:
                 before[one.name] = one.phase
 
     def _restart(self, controller: ControllerProcess, reason: str) -> None:
-        """Restarts a controller that died. Unavailable if it does not start again; returns early after `stop`."""
+        """Restart a controller that died; return early after `stop`.
+
+        Raises Unavailable if `RESTARTS_MAX` restarts in a row fail.
+        """
         self._progress(Progress("controller", False, reason))
         for _ in range(RESTARTS_MAX):
             if self._stopping.wait(controller.restart_wait_s()):
@@ -243,7 +256,10 @@ class Cluster:
         )
 
     def _await_serving(self, controller: ControllerProcess) -> ClusterHealth | None:
-        """Polls until all processes serve; None = `stop` came first. The first death before that fails the start."""
+        """Poll until all processes serve and return their health; None = `stop` came first.
+
+        Raises Unavailable if a process dies before it serves, and DeadlineExceeded after `start_timeout_s` seconds.
+        """
         give_up = time.monotonic() + self._config.start_timeout_s
         while not self._stopping.wait(POLL_S):
             health = controller.health()
@@ -260,7 +276,7 @@ class Cluster:
         return None
 
     def _stop_controller(self, controller: ControllerProcess) -> None:
-        """Stops the controller, for a bounded time after the grace; processes that remain die with Ray."""
+        """Stop the controller within a bounded time after the grace; the remaining processes die with Ray."""
         self.left_workers = bool(self._config.workers_outlive_s)  # those of one that is dead or silent
         try:
             within_s = self._config.stop_grace_s + STOP_TIMEOUT_S
@@ -271,7 +287,7 @@ class Cluster:
             log.warning("the controller could not be asked to stop: %s", first_line(error))
 
     def _fail(self, error: Exception) -> None:
-        """Passes `error` to the caller that waits for the start, or, after the start, to `wait`."""
+        """Pass `error` to the caller that waits for the start or, after the start, to `wait`."""
         if not isinstance(error, TandemError):
             error = Unavailable(f"the cluster failed: {type(error).__name__}: {first_line(error)}")
         self._failure = error
@@ -280,14 +296,18 @@ class Cluster:
 
 
 def _restore_sigterm() -> None:
-    """Gives SIGTERM back to Python's handler: Ray's core takes it over, to die with a stack dump."""
+    """Reinstall Python's SIGTERM handler: Ray's core replaces it by one that dies with a stack dump."""
     handler = signal.getsignal(signal.SIGTERM)
     if handler is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
 
 
 def _sees_workers(health: ClusterHealth) -> bool:
-    """Returns True if the router reports that it has found the workers: its health service, or /ready beside TLS."""
+    """Return True if the router reports that it has found the workers.
+
+    The report comes from the router's gRPC health service or, if the router uses TLS, from /ready on its operations
+    port.
+    """
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 

@@ -1,6 +1,6 @@
 """Hang detection: a live process hangs if it is stopped or if one of its event loops makes no progress.
 
-Its supervisor then kills it and restarts it as after any other death.
+The supervisor kills such a process and restarts it as after any other death.
 """
 
 import asyncio
@@ -13,17 +13,17 @@ from tandem.net.heartbeat import Heartbeat
 HANG_DEADLINE_S = 30.0
 """Default of `--hang-deadline`, in seconds.
 
-Where two cores do all the work of a cluster, a process may wait for a core for seconds, and a restart costs a worker
-its weights and its requests. The default is far longer than such waits and shorter than client timeouts.
+If two cores run a whole cluster, a process may wait seconds for a core, and a restart costs a worker its weights and
+its requests. The default is far longer than such waits and shorter than client timeouts.
 """
 START_HANG_DEADLINE_S = 120.0
 """Minimum hang deadline while a process starts, in seconds.
 
-A starting process may hold the interpreter for long: it imports modules from a slow disk, registers memory or compiles
-kernels.
+A starting process may hold the interpreter lock for long: it imports modules from a slow disk, registers memory or
+compiles kernels.
 """
 QUESTIONS = 6
-"""Number of signs of life requested within a deadline, so that a single late one does not count as a hang."""
+"""Number of liveness probes within one deadline, so that a single late reply does not count as a hang."""
 
 
 async def until_it_hangs(
@@ -33,9 +33,10 @@ async def until_it_hangs(
     starts: Callable[[], bool],
     is_there: Callable[[], bool],
 ) -> float:
-    """Returns when `works` has not completed for `deadline_s` seconds (0 = never); returns that duration in seconds.
+    """Wait until `works` has not completed for `deadline_s` seconds (0 = never); return that duration in seconds.
 
-    `starts` returns True while the process starts, `is_there` returns True once there is a process to ask.
+    `works` is one liveness probe of the process; an error counts as a sign of life. `starts` returns True while the
+    process starts, `is_there` returns True once there is a process to probe.
     """
     if not deadline_s:
         await asyncio.Event().wait()
@@ -44,7 +45,7 @@ async def until_it_hangs(
     asking: asyncio.Task[None] | None = None
 
     def ask() -> None:
-        """Sends one question at a time: the reply to an old one is as good as any."""
+        """Send one probe unless the previous one is pending: a late reply to it is as good as a new one."""
         nonlocal asking
         if not is_there():
             heartbeat.beat()

@@ -1,6 +1,6 @@
 """The cluster-wide metrics at one address, and the list of scrape targets for Prometheus' HTTP service discovery.
 
-Each process counts for itself and is scraped on every request; nothing is cached and nothing is summed.
+Each process counts for itself and is scraped on every request; the controller neither caches nor sums anything.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TARGET_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A process that can be scraped, at host:port."""
+    """One process that can be scraped at `address`, host:port."""
 
     role: str
     address: str
@@ -43,9 +43,10 @@ class ClusterMetrics:
         health: Callable[[], Iterable[tuple[str, Health]]],
         roles: Callable[[], Mapping[str, str]],
     ) -> None:
-        """Opens the processes' pages with the key derived from `token`; the keys in `keys` open this listener.
+        """Create the listener, which a client opens with one of `keys`.
 
-        `health` returns each kept process with the role that it was started for, `roles` the workers' current roles.
+        A key derived from `token` opens the metrics pages of the processes. `health` returns each supervised process
+        with the role that it was started for, `roles` the workers' current roles.
         """
         self._key = metrics_key_of(token)
         self._health = health
@@ -54,30 +55,30 @@ class ClusterMetrics:
         self._answered: dict[str, bool] = {}
         self.registry = Registry({"model": model, "worker": _ME})
         self._facts_now: Facts = {}
-        """The facts of the next page, which is rendered off the event loop while workers come and go on it."""
+        """The values of the next page, copied because workers change on the event loop while a thread renders it."""
         self.registry.read(lambda: self._facts_now)
         self._own = metrics_page(Exposition(self.registry))
         self._listener = MetricsServer({METRICS_PATH: self._metrics, DISCOVERY_PATH: self._discovery}, keys)
 
     async def open(self, host: str, port: int) -> str:
-        """Listens and returns host:port. FailedPrecondition if the port is taken."""
+        """Listen and return host:port. Raises FailedPrecondition if the port is taken."""
         return await self._listener.open(host, port)
 
     async def close(self) -> None:
-        """Closes the listener. Idempotent."""
+        """Close the listener. Idempotent."""
         await self._listener.close()
 
     def opened(self, name: str, role: str, address: str) -> None:
-        """Registers the metrics address of a process."""
+        """Register the metrics address of a process."""
         self._targets[name] = Target(role, address)
 
     def gone(self, name: str) -> None:
-        """Removes a process that has ended."""
+        """Remove a process that has ended."""
         self._targets.pop(name, None)
         self._answered.pop(name, None)
 
     async def text(self) -> str:
-        """Returns the current series of all processes, as text."""
+        """Return the current series of all processes, as Prometheus text."""
         texts = await asyncio.gather(*(self._ask(name, target) for name, target in tuple(self._targets.items())))
         self._facts_now = self._facts()
         own, _ = await self._own(TEXT)
@@ -96,9 +97,9 @@ class ClusterMetrics:
         return text
 
     async def _discovery(self, _accept: str) -> tuple[bytes, str]:
-        """Returns the targets for `http_sd_configs`.
+        """Return the targets for `http_sd_configs`, as JSON.
 
-        The labels are for relabeling alone: each process names itself in its own series.
+        The labels are for relabeling only: each process labels its own series.
         """
         roles = self._roles()
         found = [

@@ -32,9 +32,9 @@ from tandem.settings.slo import SloClass
 log = logging.getLogger(__name__)
 
 GRACE_S = 60.0
-"""Seconds that closing halves and leaving workers have for the requests they still hold."""
+"""Seconds that closing schedulers and removed workers have for the requests they still hold."""
 WAIT_S = 60.0
-"""Maximum wait for new workers, in seconds; workers that come later, for instance with a new node, do not block it."""
+"""Maximum wait for new workers, in seconds. Workers that come later, for instance with a new node, do not block it."""
 
 
 class OperatorInterface(Protocol):
@@ -45,14 +45,14 @@ class OperatorInterface(Protocol):
         """The number of workers that will serve but do not yet."""
 
     async def set_mode(self, change: ModeChange) -> tuple[WorkerInfo, ...]:
-        """Changes the mode; returns the current workers."""
+        """Change the mode; return the current workers."""
 
     async def resize(self, change: SizeChange) -> tuple[WorkerInfo, ...]:
-        """Changes the number of workers; returns the current workers."""
+        """Change the number of workers; return the current workers."""
 
 
 class Planning:
-    """Owns the planner's state. Belongs to the event loop."""
+    """Runs the planner and owns its state. Belongs to the controller's event loop."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Planning:
         scrape: Callable[[], Awaitable[str]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Creates the loop; `scrape` returns the cluster-wide metrics as text, `clock` returns seconds."""
+        """Create the loop; `scrape` returns the cluster-wide metrics as text, `clock` returns seconds."""
         self._config = config
         self._classes = tuple(classes)
         self._operator = operator
@@ -77,11 +77,11 @@ class Planning:
         self._changes = dict.fromkeys((each for each in Direction if each is not Direction.NONE), 0)
 
     def export_to(self, registry: Registry) -> None:
-        """Exports the planner's decisions as metrics."""
+        """Export the planner's decisions as metrics."""
         registry.read(self._facts)
 
     async def run(self) -> None:
-        """Observes and acts until cancelled, starting from a fresh scrape."""
+        """Process one window after another until cancelled, starting from a fresh scrape."""
         self._before = None
         while True:
             await asyncio.sleep(self._config.window_s)
@@ -93,7 +93,10 @@ class Planning:
                 log.exception("the planner failed to process a window; continuing with the next one")
 
     async def look(self) -> None:
-        """Processes one window. A TandemError reports a failed change; the next window starts from a fresh scrape."""
+        """Process one window.
+
+        Raises a TandemError if the change failed; the next window starts from a fresh scrape.
+        """
         now = await asyncio.to_thread(Scrape, await self._scrape(), self._clock())
         before, self._before = self._before, now
         if before is None:
@@ -116,7 +119,7 @@ class Planning:
             self._before = None  # this window spans a change and describes neither split
 
     async def _apply(self, decision: Decision) -> None:
-        """Applies the split; where only roles change, workers that are briefly absent count as decode workers."""
+        """Apply the split. If only roles change, workers that are briefly absent count as decode workers."""
         split, began = decision.split, self._clock()
         if decision.change in {Direction.TO_PREFILL, Direction.TO_DECODE}:
             await self._operator.set_mode(ModeChange(Mode.DISAGGREGATED, prefill=split.prefill, grace_s=GRACE_S))

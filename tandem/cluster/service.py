@@ -27,26 +27,26 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         self._adapters = adapters
 
     async def Register(self, request: cluster_pb2.RegisterRequest, _context: _Context) -> cluster_pb2.RegisterResponse:
-        """Registers a worker or a new incarnation of it. StaleEpoch for an incarnation that is over."""
+        """Register a worker, or a new incarnation of it. Raises StaleEpoch for an incarnation that has ended."""
         self._registry.register(conversion.from_proto(request.worker, WorkerInfo))
         return cluster_pb2.RegisterResponse()
 
     async def Unregister(
         self, request: cluster_pb2.UnregisterRequest, _context: _Context
     ) -> cluster_pb2.UnregisterResponse:
-        """Removes a worker's incarnation for good."""
+        """Remove a worker's incarnation for good."""
         self._registry.unregister(conversion.from_proto(request.peer, PeerRef))
         return cluster_pb2.UnregisterResponse()
 
     async def Watch(
         self, _request: cluster_pb2.WatchRequest, _context: _Context
     ) -> AsyncIterator[cluster_pb2.Membership]:
-        """Streams the membership, now and after each change."""
+        """Stream the membership, now and after each change."""
         async for membership in self._registry.watch():
             yield conversion.to_proto(membership, cluster_pb2.Membership)
 
     async def SetMode(self, request: cluster_pb2.SetModeRequest, _context: _Context) -> cluster_pb2.SetModeResponse:
-        """Changes mode, roles and step settings; returns when every serving worker has followed."""
+        """Change mode, roles and step settings; return when every serving worker has followed."""
         began = time.monotonic()
         change = ModeChange(
             request.mode,
@@ -66,7 +66,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
     async def DrainWorker(
         self, request: cluster_pb2.DrainWorkerRequest, _context: _Context
     ) -> cluster_pb2.DrainWorkerResponse:
-        """Drains one worker; returns when its process has ended or, for a restart, serves again."""
+        """Drain one worker; return when its process has ended or, for a restart, serves again."""
         began = time.monotonic()
         await self._operator.drain_worker(
             request.worker_id,
@@ -78,7 +78,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         return cluster_pb2.DrainWorkerResponse(seconds=time.monotonic() - began)
 
     async def Resize(self, request: cluster_pb2.ResizeRequest, _context: _Context) -> cluster_pb2.ResizeResponse:
-        """Changes the number of workers; returns the workers that serve then."""
+        """Change the number of workers; return the workers that serve afterwards."""
         began = time.monotonic()
         change = SizeChange(request.prefill, request.decode, request.workers, request.grace_s, request.wait_s)
         workers = await self._operator.resize(change)
@@ -90,20 +90,20 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
     async def LoadAdapter(
         self, request: types_pb2.LoadAdapterRequest, _context: _Context
     ) -> types_pb2.LoadAdapterResponse:
-        """Has every worker load an adapter; returns when requests may name it."""
+        """Have every worker load an adapter; return when requests may name it."""
         loaded = await self._adapters.load(request.lora_name, request.lora_path)
         return types_pb2.LoadAdapterResponse(adapter=conversion.to_proto(loaded, types_pb2.AdapterFacts))
 
     async def UnloadAdapter(
         self, request: types_pb2.UnloadAdapterRequest, _context: _Context
     ) -> types_pb2.UnloadAdapterResponse:
-        """Takes an adapter off the list."""
+        """Remove an adapter from the list."""
         await self._adapters.unload(request.lora_name)
         return types_pb2.UnloadAdapterResponse()
 
     async def ListAbsent(
         self, _request: cluster_pb2.ListAbsentRequest, _context: _Context
     ) -> cluster_pb2.ListAbsentResponse:
-        """Lists the workers that do not serve now, with reasons."""
+        """List the workers that do not serve now, with reasons."""
         absent = (conversion.to_proto(each, cluster_pb2.Absence) for each in self._operator.absent())
         return cluster_pb2.ListAbsentResponse(workers=absent)

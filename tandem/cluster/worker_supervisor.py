@@ -1,4 +1,4 @@
-"""The workers that one controller supervises: taken over or started, given their assignments, and released."""
+"""The workers that one controller supervises: it takes them over or starts them, assigns their roles, releases them."""
 
 import asyncio
 import logging
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 0.02
 GRACE_S = 60.0
-"""Seconds that workers that were taken over have for their requests before they are restarted or leave."""
+"""Seconds that taken-over workers have for their requests before they are restarted or removed."""
 
 _ASSIGNMENTS = "sending workers their assignments"
 _ADAPTERS = "having workers load adapters"
@@ -58,19 +58,19 @@ class ControllerConfig:
     slots: tuple[Slot, ...]
     """The slots of the initial workers."""
     gpus: int
-    """The number of GPUs of this host, where all workers run on it."""
+    """The number of GPUs of this host; used only if all workers run on this host."""
     token: str
-    """The cluster's secret, presented by every client that registers or watches."""
+    """The cluster's secret, which every client that registers or watches has to present."""
     number: int = 0
     """The number of this controller in its cluster; a higher number means a younger controller."""
     router_place: Any = None
     """The placement group of routers, on this host; it ends with `tandem up`."""
     before: ClusterHealth | None = None
-    """The last health that the controller reported which this one replaces; None = this is the first."""
+    """The last health report of the controller that this one replaces; None = there was no earlier controller."""
 
 
 class WorkerSupervisor:
-    """Owns the workers from `take_over` until `release_workers` or `stop`. Belongs to the event loop."""
+    """Owns the workers from `take_over` until `release_workers` or `stop`. Belongs to the controller's event loop."""
 
     def __init__(self, config: ControllerConfig, registry: Registry, left: OrphanedWorkers) -> None:
         cluster = config.cluster
@@ -95,13 +95,13 @@ class WorkerSupervisor:
         self.taken_over: frozenset[str] = frozenset()
         """The workers that another controller started."""
         self.started = asyncio.Event()
-        """Set once the cluster serves; from then on workers that were taken over may change."""
+        """Set once the cluster serves; from then on taken-over workers may be changed."""
         self._metrics: ClusterMetrics | None = None
         self._planner: Planning | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     def open(self, address: str, metrics: ClusterMetrics) -> None:
-        """Sets the controller's address for workers and the metrics registry; called before all other methods."""
+        """Set the controller's address for workers, and the cluster's metrics; call it before all other methods."""
         self._workers.controller_address = address
         self._metrics = metrics
         cluster = self._config.cluster
@@ -116,10 +116,10 @@ class WorkerSupervisor:
             self._planner.export_to(metrics.registry)
 
     async def take_over(self, handover: Handover) -> None:
-        """Takes over the workers; returns when the living follow this controller and the missing are starting."""
+        """Take over the workers; return when live workers follow this controller and missing ones are starting."""
         left = await self._left.living()
         above = max((generation_of(each.peer.incarnation) for each in left), default=0)
-        # Live workers may have seen higher generations that are gone; Ray's head knows of these as well.
+        # A dead controller may have used a higher generation that live workers have seen; Ray's head knows of it too.
         self._incarnations.begin(await self._left.next_generation(above))
         found = await fitting(left, self._served)
         living = {name: description.assignment.role for name, (_, description) in found.items()}
@@ -148,13 +148,13 @@ class WorkerSupervisor:
 
     @property
     def state(self) -> ControllerState:
-        """The workers as they are wanted now."""
+        """The workers as this controller wants them now."""
         slots = self.operator.staying(slot for slot, _ in self.fleet.health())
         topology = self._assignments.topology_with([slot.worker_id for slot in slots])
         return ControllerState(slots, topology, self.operator.handover())
 
     async def release_workers(self) -> Handover:
-        """Releases the workers, which keep serving; returns when this controller no longer acts on them."""
+        """Release the workers, which keep serving; return when this controller no longer acts on them."""
         planning_and_more, self._tasks = self._tasks[1:], self._tasks[:1]
         await _cancel(planning_and_more)
         try:
@@ -163,11 +163,11 @@ class WorkerSupervisor:
             await self._leave()
 
     async def mirror_membership(self, address: str) -> None:
-        """Mirrors the membership of the controller at `address`; see `mirror`."""
+        """Mirror the membership of the controller at `address`; see `mirror`."""
         await mirror(address, self._config.token, self._registry)
 
     async def stop(self, *, end_workers: bool) -> None:
-        """Ends all workers and releases their resources, or lets them live on as they are."""
+        """End all workers and release their resources, or let the workers live on if `end_workers` is False."""
         if not end_workers:
             await self._leave()
             return
@@ -194,7 +194,7 @@ class WorkerSupervisor:
         self.fleet.add(slot, (left.peer.incarnation, self._workers.adopt(slot, left)))
 
     async def _until_they_follow(self) -> None:
-        """Waits until every worker that was taken over follows or turns out to be dead."""
+        """Wait until every taken-over worker follows this controller or turns out to be dead."""
         while any(  # noqa: ASYNC110
             one.phase is Phase.STARTING and one.name in self.taken_over and not one.restarts
             for _, one in self.fleet.health()
@@ -202,7 +202,7 @@ class WorkerSupervisor:
             await asyncio.sleep(LOOK_S)
 
     async def _adjust(self, found: Found, state: HandoverState) -> None:
-        """Adjusts the number of workers and their settings to the config, once the cluster serves."""
+        """Once the cluster serves, adjust the number of taken-over workers and their settings to the config."""
         await self.started.wait()
         cluster = self._config.cluster
         if state.surplus:
@@ -221,7 +221,7 @@ class WorkerSupervisor:
         return served_of(self._asked_of(worker_id))
 
     def _asked_of(self, worker_id: str) -> "WorkerConfig":
-        """Returns the config that a worker of this name would start with, apart from its assignment."""
+        """Return the config that a worker of this name would start with, apart from its assignment."""
         slot = slot_of(self._config.cluster, self._config.slots, worker_id)
         return self._workers.config(slot, self._assignments.topology.assignment(slot.role))
 
@@ -238,11 +238,11 @@ class WorkerSupervisor:
         return another(self._config.cluster, role, slots, self._config.gpus)
 
     async def _spawn(self, slot: Slot, incarnation: int) -> Process:
-        """Starts a process with the assignment that is wanted now, not with that of the cluster's start."""
+        """Start a process with the currently wanted assignment, which may differ from that of the cluster's start."""
         return await self._workers.spawn(slot, self._assignments.wanted(slot.worker_id), incarnation)
 
     def _forget(self, worker_id: str, incarnation: int) -> None:
-        """Unregisters a dead worker, so that routers learn of its death as soon as its supervisor does."""
+        """Unregister a dead worker, so that routers learn of its death as soon as its supervisor does."""
         self._registry.unregister(PeerRef(worker_id, incarnation))
         if self._metrics is not None:
             self._metrics.gone(worker_id)

@@ -1,39 +1,42 @@
-"""Learns how probable it is that drafts are accepted, by the source of the draft and the position in it."""
+"""Learns the probability that draft tokens are accepted, by the source of the draft and the position in it."""
 
 from collections.abc import Hashable
 
 PRIOR, PRIOR_WEIGHT = 0.5, 2.0
-"""The probability that is assumed at first, and the number of observations that it counts for. A position that no
-draft has reached has the probability of the position before; otherwise longer drafts would never be tried.
+"""The initial acceptance probability, and the number of observations that it counts as.
+
+A position that no draft has reached has the probability of the position before it; otherwise longer drafts would never
+be tried.
 """
 WINDOW = 32.0
 """The number of observations after which older ones hardly count."""
 
 
 class Acceptance:
-    """The probability that a draft is accepted if those before it were, an exponential mean by source and position.
+    """The probability that a draft token is accepted if those before it were, by source and position.
 
-    The sources are those of `tandem.engine.speculation.proposer.DraftSource`.
+    It is an exponential mean of the outcomes. The sources are those of
+    `tandem.engine.speculation.proposer.DraftSource`.
     """
 
     def __init__(self, prior: float = PRIOR) -> None:
-        """`prior`: the probability that is assumed at first."""
+        """Create the estimate; `prior` is the initial acceptance probability."""
         self._prior = prior
         self._known: dict[tuple[Hashable, int], tuple[float, float, int]] = {}
-        """See `_at`, by source and position."""
+        """The return value of `_at` for each source and position with observations."""
         self._survivals: dict[Hashable, list[float]] = {}
-        """The longest return value of `survival` for each source since its last observation."""
+        """For each source, the longest return value of `survival` since the source's last observation."""
 
     def rate(self, source: Hashable, position: int) -> float:
-        """Return the probability for the draft at `position`, from 0, of a source."""
+        """Return the acceptance probability of a source's draft token at `position`, from 0."""
         return self._at(source, position)[0]
 
     def best(self) -> float:
-        """Return the largest probability for the first draft of any source; the prior while none is known."""
+        """Return the largest acceptance probability of a source's first draft token; the prior while none is known."""
         return max((rate for (_, position), (rate, *_) in self._known.items() if not position), default=self._prior)
 
     def survival(self, source: Hashable, drafts: int) -> list[float]:
-        """Return the probability that each of the first `drafts` drafts is accepted together with all before it."""
+        """Return, for each of the first `drafts` draft tokens, the probability that all up to it are accepted."""
         found = self._survivals.setdefault(source, [])
         for position in range(len(found), drafts):
             found.append((found[-1] if found else 1.0) * self.rate(source, position))
@@ -42,8 +45,8 @@ class Acceptance:
     def observe(self, source: Hashable, drafted: int, accepted: int) -> None:
         """Learn from a verified draft, up to the first token that was rejected.
 
-        If all of it was accepted, the probability at the next position moves towards that of the last one: otherwise a
-        position where the first drafts were rejected by chance would never be tried again.
+        If all of the draft was accepted, the probability at the next position moves towards that of the last one:
+        otherwise a position where the first draft tokens were rejected by chance would never be tried again.
         """
         self._survivals.pop(source, None)
         for position in range(min(accepted + 1, drafted)):
@@ -57,7 +60,7 @@ class Acceptance:
         rate, weight, alike = self._at(source, position)
         alike = max(alike, 0) + 1 if accepted else min(alike, 0) - 1
         if (rate if accepted else 1 - rate) ** abs(alike) * WINDOW**2 < 1.0:
-            # A run this long is improbable at this rate: the rate has changed, so only the run counts.
+            # So long a run of equal outcomes is improbable at this rate: the rate has changed, so only the run counts.
             rate, weight = self._prior, PRIOR_WEIGHT + min(abs(alike), WINDOW) - 1
             rate += (accepted - rate) * (1 - PRIOR_WEIGHT / weight)
         weight = min(weight + 1.0, WINDOW)
@@ -66,7 +69,7 @@ class Acceptance:
     def _at(self, source: Hashable, position: int) -> tuple[float, float, int]:
         """Return the probability, the weight of its observations, and the length of the newest run of equal outcomes.
 
-        The length is negative if the run was rejected.
+        The length is negative for a run of rejections.
         """
         if (source, position) in self._known:
             return self._known[source, position]

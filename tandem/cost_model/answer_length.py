@@ -1,8 +1,8 @@
-"""Predicts the length of an answer from those that have ended; admission reserves pages for it instead of `max_tokens`.
+"""Predicts the length of an answer from ended answers, so that admission reserves pages for it, not for `max_tokens`.
 
-Answers form classes by the power of two of their limit. An answer that already has n tokens is compared with those that
-became longer. Most answers stay within their forecast; one that exceeds it gets a new forecast, and its worker frees
-pages if too few are left (docs/decisions/page_reservation.md).
+Answers are classed by the power of two of their limit. An answer that already has n tokens is compared with ended
+answers that became longer. Most answers stay within their forecast; one that exceeds it gets a new forecast, and its
+worker frees pages if too few are left (docs/decisions/page_reservation.md).
 """
 
 from bisect import bisect_right, insort
@@ -11,25 +11,26 @@ from collections import defaultdict, deque
 QUANTILE = 0.8
 """The share of answers that do not exceed their forecast."""
 WINDOW = 256
-"""The newest answers of a class that count."""
+"""The number of newest answers of a class from which it is forecast."""
 SEEN_MIN = WINDOW // 16
-"""The number of answers of a class from which on it is used."""
+"""The number of ended answers that a class needs before it is used."""
 UNSEEN_TOKENS = 512
-"""The forecast of a class before that, unless the limit is lower: the limit may be the whole context, and a worker's
-pool holds few of these.
+"""The forecast of a class with fewer ended answers, unless the limit is lower.
+
+The limit alone would not do: it may be the whole context, and a worker's pool has room for few such answers.
 """
 
 
 class AnswerLengths:
-    """Learns from the answers that end. Not thread-safe; each call takes microseconds."""
+    """Learns from answers as they end. Not thread-safe; each call takes microseconds."""
 
     def __init__(self) -> None:
         self._newest: defaultdict[int, deque[int]] = defaultdict(deque)
-        """The newest lengths of each class, in order of arrival."""
+        """The newest lengths of each class, in the order in which the answers ended."""
         self._sorted: defaultdict[int, list[int]] = defaultdict(list)
 
     def learn(self, limit: int, tokens: int) -> None:
-        """Add an answer of `tokens` with this limit, regardless of its finish reason."""
+        """Add an ended answer of `tokens` tokens with this limit, regardless of its finish reason."""
         newest, ordered = self._newest[limit.bit_length()], self._sorted[limit.bit_length()]
         if len(newest) == WINDOW:
             ordered.remove(newest.popleft())
@@ -37,7 +38,10 @@ class AnswerLengths:
         insort(ordered, tokens)
 
     def mean(self, limit: int, *, to_the_limit: bool = False) -> float:
-        """Return the mean length of the newest answers with such a limit; before any, `min(limit, UNSEEN_TOKENS)`."""
+        """Return the mean length of the newest answers of this limit's class.
+
+        Before any has ended, it is `min(limit, UNSEEN_TOKENS)`; with `to_the_limit` it is the limit.
+        """
         if to_the_limit:
             return float(limit)
         seen = self._sorted[limit.bit_length()]
@@ -46,8 +50,8 @@ class AnswerLengths:
     def expect(self, limit: int, so_far: int = 0, *, to_the_limit: bool = False) -> int:
         """Return the forecast for an answer that has `so_far` tokens: more than these, at most `limit`.
 
-        `quantile(lengths > so_far)`, or twice `so_far` if no answer became longer. `to_the_limit` means that nothing
-        but the limit ends the answer.
+        It is `quantile(lengths > so_far)`, or twice `so_far` if no answer became longer. `to_the_limit` means that
+        nothing but the limit ends the answer.
         """
         if to_the_limit:
             return limit

@@ -1,4 +1,4 @@
-"""The size of prompt chunks in steps that also decode, as both worker and router compute it."""
+"""The size of prefill chunks in steps that also decode, computed alike by workers and routers."""
 
 import math
 from bisect import bisect_right
@@ -10,19 +10,20 @@ from tandem.protocol.messages import Assignment
 from tandem.protocol.policy_name import CHUNKED_BUDGET, PolicyName
 
 MIN_CHUNK_TOKENS = 64
-"""A smaller chunk is not computed: its kernels are launched for as many tokens as for one."""
+"""The smallest chunk that is computed: kernels are launched alike for this many tokens and for one."""
 FORCED_CHUNK_INTERVAL = 127
-"""The number of steps between two forced chunks, for prompts whose chunks would otherwise be smaller than the minimum.
-Less than 1 % of an answer's gaps contain one, which targets at the 99th percentile tolerate.
+"""Number of steps between two forced chunks, for prompts whose chunks would otherwise be below the minimum.
+
+Less than 1 % of an answer's inter-token gaps contain a forced chunk, which targets at the 99th percentile tolerate.
 """
 FORCED_CHUNK_TOKENS = 32 * MIN_CHUNK_TOKENS
-"""The size of a forced chunk."""
+"""The size of a forced chunk, in tokens."""
 
 
 def strictest_feasible_target(targets: Sequence[float], decoding_s: float, asked_s: float | None = None) -> float:
-    """Return the smallest of `asked_s` and those `targets` (sorted) that are above `decoding_s`; infinite without any.
+    """Return the smallest of `asked_s` and those of the sorted `targets` that exceed `decoding_s`; infinite if none.
 
-    All are in seconds. A target that decoding alone misses is ignored: no chunk is small enough for it.
+    All are in seconds. A target that decoding alone misses is ignored, because no chunk is small enough for it.
     """
     kept = bisect_right(targets, decoding_s)
     kept_s = targets[kept] if kept < len(targets) else math.inf
@@ -30,19 +31,19 @@ def strictest_feasible_target(targets: Sequence[float], decoding_s: float, asked
 
 
 def breaks_target(target_s: float, before_s: float, after_s: float) -> bool:
-    """Return True if a gap target that steps of `before_s` keep is broken by steps of `after_s`, all in seconds."""
+    """Return True if steps of `before_s` seconds meet an ITL target that steps of `after_s` seconds would miss."""
     return before_s <= target_s < after_s
 
 
 class Chunks(NamedTuple):
-    """One chunk of `tokens`, then `pause` steps without prompt tokens, and so on."""
+    """A sequence of prefill chunks of `tokens` tokens, each followed by `pause` steps without prompt tokens."""
 
     tokens: int
     pause: int = 0
 
 
 class ConcurrentDecode(NamedTuple):
-    """The decode rows of a step, their context tokens and gap targets: seconds, sorted, infinite for none."""
+    """A step's decode rows, their total context tokens, and their ITL targets: sorted, in seconds, infinite = none."""
 
     rows: int
     context_tokens: int
@@ -50,21 +51,21 @@ class ConcurrentDecode(NamedTuple):
 
 
 class StepLimit(NamedTuple):
-    """The bounds of a step that computes both prompt tokens and decode rows."""
+    """The bounds of a step that has both prompt tokens and decode rows."""
 
     tokens: int | None = None
-    """The most prompt tokens; None = as many as the engine takes."""
+    """Maximum number of prompt tokens; None = as many as the engine accepts."""
     seconds: float = math.inf
-    """The longest predicted duration of the step."""
+    """Maximum predicted duration of the step."""
 
 
 def step_limit(cost: StepCost, assignment: Assignment | None, decode: ConcurrentDecode) -> StepLimit:
     """Return the limit of a step; without an assignment or decode rows there is none.
 
-        seconds = min(itl_target_s, tightest kept target of the answers) / cost.margin
+        seconds = min(itl_target_s, strictest feasible ITL target of the decoding requests) / cost.margin
 
-    Tokens: `chunked` has `step_budget`; `decode-priority` has it only while an answer has no target; `unchunked` has no
-    token limit.
+    The token limit depends on the policy: `chunked` has `step_budget`; `decode-priority` has `step_budget` only while a
+    decoding request has no ITL target; `unchunked` has none.
     """
     rows, context, targets = decode
     if assignment is None or not rows:
@@ -81,7 +82,7 @@ def step_limit(cost: StepCost, assignment: Assignment | None, decode: Concurrent
 def chunks_within(
     limit: StepLimit, cost: StepCost, most: int, decode: ConcurrentDecode, pairs_per_token: float
 ) -> Chunks:
-    """Return the chunks within `limit` of steps of at most `most` tokens.
+    """Return the chunks that fit into `limit`, in steps of at most `most` tokens.
 
     `pairs_per_token` is the mean number of attention pairs of a prompt token.
     """
@@ -94,5 +95,5 @@ def chunks_within(
 
 
 def forced_chunk(most: int) -> Chunks:
-    """Return the forced chunk, at most `most` tokens, and its interval."""
+    """Return a forced chunk, of at most `most` tokens, and its interval."""
     return Chunks(max(1, min(FORCED_CHUNK_TOKENS, most)), FORCED_CHUNK_INTERVAL)

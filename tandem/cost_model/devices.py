@@ -9,7 +9,7 @@ from tandem.settings.ceilings import Ceilings
 
 @dataclass(frozen=True, slots=True)
 class DeviceKind:
-    """Dense `flops` of 16 bits and `bytes_per_s` of memory as its maker says them; `memory_gib` as its driver does."""
+    """A GPU model: dense 16-bit `flops` and memory `bytes_per_s` by its data sheet, `memory_gib` by its driver."""
 
     flops: float
     bytes_per_s: float
@@ -17,7 +17,7 @@ class DeviceKind:
 
     @property
     def ceilings(self) -> Ceilings:
-        """The rates that steps reach: the shares of the data sheet that were measured on an H200."""
+        """The rates that steps reach: the fractions of the data sheet's rates that were measured on an H200."""
         return Ceilings(
             GPU.flops / _MEASURED.flops * self.flops,
             GPU.bytes_per_s / _MEASURED.bytes_per_s * self.bytes_per_s,
@@ -36,11 +36,11 @@ DEVICES = {
     "L40S": DeviceKind(362e12, 0.864e12, 44.5),
     "L4": DeviceKind(121e12, 0.3e12, 22.5),
 }
-"""NVIDIA's data sheets, SXM where there is one."""
+"""GPUs by name, from NVIDIA's data sheets, of the SXM version where there is one."""
 
 
 def device_kind(option: str, name: str) -> DeviceKind:
-    """Return the device by name; InvalidArgument names `option` and the known ones."""
+    """Return the GPU of this name. Raises InvalidArgument, with `option` and the known names, if there is none."""
     found = DEVICES.get(name.upper())
     if found is None:
         raise InvalidArgument(option, f"{name!r} is none of {', '.join(DEVICES)}; or give --ceilings and --memory-gib")

@@ -1,4 +1,4 @@
-"""The bytes and operations of a step by the model's shape, and their duration at the device's ceilings."""
+"""The bytes and operations of a step, from the model's shape, and their duration at the device's ceilings."""
 
 from dataclasses import dataclass
 
@@ -8,56 +8,60 @@ from tandem.protocol.cost_parameters import CostParameters
 from tandem.settings.ceilings import Ceilings
 
 _FLOP_A_WEIGHT = 2
-"""A weight is multiplied and added once for each token."""
+"""Operations per weight and token: one multiplication and one addition."""
 _UNPACKED_BYTES = 2
 """Bytes of a dequantized element."""
 _KNEE = 0.35
-"""The fixed cost of prompts in a step / the time in which weights are read: the two do not overlap entirely. The median
-that workers of an 8B model on H200s had learned (0.22 to 0.74).
+"""Fixed cost of prompts in a step ÷ time to read the weights, because the two do not overlap entirely.
+
+It is the median that workers of an 8B model on H200s learned (0.22 to 0.74).
 """
 _UNPACKING = 1.5
-"""Time to unpack codes for a row of a decode step / that of its arithmetic with those weights in 16 bits.
+"""Time to unpack weights for a row of a decode step ÷ that of its arithmetic with the weights in 16 bits.
 
-Steps of llama-3-8b on an H100, int8 and int4, are .92 and .93 times as fast as in 16 bits with 128 rows, .72 and .75
-with 256 (docs/decisions/quantized_weights.md). This says .87 and .94, .78 and .81; without it 1.18 and 1.31, 1.11 and
-1.18.
+Measured on an H100, steps of llama-3-8b in int8 and int4 are .92 and .93 times as fast as in 16 bits with 128 rows, .72
+and .75 times with 256 rows (docs/decisions/quantized_weights.md). With this factor .87 and .94, .78 and .81 are
+predicted; without it 1.18 and 1.31, 1.11 and 1.18.
 """
 _DEQUANTIZING = 1.5
-"""Time to dequantize the weights for a step with a prompt / that of writing them in 16 bits at memory bandwidth.
+"""Time to dequantize the weights for a step with a prompt ÷ that of writing them in 16 bits at memory bandwidth.
 
-Prompts of 512, 2,048 and 8,192 tokens in int8 take 7.5, 8.0 and 7.5 ms longer than in 16 bits on an H100, and 7.5
-by this.
+On an H100, prompts of 512, 2,048 and 8,192 tokens in int8 take 7.5, 8.0 and 7.5 ms longer than in 16 bits; with this
+factor 7.5 ms is predicted.
 """
 _PACKED_LATENCY_S = 4e-6
 """Seconds that a product of few tokens with a packed weight takes beyond its bytes: launch, first loads, joins.
 
-For llama-3-8b on an H100 these are .5 ms of a step. Without them a step of one row in int8, fp8 and int4 was predicted
-1.75, 1.77 and 2.74 times as fast as in 16 bits, where 1.40, 1.34 and 1.74 were measured; with them 1.52, 1.53 and 2.20.
+For llama-3-8b on an H100 these are .5 ms of a step. Without them a step of one row in int8, fp8 and int4 is predicted
+to be 1.75, 1.77 and 2.74 times as fast as in 16 bits; 1.40, 1.34 and 1.74 were measured; with them 1.52, 1.53 and 2.20
+are predicted.
 """
 _FLOAT8_PRODUCTS = 0.58
-"""Time of large products of FP8 weights and inputs / that in 16 bits: prompts of 512, 2,048 and 8,192 tokens are
-computed 1.55, 1.62 and 1.52 times as fast on an H100. This says 1.53, 1.58 and 1.51.
+"""Time of large products of FP8 weights and inputs ÷ that in 16 bits.
+
+On an H100, prompts of 512, 2,048 and 8,192 tokens are computed 1.55, 1.62 and 1.52 times as fast; with this factor
+1.53, 1.58 and 1.51 are predicted.
 """
 _BATCH = 32
-"""A batch of decode rows that reads most experts of common models."""
+"""Number of decode rows of a batch that reads most experts of common models."""
 _CONTEXT = 2048
-"""A typical context in tokens: rows of layers whose window is narrower mostly fill it."""
+"""A typical context in tokens; rows mostly fill a layer's window if it is narrower than this."""
 
 
 GPU = Ceilings(flops=6.7e14, bytes_per_s=4e12, launch_s=3e-4, verify_s=2.2e-3)
-"""The ceilings of an H200 in bfloat16, as measured: a guess for other GPUs.
+"""The ceilings of an H200 in bfloat16, as measured; for other GPUs they are a guess.
 
-`verify_s` is the least squares of 16 sizes of steps with drafts and 5 without, of llama-3-8b on an H100
-(docs/decisions/cost_model.md). The host of a CPU worker computes the steps themselves, so that it hides nothing in
-either.
+`verify_s` is the least-squares fit of 16 sizes of steps with drafts and 5 without, of llama-3-8b on an H100
+(docs/decisions/cost_model.md). A CPU worker has none: its host computes the steps themselves, so no host work is hidden
+behind a step of either kind.
 """
 CPU = Ceilings(flops=1e11, bytes_per_s=2e10, launch_s=1e-4)
-"""The ceilings of a few cores in float32."""
+"""The ceilings of a few CPU cores in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class WindowedLayers:
-    """Layers in which a token sees at most `window` tokens. The model's amounts include theirs."""
+    """Layers in which a token attends to at most `window` tokens. The model's totals include these layers."""
 
     window: int
     kv_bytes_per_token: int
@@ -66,14 +70,14 @@ class WindowedLayers:
 
 @dataclass(frozen=True, slots=True)
 class PackedWeights:
-    """The packed matrices that are no embedding and no experts."""
+    """The packed weight matrices, without embeddings and experts."""
 
     products: int = 0
-    """Their number: each is one product of a step."""
+    """Number of matrices; each is one product of a step."""
     unpacked: int = 0
-    """Elements of those whose codes are unpacked for products with 16-bit inputs."""
+    """Elements of the matrices whose codes are unpacked for products with 16-bit inputs."""
     float8: int = 0
-    """Elements of those that are multiplied in FP8, with inputs of 8 bits."""
+    """Elements of the matrices that are multiplied in FP8, with 8-bit inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,38 +85,40 @@ class ModelSizes:
     """The amounts that a step of a model reads and computes."""
 
     weights: int
-    """Elements of all matrices that a token is multiplied with, its experts included; embeddings count where they are
-    the output's."""
+    """Elements of all matrices that a token is multiplied with, including its experts.
+
+    Embeddings count if they are also the output projection.
+    """
     weight_bytes: int
-    """Bytes of the matrices that every step reads, which are all but experts."""
+    """Bytes of the matrices that every step reads: all except experts."""
     kv_bytes_per_token: int
-    """Bytes of keys and values of one token, all layers."""
+    """KV bytes of one token in all layers."""
     attention_flop_per_pair: int
-    """Operations of one token attending to one other, all layers and heads."""
+    """Operations of one token attending to one other token, in all layers and heads."""
     output_weights: int = 0
-    """The weights of the output projection, which only the last token of a prompt needs."""
+    """Elements of the output projection, which only the last token of a prompt needs."""
     expert_bytes: int = 0
     """Bytes of all experts of all layers."""
     expert_share: float = 0.0
-    """The part of a layer's experts that a token chooses."""
+    """The fraction of a layer's experts that a token chooses."""
     packed: PackedWeights = PackedWeights()
-    """The matrices that are packed, as GPUs compute with them."""
+    """The matrices that are packed, by the way in which GPUs compute with them."""
     windowed: tuple[WindowedLayers, ...] = ()
-    """The layers with windows, by their window."""
+    """The layers with sliding windows, one entry for each window."""
 
     def expert_bytes_read(self, tokens: float) -> float:
         """Return the bytes of the experts that `tokens` tokens choose, if they choose independently."""
         return float(self.expert_bytes * (1 - (1 - self.expert_share) ** tokens))
 
     def context_bytes(self, rows: int, tokens: int) -> float:
-        """Return the bytes of KV that `rows` decode rows read, which have `tokens` tokens of context in total."""
+        """Return the KV bytes that `rows` decode rows read, whose contexts have `tokens` tokens in total."""
         unseen = (each.kv_bytes_per_token * max(0, tokens - rows * each.window) for each in self.windowed)
         return self.kv_bytes_per_token * tokens - sum(unseen)
 
     def step_bytes(self, work: StepWork) -> float:
         """Return the bytes that a step must read: weights, and the KV that its decode rows attend to.
 
-        The cached context of its prompts is not known, and little.
+        The cached context of its prompts is not known, and small.
         """
         return (
             self.weight_bytes
@@ -122,13 +128,13 @@ class ModelSizes:
         )
 
     def step_flops(self, work: StepWork) -> float:
-        """Return the operations that it must do."""
+        """Return the floating-point operations that a step must do."""
         products = self.weights * work.decode_rows + (self.weights - self.output_weights) * work.prefill_tokens
         attention = self._attention_flops(work.decode_rows, work.decode_context_tokens)
         return _FLOP_A_WEIGHT * products + attention + self._attention_flops(work.prefill_tokens, work.prefill_pairs)
 
     def _attention_flops(self, tokens: int, pairs: float) -> float:
-        """Return the operations of `tokens` tokens that attend to `pairs` in total, if all have as many."""
+        """Return the operations of `tokens` tokens that attend to `pairs` tokens in total, all to equally many."""
         unseen = (each.attention_flop_per_pair * max(0, pairs - tokens * each.window) for each in self.windowed)
         return self.attention_flop_per_pair * pairs - sum(unseen)
 
@@ -142,16 +148,20 @@ class Roofline:
 
 
 def guess(sizes: ModelSizes, device: Ceilings, grid: StepGrid = EACH_TOKEN) -> CostParameters:
-    """Return the parameters with which a worker starts; packed weights take what llama-3-8b's took on an H100."""
+    """Return the cost parameters with which a worker starts.
+
+    Packed weights are assumed to take as long as those of llama-3-8b on an H100.
+    """
     packed = sizes.packed
     plain_token_s = _FLOP_A_WEIGHT * sizes.weights / device.flops
     token_s = plain_token_s - (1 - _FLOAT8_PRODUCTS) * _FLOP_A_WEIGHT * packed.float8 / device.flops
     weights_s = (sizes.weight_bytes + sizes.expert_bytes_read(1)) / device.bytes_per_s
     dequantizing_s = _DEQUANTIZING * _UNPACKED_BYTES * packed.unpacked / device.bytes_per_s
     unpacking_s = _UNPACKING * _FLOP_A_WEIGHT * packed.unpacked / device.flops
-    # Each further row reads further experts, until most of them are read; a straight line to a batch of 32.
+    # Each further row reads further experts, until most of them are read; approximated by a straight line up to a batch
+    # of 32.
     experts_s = (sizes.expert_bytes_read(_BATCH) - sizes.expert_bytes_read(1)) / (_BATCH - 1) / device.bytes_per_s
-    # Layers with a narrow window cost each row and token the same, whatever its context is.
+    # Layers with a narrow window cost each row and token the same, whatever their context is.
     narrow = [each for each in sizes.windowed if each.window < _CONTEXT]
     row_bytes = sum(each.kv_bytes_per_token * each.window for each in narrow)
     token_flop = sum(each.attention_flop_per_pair * each.window for each in narrow)
@@ -162,7 +172,8 @@ def guess(sizes: ModelSizes, device: Ceilings, grid: StepGrid = EACH_TOKEN) -> C
         prompt_base_s=device.launch_s + _KNEE * weights_s + dequantizing_s,
         token_s=token_s + token_flop / device.flops,
         pair_s=pair_flop / device.flops,
-        # Below the knee a row's arithmetic is hidden but not quite: large batches cost half as much again.
+        # Below the knee a row's arithmetic is hidden behind reading the weights, but not entirely: large batches cost
+        # half as much again.
         row_s=plain_token_s / 2 + unpacking_s + experts_s + row_bytes / device.bytes_per_s,
         context_s=context_bytes / device.bytes_per_s,
         free_tokens=int(weights_s / token_s),

@@ -1,13 +1,13 @@
-"""Predicts the duration of an engine step from what is in it.
+"""Predicts the duration of an engine step from its work.
 
     seconds = base + prompt_base (if it has prompt tokens)
             + token · prompt tokens beyond the free ones + pair · attention pairs of prompts
             + row · decode rows                          + context · tokens of decode context
             + verify_base (if rows verify drafts)
 
-A step reads the weights once. The free tokens are the knee of the roofline: up to it a token more costs nothing. Where
-steps fill tiles, whole tiles are charged, and prompts attend as if they had at least a wave of tokens
-(`tandem/cost_model/step_grid.py`). The coefficients are fitted in microseconds (`tandem/cost_model/step_fit.py`,
+A step reads the weights once. The free tokens are the knee of the roofline: up to it another token costs nothing. Where
+steps are padded to tiles, whole tiles are charged, and the attention of prompts is charged for at least a wave of
+tokens (`tandem/cost_model/step_grid.py`). The coefficients are fitted in microseconds (`tandem/cost_model/step_fit.py`,
 docs/decisions/cost_model.md).
 """
 
@@ -33,7 +33,7 @@ def slots_of(rows: int) -> int:
 
 
 def padded_prompts(tokens: int, rows: int, tile: int) -> int:
-    """Return the prompt tokens that are computed for `tokens` and `rows` decode rows, where steps fill tiles."""
+    """Return the number of prompt tokens after padding a step of `tokens` tokens and `rows` decode rows to tiles."""
     if tile <= 1:
         return tokens
     slots = slots_of(rows)
@@ -42,7 +42,7 @@ def padded_prompts(tokens: int, rows: int, tile: int) -> int:
 
 
 def unpadded_prompts(tokens: int, rows: int, tile: int) -> int:
-    """Return the most of `tokens` that fill a step's tiles with `rows` decode rows; all of them if they fill none."""
+    """Return the largest part of `tokens` that needs no padding with `rows` decode rows; all if no tile is filled."""
     if tile <= 1:
         return tokens
     slots = slots_of(rows)
@@ -52,23 +52,23 @@ def unpadded_prompts(tokens: int, rows: int, tile: int) -> int:
 
 
 def _not_captured(tiles: int) -> bool:
-    """Return whether only steps of one tile fewer and one more are captured."""
+    """Return True if only steps of one tile fewer and of one more are captured."""
     return FINE_TILES < tiles < MOST_TILES and tiles % 2 == 1
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Predicts seconds from parameters, of this worker or of another."""
+    """Predicts seconds from the cost parameters of this worker or of another one."""
 
     parameters: CostParameters = UNMEASURED
 
     @property
     def margin(self) -> float:
-        """The learned margin of the worker's mixed steps, by which the targets of steps are divided."""
+        """The learned margin of the worker's mixed steps, by which the ITL targets of steps are divided."""
         return self.parameters.mixed_noise
 
     def seconds(self, work: StepWork) -> float:
-        """Return the duration of one step, 0 for a step with nothing in it."""
+        """Return the duration of one step; 0 for an empty step."""
         rows, context, tokens = work.decode_rows, work.decode_context_tokens, work.prefill_tokens
         verifying_s = self.parameters.verify_base_s if work.draft_rows else 0.0
         if not tokens:
@@ -76,12 +76,15 @@ class StepCost:
         return self.rows_seconds(rows, context) + self.prompts_seconds(tokens, work.prefill_pairs, rows) + verifying_s
 
     def rows_seconds(self, rows: float, context_tokens: Amount) -> Amount:
-        """Return the part of a step that does not depend on its prompt tokens, of each step of an array of contexts."""
+        """Return the part of a step's duration that does not depend on its prompt tokens.
+
+        An array of contexts, one for each step, gives an array of durations.
+        """
         p = self.parameters
         return p.base_s + p.row_s * rows + p.context_s * context_tokens
 
     def row_seconds(self, context_tokens: float) -> float:
-        """Return the part that one more decode row adds, which attends to `context_tokens`."""
+        """Return the seconds that one more decode row adds, which attends to `context_tokens` tokens."""
         return self.parameters.row_s + self.parameters.context_s * context_tokens
 
     @property
@@ -90,23 +93,23 @@ class StepCost:
         return self.rows_seconds(1, 0)
 
     def prompts_seconds(self, tokens: int, pairs: float, rows: int) -> float:
-        """Return the part that its prompt tokens add in a step with `rows` decode rows."""
+        """Return the seconds that prompt tokens add to a step with `rows` decode rows."""
         p = self.parameters
         return p.prompt_base_s + p.token_s * self.charged(tokens, rows) + p.pair_s * self.charged_pairs(tokens, pairs)
 
     def decode_step_seconds(self, rows: int, context_tokens: int) -> float:
-        """Return the duration of a step of decode rows that attend to `context_tokens` in all; 0 without rows.
+        """Return the duration of a step of decode rows that attend to `context_tokens` in total; 0 without rows.
 
-        None of them verifies a draft.
+        None of the rows verifies a draft.
         """
         return self.rows_seconds(rows, context_tokens) if rows else 0.0
 
     def rows_within(self, target_s: float, row_context: float) -> float:
-        """Return the most decode rows, each with `row_context` tokens, that a step of `target_s` has; at least 0."""
+        """Return how many decode rows of `row_context` tokens each a step of `target_s` seconds has; at least 0."""
         return max(0.0, target_s - self.parameters.base_s) / max(self.row_seconds(row_context), sys.float_info.epsilon)
 
     def charged(self, tokens: int, rows: int) -> int:
-        """Return how many of a step's prompt tokens cost `token_s` each: all computed ones beyond the free ones."""
+        """Return how many of a step's prompt tokens cost `token_s` each: all padded ones beyond the free ones."""
         if not tokens:
             return 0
         padded = padded_prompts(tokens, rows, self.parameters.tile_tokens)
@@ -118,7 +121,7 @@ class StepCost:
         return pairs * wave / tokens if 0 < tokens < wave else pairs
 
     def tokens_within(self, target_s: float, rows: int, context_tokens: int, pairs_per_token: float) -> int:
-        """Return the most prompt tokens that a step of `target_s` with these decode rows computes."""
+        """Return the most prompt tokens that a step of `target_s` seconds with these decode rows computes."""
         p = self.parameters
         spare_s = target_s - self.rows_seconds(rows, context_tokens) - p.prompt_base_s
         if spare_s <= 0.0:
@@ -133,7 +136,7 @@ class StepCost:
         return min(self._tokens_in(spare_s, rows, 0.0), unpadded_prompts(wave, rows, p.tile_tokens))
 
     def _tokens_in(self, spare_s: float, rows: int, each_s: float) -> int:
-        """Return the most prompt tokens in `spare_s` > 0 with `each_s` of attention for each."""
+        """Return the most prompt tokens in `spare_s` > 0 seconds, with `each_s` seconds of attention for each."""
         p, least_s = self.parameters, sys.float_info.epsilon
         free = max(0, p.free_tokens - rows)
         if spare_s <= free * each_s:
@@ -149,9 +152,12 @@ class StepCost:
     def prefill_seconds(
         self, tokens: int, pairs: float, chunk: int, *, rows: int = 0, context_tokens: int = 0, pause: int = 0
     ) -> tuple[float, int]:
-        """Return the seconds and steps that compute `tokens` > 0 of prompts in chunks, in steps with these decode rows.
+        """Return the seconds to compute `tokens` > 0 prompt tokens in chunks, and the number of chunks.
 
-        steps · (rows + chunk) + pause · steps · rows: `pause` steps without prompt tokens follow each chunk
+        A chunk has up to `chunk` tokens, and its step also has `rows` decode rows. `pause` steps without prompt tokens
+        follow each chunk. In total, the steps compute
+
+            chunks · (rows + chunk) + pause · chunks · rows
         """
         each = pairs / tokens
         full, rest = divmod(tokens, chunk)

@@ -1,17 +1,19 @@
-"""Learns the coefficients of `StepCost` from steps as they happen.
+"""Learns the coefficients of `StepCost` online, from the durations of steps.
 
-Recursive least squares of relative errors (a step of 4 ms counts as much as one of 200), with what a live system needs:
-  - a first guess, which holds for every part of a step that was never observed, and decides between parts that were
-    only observed together
-  - forgetting by part: a thousand decode steps do not erase what is known of prompts
-  - coefficients are >= 0: the published ones are the least squares within these bounds; the recursion continues with
-    those without
-  - a step far beyond the usual error, for instance a stall, counts as one at the edge of the usual error; if such steps
-    continue, the usual error grows, and the fit adapts faster
-  - while predictions are good, only some of the steps without prompts are learned from, because they are alike; those
-    that were not predicted well are always learned from
-  - after the first steps the equations of several steps are solved together, on the scheduler's thread: noting a step
-    takes microseconds, solving for the coefficients a hundred
+The method is recursive least squares of relative errors (a step of 4 ms counts as much as one of 200 ms), with what a
+live system needs:
+
+- a first guess, which holds for every part of a step that was never observed, and decides between parts that were
+  only observed together
+- forgetting by part: a thousand decode steps do not erase what is known of prompts
+- coefficients >= 0: the published ones are the least squares within this bound; the recursion continues with the
+  unbounded ones
+- a step far beyond the usual error, for instance a stall, counts as one at the edge of the usual error; if such steps
+  continue, the usual error grows, and the fit adapts faster
+- while predictions are good, the fit learns from only some of the steps without prompts, because they are alike; it
+  always learns from steps that were not predicted well
+- after the first steps, the equations of several steps are solved together, on the scheduler's thread: adding a step
+  takes microseconds, solving for the coefficients a hundred
 
 Recursive least squares with exponential forgetting: Ljung and Söderström, Theory and Practice of Recursive
 Identification, 1983. Bounds on the residuals: Huber, Robust Estimation of a Location Parameter, 1964.
@@ -32,49 +34,53 @@ from tandem.protocol.cost_parameters import SECONDS, UNMEASURED
 _Vector = NDArray[np.float64]
 
 FORGET = 0.005
-"""Part of what is known of a step's parts that is forgotten with it, while predictions are good."""
+"""Fraction of the information on a step's parts that is forgotten when the step is added, with good predictions."""
 FORGET_MAX = 0.05
-"""The same while predictions are bad."""
+"""The same fraction while predictions are bad."""
 GOOD_ERROR = 0.05
-"""Relative error of good predictions."""
+"""Maximum relative error of good predictions."""
 OUTLIER = 4.0
-"""The most that an error counts, as a multiple of the usual relative error."""
+"""Maximum error that counts, as a multiple of the usual relative error."""
 LEARN_EVERY = 8
-"""While predictions are good, one step in this many without prompts is learned from; equations of this many steps are
-solved at once.
+"""With good predictions, the fit learns from one in this many steps without prompts.
+
+Equations of this many steps are solved at once.
 """
 AT_ONCE = 64
-"""The first steps, each of which is learned from when it ends."""
+"""Number of first steps, each of which is learned from when it ends."""
 _USUAL_MIN = 0.02
 _USUAL_PART = 0.05
-"""Weight of the newest error in the usual one."""
+"""Weight of the newest error in the usual error."""
 _ERROR_PART = 0.01
-"""Least weight of the newest error in the published one."""
+"""Minimum weight of the newest error in the published error."""
 _GUESS_INFORMATION = np.array([1e-3, 0.1, 0.1, 0.1, 1e-3, 1e-3, 0.1])
 """The weight of the first guess of each part, in steps, in the order of `SECONDS`.
 
 Decode steps have many sizes. Steps with prompts may have the same size for a long time, which leaves open how their
 time divides among their parts; and predictions err by some percent with the size, so that a hundred such steps would
-move the coefficients away from what holds for other sizes (0013).
+move the coefficients away from what holds for other sizes (docs/decisions/cost_model.md).
 """
 _SECONDS_MIN = 1e-6
-"""A lower bound of the duration of a step."""
+"""A lower bound of the duration of a step, in seconds."""
 _SWEEPS = 3
-"""The sweeps of one minimisation, which starts from the result of the last one."""
+"""The number of sweeps of one minimisation, which starts from the result of the last one."""
 
 
 class StepFit:
-    """Owned by the step loop; `parameters` may be read by any thread."""
+    """The online fit of a worker's step costs.
+
+    The step loop owns it and calls its methods; any thread may read `parameters`.
+    """
 
     def __init__(self, guess: CostParameters = UNMEASURED) -> None:
         self.parameters = replace(guess, error=0.0, observed=0)
-        """The newest published parameters, never changed in place."""
+        """The newest published parameters; replaced, never changed in place."""
         values, scale = _values(guess), _values(UNMEASURED)
         scale[[each.endswith("base_s") for each in SECONDS]] = max(guess.base_s, _SECONDS_MIN)
         self._scale: _Vector = np.where(values > 0, values, scale)
         self._guess: _Vector = values / self._scale
         self._free = self._guess
-        """The least squares without bounds, in parts of the scale; below, within them."""
+        """The least squares without bounds, in units of the scale; `_coefficients` are those within the bounds."""
         self._coefficients = self._free
         self._information = np.diag(_GUESS_INFORMATION)
         self._usual = 1.0
@@ -85,7 +91,7 @@ class StepFit:
         self._error = 0.0
         self._observed = 0
         self._rows: list[list[float]] = []
-        """The equations row · coefficients = target that are not solved yet, in parts of the reference."""
+        """The unsolved equations row · coefficients = target, in units of the reference."""
         self._targets: list[float] = []
 
     def observe(self, work: StepWork, seconds: float) -> float:
@@ -93,7 +99,7 @@ class StepFit:
         predicted = self._cost.seconds(work)
         if seconds <= 0.0 or not (work.decode_rows or work.prefill_tokens):
             return predicted
-        # Relative to the larger of both, so that no error exceeds 1, in either direction.
+        # Errors are relative to the larger of both durations, so that no error exceeds 1 in either direction.
         reference = max(predicted, seconds)
         surprise = (seconds - predicted) / reference
         edge = OUTLIER * max(self._usual, _USUAL_MIN)
@@ -113,7 +119,7 @@ class StepFit:
         return predicted
 
     def _learn(self) -> None:
-        """Solve the noted equations and publish the parameters."""
+        """Solve the collected equations and publish the parameters."""
         known = self.parameters
         seconds: Sequence[float] = _seconds(known)
         if self._rows:
@@ -127,14 +133,16 @@ class StepFit:
         self._cost = StepCost(self.parameters)
 
     def _solve(self, rows: _Vector, targets: _Vector) -> None:
-        """Add the equations `rows` · coefficients = `targets` and solve."""
+        """Add the equations `rows` · coefficients = `targets` and solve for the coefficients."""
         forget = min(FORGET_MAX, FORGET * max(1.0, self._usual / GOOD_ERROR))
+        # Only the parts that occur in these steps are forgotten. The root, because `keep` scales both rows and columns.
         keep = (1 - forget) ** (0.5 * (rows > 0).sum(axis=0))
         information = self._information
         seen_as = information @ self._guess
-        # A device that is slower than guessed in the observed parts is assumed to be so in all parts.
+        # A device that is slower than guessed in the observed parts is assumed to be as much slower in all parts.
         times = max(0.0, float(seen_as @ self._free) / max(float(seen_as @ self._guess), _SECONDS_MIN))
         information *= keep[:, None] * keep
+        # The first guess, scaled to the device, takes the weight of what is forgotten.
         back = (1 - keep * keep) * _GUESS_INFORMATION
         wanted = information @ self._free + back * times * self._guess + targets @ rows
         information += np.diag(back) + rows.T @ rows

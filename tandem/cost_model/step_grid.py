@@ -1,13 +1,16 @@
-"""The sizes of prompt steps that the engine captures on GPUs; `tandem/cost_model/step_cost.py` charges for them."""
+"""The sizes of steps with prompts that the engine captures on GPUs.
+
+`tandem/cost_model/step_cost.py` charges for the padding to these sizes.
+"""
 
 from dataclasses import dataclass
 
 TILE_TOKENS = 128
-"""The tokens of a large product's tile: it takes the matrix units as long for one token as for all of these."""
+"""Number of tokens in a tile of a large matrix product: the product takes as long for one token as for a tile."""
 FEWEST_SLOTS = 16
-"""The fewest batch slots of a step with prompts that also decodes."""
+"""Minimum number of batch slots of a step that has both prompts and decode rows."""
 FINE_TILES, MOST_TILES = 8, 16
-"""Steps are captured for each number of tiles up to the first, for every second one up to the other, then for none."""
+"""Numbers of tiles of captured steps: each up to the first value, then every second one up to the other value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,13 +18,13 @@ class StepGrid:
     """The units in which a device computes steps of prompts."""
 
     tile_tokens: int = 1
-    """A step has a multiple of this many tokens."""
+    """The number of tokens of a step is padded to a multiple of this."""
     wave_tokens: int = 1
-    """Attention of this many tokens takes as long as that of one."""
+    """The attention of this many tokens takes as long as that of one token."""
 
 
 EACH_TOKEN = StepGrid()
-"""The grid of devices that compute each token by itself."""
+"""The grid of devices that compute each token by itself, without padding."""
 H200_MULTIPROCESSORS = 132
 
 
@@ -36,7 +39,7 @@ def gpu_grid(attention_heads: int, multiprocessors: int = H200_MULTIPROCESSORS) 
 
 
 def answer_slots(most: int) -> list[int]:
-    """Return all numbers of batch slots that up to `most` decode rows take, rising; the last is `most`'s."""
+    """Return all numbers of batch slots that 1 to `most` decode rows take, ascending; none exceeds `most`."""
     slots = [FEWEST_SLOTS]
     while slots[-1] < most:
         slots.append(2 * slots[-1])
@@ -44,6 +47,6 @@ def answer_slots(most: int) -> list[int]:
 
 
 def step_sizes(most: int) -> list[int]:
-    """Return the tokens of captured steps with prompts, batch slots included, up to `most`, rising."""
+    """Return the numbers of tokens of captured steps with prompts, batch slots included, up to `most`, ascending."""
     sizes = [tiles * TILE_TOKENS for tiles in (*range(1, FINE_TILES), *range(FINE_TILES, MOST_TILES + 1, 2))]
     return [size for size in sizes if size <= most]

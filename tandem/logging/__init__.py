@@ -1,1 +1,1 @@
-"""Log lines, log files that rotate, and errors that recur."""
+"""Log formats, log files with rotation, and rate limiting of recurring errors."""

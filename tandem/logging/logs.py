@@ -57,8 +57,8 @@ TO_STDERR = LogConfig()
 def begin_log(config: LogConfig, process: str = "", incarnation: int | None = None) -> None:
     """Set up logging at level INFO.
 
-    The whole output of the process goes to the file, that of native code included; the output of earlier incarnations
-    is kept. Every line has the `process` and its incarnation.
+    The whole output of the process goes to the file, including that of native code; the output of earlier incarnations
+    is kept. Every line names the `process` and its incarnation.
     """
     handler = ProcessLog(None if config.file is None else LogFile(config.file, config.max_bytes))
     lines = JsonLines if config.format is LogFormat.JSON else PrettyLines
@@ -68,7 +68,7 @@ def begin_log(config: LogConfig, process: str = "", incarnation: int | None = No
 
 
 class ProcessLog(logging.StreamHandler[TextIO]):
-    """A handler that writes to stderr, which is `file` if there is one.
+    """A handler that writes to stderr, which is redirected to `file` if one is given.
 
     Recurring errors are logged at intervals with their count, see `RecurringErrors`.
     """
@@ -79,7 +79,7 @@ class ProcessLog(logging.StreamHandler[TextIO]):
         self._errors = RecurringErrors()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record unless it is a recurring error, and rotate a full file."""
+        """Write a record unless it repeats a recent error, and rotate a full file."""
         try:
             line = self._errors.take(record)
         except Exception:
@@ -95,7 +95,7 @@ class ProcessLog(logging.StreamHandler[TextIO]):
         super().close()
 
     def tend_forever(self) -> None:
-        """Write due counts and rotate the file periodically; runs in a thread of its own."""
+        """Write the due counts of recurring errors and rotate the file, periodically; runs in a thread of its own."""
         while True:
             time.sleep(LOOK_S)
             self._say_counts()
@@ -123,7 +123,7 @@ class ProcessLog(logging.StreamHandler[TextIO]):
 class PrettyLines(logging.Formatter):
     """Formats lines as `2026-01-31 12:00:00,000 INFO decode-0#17 tandem.worker.loop: message`.
 
-    The process is left out where it is unknown.
+    The process is omitted if it is unknown.
     """
 
     def __init__(self, process: str, incarnation: int | None) -> None:

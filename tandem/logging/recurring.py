@@ -13,9 +13,9 @@ from types import TracebackType
 from typing import Any
 
 AGAIN_S = 60.0
-"""Least interval between two lines of the same error, in seconds."""
+"""Minimum interval between two lines of the same error, in seconds."""
 MOST_KINDS = 256
-"""Most kinds of errors that are distinguished by their arguments; beyond it, only by their statement."""
+"""Maximum number of errors that are distinguished by their arguments; further ones only by their log statement."""
 
 _MARK = "recurring"
 RECURRING: dict[str, Any] = {_MARK: True}
@@ -37,9 +37,9 @@ class _Said:
 
 @dataclass(slots=True)
 class RecurringErrors:
-    """Selects the error lines of one process to write. Not thread-safe.
+    """Selects which error lines of one process to write. Not thread-safe.
 
-    Two errors are the same if they have the same log statement, arguments, type, and line that raised them.
+    Two errors are the same if they have the same log statement, arguments and type, and were raised by the same line.
     """
 
     again_s: float = AGAIN_S
@@ -47,7 +47,10 @@ class RecurringErrors:
     _said: dict[_Kind, _Said] = field(default_factory=dict)
 
     def take(self, record: logging.LogRecord) -> logging.LogRecord | None:
-        """Return the record to write, None = none; lines about requests always are, without repeated tracebacks."""
+        """Return the record to write, None = none.
+
+        Lines about requests are always written, but without a repeated traceback.
+        """
         error = record.exc_info[1] if record.exc_info else None
         if error is None and not getattr(record, _MARK, False):
             return record
@@ -61,7 +64,7 @@ class RecurringErrors:
         return _plain(record, error) if getattr(record, OF_REQUEST, "") else None
 
     def due(self, *, all_of_them: bool = False) -> list[logging.LogRecord]:
-        """Return count lines of the errors whose interval is over, or of all, and forget these errors."""
+        """Return a count line for each error whose interval is over, or for all errors, and forget these errors."""
         now = self.clock()
         over = {kind: said for kind, said in self._said.items() if all_of_them or now >= said.at_s + self.again_s}
         for kind in over:

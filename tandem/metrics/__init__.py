@@ -1,1 +1,1 @@
-"""The cluster's metrics: their names, the cells that hold them, their exposition, and the diagnosis made from them."""
+"""The cluster's metrics: their names, the registry that holds them, their exposition, and the diagnosis from them."""

@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 KV_FULL = 0.9
-"""Share of the KV pages in use from which on a lack of pages is what requests wait for."""
+"""Minimum share of the KV pages in use at which waiting requests count as waiting for pages."""
 BATCH_FULL = 0.9
-"""Share of the decode batch's rows in use from which on the batch counts as full."""
+"""Minimum share of the decode batch's rows in use at which the batch counts as full."""
 TRANSFERRING = 0.7
-"""Share of the time with transfers in progress from which on they are the bottleneck of waiting requests."""
+"""Minimum share of the time with transfers in progress at which they are the bottleneck of waiting requests."""
 BACKLOG = 0.05
-"""Share of the KV pages in use from which on concurrent hand-overs count as a backlog."""
+"""Minimum share of the KV pages in use at which concurrent hand-overs count as a backlog."""
 CONCURRENT_TRANSFERS = 2.0
-"""Average number of concurrent hand-overs from which on they pile up, even if no request waits."""
+"""Minimum average number of concurrent hand-overs that counts as a backlog even if no request waits."""
 IN_TRANSFER = 0.5
-"""Share of the used pages from which on incoming transfers are what holds them."""
+"""Minimum share of the used pages that incoming transfers must hold to count as the cause of missing pages."""
 COMPUTING = 0.5
-"""Share of the time in steps from which on the bottleneck is within the steps."""
+"""Minimum share of the time in steps at which the bottleneck is within the steps."""
 
 
 class Bottleneck(StrEnum):
@@ -48,11 +48,11 @@ class Figures:
     busy: float
     """Share of the time spent in steps; a step counts when it ends."""
     compute: float
-    """Operations of these steps / the operations that the device could have done in their time."""
+    """Operations of these steps ÷ the operations that the device could have done in their time."""
     bandwidth: float
-    """Bytes that these steps read / the bytes that the device could have read in their time."""
+    """Bytes that these steps read ÷ the bytes that the device could have read in their time."""
     kv_used: float
-    """Share of its KV pages in use or reserved, at the end of the interval."""
+    """Share of the worker's KV pages in use or reserved, at the end of the interval."""
     holders: float
     """Number of requests that hold these pages: decoding requests, and prompts in transfer to this worker."""
     refused: float
@@ -66,17 +66,17 @@ class Figures:
     transferring: float
     """Average number of concurrent outgoing hand-overs: seconds of writes per second, unfinished ones included."""
     arriving: float
-    """Share of its KV pages reserved for incoming transfers, the smaller of both ends of the interval."""
+    """Share of the worker's KV pages reserved for incoming transfers, the smaller of the values at both ends."""
     others_transferring: float
     """The largest `transferring` among the other workers."""
     prompts_waiting: float
-    """Number of prompts that are not fully computed, the smaller of both ends of the interval."""
+    """Number of prompts that are not fully computed, the smaller value of both ends of the interval."""
     requests_waiting: float
-    """Number of requests in the routers' queues, the smaller of both ends of the interval."""
+    """Number of requests in the routers' queues, the smaller value of both ends of the interval."""
 
     @property
     def pages_missing(self) -> bool:
-        """True if requests wait for KV pages: too few are left for one more of average size, or some were preempted."""
+        """True if requests wait for KV pages: too few are left for another average request, or some were preempted."""
         one = self.kv_used / self.holders if self.holders else 0.0
         full = self.kv_used >= KV_FULL or self.kv_used + one > 1.0 or self.refused > 0
         return self.preempted > 0 or (full and self.requests_waiting > 0)
@@ -85,7 +85,7 @@ class Figures:
     def transport_is_slow(self) -> bool:
         """True if prefill is faster than the transfers of its KV.
 
-        Overlapping hand-overs do no harm while the engine keeps computing and they hold next to no pages.
+        Overlapping hand-overs do no harm while the engine keeps computing and they hold almost no pages.
         """
         waiting = self.requests_waiting > 0 or self.prompts_waiting > 0
         enough = TRANSFERRING if waiting else CONCURRENT_TRANSFERS
@@ -94,7 +94,7 @@ class Figures:
 
     @property
     def transfers_hold_pages(self) -> bool:
-        """True if incoming transfers, which pile up at their sources, hold most of the used pages."""
+        """True if incoming transfers, which pile up at their senders, hold most of the used pages."""
         return self.arriving >= IN_TRANSFER * self.kv_used > 0 and self.others_transferring >= CONCURRENT_TRANSFERS
 
     @property
@@ -128,7 +128,10 @@ _NOT_TAKEN = (
 
 
 def diagnose(it: Figures) -> Diagnosis:
-    """Finds the bottleneck of one worker. What holds KV pages, such as slow transfers, precedes the lack of pages."""
+    """Return the bottleneck of one worker.
+
+    Slow transfers, which hold KV pages, are checked before the lack of pages.
+    """
     if it.transport_is_slow:
         writing = f"hand-overs write {it.transferring:.2f} s in each second"
         return _found(Bottleneck.TRANSFER, f"{writing}, and it computes {it.busy:.0%} of the time")
@@ -143,7 +146,7 @@ def diagnose(it: Figures) -> Diagnosis:
 
 
 def _of_engine(it: Figures) -> Diagnosis:
-    """Finds the bottleneck of a worker that has enough KV pages."""
+    """Return the bottleneck of a worker that has enough KV pages."""
     bottleneck = _in_steps(it) if it.busy >= COMPUTING else Bottleneck.NONE
     full = it.batch_limit > 0 and it.decoding >= BATCH_FULL * it.batch_limit
     if full and it.requests_waiting > 0 and bottleneck is not Bottleneck.COMPUTE:
@@ -163,7 +166,7 @@ def _found(bottleneck: Bottleneck, because: str) -> Diagnosis:
 
 
 def _in_steps(it: Figures) -> Bottleneck:
-    """Returns what takes the largest share of the steps' time."""
+    """Return the resource that takes the largest share of the steps' time."""
     largest = max(it.compute, it.bandwidth, it.rest)
     if it.compute == largest:
         return Bottleneck.COMPUTE

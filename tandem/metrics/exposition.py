@@ -1,4 +1,4 @@
-"""Exports a registry in Prometheus' formats by prometheus-client, and merges several processes' texts into one."""
+"""Exports a registry in Prometheus' formats with prometheus-client, and merges several processes' texts into one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RegistryCollector(Collector):
         self._process = ProcessCollector(registry=None)
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the registry's families, then those of the process (CPU time, memory, open files)."""
+        """Yield the registry's families, then those of the process (CPU time, memory, open files)."""
         labels = dict(self._metrics.labels)
         for snapshot in self._metrics.snapshots():
             yield _metric(snapshot, labels)
@@ -45,13 +45,16 @@ class Exposition:
         self._registry.register(RegistryCollector(registry))
 
     def render(self, accept: str = TEXT) -> tuple[bytes, str]:
-        """Renders the metrics in a format that the scraper accepts; returns the text and its content type."""
+        """Return the metrics as text in a format that the scraper accepts, and its content type."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 
 
 def merge(texts: Iterable[str]) -> str:
-    """Merges texts of several processes: each family appears once, with the series of all. Nothing is summed."""
+    """Merge texts of several processes: each family appears once, with the series of all processes.
+
+    Nothing is summed.
+    """
     heads: dict[str, list[str]] = {}
     series: dict[str, list[str]] = {}
     for text in texts:

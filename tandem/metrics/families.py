@@ -1,7 +1,7 @@
 """All metrics of Tandem, in the order of a request: router, prefill, transfer, decode, and the cluster.
 
 Names and suffixes follow vLLM's, so that dashboards and autoscalers made for other servers need one rename.
-docs/operations/metrics.md describes how to read each.
+docs/operations/metrics.md describes how to read each metric.
 """
 
 from tandem.metrics.family import Family, counter, gauge, histogram
@@ -44,7 +44,7 @@ TIME_PER_OUTPUT_TOKEN = histogram(
 E2E_REQUEST_LATENCY = histogram(
     "e2e_request_latency_seconds", "Time from arrival to the end of a complete answer.", _REQUEST_S
 )
-# The phases of a request, as its spans: those of one request add up to what it took.
+# The phases of a request, equal to its spans: those of one request add up to its latency.
 QUEUE_TIME = histogram(
     "request_queue_time_seconds",
     "Time from arrival to the first chunk: in the router's queue and in the prefill worker's queue.",
@@ -305,7 +305,7 @@ TRANSPORT_WARNINGS = gauge(
     "kv_transport_warnings", "Number of warnings about the transport, for example TCP between GPUs."
 )
 
-# Workers: themselves
+# Workers: info and health
 
 WORKER_INFO = gauge(
     "worker_info",

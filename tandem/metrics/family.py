@@ -23,11 +23,11 @@ class Family:
     """The metric's name without the prefix."""
     kind: Kind
     help: str
-    """One sentence for operators."""
+    """The help text: one sentence for operators."""
     labels: tuple[str, ...] = ()
     """Label names. Each label has few values, all known before the first request: never an id, a key or client input.
 
-    A label that the process has as well overrides the process's.
+    A label of the family overrides a label of the same name of the process.
     """
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram in ascending order, without infinity."""
@@ -39,17 +39,17 @@ class Family:
 
 
 def counter(name: str, text: str, *labels: str) -> Family:
-    """Returns a counter; ValueError unless its name ends in `_total`."""
+    """Return a counter. Raises ValueError unless its name ends in `_total`."""
     if not name.endswith("_total"):
         raise ValueError(f"the counter {name} must end in _total")
     return Family(name, Kind.COUNTER, text, labels)
 
 
 def gauge(name: str, text: str, *labels: str) -> Family:
-    """Returns a gauge."""
+    """Return a gauge."""
     return Family(name, Kind.GAUGE, text, labels)
 
 
 def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Family:
-    """Returns a histogram with these upper bounds."""
+    """Return a histogram with these upper bounds."""
     return Family(name, Kind.HISTOGRAM, text, labels, buckets)

@@ -22,7 +22,7 @@ Page = Callable[[str], Awaitable[tuple[bytes, str]]]
 
 
 def metrics_page(exposition: Exposition) -> Page:
-    """Returns the page of a process's own metrics, rendered in a thread so that the event loop does not wait."""
+    """Return the page of a process's own metrics, rendered in a thread so that the event loop is not blocked."""
 
     async def page(accept: str) -> tuple[bytes, str]:
         return await asyncio.to_thread(exposition.render, accept or TEXT)
@@ -34,20 +34,20 @@ class MetricsServer:
     """Serves pages to callers with a key. Call `open` once and `close` once, on the same event loop."""
 
     def __init__(self, pages: Mapping[str, Page], keys: frozenset[str]) -> None:
-        """Sets the pages by path; `keys` are the accepted bearer tokens, none = no authentication."""
+        """Create the server of `pages`, by path; `keys` are the accepted bearer tokens, none = no authentication."""
         self._pages = pages
         self._keys = keys
         self._server: HttpServer | None = None
 
     async def open(self, host: str, port: int = 0) -> str:
-        """Starts to listen; returns host:port. FailedPrecondition if the port is taken."""
+        """Start to listen; return host:port. Raises FailedPrecondition if the port is taken."""
         listener = Listener(host, port, "metrics_port")
         self._server = HttpServer(self._serve, listener)
         await self._server.begin()
         return listener.address
 
     async def close(self) -> None:
-        """Stops listening. Idempotent."""
+        """Stop listening. Idempotent."""
         server, self._server = self._server, None
         if server is not None:
             server.leave(_LEAVE_S)
@@ -76,7 +76,10 @@ class MetricsServer:
 
 
 async def fetch(address: str, path: str, key: str = "", timeout_s: float = 2.0) -> str:
-    """Returns a page of a Tandem listener at host:port. Unavailable without a response, or for any status but 200."""
+    """Return a page of a Tandem listener at host:port.
+
+    Raises Unavailable if there is no response within `timeout_s` seconds, or for any status except 200.
+    """
     bearer = f"Authorization: Bearer {key}\r\n" if key else ""
     try:
         async with asyncio.timeout(timeout_s):
@@ -91,7 +94,7 @@ async def fetch(address: str, path: str, key: str = "", timeout_s: float = 2.0) 
 
 
 async def _get(address: str, request: str) -> tuple[bytes, bytes]:
-    """Returns head and body of the reply to an HTTP/1.0 request, which ends with the connection."""
+    """Return header and body of the reply to an HTTP/1.0 request, whose body ends with the connection."""
     reader, writer = await asyncio.open_connection(*host_and_port(address))
     try:
         writer.write(request.encode())

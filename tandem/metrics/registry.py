@@ -1,4 +1,4 @@
-"""The metrics of one process: written where things happen, read at each scrape.
+"""The metrics of one process: written where the events happen, read at each scrape.
 
 A write is a few additions to plain attributes, cheap enough for the engine's thread at every step. There are no locks:
 each series has one writer, and a concurrent reader sees every number whole, though a histogram's sum and count may
@@ -22,7 +22,7 @@ Facts = Mapping[Family, float | Reading]
 
 
 class Counter:
-    """A value that grows, or a gauge."""
+    """One series: a value that grows (a counter) or changes freely (a gauge)."""
 
     __slots__ = ("value",)
 
@@ -30,13 +30,13 @@ class Counter:
         self.value = 0.0
 
     def add(self, amount: float = 1.0) -> None:
-        """Adds `amount`, >= 0."""
+        """Add `amount`, >= 0."""
         self.value += amount
 
 
 @dataclass(frozen=True, slots=True)
 class Exemplar:
-    """One observation of a bucket with labels that lead to its trace (an OpenMetrics exemplar)."""
+    """One observation of a bucket, with labels that lead to its trace (an OpenMetrics exemplar)."""
 
     value: float
     unix_s: float
@@ -45,7 +45,7 @@ class Exemplar:
 
 
 EXEMPLAR_CHARS = 128
-"""The limit of OpenMetrics 1.0."""
+"""Maximum characters of an exemplar's labels in OpenMetrics 1.0."""
 
 
 class Histogram:
@@ -57,15 +57,15 @@ class Histogram:
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.exemplars: list[Exemplar | None] = [None] * (len(bounds) + 1)
-        """The exemplar of each bucket, None without one; exported in the OpenMetrics format only."""
+        """The exemplar of each bucket, None = none; exported in the OpenMetrics format only."""
         self.total = 0.0
 
     def place(self, value: float) -> int:
-        """Returns the bucket index of an observation."""
+        """Return the bucket index of an observation."""
         return bisect_left(self.bounds, value)
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Records `value`, `times` times."""
+        """Record `value`, `times` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
@@ -85,12 +85,12 @@ class Snapshot:
 
 
 class Registry:
-    """All families of one process. The owner of a cell writes to it; `snapshots` reads on any thread."""
+    """All families of one process. The owner of a series writes to it; `snapshots` reads on any thread."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
-        """Sets the process's labels, which every series has for the process's lifetime.
+        """Set the process's labels, which every series has for the process's lifetime.
 
-        A label that can change belongs in a series of its own, since counters with a new label would start from 0.
+        A label that can change needs a series of its own, since counters with a new label would start from 0.
         """
         self.labels = labels
         self._counters: dict[Family, dict[Labels, Counter]] = {}
@@ -98,21 +98,21 @@ class Registry:
         self._sources: list[Callable[[], Facts]] = []
 
     def counter(self, family: Family, *values: str) -> Counter:
-        """Returns the cell of a counter with these label values, the same one each time; exported from now on."""
+        """Return the counter with these label values, the same object each time; it is exported from now on."""
         _check(family, Kind.COUNTER, values)
         return self._counters.setdefault(family, {}).setdefault(values, Counter())
 
     def histogram(self, family: Family, *values: str) -> Histogram:
-        """Returns the cell of a histogram with these label values, the same one each time; exported from now on."""
+        """Return the histogram with these label values, the same object each time; it is exported from now on."""
         _check(family, Kind.HISTOGRAM, values)
         return self._histograms.setdefault(family, {}).setdefault(values, Histogram(family.buckets))
 
     def read(self, source: Callable[[], Facts]) -> None:
-        """Adds a source of counters and gauges that other objects keep; it is called at each scrape."""
+        """Add a source of counters and gauges that other objects hold; it is called at each scrape."""
         self._sources.append(source)
 
     def snapshots(self) -> Iterable[Snapshot]:
-        """Yields the current values of every family."""
+        """Yield the current values of every family."""
         for family, cells in tuple(self._counters.items()):
             yield Snapshot(family, {labels: cell.value for labels, cell in tuple(cells.items())}, {})
         for source in self._sources:

@@ -19,7 +19,7 @@ class Scrape:
     """The series of one or several processes at one moment."""
 
     def __init__(self, text: str, at_s: float) -> None:
-        """Parses a scrape's text; `at_s` is the time when it was taken, on any clock."""
+        """Parse a scrape's text; `at_s` is the time at which it was taken, in seconds on any clock."""
         self.at_s = at_s
         self._series: dict[str, list[_Series]] = defaultdict(list)
         for metric in text_string_to_metric_families(text):
@@ -27,15 +27,18 @@ class Scrape:
                 self._series[sample.name].append((sample.labels, sample.value))
 
     def total(self, family: Family, suffix: str = "", **labels: str) -> float:
-        """Returns the sum of these series, 0 without any; `suffix` is `_count` or `_sum` of a histogram."""
+        """Return the sum of the series with these labels, 0 without any.
+
+        `suffix` is `_count` or `_sum` for a histogram.
+        """
         return sum(value for _, value in self.matching(family.full_name + suffix, labels))
 
     def values(self, family: Family, label: str, **labels: str) -> list[str]:
-        """Returns the distinct values of `label` in these series, in their order."""
+        """Return the distinct values of `label` in the series with these labels, in order of appearance."""
         return list(dict.fromkeys(have[label] for have, _ in self.matching(family.full_name, labels) if label in have))
 
     def matching(self, name: str, labels: Mapping[str, str]) -> list[_Series]:
-        """Returns labels and value of each series of this name that has these labels."""
+        """Return labels and value of each series of this name that has these labels."""
         return [each for each in self._series.get(name, ()) if labels.items() <= each[0].items()]
 
 
@@ -43,8 +46,8 @@ class Scrape:
 class ScrapeInterval:
     """The interval between two scrapes.
 
-    After a restart of a process, the counter's new value counts as growth; a series that is new in the second scrape
-    has none yet.
+    If a process restarted in between, the counter's new value counts as growth. A series that is new in the second
+    scrape has no growth yet.
     """
 
     before: Scrape
@@ -56,20 +59,20 @@ class ScrapeInterval:
         return self.now.at_s - self.before.at_s
 
     def grown(self, family: Family, suffix: str = "", **labels: str) -> float:
-        """Returns the growth of a counter's series, summed."""
+        """Return the summed growth of a counter's series with these labels."""
         return sum(growth for _, growth in self._growth(family.full_name + suffix, labels))
 
     def rate(self, family: Family, suffix: str = "", **labels: str) -> float:
-        """Returns the growth per second of a counter's series, summed."""
+        """Return the summed growth per second of a counter's series with these labels."""
         return self.grown(family, suffix, **labels) / self.seconds if self.seconds > 0 else 0.0
 
     def mean(self, family: Family, **labels: str) -> float | None:
-        """Returns the mean of a histogram's observations; None without any."""
+        """Return the mean of a histogram's observations in the interval; None without any."""
         count = self.grown(family, "_count", **labels)
         return self.grown(family, "_sum", **labels) / count if count else None
 
     def quantile(self, family: Family, part: float, **labels: str) -> float | None:
-        """Returns a quantile like Prometheus' `histogram_quantile`: linear within a bucket, at most the last bound."""
+        """Return a quantile like Prometheus' `histogram_quantile`: linear within a bucket, at most the last bound."""
         counts: dict[float, float] = defaultdict(float)
         for have, growth in self._growth(family.full_name + "_bucket", labels):
             counts[float(have["le"])] += growth

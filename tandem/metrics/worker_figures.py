@@ -9,7 +9,7 @@ _ROUTER = "router"
 
 
 def figures_of(interval: ScrapeInterval, worker: str) -> Figures:
-    """Returns `worker`'s figures over this interval; zeros where it exported nothing."""
+    """Return `worker`'s figures over this interval; zero for metrics that it did not export."""
     now, me = interval.now, {"worker": worker}
     busy_s = interval.grown(f.STEP_BUSY, **me)
     others = set(now.values(f.TRANSFER_WRITING, "worker")) - {worker}
@@ -33,12 +33,12 @@ def figures_of(interval: ScrapeInterval, worker: str) -> Figures:
 
 
 def _pages(now: Scrape, worker: str) -> float:
-    """Returns the number of a worker's KV pages; reserved ones are among the others, so they are subtracted."""
+    """Return the number of a worker's KV pages; reserved pages also count in other states, so they are subtracted."""
     return now.total(f.KV_PAGES, worker=worker) - now.total(f.KV_PAGES, state="reserved", worker=worker)
 
 
 def _at_both_ends(interval: ScrapeInterval, family: Family, **labels: str) -> float:
-    """Returns the smaller of a gauge's values at both ends, so that a request that has just arrived does not count."""
+    """Return the smaller of a gauge's values at both ends, so that a request that has just arrived does not count."""
     return min(interval.before.total(family, **labels), interval.now.total(family, **labels))
 
 

@@ -10,7 +10,7 @@ def address_of(host: str, port: int) -> str:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Split an address from `address_of`; raises ValueError if there is no port."""
+    """Split an address from `address_of`. Raises ValueError if it has no port."""
     host, _, port = address.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), int(port)
 

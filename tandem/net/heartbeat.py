@@ -1,7 +1,7 @@
 """Heartbeats that detect a process that is alive but hangs.
 
-A stopped process, or one whose event loop is blocked, keeps its sockets open: the kernel accepts data for it, but
-there is no response.
+A stopped process, or one whose event loop is blocked, keeps its sockets open: the kernel accepts data for it, but it
+does not respond.
 """
 
 import asyncio
@@ -9,17 +9,17 @@ from collections.abc import Callable
 
 
 class Heartbeat:
-    """One supervisor's heartbeats to one process.
+    """One supervisor's heartbeats to one process. Belongs to the supervisor's event loop.
 
-    Missed heartbeats are counted, not seconds: while the supervisor itself is blocked, at most one heartbeat is
-    missed, so that it does not declare the process dead for that.
+    Missed heartbeats are counted instead of seconds: while the supervisor itself is blocked, at most one heartbeat is
+    missed, so it does not declare the process dead because of its own pause.
     """
 
     def __init__(self, ask: Callable[[], None], every_s: float, limit: Callable[[bool], int]) -> None:
-        """`ask` sends a heartbeat request every `every_s` seconds.
+        """Create the heartbeats; `ask` sends a request every `every_s` seconds.
 
-        `limit` returns the most consecutive requests without a response; its argument is True once there was a
-        response, because a starting process may take longer.
+        `limit` returns the maximum number of consecutive requests without a response. Its argument is True after the
+        first response, because a starting process may take longer.
         """
         self._ask = ask
         self._every_s = every_s
@@ -32,7 +32,7 @@ class Heartbeat:
         self._responded = self._begun = True
 
     async def stops(self) -> None:
-        """Return when too many consecutive heartbeats have no response."""
+        """Wait until too many consecutive heartbeats have no response."""
         silent = 0
         while silent < self._limit(self._begun):
             self._responded = False
@@ -41,7 +41,7 @@ class Heartbeat:
             silent = 0 if self._responded else silent + 1
 
     async def resumes(self) -> None:
-        """Return once there is a response again, at most `every_s` after it."""
+        """Wait until there is a response again; it may be up to `every_s` seconds old."""
         self._responded = False
         while not self._responded:
             self._ask()

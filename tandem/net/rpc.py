@@ -1,7 +1,7 @@
 """gRPC servers and channels of all components.
 
 A server interceptor maps errors to status codes and checks API keys. Channels and ports between components are
-encrypted if there is a cluster token.
+encrypted if the cluster has a token.
 """
 
 from __future__ import annotations
@@ -32,23 +32,26 @@ log = logging.getLogger(__name__)
 _Unary = Callable[[Any, Any], Awaitable[Any]]
 _Streaming = Callable[[Any, Any], AsyncIterator[Any]]
 Check = Callable[[Iterable[tuple[str, str | bytes]]], None]
-"""Raises a TandemError for the metadata of a call that is not allowed."""
+"""Checks the metadata of a call. Raises a TandemError if the call is not allowed."""
 Rejected = Callable[[str, str, TandemError], Awaitable[None]]
-"""Is told the full method name, gRPC's name of the client, and the error of a call that a `Check` does not allow."""
+"""Called for each call that a `Check` does not allow.
+
+Its arguments are the full method name, gRPC's name of the client, and the error.
+"""
 
 AUTHORIZATION = "authorization"
 RETRY_AFTER = "retry-after-s"
 """Trailing metadata: seconds to wait before a retry."""
 ERROR_CODE = "tandem-error-code"
-"""Trailing metadata: the code of the typed error, finer than the gRPC status."""
+"""Trailing metadata: the code of the typed error, which is more specific than the gRPC status."""
 
 MESSAGE_BYTES_MAX = 16 << 20
-"""Largest message that any component accepts; the router's own limit is lower and has a clear error."""
+"""Maximum size of a message that any component accepts; the router's own limit is lower and has a clear error."""
 
 _DETAILS_CHARS = 512
-"""Most characters of an error message.
+"""Maximum number of characters of an error message.
 
-A character takes up to 12 bytes of a header, percent-encoded, and gRPC rejects headers of more than 8 KiB in total.
+A percent-encoded character takes up to 12 bytes of a header, and gRPC rejects headers of more than 8 KiB in total.
 """
 
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
@@ -92,8 +95,8 @@ def open_client_channel(
 ) -> grpc.aio.Channel:
     """Open a channel to a router's client port that sends `api_key` as a bearer token with every call.
 
-    It is encrypted if there are `credentials`; the router's certificate is then for `target_name`, by default for
-    `address`.
+    The channel is encrypted if `credentials` are given; the router's certificate must then be for `target_name`, by
+    default for `address`.
     """
     interceptors = [_SendKeyUnary(api_key), _SendKeyStream(api_key)] if api_key else []
     if credentials is not None:
@@ -103,7 +106,7 @@ def open_client_channel(
 
 
 def listen(server: grpc.aio.Server, address: str, token: str = "") -> int:
-    """Listen for components of the cluster of `token` on `address` (host:port, port 0 = any free one); return the port.
+    """Listen on `address` (host:port, port 0 = any free one) for components with `token`; return the port.
 
     Without a token, every peer is accepted. Raises RuntimeError if the port is taken.
     """
@@ -119,11 +122,11 @@ def open_server(
     open_methods: tuple[str, ...] = (),
     limits: ListenerLimits | None = None,
 ) -> grpc.aio.Server:
-    """Make a server that maps `TandemError` to its status and applies `check` to the metadata of each call.
+    """Create a server that maps `TandemError` to its status and applies `check` to the metadata of each call.
 
-    `rejected` is called before a call ends that `check` does not allow. `open_methods` are prefixes of full method
-    names ("/grpc.health.v1.Health/") that are not checked. `limits` are those of a public server; None = only
-    components of the cluster reach it.
+    `rejected` is called for each call that `check` does not allow, before the call ends. `open_methods` are prefixes of
+    full method names ("/grpc.health.v1.Health/") that are not checked. `limits` are those of a public server; None =
+    only components of the cluster reach the server.
     """
     options = SERVER_OPTIONS if limits is None else public_options(limits)
     guard = None if limits is None else CallGuard(limits)
@@ -136,7 +139,7 @@ def open_server(
 def error_of(error: grpc.aio.AioRpcError, peer: str) -> TandemError:
     """Return the typed error of a failed call to `peer` ("decode worker decode-0"), which its message names.
 
-    A peer that fails the TLS handshake is Unavailable like one that is gone, because another process may have its port.
+    A peer that fails the TLS handshake is Unavailable like a dead peer, because another process may have its port.
     """
     trailing = dict(error.trailing_metadata() or ())
     message = error.details() or error.code().name
@@ -180,7 +183,7 @@ class _SendKeyStream(grpc.aio.UnaryStreamClientInterceptor):
 
 
 class _ConnectionGuard(grpc.aio.ServerInterceptor):
-    """Checks the metadata before every handler and maps its errors to status codes."""
+    """The server interceptor: it checks the metadata before every handler and maps errors to status codes."""
 
     def __init__(
         self,
@@ -260,7 +263,7 @@ def _guarded_unary(handler: _Unary) -> _Unary:
 
 
 def _guard_any_stream(handler: Any) -> Any:
-    """Wrap a streaming handler: a generator, or a coroutine that writes, as in gRPC's own health service."""
+    """Wrap a streaming handler: a generator, or a coroutine that writes its responses, like gRPC's health service."""
     if inspect.iscoroutinefunction(handler):
         return _guarded_unary(cast(_Unary, handler))
     return guarded_stream(cast(_Streaming, handler))
@@ -296,7 +299,7 @@ def _with_status(handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHand
 
 
 async def _end_call(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
-    """End a call whose handler raised; an AbortError of the handler itself is passed on."""
+    """End a call whose handler raised an error; an AbortError of the handler itself is raised again."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if isinstance(error, TandemError):

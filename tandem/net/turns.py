@@ -3,7 +3,7 @@
 import sys
 
 _SWITCH_INTERVAL_S = 0.5e-3
-"""Longest time for which a thread may hold the GIL against another, in seconds.
+"""Maximum time for which a thread may hold the GIL while another waits for it, in seconds.
 
 A token passes through two threads of a process, and Python's default of 5 ms is as long as a step of a GPU.
 """

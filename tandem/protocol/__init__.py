@@ -1,1 +1,1 @@
-"""The contract between components: messages, errors, and the edges of a request's life."""
+"""The contract between components: messages, errors, and the lifecycle events of a request."""

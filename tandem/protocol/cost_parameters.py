@@ -34,16 +34,25 @@ class CostParameters:
     observed: int = 0
     """Number of steps in the fit; 0 = the coefficients are the defaults."""
     tile_tokens: int = 1
-    """The number of tokens of a step with prompts is padded to a multiple of this, see
-    `tandem.cost_model.step_grid`."""
+    """The number of tokens of a step with prompts is padded to a multiple of this.
+
+    See `tandem.cost_model.step_grid`.
+    """
     wave_tokens: int = 1
-    """Prompt tokens whose attention runs in one wave and takes as long as that of one token, see
-    `tandem.cost_model.step_grid`."""
+    """Number of prompt tokens whose attention takes as long as that of one token, because it runs in one wave.
+
+    See `tandem.cost_model.step_grid`.
+    """
     mixed_noise: float = 1.2
-    """The margin by which mixed steps are planned shorter than their target
-    (`tandem.cost_model.margin.LearnedMargin`)."""
+    """The factor by which mixed steps are planned shorter than their target.
+
+    See `tandem.cost_model.margin.LearnedMargin`.
+    """
     verify_base_s: float = 0.0
-    """Additional cost of a step with rows that verify drafts: it is planned after the last one's tokens are here."""
+    """Additional cost of a step with rows that verify drafts.
+
+    Such a step cannot be planned ahead: it needs the tokens of the step before it.
+    """
 
 
 SECONDS = ("base_s", "prompt_base_s", "token_s", "pair_s", "row_s", "context_s", "verify_base_s")

@@ -1,4 +1,4 @@
-"""The rules for the end of a generation and for the KV pages it needs, shared by prefill and decode half."""
+"""The rules for the end of a generation and for the KV pages it needs, shared by the prefill and decode schedulers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from tandem.protocol.messages import (
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The end condition of one answer, without stop strings, which the router checks."""
+    """The end condition of one answer, except stop strings, which the router checks."""
 
     stops: frozenset[int]
-    """Token ids that end the answer; they are part of it."""
+    """Token ids that end the answer; the answer includes them."""
     limit: int
-    """Most tokens of the answer."""
+    """Maximum number of tokens of the answer."""
     least: int = 0
     """Number of first tokens that never end the answer."""
 
@@ -36,15 +36,15 @@ class Ending:
         return cls(stops, min(sampling.max_tokens, model.max_context - prompt_tokens), sampling.min_tokens)
 
     def reason(self, token_id: int, index: int) -> FinishReason | None:
-        """Return the finish reason if the answer ends with token number `index` (from 0), else None."""
+        """Return the finish reason if token number `index` (from 0) ends the answer, else None."""
         if token_id in self.stops and index >= self.least:
             return FinishReason.STOP
         return None if index + 1 < self.limit else FinishReason.LENGTH
 
     def cut(self, token_ids: Sequence[int], first_index: int) -> tuple[Sequence[int], bool]:
-        """Return the tokens up to the one that ends the answer, and whether any does.
+        """Return the tokens up to and including the one that ends the answer, and whether there is such a token.
 
-        `first_index` is the number of the first token in the answer, from 0.
+        `first_index` is the number of the first of these tokens in the answer, from 0.
         """
         if first_index + len(token_ids) < self.limit and self.stops.isdisjoint(token_ids):
             return token_ids, False
@@ -57,12 +57,12 @@ class Ending:
 def reason_to_end(
     token_id: int, index: int, prompt_tokens: int, sampling: SamplingParams, model: ModelFacts
 ) -> FinishReason | None:
-    """Return the finish reason for a single token, see `Ending.reason`."""
+    """Return the finish reason for a single token; see `Ending.reason`."""
     return Ending.of(prompt_tokens, sampling, model).reason(token_id, index)
 
 
 def kv_tokens(prompt_tokens: int, sampling: SamplingParams, model: ModelFacts) -> int:
-    """Return the most positions whose KV a request stores: prompt and answer without the last token."""
+    """Return the maximum number of positions whose KV a request stores: prompt and answer without the last token."""
     return max(prompt_tokens, min(prompt_tokens + sampling.max_tokens, model.max_context) - 1)
 
 
@@ -72,16 +72,16 @@ def pages_for(tokens: int, page_tokens: int) -> int:
 
 
 def decode_pages(role: Role, total: int, longest: int) -> int | None:
-    """Return the most pages of `total` that may be promised to decoding requests, None = all.
+    """Return how many of `total` pages may be reserved for decoding requests, None = all.
 
-    With both halves open, the promises leave capacity for a prompt of `longest` pages; otherwise two such workers could
-    wait for each other.
+    If both schedulers are open, some pages stay free for a prompt of `longest` pages; otherwise two such workers could
+    wait for each other's pages.
     """
     return None if role is not Role.BOTH else total - min(total // 2, longest)
 
 
 def answer_tokens(worker: WorkerInfo) -> int:
-    """Return the most positions, prompt and answer, for which a worker promises pages."""
+    """Return the maximum number of positions, prompt and answer, for which a worker can reserve pages."""
     kv = worker.kv_pages
     pages = decode_pages(worker.role, worker.pages_total, kv.held(worker.model.max_context))
     return kv.tokens_in(worker.pages_total if pages is None else pages, decoding=not worker.role.prefills)

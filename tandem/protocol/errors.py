@@ -9,11 +9,11 @@ from typing import ClassVar
 import grpc
 
 ECHO_CHARS = 80
-"""Most characters of a client's value that an error repeats."""
+"""Maximum number of characters of a client's value that an error message repeats."""
 
 
 def clipped(text: str, limit: int = ECHO_CHARS) -> str:
-    """Return `text`, cut at `limit` characters with "…" as the last one."""
+    """Return `text`, cut to `limit` characters of which the last is "…"."""
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
@@ -59,30 +59,30 @@ class InvalidArgument(TandemError):
 
 @dataclass(frozen=True, slots=True)
 class ContextLengths:
-    """The lengths in tokens of a request that exceeds the context."""
+    """The lengths in tokens of a request that exceeds the model's context."""
 
     prompt: int
-    """The prompt's, or a lower bound of it."""
+    """The length of the prompt, or a lower bound of it."""
     answer: int
-    """The limit of the answer that the client gave; 1 without one."""
+    """The client's limit for the answer; 1 without a limit."""
     limit: int
-    """The most tokens of prompt and answer together."""
+    """Maximum length of prompt and answer together."""
 
     @property
     def prompt_fits(self) -> bool:
-        """True if a shorter answer would do."""
+        """True if the request would fit with a shorter answer."""
         return self.prompt < self.limit
 
 
 class ContextLengthExceeded(InvalidArgument):
-    """Prompt and answer exceed the context; the message has the text that OpenAI clients match."""
+    """Prompt and answer exceed the context; the message contains the text that OpenAI clients match."""
 
     code = "CONTEXT_LENGTH_EXCEEDED"
 
     def __init__(self, field: str, message: str, lengths: ContextLengths | None = None) -> None:
-        """`message` is the whole sentence, without `field` as its prefix; `lengths` are those that it names.
+        """Create the error; `message` is the whole sentence, without `field` as its prefix.
 
-        They are None in a client of gRPC, which gets the sentence alone.
+        `lengths` are the lengths that the message names; None in a gRPC client, which receives only the message.
         """
         super().__init__(field, message)
         self.message = message
@@ -103,7 +103,7 @@ class Unauthenticated(TandemError):
 
 
 class PermissionDenied(TandemError):
-    """The caller's key is valid and its role does not allow this."""
+    """The caller's key is valid, but its role does not allow the call."""
 
     code = "PERMISSION_DENIED"
     grpc_status = grpc.StatusCode.PERMISSION_DENIED
@@ -111,7 +111,7 @@ class PermissionDenied(TandemError):
 
 
 class NotFound(TandemError):
-    """The named model or request does not exist here."""
+    """The named model, request, worker or adapter does not exist here."""
 
     code = "NOT_FOUND"
     grpc_status = grpc.StatusCode.NOT_FOUND
@@ -127,7 +127,7 @@ class DeadlineExceeded(TandemError):
 
 
 class ResourceExhausted(TandemError):
-    """No capacity now; `retry_after_s` is the time to wait before a retry."""
+    """There is no capacity now; `retry_after_s` is the time to wait before a retry."""
 
     code = "RESOURCE_EXHAUSTED"
     grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -149,7 +149,7 @@ class Unavailable(TandemError):
 
 
 class RoleClosed(Unavailable):
-    """A half of a worker accepts no new work because it changes its role or drains; others take the work."""
+    """A worker's scheduler accepts no new work, because the worker changes its role or drains; other workers do."""
 
     code = "ROLE_CLOSED"
 
@@ -163,7 +163,7 @@ class Cancelled(TandemError):
 
 
 class FailedPrecondition(TandemError):
-    """Two components are incompatible: versions, model, dtype or layout differ."""
+    """The current state does not allow the call, or two components differ in version, model, dtype or layout."""
 
     code = "FAILED_PRECONDITION"
     grpc_status = grpc.StatusCode.FAILED_PRECONDITION
@@ -171,7 +171,7 @@ class FailedPrecondition(TandemError):
 
 
 class StaleEpoch(TandemError):
-    """The message names a lease or an attempt that is over; it was dropped."""
+    """The message names a lease or an attempt that has ended, and was dropped."""
 
     code = "STALE_EPOCH"
     grpc_status = grpc.StatusCode.ABORTED
@@ -179,7 +179,7 @@ class StaleEpoch(TandemError):
 
 
 class TransferFailed(TandemError):
-    """KV pages did not arrive whole."""
+    """KV pages did not arrive completely."""
 
     code = "TRANSFER_FAILED"
     grpc_status = grpc.StatusCode.UNAVAILABLE
@@ -187,7 +187,7 @@ class TransferFailed(TandemError):
 
 
 class ModelError(TandemError):
-    """The model on disk cannot be served; the message says what is wrong and in which file."""
+    """The model on disk cannot be served; the message names the problem and the file."""
 
     code = "MODEL_ERROR"
     grpc_status = grpc.StatusCode.FAILED_PRECONDITION
@@ -195,7 +195,7 @@ class ModelError(TandemError):
 
 
 class NonFiniteLogits(TandemError):
-    """The logits of a request have no finite maximum, so no token can be drawn; only this request failed."""
+    """The logits of a request have no finite maximum, so no token can be sampled; only this request fails."""
 
     code = "NON_FINITE_LOGITS"
 
@@ -210,7 +210,7 @@ class NonFiniteLogits(TandemError):
 
 
 class Internal(TandemError):
-    """An unexpected error inside Tandem; only this request failed."""
+    """An unexpected error inside Tandem; only this request fails."""
 
 
 _BY_CODE: dict[str, type[TandemError]] = {
@@ -236,7 +236,7 @@ def from_code(code: str, message: str, retry_after_s: float = 0.0) -> TandemErro
 
 
 def from_status(status: grpc.StatusCode, message: str) -> TandemError:
-    """Return the typed error for a gRPC status from a peer that sends no error code of Tandem."""
+    """Return the typed error for the gRPC status of a peer that sends no error code of Tandem."""
     classes: tuple[type[TandemError], ...] = (InvalidArgument, *_BY_CODE.values())
     for cls in classes:
         if cls.grpc_status is status:

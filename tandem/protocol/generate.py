@@ -1,7 +1,7 @@
 """Regenerate `tandem/protocol/generated/` from `proto/`: `python -m tandem.protocol.generate [OUT]`.
 
-protoc writes absolute imports (`from tandem.v1 import …`); here the code lives inside `tandem.protocol.generated`, so
-the imports are rewritten. A test generates into an empty folder and compares.
+protoc writes absolute imports (`from tandem.v1 import …`), but the code lives inside `tandem.protocol.generated`, so
+the imports are rewritten. A test generates the files into an empty folder and compares them.
 """
 
 import re
@@ -26,7 +26,7 @@ def generate(out: Path = OUT) -> list[Path]:
         f"--pyi_out={out}",
         f"--grpc_python_out={out}",
     ]
-    # In a subprocess, because protoc conflicts with a protobuf runtime that is already in use.
+    # protoc runs in a subprocess, because it conflicts with a protobuf runtime that is already in use.
     if subprocess.run([sys.executable, "-m", "grpc_tools.protoc", *arguments, *sources], check=False).returncode != 0:
         raise SystemExit("protoc failed; see above")
     written = sorted(p for p in out.rglob("*_pb2*.py*") if "__pycache__" not in p.parts)

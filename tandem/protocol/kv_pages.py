@@ -1,8 +1,8 @@
-"""The pages of KV that a request holds, shared by engine, both halves, transfer, router and simulation.
+"""The KV pages that a request holds, as engine, both schedulers, transfer, router and simulation count them.
 
 A model's layers form groups (`tandem/engine/config/kv.py`). A request has a page of each group for every `page_tokens`
-of its positions; of a group with a window, pages before the window are free again while it runs. Its pages are listed
-by number and then by group: page n of group g is entry n · groups + g.
+of its positions. In a group with a sliding window, pages before the window are freed while the request runs. A
+request's pages are listed by number and then by group: page n of group g is entry n · groups + g.
 """
 
 from bisect import bisect_right
@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from itertools import product
 
 FREED = -1
-"""The entry of a page that the request holds no longer, or never held."""
+"""The entry of a page that the request has freed, or never held."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvPages:
-    """The pages of requests to one model on one worker."""
+    """The page geometry of requests to one model on one worker."""
 
     page_tokens: int
     windows: tuple[int | None, ...] = (None,)
-    """Each group's window: the positions that a token sees, itself included; None = all."""
+    """Each group's window: the number of positions that a token attends to, itself included; None = all positions."""
     step_tokens: int = 0
-    """The most prompt tokens of a step."""
+    """Maximum number of prompt tokens of a step."""
 
     @property
     def groups(self) -> int:
@@ -40,18 +40,18 @@ class KvPages:
         return self.full_groups < self.groups
 
     def numbers(self, tokens: int) -> int:
-        """Returns the number of pages that `tokens` positions fill in a group without a window."""
+        """Return the number of pages that `tokens` positions fill in a group without a window."""
         return -(-tokens // self.page_tokens)
 
     def tokens_of(self, pages: Sequence[int]) -> int:
-        """Returns the positions that a request's listed pages have room for."""
+        """Return the number of positions for which a request's listed pages have room."""
         return len(pages) // self.groups * self.page_tokens
 
     def held(self, tokens: int, *, decoding: bool = False) -> int:
-        """Returns the forecast: the most pages that a request holds until it has `tokens` positions.
+        """Return the maximum number of pages that a request holds until it has `tokens` positions.
 
         Σ over groups min(⌈tokens / page⌉, ⌈(window + 2 · chunk) / page⌉ + 1): at most two steps are in flight, each
-        with a chunk of the prompt, or one token if the request is only `decoding`.
+        with a chunk of the prompt, or with one token if the request is only `decoding`.
         """
         numbers, flight = self.numbers(tokens), 2 * (1 if decoding else self.step_tokens)
         if self.windows == (None,):
@@ -61,36 +61,39 @@ class KvPages:
         )
 
     def tokens_in(self, pages: int, *, decoding: bool = False) -> int:
-        """Returns the most positions, in whole pages, for which `held` is at most `pages`; above 2⁴⁰ if any are."""
+        """Return the most positions, in whole pages, for which `held` is at most `pages`; over 2⁴⁰ if it always is."""
         page = self.page_tokens
         more = bisect_right(range(1 << 40), pages, key=lambda number: self.held(number * page, decoding=decoding))
         return (more - 1) * page
 
     def first(self, group: int, position: int) -> int:
-        """Returns the number of the first page of a group that tokens from `position` on see."""
+        """Return the number of a group's first page that tokens from `position` on attend to."""
         window = self.windows[group]
         return 0 if window is None else max(0, position - window + 1) // self.page_tokens
 
     def seen(self, position: int, first: int, end: int) -> list[int]:
-        """Returns the entries of pages number `first` to `end - 1` that tokens from `position` on see, in order."""
+        """Return the entries, in order, of pages `first` to `end - 1` to which tokens from `position` on attend."""
         groups, starts = self.groups, [self.first(group, position) for group in range(self.groups)]
         entries = product(range(first, end), range(groups))
         return [number * groups + group for number, group in entries if number >= starts[group]]
 
     def sent(self, tokens: int, skipped: int) -> list[int]:
-        """Returns the entries that a hand-over of `tokens` positions sends, in order, to a worker with `skipped` pages.
+        """Return the entries that a hand-over of `tokens` positions sends, in order.
 
-        Of groups with a window these are the pages that the next token sees.
+        The receiver already has the first `skipped` pages. In groups with a window, only the pages are sent that the
+        next token attends to.
         """
         return self.seen(tokens, skipped, self.numbers(tokens))
 
     def sent_pages(self, tokens: int) -> int:
-        """Returns the number of pages that a hand-over of `tokens` positions sends to a worker without any."""
+        """Return the number of pages that a hand-over of `tokens` positions sends to a worker that has none of them."""
         return sum(self.numbers(tokens) - self.first(group, tokens) for group in range(self.groups))
 
     def skipped(self, tokens: int, sent: int) -> int | None:
-        """Returns the number of first pages that a hand-over leaves out if it sends so many; None if none does."""
+        """Return how many first pages a hand-over leaves out if it sends `sent` pages; None if no number matches."""
         starts = [self.first(group, tokens) for group in range(self.groups)]
+        # Pages are counted from the last one backwards, until `sent` are found; windowed groups end at their first
+        # page.
         for number in range(self.numbers(tokens) - 1, -1, -1):
             sent -= sum(start <= number for start in starts)
             if sent <= 0:
@@ -98,9 +101,10 @@ class KvPages:
         return None
 
     def dead(self, pages: Sequence[int], position: int) -> list[int]:
-        """Returns the entries of held pages that no token from `position` on sees.
+        """Return the entries of held pages that no token from `position` on attends to.
 
-        Of each group with a window, pages in a row are held: what is before the first of them is freed already.
+        In each group with a window the held pages are consecutive: all pages before the first of them are freed
+        already.
         """
         found = []
         for group in range(self.groups):
@@ -113,5 +117,5 @@ class KvPages:
 
 
 def held_pages(pages: Sequence[int]) -> list[int]:
-    """Returns the pages that a request holds, of all its entries."""
+    """Return the pages that a request holds, without the freed entries."""
     return [page for page in pages if page != FREED]

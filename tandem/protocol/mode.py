@@ -4,11 +4,14 @@ from enum import StrEnum
 
 
 class Mode(StrEnum):
-    """The mode that decides on which worker a prompt is prefilled."""
+    """The mode, which decides on which worker a prompt is prefilled."""
 
     DISAGGREGATED = "disaggregated"
-    """On prefill workers, which transfer the KV to decode workers; on a decode worker only if it is the only worker."""
+    """Prefill runs on prefill workers, which transfer the KV to decode workers.
+
+    It runs on a decode worker only if that is the only worker.
+    """
     COLOCATED = "colocated"
-    """On the worker that decodes, in mixed steps, if any worker has both roles."""
+    """Prefill runs on the worker that decodes, in mixed steps, if any worker has both roles."""
     ADAPTIVE = "adaptive"
-    """On the worker with the lowest predicted cost for each request."""
+    """Prefill runs on the worker with the lowest predicted cost for each request."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PrefixRun:
-    """Consecutive pages of one prefix; `parent` is the digest of the page before them, or of the salt."""
+    """Consecutive pages of one prefix; `parent` is the digest of the page before them, or the salt's root digest."""
 
     parent: bytes
     digests: tuple[bytes, ...]
@@ -13,9 +13,9 @@ class PrefixRun:
 
 @dataclass(frozen=True, slots=True)
 class PrefixChanges:
-    """The pages that were added to and removed from the cache since the batch before. No page is in both.
+    """The pages that were added to and removed from the cache since the previous batch. No page is in both.
 
-    `sequence` counts a worker's batches from 1; a router that misses one loads the full list.
+    `sequence` counts a worker's batches from 1; a router that misses a batch loads the full list.
     """
 
     sequence: int
@@ -27,7 +27,7 @@ class PrefixChanges:
 class PrefixList:
     """All cached pages, each after its parent.
 
-    `sequence` is the last batch that is contained; later batches may repeat pages.
+    `sequence` is the number of the last batch that the list includes; later batches may repeat pages of the list.
     """
 
     sequence: int

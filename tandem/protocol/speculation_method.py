@@ -4,14 +4,14 @@ from enum import StrEnum
 
 
 class SpeculationMethod(StrEnum):
-    """How drafts are proposed."""
+    """How draft tokens are proposed."""
 
     AUTO = "auto"
-    """N-grams where a step is over when its launch returns, as on CPUs; else off."""
+    """N-grams if an engine's step has ended when its launch returns, as on CPUs; else off."""
     OFF = "off"
     NGRAM = "ngram"
-    """What followed the request's last tokens when they occurred before, in its prompt or its answer."""
+    """The tokens that followed an earlier occurrence of the request's last tokens, in its prompt or its answer."""
     SUFFIX = "suffix"
-    """The same, and what followed them in earlier answers of the same tenant."""
+    """As `NGRAM`, and also the tokens that followed them in earlier answers of the same tenant."""
     DRAFT = "draft"
-    """By the folder of `--draft`: a small model with the same tokens, or heads over the model's hidden states."""
+    """Drafts come from the folder of `--draft`: a small model with the same tokens, or heads over the hidden states."""

@@ -1,1 +1,1 @@
-"""A model's tokens: tokenizers in every published format, and grammars over them. Routers and engines know it."""
+"""A model's tokens, for routers and engines: tokenizers in every published format, and grammars over tokens."""

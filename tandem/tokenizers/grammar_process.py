@@ -1,7 +1,8 @@
-"""Makes and compiles grammars in a process of its own, which is killed if one takes too long.
+"""Creates and compiles grammars in a process of its own, which is killed if a grammar takes too long.
 
-The process reads one JSON object a line, with a `kind` and a `value`, and answers with one that has the `grammar` or
-an `error`. It compiles with the limits of the workers, where a grammar that passes costs no more than it did here.
+The process reads one JSON object per line, with a `kind` and a `value`, and responds with an object that has the
+`grammar` or an `error`. It compiles with the limits of the workers: a grammar that passes costs a worker no more than
+it cost here.
 """
 
 import json
@@ -32,16 +33,16 @@ from tandem.tokenizers.grammars import (
 _DEADLINE_S = 2.0
 """Seconds that a grammar may take, its first mask included."""
 _START_S = 30.0
-"""Seconds that the process may take to start, which loads the model's tokenizer."""
+"""Seconds that the process may take to start, which includes loading the model's tokenizer."""
 _POLL_S = 0.05
-"""Seconds after which a client's leaving is noticed at the latest."""
+"""Maximum seconds until the cancellation by a client is noticed."""
 _MEMORY_BYTES = 512 << 20
-"""Address space that a grammar may take, beside that of the process with its tokenizer."""
+"""Address space that a grammar may take, in addition to that of the process with its tokenizer, in bytes."""
 _ERROR_CHARS = 300
 
 
 class GrammarKind(StrEnum):
-    """The notation that a grammar is made of."""
+    """The notation from which a grammar is made."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -60,7 +61,7 @@ class GrammarTokens:
 
 
 class GrammarProcess:
-    """The process, which starts with the first grammar. Thread-safe; one grammar is made at a time."""
+    """The process, which starts with the first grammar. Thread-safe; it makes one grammar at a time."""
 
     def __init__(self, tokens: GrammarTokens, deadline_s: float = _DEADLINE_S) -> None:
         self._tokens = tokens
@@ -69,9 +70,10 @@ class GrammarProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def make(self, kind: GrammarKind, value: Any, unwanted: threading.Event | None = None) -> str:
-        """Return the grammar, which compiles; raises ValueError for a value that makes none, or that takes too long.
+        """Return the grammar of a value, after it has compiled.
 
-        The process ends, and ValueError is raised, once `unwanted` is set.
+        Raises ValueError for a value from which no grammar can be made, or whose grammar takes too long. Once
+        `unwanted` is set, the process is killed and ValueError is raised.
         """
         line = json.dumps({"kind": kind, "value": value}).encode() + b"\n"
         if len(line) > 2 * GRAMMAR_CHARS_MAX:
@@ -135,7 +137,7 @@ class GrammarProcess:
 
 
 def _line(stream: IO[bytes], seconds: float, unwanted: threading.Event) -> bytes | None:
-    """Return the next line, None if there is none in time, or if it is unwanted."""
+    """Return the next line; None if none arrives within `seconds` seconds, or once `unwanted` is set."""
     give_up, read = time.monotonic() + seconds, b""
     while (left := give_up - time.monotonic()) > 0 and not unwanted.is_set():
         if not select.select([stream], [], [], min(left, _POLL_S))[0]:
@@ -187,7 +189,8 @@ def main() -> None:
     _limit_memory()
     print("{}", flush=True)
     for line in sys.stdin:
-        # A parent that dies meanwhile kills nobody: the kernel does.
+        # This limit also applies if the parent, which would kill the process, dies in the meantime: the kernel enforces
+        # it.
         seconds = int(time.process_time() + 2 * _DEADLINE_S) + 1
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
         print(json.dumps(_made(line, grammars)), flush=True)

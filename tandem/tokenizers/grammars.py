@@ -1,9 +1,11 @@
-"""Grammars that an answer follows: which tokens may come next (structured output).
+"""Grammars that an answer has to follow, and the tokens that may come next (structured output).
 
-A grammar is a text of llguidance, made of a JSON schema, a regular expression, a list of choices, or a grammar in EBNF.
-Routers have it checked before a request is admitted, engines apply it to the logits (docs/decisions/sampling.md).
-Grammars are hostile input: the limits below bound the time and memory of each, and one that exceeds them while an
-answer grows fails alone.
+A grammar is a text in llguidance's format, made from a JSON schema, a regular expression, a list of choices, or a
+grammar in EBNF. Routers check it before they admit a request, engines apply it to the logits
+(docs/decisions/sampling.md).
+
+Grammars are hostile input: the limits below bound the time and memory of each. If a grammar exceeds them while an
+answer is generated, only that answer fails.
 """
 
 import json
@@ -26,30 +28,36 @@ from tandem.protocol.errors import InvalidArgument, ModelError
 from tandem.tokenizers.tokenizer_formats import load_tokenizer
 
 GRAMMAR_CHARS_MAX = 1 << 18
-"""Most characters of a grammar's text."""
+"""Maximum number of characters of a grammar's text."""
 _EBNF_CHARS_MAX = 1 << 14
-"""Most characters of a grammar in EBNF: converting takes time with their square, 0.4 s for these."""
+"""Maximum number of characters of a grammar in EBNF.
+
+The time to convert it grows with their square; it is 0.4 s for this number.
+"""
 _DEPTH_MAX = 64
-"""Most levels of objects and lists in a JSON schema."""
+"""Maximum number of nested objects and lists in a JSON schema."""
 _CACHED_CHARS = 1 << 20
-"""Characters of the compiled grammars that are kept, at least one."""
+"""Maximum total characters of the compiled grammars that are kept; the newest grammar is always kept."""
 _CACHED_GRAMMARS = 64
-"""Most compiled grammars that are kept: a lexer may take tens of megabytes, however short its grammar is."""
+"""Maximum number of compiled grammars that are kept: a lexer may take tens of megabytes, even of a short grammar."""
 _ITEMS_MAX = 5_000
-"""Most items of the parser for one mask. Masks within it took at most 25 ms, within llguidance's 50,000 over a second;
-the grammars that llama.cpp ships and 200 generated schemas need none more (0044)."""
+"""Maximum number of parser items for one mask.
+
+Masks within this limit took at most 25 ms; within llguidance's limit of 50,000 they took over a second. The grammars
+that llama.cpp ships and 200 generated schemas need no more items (docs/decisions/sampling.md).
+"""
 _TOKEN_S = 0.2
-"""Most processor time of one mask, in seconds: twenty times the longest of the same grammars and schemas."""
+"""Maximum processor time of one mask, in seconds: twenty times the longest for these grammars and schemas."""
 _REPLAYED_TOKEN_S = 0.001
-"""Processor time for each token of an answer that goes on here, in seconds: ten times that of ordinary grammars."""
+"""Processor time for each token of an answer that is continued here, in seconds: ten times that of usual grammars."""
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
-"""Whitespace between the parts of JSON. It is limited, because small models go on for ever with it."""
+"""Whitespace between the parts of JSON. Its length is limited, because small models generate it endlessly."""
 
 
 def of_json_schema(schema: Mapping[str, Any] | bool) -> str:
     """Return the grammar of the JSON values that validate against `schema`.
 
-    Raises ValueError for a schema that is too deep, or that nothing validates against.
+    Raises ValueError for a schema that is too deep, or that no value can satisfy.
     """
     if isinstance(schema, bool):
         if not schema:
@@ -62,10 +70,10 @@ def of_json_schema(schema: Mapping[str, Any] | bool) -> str:
 
 
 def of_tool_calls(tools: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the grammar of one call, as Llama 3 writes it: `{"name": "f", "parameters": {…}}`.
+    """Return the grammar of one tool call in Llama 3's format: `{"name": "f", "parameters": {…}}`.
 
-    `tools` has the schema of each function's parameters; a schema's references stay within it. Raises ValueError for a
-    schema that is too deep.
+    `tools` has the schema of each function's parameters; references in a schema are resolved within that schema. Raises
+    ValueError for a schema that is too deep.
     """
     rules = ["start: " + " | ".join(f"call_{number}" for number in range(len(tools)))]
     for number, (name, schema) in enumerate(tools.items()):
@@ -88,7 +96,7 @@ def of_regex(pattern: str) -> str:
 def of_choices(choices: Sequence[str]) -> str:
     """Return the grammar of exactly these texts.
 
-    They are one terminal, whose mask takes 2 ms for 10,000 texts; as a terminal each it took half a second.
+    All texts form one terminal, whose mask takes 2 ms for 10,000 texts; with a terminal for each it took half a second.
     """
     return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choices)))
 
@@ -96,7 +104,7 @@ def of_choices(choices: Sequence[str]) -> str:
 def of_ebnf(text: str) -> str:
     """Return the grammar of a text in GBNF (the EBNF of llama.cpp and XGrammar) or in Lark.
 
-    Raises ValueError for a malformed or long one.
+    Raises ValueError for a text that is malformed or too long.
     """
     if len(text) > _EBNF_CHARS_MAX:
         raise ValueError(f"has {len(text)} characters, the limit is {_EBNF_CHARS_MAX}")
@@ -108,34 +116,35 @@ def of_ebnf(text: str) -> str:
 
 @dataclass(slots=True)
 class _Compiled:
-    """A compiled grammar. Copies of its matcher share the states of the lexer, and their limit."""
+    """A compiled grammar. Copies of its matcher share the lexer's states, and the limit on their number."""
 
     matcher: LLMatcher
     first: NDArray[np.int32] | None = None
     """The mask of the first token, once an answer has computed it."""
     used_up: bool = False
-    """True once a copy met a limit: later answers need another one."""
+    """True once a copy has reached a limit: later answers must compile the grammar again."""
 
 
 class AnswerGrammar:
     """The state of one answer in its grammar. One thread uses it at a time; masks are computed without the GIL."""
 
     def __init__(self, compiled: _Compiled, compile_again: Callable[[], LLMatcher]) -> None:
-        """`compile_again` returns the grammar with a lexer of its own."""
+        """Create the state before the first token; `compile_again` returns a matcher with a lexer of its own."""
         self._matcher = compiled.matcher.deep_copy()
         self._shared: _Compiled | None = compiled
         self._compile_again = compile_again
         self._consumed = 0
         self._mask = compiled.first
-        """The mask of the token that follows the first `_consumed` ones."""
+        """The mask of the token that follows the first `_consumed` tokens."""
         self._behind: list[NDArray[np.int32]] = []
 
     def allowed(self, answer: Sequence[int], drafts: int = 0) -> NDArray[np.int32]:
         """Return the tokens that may follow `answer`, which only grows from call to call.
 
-        With `drafts`, those that may follow so many of the drafts that `follow` was last given behind the same answer.
-        They are bits in words [vocab / 32], the first token's is the lowest of the first word. Raises InvalidArgument
-        if the grammar exceeds its limits here, or if `answer` does not follow it.
+        With `drafts`, these are the tokens that may follow the first `drafts` draft tokens of the last call of
+        `follow`, for the same answer. The result is a bit mask of int32 words, shape [vocab / 32]; the lowest bit of
+        the first word is token 0. Raises InvalidArgument if the grammar exceeds its limits here, or if `answer` does
+        not follow the grammar.
         """
         if drafts:
             return self._behind[drafts - 1]
@@ -146,13 +155,14 @@ class AnswerGrammar:
         return self._mask
 
     def known(self, answer: Sequence[int]) -> bool:
-        """Return True if the mask behind `answer` is computed."""
+        """Return True if the mask of the token after `answer` has been computed."""
         return self._mask is not None and len(answer) == self._consumed
 
     def follow(self, answer: Sequence[int], drafts: Sequence[int]) -> int:
-        """Return how many of the first `drafts` may follow `answer`; raises as `allowed` does.
+        """Return how many of the first `drafts` may follow `answer`. Raises the errors of `allowed`.
 
-        None may where drafts would count towards the limits of this answer: it fails where it would without them.
+        It is 0 if checking drafts would count towards this answer's own limits: drafts must not make an answer fail
+        earlier than it would without them.
         """
         self.allowed(answer)
         ahead, self._behind = self._matcher.deep_copy(), []
@@ -166,7 +176,10 @@ class AnswerGrammar:
         return len(self._behind)
 
     def _compute(self, answer: Sequence[int]) -> NDArray[np.int32]:
-        """Return the mask behind `answer`, with a lexer of its own where the shared one has met its limit."""
+        """Return the mask of the token after `answer`.
+
+        If the shared lexer has reached its limit, the answer gets a lexer of its own.
+        """
         tokens, began, self._mask = len(answer) - self._consumed, time.thread_time(), None
         try:
             mask = self._advance(answer)
@@ -188,7 +201,7 @@ class AnswerGrammar:
 
     def _advance(self, answer: Sequence[int]) -> NDArray[np.int32]:
         for token_id in answer[self._consumed :]:
-            # One by one: llguidance holds the GIL while it consumes tokens.
+            # Tokens are consumed one by one, because llguidance holds the GIL while it consumes.
             self._matcher.consume_token(token_id)
         self._consumed = len(answer)
         return _allowed(self._matcher)
@@ -200,10 +213,10 @@ class Grammars:
     def __init__(
         self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int], cached_chars: int = _CACHED_CHARS
     ) -> None:
-        """Load the tokenizer in `folder`; `vocab_size` is the number of logits. Raises ModelError without a tokenizer.
+        """Load the tokenizer in `folder`, in about half a second; `vocab_size` is the number of logits.
 
-        `cached_chars` limits the characters of the compiled grammars that are kept; the newest always is. It takes
-        about half a second.
+        `cached_chars` limits the total characters of the compiled grammars that are kept; the newest grammar is always
+        kept. Raises ModelError if there is no usable tokenizer.
         """
         inner = load_tokenizer(folder).inner
         self._tokens = LLTokenizer(
@@ -249,12 +262,15 @@ class Grammars:
 
 @cache
 def shared_grammars(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Grammars:
-    """Return the grammars of a model, and of a draft model with the same tokens."""
+    """Return the grammars over a model's tokens; a draft model with the same tokens shares them."""
     return Grammars(folder, vocab_size, eos_token_ids)
 
 
 class LazyGrammars:
-    """Grammars whose tokenizer is loaded beside other work, or else with the first grammar. Thread-safe."""
+    """Grammars whose tokenizer is loaded by `load`, while other work runs, or else with the first grammar.
+
+    Thread-safe.
+    """
 
     def __init__(self, make: Callable[[], Grammars]) -> None:
         self._make = make
@@ -262,7 +278,7 @@ class LazyGrammars:
         self._lock = threading.Lock()
 
     def load(self) -> None:
-        """Load the tokenizer; without a readable one, `get` raises the error."""
+        """Load the tokenizer. If it cannot be read, the error is raised by `get`, not here."""
         with suppress(ModelError):
             self.get()
 
@@ -275,7 +291,10 @@ class LazyGrammars:
 
 
 def limits() -> LLParserLimits:
-    """Return limits of a fifth or less of llguidance's defaults where those allow seconds or hundreds of megabytes."""
+    """Return the limits of llguidance's parser.
+
+    They are a fifth or less of llguidance's defaults where the defaults allow seconds or hundreds of megabytes.
+    """
     return LLParserLimits(
         step_max_items=_ITEMS_MAX, max_lexer_states=25_000, max_grammar_size=100_000, verbose_errors=False
     )
@@ -295,7 +314,7 @@ def _reason(error: str) -> str:
 
 
 def _depth(value: Any) -> int:
-    """Return the number of levels, counted without recursion."""
+    """Return the number of nested levels, counted without recursion."""
     depth, level = 0, [value]
     while level:
         depth += 1

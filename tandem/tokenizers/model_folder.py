@@ -10,7 +10,7 @@ from tandem.protocol.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """Default sampling values, from the model's generation_config.json, else plain sampling."""
+    """Default sampling values from the model's generation_config.json; neutral for values that it does not have."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -20,7 +20,10 @@ class GenerationDefaults:
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """Return the JSON object in `folder/name`, empty if there is no such file; raises ModelError if it is not JSON."""
+    """Return the JSON object in `folder/name`; empty if there is no such file.
+
+    Raises ModelError if the file has no JSON object.
+    """
     path = folder / name
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -36,7 +39,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def read_generation_defaults(folder: Path) -> GenerationDefaults:
-    """Return the model's default sampling values; missing ones are neutral."""
+    """Return the model's default sampling values; values that the model does not define are neutral."""
     values = read_json(folder, "generation_config.json")
     plain = GenerationDefaults()
 

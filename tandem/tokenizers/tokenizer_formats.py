@@ -1,6 +1,6 @@
-"""The tokenizer of a model folder, in whichever of the published formats it is: each becomes a `tokenizers.Tokenizer`.
+"""Loads the tokenizer of a model folder in any published format, as a `tokenizers.Tokenizer`.
 
-`tokenizer.json` is read as it is. Transformers converts the others: Mistral's tekken.json, SentencePiece models and
+`tokenizer.json` is read directly. Transformers converts the others: Mistral's tekken.json, SentencePiece models and
 tiktoken's files of ranks. No code of the folder is run.
 """
 
@@ -23,29 +23,29 @@ from tandem.tokenizers.model_folder import read_json
 _RANK = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n?")
 """A line of a tiktoken file: the bytes of a token in base64, and its rank, which is its id."""
 _SENTENCEPIECE_CLASS = "LlamaTokenizer"
-"""The class of transformers for a SentencePiece model whose folder names none."""
+"""The class of transformers that reads a SentencePiece model if the folder names no class."""
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedTokenizer:
-    """A tokenizer, and what its format says beside the vocabulary."""
+    """A tokenizer, and what its format defines besides the vocabulary."""
 
     inner: Any
     """A `tokenizers.Tokenizer`."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
-    """Texts by the names of tokenizer_config.json, which take precedence there."""
+    """Special tokens by their names in tokenizer_config.json; where that file defines them too, it takes precedence."""
     chat_template: str | None = None
-    """The template for a folder that has none."""
+    """The chat template, used if the folder has no other one."""
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return True if `folder` has the file of a tokenizer, in any format."""
+    """Return True if `folder` has a tokenizer file in any format."""
     return any(any(folder.glob(name)) for name in _FORMATS)
 
 
 def load_tokenizer(folder: Path) -> LoadedTokenizer:
-    """Return the tokenizer in `folder`, of the first format found.
+    """Return the tokenizer in `folder`, from the first format found.
 
     Raises ModelError, in one sentence, for a folder without a tokenizer, a damaged file, and a format that needs a
     library which is not installed.
@@ -105,13 +105,13 @@ def _load_sentencepiece(path: Path) -> LoadedTokenizer:
 
 
 def _load_tiktoken(path: Path) -> LoadedTokenizer:
-    """Read tiktoken's ranks; special tokens are tokenizer_config.json's `added_tokens_decoder`."""
+    """Read tiktoken's ranks; the special tokens are in `added_tokens_decoder` of tokenizer_config.json."""
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     ranks = _read_ranks(path)
 
     class Converter(TikTokenConverter):  # type: ignore[misc]  # transformers has no types
-        """A converter that reads the file itself: tiktoken keeps a copy of each file it read in a shared folder."""
+        """A converter that reads the file itself, because tiktoken would keep a copy of it in a shared folder."""
 
         @staticmethod
         def load_tiktoken_bpe(tiktoken_url: str) -> dict[bytes, int]:
@@ -137,15 +137,15 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def _added_tokens(config: Mapping[str, Any], first: int) -> list[str]:
-    """Return the texts of the ids from `first` on; ids without a text are reserved."""
+    """Return the texts of the token ids from `first` on; ids without a text get a reserved name."""
     named = {int(number): each["content"] for number, each in config.get("added_tokens_decoder", {}).items()}
     return [named.get(number, f"<|reserved_token_{number}|>") for number in range(first, max(named, default=-1) + 1)]
 
 
 def _split_pattern(path: Path, config: Mapping[str, Any]) -> str | None:
-    """Return the regular expression that splits text before tokens are merged; None = Llama 3's, transformers' own.
+    """Return the regular expression that splits text before tokens are merged; None = transformers' default, Llama 3's.
 
-    Models with a tokenizer class of their own have it in that class's file, as a literal named `pat_str`.
+    A model with a tokenizer class of its own defines the expression in that class's file, as a literal named `pat_str`.
     """
     files = sorted(path.parent.glob("tokenization_*.py"))
     for file in files:
@@ -162,7 +162,10 @@ def _split_pattern(path: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def _literal(node: ast.expr) -> str:
-    """Return the value of a string, or of a string that joins a list of them; ValueError for another expression."""
+    """Return the value of a string literal, or of a call that joins a list of them.
+
+    Raises ValueError for any other expression.
+    """
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "join":
         between, parts = ast.literal_eval(node.func.value), ast.literal_eval(node.args[0])
         return str(between).join(parts)
@@ -177,7 +180,7 @@ def _loaded(converted: Any) -> LoadedTokenizer:
 
 
 def _require(library: str, path: Path) -> None:
-    """Raise ModelError if a library that reads `path` is not installed."""
+    """Raise ModelError if the library that reads `path` is not installed."""
     if importlib.util.find_spec(library) is None:
         package = library.replace("_", "-")
         raise ModelError(
@@ -193,4 +196,4 @@ _FORMATS: dict[str, Callable[[Path], LoadedTokenizer]] = {
     "tiktoken.model": _load_tiktoken,
     "*.tiktoken": _load_tiktoken,
 }
-"""File names in the order in which they are looked for."""
+"""The loader of each file name, in the order in which the files are looked for."""

@@ -1,1 +1,1 @@
-"""The answer of `tandem plan`: workers, memory and limits for a load, by the cost model and by simulated loads."""
+"""The answer of `tandem plan`: workers, memory and limits for a load, from the cost model and from simulated loads."""

@@ -1,4 +1,7 @@
-"""Compares simulated knees with those of a measured strategy table."""
+"""Compares simulated knees with the measured ones of a strategy table.
+
+A knee is the highest request rate at which most requests meet their latency targets.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +33,8 @@ ADAPTIVE = "adaptive"
 class Compared:
     """A predicted and a measured knee, as rates in requests per second.
 
-    The measured knee is between `kept`, the highest rate that met the targets (0 = none), and `lost`, the lowest that
-    did not (None = none).
+    The measured knee lies between `kept`, the highest rate that met the targets (0 = none), and `lost`, the lowest rate
+    above it that did not (None = none).
     """
 
     workload: str
@@ -50,7 +53,10 @@ class Compared:
 
 
 def check(file: Path, machine: Hardware) -> Iterator[Compared]:
-    """Yields the comparison of each cell of the synthetic workloads. InvalidArgument if it is no strategy table."""
+    """Yield the comparison of each cell of the synthetic workloads.
+
+    Raises InvalidArgument if `file` is not a strategy table.
+    """
     table = _read(file)
     workers = len(table["workers"]) if isinstance(table["workers"], list) else int(table["workers"])
     for workload, rows in _loads(table).items():
@@ -66,7 +72,7 @@ def check(file: Path, machine: Hardware) -> Iterator[Compared]:
 
 
 def bracket(loads: Sequence[Mapping[str, Any]], cell: str) -> tuple[float, float | None]:
-    """Returns the highest rate at which the cell met its targets, and the lowest above it at which it did not."""
+    """Return the highest rate at which the cell met its targets, and the lowest rate above it at which it did not."""
     shares = {float(load["rate"]): load["goodput"][cell]["share"] for load in loads}
     kept = max((rate for rate, share in shares.items() if share >= KEPT), default=0.0)
     return kept, min((rate for rate, share in shares.items() if rate > kept and share < KEPT), default=None)
@@ -83,13 +89,13 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _loads(table: Mapping[str, Any]) -> dict[str, dict[str, list[Any]]]:
-    """Returns the rows by workload; a table of a single workload has no such level."""
+    """Return the table's rows by workload; a table of a single workload has its rows at the top level."""
     names, loads = list(table["tables"]), table["loads"]
     return {names[0]: loads} if len(names) == 1 and names[0] not in loads else {name: loads[name] for name in names}
 
 
 def _classes(table: Mapping[str, Any]) -> list[SloClass]:
-    """Returns the service classes of the cells; the strict one's limit is in steps of the measured cluster."""
+    """Return the service classes of the cells; a strict class's ITL target is in steps of the measured cluster."""
     step_s = table.get("unloaded_step_s") or table.get("unloaded_step_ms", 0.0) / 1e3
     if not step_s:
         raise InvalidArgument("--check", "the table does not say how long an unloaded step took; measure it again")
@@ -101,7 +107,7 @@ def _classes(table: Mapping[str, Any]) -> list[SloClass]:
 
 
 def _strategy(row: str, workers: int) -> Strategy | None:
-    """Returns the strategy of a row's name; None for unknown names."""
+    """Return the strategy that the row's name stands for; None for unknown names."""
     if row.startswith("disaggregated-"):
         prefill, decode = (int(part) for part in row.split("-")[1:])
         return Strategy(row, Mode.DISAGGREGATED, prefill, decode)

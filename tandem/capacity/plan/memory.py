@@ -1,4 +1,4 @@
-"""The memory of a worker's device: the weights of the model and of its drafts, and the KV that fits beside them."""
+"""The memory of a worker's GPU: the weights of the model and of its draft model, and the KV cache that fits beside."""
 
 from __future__ import annotations
 
@@ -27,25 +27,26 @@ class Memory:
     weight_bytes: float
     kv_bytes_per_token: float
     draft_weight_bytes: float = 0.0
-    """The weights of a draft model or of heads."""
+    """Bytes of the weights of a draft model, or of EAGLE or Medusa heads."""
     draft_kv_bytes_per_token: float = 0.0
-    """The KV of a token in the draft model, whose pages hold as many tokens; 0 without one."""
+    """KV bytes of a token in the draft model, which keeps the KV of the same tokens; 0 without a draft model."""
 
     @property
     def kv_bytes(self) -> float:
-        """Bytes of the model's KV page pool, 0 if the weights leave none."""
+        """Bytes of the model's KV page pool; 0 if the weights leave no memory."""
         left = max(self.device_bytes - self.weight_bytes - self.draft_weight_bytes - OVERHEAD_BYTES, 0.0)
+        # The pools of the model and of its draft model hold equally many tokens.
         return left * self.kv_bytes_per_token / (self.kv_bytes_per_token + self.draft_kv_bytes_per_token)
 
     @property
     def kv_tokens(self) -> float:
-        """Tokens that the KV page pool holds."""
+        """Number of tokens that the KV page pool holds."""
         return self.kv_bytes / self.kv_bytes_per_token
 
 
 @dataclass(frozen=True, slots=True)
 class DraftMemory:
-    """The memory of a draft model, or of heads, beside the model; nothing without either."""
+    """The memory of a draft model, or of heads, beside the model; zero without either."""
 
     weight_bytes: int = 0
     model: ModelSpec | None = None
@@ -53,15 +54,15 @@ class DraftMemory:
 
     @classmethod
     def of(cls, folder: Path, model: ModelSpec) -> DraftMemory:
-        """Return that of a folder, in bfloat16 on a GPU."""
+        """Return the memory of the draft weights in `folder`, in bfloat16 on a GPU."""
         config = EngineConfig(folder, dtype="bfloat16", draft=folder)
         weights = draft_bytes(config, model, torch.bfloat16, torch.device("cuda"))
         return cls(weights, drafting_model(folder, model))
 
     def kv_bytes_per_token(self, demand: Demand) -> float:
-        """Return the KV of a token in the draft model."""
+        """Return the KV bytes of a token in the draft model."""
         return 0.0 if self.model is None else kv_bytes_per_held_token(self.model, demand.kv_tokens)
 
 
 NO_DRAFT_MEMORY = DraftMemory()
-"""Without drafts, or with those of look-ups."""
+"""The memory of drafts if there are none, or if a proposer without weights looks them up."""

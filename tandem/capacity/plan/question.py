@@ -1,4 +1,4 @@
-"""The question that `tandem plan` answers, and the parts of the answer that need no simulation."""
+"""The input of `tandem plan`, and the parts of its answer that need no simulation."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _HELPS = "more workers do not help: relax the target, or take a faster --gpu or 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A model on workers of one kind, each with a GPU, and the load and targets to serve."""
+    """A model on workers of one kind, each with a GPU, and the load and latency targets to serve."""
 
     name: str
     model: ModelSpec
@@ -52,29 +52,29 @@ class Question:
     demand: Demand
     targets: LatencyTargets
     workers: int | None = None
-    """Number of workers; None = the fewest with headroom."""
+    """Number of workers; None = the fewest that leave headroom."""
     cost: CostParameters | None = None
-    """Fitted step costs; None = by the device's roofline."""
+    """Fitted step costs; None = the device's roofline."""
     kv_element_bytes: float = ITEM_BYTES
-    """Bytes of an element of KV, with its part of a scale."""
+    """Bytes of one KV element, including its share of a quantization scale."""
     draft: DraftMemory = NO_DRAFT_MEMORY
-    """The memory of the weights that propose drafts."""
+    """The memory of the draft model's weights or of the heads."""
     drafting: Drafting | None = None
-    """The drafts that simulated workers have; None = none."""
+    """The drafts of simulated workers; None = no speculative decoding."""
 
     @property
     def costs(self) -> CostParameters:
-        """The step costs."""
+        """The step costs: the fitted ones or, without any, those of the roofline."""
         return self.cost or self.predicted_costs
 
     @property
     def predicted_costs(self) -> CostParameters:
-        """The step costs by the device's roofline."""
+        """The step costs from the device's roofline."""
         return roofline(self.model, self.device.ceilings, self.kv_element_bytes)
 
     @property
     def draft_step_ratio(self) -> float:
-        """The time of a step of the draft model ÷ that of the model, for one request, by the roofline; 0 without."""
+        """The time of a draft model's step ÷ that of the model's, for one request, by the roofline; 0 without one."""
         if self.draft.model is None:
             return 0.0
         context = round(self.demand.context_tokens)
@@ -94,7 +94,7 @@ class Question:
         return Memory(device_bytes, weights, a_token, draft.weight_bytes, draft.kv_bytes_per_token(self.demand))
 
     def quantized_forms(self) -> Iterator[Quantized]:
-        """Yields weights, KV and both in 8 bits, where they are not: steps as the cost model predicts them."""
+        """Yield the model with weights, KV or both in 8 bits, as far as they are wider now, with step costs."""
         packed = None if self.model.quantization else quantized_at_load(self.model, Codes.INT8)
         kv = self._narrower_kv()
         for name, model, element_bytes in (
@@ -107,7 +107,7 @@ class Question:
                 yield Quantized(name, self._memory(model, element_bytes), self.predicted_costs, after)
 
     def _narrower_kv(self) -> float | None:
-        """Returns the bytes of an element of 8-bit KV; None if KV has as few, or there is none for this model."""
+        """Return the bytes of an 8-bit KV element; None if the KV is as narrow already or 8-bit KV is unsupported."""
         try:
             found = kv_element_bytes(self.model, "int8")
         except InvalidArgument:
@@ -122,12 +122,12 @@ class Question:
 
     @property
     def sizing(self) -> Sizing:
-        """The sizing of this demand."""
+        """The sizing for this demand."""
         return Sizing(self.demand, self.targets, self.facts, self.facts)
 
     @property
     def hardware(self) -> Hardware:
-        """The worker for the simulation."""
+        """The hardware of a simulated worker."""
         pages = int(self.memory.kv_bytes / kv_page_bytes(self.model, self.kv_element_bytes))
         fitted, drafts = replace(self.costs, observed=1000), None
         if self.drafting is not None:
@@ -140,7 +140,7 @@ class Question:
         return memory.kv_tokens >= self.demand.kv_tokens
 
     def _what_fits(self) -> str:
-        """Returns the quantizations and GPUs with which a request fits, and the number of these GPUs it would take."""
+        """Return a sentence: the quantizations and GPUs with which a request fits, and how many GPUs it would take."""
         kv = self._narrower_kv()
         fitting = [
             " ".join([f"--quantization {codes}"] * (model is not self.model) + ["--kv-cache-dtype int8"] * narrow)
@@ -161,14 +161,14 @@ class Question:
         return f"{words}; as it is, it takes {gpus} of these GPUs, and a worker has one"
 
     def _weight_forms(self) -> Iterator[tuple[str, ModelSpec]]:
-        """Yields the model as it is, and in fewer bits where it is not quantized."""
+        """Yield the model as it is and, if it is not quantized, with weights in 8 and in 4 bits."""
         yield "", self.model
         if self.model.quantization is None:
             for codes in (Codes.INT8, Codes.INT4):
                 yield codes.value, quantized_at_load(self.model, codes)
 
     def check(self) -> None:
-        """Checks the question; raises InvalidArgument for a load that no number of workers can serve."""
+        """Check the input. Raises InvalidArgument for a load that no number of workers can serve."""
         demand, memory = self.demand, self.memory
         if not self._fits(memory):
             weights = (memory.weight_bytes + memory.draft_weight_bytes) / GIB
@@ -190,7 +190,10 @@ class Question:
             raise InvalidArgument("--slo-ttft", f"{message}; {_HELPS}")
 
     def split(self) -> Split:
-        """Returns the best split of the given workers, or the smallest with headroom. One worker does both."""
+        """Return the best split of the given workers, or the smallest one that leaves headroom.
+
+        One worker does both.
+        """
         if self.workers is not None:
             found = self.sizing.best(self.workers, Limits(), shared=self.workers == 1)
         else:

@@ -1,4 +1,4 @@
-"""The speed that speculative decoding would have, by the cost model, and the memory of what proposes drafts."""
+"""The speedup that speculative decoding would have, by the cost model, and the options that describe the drafts."""
 
 from __future__ import annotations
 
@@ -22,17 +22,20 @@ OPTION = "--speculate"
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """Drafts of each request in every step."""
+    """The drafts that each request has in every step."""
 
     acceptance: float
-    """The probability that a draft is accepted if those before it were, 0 to 1."""
+    """The probability that a draft token is accepted if those before it were, 0 to 1."""
     drafts: int
     cost: float
-    """The time to propose one draft ÷ that of a decode step of one request."""
+    """The time to propose one draft token ÷ that of a decode step of one request."""
 
     @classmethod
     def parse(cls, text: str, cost: float = 0.0) -> Drafting:
-        """Parses "acceptance,drafts,cost", where `cost` is the default; InvalidArgument for anything else."""
+        """Parse "acceptance,drafts,cost", where `cost` is the default of the third.
+
+        Raises InvalidArgument for other text.
+        """
         try:
             acceptance, drafts, given = (text if text.count(",") > 1 else f"{text},{cost}").split(",")
             found = cls(float(acceptance), int(drafts), float(given))
@@ -46,21 +49,22 @@ class Drafting:
 
     @property
     def tokens(self) -> float:
-        """The expected tokens of a request in a step: 1 + α + … + α^k = (1 - α^(k+1)) / (1 - α)."""
+        """The expected tokens of a request in a step: 1 + α + … + α^k = (1 - α^(k+1)) / (1 - α), for k = `drafts`."""
         return 1 + sum(self._survival(self.drafts))
 
     def _survival(self, drafts: int) -> list[float]:
         return Acceptance(prior=self.acceptance).survival(DraftSource(ProposerName.DRAFT_MODEL), drafts)
 
     def simulated(self, cost: StepCost, context: int) -> Drafts:
-        """Return such drafts of simulated workers, whose steps of one request cost what `cost` says."""
+        """Return these drafts for simulated workers whose steps cost `cost`."""
         return Drafts(self.acceptance, self.drafts, self.cost * cost.decode_step_seconds(1, context))
 
     def speedup(self, cost: StepCost, batch: int, context: int) -> float:
         """Return tokens per second with drafts ÷ those without, in steps of `batch` requests of `context` tokens each.
 
-        Workers predict with the same `DraftCosts`. Attention reads the KV of a request once for all its rows. Requests
-        have fewer drafts where the step would have more than ROWS_MAX rows; 1 if none.
+        Workers predict the speedup with the same `DraftCosts`. Attention reads the KV of a request once for all its
+        rows. Requests have fewer drafts where a step would have more than ROWS_MAX rows; if none are left, the speedup
+        is 1.
         """
         drafts = min(self.drafts, ROWS_MAX // batch - 1)
         if drafts < 1:

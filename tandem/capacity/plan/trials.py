@@ -1,4 +1,4 @@
-"""Short simulated loads for `tandem plan`: the knee of each strategy, and its results at the requested load."""
+"""Short simulated loads for `tandem plan`: the knee of each strategy, and its results at the planned load."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tandem.settings.slo import SloClass
 SIMULATED_MAX = 8
 """Maximum number of simulated workers; larger clusters are scaled in proportion."""
 GUESSED = 0.8
-"""Fraction of the modelled maximum rate at which the search begins."""
+"""Fraction of the maximum rate by the cost model at which the search for the knee begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +25,18 @@ class Found:
 
     strategy: Strategy
     times: float
-    """Number of requested workers per simulated one."""
+    """Number of planned workers for each simulated one."""
     knee: LoadFigures | None
     asked: LoadFigures
 
     @property
     def knee_rate(self) -> float:
-        """The knee of all workers, in requests per second; 0 = none."""
+        """The knee of all planned workers, in requests per second; 0 = none."""
         return 0.0 if self.knee is None else self.knee.rate * self.times
 
 
 def trials(question: Question, split: Split) -> Iterator[Found]:
-    """Yields the result of one strategy after the other."""
+    """Yield the result of one strategy after the other."""
     demand, targets = question.demand, question.targets
     slo = SloClass("plan", ttft_s=targets.ttft_s, itl_s=targets.gap_s)
     workers = min(split.workers, SIMULATED_MAX)

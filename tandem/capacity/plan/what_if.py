@@ -1,4 +1,4 @@
-"""The load that a split of the same model with fewer bits can take, by the cost model."""
+"""The load that a cluster could take if its model or KV were quantized, by the cost model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem.settings.planner import Limits
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change and the load that it allows: `rate` times the current one, with the best split of as many workers."""
+    """A change and the load that it allows: `rate` times the current one, with the best split of the same workers."""
 
     name: str
     rate: float
@@ -24,25 +24,25 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """The same model with fewer bits: what its workers hold, and how their steps change."""
+    """The same model or KV in fewer bits: the memory of its workers, and how their step costs change."""
 
     name: str
     memory: Memory
     before: CostParameters
-    """Steps by the roofline with the current bits."""
+    """Step costs by the roofline with the current bits."""
     after: CostParameters
-    """Likewise with fewer."""
+    """Step costs by the roofline with fewer bits."""
 
 
 def changes(sizing: Sizing, split: Split, forms: Iterable[Quantized]) -> Iterator[Change]:
-    """Yields the effects of quantization."""
+    """Yield, for each quantized form, the load that it allows."""
     for form in forms:
         other = replace(sizing, prompts=_quantized(sizing.prompts, form), answers=_quantized(sizing.answers, form))
         yield _change(form.name, sizing, other, split)
 
 
 def _quantized(facts: WorkerFacts, form: Quantized) -> WorkerFacts:
-    """Returns the facts of quantized workers: each coefficient changes by the factor that the roofline says."""
+    """Return the facts of quantized workers: each cost coefficient changes by the ratio that the roofline predicts."""
     smaller = replace(
         facts.cost,
         **{

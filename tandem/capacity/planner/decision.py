@@ -21,7 +21,7 @@ class Direction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Workers by role; in a cluster whose workers do both, all of them are `shared`."""
+    """The number of workers by role; in a cluster whose workers do both, all of them are `shared`."""
 
     prefill: int = 0
     decode: int = 0
@@ -40,7 +40,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The policy's state between windows."""
+    """The policy's state between windows. Times are counted in windows."""
 
     demand: Demand | None = None
     running: float = 0.0
@@ -49,11 +49,11 @@ class State:
     decode_scale: float = 1.0
     wanted: Direction = Direction.NONE
     windows: int = 0
-    """The number of consecutive windows in which `wanted` has been wanted."""
+    """The number of consecutive windows that wanted the direction `wanted`."""
     since: int = 1 << 16
-    """Windows since the last change or swing of the demand."""
+    """Windows since the last change of workers or swing of the demand."""
     acted: int = 1 << 16
-    """Windows since the last change."""
+    """Windows since the last change of workers."""
     rest: int = 0
     """Windows until the next change is allowed."""
     last: Direction = Direction.NONE
@@ -62,13 +62,13 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The wanted split, and the change to make now; `NONE` = no change."""
+    """The wanted split, and the direction of the change to make now; `NONE` = no change."""
 
     split: Split
     change: Direction
     reason: str
     """The reason as one sentence with its figures."""
     prefill: LoadRatio | None
-    """Load ratio of the current prefill workers; None = unknown. In a shared cluster both roles have the same."""
+    """Load ratio of the current prefill workers; None = unknown. In a shared cluster both roles have the same ratio."""
     decode: LoadRatio | None
     state: State

@@ -7,12 +7,12 @@ from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import StepWork, chunk_pairs
 
 LENGTH_CV2 = 1.0
-"""Squared coefficient of variation of prompt lengths where only the mean is known: 0.9 for lognormal with sigma 0.8."""
+"""Squared coefficient of variation of prompt lengths if only the mean is known: 0.9 for lognormal with sigma 0.8."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatencyTargets:
-    """Latency targets in seconds: time to first token and inter-token latency; infinite = none."""
+    """Latency targets in seconds: time to first token and inter-token latency; infinite = no target."""
 
     ttft_s: float = math.inf
     gap_s: float = math.inf
@@ -35,9 +35,9 @@ class Demand:
     cached: float = 0.0
 
     def towards(self, newest: "Demand", part: float) -> "Demand":
-        """Returns the demand moved by the fraction `part` towards `newest`.
+        """Return the demand moved by the fraction `part` towards `newest`.
 
-        Rates of requests and tokens are averaged; mean lengths follow from them.
+        Rates of requests and of tokens are averaged; mean lengths follow from them.
         """
 
         def mixed(old: float, new: float) -> float:
@@ -50,7 +50,7 @@ class Demand:
         return Demand(per_s, prompts / per_s, answers / per_s, 1 - computed / prompts if prompts else 0.0)
 
     def differs(self, other: "Demand") -> float:
-        """Returns the larger log ratio of prompt and of output token rates: 0 = equal, 1 = a factor of e."""
+        """Return the larger of the log ratios of prompt and of output token rates: 0 = equal, 1 = a factor of e."""
         return max(
             abs(math.log(max(mine, 1e-9) / max(theirs, 1e-9)))
             for mine, theirs in (
@@ -61,12 +61,12 @@ class Demand:
 
     @property
     def computed_tokens(self) -> float:
-        """Mean prompt tokens of a request that are not cached."""
+        """Mean number of a request's prompt tokens that are not cached."""
         return self.prompt_tokens * (1.0 - self.cached)
 
     @property
     def context_tokens(self) -> float:
-        """Mean context that a decode row attends to, over the life of a request."""
+        """Mean number of context tokens that a decode row attends to, over the life of a request."""
         return self.prompt_tokens + self.answer_tokens / 2
 
     @property
@@ -75,9 +75,9 @@ class Demand:
         return self.prompt_tokens + self.answer_tokens
 
     def prompt_seconds(self, cost: StepCost, chunk_tokens: int) -> float:
-        """Returns the device seconds of a mean prompt, where prefill steps are full.
+        """Return the device seconds of a mean prompt if prefill steps are full, with `chunk_tokens` tokens each.
 
-        A prompt takes its share of the seconds of full steps, and those of its own attention pairs.
+        A prompt takes its share of the seconds of full steps, and the seconds of its own attention pairs.
         """
         tokens = self.computed_tokens
         if tokens <= 0:
@@ -88,7 +88,7 @@ class Demand:
         return steps * cost.seconds(StepWork(prefill_tokens=chunk_tokens, prefill_pairs=pairs / steps))
 
     def lone_prompt_seconds(self, cost: StepCost, chunk_tokens: int) -> float:
-        """Returns the seconds to compute a mean prompt alone."""
+        """Return the device seconds of a mean prompt that is computed alone, in chunks of `chunk_tokens` tokens."""
         tokens = int(self.computed_tokens)
         pairs = chunk_pairs(tokens, int(self.prompt_tokens) - tokens)
         return cost.prefill_seconds(tokens, pairs, max(1, chunk_tokens))[0] if tokens > 0 else 0.0

@@ -1,9 +1,9 @@
-"""Load ratio: a demand over the capacity of a number of workers; at 1 the targets can just be met.
+"""Load ratio: a demand over the capacity of a number of workers; at 1 the latency targets can just be met.
 
 Prefill is a pool of equal servers with one queue. Nine in ten first tokens must come in time, so the pool's maximum
 utilization falls with fewer and slower workers (Sakasegawa, An approximation formula L_q = αρ^β/(1-ρ), 1977, with an
 exponential tail). Decode steps grow with their rows, and the inter-token target, the KV cache and the batch limit bound
-the number of rows. Workers that do both divide each step between the two.
+the number of rows. Workers that do both divide each step between prefill and decode.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ BUSY_MAX = 0.95
 LATE = 0.1
 """Fraction of first tokens that may miss their target."""
 LONG_PROMPT = 2.0
-"""The 90th percentile of prompt lengths over the mean: lognormal with a sigma of 0.8."""
+"""The 90th percentile of prompt lengths over their mean: lognormal with a sigma of 0.8."""
 SLACK_MIN = 0.1
-"""Minimum fraction of the target left for queueing where computing alone takes nearly all of it."""
+"""Minimum fraction of the TTFT target left for queueing if the computation alone takes nearly all of it."""
 HEADROOM = 0.9
-"""Fraction of the fitting rows that a worker may have on average, because arrivals are uneven."""
+"""Fraction of the rows that fit which a worker may have on average, because arrivals are uneven."""
 _HALVINGS = 30
 
 
@@ -54,18 +54,20 @@ class WorkerFacts:
     chunk_tokens: int
     """Maximum prompt tokens of a step."""
     longest_tokens: int
-    """Maximum tokens of a prompt: workers that do both keep pages free for one
-    (`tandem.protocol.ending.decode_pages`)."""
+    """Maximum tokens of a prompt; workers that do both keep pages free for one such prompt.
+
+    See `tandem.protocol.ending.decode_pages`.
+    """
     kv: KvPages | None = None
-    """The pages of requests, if layers have windows: `kv_tokens` counts each group's by itself."""
+    """The pages of requests if layers have sliding windows; `kv_tokens` then counts each group's pages separately."""
     decode_speedup: float = 1.0
     """The tokens per second of recent decode steps ÷ those of steps without drafts (`WorkerLoad`).
 
-    Load ratios are without: with the rows that fit, drafts may not pay.
+    Load ratios ignore the speedup, because drafts may not pay with all the rows that fit.
     """
 
     def occupied(self, tokens: float, role: Role) -> float:
-        """Returns the part of `kv_tokens` that a request of `tokens` tokens occupies."""
+        """Return how many of `kv_tokens` a request of `tokens` tokens occupies."""
         if self.kv is None:
             return tokens
         return self.kv.held(math.ceil(tokens), decoding=not role.prefills) * self.kv.page_tokens
@@ -73,7 +75,7 @@ class WorkerFacts:
 
 @dataclass(frozen=True, slots=True)
 class LoadRatio:
-    """The load ratio of one role: 0 = idle, 1 = at the limit, above = targets are missed."""
+    """The load ratio of one role: 0 = idle, 1 = at the limit, above 1 = targets are missed."""
 
     value: float
     limit: Limit
@@ -87,9 +89,9 @@ class LoadRatio:
 def prefill_load_ratio(
     demand: Demand, targets: LatencyTargets, facts: WorkerFacts, workers: int, backlog_s: float = 0.0
 ) -> LoadRatio:
-    """Returns the load ratio of `workers` prefill workers.
+    """Return the load ratio of `workers` prefill workers.
 
-    `backlog_s`: device seconds of queued prompts to be worked off per second, in addition to the new load.
+    `backlog_s` is the work on queued prompts in addition to the new load, in device seconds per second.
     """
     each_s = demand.prompt_seconds(StepCost(facts.cost), facts.chunk_tokens)
     busy = (demand.per_s * each_s + backlog_s) / workers
@@ -98,9 +100,9 @@ def prefill_load_ratio(
 
 
 def busy_cap(workers: int, service_s: float, ttft_s: float) -> float:
-    """Returns the maximum utilization at which all but `LATE` of the prompts meet their TTFT target.
+    """Return the maximum utilization at which all but a fraction `LATE` of the prompts meet their TTFT target.
 
-    Each of the `workers` takes `service_s` for a mean prompt; the target is `ttft_s`.
+    Each of the `workers` takes `service_s` seconds for a mean prompt; the target is `ttft_s` seconds.
     """
     if service_s <= 0 or ttft_s == math.inf:
         return BUSY_MAX
@@ -108,6 +110,7 @@ def busy_cap(workers: int, service_s: float, ttft_s: float) -> float:
     low, high = 0.0, BUSY_MAX
     for _ in range(_HALVINGS):
         busy = (low + high) / 2
+        # The probability to queue (Sakasegawa) times the exponential tail of the queueing time beyond the slack.
         late = busy ** (math.sqrt(2 * (workers + 1)) - 1) * math.exp(-workers * (1 - busy) * slack)
         low, high = (busy, high) if late <= LATE else (low, busy)
     return max(high, SLACK_MIN)
@@ -122,7 +125,7 @@ class Rows:
 
 
 def rows_that_fit(demand: Demand, targets: LatencyTargets, facts: WorkerFacts, role: Role = Role.DECODE) -> Rows:
-    """Returns the mean number of rows that fit at one worker of this role."""
+    """Return the mean number of decode rows that fit on one worker of this role."""
     pages = decode_pages(role, int(facts.kv_tokens), int(facts.occupied(facts.longest_tokens, role)))
     kv_tokens = facts.kv_tokens if pages is None else pages
     by_gap = StepCost(facts.cost).rows_within(targets.gap_s, demand.context_tokens)
@@ -136,7 +139,7 @@ def rows_that_fit(demand: Demand, targets: LatencyTargets, facts: WorkerFacts, r
 
 
 def decode_load_ratio(demand: Demand, targets: LatencyTargets, facts: WorkerFacts, workers: int) -> LoadRatio:
-    """Returns the load ratio of `workers` decode workers."""
+    """Return the load ratio of `workers` decode workers."""
     fits = rows_that_fit(demand, targets, facts)
     step_s = StepCost(facts.cost).rows_seconds(fits.count, fits.count * demand.context_tokens)
     return LoadRatio(demand.per_s * demand.answer_tokens / workers * step_s / fits.count, fits.limit)
@@ -145,17 +148,19 @@ def decode_load_ratio(demand: Demand, targets: LatencyTargets, facts: WorkerFact
 def shared_load_ratio(
     demand: Demand, targets: LatencyTargets, facts: WorkerFacts, workers: int, backlog_s: float = 0.0
 ) -> LoadRatio:
-    """Returns the load ratio of `workers` that do both.
+    """Return the load ratio of `workers` workers that do both.
 
-    Per second, prompts take their time once and decode rows theirs once per step, so a step lasts base ÷ (1 - both
-    shares). The load may grow until that is the inter-token target, or rows or time run out.
+    Per second, each prompt takes its prefill time once, and each decode row takes its time once per step. A step
+    therefore lasts base ÷ (1 - share of prefill - share of decode). The load may grow until that is the inter-token
+    target, or until rows or time run out.
     """
     cost, base_s = StepCost(facts.cost), facts.cost.base_s
     per_s = demand.per_s / workers
     prompts_s = per_s * demand.prompt_seconds(cost, facts.chunk_tokens) + backlog_s / workers
     answers_s = per_s * demand.answer_tokens * cost.row_seconds(demand.context_tokens)
     fits = rows_that_fit(demand, targets, facts, Role.BOTH)
-    # Rows are tokens a second times a step, so the step may last until the rows that fit are there, too.
+    # The number of rows is tokens per second times step time, so the step may also last until all rows that fit are
+    # used.
     by_rows_s = fits.count / max(per_s * demand.answer_tokens, 1e-9)
     longest_s = min(targets.gap_s * HEADROOM, max(by_rows_s, base_s))
     headroom = max(1.0 - base_s / longest_s, SLACK_MIN) if longest_s < math.inf else 1.0

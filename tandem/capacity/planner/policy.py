@@ -1,10 +1,11 @@
-"""The planner's policy: the number of prefill and decode workers, decided once a window, with a reason.
+"""The planner's policy: once a window it decides the number of prefill and decode workers, with a reason.
 
-1. demand: the offered load, smoothed; output lengths are those of ended requests, or of running ones where these differ
-2. load ratio of each role: from the fitted step costs (`tandem/capacity/planner/load_ratio.py`), scaled by observed
-   misses
-3. split: the one with the smallest larger load ratio; if the number may change, the smallest split with headroom
-4. change: only if it pays, over several consecutive windows, and not soon after the last one
+1. Demand: the offered load, smoothed; output lengths are those of ended requests, or of running ones if these differ.
+2. Load ratio of each role: from the fitted step costs (`tandem/capacity/planner/load_ratio.py`), scaled by observed
+   misses.
+3. Split: the one whose larger load ratio is smallest or, if the number of workers may change, the smallest split with
+   headroom.
+4. Change: only if it pays, over several consecutive windows, and not soon after the last change.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ SMOOTH = 0.5
 SWING, NOISE = 0.2, 2.0
 """Thresholds of a swing of the demand: a relative difference, plus standard deviations of a Poisson count."""
 BACKLOG_S = 30.0
-"""Seconds in which the backlog is to be worked off, in addition to the new load."""
+"""Seconds within which the backlog is to be worked off, in addition to the new load."""
 COMFORT = 0.7
 """Load ratio below which no other split is considered, because all targets are met anyway."""
 GAIN, GAIN_FULL = 0.08, 0.02
-"""Minimum relative reduction of the larger load ratio by another split; `GAIN_FULL` from a ratio of `FULL` on.
+"""Minimum relative reduction of the larger load ratio by another split; `GAIN_FULL` if that ratio is at least `FULL`.
 
 A change that reverts the last one always needs `GAIN`.
 """
@@ -39,7 +40,7 @@ FULL, TARGET_RATIO, SPARE = 0.9, 0.75, 0.6
 MISSES_TOLERATED = 0.05
 """Fraction of requests that may miss before the load ratio of the responsible role counts as underestimated."""
 _TRICKLE = 0.25
-"""Minimum fraction of requests assumed admitted while requests decode: the count of rejected ones is momentary."""
+"""Minimum fraction of requests assumed to be admitted while requests decode: the rate of rejections fluctuates."""
 LEARN, FORGET = 1.05, 0.95
 SCALE_MAX = 2.0
 """Growth of a load ratio's scale in a window with misses, decay towards 1 in others, and the scale's maximum."""
@@ -61,7 +62,7 @@ class _View:
 
 
 def plan(seen: Observation, limits: Limits, state: State) -> Decision:
-    """Returns the decision of this window. Its state is the input of the next one."""
+    """Return the decision of this window. Its state is the input of the next window."""
     now = Split(seen.prefill, seen.decode, seen.shared)
     newest, prompts, answers = _newest(seen, state), seen.prompts, seen.answers
     if newest is None or prompts is None or answers is None or not (now.shared or (now.prefill and now.decode)):
@@ -85,7 +86,7 @@ def plan(seen: Observation, limits: Limits, state: State) -> Decision:
 
 
 def _newest(seen: Observation, state: State) -> Demand | None:
-    """Returns the demand of this window; in an idle window, a decaying share of the previous one."""
+    """Return the demand of this window; in a window without requests, a decayed copy of the previous demand."""
     offered, before = seen.offered, state.demand
     if offered.per_s > 0:
         return Demand(offered.per_s, offered.prompt_tokens, _answer_tokens(seen, state), offered.cached)
@@ -93,17 +94,17 @@ def _newest(seen: Observation, state: State) -> Demand | None:
 
 
 def _swings(seen: Observation, newest: Demand, before: Demand | None) -> bool:
-    """Returns True if the demand differs from the previous one by more than noise."""
+    """Return True if the demand differs from the previous one by more than noise."""
     count = seen.offered.per_s * seen.seconds
     return before is not None and count > 0 and before.differs(newest) > SWING + NOISE / math.sqrt(count)
 
 
 def _answer_tokens(seen: Observation, state: State) -> float:
-    """Estimates the output length: in a mix that has just changed, only short requests have ended.
+    """Estimate the output length: right after a change of the mix, only short requests have ended.
 
     A request occupies its batch slot for its output length (Little's law). If the number of decoding requests grows,
-    they are longer than those that have ended; if it shrinks, they are shorter. If no further request fits, queued ones
-    count as well.
+    their outputs are longer than those of ended requests; if it shrinks, they are shorter. If no further request fits,
+    queued requests count too.
     """
     ended, decoding = seen.offered.answer_tokens, seen.decode or seen.shared
     if seen.answers is None or not decoding:
@@ -122,7 +123,7 @@ def _answer_tokens(seen: Observation, state: State) -> float:
 
 
 def _learn(seen: Observation, load_ratios: tuple[LoadRatio, LoadRatio], state: State) -> State:
-    """Adapts the scale of a role whose targets are missed although the model predicts headroom."""
+    """Adapt the scale of a role whose targets are missed although the model predicts headroom."""
     kept, (prefill, decode) = seen.kept, load_ratios
     if not kept.total:
         return state
@@ -138,10 +139,10 @@ def _learn(seen: Observation, load_ratios: tuple[LoadRatio, LoadRatio], state: S
 
 
 def _explains(load_ratio: LoadRatio, scale: float) -> bool:
-    """Returns True if an underestimated load ratio can explain the misses.
+    """Return True if an underestimated load ratio can explain the misses.
 
-    The ratio has headroom as it is, and none if the costs are off by the maximum scale. With more headroom than that,
-    more workers would not help.
+    The current ratio must have headroom, and the ratio with the maximum scale must have none. A role with more headroom
+    than that would not gain from more workers.
     """
     return load_ratio.value < 1 <= load_ratio.value / scale * SCALE_MAX
 
@@ -151,14 +152,15 @@ def _scaled(scale: float, *, grow: bool) -> float:
 
 
 def _wanted(sizing: Sizing, now: Split, coming: int, limits: Limits) -> Split:
-    """Returns the best split, regardless of the cost of a change."""
+    """Return the best split, regardless of the cost of a change."""
     total, shared = limits.workers, bool(now.shared)
     if total is None:
         return sizing.best(now.workers, limits, shared=shared) or now
     if sizing.worst(now).value > FULL or now.workers < total.least:
         least = max(now.workers, total.least)
         more = sizing.fewest(Range(least, max(least, total.most)), limits, TARGET_RATIO, shared=shared) or now
-        # Starting workers may take long, or never get a node: until then the best split of the serving ones applies.
+        # New workers may take long to start, or never get a node: until they serve, the best split of the serving ones
+        # applies.
         return more if more.workers > now.workers + coming else sizing.best(now.workers, limits, shared=shared) or now
     most = max(total.least, min(now.workers, total.most))
     fewer = sizing.fewest(Range(total.least, most), limits, SPARE, shared=shared)
@@ -168,7 +170,7 @@ def _wanted(sizing: Sizing, now: Split, coming: int, limits: Limits) -> Split:
 
 
 def _decide(view: _View, now: Split, wanted: Split, limits: Limits) -> Decision:
-    """Decides if the change is worthwhile and has been wanted for enough windows."""
+    """Decide whether the change pays and has been wanted for enough windows."""
     state = view.state
     prefill, decode = view.sizing.load_ratios(now)
     direction = _direction(now, wanted)
@@ -180,6 +182,7 @@ def _decide(view: _View, now: Split, wanted: Split, limits: Limits) -> Decision:
             direction = Direction.NONE
     windows = state.windows + 1 if direction is state.wanted and direction is not Direction.NONE else 1
     required_windows = limits.required_windows_down if direction is Direction.DOWN else limits.required_windows
+    # Reverting a recent change takes more windows, so that the split does not oscillate.
     if direction is _OPPOSITE.get(state.last) and state.acted < limits.settled:
         required_windows = max(required_windows, limits.required_windows_back)
     acts = direction is not Direction.NONE and windows >= required_windows and not state.rest

@@ -31,9 +31,9 @@ TargetsByClass = Callable[[float], Mapping[str, LatencyTargets]]
 def observe(
     interval: ScrapeInterval, workers: Sequence[WorkerInfo], targets_by_class: TargetsByClass, *, coming: int = 0
 ) -> Observation:
-    """Returns the observation of this interval.
+    """Return the observation of this interval.
 
-    `workers` are those that serve, by their last assignment; `coming` more are starting.
+    `workers` are the serving workers with their last assignment; `coming` more are starting.
     """
     now = interval.now
     prefill, decode, shared = (_doing(workers, role) for role in (Role.PREFILL, Role.DECODE, Role.BOTH))
@@ -58,7 +58,7 @@ def observe(
 
 
 def worker_facts(scrape: Scrape, workers: Iterable[WorkerInfo]) -> WorkerFacts | None:
-    """Returns the mean of these workers; None while none of them has measured a step."""
+    """Return the mean costs and capacity of these workers; None while none of them has measured a step."""
     found = [(info, cost) for info in workers if (cost := _cost(scrape, info.peer.worker_id)) is not None]
     if not found:
         return None
@@ -77,9 +77,9 @@ def worker_facts(scrape: Scrape, workers: Iterable[WorkerInfo]) -> WorkerFacts |
 
 
 def fitted(scrape: Scrape) -> CostParameters | None:
-    """Returns the fitted costs of a whole cluster; None while prefill or decode costs are unmeasured.
+    """Return the fitted costs of a whole cluster; None while prefill or decode costs are unmeasured.
 
-    Prompt costs are the means of workers that prefill, decode costs of those that decode.
+    Prefill costs are means over the workers that prefill, decode costs over those that decode.
     """
     names = scrape.values(f.STEP_COST, "worker")
     roles = {name: scrape.values(f.WORKER_INFO, "role", worker=name)[0] for name in names}
@@ -129,7 +129,7 @@ def _offered(interval: ScrapeInterval) -> Offered:
 
 
 def _targets(interval: ScrapeInterval, targets_by_class: Mapping[str, LatencyTargets]) -> LatencyTargets:
-    """Returns the tightest targets of the classes with enough requests."""
+    """Return the tightest targets of the classes with enough requests; none if no class has any."""
     counts = {name: interval.grown(f.SLO_REQUESTS, slo_class=name) for name in targets_by_class}
     least = CLASS_SHARE * sum(counts.values())
     found = [targets for name, targets in targets_by_class.items() if counts[name] and counts[name] >= least]

@@ -25,13 +25,13 @@ class Sizing:
     prompts: WorkerFacts
     answers: WorkerFacts
     backlog_s: float = 0.0
-    """Device seconds of queued prompts to be worked off per second."""
+    """Work on queued prompts in addition to the new load, in device seconds per second."""
     prefill_scale: float = 1.0
     decode_scale: float = 1.0
     """Learned factors on the modelled load ratios of prefill and decode."""
 
     def load_ratios(self, split: Split) -> tuple[LoadRatio, LoadRatio]:
-        """Returns the load ratios of both roles under a split; for shared workers, twice the same."""
+        """Return the load ratios of both roles under a split; for shared workers, the same ratio twice."""
         targets, demand = self.targets, self.demand
         if split.shared:
             shared = shared_load_ratio(demand, targets, self.answers, split.shared, self.backlog_s)
@@ -45,13 +45,14 @@ class Sizing:
         )
 
     def worst(self, split: Split) -> LoadRatio:
-        """Returns the larger load ratio."""
+        """Return the larger of the two load ratios."""
         return max(self.load_ratios(split), key=lambda load_ratio: load_ratio.value)
 
     def best(self, workers: int, limits: Limits, *, shared: bool = False) -> Split | None:
-        """Returns the split of `workers` with the smallest larger load ratio; None if the limits allow none.
+        """Return the split of `workers` workers whose larger load ratio is smallest; None if the limits allow no split.
 
-        One role's ratio falls with its workers while the other's rises, so the best split is where they meet.
+        The ratio of one role falls with its number of workers while the other's rises, so the best split is where they
+        meet.
         """
         if shared:
             return Split(shared=workers)
@@ -68,7 +69,11 @@ class Sizing:
         )
 
     def fewest(self, total: Range, limits: Limits, load_ratio: float, *, shared: bool = False) -> Split | None:
-        """Returns the fewest workers within `total` at `load_ratio` or less, or the most allowed."""
+        """Return the best split of the fewest workers that keep both load ratios at or below `load_ratio`.
+
+        `total` bounds the number of workers. If none suffices, the result is the best split of the most workers; None
+        if the limits allow no split.
+        """
         low, high = total.least, total.most
         while low < high:
             middle = (low + high) // 2

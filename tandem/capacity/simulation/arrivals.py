@@ -15,14 +15,14 @@ SIGMA = 0.8
 """Default standard deviation of the logarithm of lengths: half of them lie within a factor of 1.7 of the median."""
 
 _SHARED_KEY = 0
-"""The key of the prefix that all prompts share."""
+"""The page key of the prefix that all prompts share."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
     """A request mix: requests per second and mean lengths in tokens.
 
-    0 `sigma` = equal lengths. The first `cached` fraction of every prompt is the same.
+    A `sigma` of 0 makes all lengths equal. The first `cached` fraction of a prompt is a prefix that all prompts share.
     """
 
     rate: float
@@ -34,9 +34,10 @@ class Mix:
     def requests(
         self, seconds: float, slo: SloClass, max_context: int, *, seed: int = 0, start_s: float = 0.0, key: int = 0
     ) -> Iterator[LoadRequest]:
-        """Yields the requests of `seconds` from `start_s` on, by arrival; each fits into `max_context` tokens.
+        """Yield the requests of `seconds` seconds from `start_s` on, by arrival; each fits into `max_context` tokens.
 
-        Arrival times and lengths have generators of their own: another rate has the same lengths in the same order.
+        Arrival times and lengths have separate random generators, so another rate has the same lengths in the same
+        order.
         """
         moments, lengths = (np.random.default_rng(each) for each in np.random.SeedSequence(seed).spawn(2))
         due_s = start_s
@@ -47,7 +48,7 @@ class Mix:
             yield LoadRequest(due_s, VirtualPrompt(key, prompt, self._names(key, prompt)), answer, slo)
 
     def _names(self, key: int, prompt: int) -> tuple[bytes, ...]:
-        """Returns the names of the prompt's pages; none where it shares no prefix."""
+        """Return the names of the prompt's pages; none if it shares no prefix."""
         shared = int(self.cached * prompt)
         return page_names([(_SHARED_KEY, 0, shared), (key, shared, prompt - shared)], GPU_PAGE_TOKENS) if shared else ()
 

@@ -1,4 +1,4 @@
-"""Virtual time: planned calls run in the order of their times; an event loop whose time this is runs coroutines too."""
+"""Virtual time: a clock that runs scheduled calls in order, and an event loop on it that also runs coroutines."""
 
 import asyncio
 import heapq
@@ -11,11 +11,14 @@ from contextvars import Context, copy_context
 from typing import Any
 
 _CALLS_MAX = 100_000
-"""The most callbacks at one time; more mean an endless cycle."""
+"""Maximum number of callbacks at one virtual time; more indicate an endless cycle."""
 
 
 class VirtualClock:
-    """A clock in seconds that advances from planned call to planned call; calls of equal time run in planning order."""
+    """A clock in seconds that advances from one scheduled call to the next.
+
+    Calls of equal time run in scheduling order.
+    """
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
@@ -23,21 +26,21 @@ class VirtualClock:
         self._planned = 0
 
     def __call__(self) -> float:
-        """Returns the present time."""
+        """Return the current virtual time in seconds."""
         return self.now
 
     def at(self, moment: float, call: Callable[[], None]) -> None:
-        """Plans `call` for time `moment`, or for now if that has passed; never if it is infinite."""
+        """Schedule `call` for time `moment`, for now if that has passed, or never if it is infinite."""
         if moment < math.inf:
             self._planned += 1
             heapq.heappush(self._calls, (moment if moment > self.now else self.now, self._planned, call))
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
-        """Plans `call` in `seconds`."""
+        """Schedule `call` to run in `seconds` seconds."""
         self.at(self.now + seconds, call)
 
     def run(self, until: float = math.inf) -> None:
-        """Runs planned calls until none is left or the time `until` is reached."""
+        """Run scheduled calls until none is left or the time `until` is reached."""
         calls = self._calls
         while calls and calls[0][0] <= until:
             self.now, _, call = heapq.heappop(calls)
@@ -45,9 +48,9 @@ class VirtualClock:
 
 
 class VirtualLoop(VirtualClock, asyncio.AbstractEventLoop):
-    """The subset of an event loop that workers and routers use, in virtual time.
+    """The subset of an asyncio event loop that workers and routers use, in virtual time.
 
-    What a planned call makes ready runs right after it. Errors that nobody catches are raised where the loop runs.
+    Callbacks that a scheduled call makes ready run right after it. Uncaught errors are raised by the loop's `run`.
     """
 
     def __init__(self, now: float = 0.0) -> None:
@@ -57,7 +60,7 @@ class VirtualLoop(VirtualClock, asyncio.AbstractEventLoop):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Returns a context in which the loop is asyncio's running loop."""
+        """Return a context in which this loop is asyncio's running loop."""
         before = asyncio._get_running_loop()
         asyncio._set_running_loop(self)
         try:
@@ -66,7 +69,7 @@ class VirtualLoop(VirtualClock, asyncio.AbstractEventLoop):
             asyncio._set_running_loop(before)
 
     def run(self, until: float = math.inf) -> None:
-        """Runs what is ready, then planned calls and what they make ready, until nothing is left or `until`."""
+        """Run ready callbacks, then scheduled calls and the callbacks that these make ready, up to time `until`."""
         with self.running():
             self._run_ready()
             calls = self._calls
@@ -77,13 +80,13 @@ class VirtualLoop(VirtualClock, asyncio.AbstractEventLoop):
                     self._run_ready()
 
     def run_ready(self) -> None:
-        """Runs everything that can run without time passing; does nothing when called from inside the loop."""
+        """Run everything that can run without time passing; does nothing when called from inside the loop."""
         if asyncio._get_running_loop() is not self:
             with self.running():
                 self._run_ready()
 
     def advance(self, seconds: float) -> None:
-        """Lets time pass, planned call by planned call."""
+        """Advance the time by `seconds`, running each scheduled call at its time."""
         end = self.now + seconds
         self.run(end)
         self.now = end
@@ -100,7 +103,7 @@ class VirtualLoop(VirtualClock, asyncio.AbstractEventLoop):
             handle._run()
 
     def time(self) -> float:
-        """Returns the present time."""
+        """Return the current virtual time in seconds."""
         return self.now
 
     def call_soon(
@@ -139,7 +142,7 @@ class VirtualLoop(VirtualClock, asyncio.AbstractEventLoop):
         return task
 
     def run_in_executor(self, _executor: Any, func: Any, *args: Any) -> "asyncio.Future[Any]":  # type: ignore[override]
-        """Calls `func` at once."""
+        """Call `func` at once, on the caller's thread."""
         done: Future[Any] = Future()
         try:
             done.set_result(func(*args))
@@ -148,21 +151,21 @@ class VirtualLoop(VirtualClock, asyncio.AbstractEventLoop):
         return asyncio.wrap_future(done, loop=self)
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Raises the error that nobody caught."""
+        """Raise the uncaught error."""
         if (error := context.get("exception")) is not None:
             raise error
 
     def get_debug(self) -> bool:
-        """Returns False."""
+        """Return False."""
         return False
 
     def is_running(self) -> bool:
-        """Returns True."""
+        """Return True."""
         return True
 
     def is_closed(self) -> bool:
-        """Returns False."""
+        """Return False."""
         return False
 
     def _timer_handle_cancelled(self, _handle: asyncio.TimerHandle) -> None:
-        """A cancelled timer stays planned until it is due."""
+        """Do nothing: a cancelled timer stays scheduled until its time and has no effect then."""

@@ -17,13 +17,13 @@ from tandem.protocol.messages import PeerRef
 
 @dataclass(slots=True)
 class VirtualCluster:
-    """A cluster for one load; a new one is needed for each."""
+    """A cluster for a single load; the next load needs a new one."""
 
     specs: Sequence[WorkerSpec]
     config: RouterConfig
     network: Network = field(default_factory=Network)
     jumps: bool = True
-    """True to take runs of equal steps at once; the outcome is the same."""
+    """True to take runs of equal decode steps at once, which is faster and has the same outcome."""
     clock: VirtualLoop = field(default_factory=VirtualLoop)
     workers: dict[PeerRef, VirtualWorker] = field(default_factory=dict)
     router: VirtualRouter = field(init=False)
@@ -40,11 +40,11 @@ class VirtualCluster:
             worker.assignment.on_change = partial(self._notify_router, worker)
 
     def _notify_router(self, worker: VirtualWorker) -> None:
-        """Notifies the router through the controller, which takes two calls."""
+        """Notify the router of a worker's new assignment through the controller, which takes two calls."""
         self.clock.after(2 * self.network.call_s, lambda: self.router.apply_assignment(worker))
 
     def run(self, requests: Iterable[LoadRequest], until_s: float = float("inf")) -> list[Outcome]:
-        """Runs the requests, sorted by `due_s`, until nothing is left or `until_s`; returns the outcomes."""
+        """Run the requests, sorted by `due_s`, until none is left or until time `until_s`; return the outcomes."""
         coming = iter(requests)
 
         def next_one() -> None:

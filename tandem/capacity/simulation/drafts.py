@@ -1,6 +1,6 @@
-"""Drafts of simulated workers: each is accepted by chance, and the control of real workers decides how many there are.
+"""Drafts of simulated workers: tokens are accepted at random, and the real workers' control chooses their number.
 
-Every simulated token is 0, so a draft of 0 is right and one of 1 is wrong.
+Every simulated token is 0, so a draft token 0 is right and a draft token 1 is wrong.
 """
 
 import random
@@ -27,22 +27,22 @@ _LOOK_UP = DraftSource(ProposerName.NGRAM, 1)
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """The drafts of a worker."""
+    """The drafts of a simulated worker."""
 
     acceptance: float
-    """The probability that a draft is accepted if those before it were, 0 to 1."""
+    """The probability that a draft token is accepted if those before it were, 0 to 1."""
     most: int = DRAFTS_MAX
-    """The most drafts of a request in a step."""
+    """Maximum number of draft tokens of a request in a step."""
     token_s: float = 0.0
-    """The seconds that a draft model takes for a token of all drafts of a step; 0 = look-ups, which take none."""
+    """Seconds that the draft model takes for one token of all requests of a step; 0 = look-ups, which take no time."""
 
     @property
     def cost(self) -> StepCost:
-        """The cost of the draft model's steps, which depends on nothing."""
+        """The cost of the draft model's steps, which does not depend on their work."""
         return StepCost(CostParameters(self.token_s, 0.0, 0.0, 0.0, 0.0, 0.0))
 
     def speculation(self, batch: DraftingBatch, grow: Callable[[DecodeRequest], bool]) -> Speculation:
-        """Return the control of a new worker with such drafts; see `Speculation`."""
+        """Return the speculation control of a new worker with these drafts; see `Speculation`."""
         chance = _Chance(self)
         if not self.token_s:
             return Speculation(_LookUps(chance), batch, grow, _cut_all)
@@ -56,19 +56,16 @@ class _Chance:
         self._dice = random.Random(0)
 
     def tokens(self, most: int) -> list[int]:
-        """Return a draft of as many tokens as there may be."""
+        """Return a draft of the maximum length, with random right and wrong tokens."""
         return [int(self._dice.random() >= self.drafts.acceptance) for _ in range(min(most, self.drafts.most))]
 
 
 class _Stateless(Proposer):
-    def begin(self, key: Hashable, token_ids: Sequence[int], cache_salt: str) -> None:
-        """See `Proposer`."""
+    def begin(self, key: Hashable, token_ids: Sequence[int], cache_salt: str) -> None: ...
 
-    def extend(self, key: Hashable, token_ids: Sequence[int]) -> None:
-        """See `Proposer`."""
+    def extend(self, key: Hashable, token_ids: Sequence[int]) -> None: ...
 
-    def leave(self, key: Hashable) -> None:
-        """See `Proposer`."""
+    def leave(self, key: Hashable) -> None: ...
 
 
 class _LookUps(_Stateless):
@@ -76,13 +73,12 @@ class _LookUps(_Stateless):
         self._chance = chance
 
     def propose(self, key: Hashable, most: int) -> Draft:
-        """See `Proposer`."""
         del key
         return Draft(self._chance.tokens(most), _LOOK_UP)
 
 
 class _Model(_Stateless, BatchProposer):
-    """A model whose KV of a context takes no time."""
+    """A draft model that takes no time to compute the KV of a context."""
 
     source = DraftSource(ProposerName.DRAFT_MODEL)
     max_step_tokens = 1 << 30
@@ -91,19 +87,17 @@ class _Model(_Stateless, BatchProposer):
         self._chance = chance
         self.longest = chance.drafts.most
         self.spent_s = 0.0
-        """The seconds that proposing has taken."""
+        """Seconds that proposing drafts has taken."""
 
     @property
     def cost(self) -> StepCost:
-        """See `BatchProposer`."""
         return self._chance.drafts.cost
 
     def compute(self, wanted: Sequence[WantedDraft]) -> Sequence[Sequence[int]]:
-        """See `BatchProposer`."""
         self.spent_s += self._chance.drafts.token_s * max(len(each.draws) for each in wanted)
         return [self._chance.tokens(len(each.draws)) for each in wanted]
 
 
 def _cut_all(*_: object) -> int:
-    """Return 0: simulated requests have no grammar."""
+    """Return 0: simulated requests have no grammar, so no draft is cut."""
     return 0

@@ -27,7 +27,7 @@ from tandem.protocol.messages import ModelFacts
 from tandem.settings.ceilings import Ceilings
 
 ITEM_BYTES = 2
-"""Bytes of an element of KV and of weights that are not quantized."""
+"""Bytes of an element of KV or weights that are not quantized."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Hardware:
     page_tokens: int = GPU_PAGE_TOKENS
     kv_element_bytes: float = ITEM_BYTES
     drafts: Drafts | None = None
-    """The drafts of workers that decode; None = they have none."""
+    """The drafts of workers that decode; None = no speculative decoding."""
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -51,7 +51,7 @@ class Hardware:
 
     @property
     def idle_step_s(self) -> float:
-        """A decode step of one request with little context, in seconds."""
+        """Seconds of a decode step of one request with little context."""
         return StepCost(self.actual_cost).idle_step_s
 
     @property
@@ -64,7 +64,7 @@ class Hardware:
         )
 
     def with_costs(self, costs: CostParameters) -> "Hardware":
-        """Returns the same hardware with these step costs, which predictions know."""
+        """Return the same hardware with these step costs, which predictions use too."""
         known = replace(costs, tile_tokens=self.actual_cost.tile_tokens)
         return replace(self, actual_cost=known, reported_cost=known)
 
@@ -80,15 +80,18 @@ class Hardware:
 
 
 def kv_element_bytes(model: ModelSpec, kv_cache_dtype: str) -> float:
-    """Returns the bytes of an element of KV, with its part of a scale. InvalidArgument as of `quantized_kv_dtype`."""
+    """Return the bytes of one KV element, including its share of a quantization scale.
+
+    Raises InvalidArgument in the same cases as `quantized_kv_dtype`.
+    """
     dtype = quantized_kv_dtype(kv_cache_dtype, model) or torch.bfloat16
     return page_bytes(model, 1, dtype) / kv_groups(model)[0].elements
 
 
 def kv_bytes_per_held_token(model: ModelSpec, tokens: float, element_bytes: float = ITEM_BYTES) -> float:
-    """Returns the bytes per token that a decoding request of `tokens` tokens holds.
+    """Return the KV bytes per token of a decoding request of `tokens` tokens.
 
-    With windows they are those of the whole pages that workers reserve (`KvPages.held`).
+    In a model with sliding windows these are the bytes of the whole pages that workers reserve (`KvPages.held`).
     """
     pages = KvPages(GPU_PAGE_TOKENS, kv_windows(model))
     if not pages.windowed:
@@ -97,20 +100,20 @@ def kv_bytes_per_held_token(model: ModelSpec, tokens: float, element_bytes: floa
 
 
 def kv_page_bytes(model: ModelSpec, element_bytes: float = ITEM_BYTES) -> int:
-    """Returns the bytes of a KV page."""
+    """Return the bytes of a KV page."""
     return round(kv_groups(model)[0].elements * GPU_PAGE_TOKENS * element_bytes)
 
 
 def roofline(model: ModelSpec, device: Ceilings = GPU, kv_element_bytes: float = ITEM_BYTES) -> CostParameters:
-    """Returns the step cost at a device's ceilings, marked as if it was measured."""
+    """Return the step cost at a device's ceilings, marked as measured."""
     sizes = model_sizes(model, ITEM_BYTES, kv_element_bytes)
     return replace(guess(sizes, device, gpu_grid(model.heads)), observed=1000)
 
 
 def read_costs(file: Path, option: str = "--costs") -> CostParameters:
-    """Reads fitted parameters by the names of `CostParameters`, at the top level or under `costs`, as in results.
+    """Read fitted parameters by the names of `CostParameters`, at the top level or under `costs`, as in result files.
 
-    InvalidArgument names the option.
+    Raises InvalidArgument, which names `option`, if the file cannot be read or has unknown names.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -134,10 +137,10 @@ def hardware(
     quantization: str | None = None,
     kv_cache_dtype: str = "auto",
 ) -> Hardware:
-    """Returns hardware whose predictions are `misjudged` times the real step cost.
+    """Return hardware whose predictions are `misjudged` times the real step cost.
 
-    Steps cost what the roofline of `device` says of weights and KV as they are quantized, or what the file `costs` has.
-    InvalidArgument if the KV cache is smaller than a page, and for quantization that the model cannot have.
+    The real cost is the roofline of `device` for the quantized weights and KV, or the content of the file `costs`.
+    Raises InvalidArgument if the KV cache is smaller than a page, or if the model does not support the quantization.
     """
     model = quantized_at_load(shape_config(shape), quantization)
     element_bytes = kv_element_bytes(model, kv_cache_dtype)

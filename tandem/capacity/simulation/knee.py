@@ -1,4 +1,4 @@
-"""Finds the highest rate at which a cluster meets its service class for most requests, by short simulated loads."""
+"""Finds the highest rate at which most requests meet their service class, by short simulated loads."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ LIVES = 3.0
 DRAIN_S = 30.0
 GROWTH = 1.6
 NEAR = 1.12
-"""The factor between rates until the knee lies between two, and the final ratio of these two."""
+"""Factor between tried rates until two of them enclose the knee, and the ratio of these two that ends the search."""
 LOADS_MAX = 6
 
 
@@ -52,7 +52,7 @@ class Trial:
     seed: int = 0
 
     def load(self, rate: float) -> LoadFigures:
-        """Runs a load of `rate` requests per second on a new cluster."""
+        """Run a load of `rate` requests per second on a new cluster."""
         idle_s = self.machine.idle_step_s
         seconds = max(SECONDS_MIN, REQUESTS / rate, LIVES * self.mix.answer_tokens * idle_s)
         slo = self.slo if self.asks else BEST_EFFORT
@@ -81,7 +81,7 @@ class Trial:
 
 
 def find_knee(load: Callable[[float], LoadFigures], guess: float) -> LoadFigures | None:
-    """Returns the load with the highest rate found that keeps the share; None if none of the tried rates does."""
+    """Return the load with the highest tried rate that keeps the share `KEPT`; None if no tried rate does."""
     kept: LoadFigures | None = None
     beyond: float | None = None
     rate = guess
@@ -103,7 +103,7 @@ def find_knee(load: Callable[[float], LoadFigures], guess: float) -> LoadFigures
 
 
 def _quantiles(values: np.ndarray) -> tuple[float, float]:
-    """Returns the median and the 99th percentile; 0 for no values."""
+    """Return the median and the 99th percentile; 0 for no values."""
     if not len(values):
         return 0.0, 0.0
     middle, most = np.quantile(values, (0.5, 0.99))

@@ -1,7 +1,8 @@
 """A worker's step loop under the virtual clock.
 
-As in `tandem/worker/loop.py` a step is planned and launched while the one before it runs. A call from outside finds the
-worker's state of its time: skipped steps are applied first.
+As in `tandem/worker/loop.py`, a step is scheduled and launched while the step before it runs. To be fast, the loop
+takes runs of equal decode steps at once; a call from outside first applies those that have ended by then, so it sees
+the worker's state of its time.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tandem.worker.scheduler import StepScheduler
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A launched step; its first rows decode, and `drawn` has the draws of all rows."""
+    """A launched step; its first rows decode, and `drawn` has the sampled tokens of all rows."""
 
     work: StepWork
     drawn: Sequence[int | None]
@@ -40,7 +41,7 @@ class InFlightSteps:
         self.log = StepLog()
         """End times of the completed steps."""
         self.first: InFlightStep | None = None
-        """The step whose end is awaited; None while nothing runs."""
+        """The step that ends next; None while none runs."""
         self.second: InFlightStep | None = None
         """The newest step."""
         self.busy_s = 0.0
@@ -53,21 +54,21 @@ class InFlightSteps:
         return self.first is None and self.second is None
 
     def launch(self, work: StepWork, drawn: Sequence[int | None], now: float, drafting_s: float = 0.0) -> InFlightStep:
-        """Launches a step after all earlier ones; `drafting_s` is what proposing its drafts took."""
+        """Launch a step after all earlier ones; `drafting_s` is the time that proposing its drafts took, in seconds."""
         seconds = self._actual_cost.seconds(work) + drafting_s
         self._free_s = max(now, self._free_s) + seconds
         self.busy_s += seconds
         return InFlightStep(work, drawn, self._free_s)
 
     def push(self, launched: InFlightStep | None) -> bool:
-        """Makes `launched` the newest step; returns True if none is to be launched until the first ends."""
+        """Make `launched` the newest step; return True if no other step may be launched until the first one ends."""
         before, self.second = self.second, launched
         if before is not None:
             self.first = before
         return before is not None or launched is None
 
     def land(self) -> tuple[int, InFlightStep] | None:
-        """Completes the first step; returns its number in the log and the step, None without one."""
+        """Complete the first step; return its number in the log and the step, or None without a first step."""
         landed, self.first = self.first, None
         return None if landed is None else (self.log.add(landed.end_s), landed)
 
@@ -78,13 +79,13 @@ class InFlightSteps:
         return not (first is None or second is None or first.work.prefill_tokens or second.work.prefill_tokens)
 
     def steady(self, lookahead: Lookahead | None) -> SteadyRun | None:
-        """Returns the end times of both steps and of those that follow with the same rows; None without any."""
+        """Return the end times of both steps and of those that follow with the same rows; None without such a run."""
         if self.first is None or self.second is None or lookahead is None:
             return None
         return steady_run(self._actual_cost, self.second.work, self.first.end_s, self.second.end_s, lookahead)
 
     def skip(self, run: SteadyRun, steps: int) -> StepWork | None:
-        """Skips the first steps of a steady run; returns the newest launch's work, None if nothing was skipped."""
+        """Skip the first `steps` steps of a steady run; return the newest launch's work, None if none was skipped."""
         first, second = self.first, self.second
         if first is None or second is None or not steps:
             return None
@@ -97,7 +98,7 @@ class InFlightSteps:
 
 
 class VirtualStepLoop:
-    """Runs both halves on a simulated device; runs of equal decode steps are taken at once."""
+    """Runs both schedulers of a worker on a simulated device; it takes runs of equal decode steps at once."""
 
     def __init__(
         self,
@@ -111,10 +112,10 @@ class VirtualStepLoop:
         publish: Callable[[int, StepWork, Sequence[RoutedEvent], DecodedStep | None], None],
         jumps: bool,
     ) -> None:
-        """Sets the loop up; `actual_cost` predicts the durations of steps.
+        """Create the loop; `actual_cost` predicts the durations of steps.
 
-        `publish` receives each completed step with its number in the log, except for those taken at once.
-        `spare_pages` returns the pages that answers may grow into. Without `jumps` every step is taken by itself.
+        `publish` receives each completed step with its number in the log, except for steps taken at once. `spare_pages`
+        returns the number of pages into which answers may grow. Without `jumps` every step is taken by itself.
         """
         self._clock, self._scheduler, self._jumps = clock, scheduler, jumps
         self._decode, self._prefill, self._spare_pages = decode, prefill, spare_pages
@@ -129,12 +130,15 @@ class VirtualStepLoop:
         self._inside = False
 
     def wake(self) -> None:
-        """Notes that there may be work."""
+        """Note that there may be work."""
         self._woken = True
 
     @contextmanager
     def sync(self) -> Iterator[None]:
-        """Returns a context for changes from outside of a step: ended steps are applied before, and it plans after."""
+        """Return a context for changes from outside of a step.
+
+        Ended steps are applied before the change, and the next steps are planned after it.
+        """
         self._catch_up()
         try:
             yield
@@ -159,15 +163,15 @@ class VirtualStepLoop:
         return newest if run is None else after_steps(newest, run.ended_steps(self._clock.now))
 
     def _catch_up(self) -> None:
-        """Applies the ended steps of a steady run, if they have taken pages since.
+        """Apply the ended steps of a steady run, if any of them has taken a KV page.
 
-        Steps that took no pages can be applied later, as no caller sees a difference.
+        Steps that took no page can be applied later, because no caller sees a difference.
         """
         if self._steady is not None and self._clock.now >= self._steady.first_page_s:
             self._pass(self._steady, self._steady.ended_steps(self._clock.now))
 
     def _replan(self) -> None:
-        """Starts an idle loop after a change, or ends a steady run whose assumptions no longer hold."""
+        """After a change, start an idle loop, or end a steady run whose assumptions no longer hold."""
         if self._inside:
             return
         if self.idle and self._woken:
@@ -181,7 +185,7 @@ class VirtualStepLoop:
             self._wait()
 
     def _step(self) -> None:
-        """Launches until one step runs and another one follows it, or nothing is left to launch."""
+        """Launch until one step runs and another one follows it, or nothing is left to launch."""
         while not self._in_flight.push(self._launch()):
             pass
 
@@ -195,13 +199,13 @@ class VirtualStepLoop:
         )
 
     def _finish(self, number: int, step: InFlightStep) -> None:
-        """Applies a completed step, given its number in the log."""
+        """Apply a completed step, given its number in the log."""
         events, decoded = self._scheduler.apply(step.work, ModelRunnerOutput(step.drawn))
         self._prefill.deliver_updates()
         self._publish(number, step.work, events, decoded)
 
     def _on_time(self, plan_number: int) -> None:
-        """Handles the awaited end of a step or of a steady run; ignored if planned anew since."""
+        """Handle the end of a step or of a steady run; ignored if the loop has planned anew since."""
         if plan_number != self._plan_number:
             return
         self._inside = True
@@ -216,7 +220,7 @@ class VirtualStepLoop:
         self._wait()
 
     def _wait(self) -> None:
-        """Plans the next end to wait for."""
+        """Schedule a call at the end of the running step or of the steady run."""
         self._plan_number += 1
         self._steady = self._woken_steady()
         step = self._in_flight.first
@@ -227,7 +231,7 @@ class VirtualStepLoop:
         self._clock.at(end_s, partial(self._on_time, self._plan_number))
 
     def _woken_steady(self) -> SteadyRun | None:
-        """Returns the run of equal steps from here on; None if there is none."""
+        """Return the run of equal steps from here on; None if there is none."""
         self._woken = False
         if not self._jumps or not self._in_flight.only_decode or self._newcomers:
             return None
@@ -239,7 +243,7 @@ class VirtualStepLoop:
         return bool(self._decode.ready_requests or self._prefill.waiting().prompts)
 
     def _pass(self, run: SteadyRun, steps: int) -> None:
-        """Applies the next steps of the steady run."""
+        """Apply the next `steps` steps of the steady run."""
         self._steady, self._awaited = None, False
         newest = self._in_flight.skip(run, steps)
         if newest is not None:

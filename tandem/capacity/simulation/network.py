@@ -20,15 +20,17 @@ class Network:
     event_s: float = 1e-3
     """The delay of a step's output from the end of the step to the worker's event loop, the router or the client."""
     transfer_s: float = 3e-4
-    """Fixed time of a KV write, in addition to its bytes."""
+    """Fixed time of a KV write, in addition to the time for its bytes."""
     bytes_per_s: float = 3.6e11
     """Bandwidth between two workers."""
     chunks_per_s: float | None = 5000.0
-    """Maximum chunks per second that the router sends (`RouterConfig.chunks_per_s`); None = every token at once."""
+    """Maximum chunks per second that the router sends (`RouterConfig.chunks_per_s`); None = a chunk for every token."""
     chunk_delay_max_s: float = 0.025
     event_jitter_s: float = 3e-4
-    """Mean extra delay of a token, exponentially distributed like the gaps at the clients of two H200
-    (docs/decisions/capacity_planning.md)."""
+    """Mean extra delay of a token, exponentially distributed like the gaps measured at clients of two H200.
+
+    See docs/decisions/capacity_planning.md.
+    """
 
 
 class DeliveryDelay:
@@ -39,9 +41,9 @@ class DeliveryDelay:
         self._dice = np.random.default_rng(seed)
 
     def moments(self, outcome: Outcome) -> NDArray[np.float64]:
-        """Returns the times of the outcome's tokens at the client, in seconds."""
+        """Return the times at which the outcome's tokens reach the client, in seconds."""
         return self.late(outcome.token_s(self._network.event_s))
 
     def late(self, sent: Sequence[float]) -> NDArray[np.float64]:
-        """Returns the arrival times of tokens that would arrive at the times `sent` without jitter, ascending."""
+        """Return the ascending arrival times of tokens that would arrive at the times `sent` without jitter."""
         return np.maximum.accumulate(np.asarray(sent) + self._dice.exponential(self._network.event_jitter_s, len(sent)))

@@ -1,4 +1,4 @@
-"""Prompts without token ids: they have a length and names of their pages."""
+"""Prompts without token ids, which have a length and the names of their pages."""
 
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -14,12 +14,12 @@ Segment = tuple[int, int, int]
 
 
 class VirtualPrompt(Sequence[int]):
-    """A prompt whose token ids are all 0; equal `names` mean equal tokens, as far as both reach."""
+    """A prompt whose token ids are all 0; two prompts share the tokens of those pages whose `names` are equal."""
 
     __slots__ = ("key", "names", "tokens")
 
     def __init__(self, key: int, tokens: int, names: tuple[bytes, ...]) -> None:
-        """Makes a prompt of `tokens` tokens with the `names` of its full pages; `key` is unique."""
+        """Create a prompt of `tokens` tokens with the `names` of its full pages; `key` is unique."""
         self.key, self.tokens, self.names = key, tokens, names
 
     def __len__(self) -> int:
@@ -30,7 +30,7 @@ class VirtualPrompt(Sequence[int]):
     @overload
     def __getitem__(self, index: slice) -> tuple[int, ...]: ...
     def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
-        """Returns 0, or as many zeros as the slice has tokens."""
+        """Return 0, or a tuple of zeros for a slice."""
         if isinstance(index, slice):
             return (0,) * len(range(*index.indices(self.tokens)))
         if not -self.tokens <= index < self.tokens:
@@ -38,16 +38,16 @@ class VirtualPrompt(Sequence[int]):
         return 0
 
     def __add__(self, answer: tuple[int, ...]) -> "VirtualPrompt":
-        """Returns the prompt followed by the first tokens of an answer, which no other prompt has."""
+        """Return the prompt followed by the first tokens of an answer, which no other prompt shares."""
         return VirtualPrompt(self.key, self.tokens + len(answer), self.names) if answer else self
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        """Returns the array that stands for the whole prompt where it is hashed."""
+        """Return the array that represents the whole prompt when it is hashed."""
         return np.array([self.key, self.tokens], dtype=dtype)
 
 
 def page_names(segments: Sequence[Segment], page_tokens: int) -> tuple[bytes, ...]:
-    """Returns the names of a prompt's full pages; prompts with equal beginnings have equal names."""
+    """Return the names of a prompt's full pages; prompts with equal beginnings have equal names."""
     names, parent, room, page = [], b"", page_tokens, bytearray()
     for key, begin, tokens in segments:
         first, count = begin, tokens
@@ -63,16 +63,16 @@ def page_names(segments: Sequence[Segment], page_tokens: int) -> tuple[bytes, ..
 
 
 class PageNames:
-    """Names pages like `tandem.protocol.page_digests`, without token ids.
+    """Names pages like `tandem.protocol.page_digests`, but without token ids.
 
-    A prompt knows its names; generated pages get names that no prompt has.
+    A prompt knows its names; pages of generated tokens get names that no prompt has.
     """
 
     def __init__(self) -> None:
         self._made = 0
 
     def __call__(self, token_ids: Sequence[int], page_tokens: int, _parent: bytes) -> list[bytes]:
-        """Returns the names of the full pages: the prompt's own, or fresh ones."""
+        """Return the names of the full pages: the prompt's own, or new ones for generated tokens."""
         if isinstance(token_ids, VirtualPrompt):
             return list(token_ids.names)
         fresh = range(self._made, self._made + len(token_ids) // page_tokens)

@@ -25,22 +25,22 @@ class StepLog:
         return len(self._ends)
 
     def add(self, end_s: float) -> int:
-        """Adds a step; returns its number."""
+        """Add a step; return its number."""
         self._ends.append(end_s)
         return len(self._ends) - 1
 
     def extend(self, ends_s: NDArray[np.float64]) -> None:
-        """Adds several steps."""
+        """Add several steps."""
         self._ends.frombytes(ends_s.tobytes())
 
     def ends(self, first: int, count: int) -> Sequence[float]:
-        """Returns the end times of `count` steps from `first` on."""
+        """Return the end times of `count` steps from `first` on."""
         return self._ends[first : first + count]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """A request: when it is sent, its prompt, class and tenant; its answer has exactly `new_tokens` tokens."""
+    """A request: its sending time, prompt, class and tenant; its answer has exactly `new_tokens` tokens."""
 
     due_s: float
     prompt: VirtualPrompt
@@ -51,7 +51,7 @@ class LoadRequest:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens of an answer: one at the end of each of `count` steps."""
+    """Tokens of an answer: one at the end of each of `count` steps of `log`, from step `first` on."""
 
     log: StepLog
     first: int
@@ -60,7 +60,7 @@ class Piece:
 
 @dataclass(slots=True)
 class Outcome:
-    """A request's outcome. Times are of the client's clock, in seconds."""
+    """A request's outcome. Times are those of the client's clock, in seconds."""
 
     asked: LoadRequest
     error: str = ""
@@ -70,20 +70,20 @@ class Outcome:
     prefill_worker: str = ""
     decode_worker: str = ""
     prediction: Placement | None = None
-    """The prediction of the first placement."""
+    """The prediction at the first placement."""
     placed_s: float = 0.0
     attempts: int = 1
     firsts_s: list[float] = field(default_factory=list)
     """Time of the first token of each attempt."""
     pieces: list[Piece] = field(default_factory=list)
-    """Tokens that each attempt decoded after its first."""
+    """For each attempt, the tokens that it decoded after its first one."""
     held_s: float = 0.0
-    """Maximum time for which the first token is held until the second."""
+    """Maximum time for which the router holds the first token back until the second one, in seconds."""
     rejected: RequestOutcome | None = None
-    """The verdict on a request that was rejected on arrival."""
+    """The judgement of a request that was rejected on arrival."""
 
     def token_s(self, later_s: float) -> Sequence[float]:
-        """Returns the time of each token; `later_s` is the delay from a worker to the client."""
+        """Return the time of each token in seconds; `later_s` is the delay from a worker to the client."""
         moments: list[float] = []
         for number, first_s in enumerate(self.firsts_s):
             moments.append(first_s + later_s)
@@ -97,9 +97,9 @@ class Outcome:
     def judge(
         self, slo: SloClass, idle_step_s: float, moments: Sequence[float] | NDArray[np.float64]
     ) -> RequestOutcome:
-        """Returns whether the request met `slo`, or why not, as the router judges.
+        """Return whether the request met `slo`, or why not, as the router judges.
 
-        Gap targets in steps are multiples of `idle_step_s`; `moments` are the tokens' times at the client.
+        ITL targets in steps are multiples of `idle_step_s`; `moments` are the tokens' times at the client.
         """
         if self.error:
             return self.rejected or RequestOutcome(request_outcome.Outcome.FAILED, Phase.QUEUE)

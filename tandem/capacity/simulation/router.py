@@ -41,7 +41,7 @@ _BUSY = (ResourceExhausted, RoleClosed)
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """A request that has not ended."""
+    """A request that has not ended, with its current attempt."""
 
     queued: QueuedRequest
     outcome: Outcome
@@ -58,9 +58,9 @@ class Flow:
         return RequestRef(self.queued.wire_id, self.attempt)
 
     def close_piece(self, log: StepLog, number: int, event: RequestEvent, tokens: StepLog | None) -> None:
-        """Records what the attempt has decoded up to this event, one token per step unless `tokens` has their times.
+        """Record the tokens of the attempt up to this event, one token per step unless `tokens` has their times.
 
-        The event is of step `number` of the worker with that `log`; a preempted request decoded before that step.
+        The event belongs to step `number` of the worker with that `log`; a preempted request decoded before that step.
         """
         self.tokens = event.first_index + len(event.token_ids)
         decoded = self.tokens - self.queued.answered - 1
@@ -70,9 +70,9 @@ class Flow:
         pieces.append(Piece(log, first, decoded) if tokens is None else Piece(tokens, 0, decoded))
 
     def placement_record(self, later_s: float) -> PlacementRecord | None:
-        """Returns its prediction with the observed values; None unless the first attempt completed it.
+        """Return the prediction with the observed values; None unless the first attempt completed the request.
 
-        A token takes `later_s` from its worker to the client.
+        A token takes `later_s` seconds from its worker to the client.
         """
         outcome = self.outcome
         if outcome.prediction is None or outcome.error or self.attempt > 1:
@@ -129,7 +129,7 @@ class VirtualRouter:
         self.scheduler = RequestScheduler(self.config, placement, self.fleet, self.clock)
 
     def join(self, worker: VirtualWorker) -> None:
-        """Adds a serving worker."""
+        """Add a serving worker."""
         state = WorkerState(worker.info, self.clock)
         self.fleet.join(state)
         feed = PrefixFeed(self.fleet.prefixes, state.slot)
@@ -139,7 +139,7 @@ class VirtualRouter:
         self.fleet.set_live(state, live=True)
 
     def apply_assignment(self, worker: VirtualWorker) -> None:
-        """Updates the router's state after a change of `worker`'s assignment."""
+        """Update the router's state after a change of `worker`'s assignment."""
         state, info = self._links[worker.peer].state, worker.info
         state.update(info)
         self.fleet.set_live(state, live=info.open is not None)
@@ -148,7 +148,7 @@ class VirtualRouter:
     # ---- a request's dispatch ----
 
     def arrive(self, asked: LoadRequest) -> None:
-        """Admits or rejects an arriving request."""
+        """Admit or reject an arriving request."""
         self._arrivals += 1
         prompt, sampling = asked.prompt, SamplingParams(max_tokens=asked.new_tokens, ignore_eos=True)
         queued = QueuedRequest(
@@ -173,7 +173,7 @@ class VirtualRouter:
         self.pump()
 
     def pump(self) -> None:
-        """Places queued requests on workers as long as the next one fits."""
+        """Place queued requests on workers as long as the next one fits."""
         if self._pumping:
             return
         self._pumping = True
@@ -253,7 +253,7 @@ class VirtualRouter:
             self._retry(flow)
 
     def _retry(self, flow: Flow) -> None:
-        """Starts another attempt, which continues after the tokens already sent."""
+        """Start another attempt, which continues after the tokens already sent."""
         self._release_workers(flow)
         flow.queued.resumed = flow.tokens > 0
         flow.attempt += 1
@@ -279,7 +279,7 @@ class VirtualRouter:
     # ---- step outputs of workers ----
 
     def on_step_output(self, worker: VirtualWorker, output: StepOutput) -> None:
-        """Receives a worker's step output, or an event between two steps, after the network's delay."""
+        """Receive a worker's step output, or an event between two steps, after the network's delay."""
         moment = self.clock.now
         self.clock.after(self.network.event_s, lambda: self._on_delivery(worker, output, moment))
 
@@ -323,7 +323,7 @@ class VirtualRouter:
         flow.close_piece(source.worker.log, source.number, event, source.worker.token_log(event.ref))
 
     def _hold_s(self, flow: Flow, pair: Placement) -> float:
-        """Returns for how many seconds at most the first token is held until the second."""
+        """Return the maximum time for which the first token is held back until the second one, in seconds."""
         queued = flow.queued
         return 0.0 if pair.decode is None else hold_s(queued.slo, self.clock.now - queued.arrived_s, queued.mean_tokens)
 

@@ -29,16 +29,16 @@ class WorkerSpec:
     device: Device
     model: ModelFacts
     drafts: Drafts | None = None
-    """The drafts of its steps; None = steps have none."""
+    """The drafts of its steps; None = no speculative decoding."""
 
     @property
     def peer(self) -> PeerRef:
-        """The worker's id in its first run."""
+        """The worker's id in its first incarnation."""
         return PeerRef(self.config.worker_id, 1)
 
     @property
     def kv(self) -> KvPages:
-        """The KV pages of its requests."""
+        """The KV pages of the worker's requests."""
         return self.info.kv_pages
 
     @property

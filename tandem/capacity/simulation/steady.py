@@ -1,4 +1,4 @@
-"""Runs of equal decode steps: while no request joins, ends or waits, steps differ only in their growing contexts."""
+"""Steady runs of equal decode steps: while no request joins, ends or waits, steps differ only in their contexts."""
 
 import math
 from collections import deque
@@ -24,14 +24,14 @@ _NEVER = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Lookahead:
-    """The number of steps that a decode half can take without any decision."""
+    """The number of steps that a decode scheduler can take without any decision."""
 
     steps: int
     """Further launches with exactly the rows of those in flight."""
     untouched: int
-    """The first of them, which take no new KV page."""
+    """How many of these launches, from the first on, take no new KV page."""
     needed: int = -1
-    """The run holds while more pages than this are free."""
+    """The run holds only while more than this number of pages is free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,26 +44,26 @@ class SteadyRun:
     """Time at which the run takes its first KV page."""
 
     def ended_steps(self, now: float) -> int:
-        """Returns the number of steps that have ended by `now`."""
+        """Return the number of steps that have ended by `now`."""
         return min(self.lookahead.steps, int(self.ends_s.searchsorted(now, side="right")))
 
     def seconds(self, steps: int) -> float:
-        """Returns the seconds of `steps` launches after the two in flight."""
+        """Return the seconds of the first `steps` launches after the two in flight."""
         return float(self.ends_s[steps + 1] - self.ends_s[1])
 
 
 class SteadyBatch(DraftingBatch):
-    """A running batch that can skip steps, where none has drafts."""
+    """A running batch that can skip steps, provided that no request has drafts."""
 
     def __init__(self, slots: int, kv: KvPages) -> None:
-        """See `RunningBatch`; a step reads the KV of a request once, as on GPUs."""
+        """Create the batch like `RunningBatch`; a step reads the KV of a request once, as on GPUs."""
         super().__init__(slots, kv)
         self.kv_read_once = True
         self._first_end: tuple[BatchSnapshot | None, int] = None, 0
-        """A snapshot, and the first step that is the last one of any of its requests."""
+        """A snapshot of the batch, and the earliest step that is the last one of any of its requests."""
 
     def identical_steps(self) -> int:
-        """Returns the number of further steps that have a row of every request and end none, if pages are free.
+        """Return the number of further steps that have a row of every request and end none, if pages are free.
 
         It is 0 if any request needs an event.
         """
@@ -75,11 +75,11 @@ class SteadyBatch(DraftingBatch):
         return self._first_end[1] + 1 - self._next_step
 
     def steps_without_new_page(self) -> int:
-        """Returns a lower bound of the number of further steps that need no new pages."""
+        """Return a lower bound of the number of further steps that need no new page."""
         return 0 if self._without_page else min(self._page_steps, default=_NEVER) - self._next_step
 
     def skip(self, steps: int) -> None:
-        """Acts as if `steps` steps had been launched and had completed, each with token 0.
+        """Advance as if `steps` steps had been launched and had completed, each with token 0.
 
         At most `identical_steps` and `steps_without_new_page` may be skipped.
         """
@@ -96,12 +96,12 @@ class SteadyBatch(DraftingBatch):
 
 
 class SteadyDecodeHalf(DecodeScheduler):
-    """A decode half that can apply many equal steps at once."""
+    """A decode scheduler that can apply many equal steps at once."""
 
     _batch: SteadyBatch
 
     def __init__(self, *, kv: KvPages, max_batch_requests: int, drafts: Drafts | None = None, **others: Any) -> None:
-        """See `DecodeScheduler`; with `drafts` every step needs a decision."""
+        """Create the scheduler like `DecodeScheduler`; with `drafts` every step needs a decision."""
         super().__init__(kv=kv, max_batch_requests=max_batch_requests, **others)
         self._batch = SteadyBatch(max_batch_requests, kv)
         if drafts is not None:
@@ -113,7 +113,7 @@ class SteadyDecodeHalf(DecodeScheduler):
         return len(self._requests.ready)
 
     def lookahead(self, spare_pages: int) -> Lookahead | None:
-        """Returns the steps that need no decision if `spare_pages` are free; None = every step needs one."""
+        """Return the steps that need no decision if `spare_pages` pages are free; None = every step needs one."""
         batch = self._batch
         if (
             self.speculation is not None
@@ -131,7 +131,7 @@ class SteadyDecodeHalf(DecodeScheduler):
         return Lookahead(untouched, untouched) if untouched else None
 
     def pass_steps(self, steps: int) -> None:
-        """Applies `steps` steps, like as many calls of `apply` and `schedule` while no request joins or ends."""
+        """Apply `steps` steps, as if `apply` and `schedule` were called for each, while no request joins or ends."""
         while steps:
             paged = min(steps, self._batch.steps_without_new_page())
             if paged:
@@ -142,9 +142,9 @@ class SteadyDecodeHalf(DecodeScheduler):
 
 
 def steady_run(cost: StepCost, work: StepWork, first_s: float, second_s: float, lookahead: Lookahead) -> SteadyRun:
-    """Returns the end times of two launched steps, the second with `work`, and of the steps ahead.
+    """Return the end times of two launched steps, the second with `work`, and of the steps after them.
 
-    They equal those of the steps taken one by one.
+    The times equal those of the steps taken one by one.
     """
     rows = work.decode_rows
     contexts = (work.decode_context_tokens + rows * np.arange(1, lookahead.steps + 1)).astype(np.float64)
@@ -157,6 +157,6 @@ def steady_run(cost: StepCost, work: StepWork, first_s: float, second_s: float, 
 
 
 def after_steps(work: StepWork, steps: int) -> StepWork:
-    """Returns a decode step's work after `steps` further steps."""
+    """Return a decode step's work after `steps` further steps."""
     rows = work.decode_rows
     return StepWork(decode_rows=rows, decode_context_tokens=work.decode_context_tokens + rows * steps)

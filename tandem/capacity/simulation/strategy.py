@@ -1,4 +1,4 @@
-"""Divisions of the work among equal workers, and a simulated cluster for each."""
+"""Layouts of a cluster of equal workers, and a simulated cluster for each."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +37,7 @@ class Strategy:
         return self.prefill + self.decode + self.shared
 
     def cluster(self, machine: Hardware, network: Network, slo: SloClass) -> VirtualCluster:
-        """Returns a new cluster whose router has the class `slo` in addition to the default ones."""
+        """Return a new cluster whose router has the class `slo` in addition to the default ones."""
         roles = [Role.PREFILL] * self.prefill + [Role.DECODE] * self.decode + [Role.BOTH] * self.shared
         folder = Path(machine.name)
         specs = [
@@ -61,9 +61,9 @@ class Strategy:
 
 
 def strategies(workers: int, prefill: int) -> tuple[Strategy, ...]:
-    """Returns the strategies for `workers` workers.
+    """Return the strategies for `workers` workers.
 
-    `prefill` of them prefill in the disaggregated one, which one worker alone cannot have.
+    `prefill` of them prefill in the disaggregated strategy, which needs at least two workers.
     """
     apart = Strategy(f"disaggregated {prefill}:{workers - prefill}", Mode.DISAGGREGATED, prefill, workers - prefill)
     priority = PolicyName.DECODE_PRIORITY

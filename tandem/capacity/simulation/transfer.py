@@ -1,4 +1,4 @@
-"""The transfer between simulated workers: real hand-overs, whose calls and page writes take the network's time."""
+"""The KV transfer between simulated workers: real hand-overs whose calls and page writes take the network's time."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from tandem.protocol.messages import Destination, Lease, PeerRef
 
 
 class DecodeEnd(Protocol):
-    """The calls of hand-overs to a decode worker."""
+    """The calls that a hand-over makes to a decode worker."""
 
     transport: InMemoryTransport
 
     def allocate_pages(self, lease: Lease, pages: int, prefill: PeerRef) -> Sequence[int]:
-        """Returns the pages that are to be written."""
+        """Return the ids of the pages that the prefill worker may write."""
 
     def release(self, lease: Lease, prefill: PeerRef) -> None:
-        """Releases the lease of a hand-over that was cancelled."""
+        """Release the lease of a hand-over that was cancelled."""
 
 
 class VirtualFabric:
-    """The network between the page pools of all workers; the writes of one sender follow one another."""
+    """The network between the page pools of all workers; the writes of one sender run one after the other."""
 
     def __init__(self, clock: VirtualLoop, network: Network, workers: Mapping[PeerRef, DecodeEnd]) -> None:
         self.fabric = InMemoryFabric(clock, schedule=self._schedule)
         self.network = network
         self._clock, self._workers = clock, workers
         self._free_at: defaultdict[PeerRef, float] = defaultdict(float)
-        """The time until which each sender's link is busy."""
+        """For each sender, the time until which its link is busy."""
 
     def _schedule(self, posted: InFlightWrite) -> None:
-        """Plans the landing of a write: bytes ÷ bandwidth after the sender's earlier writes, and a fixed time."""
+        """Schedule the arrival of a write: bytes ÷ bandwidth after the sender's earlier writes, and a fixed time."""
         size = len(posted.write.local_pages) * self._workers[posted.sender].transport.layout.page_bytes
         begun_at = max(self._clock.now, self._free_at[posted.sender])
         self._free_at[posted.sender] = begun_at + size / self.network.bytes_per_s
@@ -59,22 +59,22 @@ class VirtualPeers(DecodePeers):
         self._transport, self._workers, self._network = transport, workers, network
 
     async def connect(self, destination: Destination) -> None:
-        """Makes the peer known, which takes no time."""
+        """Register the peer with the transport, which takes no time."""
         self._transport.add_peer(self._workers[destination.peer].transport.describe())
 
     async def allocate_pages(self, destination: Destination, pages: int) -> AllocatedPages:
-        """See `DecodePeers`; the permission never ends."""
+        """See `DecodePeers`; the permission to write never ends."""
         await asyncio.sleep(self._network.call_s)
         page_ids = self._workers[destination.peer].allocate_pages(destination.lease, pages, self._transport.me)
         await asyncio.sleep(self._network.call_s)
         return AllocatedPages(page_ids, math.inf)
 
     async def renew(self, peer: PeerRef, address: str, leases: Sequence[Lease], within_s: float) -> Renewal:
-        """See `DecodePeers`; permissions need no renewal."""
+        """See `DecodePeers`; never called, because permissions to write do not end."""
         raise NotImplementedError
 
     def delivered(self, destination: Destination) -> None:
-        """Does nothing: no notice is lost."""
+        """Do nothing: the simulated network loses no notice."""
 
     async def release(self, destination: Destination, *, in_doubt: bool) -> None:
         """See `DecodePeers`."""
@@ -83,5 +83,5 @@ class VirtualPeers(DecodePeers):
 
 
 def layout_of(pages: int, page_bytes: int) -> KVLayout:
-    """Returns the layout of a simulated pool, which has no memory."""
+    """Return the layout of a simulated page pool, which has no memory."""
     return KVLayout(NO_MEMORY, pages, 1, 1, 1, page_bytes, 1, "virtual", parts=1)

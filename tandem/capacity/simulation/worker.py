@@ -1,4 +1,4 @@
-"""A simulated worker: both halves, their scheduler and their cache over a simulated device."""
+"""A simulated worker: the real schedulers of both phases and the real prefix cache over a simulated device."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from tandem.worker.scheduler import StepScheduler
 
 
 class _SyncedPrefillHalf(PrefillScheduler):
-    """A prefill half whose hand-overs find the worker's state of their time."""
+    """A prefill scheduler whose hand-overs first apply the steps that have ended by their time."""
 
     sync: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -66,7 +66,7 @@ Publish = Callable[["VirtualWorker", StepOutput], None]
 
 
 class VirtualWorker:
-    """A worker. `publish` receives each completed step that did more than decode, at its end."""
+    """A worker. `publish` receives each completed step that did more than decode, at the end of that step."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class VirtualWorker:
         *,
         jumps: bool = True,
     ) -> None:
-        """Sets the worker up; `peers` has all workers, this one included.
+        """Create the worker; `peers` has all workers, this one included.
 
         Without `jumps` every step is taken by itself.
         """
@@ -138,55 +138,58 @@ class VirtualWorker:
     # ---- calls from other processes ----
 
     def reserve(self, reservation: Reservation) -> GrantedLease:
-        """Reserves KV pages like `DecodeAdmission.reserve`."""
+        """Reserve KV pages like `DecodeAdmission.reserve`."""
         with self.sync():
             return self.admission.reserve(reservation)
 
     def prefill(self, task: PrefillTask) -> None:
-        """Queues a prompt like `PrefillScheduler.submit`."""
+        """Queue a prompt like `PrefillScheduler.submit`."""
         with self.sync():
             self._prefill.submit(task)
 
     def abort(self, router_id: str, refs: Sequence[RequestRef]) -> None:
-        """Ends these requests of a router."""
+        """End these requests of a router."""
         with self.sync():
             self._halves.abort(router_id, refs)
 
     def allocate_pages(self, lease: Lease, pages: int, prefill: PeerRef) -> Sequence[int]:
-        """Allots a lease's pages like `DecodeAdmission.allocate_pages`."""
+        """Allocate a lease's pages like `DecodeAdmission.allocate_pages`."""
         with self.sync():
             return self.admission.allocate_pages(lease, pages, prefill)
 
     def notice(self, notice: TransferNotice) -> None:
-        """Takes the notice that a lease's KV has arrived."""
+        """Accept the notice that a lease's KV has arrived."""
         with self.sync():
             self.admission.notice(notice)
 
     def release(self, lease: Lease, prefill: PeerRef) -> None:
-        """Releases a lease whose hand-over was cancelled."""
+        """Release a lease whose hand-over was cancelled."""
         with self.sync():
             self.admission.release(lease, prefill)
 
     def sync(self) -> AbstractContextManager[None]:
-        """Returns a context for changes of the worker from outside of a step."""
+        """Return a context for changes of the worker from outside of a step."""
         return self._loop.sync()
 
     def assume(self, role: Role) -> None:
-        """Changes the role; a half that closes finishes all its requests, however long that takes."""
+        """Change the role; a scheduler that closes finishes all its requests, however long that takes."""
         with self.sync():
             self.assignment.assume(replace(self.assignment.assignment, role=role), math.inf)
 
     def token_log(self, ref: RequestRef) -> StepLog | None:
-        """Returns the times of the tokens that an attempt decoded here; None where each step has one token of it."""
+        """Return the times of the tokens that an attempt decoded here.
+
+        None if every step decodes exactly one of its tokens, so that the step log has the times.
+        """
         return None if self._decode.speculation is None else self._token_logs.get(ref, StepLog())
 
     def load(self) -> WorkerLoad:
-        """Returns the load report of a real worker in this state."""
+        """Return the load report that a real worker in this state would send."""
         return load_of(self._halves, self.cache, self._loop.decoding, self._reported_cost.parameters)
 
     @property
     def info(self) -> WorkerInfo:
-        """The worker's present registration."""
+        """The worker's current registration."""
         now = self.assignment
         return replace(
             self.spec.info,

@@ -1,10 +1,12 @@
 """Leader election: where several controllers live, the youngest supervises the workers and the others mirror it.
 
-1. a new controller can be found by its name, and then looks for others; of two, at least one sees the other
-2. it asks the previous leader to release the workers, which ends nothing that serves
-3. it takes over the live workers and starts missing ones: it is settled
-4. the previous leader follows it until it ends; so does a controller that finds a younger one when it begins
-5. if no younger controller lives then, the follower takes over
+1. A new controller registers under its name and then looks for others, so of two controllers at least one sees the
+   other.
+2. It asks the previous leader to release the workers, which stops no worker that serves.
+3. It takes over the live workers and starts missing ones; it is then settled.
+4. The previous leader follows the new one until that ends. A controller that finds a younger one at its own start
+   follows it as well.
+5. If no younger controller is left then, the follower takes over.
 """
 
 import asyncio
@@ -28,17 +30,17 @@ class SupervisedWorkers(Protocol):
     """The workers as the leader election acts on them."""
 
     async def take_over(self, handover: Handover) -> None:
-        """Supervises all live workers, and starts missing ones."""
+        """Supervise all live workers and start missing ones."""
 
     async def release_workers(self) -> Handover:
-        """Releases all workers; ends nothing that serves."""
+        """Release all workers to another controller without stopping any that serves."""
 
     async def mirror_membership(self, address: str) -> None:
-        """Mirrors the membership of the controller at this address, until cancelled."""
+        """Mirror the membership of the controller at this address, until cancelled."""
 
 
 class LeaderElection:
-    """One controller's participation in the election. Belongs to the event loop."""
+    """One controller's part in the election. Belongs to the controller's event loop."""
 
     def __init__(self, number: int, controllers: Controllers, workers: SupervisedWorkers) -> None:
         self._number = number
@@ -61,26 +63,23 @@ class LeaderElection:
         return self._keeps
 
     async def begin(self) -> None:
-        """Takes over from the previous leader, or starts without one; follows a younger controller that was faster.
-
-        Returns when the leader is known.
-        """
+        """Take over the workers, or follow a younger controller that was faster; return when the leader is known."""
         if await self._younger_or_take_over(set()) is not None:
             self._started.set()  # no other controller has to wait for this one
             self._leader_task = asyncio.ensure_future(self._follow_leader())
             await self.decided()
 
     def started(self) -> None:
-        """Marks the first start as complete: another controller may take over from now on."""
+        """Mark the first start as complete: another controller may take over from now on."""
         self._started.set()
 
     async def wait_until_settled(self) -> None:
-        """Waits until this controller leads or mirrors a settled leader. Unavailable if it stops."""
+        """Wait until this controller leads or mirrors a settled leader. Raises Unavailable if this controller stops."""
         await self.decided()
         self._check_not_stopped()
 
     async def release_workers(self) -> Handover:
-        """Releases the workers to a younger controller. Unavailable if this one stops or does not lead."""
+        """Release the workers to a younger controller. Raises Unavailable if this one stops or does not lead."""
         await self._started.wait()
         async with self._one_at_a_time:
             self._check_not_stopped()
@@ -95,17 +94,17 @@ class LeaderElection:
                 self._leader_task = asyncio.ensure_future(self._follow_leader())
 
     async def decided(self) -> str:
-        """Waits until the leader is known, and returns `successor`."""
+        """Wait until the leader is known, and return `successor`."""
         while not self._keeps and not self.successor and not self._stopped:
             await self._changed.wait()
         return self.successor
 
     async def alone(self) -> bool:
-        """Returns True if no other controller lives."""
+        """Return True if no other controller lives."""
         return not await self._controllers.others(self._number)
 
     async def stop(self) -> None:
-        """Leaves the election."""
+        """Leave the election and wake all waiters."""
         self._stopped = True
         self._changed.set()
         self._started.set()
@@ -114,7 +113,7 @@ class LeaderElection:
             await asyncio.gather(self._leader_task, return_exceptions=True)
 
     async def _handover(self) -> Handover:
-        """Returns the handover of the youngest older controller that leads."""
+        """Return the handover of the youngest older controller that leads; an empty one if none leads."""
         older = [each for each in await self._controllers.others(self._number) if each.number < self._number]
         for each in reversed(older):
             try:
@@ -124,10 +123,10 @@ class LeaderElection:
         return Handover()
 
     async def _younger_or_take_over(self, over: set[int]) -> OtherController | None:
-        """Returns the youngest younger controller; if none lives except those in `over`, takes over and returns None.
+        """Return the youngest younger controller; if none lives except those in `over`, take over and return None.
 
-        A controller that begins after this look sees this one, asks it to release the workers, and waits here until it
-        can.
+        `over` has the numbers of controllers that have ended. A controller that starts after this check sees this
+        controller, asks it to release the workers, and waits until it can.
         """
         async with self._one_at_a_time:
             younger = await self._youngest(over)
@@ -140,7 +139,7 @@ class LeaderElection:
         return None
 
     async def _follow_leader(self) -> None:
-        """Follows the leader until this controller leads again."""
+        """Follow the leader until this controller leads again."""
         over: set[int] = set()
         while not self._keeps:
             try:
@@ -150,7 +149,7 @@ class LeaderElection:
                 await asyncio.sleep(AGAIN_S)
 
     async def _follow_youngest(self, over: set[int]) -> None:
-        """Follows the youngest controller until it ends; takes over if there is none except those in `over`."""
+        """Follow the youngest controller until it ends; take over if there is none except those in `over`."""
         successor = await self._younger_or_take_over(over)
         if successor is None:
             log.warning("no younger controller lives; this one has taken over")

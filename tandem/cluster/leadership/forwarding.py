@@ -25,9 +25,9 @@ Reply = TypeVar("Reply")
 
 
 async def mirror(address: str, token: str, registry: Registry) -> None:
-    """Mirrors the membership of the controller at `address` into `registry`, until cancelled.
+    """Mirror the membership of the controller at `address` into `registry`, until cancelled.
 
-    While that controller is unresponsive the last membership stays.
+    While that controller does not respond, the last membership stays in force.
     """
     async with rpc.open_channel(address, token) as channel:
         stub: Any = cluster_pb2_grpc.ClusterStub(channel)
@@ -43,9 +43,9 @@ async def mirror(address: str, token: str, registry: Registry) -> None:
 
 
 class ForwardingServicer(ClusterServicer):
-    """Handles calls itself while its controller leads, and otherwise forwards them to the leader.
+    """The servicer of one controller: it handles calls itself while its controller leads, else it forwards them.
 
-    `elsewhere` waits until the leader is known, and returns the listener of another controller, or "" for this one.
+    `elsewhere` waits until the leader is known; it returns the listener of another controller, or "" for this one.
     """
 
     def __init__(
@@ -63,49 +63,50 @@ class ForwardingServicer(ClusterServicer):
     async def Watch(
         self, request: cluster_pb2.WatchRequest, context: _Context
     ) -> AsyncIterator[cluster_pb2.Membership]:
-        """Streams the membership, from when it is complete, and after each change.
+        """Stream the membership once it is complete, and after each change.
 
-        This controller may replace one that died: until then routers and workers keep the membership of that one.
+        This controller may replace one that died: until its own membership is complete, routers and workers keep the
+        last membership of the dead one.
         """
         await self._registry.complete.wait()
         async for membership in super().Watch(request, context):
             yield membership
 
     async def SetMode(self, request: cluster_pb2.SetModeRequest, context: _Context) -> cluster_pb2.SetModeResponse:
-        """Changes the mode here or at the leader."""
+        """Change the mode, here or at the leader."""
         own = super().SetMode
         return await self._answer(lambda: own(request, context), lambda stub: stub.SetMode(request))
 
     async def DrainWorker(
         self, request: cluster_pb2.DrainWorkerRequest, context: _Context
     ) -> cluster_pb2.DrainWorkerResponse:
-        """Drains a worker here or at the leader."""
+        """Drain a worker, here or at the leader."""
         own = super().DrainWorker
         return await self._answer(lambda: own(request, context), lambda stub: stub.DrainWorker(request))
 
     async def Resize(self, request: cluster_pb2.ResizeRequest, context: _Context) -> cluster_pb2.ResizeResponse:
-        """Changes the number of workers here or at the leader."""
+        """Change the number of workers, here or at the leader."""
         own = super().Resize
         return await self._answer(lambda: own(request, context), lambda stub: stub.Resize(request))
 
     async def LoadAdapter(
         self, request: types_pb2.LoadAdapterRequest, context: _Context
     ) -> types_pb2.LoadAdapterResponse:
-        """Loads an adapter here or at the leader."""
+        """Load an adapter, here or at the leader."""
         own = super().LoadAdapter
         return await self._answer(lambda: own(request, context), lambda stub: stub.LoadAdapter(request))
 
     async def UnloadAdapter(
         self, request: types_pb2.UnloadAdapterRequest, context: _Context
     ) -> types_pb2.UnloadAdapterResponse:
-        """Unloads an adapter here or at the leader."""
+        """Unload an adapter, here or at the leader."""
         own = super().UnloadAdapter
         return await self._answer(lambda: own(request, context), lambda stub: stub.UnloadAdapter(request))
 
     async def ListAbsent(
         self, request: cluster_pb2.ListAbsentRequest, context: _Context
     ) -> cluster_pb2.ListAbsentResponse:
-        """Lists absent workers here or at the leader."""
+        """List absent workers, here or at the leader."""
         own = super().ListAbsent
         return await self._answer(lambda: own(request, context), lambda stub: stub.ListAbsent(request))
 

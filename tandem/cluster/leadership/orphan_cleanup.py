@@ -1,7 +1,7 @@
-"""Ends orphaned workers, which no `tandem up` supervises, on request and before their timeout.
+"""Stops orphaned workers, which no `tandem up` supervises, at an operator's request and before their timeout.
 
-No router sends them requests, so they have nothing to finish. The process that ends them counts as a controller
-meanwhile: a live controller is never overlooked, and one that begins waits until it is done.
+No router sends requests to these workers, so they have none to finish. The process that stops them takes part in the
+election as a controller: it never overlooks a live controller, and a controller that starts waits until it is done.
 """
 
 import asyncio
@@ -28,15 +28,15 @@ ANSWER_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """The names of the ended workers and released slots."""
+    """The workers that were stopped and the slots that were released, by name."""
 
     workers: tuple[str, ...]
     places: tuple[str, ...]
-    """The slots of these workers, some of which were dead or had not started."""
+    """The released slots, including those of workers that were dead or had not started."""
 
 
 class Clearing:
-    """A controller without workers of its own that ends orphaned ones; `clear_ray` makes a Ray actor of it."""
+    """A controller without workers of its own that stops orphaned ones; `clear_ray` makes a Ray actor of it."""
 
     def __init__(
         self, number: int, controllers: Controllers | None = None, left: OrphanedWorkers | None = None
@@ -47,9 +47,9 @@ class Clearing:
         self._over = asyncio.Event()
 
     async def clear(self) -> Cleared:
-        """Ends all orphaned workers and releases their resources.
+        """Stop all orphaned workers and release their resources.
 
-        FailedPrecondition if a live controller serves with them, NotFound if there are none.
+        Raises FailedPrecondition if a live controller serves with them, and NotFound if there are none.
         """
         try:
             if others := await self._controllers.others(self._number):
@@ -64,23 +64,23 @@ class Clearing:
         return Cleared(_sorted([each.peer.worker_id for each in workers]), _sorted(places))
 
     async def release_workers(self) -> Handover:
-        """Returns an empty handover to a younger controller, which then finds no workers."""
+        """Return an empty handover to a younger controller, once all orphaned workers are stopped."""
         await self._over.wait()
         return Handover()
 
     async def wait_until_settled(self) -> str:
-        """Raises Unavailable to an older controller, which has to wait until this one is gone."""
+        """Raise Unavailable: an older controller has to wait until this one is gone."""
         raise Unavailable("the workers are being ended")
 
     async def run(self) -> None:
-        """Waits as long as the process lives."""
+        """Wait until the process ends."""
         await asyncio.Event().wait()
 
 
 def clear_ray(address: str, name: str) -> Cleared:
-    """Ends the orphaned workers of the cluster of this name on the Ray at this address; see `Clearing.clear`.
+    """Stop the orphaned workers of the cluster `name` on the Ray at `address`; see `Clearing.clear`.
 
-    InvalidArgument for an invalid address or name, Unavailable if Ray cannot be joined.
+    Raises InvalidArgument for an invalid address or name, and Unavailable if this process cannot join Ray.
     """
     check_ray_address("--address", address)
     check_cluster_name("--cluster-name", name)
@@ -106,7 +106,7 @@ async def _clear() -> Cleared:
 
 
 async def _live_controllers(others: Collection[OtherController]) -> str:
-    """Returns the listeners of live controllers, with the action that stops them."""
+    """Return a sentence with the listeners of live controllers and how to stop them."""
     listeners = await asyncio.gather(*(_listener(each) for each in others))
     where = ", ".join(f"its controller is {listener}" for listener in listeners)
     return f"`tandem up` serves with these workers, {where}; stop it there, with Ctrl-C or `tandem down`"

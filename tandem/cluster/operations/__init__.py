@@ -1,1 +1,1 @@
-"""Operators' changes to a running cluster: modes, number of workers, draining."""
+"""Operators' changes to a running cluster: mode, number of workers, drains and LoRA adapters."""

@@ -1,13 +1,13 @@
-"""The adapters of a cluster while it serves: the controller has every worker load what operators ask for.
+"""The list of LoRA adapters of a running cluster; the controller makes every worker load the adapters of the list.
 
-This list is the truth of which adapters there are. It is published with the membership, which routers and workers
-follow; after a router's restart it is there at once. A worker that registers without an adapter of the list, because it
-has just started, gets it, and takes no requests until then; one with an adapter that is not of the list unloads it. A
-controller that takes over begins with the list that it followed, or else with the adapters that live workers have.
+The list is authoritative. It is published with the membership, which routers and workers follow, so a restarted router
+has it at once. A worker that registers without an adapter of the list, because it has just started, is sent the adapter
+and takes no requests until it has loaded it; a worker with an adapter that is not in the list unloads it. A controller
+that takes over starts with the list of the leader that it followed or, without one, with the adapters of live workers.
 
-One change at a time: an adapter is listed once every live worker has loaded it, with the same hash, and if one fails,
-none keeps it. An adapter leaves the list before the workers unload it, and its slot on any worker is not given to
-another one while a request on any worker uses it.
+Changes are sequential. An adapter enters the list once every live worker has loaded it with the same hash; if one
+worker fails, all unload it. An adapter leaves the list before the workers unload it, and no worker reuses its slot
+while a request on any worker uses the adapter.
 """
 
 import asyncio
@@ -34,30 +34,31 @@ from tandem.protocol.messages import AdapterFacts, PeerRef, WorkerInfo
 log = logging.getLogger(__name__)
 
 RETRY_S = 2.0
-"""Seconds before a worker that could not load or unload an adapter is asked again."""
+"""Seconds before a worker that failed to load or unload an adapter is sent the call again."""
 REGISTER_S = 10.0
-"""Seconds within which workers that have loaded an adapter register with it."""
+"""Timeout for workers to register with an adapter that they have loaded, in seconds."""
 NAME_MAX = 256
 
 
 class AdapterCalls(Protocol):
-    """Calls to workers. Every failure is a TandemError."""
+    """Adapter calls to workers. Every failure is a TandemError."""
 
     async def adapters_in_use(self, info: WorkerInfo) -> Collection[str]:
-        """Returns the hashes of the adapters that requests of a worker use, from their reservation on."""
+        """Return the hashes of the adapters that requests of a worker use, from their page reservation on."""
 
     async def load_adapter(self, info: WorkerInfo, adapter: AdapterFacts, in_use: Collection[str]) -> AdapterFacts:
-        """Has a worker load an adapter, of any hash if its identity is empty; returns what was loaded.
+        """Have a worker load an adapter and return the adapter that it loaded.
 
-        `in_use` are the hashes of the adapters whose slots it may not take.
+        An adapter with an empty `identity` may have any hash. The worker may not reuse the slots of the adapters whose
+        hashes are `in_use`.
         """
 
     async def unload_adapter(self, info: WorkerInfo, name: str) -> None:
-        """Has a worker unload an adapter."""
+        """Have a worker unload an adapter."""
 
 
 class Adapters:
-    """The list of adapters, and the loop that brings the workers to it. Belongs to the event loop."""
+    """The list of adapters, and the loop that makes the workers follow it. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -68,9 +69,9 @@ class Adapters:
         first: Sequence[AdapterFacts] = (),
         model_names: Sequence[str] = (),
     ) -> None:
-        """Starts with `first`, whose hashes are not known yet, and refuses the base model's names.
+        """Start with `first`, whose hashes are not known yet; adapters may not have one of `model_names`.
 
-        If adapters are not `allowed` to change, the cluster keeps those that its workers start with.
+        Unless changes are `allowed`, the cluster keeps the adapters that its workers start with.
         """
         self._registry = registry
         self._calls = calls
@@ -79,31 +80,31 @@ class Adapters:
         self._first = first
         self._wanted = {adapter.name: adapter for adapter in first}
         self._failed: dict[PeerRef, str] = {}
-        """Why a worker could not load an adapter."""
+        """For each worker that could not load an adapter, the reason."""
         self._one_at_a_time = asyncio.Lock()
         self._changes = Changes("a change of the adapters")
         self._retry: asyncio.TimerHandle | None = None
 
     async def load(self, name: str, path: str) -> AdapterFacts:
-        """Has every worker load the adapter in `path`; returns it once requests may name it.
+        """Have every worker load the adapter in the folder `path`; return it once requests may name it.
 
-        InvalidArgument names the worker and the reason if one cannot serve it, and if the name is taken;
-        ResourceExhausted if a worker has no free slot; FailedPrecondition if adapters may not change. A change that has
-        begun goes on if the caller no longer waits.
+        Raises InvalidArgument, with the worker and the reason, if a worker cannot serve the adapter or the name is
+        taken; ResourceExhausted if a worker has no free slot; FailedPrecondition if adapters may not change. A running
+        change continues if the caller no longer waits.
         """
         self._check_allowed()
         self._check(name, path)
         return await self._changes.to_its_end(self._load(AdapterFacts(name, "", path)))
 
     async def unload(self, name: str) -> None:
-        """Takes an adapter off the list and has the workers unload it; NotFound if it is not listed."""
+        """Remove an adapter from the list and have the workers unload it. Raises NotFound if it is not listed."""
         self._check_allowed()
         await self._changes.to_its_end(self._unload(name))
 
     def inherit(self) -> None:
-        """Begins with the list of the leader that was followed, else with those of the start and of live workers.
+        """Start with the list of the followed leader, else with the adapters of the config and of live workers.
 
-        Of an adapter of the start, live workers must have the same folder.
+        A live worker's adapter replaces one of the config of the same name only if both have the same folder.
         """
         followed = self._registry.membership().adapters
         self._failed.clear()
@@ -115,7 +116,7 @@ class Adapters:
                     self._wanted[adapter.name] = adapter
 
     async def run(self) -> None:
-        """Brings workers to the list as they register, until cancelled; changes that have begun then end as well."""
+        """Make workers follow the list as they register, until cancelled, which also cancels running changes."""
         if not self._allowed:
             return
         self._registry.lack = self._lack
@@ -157,7 +158,7 @@ class Adapters:
         return loaded
 
     async def _load_everywhere(self, adapter: AdapterFacts) -> AdapterFacts:
-        """Returns the adapter when all live workers are registered with it, those that came meanwhile included."""
+        """Return the adapter once all live workers are registered with it, including workers that have just started."""
         while lacking := [info for info in self._members() if adapter not in info.model.adapters]:
             in_use = await self._in_use()
             loads = (self._load_at(info, adapter, in_use) for info in lacking)
@@ -174,9 +175,9 @@ class Adapters:
         return adapter
 
     async def _in_use(self) -> Collection[str]:
-        """Returns the hashes of the adapters that requests use on any worker.
+        """Return the hashes of the adapters that requests use on any worker.
 
-        A request with a reservation on one worker may still have its prompt computed by another.
+        All workers count: a request with a reservation on one worker may still have its prefill on another.
         """
         found = await asyncio.gather(*(self._calls.adapters_in_use(info) for info in self._members()))
         return set[str]().union(*found)
@@ -189,7 +190,7 @@ class Adapters:
             raise InvalidArgument("lora_path", f"{worker}: {error.message.removeprefix(f'{worker}: ')}") from error
 
     async def _registered(self, peers: set[PeerRef], adapter: AdapterFacts) -> None:
-        """Waits until each of these workers is registered with the adapter, or gone."""
+        """Wait until each of these workers is registered with the adapter, or is gone."""
         late: list[str] = []
         try:
             async with asyncio.timeout(REGISTER_S):
@@ -206,24 +207,25 @@ class Adapters:
             if name not in self._wanted:
                 loaded = ", ".join(map(repr, self._wanted)) or "none"
                 raise NotFound(f"lora_name: {shown(name)} is not loaded; loaded are: {loaded}")
+            # Requests can no longer name the adapter when its workers begin to unload it.
             del self._wanted[name]
             self._publish()
             await self._unload_everywhere(name)
         log.info("adapter %s is unloaded", name)
 
     async def _unload_everywhere(self, name: str) -> None:
-        """Has every worker unload an adapter; `run` asks those again that did not."""
+        """Have every worker unload an adapter; `run` retries workers that failed."""
         unloads = (self._calls.unload_adapter(info, name) for info in self._members())
         for result in await asyncio.gather(*unloads, return_exceptions=True):
             if isinstance(result, BaseException):
                 log.warning("an adapter could not be unloaded, which is tried again: %s", result)
 
     async def _bring_all(self) -> None:
-        """Has each worker load and unload what the list says; a failure is tried again later."""
+        """Make each worker load and unload adapters until it matches the list; schedule a retry after a failure."""
         members = self._members()
         peers = {info.peer for info in members}
         self._failed = {peer: why for peer, why in self._failed.items() if peer in peers}
-        # One after the other while a hash is not known: the first worker says what it is.
+        # Sequential, because the first worker that loads an adapter determines the hash that the others must have.
         results = [await self._bring(info) for info in members if self._differs(info)]
         if not all(results) and self._retry is None:
             self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._try_again)
@@ -236,7 +238,7 @@ class Adapters:
         return set(info.model.adapters) != set(self._wanted.values())
 
     async def _bring(self, info: WorkerInfo) -> bool:
-        """Returns True if the worker has followed."""
+        """Return True if the worker now matches the list."""
         try:
             for known in info.model.adapters:
                 if known != self._wanted.get(known.name):
@@ -254,7 +256,7 @@ class Adapters:
         return True
 
     def _lack(self, info: WorkerInfo) -> str:
-        """Returns which adapters of the list a worker has not loaded, with the reason."""
+        """Return the adapters of the list that a worker has not loaded, with the reason; "" = none."""
         missing = [repr(adapter.name) for adapter in self._wanted.values() if adapter not in info.model.adapters]
         if not missing:
             return ""
@@ -264,7 +266,7 @@ class Adapters:
         )
 
     def _members(self) -> list[WorkerInfo]:
-        """Returns the workers that take requests."""
+        """Return the workers that take requests."""
         return [info for info in self._registry.membership().workers if info.open is not None]
 
     def _publish(self) -> None:

@@ -1,10 +1,11 @@
-"""The wanted assignment of each worker, and the loop that brings the workers to it.
+"""The wanted assignment of each worker, and the loop that sends it to the workers.
 
-A worker that registers with another assignment than the wanted one is sent the wanted one at any time: after a change,
-and after a restart that crossed one. A change of mode has three steps, so that at every moment some worker accepts
-every kind of work: all halves that will be needed open; routers change their mode; halves that are no longer needed
-close. The last step may take as long as requests do, and no other change waits for it: another change, or a worker that
-leaves, starts from the wanted state.
+A worker that registers with another assignment than the wanted one is sent the wanted one, after a change as well as
+after a restart that overlapped with a change. Each worker has a prefill scheduler and a decode scheduler, and its role
+says which of them are open. A change of mode has three steps, so that at every moment some worker accepts every kind of
+work: all schedulers that the new mode needs open; routers change their mode; schedulers that the new mode does not need
+close. The last step may take as long as requests run, and no other change waits for it: another change, or a drain,
+starts from the wanted assignments.
 """
 
 import asyncio
@@ -21,28 +22,31 @@ from tandem.protocol.mode import Mode
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
-"""Seconds before an assignment that a worker did not take is sent again."""
+"""Seconds before an assignment that a worker did not accept is sent again."""
 OPEN_S = 10.0
-"""Seconds within which all workers open the halves that a new mode needs; otherwise nothing changes."""
+"""Timeout for all workers to open the schedulers that a new mode needs, in seconds; after it nothing changes."""
 SETTLE_S = 35.0
-"""Seconds after the grace in which halves give up remaining requests: a transfer may take 30 s to be over."""
+"""Seconds after the grace within which closing schedulers abandon their requests: a transfer may take 30 s to end."""
 
 SendAssignment = Callable[[WorkerInfo, Assignment, float], Awaitable[None]]
-"""Sends a worker its assignment; closing halves have so many seconds for their requests. TandemError if it fails."""
+"""Sends a worker its assignment; closing schedulers have that many seconds for their requests.
+
+Raises a TandemError on failure.
+"""
 
 
 class Assignments:
-    """The wanted assignments of all workers. `run` brings the workers to them."""
+    """The wanted assignments of all workers; `run` sends them. Belongs to the event loop."""
 
     def __init__(self, registry: Registry, topology: Topology, roles: Mapping[str, Role], send: SendAssignment) -> None:
-        """Starts with the initial role of each worker."""
+        """Start with the initial role of each worker."""
         self.topology = topology
         """The current topology of the cluster."""
         self._registry = registry
         self._send = send
         self._wanted = {worker_id: topology.assignment(role) for worker_id, role in roles.items()}
         self._absent: dict[str, Role] = {}
-        """Workers that do not serve and are not counted by `topology`, with the role they return to."""
+        """Workers that do not serve and that `topology` does not count, with the role that they return to."""
         self._grace_s = 0.0
         self._sent: dict[PeerRef, Assignment] = {}
         self._sending: set[asyncio.Task[None]] = set()
@@ -50,7 +54,7 @@ class Assignments:
         registry.set_mode(topology.mode)
 
     def inherit(self, topology: Topology, roles: Mapping[str, Role], drained: Collection[str] = ()) -> None:
-        """Starts over with workers that have these roles now or start with them; a worker keeps a role that is needed.
+        """Start over with workers that have `roles` now or will start with them; a worker keeps a role that is needed.
 
         Workers that are `drained` do not serve until `is_back`.
         """
@@ -61,39 +65,40 @@ class Assignments:
             topology = _with_more(topology, role, -1)
         self.topology = topology
         here = self._here()
+        # Without the drained workers one phase may have no worker; the present workers then do both.
         if not all(_played(half, here.values()) for half in (Role.PREFILL, Role.DECODE)):
             self._wanted.update({each: replace(assignment, role=Role.BOTH) for each, assignment in here.items()})
         self._registry.set_mode(topology.mode)
         self._look()
 
     def wanted(self, worker_id: str) -> Assignment:
-        """Returns the wanted assignment of this worker; a worker that does not run starts with it."""
+        """Return the wanted assignment of this worker; a worker that is not running starts with it."""
         return self._wanted[worker_id]
 
     def topology_with(self, worker_ids: Collection[str]) -> Topology:
-        """Returns the topology once the absent ones among these workers serve again."""
+        """Return the topology that results once the absent ones among these workers serve again."""
         topology = self.topology
         for worker_id in self._absent.keys() & set(worker_ids):
             topology = _with_more(topology, self._absent[worker_id], 1)
         return topology
 
     async def roles(self) -> dict[str, Role]:
-        """Returns the own role of every worker, also of absent ones and of stand-ins for others."""
+        """Return every worker's own role, also for absent workers and for workers that stand in for others."""
         async with self._one_at_a_time:
             return {each: self._role(each) for each in self._wanted}
 
     def expect(self, worker_id: str, role: Role) -> None:
-        """Adds a worker that has yet to start; `is_back` follows once it serves."""
+        """Add a worker that has yet to start; call `is_back` once it serves."""
         self._wanted[worker_id] = self.topology.assignment(role)
         self._absent[worker_id] = role
 
     def forget(self, worker_id: str) -> None:
-        """Removes a worker that never serves again."""
+        """Remove a worker that never serves again."""
         self._wanted.pop(worker_id, None)
         self._absent.pop(worker_id, None)
 
     async def run(self) -> None:
-        """Sends workers their assignments, until cancelled."""
+        """Send workers their assignments, until cancelled."""
         try:
             async for _ in self._registry.watch():
                 self._look()
@@ -103,19 +108,20 @@ class Assignments:
             self._sent = {}
 
     async def set_mode(self, change: ModeChange) -> None:
-        """Changes the mode; returns when every serving worker has followed.
+        """Change the mode; return when every serving worker has followed.
 
-        InvalidArgument for an impossible change. DeadlineExceeded if workers do not follow: before the needed halves
-        are open nothing changes, afterwards they follow when they can.
+        Raises InvalidArgument for an impossible change, and DeadlineExceeded if workers do not follow in time. If the
+        needed schedulers did not open, nothing has changed; later, the remaining workers follow when they can.
         """
         async with self._one_at_a_time:
             await self._share(change.over(self.topology, len(self._here())), change.grace_s)
         await self._settle(change.grace_s)
 
     async def flip(self, into_prefill: int, grace_s: float) -> None:
-        """Changes so many decode workers to prefill, below 0 the other way; no effect unless the mode is disaggregated.
+        """Turn `into_prefill` decode workers into prefill workers; a negative number turns prefill into decode workers.
 
-        FailedPrecondition if a role would be left without workers; otherwise as `set_mode`.
+        It has no effect unless the mode is disaggregated. Raises FailedPrecondition if a role would be left without
+        workers; other errors are those of `set_mode`.
         """
         async with self._one_at_a_time:
             if self.topology.mode is not Mode.DISAGGREGATED or not into_prefill:
@@ -127,7 +133,7 @@ class Assignments:
         await self._settle(grace_s)
 
     async def _share(self, topology: Topology, grace_s: float) -> None:
-        """Applies a topology to present workers, and to absent ones once they are back; halves may close later."""
+        """Apply a topology to present workers, and to absent ones once they are back; some schedulers close later."""
         before = self._here()
         assignments = assign(topology, {worker_id: assignment.role for worker_id, assignment in before.items()})
         self._grace_s = grace_s
@@ -140,7 +146,10 @@ class Assignments:
         self._want(assignments)
 
     async def stand_in_for(self, worker_id: str) -> None:
-        """Prepares for a worker to leave: the present workers open the halves that no other worker would have open."""
+        """Prepare for a worker to leave: present workers open a scheduler that no other worker would have open.
+
+        Raises DeadlineExceeded, with everything unchanged, if they do not open it in time.
+        """
         async with self._one_at_a_time:
             if worker_id in self._absent:
                 return
@@ -160,7 +169,7 @@ class Assignments:
                     raise
 
     async def is_back(self, worker_id: str) -> None:
-        """Counts a worker that serves, again or for the first time; stand-ins return to their previous roles."""
+        """Count a worker that serves, again or for the first time; its stand-ins return to their own roles."""
         async with self._one_at_a_time:
             role = self._absent.pop(worker_id, None)
             if role is None:
@@ -173,31 +182,36 @@ class Assignments:
         await self._settle(self._grace_s)
 
     def _here(self) -> dict[str, Assignment]:
-        """Returns the wanted assignments of the present workers."""
+        """Return the wanted assignments of the present workers."""
         return {each: assignment for each, assignment in self._wanted.items() if each not in self._absent}
 
     def _role(self, worker_id: str) -> Role:
-        """Returns a worker's own role; stand-ins have both only because no other worker has the other one."""
+        """Return a worker's own role: a stand-in has both roles only because no other worker has the missing one."""
         role = self._absent.get(worker_id, self._wanted[worker_id].role)
         if role is not Role.BOTH or self.topology.mode is not Mode.DISAGGREGATED:
             return role
         return Role.PREFILL if self.topology.prefill else Role.DECODE
 
     async def _open(self, before: Mapping[str, Assignment], assignments: Mapping[str, Assignment]) -> None:
-        """Opens the halves of the new assignments while those of the old ones stay open."""
+        """Open the schedulers of the new assignments while those of the old ones stay open.
+
+        Raises DeadlineExceeded, with everything unchanged, if a worker does not open them within `OPEN_S` seconds.
+        """
         self._want(
             {
                 each: replace(assignment, role=assignment.role | before[each].role)
                 for each, assignment in assignments.items()
             }
         )
+        # Until routers follow the new mode, each worker has its old and its new role, so every kind of work finds a
+        # worker.
         late = await self._late(lambda info: not _opened(info, self._wanted[info.peer.worker_id]), OPEN_S)
         if late:
             self._want(before)
             raise DeadlineExceeded(f"{late} did not open what the new mode needs; nothing has changed, try again")
 
     async def _settle(self, grace_s: float) -> None:
-        """Waits until every serving worker has its wanted assignment, whichever change wanted it last."""
+        """Wait until every serving worker has its wanted assignment, even if a later change wanted it."""
         late = await self._late(lambda info: not _settled(info, self._wanted), grace_s + SETTLE_S)
         if late:
             raise DeadlineExceeded(f"the mode has changed; {late} still finishes what it had, and follows then")
@@ -207,7 +221,7 @@ class Assignments:
         self._look()
 
     def _look(self) -> None:
-        """Sends assignments to the workers that are registered with another one."""
+        """Send its wanted assignment to each worker that is registered with another one."""
         members = self._registry.membership().workers
         self._sent = {info.peer: sent for info in members if (sent := self._sent.get(info.peer)) is not None}
         for info in members:
@@ -220,7 +234,7 @@ class Assignments:
             task.add_done_callback(self._sending.discard)
 
     async def _send_until_delivered(self, info: WorkerInfo, assignment: Assignment) -> None:
-        """Sends an assignment until it is delivered, another one is wanted, or the worker is gone."""
+        """Send an assignment until it is delivered, another one is wanted, or the worker is gone."""
         while self._sent.get(info.peer) == assignment:
             try:
                 await self._send(info, assignment, self._grace_s)
@@ -232,7 +246,7 @@ class Assignments:
             await asyncio.sleep(RETRY_S)
 
     async def _late(self, is_late: Callable[[WorkerInfo], bool], within_s: float) -> str:
-        """Waits until no serving worker is late; returns those that are late after `within_s` seconds, "" = none."""
+        """Wait until no serving worker is late; return the workers late after `within_s` seconds, "" = none."""
         late: list[str] = []
         try:
             async with asyncio.timeout(within_s):
@@ -250,14 +264,14 @@ class Assignments:
 
 
 def _with_more(topology: Topology, role: Role, more: int) -> Topology:
-    """Returns the topology with so many more workers of this role."""
+    """Return the topology with `more` additional workers of this role."""
     if topology.mode is not Mode.DISAGGREGATED or role is not Role.PREFILL:
         return topology
     return replace(topology, prefill=topology.prefill + more)
 
 
 def _role_when_back(topology: Topology, role: Role) -> Role:
-    """Returns the role that an absent worker has when it serves again."""
+    """Return the role that an absent worker has once it serves again."""
     if topology.prefill == 0:
         return Role.BOTH
     return Role.DECODE if role is Role.BOTH else role
@@ -268,7 +282,7 @@ def _played(half: Role, assignments: Iterable[Assignment]) -> bool:
 
 
 def _opened(info: WorkerInfo, assignment: Assignment) -> bool:
-    """Returns True if the worker accepts at least this work, with these step settings."""
+    """Return True if at least the schedulers of `assignment` are open, with its step settings."""
     return info.open is not None and info.open | assignment.role is info.open and info.assignment == assignment
 
 

@@ -1,4 +1,4 @@
-"""The initial workers of a controller that succeeds others: those that live, and those that are missing."""
+"""The initial workers of a controller that succeeds another one: the live workers and the missing ones."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -20,20 +20,20 @@ class HandoverState:
     slots: tuple[Slot, ...]
     topology: Topology
     roles: Mapping[str, Role]
-    """The role of each worker, as it is now or starts; `Assignments` changes roles where `topology` needs it."""
+    """The role of each worker, current or initial; `Assignments` changes roles where `topology` requires it."""
     drained: tuple[str, ...] = ()
-    """Workers that are not started for now."""
+    """Workers that are not started for now, because they were drained."""
     surplus: bool = False
-    """True if there are more workers than the config asks for."""
+    """True if there are more workers than the config wants."""
 
 
 def inherit(
     config: ClusterSettings, planned: Sequence[Slot], living: Mapping[str, Role], handover: Handover | None = None
 ) -> HandoverState:
-    """Returns the initial workers from `planned`, the config's slots, and `living`, the live workers with their roles.
+    """Return the initial workers from `planned`, the config's slots, and `living`, the live workers with their roles.
 
-    The config gives their number, unless the planner does: then all live workers stay. Drained workers count, because
-    an operator wanted fewer to serve.
+    The config determines their number. If the planner changes it, all live workers stay instead. Drained workers count,
+    because an operator wanted fewer workers to serve.
     """
     handover = handover or Handover()
     drained = _absent(handover, living)
@@ -47,7 +47,7 @@ def inherit(
 
 
 def restore(before: ControllerState, living: Mapping[str, Role]) -> HandoverState:
-    """Returns the initial workers of a controller that replaces one that died, from the state of that one."""
+    """Return the initial workers of a controller that replaces a dead one, from the dead controller's state."""
     drained = _absent(before.handover, living)
     roles = {slot.worker_id: living.get(slot.worker_id, slot.role) for slot in before.slots}
     return HandoverState(before.slots, before.topology, roles, drained)
@@ -58,7 +58,7 @@ def _absent(handover: Handover, living: Collection[str]) -> tuple[str, ...]:
 
 
 def _asked(config: ClusterSettings, living: int) -> int:
-    """Returns the number of workers that there should be."""
+    """Return the number of workers that there should be."""
     limits = config.planner.limits.workers
     if not living or config.planner.mode is not PlannerMode.ON or limits is None:
         return config.worker_count
@@ -66,7 +66,7 @@ def _asked(config: ClusterSettings, living: int) -> int:
 
 
 def _missing(planned: Sequence[Slot], there: Iterable[str], count: int) -> tuple[Slot, ...]:
-    """Returns `count` free slots, first those of roles with too few workers."""
+    """Return `count` free slots, beginning with those of roles that have too few workers."""
     have = Counter(_role_of(name) for name in there)
     free = [slot for slot in planned if slot.worker_id not in set(there)]
     lacking: list[Slot] = []
@@ -90,9 +90,10 @@ def _topology(config: ClusterSettings, roles: Mapping[str, Role], living: Mappin
 
 
 def slot_of(config: ClusterSettings, planned: Sequence[Slot], worker_id: str) -> Slot:
-    """Returns the slot of a worker of this name.
+    """Return the slot of the worker of this name.
 
-    The config may not contain it; only joined Rays have such workers, and these have a GPU each.
+    A worker that the config does not contain gets a GPU slot: such workers exist only in joined Ray clusters, where
+    every worker has a GPU.
     """
     known = {slot.worker_id: slot for slot in planned}
     return known.get(worker_id) or Slot(
@@ -101,5 +102,5 @@ def slot_of(config: ClusterSettings, planned: Sequence[Slot], worker_id: str) ->
 
 
 def _role_of(worker_id: str) -> Role:
-    """Returns the role of a worker's slot, whatever its current role."""
+    """Return the role that a worker's slot is named after, whatever the worker's current role is."""
     return Role(worker_id.rpartition("-")[0])

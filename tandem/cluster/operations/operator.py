@@ -1,4 +1,4 @@
-"""Operators' changes while requests run: another mode, more workers, fewer workers, drains."""
+"""Operators' changes while requests run: a change of mode, more or fewer workers, and drains."""
 
 import asyncio
 import contextlib
@@ -21,14 +21,14 @@ from tandem.protocol.errors import FailedPrecondition, NotFound, TandemError
 from tandem.protocol.messages import Absence, Role, WorkerInfo
 
 END_S = 20.0
-"""Seconds that the process of a drained worker may take to end."""
+"""Timeout for the process of a drained worker to end, in seconds."""
 
 
 class Drains(Protocol):
     """The call that drains a worker."""
 
     async def drain(self, info: WorkerInfo, grace_s: float) -> None:
-        """Drains a worker; returns when it has no requests left."""
+        """Drain a worker; return when it has no requests left."""
 
 
 class Draining:
@@ -41,16 +41,20 @@ class Draining:
         self._running: set[ProcessSupervisor] = set()
 
     def __bool__(self) -> bool:
-        """Returns True while any drain is in progress."""
+        """Return True while any drain is in progress."""
         return bool(self._running)
 
     def registered(self, worker_id: str) -> WorkerInfo | None:
-        """Returns the registration of the worker of this name; None = it does not serve."""
+        """Return the registration of the worker of this name; None = it does not serve."""
         members = self._registry.membership().workers
         return next((info for info in members if info.peer.worker_id == worker_id), None)
 
     def may_drain(self, keeper: ProcessSupervisor, *, force: bool) -> WorkerInfo:
-        """Returns the worker. FailedPrecondition if it does not serve, or is the last one, unless `force`."""
+        """Return the registration of a worker that may be drained.
+
+        Raises FailedPrecondition if the worker does not serve, or if it is the last one that does, unless `force` is
+        set.
+        """
         members = {info.peer.worker_id: info for info in self._registry.membership().workers if info.open is not None}
         info = members.pop(keeper.name, None)
         if info is None or keeper.phase is not Phase.SERVING:
@@ -62,7 +66,7 @@ class Draining:
         return info
 
     async def run(self, keeper: ProcessSupervisor, info: WorkerInfo, grace_s: float) -> None:
-        """Drains a worker and ends it after `grace_s` seconds; returns when its process is gone."""
+        """Drain a worker, end it after `grace_s` seconds at the latest, and return when its process is gone."""
         self._running.add(keeper)
         try:
             await self._assignments.stand_in_for(keeper.name)
@@ -83,14 +87,17 @@ class Draining:
 log = logging.getLogger(__name__)
 
 BACK_S = 180.0
-"""Seconds that a restarted worker may take until it serves."""
+"""Timeout for a restarted worker to serve, in seconds."""
 LOOK_S = 0.05
 NODE_LOOK_S = 1.0
 """Interval between checks of a node that is about to leave, in seconds."""
 
 
 class Operator:
-    """Executes operators' changes; a change that has begun continues even if its caller no longer waits."""
+    """Executes operators' changes; a running change continues even if its caller no longer waits.
+
+    Belongs to the controller's event loop.
+    """
 
     def __init__(
         self,
@@ -100,7 +107,7 @@ class Operator:
         workers: Drains,
         node_is_up: Callable[[str], Awaitable[bool]],
     ) -> None:
-        """Creates the operator; `node_is_up` returns True if a node of this address is in the cluster."""
+        """Create the operator; `node_is_up` returns True if a node of this address is in the cluster."""
         self._registry = registry
         self._assignments = assignments
         self._fleet = fleet
@@ -108,22 +115,25 @@ class Operator:
         self._draining = Draining(registry, assignments, workers)
         self._node_is_up = node_is_up
         self._awaited: set[ProcessSupervisor] = set()
-        """The supervisors of workers that do not serve yet, or not again, but will."""
+        """The supervisors of workers that will serve, but do not serve yet or again."""
         self._rescheduling: dict[str, str] = {}
-        """Workers that start elsewhere once their node has left, with its address, from the start of their drain."""
+        """By worker that will start elsewhere, the address of the node that has to leave first.
+
+        An entry exists from the start of the worker's drain.
+        """
         self._leaving: set[str] = set()
-        """Workers that leave for good."""
+        """Workers that are being removed for good."""
         self._one_size_at_a_time = asyncio.Lock()
         self._changes = Changes("a change of the workers")
         registry.wanted = self.wanted
 
     @property
     def coming(self) -> int:
-        """The number of workers that will serve, but do not yet or not again."""
+        """The number of workers that will serve, but do not serve yet or again."""
         return sum(self._is_coming(keeper) for keeper in self._keepers.values())
 
     def wanted(self) -> dict[str, Role]:
-        """Returns the workers that serve or will serve without intervention, with their roles."""
+        """Return the workers that serve or will serve without an operator's action, with their roles."""
         return {
             name: self._assignments.wanted(name).role
             for name, keeper in self._keepers.items()
@@ -131,7 +141,7 @@ class Operator:
         }
 
     def absent(self) -> tuple[Absence, ...]:
-        """Returns the workers that do not serve now, with reasons."""
+        """Return the workers that do not serve now, with reasons."""
         lacks = ((keeper, keeper.health().lack) for keeper in self._keepers.values())
         return tuple(Absence(keeper.name, lack, self._is_coming(keeper)) for keeper, lack in lacks if lack)
 
@@ -139,7 +149,7 @@ class Operator:
         return keeper in self._awaited or keeper.phase in {Phase.STARTING, Phase.WAITING}
 
     async def finish(self) -> Handover:
-        """Completes running drains, cancels pending waits, and returns the facts that the next controller needs."""
+        """Complete running drains, cancel pending waits, and return the state that the next controller needs."""
         while self._draining:  # noqa: ASYNC110
             await asyncio.sleep(LOOK_S)
         handover = self.handover()
@@ -149,37 +159,36 @@ class Operator:
         return handover
 
     def handover(self) -> Handover:
-        """Returns the facts that another controller would need now."""
+        """Return the state that another controller would need now."""
         drained = [name for name, keeper in self._keepers.items() if keeper.phase is Phase.DRAINED]
         going = {*self._leaving, *(keeper.name for keeper in self._awaited)}
         return Handover(tuple(name for name in drained if name not in going), tuple(self._rescheduling.items()))
 
     def staying(self, slots: Iterable[Slot]) -> tuple[Slot, ...]:
-        """Returns the slots of these whose workers are not about to leave for good."""
+        """Return those of these slots whose workers are not being removed for good."""
         return tuple(slot for slot in slots if slot.worker_id not in self._leaving)
 
     def resume(self, handover: Handover) -> None:
-        """Continues the rescheduling that another controller began."""
+        """Continue the rescheduling that another controller began."""
         for name, node in handover.rescheduling:
             if (keeper := self._keepers.get(name)) is not None and not keeper.wanted:
                 self._awaited.add(keeper)
                 self._changes.begin(self._come_back_elsewhere(keeper, node))
 
     async def set_mode(self, change: ModeChange) -> tuple[WorkerInfo, ...]:
-        """Changes the mode and returns the current workers; see `Assignments.set_mode`."""
+        """Change the mode and return the current workers; see `Assignments.set_mode`."""
         await self._changes.to_its_end(self._assignments.set_mode(change))
         return self._registry.membership().workers
 
     async def drain_worker(
         self, worker_id: str, grace_s: float, *, restart: bool, force: bool, node_leaves: bool = False
     ) -> None:
-        """Drains a worker: it finishes its requests, hands over the rest after `grace_s` seconds, and ends.
+        """Drain a worker: it finishes its requests, hands over the rest after `grace_s` seconds, and ends.
 
-        It stays drained unless `restart`, where the call returns when it serves again, or `node_leaves`, where it
-        starts elsewhere once its node has left.
-
-        NotFound for an unknown name. FailedPrecondition if it does not serve, has been drained before, or is the last
-        one, unless `force`.
+        With `restart` the worker starts again and the call returns when it serves; with `node_leaves` it starts
+        elsewhere once its node has left; otherwise it stays drained. Raises NotFound for an unknown name, and
+        FailedPrecondition if the worker does not serve, has been drained before, or is the last one, unless `force` is
+        set.
         """
         keeper = self._keepers.get(worker_id)
         if keeper is None:
@@ -193,11 +202,12 @@ class Operator:
         await self._changes.to_its_end(work)
 
     async def resize(self, change: SizeChange) -> tuple[WorkerInfo, ...]:
-        """Starts or drains workers and changes roles until the cluster has the size that `change` asks for.
+        """Start or drain workers and change roles until the cluster has the size that `change` wants.
 
-        Workers that `drain_worker` drained do not count. Returns the workers as they are then. InvalidArgument for an
-        impossible size, FailedPrecondition if this host lacks the capacity. DeadlineExceeded if a worker does not serve
-        within `wait_s` seconds; it serves when it can, for instance once a node with capacity joins.
+        Workers that `drain_worker` drained do not count. Returns the workers of the cluster afterwards. Raises
+        InvalidArgument for an impossible size, and FailedPrecondition if this host lacks the capacity. Raises
+        DeadlineExceeded if a worker does not serve within `wait_s` seconds; it will serve when it can, for instance
+        once a node with capacity joins.
         """
         await self._changes.to_its_end(self._resize(change))
         coming = sorted(self._awaited, key=lambda keeper: keeper.name)
@@ -205,7 +215,7 @@ class Operator:
         return self._registry.membership().workers
 
     async def _resize(self, change: SizeChange) -> None:
-        """Executes a resize; returns when all leaving workers have left and all role changes are done."""
+        """Execute a resize; return when all removed workers have ended and all role changes are done."""
         async with self._one_size_at_a_time:
             here, awaited = await self._counted_workers()
             now = Counter([*here.values(), *awaited.values()])
@@ -220,7 +230,7 @@ class Operator:
             await self._assignments.flip(steps.into_prefill, change.grace_s)
 
     async def _counted_workers(self) -> tuple[dict[str, Role], dict[str, Role]]:
-        """Returns present and awaited workers with their roles; those that should leave first come first."""
+        """Return present and awaited workers with their roles, in the order in which they should be removed."""
         roles = await self._assignments.roles()
         here, awaited = {}, {}
         newest_first = list(self._keepers.items())[::-1]
@@ -239,13 +249,13 @@ class Operator:
         self._changes.begin(self._arrive(keeper))
 
     async def _counted_in(self, keeper: ProcessSupervisor, within_s: float) -> None:
-        """Waits until a worker serves and the others have returned to their roles."""
+        """Wait until a worker serves and workers that stood in for it have their own roles again."""
         await keeper.until(Phase.SERVING, within_s)
         while keeper in self._awaited:  # noqa: ASYNC110
             await asyncio.sleep(LOOK_S)
 
     async def _arrive(self, keeper: ProcessSupervisor) -> None:
-        """Waits until a worker serves or has been given up."""
+        """Wait until a worker serves or its supervisor has stopped."""
         try:
             await keeper.until(Phase.SERVING)
             await self._assignments.is_back(keeper.name)
@@ -255,7 +265,6 @@ class Operator:
             self._awaited.discard(keeper)
 
     async def _leave(self, worker_id: str, grace_s: float) -> None:
-        """Removes a worker for good."""
         self._leaving.add(worker_id)
         self._registry.look_again()
         try:
@@ -294,7 +303,7 @@ class Operator:
         await arriving
 
     async def _drain_and_move(self, keeper: ProcessSupervisor, grace_s: float, *, force: bool) -> None:
-        """Drains a worker and returns; it starts elsewhere in the background."""
+        """Drain a worker and return; the worker starts elsewhere in the background."""
         info = self._draining.may_drain(keeper, force=force)
         node = self._rescheduling[keeper.name] = info.address.rpartition(":")[0]
         try:
@@ -307,7 +316,7 @@ class Operator:
 
     @contextlib.contextmanager
     def _counting_on(self, keeper: ProcessSupervisor) -> Iterator[None]:
-        """Counts the worker as awaited while the body runs, and after it unless it fails."""
+        """Count the worker as awaited while the body runs, and afterwards unless the body fails."""
         self._awaited.add(keeper)
         try:
             yield
@@ -337,7 +346,7 @@ class Operator:
 
 
 def _worth(keeper: ProcessSupervisor) -> int:
-    """Returns the rank of a worker by how much is lost if it leaves now."""
+    """Return the rank of a worker by how much its removal would lose; low ranks are removed first."""
     if keeper.phase is Phase.SERVING:
         return 2
     return int(keeper.health().stage != WAITS_FOR_NODE)

@@ -22,10 +22,10 @@ class Fleet:
         new_slot: Callable[[Role, Sequence[Slot]], Slot],
         release: Callable[[Slot], Awaitable[None]],
     ) -> None:
-        """Creates an empty fleet.
+        """Create an empty fleet.
 
-        `keep` makes the supervisor of a slot, `new_slot` one more slot next to existing ones. `release` frees the
-        resources of a slot that is no longer filled; until it returns, the slot is not reused.
+        `keep` makes the supervisor of a slot, and `new_slot` makes one more slot next to existing ones. `release` frees
+        the resources of a slot that was removed; until it returns, the slot is not reused.
         """
         self._keep = keep
         self._new_slot = new_slot
@@ -35,20 +35,23 @@ class Fleet:
         self._runs: dict[str, asyncio.Task[None]] = {}
         self._removals: dict[str, asyncio.Task[None]] = {}
         self.keepers: Mapping[str, ProcessSupervisor] = MappingProxyType(self._keepers)
-        """The supervisors by worker, in the order in which they were added."""
+        """The supervisors by worker id, in the order in which they were added."""
 
     def new_slots(self, roles: Iterable[Role]) -> list[Slot]:
-        """Returns one new slot for each role, to be added. FailedPrecondition if there is no capacity for all."""
+        """Return one new slot for each role, for `add`.
+
+        Raises FailedPrecondition if there is no capacity for all of them.
+        """
         slots = list(self._slots.values())
         for role in roles:
             slots.append(self._new_slot(role, slots))
         return slots[len(self._slots) :]
 
     def add(self, slot: Slot, living: tuple[int, Process] | None = None, *, drained: bool = False) -> ProcessSupervisor:
-        """Adds a slot and begins to fill it with a new process.
+        """Add a slot and begin to fill it with a new process.
 
-        If `living` is a live process, with its incarnation, the slot is filled with that one; if `drained`, with none
-        until the worker is wanted.
+        If `living` is given, a live process with its incarnation, it fills the slot instead. With `drained` the slot
+        stays empty until an operator wants the worker.
         """
         keeper = self._keep(slot)
         if living is not None:
@@ -60,7 +63,7 @@ class Fleet:
         return keeper
 
     async def remove(self, worker_id: str) -> None:
-        """Ends the worker's process, if any, and forgets the slot. Idempotent."""
+        """End the worker's process, if any, and forget the slot. Idempotent."""
         keeper = self._keepers.get(worker_id)
         if keeper is None:
             return
@@ -80,13 +83,13 @@ class Fleet:
                 mine.pop(worker_id, None)
 
     async def stop(self) -> None:
-        """Ends all processes at once; returns when they are gone."""
+        """End all processes at once; return when they are gone."""
         for keeper in self._keepers.values():
             keeper.stop()
         await asyncio.gather(*self._runs.values(), *self._removals.values())
 
     async def release(self) -> None:
-        """Releases all processes: those that serve live on, all keep their resources, and the slots are forgotten."""
+        """Release all processes: those that serve live on, all keep their resources, and the slots are forgotten."""
         for keeper in self._keepers.values():
             keeper.detach()
         await asyncio.gather(*self._runs.values(), *self._removals.values())
@@ -94,5 +97,5 @@ class Fleet:
             mine.clear()
 
     def health(self) -> tuple[tuple[Slot, Health], ...]:
-        """Returns the current health of each worker."""
+        """Return the current health of each worker."""
         return tuple((self._slots[worker_id], keeper.health()) for worker_id, keeper in self._keepers.items())

@@ -1,6 +1,6 @@
-"""The other controllers of a cluster, one for each live `tandem up` of its name, by age.
+"""The other controllers of a cluster, one for each live `tandem up` of its name, ordered by age.
 
-Ray's head decides which one is younger: it gives each number to one controller only.
+Ray's head decides which controller is younger: it gives each number to one controller only.
 """
 
 import asyncio
@@ -24,15 +24,15 @@ class OtherController(ABC):
 
     @abstractmethod
     async def release_workers(self) -> Handover:
-        """Makes it release its workers; waits until its own start is complete."""
+        """Make the other controller release its workers, once its own start is complete."""
 
     @abstractmethod
     async def wait_until_settled(self) -> str:
-        """Waits until it leads or follows a settled leader, and returns its listener, host:port."""
+        """Wait until the other controller leads or follows a settled leader, and return its listener, host:port."""
 
     @abstractmethod
     async def ended(self) -> None:
-        """Waits until it is gone, for any reason. Never raises."""
+        """Wait until the other controller is gone, for any reason. Never raises."""
 
 
 class Controllers(ABC):
@@ -40,14 +40,14 @@ class Controllers(ABC):
 
     @abstractmethod
     async def others(self, than: int) -> list[OtherController]:
-        """Returns all live controllers except the one of that number, the oldest first."""
+        """Return all live controllers except the one of number `than`, the oldest first."""
 
 
 class NoControllers(Controllers):
-    """The controllers of a cluster whose workers end with it: none."""
+    """The controllers of a cluster whose workers end with their controller: there are no others."""
 
     async def others(self, than: int) -> list[OtherController]:
-        """Returns no controllers."""
+        """Return no controllers."""
         return []
 
 
@@ -55,7 +55,7 @@ class RayControllers(Controllers):
     """The controllers that are named actors in this process's namespace."""
 
     async def others(self, than: int) -> list[OtherController]:
-        """Returns the other live controllers, the oldest first."""
+        """Return the other live controllers, the oldest first."""
         numbers = [number for number in await asyncio.to_thread(_numbers) if number != than]
         found = (await asyncio.to_thread(_controller, number) for number in sorted(numbers))
         return [each async for each in found if each is not None]
@@ -83,14 +83,14 @@ class _RayController(OtherController):
 
 
 def actor_name(number: int) -> str:
-    """Returns the actor name of the controller of this number."""
+    """Return the actor name of the controller of this number."""
     return f"{CONTROLLER}{number}"
 
 
 def next_number(above: int = 0) -> int:
-    """Returns a number for a new controller or generation, greater than `above` and than all numbers given out before.
+    """Return a number for a new controller or generation, greater than `above` and than all numbers given out before.
 
-    It is never given out again as long as Ray's head lives. It does not depend on any clock.
+    Ray's head never gives the number out again while it lives. The number does not depend on any clock.
     """
     import ray
     from ray.experimental.internal_kv import _internal_kv_list, _internal_kv_put

@@ -21,9 +21,9 @@ CONNECT_S = 5.0
 """Timeout of the first connection, in seconds; Ray itself would try for minutes."""
 
 LOOK_S = 1.0
-"""Interval between attempts to reach a Ray cluster that is awaited, in seconds."""
+"""Interval between attempts to reach a Ray cluster that does not respond yet, in seconds."""
 
-# Deaths are reported by the controller, in a line; Ray's own paragraph would land in the middle of an answer.
+# The controller reports each death in one line; Ray's own paragraph would interrupt other output of `tandem up`.
 _ENVIRONMENT = {"RAY_DEDUP_LOGS_SKIP_REGEX": ".*"}
 
 Result = TypeVar("Result")
@@ -33,7 +33,7 @@ class JoinedRay:
     """A connection to a Ray cluster from `start` until `stop` or `kill`. Its actors end with this process."""
 
     gpus = 0
-    """Zero, because GPUs are not planned here: Ray assigns each worker one of its node's."""
+    """Zero: Ray assigns each worker one of its node's GPUs, so this process plans none."""
 
     def __init__(
         self,
@@ -44,12 +44,12 @@ class JoinedRay:
         *,
         trusted_network: bool = False,
     ) -> None:
-        """Prepares to join the Ray at `address`: host:port of the head's GCS, or `auto`.
+        """Prepare to join the Ray at `address`: host:port of the head's GCS, or `auto`.
 
-        `auto` is RAY_ADDRESS, otherwise the cluster that `ray start` last joined. A missing cluster or node may appear
-        within `wait_s` seconds, unless `stopping` is set before. In a `namespace` other processes find these actors,
-        and some actors may be left by others; None = one of this process's own. Workers on several hosts need a
-        `trusted_network`.
+        `auto` is RAY_ADDRESS or, if unset, the cluster that `ray start` last joined. A missing cluster or node may
+        appear within `wait_s` seconds, unless `stopping` is set before. Other processes find the actors of a
+        `namespace`, which may contain actors of earlier processes; None = a new namespace for this process alone.
+        Workers on several hosts need a `trusted_network`.
         """
         self._trusted_network = trusted_network
         self._shared = namespace is not None
@@ -59,10 +59,10 @@ class JoinedRay:
         self._stopping = stopping or threading.Event()
 
     def start(self, resources: dict[str, float], processes: int) -> None:
-        """Joins, and checks that all nodes together offer `resources`; Ray starts `processes` on demand.
+        """Join the cluster and check that all its nodes together offer `resources`; Ray starts `processes` on demand.
 
-        Unavailable if there is no such cluster or it refuses this process, FailedPrecondition if it lacks resources,
-        InvalidArgument if workers would send KV pages over an untrusted network.
+        Raises Unavailable if there is no such cluster or it refuses this process, FailedPrecondition if it lacks
+        resources, and InvalidArgument if workers would send KV pages over an untrusted network.
         """
         os.environ.update(_ENVIRONMENT)
         import ray
@@ -85,19 +85,19 @@ class JoinedRay:
             raise
 
     def stop(self) -> None:
-        """Leaves the cluster; Ray ends the remaining actors of this process. Idempotent."""
+        """Leave the cluster; Ray ends the remaining actors of this process. Idempotent."""
         ray = sys.modules.get("ray")
         if ray is not None:
             ray.shutdown()
 
     def kill(self) -> None:
-        """Gives up on a hanging Ray: the rest of the job ends when this process does. Callable from any thread."""
+        """Abandon a hanging Ray: the remaining actors end when this process does. Callable from any thread."""
         ray = sys.modules.get("ray")
         if ray is not None:
             atexit.unregister(ray.shutdown)  # it would hang again as the interpreter exits
 
     def _waiting(self, give_up: float, attempt: Callable[[], Result]) -> Result:
-        """Retries `attempt` until it succeeds or time is over; returns its result and logs each new reason to wait."""
+        """Retry `attempt` until it succeeds or `give_up` passes; return its result, and log each new failure."""
         said = ""
         while True:
             try:
@@ -111,7 +111,7 @@ class JoinedRay:
             self._stopping.wait(LOOK_S)
 
     def _reachable_address(self) -> str:
-        """Returns the address as Ray knows it, after a connection to it succeeded."""
+        """Return the address as Ray knows it, after a connection to it succeeded."""
         from ray._private.services import canonicalize_bootstrap_address
 
         try:

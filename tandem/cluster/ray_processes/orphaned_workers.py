@@ -1,4 +1,4 @@
-"""Orphaned workers: live workers and placement groups that earlier controllers of a cluster left behind."""
+"""Orphaned workers: live workers and placement groups that earlier controllers of a cluster left."""
 
 import asyncio
 import logging
@@ -34,18 +34,19 @@ class OrphanedWorker(ABC):
 
     @abstractmethod
     async def describe(self) -> WorkerDescription | None:
-        """Returns the worker's description; None if it does not respond in time."""
+        """Return the worker's description; None if it does not respond in time."""
 
     @abstractmethod
     def process(self, controller_address: str, outlive_s: float, on_start: Callable[[str], None]) -> Process:
-        """Returns it as a process, whose start makes it follow this controller and outlive it for `outlive_s` seconds.
+        """Return the worker as a process of the controller at `controller_address`.
 
-        `on_start` is called with its metrics address.
+        Its start makes the worker follow that controller and outlive it for `outlive_s` seconds. `on_start` is called
+        with the worker's metrics address.
         """
 
     @abstractmethod
     async def end(self, *, keep_place: bool = False) -> None:
-        """Kills it and releases its placement group, unless another incarnation uses that. Never raises."""
+        """Kill the worker and, unless `keep_place` is set, release its placement group. Never raises."""
 
 
 class OrphanedWorkers(ABC):
@@ -53,30 +54,30 @@ class OrphanedWorkers(ABC):
 
     @abstractmethod
     async def living(self) -> list[OrphanedWorker]:
-        """Returns all that have not ended, including those that start or drain."""
+        """Return all workers that have not ended, including those that start or drain."""
 
     @abstractmethod
     async def next_generation(self, above: int) -> int:
-        """Returns the next generation, greater than `above` and than all before it. It does not depend on any clock."""
+        """Return the next generation, greater than `above` and than all before it. It does not depend on any clock."""
 
     @abstractmethod
     async def clear(self, kept: Collection[str]) -> Collection[str]:
-        """Releases all placement groups but those of `kept`; returns the names of their workers."""
+        """Release all placement groups except those of the workers in `kept`; return the names of the released ones."""
 
 
 class RayOrphanedWorkers(OrphanedWorkers):
     """The orphaned workers that are detached actors and placement groups in this process's namespace."""
 
     async def living(self) -> list[OrphanedWorker]:
-        """Returns all that have not ended."""
+        """Return all workers that have not ended."""
         return await asyncio.to_thread(_living)
 
     async def next_generation(self, above: int) -> int:
-        """Returns a generation that Ray's head has not given out before."""
+        """Return a generation that Ray's head has not given out before."""
         return await asyncio.to_thread(next_number, above)
 
     async def clear(self, kept: Collection[str]) -> Collection[str]:
-        """Releases all placement groups but those of `kept`; returns the names of their workers."""
+        """Release all placement groups except those of the workers in `kept`; return the names of the released ones."""
         return await asyncio.to_thread(_clear, kept)
 
 
@@ -114,7 +115,7 @@ class _RayOrphanedWorker(OrphanedWorker):
 async def fitting(
     found: Sequence[OrphanedWorker], served: Callable[[str], Settings]
 ) -> dict[str, tuple[OrphanedWorker, WorkerDescription]]:
-    """Returns the workers that can be taken over, by id, and ends the others.
+    """Return the workers that can be taken over, by id, and end the others.
 
     `served` returns the settings that a worker of this name has to serve with.
     """
@@ -135,7 +136,7 @@ async def fitting(
 
 
 def _unfit(description: WorkerDescription | None, served: Callable[[str], Settings]) -> str:
-    """Returns the reason why it cannot be taken over; "" = it can."""
+    """Return the reason why a worker cannot be taken over; "" = it can."""
     if description is None:
         return "it does not respond"
     if not description.serves:
@@ -166,15 +167,15 @@ def _clear(kept: Collection[str]) -> list[str]:
     from ray.util.placement_group import placement_group_table
 
     groups = placement_group_table().values()
-    # Names are those of all namespaces.
+    # The table has the groups of all namespaces, but the release looks a name up in this namespace only.
     names = {group["name"] for group in groups if group["state"] != "REMOVED"} - {"", *kept}
     return [name for name in names if release_placement_group(name)]
 
 
 def release_placement_group(worker_id: str) -> bool:
-    """Releases a worker's placement group, which ends its actors; returns True if there was one.
+    """Release a worker's placement group, which ends its actors; return True if there was one.
 
-    Waits until the name is free again, or logs a warning if Ray takes too long to forget it.
+    Waits until the name is free again, or logs a warning if Ray takes longer than `GONE_S` seconds to forget it.
     """
     from ray.util.placement_group import remove_placement_group
 
@@ -189,17 +190,17 @@ def release_placement_group(worker_id: str) -> bool:
 
 
 def is_removed(place: Any) -> bool:
-    """Returns True if this placement group has been released."""
+    """Return True if this placement group has been released."""
     return _state(place) in {"REMOVED", None}
 
 
 def is_made(place: Any) -> bool:
-    """Returns True if this placement group has a node."""
+    """Return True if this placement group has a node."""
     return place is not None and _state(place) == "CREATED"
 
 
 def _state(place: Any) -> str | None:
-    """Returns the state of a placement group; None = Ray knows no such group."""
+    """Return the state of a placement group; None = Ray knows no such group."""
     from ray.util.placement_group import placement_group_table
 
     state: str | None = placement_group_table(place).get("state")
@@ -207,7 +208,7 @@ def _state(place: Any) -> str | None:
 
 
 def place_of(worker_id: str) -> Any:
-    """Returns the placement group of this worker in this namespace; None = it has none."""
+    """Return the placement group of this worker in this namespace; None = it has none."""
     from ray.util.placement_group import get_placement_group
 
     try:

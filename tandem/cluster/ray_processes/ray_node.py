@@ -1,7 +1,7 @@
-"""A private Ray node: every socket on loopback, a fresh token, a temp folder of its own, nothing left behind.
+"""A private Ray node: every socket on loopback, a fresh token, a temp folder of its own, all of it removed at the end.
 
 Ray ties its processes to the thread that starts them (they get SIGKILL when it ends), so the caller of `start` keeps
-that thread alive until `stop`. A watchdog ends what survives that.
+that thread alive until `stop`. A watchdog process ends whatever survives a killed owner.
 """
 
 import atexit
@@ -25,33 +25,33 @@ from tandem.protocol.errors import Unavailable
 log = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 80 << 20
-"""Size of Ray's object store, about the smallest that it accepts: request data never goes through Ray."""
+"""Size of Ray's object store, about the smallest that Ray accepts: request data never goes through Ray."""
 
 ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
-    # One token a process: Ray reads it once and keeps it.
+    # One token per process: Ray reads it once and keeps it.
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
-    # Ray turns a loopback address into the host's outer one, and then listens on every interface, unless the host
-    # is told not to join clusters. The switch is named after other systems but holds on Linux too.
+    # Ray replaces a loopback address by the host's outer one, and then listens on every interface, unless the host is
+    # configured not to join clusters. The switch is named after other systems but works on Linux too.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Worker processes start while Ray itself still does: half a second sooner to the first token.
+    # Worker processes start while Ray itself is still starting: the first token comes half a second sooner.
     "RAY_enable_worker_prestart": "1",
-    # Deaths are reported by the controller, in a line; Ray's own paragraph would land in the middle of an answer.
+    # The controller reports each death in one line; Ray's own paragraph would interrupt other output of `tandem up`.
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".*",
-    # Ray starts its workers at niceness 15; whatever else runs on the host would take the CPU from every token.
+    # Ray starts its workers at niceness 15, where any other program on the host would take CPU time from every token.
     "RAY_worker_niceness": "0",
-    # Workers choose their GPU themselves, and transfers between two of them must see both.
+    # Workers choose their GPU themselves, and a transfer between two workers must see both GPUs.
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
-"""Environment that must be set before Ray is imported: it reads much of it only then."""
+"""Environment that must be set before Ray is imported, because Ray reads much of it only then."""
 
 _NAMESPACE = "tandem"
-"""The namespace of all actors: a restarted controller finds them there by name."""
+"""The namespace of all actors, in which a restarted controller finds them by name."""
 
 _TOO_SLOW = "timed out during startup"
-"""The text of Ray's exception, which has no type of its own."""
+"""The text by which the exception of a failed Ray start is recognized, since it has no type of its own."""
 
 _PREFERENCES = {
     # Transfers stay on this host; otherwise UCX opens a port on every interface too.
@@ -59,24 +59,24 @@ _PREFERENCES = {
     # A log line for each failed handshake would fill a disk.
     "GRPC_VERBOSITY": "ERROR",
 }
-"""Default environment that a user's own settings override."""
+"""Default environment, which a user's own settings override."""
 
 
 class RayNode:
-    """One head node and nothing else, owned by this object from `start` until `stop` or `kill`."""
+    """One Ray head node without further nodes, owned by this object from `start` until `stop` or `kill`."""
 
     def __init__(self, log_max_bytes: int = MAX_MIB << 20) -> None:
-        """Limits each of Ray's log files to `log_max_bytes`, unless the environment sets another number."""
+        """Create the node; a log file of Ray has at most `log_max_bytes`, unless the environment sets another limit."""
         self._log_max_bytes = log_max_bytes
         self._folder: TempFolder | None = None
         self._watchdog: Watchdog | None = None
         self._family: list[psutil.Process] = []
 
     def start(self, resources: dict[str, float], processes: int) -> None:
-        """Starts Ray for about `processes` actors on a node that offers `resources`. Takes about three seconds.
+        """Start Ray for about `processes` actors on a node that offers `resources`. Takes about three seconds.
 
-        If a part of Ray dies as it starts, Ray waits for it in vain for half a minute; then everything is started once
-        more. Unavailable if that fails as well.
+        If a part of Ray dies at the start, Ray waits for that part for half a minute and fails; the whole start is then
+        retried once. Raises Unavailable if the retry fails as well.
         """
         try:
             self._start(resources, processes)
@@ -131,7 +131,7 @@ class RayNode:
         return int(ray.cluster_resources().get("GPU", 0))
 
     def stop(self) -> None:
-        """Ends every process of this node and removes its folder. Idempotent."""
+        """End every process of this node and remove its folder. Idempotent."""
         self._family = self._processes()
         ray = sys.modules.get("ray")
         if ray is not None:
@@ -140,7 +140,10 @@ class RayNode:
         self._remove_folder()
 
     def kill(self) -> None:
-        """Stops without Ray's cooperation, for one that hangs; from any thread, also while `start` or `stop` runs."""
+        """Stop the node without Ray's cooperation, because Ray hangs.
+
+        Callable from any thread, also while `start` or `stop` runs.
+        """
         ray = sys.modules.get("ray")
         if ray is not None:
             atexit.unregister(ray.shutdown)  # it would hang again as the interpreter exits
@@ -155,7 +158,7 @@ class RayNode:
             watchdog.stop()
 
     def _processes(self) -> list[psutil.Process]:
-        """Returns Ray's processes, found by this node's folder on their command line, and all their descendants."""
+        """Return Ray's processes, found by this node's folder in their command lines, and all their descendants."""
         found: list[psutil.Process] = []
         for child in psutil.Process().children():
             try:
@@ -168,10 +171,10 @@ class RayNode:
 
 @contextlib.contextmanager
 def _without_helpers() -> Iterator[None]:
-    """Makes Ray start a head without its autoscaler, dashboard and log monitor, for which `ray.init` has no option.
+    """Make Ray start a head without its autoscaler, dashboard and log monitor, for which `ray.init` has no option.
 
     A private node never grows, shows no dashboard and sends no logs to its driver, but these three processes take some
-    2 s of CPU time. A Ray without these methods starts what it starts.
+    2 s of CPU time. A version of Ray without these methods starts its helpers as usual.
     """
     from ray._private.node import Node
 
@@ -183,11 +186,11 @@ def _without_helpers() -> Iterator[None]:
 
 
 def _start_nothing(*_: object, **__: object) -> None:
-    """Takes the place of a method of Ray that starts a helper process."""
+    """Replace a method of Ray that starts a helper process."""
 
 
 def _end(family: list[psutil.Process], grace_s: float) -> None:
-    """Waits for processes that end by themselves, and kills the rest."""
+    """Wait up to `grace_s` seconds for processes that end by themselves, and kill the rest."""
     _, alive = psutil.wait_procs(family, timeout=grace_s)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -12,18 +12,18 @@ from tandem.cluster.supervision.process_supervisor import Process
 
 PID_TIMEOUT_S = 120.0
 _SHARE_OF_NODE = 0.001
-"""Amount of the resource by which Ray names a node, of which a node has 1; a placement group may not be empty."""
+"""Amount that a group takes of the resource by which Ray identifies a node; a node has 1, a group may not be empty."""
 
 
 def actor_class(plain: type) -> Any:
-    """Returns `plain` as a Ray actor class, to be given `options` and created."""
+    """Return `plain` as a Ray actor class, on which the caller sets `options` and creates the actor."""
     import ray
 
     return ray.remote(plain)
 
 
 def on_this_node() -> Any:
-    """Returns a scheduling strategy for actors that must run on this process's node."""
+    """Return a scheduling strategy for actors that must run on this process's node."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -31,10 +31,10 @@ def on_this_node() -> Any:
 
 
 def place_here() -> Any:
-    """Returns a placement group on this process's node, for actors that end with this process.
+    """Return a placement group on this process's node, for actors that end with this process.
 
-    Ray ends what is in a placement group when the job that made it ends. A detached actor in it therefore outlives the
-    actor that created it, but not the job.
+    Ray ends the actors of a placement group when the job that created the group ends. A detached actor in the group
+    therefore outlives the actor that created it, but not the job.
     """
     import ray
     from ray.util.placement_group import placement_group
@@ -45,21 +45,21 @@ def place_here() -> Any:
 
 
 def in_place(place: Any) -> Any:
-    """Returns a scheduling strategy for actors in this placement group."""
+    """Return a scheduling strategy for actors in this placement group."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     return PlacementGroupSchedulingStrategy(place)
 
 
 def node_address() -> str:
-    """Returns the address at which all other nodes reach this one; loopback where there are none."""
+    """Return the address at which all other nodes reach this one; loopback if there are no others."""
     from ray.util import get_node_ip_address
 
     return str(get_node_ip_address())
 
 
 async def node_is_up(address: str) -> bool:
-    """Returns True if a node of this address is in the cluster."""
+    """Return True if a node of this address is in the cluster."""
     import ray
 
     nodes = await asyncio.to_thread(ray.nodes)
@@ -67,16 +67,16 @@ async def node_is_up(address: str) -> bool:
 
 
 async def at_once() -> None:
-    """Returns at once, for an actor whose node is known."""
+    """Return at once: the default placement wait, for an actor whose node is known."""
 
 
 class RayProcess(Process):
-    """A process that is a Ray actor. Owns the actor.
+    """A process that is a Ray actor, which this object owns.
 
     The actor has `pid()`, `identity()` (see `kv_transfer.nixl_backend.processes`), `start()`, `progress()`, `works()`
-    (responds as long as its event loops do), `run()` (pending until it stops) and `stop()`. `on_start` is called with
-    the result of `start()`; `placed` waits until the actor has a node. An actor that has started before has a `start`
-    that makes it follow this process.
+    (responds as long as its event loops do), `run()` (pending until the actor stops) and `stop()`. `on_start` is called
+    with the result of `start()`; `placed` waits until the actor has a node. For an actor that has started before,
+    `start` makes it follow this process.
     """
 
     def __init__(
@@ -94,27 +94,27 @@ class RayProcess(Process):
         self._life = actor.run.remote()
 
     async def placed(self) -> None:
-        """Waits until the actor has a node."""
+        """Wait until the actor has a node."""
         await self._placed()
 
     async def pid(self) -> int:
-        """Returns the actor's process id, and reads its identity."""
+        """Return the actor's process id, and remember the process's identity for `kill`."""
         async with asyncio.timeout(PID_TIMEOUT_S):
             self._identity = str(await self._actor.identity.remote())
             self._pid = int(await self._actor.pid.remote())
             return self._pid
 
     async def start(self) -> None:
-        """Starts the actor; returns when it serves."""
+        """Start the actor; return when it serves."""
         self._on_start(await plainly(self._begin()))
 
     async def progress(self) -> tuple[str, float]:
-        """Returns the start's current activity and the fraction that is done."""
+        """Return the current activity of the start and the fraction of it that is done."""
         stage, fraction = await self._actor.progress.remote()
         return str(stage), float(fraction)
 
     async def ended(self) -> str:
-        """Waits until the actor is gone, and returns the reason."""
+        """Wait until the actor is gone, and return the reason."""
         from ray.exceptions import RayActorError
 
         try:
@@ -126,25 +126,25 @@ class RayProcess(Process):
         return "the process stopped by itself"
 
     async def works(self) -> None:
-        """Returns when the actor's event loops have responded."""
+        """Return once the actor's event loops have responded."""
         await self._actor.works.remote()
 
     async def kill(self) -> None:
-        """Kills the actor's process at once."""
+        """Kill the actor's process at once."""
         import ray
 
-        # Here, where it can be seen, it is gone at once, with its ports and its memory. Elsewhere the node's Ray does
-        # it, which gives every process some seconds to end by itself.
+        # A process on this host is killed directly: it is gone at once, with its ports and its memory. On other hosts
+        # the node's Ray kills the process, after some seconds in which it may end by itself.
         if self._identity and processes.lives(self._identity):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self._pid, signal.SIGKILL)
         ray.kill(self._actor, no_restart=True)
 
     async def end(self, grace_s: float) -> None:
-        """Stops the actor, and kills it after `grace_s` seconds."""
+        """Stop the actor, and kill it after `grace_s` seconds."""
         import ray
 
-        # Dead, stuck or too slow: the kill settles all three.
+        # The kill below covers an actor that is dead, hangs or is too slow.
         with contextlib.suppress(Exception):
             async with asyncio.timeout(grace_s):
                 await self._actor.stop.remote()
@@ -152,7 +152,7 @@ class RayProcess(Process):
 
 
 async def plainly(reply: Any) -> Any:
-    """Returns a call's result, or raises the actor's error without Ray's traceback around it."""
+    """Return a call's result, or raise the actor's error without Ray's traceback around it."""
     try:
         return await reply
     except Exception as error:

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from router.server import RouterServer
 
 _CPU_CHUNKS_PER_S = 320.0
-"""Rate of chunks where engines compute on the CPU, so that sending does not take it from them."""
+"""Chunks that the router streams per second where engines compute on the CPU, so that it leaves them CPU time."""
 
 
 log = logging.getLogger(__name__)
 
 
 class RouterActor:
-    """Runs one router; `RayProcess` defines its methods."""
+    """The actor of one router; `RayProcess` defines its methods."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class RouterActor:
         log_config: LogConfig,
         stop_grace_s: float = 0.0,
     ) -> None:
-        """Configures logging; calls in flight have `stop_grace_s` seconds when the router stops."""
+        """Configure logging; requests in flight have `stop_grace_s` seconds when the router stops."""
         begin_log(log_config, config.name, incarnation)
         self._config = config
         self._stop_grace_s = stop_grace_s
@@ -48,18 +48,18 @@ class RouterActor:
         self._starting: asyncio.Future[RouterEndpoints] | None = None
 
     async def pid(self) -> int:
-        """Returns the process id of this process."""
+        """Return the process id of this process."""
         return os.getpid()
 
     async def identity(self) -> str:
-        """Returns the identity of this process, for the caller that may kill it."""
+        """Return the identity of this process, by which its supervisor recognizes it before killing it."""
         return this_process()
 
     async def works(self) -> None:
-        """Returns at once; the event loop that runs this call is the one that serves clients."""
+        """Return at once; the event loop that runs this call is the one that serves clients."""
 
     async def prepare(self) -> None:
-        """Imports the router and loads the tokenizer, which is all of a start but opening the listeners."""
+        """Import the router and load the tokenizer: everything of a start except opening the listeners."""
         set_switch_interval()
         with keep_imports():
             from router.server import RouterServer
@@ -71,7 +71,7 @@ class RouterActor:
         log.info("router %s is ready to open its listeners", self._config.router_id)
 
     async def start(self) -> "RouterEndpoints":
-        """Opens gRPC and HTTP and returns their addresses; once they are open, it only returns these."""
+        """Open gRPC and HTTP and return their addresses; if they are open already, only return the addresses."""
         if self._starting is None:
             self._starting = asyncio.ensure_future(self._start())
         return await asyncio.shield(self._starting)
@@ -86,15 +86,15 @@ class RouterActor:
         return endpoints
 
     async def progress(self) -> tuple[str, float]:
-        """Returns a constant progress: a router starts in one step."""
+        """Return a constant progress: a router starts in one step."""
         return "opening the listeners", 0.0
 
     async def run(self) -> None:
-        """Waits until `stop`."""
+        """Wait until `stop` has completed."""
         await self._stopped.wait()
 
     async def stop(self) -> None:
-        """Closes gRPC and HTTP; calls still in flight after the grace end with UNAVAILABLE."""
+        """Close gRPC and HTTP; calls still in flight after the grace end with UNAVAILABLE."""
         if self._server is not None:
             await self._server.stop(self._stop_grace_s)
         self._stopped.set()
@@ -103,33 +103,36 @@ class RouterActor:
 class RouterProcess:
     """Spawns the router on this node, each time on the ports that its first incarnation found.
 
-    Its actors are detached, so that they outlive a controller that dies.
+    The actors are detached, so that they outlive a controller that dies. Owned by the controller.
     """
 
     def __init__(self, config: ClusterSettings, token: str, number: int = 0, place: Any = None) -> None:
-        """`number` is that of the controller, `place` the placement group of routers."""
+        """Create the spawner of the controller of this `number`; `place` is the placement group of its routers."""
         self._cluster = config
         self._token = token
         self._prefix = f"router-{number}-"
         self._place = place
         self.controller_address = ""
-        """The controller's listener; set before the first `spawn`."""
+        """The controller's listener, host:port; set before the first `spawn`."""
         self.listeners = "", "", ""
-        """The addresses of gRPC, of HTTP, and of metrics and traces if HTTP has TLS; empty until they first opened."""
+        """The addresses of gRPC, of HTTP, and of metrics and traces if HTTP uses TLS; empty until the first start."""
         self.on_open: Callable[[str], None] = lambda _: None
-        """Called with the address of the router's metrics each time it opens."""
+        """Called with the address of the router's metrics each time a router opens its listeners."""
 
     async def spawn(self, incarnation: int) -> Process:
-        """Spawns a new router process, which reuses the ports of the previous one."""
+        """Spawn a new router process, which reuses the ports of the previous one."""
         return self._process_of(self._create(incarnation))
 
     async def spawn_standby(self, incarnation: int) -> tuple[Process, Process]:
-        """Spawns a router process; see `Standby`. Before it is needed, it does all but opening the listeners."""
+        """Spawn a standby router; return its process for the preparation and its process for the start; see `Standby`.
+
+        The preparation does everything except opening the listeners.
+        """
         actor = self._create(incarnation)
         return RayProcess(actor, start=actor.prepare.remote), self._process_of(actor)
 
     async def adopt(self, incarnation: int) -> Process | None:
-        """Returns the living router of this incarnation, None = it is dead; ends all others of this `tandem up`."""
+        """Return the live router of this incarnation, None = it is dead; kill all others of this `tandem up`."""
         import ray
 
         name, living = f"{self._prefix}{incarnation}", await asyncio.to_thread(ray.util.list_named_actors)

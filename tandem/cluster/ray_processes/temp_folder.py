@@ -1,4 +1,7 @@
-"""The folder of one cluster's sockets and logs: locked while it lives, so that the next cluster can clean up."""
+"""The folder of one cluster's sockets and logs.
+
+Its owner holds a lock on it while it lives, so the next cluster can tell abandoned folders and remove them.
+"""
 
 import contextlib
 import fcntl
@@ -13,21 +16,21 @@ import psutil
 PREFIX = "tandem-"
 LOCK = "lock"
 RAY = "r"
-"""Name of Ray's own folder in it, short because of socket paths."""
+"""Name of Ray's own folder in it, short because the length of socket paths is limited."""
 ROOT_LENGTH_MAX = 25
-"""Maximum length of the root, so that Ray's socket paths fit into the 107 bytes that Linux allows."""
+"""Maximum length of the parent folder's path, so that Ray's socket paths fit into the 107 bytes of Linux."""
 YOUNG_S = 60.0
-"""Age below which a folder with an empty lock may belong to a cluster that has yet to lock it, in seconds."""
+"""Age in seconds below which a folder with an empty lock file may belong to a cluster that has yet to lock it."""
 KILL_TIMEOUT_S = 5.0
 REMOVAL_TIMEOUT_S = 2.0
-"""Longest time that `TempFolder.remove` tries again, in seconds; only a folder that stays costs it."""
+"""Maximum time of retries in `TempFolder.remove`, in seconds; only a folder that cannot be removed takes it."""
 
 
 class TempFolder:
-    """A fresh folder that is this process's until `remove`, or until the process ends. No other user can read it.
+    """A new folder that this process owns until `remove`, or until the process ends. No other user can read it.
 
-    Ray lets every user of the host write into the folder that it is given, and a user that replaces a socket there
-    could impersonate Ray towards the next worker that starts.
+    Ray makes the folder that it is given writable for every user of the host. A user that replaces a socket in it could
+    impersonate Ray to the next worker that starts, so Ray's folder lies inside this private one.
     """
 
     def __init__(self, root: Path | None = None) -> None:
@@ -38,7 +41,7 @@ class TempFolder:
         os.write(self._lock, str(os.getpid()).encode())
 
     def remove(self) -> None:
-        """Deletes the folder and releases its lock. Idempotent."""
+        """Delete the folder and release its lock. Idempotent."""
         _remove_tree(self.path)
         if self._lock >= 0:
             os.close(self._lock)
@@ -46,7 +49,7 @@ class TempFolder:
 
 
 def _remove_tree(folder: Path) -> None:
-    """Delete `folder`, again while a process that is ending still makes files in it, for `REMOVAL_TIMEOUT_S`."""
+    """Delete `folder`, retrying for `REMOVAL_TIMEOUT_S` while a process that is ending still creates files in it."""
     until = time.monotonic() + REMOVAL_TIMEOUT_S
     while True:
         shutil.rmtree(folder, ignore_errors=True)
@@ -56,13 +59,13 @@ def _remove_tree(folder: Path) -> None:
 
 
 def temp_root() -> Path:
-    """Returns the user's temp folder, or /tmp if that is too long for sockets."""
+    """Return the user's temp folder, or /tmp if that is too long for sockets."""
     root = Path(tempfile.gettempdir())
     return root if len(str(root)) <= ROOT_LENGTH_MAX else Path("/tmp")
 
 
 def remove_abandoned(root: Path | None = None) -> list[Path]:
-    """Deletes the folders of killed clusters, ends the processes that Ray left in them, and returns the folders."""
+    """Delete the folders of killed clusters, kill the processes that Ray left in them, and return the folders."""
     removed = []
     for folder in (root or temp_root()).glob(f"{PREFIX}*"):
         if _abandoned(folder):
@@ -72,7 +75,7 @@ def remove_abandoned(root: Path | None = None) -> list[Path]:
 
 
 def clean_up(folder: Path) -> None:
-    """Ends this user's Ray processes that work in a folder whose owner has ended, and deletes the folder."""
+    """Kill this user's Ray processes that work in a folder whose owner has ended, and delete the folder."""
     if folder.exists():
         _end_leftovers(folder)
         _remove_tree(folder)
@@ -91,10 +94,11 @@ def _is_leftover(process: psutil.Process, folder: Path) -> bool:
         if process.pid == os.getpid() or process.uids().effective != os.getuid():
             return False
         command = process.cmdline()
-        # A shell, an editor or a pager that looks into the folder is none of Ray's.
+        # A shell, an editor or a pager that has the folder in its command line is not one of Ray's processes.
         if not any(part.startswith("ray::") or "/ray/" in part for part in command):
             return False
-        # Ray's agents write their name over command line and environment; the logs they hold open remain.
+        # Ray's agents overwrite their command line and environment with their name, so they are found by their open
+        # logs.
         inside = f"{folder}{os.sep}"
         return any(inside in part for part in command) or any(
             file.path.startswith(inside) for file in process.open_files()
@@ -111,7 +115,8 @@ def _abandoned(folder: Path) -> bool:
     except OSError:
         return False
     try:
-        # An owner writes its number only once it holds the lock; until then a look at the lock would be in its way.
+        # An owner writes its process id once it holds the lock; until then, testing the lock here could make the owner
+        # fail.
         if os.fstat(lock).st_size == 0 and time.time() - folder.stat().st_mtime < YOUNG_S:
             return False
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -12,10 +12,10 @@ from tandem.cluster.ray_processes.temp_folder import clean_up
 
 
 class Watchdog:
-    """Cleans up a folder of Ray when this process ends, however it ends, or `stop` is called."""
+    """The owner's handle of the process that cleans up Ray's folder once the owner ends or calls `stop`."""
 
     def __init__(self, folder: Path) -> None:
-        """Starts the process, in a session of its own, so that signals of a terminal do not reach it."""
+        """Start the process, in a session of its own, so that signals of a terminal do not reach it."""
         command = sys.executable, "-P", "-m", "tandem.cluster.ray_processes.watchdog"
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         environment = {**os.environ, "PYTHONPATH": path}
@@ -25,12 +25,12 @@ class Watchdog:
         self._process.stdin.flush()
 
     def stop(self) -> None:
-        """Has it clean up now; returns when it has ended."""
+        """Have the process clean up now; return when it has ended."""
         self._process.communicate()
 
 
 def main() -> None:
-    """Cleans up the folder that standard input names, once its writer has ended."""
+    """Clean up the folder that standard input names, once the writer of standard input has ended."""
     clean_up(Path(os.fsdecode(sys.stdin.buffer.read())))
 
 

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
 
 _CPU_GATHER_S = 0.01
-"""Seconds to gather a burst of requests, on CPUs: it arrives within 10 ms, and a step takes longer
-(docs/decisions/step_policy.md)."""
+"""Seconds to gather a burst of requests on CPUs: a burst arrives within 10 ms, and a step takes longer.
+
+See docs/decisions/step_policy.md.
+"""
 
 
 _PLACE_LOOK_S = 0.25
@@ -35,9 +37,9 @@ _PLACE_LOOK_S = 0.25
 class WorkerActors:
     """Spawns workers. A slot's placement group is created once and holds its resources between two incarnations.
 
-    Ray's autoscaler counts a group that is not placed as demand. Actors are detached, so that they outlive a controller
-    that dies; their groups end with `tandem up`, and the actors with them, unless workers may outlive it. A group that
-    an earlier controller left is reused.
+    Ray's autoscaler counts a group that is not placed yet as demand. The actors are detached, so that they outlive a
+    controller that dies. The groups end with `tandem up`, and the actors with them, unless workers may outlive it. A
+    group that an earlier controller left is reused. Owned by `WorkerSupervisor`.
     """
 
     def __init__(
@@ -46,16 +48,16 @@ class WorkerActors:
         token: str,
         on_metrics: Callable[[Slot, str], None] = lambda _slot, _address: None,
     ) -> None:
-        """Creates the spawner; `on_metrics` is called with the metrics address of each worker that has started."""
+        """Create the spawner; `on_metrics` is called with the metrics address of each worker that has started."""
         self._cluster = config
         self._on_metrics = on_metrics
         self.controller_address = ""
-        """The controller's listener; set before the first `spawn`."""
+        """The controller's listener, host:port; set before the first `spawn`."""
         self._token = token
         self._groups: dict[str, Any] = {}
 
     async def spawn(self, slot: Slot, assignment: Assignment, incarnation: int) -> Process:
-        """Spawns a process for `slot`, which has `assignment` until it is sent another."""
+        """Spawn a process for `slot`, which has `assignment` until it is sent another."""
         from tandem.worker.actor import WorkerActor
 
         options = {
@@ -71,15 +73,15 @@ class WorkerActors:
         return RayProcess(actor, partial(self._on_metrics, slot), partial(self._placed, slot))
 
     def adopt(self, slot: Slot, left: OrphanedWorker) -> Process:
-        """Returns a live worker of `slot` as a process of this controller."""
+        """Return a live worker of `slot` as a process of this controller."""
         return left.process(self.controller_address, self._cluster.workers_outlive_s, partial(self._on_metrics, slot))
 
     def release_all(self) -> None:
-        """Releases all placement groups to another controller."""
+        """Forget all placement groups, which another controller takes over."""
         self._groups.clear()
 
     async def release(self, slot: Slot) -> None:
-        """Releases the slot's placement group, which ends its actor."""
+        """Release the slot's placement group, which ends its actor."""
         self._groups.pop(slot.worker_id, None)
         await asyncio.to_thread(release_placement_group, slot.worker_id)  # also a group that an earlier controller made
 
@@ -88,7 +90,7 @@ class WorkerActors:
             await asyncio.sleep(_PLACE_LOOK_S)
 
     def _group(self, slot: Slot) -> Any:
-        """Returns the slot's placement group; runs off the event loop, because Ray's head may be slow."""
+        """Return the slot's placement group; called off the event loop, because Ray's head may be slow."""
         from ray.util.placement_group import placement_group
 
         known = self._groups.get(slot.worker_id)
@@ -105,7 +107,7 @@ class WorkerActors:
         return group
 
     def config(self, slot: Slot, assignment: Assignment) -> "WorkerConfig":
-        """Returns the config that a worker of `slot` starts with."""
+        """Return the config that a worker of `slot` starts with."""
         from tandem.engine.config import AdapterSource, EngineConfig
         from tandem.protocol.speculation_method import SpeculationMethod
         from tandem.worker.config import WorkerConfig
@@ -119,7 +121,8 @@ class WorkerActors:
             memory_fraction=slot.memory_fraction,
             max_batch_requests=cluster.batch_requests,
             quantization=cluster.quantization_of(assignment.role),
-            # The controller has workers with slots load them (`tandem/cluster/operations/adapters.py`).
+            # With runtime adapters the controller makes workers load the adapters after their start
+            # (`tandem/cluster/operations/adapters.py`).
             adapters=() if cluster.engine.runtime_loras else tuple(AdapterSource(*lora) for lora in cluster.loras),
             draft_graphs=cluster.worker.speculate not in {SpeculationMethod.AUTO, SpeculationMethod.OFF},
         )

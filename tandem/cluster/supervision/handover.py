@@ -1,4 +1,4 @@
-"""The state that a controller passes on to the next one, beyond what the workers report themselves."""
+"""The state that a controller passes on to the next one, beyond the facts that workers report themselves."""
 
 from dataclasses import dataclass
 
@@ -8,19 +8,19 @@ from tandem.cluster.supervision.roles import Slot
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """Facts that a controller that releases its workers passes on, beyond what the workers report themselves."""
+    """The state that a controller passes on when it releases its workers."""
 
     drained: tuple[str, ...] = ()
-    """Workers that have drained and stay drained until they are wanted again."""
+    """Workers that were drained and stay so until an operator wants them again."""
     rescheduling: tuple[tuple[str, str], ...] = ()
     """Workers that start elsewhere once their node has left, with that node's address."""
 
 
 @dataclass(frozen=True, slots=True)
 class ControllerState:
-    """The workers as a controller wants them, for the controller that replaces it when it dies.
+    """The workers as a controller wants them, for the controller that replaces it if it dies.
 
-    It includes what operators and the planner have changed since the start.
+    The state includes all changes by operators and the planner since the start.
     """
 
     slots: tuple[Slot, ...]

@@ -21,8 +21,8 @@ class Phase(StrEnum):
 class Health:
     """One supervised process as the controller sees it.
 
-    `pid` is 0 while none is known, `stage` is the current activity of a start and `fraction` the part of it that is
-    done, `error` is the last failure.
+    `pid` is 0 while none is known, `stage` is the current activity of a start, `fraction` the part of it that is done,
+    and `error` the last failure.
     """
 
     name: str
@@ -47,7 +47,10 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class ClusterHealth:
-    """The router, its listener addresses (empty until they first opened), and the workers in the order of the plan."""
+    """The health of the router and of all workers, in the order of the plan, with the addresses of the listeners.
+
+    A router's address is empty until the router first opened it.
+    """
 
     router: Health
     grpc_address: str
@@ -56,13 +59,13 @@ class ClusterHealth:
     metrics_address: str = ""
     """Address of the cluster-wide metrics, host:port."""
     filled: bool = True
-    """True once the set of workers is known; before that the controller still looks for workers that live already."""
+    """True once the set of workers is known; until then the controller still looks for workers that live already."""
     taken_over: frozenset[str] = frozenset()
     """The processes that another controller started."""
     operations_address: str = ""
-    """Address of the router's metrics and traces if `http_address` has TLS, else empty."""
+    """Address of the router's metrics and traces if `http_address` uses TLS, else empty."""
     kept_at: str = ""
-    """The controller that supervises the workers instead, host:port; empty = this one does."""
+    """Address of the controller that supervises the workers instead, host:port; empty = this one does."""
     state: ControllerState | None = None
     """The workers as this controller wants them; None = it does not supervise them, or not yet."""
 
@@ -75,21 +78,22 @@ class ClusterHealth:
     def needed(self) -> tuple[Health, ...]:
         """The processes that must serve before the start counts as complete.
 
-        These are all processes or, where workers were taken over, the router and those of them that still live.
+        These are all processes or, if workers were taken over, the router and those of the taken-over workers that
+        still live.
         """
         if not self.taken_over:
             return self.all
         return (self.router, *(one for one in self.workers if self.lived_before(one)))
 
     def lived_before(self, one: Health) -> bool:
-        """Returns True for a process that another controller started and that has not been restarted since."""
+        """Return True for a process that another controller started and that has not been restarted since."""
         return one.name in self.taken_over and not one.restarts
 
 
 class Backoff:
-    """The waits between restarts: none after a long life, then doubling up to `longest_s`.
+    """The waits between restarts: none after a long life, then doubling from `first_s` up to `longest_s`.
 
-    A life of `stable_s` seconds or more clears the count, so a process that dies once a day is always restarted at
+    A life of `stable_s` seconds or more resets the count, so a process that dies once a day is always restarted at
     once.
     """
 
@@ -100,7 +104,7 @@ class Backoff:
         self._failures = 0
 
     def after_death(self, lived_s: float) -> float:
-        """Returns the seconds to wait after a process that lived `lived_s` seconds."""
+        """Return the seconds to wait after a process that lived `lived_s` seconds."""
         if lived_s >= self._stable_s:
             self._failures = 0
         self._failures += 1

@@ -17,8 +17,8 @@ class Topology:
     """A cluster's mode, the number of prefill workers, and the step settings.
 
     `prefill` is the number of current workers that prefill in a disaggregated cluster, where the others decode; it is 0
-    or all of them while these stand in for the other role. `step_budget` is in tokens, None = 512; `itl_target_s` is in
-    seconds, None = no limit.
+    or all of them while they stand in for the missing role. `step_budget` is in tokens per step, None = 512;
+    `itl_target_s` is in seconds, None = no limit.
     """
 
     mode: Mode
@@ -29,12 +29,12 @@ class Topology:
 
     @classmethod
     def of(cls, config: ClusterSettings) -> "Topology":
-        """Returns the topology that the config asks for."""
+        """Return the topology of the config."""
         prefill, worker = config.prefill if config.mode is Mode.DISAGGREGATED else 0, config.worker
         return cls(config.mode, prefill, worker.step_policy, worker.step_budget, worker.itl_target_s)
 
     def assignment(self, role: Role) -> Assignment:
-        """Returns the assignment of a worker with this role."""
+        """Return the assignment of a worker with this role."""
         return Assignment(role, self.step_policy, self.step_budget, self.itl_target_s)
 
 
@@ -51,7 +51,10 @@ class ModeChange:
     grace_s: float = 0.0
 
     def over(self, now: Topology, workers: int) -> Topology:
-        """Returns the topology of `workers` workers after this change to `now`. InvalidArgument names the option."""
+        """Return the topology of `workers` workers once this change is applied to `now`.
+
+        Raises InvalidArgument, which names the option, for an impossible change.
+        """
         for option, name, known in (
             ("mode", self.mode, list(Mode)),
             ("--step-policy", self.step_policy, ["", *PolicyName]),
@@ -67,7 +70,6 @@ class ModeChange:
         return Topology(Mode(self.mode), self._prefill(workers), *steps, itl_target_s=target)
 
     def _prefill(self, workers: int) -> int:
-        """Returns the number of prefill workers."""
         if self.mode != Mode.DISAGGREGATED:
             if self.prefill or self.decode:
                 raise InvalidArgument("--prefill" if self.prefill else "--decode", "is for mode disaggregated")
@@ -84,7 +86,7 @@ class ModeChange:
 
 
 def assign(topology: Topology, roles: Mapping[str, Role]) -> dict[str, Assignment]:
-    """Returns each worker's assignment; a worker keeps its current role, given in `roles`, if that is needed."""
+    """Return each worker's assignment; a worker keeps its current role, given in `roles`, if that role is needed."""
     if topology.mode is not Mode.DISAGGREGATED:
         return {worker_id: topology.assignment(Role.BOTH) for worker_id in roles}
     ranked = sorted(roles, key=lambda worker_id: _PREFILLS_FIRST[roles[worker_id]])

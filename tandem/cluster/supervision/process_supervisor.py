@@ -1,13 +1,13 @@
 """Keeps one process of the cluster alive: starts it, watches it and restarts it.
 
-1. a new incarnation number is drawn
-2. the process is spawned; its death is awaited from the first moment
-3. it has started and serves
-4. it is dead: subscribers are notified at once, and after a bounded wait it continues with 1. A live process without a
-   sign of life within the hang deadline is killed
+1. The supervisor draws a new incarnation number.
+2. It spawns the process, and awaits its death from the first moment on.
+3. The process has started and serves.
+4. The process is dead: subscribers are notified at once, and after a bounded wait the supervisor continues with 1. A
+   live process that gives no sign of life within the hang deadline is killed.
 
-A retired process exits by itself or is ended, and 1. follows only on request. A released process lives on without its
-supervisor, and another supervisor may adopt it: that life begins with 2.
+A retired process exits by itself or is ended, and 1. follows only on request. A released process lives on without a
+supervisor, and another supervisor may adopt it: that supervisor begins with 2.
 """
 
 import asyncio
@@ -33,48 +33,48 @@ WAITS_FOR_NODE = "waiting for a node with free capacity"
 
 
 class Process(ABC):
-    """A spawned process. Its supervisor ends it."""
+    """A spawned process, owned by its supervisor, which ends it."""
 
     async def placed(self) -> None:
-        """Waits until a node for the process is available, without a time limit."""
+        """Wait until a node for the process is available, without a time limit."""
         return
 
     @abstractmethod
     async def pid(self) -> int:
-        """Returns its process id on its host."""
+        """Return the process's id on its host."""
 
     @abstractmethod
     async def start(self) -> None:
-        """Loads and serves; returns when it serves. Raises the error of a failed start."""
+        """Start the process; return when it serves. Raises the error of a failed start."""
 
     async def progress(self) -> tuple[str, float]:
-        """Returns the current activity of `start`, as text, and the fraction of it that is done."""
+        """Return the current activity of `start`, as text, and the fraction of it that is done."""
         return "", 0.0
 
     @abstractmethod
     async def ended(self) -> str:
-        """Waits until the process is gone, for any reason, and returns the reason as a sentence."""
+        """Wait until the process is gone, for any reason, and return the reason as a sentence."""
 
     @abstractmethod
     async def works(self) -> None:
-        """Returns as soon as all event loops of the process have taken the question; never while one of them hangs.
+        """Return once all event loops of the process have responded; never while one of them hangs.
 
-        An exception is a sign of life, too: `ended` reports a death.
+        An exception is a sign of life too, because `ended` reports a death.
         """
 
     @abstractmethod
     async def kill(self) -> None:
-        """Kills it at once, even if it is stopped or hangs. Never raises."""
+        """Kill the process at once, even if it is stopped or hangs. Never raises."""
 
     @abstractmethod
     async def end(self, grace_s: float) -> None:
-        """Asks it to stop, and kills it after `grace_s` seconds. Never raises."""
+        """Ask the process to stop, and kill it after `grace_s` seconds. Never raises."""
 
 
 class ProcessSupervisor:
-    """Keeps the process called `name` alive.
+    """Keeps the process called `name` alive. Belongs to the controller's event loop.
 
-    `spawn` starts the process of an incarnation; `on_death` is called with each incarnation that is over.
+    `spawn` starts the process of an incarnation; `on_death` is called with each incarnation that has ended.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ProcessSupervisor:
         hang_deadline_s: float = HANG_DEADLINE_S,
         incarnations: Incarnations | None = None,
     ) -> None:
-        """Kills a process after `hang_deadline_s` seconds without a sign of life; 0 = never.
+        """Create a supervisor that kills a process after `hang_deadline_s` seconds without a sign of life; 0 = never.
 
         `incarnations` numbers the processes; None = a private counter.
         """
@@ -114,25 +114,26 @@ class ProcessSupervisor:
         self._progress = ("", 0.0)
 
     def health(self) -> Health:
-        """Returns the current health of the process."""
+        """Return the current health of the process."""
         return Health(
             self.name, self._phase, self._incarnation, self._pid, self._restarts, self._error, *self._progress
         )
 
     def stop(self) -> None:
-        """Ends the process and starts no other; `run` returns then."""
+        """End the process and start no other one; `run` then returns."""
         self._stopping.set()
         self._ending.set()
         self._wanted.set()
 
     def adopt(self, incarnation: int, process: Process) -> None:
-        """Adopts a live process, before `run`; its `start` makes it follow this controller."""
+        """Adopt a live process, before `run`; its `start` makes it follow this controller."""
         self._adopted = incarnation, process
 
     def detach(self) -> None:
-        """Releases the process: one that serves, or served where it was adopted from, lives on; any other is ended.
+        """Release the process; `run` then returns.
 
-        `run` returns then.
+        A process lives on if it serves, or if it was adopted and its `start` is not complete; any other process is
+        ended.
         """
         self._lives_on = self._phase is Phase.SERVING or (self._phase is Phase.STARTING and self._lived_before)
         self.stop()
@@ -143,7 +144,11 @@ class ProcessSupervisor:
         return self._phase
 
     async def until(self, phase: Phase, within_s: float = math.inf) -> None:
-        """Waits for a phase; DeadlineExceeded after `within_s` seconds, FailedPrecondition if it is unreachable."""
+        """Wait for a phase.
+
+        Raises DeadlineExceeded after `within_s` seconds, and FailedPrecondition if the supervisor stops in the
+        meantime.
+        """
         try:
             async with asyncio.timeout(None if within_s == math.inf else within_s):
                 while self._phase is not phase:
@@ -161,25 +166,25 @@ class ProcessSupervisor:
 
     @property
     def will_serve(self) -> bool:
-        """True if the process serves, or one is being started or will be; False once it is retired or stopped."""
+        """True if the process serves or will be started; False once it is retired or stopped."""
         return self.wanted and not self._stopping.is_set()
 
     def retire(self) -> None:
-        """Marks the process as retired: it ends by itself, and no other is started until `restart`."""
+        """Retire the process: it ends by itself, and no other one is started until `restart`."""
         self._wanted.clear()
         if self._phase is Phase.SERVING:
             self._phase = Phase.DRAINING
 
     def end_now(self) -> None:
-        """Ends a retired process that does not exit by itself."""
+        """End a retired process that does not exit by itself."""
         self._ending.set()
 
     def restart(self) -> None:
-        """Starts a retired process again: at once if it has ended, otherwise when it has."""
+        """Start a retired process again: at once if it has ended, otherwise as soon as it has."""
         self._wanted.set()
 
     async def run(self, grace_s: float = END_S) -> None:
-        """Keeps the process alive until `stop`; then it has `grace_s` seconds to exit."""
+        """Keep the process alive until `stop`, after which it has `grace_s` seconds to exit."""
         while not self._stopping.is_set():
             if not self._wanted.is_set():
                 self._phase = Phase.DRAINED
@@ -203,7 +208,7 @@ class ProcessSupervisor:
         self._phase = Phase.STOPPED
 
     async def _live(self, grace_s: float) -> None:
-        """Runs one incarnation from its spawn to its death."""
+        """Run one incarnation from its spawn to its death."""
         self._phase, self._pid, self._progress = Phase.STARTING, 0, ("", 0.0)
         self._ending.clear()
         try:
@@ -218,6 +223,7 @@ class ProcessSupervisor:
             if ended or not self._lives_on:
                 self._pid = 0
                 try:
+                    # The death is reported before the clean-up, which may take `grace_s` seconds.
                     self._on_death(self._incarnation)
                 finally:
                     await process.end(grace_s)
@@ -231,7 +237,7 @@ class ProcessSupervisor:
         return await self._spawn(self._incarnation)
 
     async def _watch(self, process: Process) -> bool:
-        """Waits until the process is gone, did not start or is no longer wanted; returns True if it is gone."""
+        """Wait until the process has ended, fails to start or has to end; return True if it has ended."""
         ended = asyncio.ensure_future(process.ended())
         started = asyncio.ensure_future(self._start(process))
         stopping = asyncio.ensure_future(self._ending.wait())
@@ -239,6 +245,7 @@ class ProcessSupervisor:
         tasks = {ended, started, stopping, hanging}
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            # The process serves: from now on only its end, a stop or a hang matters.
             if started.done() and not started.exception():
                 await asyncio.wait(tasks - {started}, return_when=asyncio.FIRST_COMPLETED)
             if ended.done():
@@ -255,7 +262,7 @@ class ProcessSupervisor:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _hangs(self, process: Process) -> float:
-        """Waits until the process hangs; returns how long it was unresponsive then, in seconds."""
+        """Wait until the process hangs; return how long it has been unresponsive, in seconds."""
         return await until_it_hangs(
             process.works,
             self._hang_deadline_s,
@@ -277,7 +284,7 @@ class ProcessSupervisor:
         self._phase = Phase.SERVING
 
     async def _follow(self, process: Process) -> None:
-        """Polls the progress of a start until cancelled."""
+        """Poll the progress of a start until cancelled."""
         while True:
             self._progress = await process.progress()
             await asyncio.sleep(PROGRESS_S)
@@ -291,5 +298,5 @@ class ProcessSupervisor:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error, or its type if it has no message."""
+    """Return the first line of an error, or its type if it has no message."""
     return (str(error).strip().splitlines() or [""])[0] or type(error).__name__

@@ -1,4 +1,4 @@
-"""The membership: workers join it, the controller prunes it, and routers watch it.
+"""The membership: workers register in it, the controller removes dead workers from it, and routers watch it.
 
 One event loop owns a registry; no call blocks.
 """
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class Registry:
-    """The serving workers, at most one incarnation of each id."""
+    """The serving workers, with at most one incarnation of each worker id. Belongs to the controller's event loop."""
 
     def __init__(self) -> None:
         self._revision = 0
@@ -27,30 +27,30 @@ class Registry:
         self._mode = ""
         self._adapters: tuple[AdapterFacts, ...] | None = None
         self.lack: Callable[[WorkerInfo], str] = lambda _: ""
-        """Returns what a worker lacks, so that routers send it no new requests; empty = nothing."""
+        """Returns what a worker lacks, in which case routers send it no new requests; "" = nothing."""
         self.wanted: Callable[[], Mapping[str, Role]] = dict
-        """Returns the workers that serve or will serve without intervention, with their roles."""
+        """Returns the workers that serve or will serve without an operator's action, with their roles."""
         self._mirrored: tuple[ExpectedWorker, ...] = ()
-        """The expected workers of another registry."""
+        """The expected workers of the registry that this one mirrors."""
 
     def set_mode(self, mode: str) -> None:
-        """Sets the mode that routers follow from now on."""
+        """Set the mode that routers follow from now on."""
         if mode != self._mode:
             self._mode = mode
             self._publish()
 
     def set_adapters(self, adapters: tuple[AdapterFacts, ...] | None) -> None:
-        """Sets the adapters that requests may name from now on; None = those that the workers started with."""
+        """Set the adapters that requests may name from now on; None = those that the workers started with."""
         if adapters != self._adapters:
             self._adapters = adapters
             self._publish()
 
     def look_again(self) -> None:
-        """Publishes the membership again, because what workers lack or which are wanted may have changed."""
+        """Publish the membership again after a change of `lack` or `wanted`."""
         self._publish()
 
     def mirror(self, membership: Membership) -> None:
-        """Copies the membership, mode, adapters and expected workers of another registry."""
+        """Copy the membership, mode, adapters and expected workers of another registry."""
         workers = {info.peer.worker_id: info for info in membership.workers}
         copied = workers, membership.mode, membership.adapters, membership.expected
         if copied != (self._workers, self._mode, self._adapters, self._mirrored):
@@ -59,7 +59,7 @@ class Registry:
         self.complete.set()
 
     def keep(self, peers: Collection[PeerRef]) -> None:
-        """Removes all workers except `peers` for good, and what was mirrored of expected ones.
+        """Remove all workers except `peers` for good, and the expected workers of a mirrored registry.
 
         From now on the membership is complete.
         """
@@ -70,9 +70,10 @@ class Registry:
         self.complete.set()
 
     def register(self, info: WorkerInfo) -> None:
-        """Adds a worker or replaces its earlier incarnation. StaleEpoch for an incarnation that is over."""
+        """Add a worker, or replace its earlier incarnation. Raises StaleEpoch for an incarnation that has ended."""
         worker_id, incarnation = info.peer.worker_id, info.peer.incarnation
         known = self._workers.get(worker_id)
+        # A late registration of an incarnation that has ended must not replace its successor.
         if incarnation <= self._gone.get(worker_id, -1) or (known and incarnation < known.peer.incarnation):
             raise StaleEpoch(f"incarnation {incarnation} of {worker_id} is over; start the worker again")
         if known == info:
@@ -82,7 +83,7 @@ class Registry:
         self._publish()
 
     def unregister(self, peer: PeerRef) -> bool:
-        """Removes this incarnation for good; returns True if it was serving. Other incarnations stay."""
+        """Remove this incarnation for good; return True if it was serving. Other incarnations of the worker stay."""
         self._gone[peer.worker_id] = max(peer.incarnation, self._gone.get(peer.worker_id, -1))
         known = self._workers.get(peer.worker_id)
         if known is None or known.peer != peer:
@@ -92,9 +93,9 @@ class Registry:
         return True
 
     def membership(self) -> Membership:
-        """Returns all serving workers, and those that are expected, by id.
+        """Return all serving workers and all expected ones, by id.
 
-        A worker that drains is expected if it is to be started again.
+        A worker that drains is expected if it will be started again.
         """
         workers = tuple(self._whole(self._workers[key]) for key in sorted(self._workers))
         taking = {name for name, info in self._workers.items() if info.open is not None}
@@ -102,7 +103,7 @@ class Registry:
         return Membership(self._revision, workers, self._mode, self._adapters, tuple(own) or self._mirrored)
 
     async def watch(self) -> AsyncIterator[Membership]:
-        """Yields the membership now and after each change; a slow watcher skips outdated versions."""
+        """Yield the membership now and after each change; a slow watcher skips outdated versions."""
         while True:
             changed = self._changed
             yield self.membership()
@@ -119,7 +120,7 @@ class Registry:
 
 
 def _log_changes(known: WorkerInfo | None, info: WorkerInfo) -> None:
-    """Logs changes of a worker other than its coming and going."""
+    """Log a worker's changes of role and readiness and its new warnings, but not its arrival or departure."""
     if known and known.open is not info.open:
         log.info("%s takes %s work now", info.peer.worker_id, info.open or "no")
     if info.not_ready and not (known and known.not_ready):

@@ -1,8 +1,7 @@
 """The slots of a cluster: its workers by role, and the hardware resources that each requests.
 
 Every worker is one Ray actor in a placement group of its own. The custom resources `prefill` and `decode` mark the
-nodes that may hold a role, so each role can run on its own hardware; a node offers as many units as it can hold
-workers.
+nodes that may run a role, so each role can run on its own hardware; a node offers as many units as it can run workers.
 """
 
 from collections import Counter
@@ -31,9 +30,9 @@ class Slot:
 
 
 def plan(config: ClusterSettings, gpus: int) -> tuple[Slot, ...]:
-    """Returns one slot for each worker the config asks for.
+    """Return one slot for each worker of the config.
 
-    On `cuda` the workers take the `gpus` of the host in turn or, on a joined Ray, whichever GPU their node assigns.
+    On `cuda` the workers use the `gpus` GPUs of the host in turn or, on a joined Ray, the GPU that their node assigns.
     """
     roles = [(role, i) for role, count in _counts(config).items() for i in range(count)]
     devices = [config.device if config.ray_address else _device(config.device, n, gpus) for n in range(len(roles))]
@@ -44,9 +43,9 @@ def plan(config: ClusterSettings, gpus: int) -> tuple[Slot, ...]:
 
 
 def another(config: ClusterSettings, role: Role, slots: Sequence[Slot], gpus: int) -> Slot:
-    """Returns a slot for one more worker next to `slots`, with the lowest free number.
+    """Return a slot for one more worker next to `slots`, with the lowest free number.
 
-    FailedPrecondition if it would need a GPU of this host whose memory the others already use.
+    Raises FailedPrecondition if the worker needs a GPU of this host and no GPU has enough memory left.
     """
     taken = {slot.worker_id for slot in slots}
     worker_id = next(name for i in range(len(taken) + 1) if (name := f"{role.value}-{i}") not in taken)
@@ -83,12 +82,12 @@ def _device(asked: str, number: int, gpus: int) -> str:
 
 
 def bundle(slot: Slot) -> dict[str, float]:
-    """Returns the resources of a slot's placement group: one unit per role, and a GPU if Ray has to assign one."""
+    """Return the resources of a slot's placement group: one unit per role, and a GPU if Ray has to assign one."""
     return _places(slot.role, 1) | ({GPU: 1.0} if slot.device == "cuda" else {})
 
 
 def offer(config: ClusterSettings) -> dict[str, float]:
-    """Returns the resources that all nodes of a joined Ray must offer together to hold every worker of `config`."""
+    """Return the resources that all nodes of a joined Ray must offer together to run every worker of `config`."""
     offered: Counter[str] = Counter()
     for role, count in _counts(config).items():
         offered.update(_places(role, count))
@@ -98,7 +97,7 @@ def offer(config: ClusterSettings) -> dict[str, float]:
 
 
 def capacity() -> dict[str, float]:
-    """Returns the resources that a private node offers: enough for every worker that the cluster may ever have."""
+    """Return the resources that a private node offers: enough for every worker that the cluster may ever have."""
     return {role.value: 2.0 * WORKERS_MAX for role in (Role.PREFILL, Role.DECODE)}
 
 

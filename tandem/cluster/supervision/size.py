@@ -21,7 +21,10 @@ class SizeChange:
     wait_s: float = 0.0
 
     def over(self, mode: Mode, now: Mapping[Role, int]) -> Counter[Role]:
-        """Returns the target number of workers per role, starting from `now`. InvalidArgument names the option."""
+        """Return the target number of workers per role, starting from `now`.
+
+        Raises InvalidArgument, which names the option, for an impossible size.
+        """
         asked = {"--prefill": self.prefill, "--decode": self.decode, "--workers": self.workers}
         of_mode = {"--prefill", "--decode"} if mode is Mode.DISAGGREGATED else {"--workers"}
         for option, count in asked.items():
@@ -42,19 +45,19 @@ class Steps:
     """The steps from the current workers to the wanted ones."""
 
     add: tuple[Role, ...] = ()
-    """One new worker for each of these roles."""
+    """The roles of the workers to add, one worker for each entry."""
     leave: tuple[str, ...] = ()
-    """The workers that leave, whether they serve or are only awaited."""
+    """The workers to remove, serving or still awaited."""
     into_prefill: int = 0
-    """The number of serving workers that change from decode to prefill; below 0, from prefill to decode."""
+    """The number of serving workers that change from decode to prefill; negative = from prefill to decode."""
 
     @classmethod
     def to(cls, wanted: Counter[Role], here: Mapping[str, Role], awaited: Mapping[str, Role]) -> "Steps":
-        """Returns the steps from the current workers to `wanted`.
+        """Return the steps from the current workers to `wanted`.
 
-        `here` are the serving workers and `awaited` those that do not serve yet, each with its role; in both mappings
-        the workers that should leave first come first. A serving worker changes its role rather than leave for one that
-        has to start, because a role change loads no weights.
+        `here` are the serving workers and `awaited` those that do not serve yet, each with its role; both mappings are
+        in the order in which workers should be removed. A serving worker changes its role rather than being replaced by
+        a new worker, because a role change loads no weights.
         """
         have = Counter(here.values())
         more = wanted.total() - len(here)
@@ -68,7 +71,7 @@ class Steps:
 
 
 def _take(counts: Counter[Role], workers: Mapping[str, Role]) -> list[str]:
-    """Returns the first workers of each role, as many as `counts` says."""
+    """Return the first `counts[role]` workers of each role."""
     left, taken = counts.copy(), []
     for worker_id, role in workers.items():
         if left[role] > 0:

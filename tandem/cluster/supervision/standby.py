@@ -1,4 +1,4 @@
-"""A standby of a process that must be back within moments: prepared, and started when the process dies."""
+"""A standby for a process that must be replaced within moments: prepared early, and started when the process dies."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -9,9 +9,9 @@ from tandem.cluster.supervision.process_supervisor import LOOK_S, Process, Proce
 
 
 class Standby:
-    """Keeps one standby of a supervised process. Belongs to the event loop.
+    """Keeps one standby of a supervised process. Belongs to the controller's event loop.
 
-    A standby is supervised like any other process: one that dies or hangs is replaced.
+    A standby is supervised like any other process: a standby that dies or hangs is replaced.
     """
 
     def __init__(
@@ -22,10 +22,10 @@ class Standby:
         *,
         hang_deadline_s: float,
     ) -> None:
-        """`keeper` supervises the process that the standby replaces, `incarnations` are those of `keeper`.
+        """Create the standby of the process that `keeper` supervises, with `keeper`'s `incarnations`.
 
-        `prepare` spawns a standby. It returns it twice: as a process whose `start` does all that can be done before it
-        is needed, and as one whose `start` makes it serve.
+        `prepare` spawns a standby and returns it twice: as a process whose `start` prepares it as far as possible, and
+        as one whose `start` makes it serve.
         """
         self._keeper = keeper
         self._prepare = prepare
@@ -38,7 +38,7 @@ class Standby:
         self._stopping = False
 
     async def run(self) -> None:
-        """Keeps a standby while the process serves, until `stop`."""
+        """Keep a standby while the process serves, until `stop`."""
         while await self._is_wanted():
             self._own = ProcessSupervisor(
                 f"the standby of the {self._keeper.name}",
@@ -50,7 +50,7 @@ class Standby:
             await self._own.run()
 
     def use(self, dead: int) -> tuple[int, Process] | None:
-        """Gives up the standby, with its incarnation, to replace the incarnation that died; None = none is ready."""
+        """Hand over the standby, with its incarnation, to replace the incarnation `dead`; None = none is ready."""
         self._dead = dead
         own, self._own = self._own, None
         if own is None or self._stopping:
@@ -62,13 +62,16 @@ class Standby:
         return own.health().incarnation, self._in_use
 
     def stop(self) -> None:
-        """Ends the standby; `run` returns then."""
+        """End the standby; `run` then returns."""
         self._stopping = True
         if self._own is not None:
             self._own.stop()
 
     async def _is_wanted(self) -> bool:
-        """Waits until the process serves, which comes first: preparing takes seconds of a core. False = `stop`."""
+        """Wait until the supervised process serves; return False after `stop`.
+
+        The standby waits because its preparation takes seconds of a core, which the process itself needs first.
+        """
         while not self._stopping:
             now = self._keeper.health()
             if now.phase is Phase.SERVING and now.incarnation != self._dead:

@@ -20,13 +20,13 @@ Reply = TypeVar("Reply")
 
 
 class WorkerCalls:
-    """Calls to workers; each failure is the typed error that names the worker."""
+    """The controller's calls to workers. Each failure is the typed error, with the worker's name."""
 
     def __init__(self, token: str) -> None:
         self._token = token
 
     async def set_assignment(self, info: WorkerInfo, assignment: Assignment, grace_s: float) -> None:
-        """Sends a worker its assignment; halves that close have `grace_s` seconds for their requests."""
+        """Send a worker its assignment; closing schedulers have `grace_s` seconds for their requests."""
         request = worker_pb2.SetAssignmentRequest(
             peer=conversion.to_proto(info.peer, types_pb2.PeerRef),
             assignment=conversion.to_proto(assignment, types_pb2.Assignment),
@@ -35,14 +35,15 @@ class WorkerCalls:
         await self._call(info, lambda stub: stub.SetAssignment(request, timeout=ANSWER_S))
 
     async def adapters_in_use(self, info: WorkerInfo) -> Collection[str]:
-        """Returns the hashes of the adapters that requests of a worker use, from their reservation on."""
+        """Return the hashes of the adapters that requests of a worker use, from their page reservation on."""
         reply = await self._call(info, lambda stub: stub.Inspect(worker_pb2.InspectRequest(), timeout=ANSWER_S))
         return conversion.from_proto(reply, WorkerInspection).adapters_in_use
 
     async def load_adapter(self, info: WorkerInfo, adapter: AdapterFacts, in_use: Collection[str]) -> AdapterFacts:
-        """Has a worker load an adapter, with any hash if its identity is empty; returns what was loaded.
+        """Have a worker load an adapter and return the adapter that it loaded.
 
-        `in_use` are the hashes of the adapters whose slots it may not take.
+        An adapter with an empty `identity` may have any hash. The worker may not reuse the slots of the adapters whose
+        hashes are `in_use`.
         """
         request = worker_pb2.LoadWorkerAdapterRequest(
             peer=conversion.to_proto(info.peer, types_pb2.PeerRef),
@@ -53,19 +54,19 @@ class WorkerCalls:
         return conversion.from_proto(reply.adapter, AdapterFacts)
 
     async def unload_adapter(self, info: WorkerInfo, name: str) -> None:
-        """Has a worker unload an adapter; one that it does not have is ignored."""
+        """Have a worker unload an adapter, if it has it."""
         request = worker_pb2.UnloadWorkerAdapterRequest(
             peer=conversion.to_proto(info.peer, types_pb2.PeerRef), name=name
         )
         await self._call(info, lambda stub: stub.UnloadAdapter(request, timeout=ANSWER_S))
 
     async def drain(self, info: WorkerInfo, grace_s: float) -> None:
-        """Drains a worker; returns when it has no requests left or gave up the rest after `grace_s` seconds."""
+        """Drain a worker; return when it has no requests left or has abandoned the rest after `grace_s` seconds."""
         request = worker_pb2.DrainRequest(grace_s=grace_s)
         await self._call(info, lambda stub: stub.Drain(request, timeout=grace_s + ANSWER_S))
 
     async def _call(self, info: WorkerInfo, ask: Callable[[Any], Awaitable[Reply]]) -> Reply:
-        """Returns the reply to what `ask` calls of the worker's stub."""
+        """Return the reply to the call that `ask` makes on the worker's stub."""
         async with rpc.open_channel(info.address, self._token) as channel:
             try:
                 return await ask(worker_pb2_grpc.WorkerStub(channel))

@@ -15,9 +15,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from tandem.settings.listeners import ListenerLimits
 
 READ_BYTES = 16 << 10
-"""Most bytes read from a connection at a time, because small chunks take about 15 µs each and block others."""
+"""Maximum bytes read from a connection at a time.
+
+A read may have many small chunks, which take about 15 µs each, and other connections wait for all of them.
+"""
 _CHUNKS_FREE, _CHUNK_BYTES_MIN = 1024, 16
-"""Number of chunks of any size in a body, and the least average bytes per chunk beyond that number."""
+"""Number of chunks of any size that a body may have, and the minimum average bytes per chunk beyond that number."""
 _RETRY_AFTER_S = b"1"
 
 
@@ -25,21 +28,21 @@ class _Waits(Enum):
     """The next data that a connection waits for."""
 
     FIRST = auto()
-    """The first byte of its first request."""
+    """The first byte of the connection's first request."""
     HEADER = auto()
     """The rest of a request's header."""
     BODY = auto()
     """The rest of a request's body."""
     REQUEST = auto()
-    """The first byte of its next request."""
+    """The first byte of the connection's next request."""
     ANSWER = auto()
 
 
 class Connections:
     """All connections of one server: those that wait for a request, the longest wait first, and large bodies' turns.
 
-    One connection with a large body is read per iteration of the event loop. Reading all of them in each iteration
-    would delay every other client by their number.
+    In each iteration of the event loop, only one connection with a large body is read. Reading all of them would delay
+    every other client by their number.
     """
 
     def __init__(self, limits: ListenerLimits) -> None:
@@ -49,7 +52,7 @@ class Connections:
         self._bodies: deque[GuardedProtocol] = deque()
 
     def admit(self, new: GuardedProtocol, count: int) -> bool:
-        """Return True if a new connection, number `count`, is accepted; may close the one that waited longest."""
+        """Return True if a new connection, number `count`, is accepted; it may replace the one that waited longest."""
         if count <= self._most:
             return True
         oldest = next(iter(self._waiting), None)
@@ -68,7 +71,7 @@ class Connections:
         self._waiting.pop(connection, None)
 
     def await_turn(self, connection: GuardedProtocol) -> None:
-        """Read more of a connection's body after the other large bodies."""
+        """Continue to read a connection's body after the other large bodies have been read from."""
         connection.transport.pause_reading()
         self._bodies.append(connection)
         if len(self._bodies) == 1:
@@ -83,7 +86,7 @@ class Connections:
 
 
 class GuardedProtocol(H11Protocol):
-    """The protocol of uvicorn with deadlines for headers and bodies; uvicorn has one between requests only."""
+    """uvicorn's protocol with deadlines for headers and bodies; uvicorn itself has one between requests only."""
 
     def __init__(self, *args: Any, connections: Connections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -142,7 +145,7 @@ class GuardedProtocol(H11Protocol):
             self._unread = None
 
     def _follow(self) -> None:
-        """Set the deadline of the data that is waited for now, unless it is set."""
+        """Set the deadline for the data that the connection waits for, unless it is set already."""
         waits = self._awaited()
         if self.cycle is None or self.cycle.response_complete:
             self._all.waits(self)
@@ -198,11 +201,11 @@ class GuardedProtocol(H11Protocol):
 
 
 class _CountedBody(h11.Connection):
-    """Rejects bodies in so many small chunks that reading them would dominate the request's cost."""
+    """An HTTP parser that rejects bodies whose chunks are so small that reading them would cost too much."""
 
     _chunks = 0
     body_bytes = 0
-    """Bytes of the current request's body so far."""
+    """Bytes of the current request's body received so far."""
 
     def next_event(self) -> Any:
         event = super().next_event()

@@ -23,13 +23,13 @@ from tandem.settings.listeners import DEFAULT_LIMITS, ListenerLimits
 class Listener:
     """An exclusive listening socket at host:port, 0 = any free port.
 
-    FailedPrecondition names the `setting` of a port that is taken.
+    Raises FailedPrecondition, which names the `setting`, if the port is taken.
     """
 
     def __init__(self, host: str, port: int, setting: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        # With the protocol given, asyncio sets TCP_NODELAY on accepted connections: otherwise an event waits up to
-        # 40 ms for the client's acknowledgement of the one before.
+        # Because the protocol is given, asyncio sets TCP_NODELAY on accepted connections; otherwise an event waits up
+        # to 40 ms for the client's acknowledgement of the previous one.
         self.socket = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._host, self._setting = host, setting
         self._asked = address_of(host, port)
@@ -65,8 +65,11 @@ class HttpServer(uvicorn.Server):
         limits: ListenerLimits = DEFAULT_LIMITS,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`app` is an ASGI 3 application; the server takes ownership of the listener. `tls` makes it HTTPS."""
-        # uvicorn only calls it to make protocols, so a partial can replace the class.
+        """Create the server of `app`, an ASGI 3 application; it takes ownership of the listener.
+
+        `tls` makes it HTTPS.
+        """
+        # uvicorn only calls this class to create protocols, so a partial can replace it.
         protocol: Any = partial(GuardedProtocol, connections=Connections(limits))
         config = uvicorn.Config(
             app,
@@ -86,7 +89,7 @@ class HttpServer(uvicorn.Server):
         self._listening = asyncio.Event()
 
     async def begin(self) -> None:
-        """Start the server; returns once it accepts calls, raises FailedPrecondition if the port cannot be used."""
+        """Start the server and return once it accepts calls. Raises FailedPrecondition if the port cannot be used."""
         self._task = asyncio.create_task(self.serve(sockets=[self._listener.socket]), name="http")
         listening = asyncio.create_task(self._listening.wait())
         await asyncio.wait({self._task, listening}, return_when=asyncio.FIRST_COMPLETED)
@@ -95,12 +98,12 @@ class HttpServer(uvicorn.Server):
             raise self._listener.unusable(self._task.exception() or "the server ended")
 
     def leave(self, grace_s: int) -> None:
-        """Accept no more calls; running calls may take `grace_s` seconds."""
+        """Stop accepting calls; running calls may take another `grace_s` seconds."""
         self.config.timeout_graceful_shutdown = grace_s
         self.should_exit = True
 
     async def gone(self) -> None:
-        """Wait for the last call; call it after `leave`."""
+        """Wait until the last call has ended; call it after `leave`."""
         await self._task
 
     @contextlib.contextmanager
@@ -117,7 +120,7 @@ class HttpServer(uvicorn.Server):
         self._listening.set()
 
     async def _startup_with_tls(self, tls: ssl.SSLContext) -> None:
-        """Start listening as uvicorn does, with a deadline for the handshake, which it has none for."""
+        """Start listening as uvicorn does, but with a deadline for the TLS handshake, which uvicorn lacks."""
         # asyncio would read up to 256 KiB at once, and keep a buffer of that size for each connection.
         sslproto.SSLProtocol.max_size = READ_BYTES
         protocol: Any = self.config.http_protocol_class

@@ -8,14 +8,14 @@ _RETRY_AFTER_S = 1.0
 
 
 class CallCount:
-    """Counts calls in progress; each `enter` needs one `leave`. Belongs to the event loop."""
+    """The number of calls in progress; each `enter` needs one `leave`. Belongs to the event loop."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self.running = 0
 
     def enter(self) -> None:
-        """Count a new call; raises ResourceExhausted if there are too many."""
+        """Count a new call. Raises ResourceExhausted if there are too many."""
         if self.running >= self._limit:
             raise ResourceExhausted(
                 f"{self.running} calls are in progress here, the limit is {self._limit}; try again later",

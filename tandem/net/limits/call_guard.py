@@ -1,4 +1,4 @@
-"""Limits the calls of a public gRPC server: a deadline for their messages and a number of concurrent calls."""
+"""Limits the calls of a public gRPC server: a deadline for their messages, and a maximum of concurrent calls."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _Deserialize = Callable[[bytes], Any]
 _PING_STRIKES_MAX = 2
 """Number of early pings after which gRPC closes a connection, gRPC's own default."""
 _STREAMS_MAX = 1024
-"""Most calls of one connection at a time; gRPC's clients let further ones wait.
+"""Maximum number of concurrent calls of one connection; gRPC's clients queue further ones.
 
-gRPC refuses streams above it until it has freed those that the client has reset. Without it a client that opens and
-resets streams fills the memory: 100,000 resets took 300 MiB.
+gRPC refuses streams above this number until it has freed those that the client has reset. Without the limit, a client
+that opens and resets streams fills the memory: 100,000 resets took 300 MiB.
 """
 
 
 class CallGuard:
     """Wraps handlers with the limits.
 
-    gRPC waits for the message of a unary call as long as the connection lives, before it calls the handler. So unary
-    handlers are registered as handlers of streams, and their message is awaited here with a deadline.
+    gRPC waits for the message of a unary call as long as the connection lives, before it calls the handler. Unary
+    handlers are therefore registered as handlers of streams, and this class awaits their message with a deadline.
     """
 
     def __init__(self, limits: ListenerLimits) -> None:
@@ -49,7 +49,7 @@ class CallGuard:
             answer = self._one(handler.unary_unary, deserialize, count)
             return grpc.stream_unary_rpc_method_handler(answer, None, serialize)
         if handler.unary_stream is not None:
-            # A coroutine writes its responses itself, as gRPC's own health service does.
+            # A handler that is a coroutine writes its responses itself, as gRPC's own health service does.
             wrap = self._one if inspect.iscoroutinefunction(handler.unary_stream) else self._many
             answers = wrap(handler.unary_stream, deserialize, count)
             return grpc.stream_stream_rpc_method_handler(answers, None, serialize)
@@ -92,20 +92,20 @@ class CallGuard:
 def public_options(limits: ListenerLimits) -> list[tuple[str, int]]:
     """Return the gRPC options of a public server.
 
-    https://grpc.github.io/grpc/core/group__grpc__arg__keys.html
+    See https://grpc.github.io/grpc/core/group__grpc__arg__keys.html.
     """
     return [
         ("grpc.max_receive_message_length", limits.max_request_bytes),
         ("grpc.max_allowed_incoming_connections", limits.connections),
         ("grpc.server_handshake_timeout_ms", _milliseconds(limits.header_timeout_s)),
         ("grpc.max_concurrent_streams", _STREAMS_MAX),
-        # Above these gRPC cancels new calls without a reason; `max_calls` refuses them with one.
+        # Above these numbers gRPC cancels new calls without a reason; `max_calls` refuses calls earlier, with a reason.
         ("grpc.server.max_pending_requests", 2 * limits.max_calls),
         ("grpc.server.max_pending_requests_hard_limit", 3 * limits.max_calls),
         ("grpc.max_connection_idle_ms", _milliseconds(limits.idle_timeout_s)),
         ("grpc.keepalive_time_ms", _milliseconds(limits.keepalive_s)),
         ("grpc.keepalive_timeout_ms", _milliseconds(limits.keepalive_s)),
-        # This one of the two timeouts closes a connection: https://github.com/grpc/grpc/pull/39239
+        # Of the two timeouts this one closes a connection: https://github.com/grpc/grpc/pull/39239
         ("grpc.http2.ping_timeout_ms", _milliseconds(limits.keepalive_s)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
@@ -128,12 +128,15 @@ def _counted(handler: Any, count: CallCount) -> Any:
 
 
 def _retrieve_exception(reading: asyncio.Future[Any]) -> None:
-    """Retrieve the exception, because asyncio logs those that were never retrieved."""
+    """Retrieve the exception, because asyncio logs exceptions that were never retrieved."""
     if not reading.cancelled():
         reading.exception()
 
 
 def _enter(count: CallCount, context: _Context) -> None:
-    """Count the call until its context ends: a cancelled handler may stay suspended until it is collected."""
+    """Count the call until its context ends; the end of the handler is too late.
+
+    A cancelled handler may stay suspended until it is collected as garbage.
+    """
     count.enter()
     context.add_done_callback(lambda _: count.leave())  # type: ignore[arg-type]  # the stubs name a class, not a protocol

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 _HASHED = "sha256:"
 _NO_DIGEST = bytes(hashlib.sha256().digest_size)
-"""The digest of no key."""
+"""A digest that no key has, for comparison if the presented key is unknown."""
 _QUOTA_MAX = 10**12
 _NAME_CHARS = 64
 
@@ -49,12 +49,12 @@ class KeyRole(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """One accepted key; quotas are per minute, 0 = none."""
+    """One accepted key; quotas are per minute, 0 = no quota."""
 
     digest: bytes = field(repr=False)
     """SHA-256 of the key."""
     name: str = ""
-    """The tenant's name; keys of one name are one tenant, a key without a name is a tenant of its own."""
+    """The tenant's name; keys with the same name are one tenant, a key without a name is a tenant of its own."""
     role: KeyRole = KeyRole.TENANT
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
@@ -62,12 +62,12 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True)
 class KeySource:
-    """The origin of a process's accepted keys."""
+    """Where a process's accepted keys come from."""
 
     given: tuple[str, ...] = field(default=(), repr=False)
     """Keys of tenants without quotas."""
     file: Path | None = None
-    """A file with more of them; it is read again when it changes."""
+    """A file with more keys; it is read again when it changes."""
     readers: frozenset[str] = field(default=frozenset(), repr=False)
     """Metrics keys, which have the role `reader`."""
 
@@ -81,7 +81,7 @@ class ApiKeys:
     """The accepted keys of one process. Not thread-safe."""
 
     def __init__(self, source: KeySource, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raise InvalidArgument for a file that cannot be read or has an error."""
+        """Read the keys. Raises InvalidArgument for a file that cannot be read or has an error."""
         self.required = source.required
         """True if requests need a key."""
         self._file = source.file
@@ -94,11 +94,11 @@ class ApiKeys:
     def find(self, headers: Iterable[tuple[str | bytes, str | bytes]]) -> ApiKey | None:
         """Return the key that a call presents in its headers; None if it presents none, or an unknown one.
 
-        Raises InvalidArgument for several keys.
+        Raises InvalidArgument if it presents several keys.
         """
         presented = presented_key(headers)
         self._follow_file()
-        # The duration of the search depends on hashes alone, which reveal nothing about the keys.
+        # The duration of the search depends on hashes only, so it reveals nothing about the keys.
         digest = hashlib.sha256(presented or b"").digest()
         found = self._by_digest.get(digest)
         same = hmac.compare_digest(digest, _NO_DIGEST if found is None else found.digest)
@@ -121,7 +121,7 @@ class ApiKeys:
             log.info("read %d API keys from %s, which has changed", len(in_file), self._file)
 
     def _indexed(self, in_file: Iterable[ApiKey]) -> dict[bytes, ApiKey]:
-        """Return all keys by their digests; the settings in the file go before those of the same key elsewhere."""
+        """Return all keys by their digests; a key's settings in the file override those from other sources."""
         return {key.digest: key for key in (*self._fixed, *in_file)}
 
 
@@ -138,12 +138,15 @@ def check_role(key: ApiKey, *roles: KeyRole) -> None:
 
 
 def digest_of(key: str) -> bytes:
-    """Return the SHA-256 of a key. Long random keys need no slower hash: they cannot be guessed."""
+    """Return the SHA-256 of a key. Long random keys cannot be guessed, so they need no slower hash."""
     return hashlib.sha256(key.encode()).digest()
 
 
 def read_keys(option: str, file: Path) -> tuple[ApiKey, ...]:
-    """Return the keys of a file; InvalidArgument for `option` if it cannot be read, has none, or has an error."""
+    """Return the keys of a file.
+
+    Raises InvalidArgument, for `option`, if the file cannot be read, has no key, or has an error.
+    """
     try:
         text = file.read_text()
     except (OSError, ValueError) as error:
@@ -159,7 +162,7 @@ def read_keys(option: str, file: Path) -> tuple[ApiKey, ...]:
 
 
 def parse_keys(text: str) -> tuple[ApiKey, ...]:
-    """Return the keys of a file's text; InvalidArgument names the line, and never a key."""
+    """Return the keys of a file's text. Raises InvalidArgument, which names the line but never a key, for an error."""
     keys: list[ApiKey] = []
     for number, line in enumerate(text.splitlines(), 1):
         keys += _keys_of(f"line {number}", line.partition("#")[0].split())
@@ -168,7 +171,7 @@ def parse_keys(text: str) -> tuple[ApiKey, ...]:
 
 
 def plain_keys(words: Iterable[str]) -> list[str]:
-    """Return those words of a file that are keys, without settings and hashes."""
+    """Return those words of a key file that are keys in plain text, without settings and hashes."""
     return [word for word in words if word.partition("=")[0] not in _SETTINGS and not word.startswith(_HASHED)]
 
 
@@ -189,7 +192,10 @@ def _keys_of(line: str, words: Sequence[str]) -> list[ApiKey]:
 
 
 def _check_no_setting(line: str, word: str, *, after_settings: bool) -> None:
-    """Raise InvalidArgument for a misspelled setting: as a key, it could be guessed. Base64 ends with `=`."""
+    """Raise InvalidArgument for a misspelled setting, which could be guessed if it were accepted as a key.
+
+    A `=` at the end of a word is allowed, because Base64 ends with it.
+    """
     if "=" in word.rstrip("=") or not word.rstrip("=") or word in _SETTINGS:
         known = ", ".join(f"{name}=" for name in _SETTINGS)
         raise InvalidArgument(line, f"has a setting that is none of {known}; give a key with = in it as its sha256:")

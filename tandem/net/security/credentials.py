@@ -14,7 +14,7 @@ _SCHEME = b"bearer "
 def check_guarded(field: str, host: str, *, guarded: bool, insecure: bool) -> None:
     """Raise InvalidArgument for `field` if a router on `host` would be open to the network without an API key.
 
-    That is the case if `host` is not loopback, it is not `guarded` by API keys, and `insecure` is not set.
+    That is the case if `host` is not loopback, no API keys guard the router (`guarded`), and `insecure` is not set.
     """
     if not guarded and not insecure and not is_loopback(host):
         advice = "give --api-key or --api-key-file, or --insecure if that is meant"
@@ -24,7 +24,7 @@ def check_guarded(field: str, host: str, *, guarded: bool, insecure: bool) -> No
 def derived_secret(token: str, purpose: str) -> bytes:
     """Return 64 bytes derived from the cluster's token, different for each `purpose`.
 
-    They reveal the token only to guessing: scrypt makes each guess cost 16 MiB and about 40 ms, which a process pays
+    They reveal the token only to guessing: scrypt makes each guess cost 16 MiB and about 40 ms, which a process spends
     once per token.
     """
     return hmac.digest(_stretched(token), purpose.encode(), "sha512")
@@ -33,8 +33,8 @@ def derived_secret(token: str, purpose: str) -> bytes:
 def metrics_key_of(token: str) -> str:
     """Return the metrics key for the cluster's components and operators; "" without a token.
 
-    It is sent to every scraped process, and possibly to another process that has its port now. It therefore gives
-    access to metrics and traces only, and the token cannot be computed from it.
+    The key is sent to every scraped process, and possibly to a foreign process that now has such a process's port. It
+    therefore gives access to metrics and traces only, and the token cannot be computed from it.
     """
     return derived_secret(token, "metrics").hex()[:64] if token else ""
 
@@ -42,8 +42,8 @@ def metrics_key_of(token: str) -> str:
 def reading_keys(metrics_key: str, token: str, *, guarded: bool, loopback: bool) -> frozenset[str]:
     """Return the keys that give access to a process's metrics: the metrics key and the one derived from `token`.
 
-    The set is empty, so that no key is required, if there is no metrics key, no API keys guard the router, and the
-    server listens on `loopback`. Tenants' keys give no access, because a tenant must not see the load of others.
+    The set is empty, which means that no key is required, if there is no metrics key, no API keys guard the router, and
+    the server listens on `loopback`. Tenants' keys give no access, because a tenant must not see the load of others.
     """
     closed = bool(metrics_key) or guarded or not loopback
     if not closed:
@@ -54,8 +54,8 @@ def reading_keys(metrics_key: str, token: str, *, guarded: bool, loopback: bool)
 def presented_key(headers: Iterable[tuple[str | bytes, str | bytes]]) -> bytes | None:
     """Return the key that a call presents in its headers or metadata, None if it presents none.
 
-    Names are in lower case. The scheme `Bearer` is case-insensitive and followed by one or more spaces. Raises
-    InvalidArgument for several headers, which two readers of one call could interpret differently.
+    Header names are in lower case. The scheme `Bearer` is case-insensitive and followed by one or more spaces. Raises
+    InvalidArgument for several such headers, which two readers of the same call could interpret differently.
     """
     found = [(_bytes(name), _bytes(value)) for name, value in headers if _bytes(name) in _KEY_HEADERS]
     if len(found) > 1:
@@ -64,9 +64,9 @@ def presented_key(headers: Iterable[tuple[str | bytes, str | bytes]]) -> bytes |
 
 
 def shows_key(headers: Iterable[tuple[str | bytes, str | bytes]], keys: Iterable[str]) -> bool:
-    """Return True if a call presents one of `keys` in its headers; raises as `presented_key`."""
+    """Return True if a call presents one of `keys` in its headers. Raises the errors of `presented_key`."""
     presented = presented_key(headers) or b""
-    # Every key is compared, so that the duration reveals nothing about them.
+    # Every key is compared, so that the duration reveals nothing about the keys.
     matches = [hmac.compare_digest(presented, key.encode()) for key in keys]
     return bool(presented) and any(matches)
 
@@ -78,7 +78,7 @@ def _bearer(value: bytes) -> bytes | None:
 
 
 _KEY_HEADERS: dict[bytes, Callable[[bytes], bytes | None]] = {b"authorization": _bearer}
-"""The headers that may have a key, and how each has it."""
+"""The headers that may carry a key, each with the function that extracts the key from its value."""
 
 
 def _bytes(text: str | bytes) -> bytes:

@@ -1,7 +1,7 @@
 """TLS at the ports for clients: a certificate, its key, and an authority for clients' certificates, from files.
 
-The files are read again when they change, and each new connection gets the certificate that is current then.
-Connections between the components of a cluster have another TLS, see `mutual_tls.py`.
+The files are read again when they change, and each new connection gets the current certificate. Connections between the
+components of a cluster use another TLS configuration, see `mutual_tls.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ CERTIFICATE, KEY, CLIENT_CA = "--tls-certificate", "--tls-key", "--tls-client-ca
 
 
 def tls_files(certificate: str, key: str, client_ca: str) -> TlsFiles | None:
-    """Return the files that these options name, None without any. InvalidArgument if one is missing or unusable."""
+    """Return the files that these options name, None if they name none.
+
+    Raises InvalidArgument if a required file is missing or cannot be used.
+    """
     if not certificate and not key and not client_ca:
         return None
     for option, file in ((CERTIFICATE, certificate), (KEY, key)):
@@ -44,16 +47,16 @@ def tls_files(certificate: str, key: str, client_ca: str) -> TlsFiles | None:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The content of the files, checked."""
+    """The validated content of the files."""
 
     context: ssl.SSLContext
     grpc: grpc.ServerCertificateConfiguration
     expires: datetime
-    """The end of the certificate."""
+    """The time at which the certificate expires."""
 
 
 def load(files: TlsFiles) -> Loaded:
-    """Read and check the files; InvalidArgument names the option of a file that cannot be used."""
+    """Read and check the files. Raises InvalidArgument, which names the option, for a file that cannot be used."""
     certificate, key = _read(CERTIFICATE, files.certificate), _read(KEY, files.key)
     ca = None if files.client_ca is None else _read(CLIENT_CA, files.client_ca)
     expires = _check_pair(files, certificate, key)
@@ -72,19 +75,19 @@ def load(files: TlsFiles) -> Loaded:
 
 
 class ServerTls:
-    """The TLS of a process's listeners. Thread-safe: gRPC asks for the certificate in threads of its own."""
+    """The TLS configuration of a process's listeners. Thread-safe: gRPC asks for the certificate in its own threads."""
 
     def __init__(self, files: TlsFiles) -> None:
-        """Raise InvalidArgument for files that cannot be used."""
+        """Read the files. Raises InvalidArgument for files that cannot be used."""
         self._files = files
         self._lock = threading.Lock()
         self._watch = WatchedFiles(*files.all)
         self._loaded = load(files)
         self._given: grpc.ServerCertificateConfiguration | None = None
-        """The configuration that gRPC has now."""
+        """The configuration that gRPC uses now."""
 
     def current(self) -> Loaded:
-        """Return the current content of the files; if it cannot be used, the content before."""
+        """Return the current content of the files or, if it cannot be used, the last usable content."""
         with self._lock:
             return self._current()
 
@@ -93,13 +96,13 @@ class ServerTls:
         return _CurrentContext(lambda: self.current().context)
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """Return the same for a gRPC server; one server per object."""
+        """Return credentials whose new connections get the current certificate, for one gRPC server per object."""
         self._given = self._loaded.grpc
         changed: Any = self._changed  # the stubs do not know that it may return None
         return grpc.dynamic_ssl_server_credentials(self._given, changed, self._files.client_ca is not None)
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Return the certificate for a new connection, None if it is the one that gRPC has."""
+        """Return the certificate for a new connection, None if gRPC uses it already."""
         with self._lock:
             found = self._current().grpc
             if found is self._given:
@@ -119,7 +122,7 @@ class ServerTls:
 
 
 class _CurrentContext(ssl.SSLContext):
-    """Delegates each new connection of an asyncio server to the context that is current then."""
+    """An SSL context that delegates each new connection of an asyncio server to the current context."""
 
     _find: Callable[[], ssl.SSLContext]
 
@@ -141,7 +144,7 @@ def _read(option: str, file: Path) -> bytes:
 
 
 def _check_pair(files: TlsFiles, certificate: bytes, key: bytes) -> datetime:
-    """Return the end of a certificate that is valid now and belongs to the key."""
+    """Return the expiry of the certificate. Raises InvalidArgument unless it is valid now and belongs to the key."""
     try:
         first = x509.load_pem_x509_certificate(certificate)
     except ValueError:

@@ -7,24 +7,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 CHECK_S = 1.0
-"""Least interval between two checks, in seconds."""
+"""Minimum interval between two checks, in seconds."""
 
 
 class WatchedFiles:
-    """Reports changes of a few files: written in place, replaced, or behind another symbolic link.
+    """Reports changes of a few files: written in place, replaced, or reached through a changed symbolic link.
 
-    A check takes some microseconds, so that it needs no thread: whoever uses the files asks before each use.
+    A check takes some microseconds, so it needs no thread: the user of the files calls `changed` before each use.
     """
 
     def __init__(self, *paths: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        """Take the files as they are now; `clock` gives seconds."""
+        """Remember the current versions of the files; `clock` returns seconds."""
         self._paths = paths
         self._clock = clock
         self._checked_s = clock()
         self._versions = self._look()
 
     def changed(self) -> bool:
-        """Return True once after each change; it may be `CHECK_S` old."""
+        """Return True once after each change, up to `CHECK_S` seconds late."""
         now = self._clock()
         if now < self._checked_s + CHECK_S:
             return False
@@ -37,7 +37,7 @@ class WatchedFiles:
 
 
 def _version(path: Path) -> tuple[int, int, int] | None:
-    """Return inode, time of the last write in nanoseconds and size; None for a file that cannot be seen."""
+    """Return inode, time of the last write in nanoseconds and size; None for a file that cannot be read."""
     try:
         found = path.stat()
     except OSError:

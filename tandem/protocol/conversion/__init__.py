@@ -1,7 +1,8 @@
 """Converts between protobuf messages and dataclasses; the only package that depends on both.
 
-`to_proto` and `from_proto` convert every dataclass and message with the same field names. `step_output_*` keep a
-defective event from ending the stream, `traces_*` have the JSON of /traces, and `*_notice` the bytes of a notice.
+`to_proto` and `from_proto` convert every dataclass and message with equal field names. `step_output_*` convert the
+stream of step outputs, where a defective event must not end the stream; `traces_*` convert the JSON of /traces, and
+`*_notice` the bytes of a transfer notice.
 """
 
 from tandem.protocol.conversion.fields import from_proto, to_proto

@@ -33,30 +33,33 @@ _Convert = Callable[[Any], Any]
 
 
 def to_proto(value: object, message_type: type[M]) -> M:
-    """Convert a dataclass to a protobuf message; ValueError or TypeError if a field's value does not fit the schema."""
+    """Convert a dataclass to a protobuf message.
+
+    Raises ValueError or TypeError if a field's value does not fit the schema.
+    """
     message: M = _plan(type(value), message_type).write(value)
     return message
 
 
 def from_proto(message: Message, dataclass_type: type[T]) -> T:
-    """Convert a protobuf message to a dataclass; InvalidArgument if an enum has an unknown value."""
+    """Convert a protobuf message to a dataclass. Raises InvalidArgument if an enum has an unknown value."""
     value: T = _plan(dataclass_type, type(message)).read(message)
     return value
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Plan:
-    """The conversion of one dataclass to and from one message."""
+    """The precomputed conversion of one dataclass to and from one message."""
 
     dataclass_type: Callable[..., Any]
     message_type: Callable[..., Any]
     names: tuple[str, ...]
     writers: tuple[tuple[str, _Convert], ...]
-    """Convert the values, None excluded, that protobuf does not take as they are."""
+    """By field, the conversion of a value (except None) that protobuf does not accept as it is."""
     scalars: tuple[str, ...]
-    """The fields whose values are read as they are."""
+    """The fields whose values are read without conversion."""
     readers: tuple[tuple[str, _Convert], ...]
-    """Return the values of the other fields of a message."""
+    """For each other field, the function that reads its value from a message."""
 
     def write(self, value: object) -> Any:
         contents = {name: getattr(value, name) for name in self.names}
@@ -73,7 +76,7 @@ class _Plan:
 
 
 def _make_plan(dataclass_type: Any, message_type: Any) -> _Plan:
-    """Return the conversion; TypeError if the two do not have fields of the same names."""
+    """Return the conversion. Raises TypeError if the two types do not have fields of the same names."""
     fields = {field.name: field for field in dataclasses.fields(dataclass_type)}
     schema = message_type.DESCRIPTOR.fields_by_name
     if different := ", ".join(sorted(set(fields) ^ set(schema))):
@@ -96,7 +99,7 @@ _plan: Callable[[Any, Any], _Plan] = cache(_make_plan)
 def _field_conversions(
     field: dataclasses.Field[Any], hint: Any, schema: Any
 ) -> tuple[_Convert | None, _Convert | None]:
-    """Return how to write the field's value, and how to read it from a message; None = as it is."""
+    """Return how to write the field's value, and how to read it from a message; None = without conversion."""
     content, optional = _without_none(hint)
     write, convert = _conversions(content, schema)
     has_default = field.default is not dataclasses.MISSING
@@ -111,7 +114,7 @@ def _field_conversions(
 
 
 def _conversions(hint: Any, schema: Any) -> tuple[_Convert | None, _Convert | None]:
-    """Return how to write and read a value of this type, None excluded."""
+    """Return how to write and read a value of this type, except None."""
     if get_origin(hint) in (tuple, Sequence):
         return _list_conversions(get_args(hint)[0], schema)
     if isinstance(hint, type) and issubclass(hint, Enum):
@@ -145,7 +148,7 @@ def _list_conversions(hint: Any, schema: Any) -> tuple[_Convert | None, _Convert
 
 
 def _without_none(hint: Any) -> tuple[Any, bool]:
-    """Return the type without None, and whether it had None."""
+    """Return the type without None, and whether it included None."""
     if get_origin(hint) is not UnionType:
         return hint, False
     (content,) = (argument for argument in get_args(hint) if argument is not NoneType)

@@ -1,4 +1,4 @@
-"""The bytes of the notice that completes a KV transfer, for transfer back ends, which know no protobuf types."""
+"""The bytes of a transfer notice, which completes a KV transfer; transfer back ends know no protobuf types."""
 
 from tandem.protocol.conversion.fields import from_proto, to_proto
 from tandem.protocol.generated.tandem.v1 import worker_pb2
@@ -6,10 +6,10 @@ from tandem.protocol.messages import TransferNotice
 
 
 def encode_notice(value: TransferNotice) -> bytes:
-    """Return the bytes of a transfer's notification."""
+    """Return the bytes of a transfer notice."""
     return to_proto(value, worker_pb2.TransferNotice).SerializeToString()
 
 
 def decode_notice(data: bytes) -> TransferNotice:
-    """Parse the bytes from `encode_notice`; raises google.protobuf.message.DecodeError for anything else."""
+    """Parse the bytes from `encode_notice`. Raises google.protobuf.message.DecodeError for other bytes."""
     return from_proto(worker_pb2.TransferNotice.FromString(data), TransferNotice)

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def step_output_to_proto(value: StepOutput) -> worker_pb2.StepOutput:
-    """Convert a `StepOutput` to protobuf; an event that fails to convert becomes the failure of its request alone."""
+    """Convert a `StepOutput` to protobuf; an event that cannot be converted fails its own request only."""
     unwritten: list[RequestEvent] = []
     tokens = [_tokens_to_proto(columns, unwritten) for columns in value.tokens]
     return worker_pb2.StepOutput(
@@ -31,7 +31,7 @@ def step_output_to_proto(value: StepOutput) -> worker_pb2.StepOutput:
 
 
 def step_output_from_proto(message: worker_pb2.StepOutput) -> StepOutput:
-    """Convert a `StepOutput` from protobuf; an event that fails to convert becomes the failure of its request alone."""
+    """Convert a `StepOutput` from protobuf; an event that cannot be converted fails its own request only."""
     return StepOutput(
         message.step,
         tuple(_event_from_proto(event) for event in message.events),

@@ -11,13 +11,13 @@ from tandem.protocol.lifecycle.request_trace import RequestTrace
 
 
 def traces_to_json(traces: Iterable[RequestTrace], kept: int) -> str:
-    """Return the body of /traces; `kept` is the most traces of newest requests that the router keeps."""
+    """Return the body of /traces; `kept` is the maximum number of newest requests whose traces the router keeps."""
     messages = [to_proto(trace, inference_pb2.RequestTrace) for trace in traces]
     return json_format.MessageToJson(inference_pb2.RequestTraces(traces=messages, kept=kept), indent=1)
 
 
 def traces_from_json(text: str) -> tuple[list[RequestTrace], int]:
-    """Parse the body of /traces; raises Unavailable if it is not one."""
+    """Parse the body of /traces. Raises Unavailable for any other text."""
     message = inference_pb2.RequestTraces()
     try:
         json_format.Parse(text, message, ignore_unknown_fields=True)

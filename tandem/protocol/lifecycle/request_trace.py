@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tandem.protocol.lifecycle.timeline import Edge, Timeline
 
 TRACEPARENT = "traceparent"
-"""The name of the HTTP header and gRPC metadata key in W3C Trace Context."""
+"""The name of the HTTP header and gRPC metadata key of W3C Trace Context."""
 
 _PARENT = re.compile(
     r"(?!ff)[0-9a-f]{2}-(?P<trace>[0-9a-f]{32})-(?P<span>[0-9a-f]{16})-(?P<flags>[0-9a-f]{2})(?P<more>-.*)?"
@@ -39,9 +39,9 @@ class TraceContext:
 
     @classmethod
     def of(cls, traceparent: str) -> TraceContext:
-        """Parse a traceparent header; returns a new trace context if it is missing or invalid.
+        """Parse a traceparent header; return a new trace context if it is missing or invalid.
 
-        https://www.w3.org/TR/trace-context/; for later versions the known fields are read.
+        See https://www.w3.org/TR/trace-context/; in later versions only the known fields are read.
         """
         found = _PARENT.fullmatch(traceparent)
         if found is None or (found["more"] and traceparent.startswith("00")):
@@ -62,16 +62,16 @@ class RequestTrace:
     """The trace of one ended answer."""
 
     request_id: str
-    """The client's id."""
+    """The client's id of the request."""
     wire_id: str
-    """The id on workers and in logs."""
+    """The request's id on workers and in logs."""
     context: TraceContext
     model: str
     operation: str
-    """The operation `chat` or `text_completion`, OpenTelemetry's names."""
+    """The operation, `chat` or `text_completion`, named as in OpenTelemetry."""
     slo_class: str
     outcome: str
-    """The finish reason `stop`, `length` or `abort`, or the code of its error."""
+    """The finish reason `stop`, `length` or `abort`, or the code of the request's error."""
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
@@ -84,11 +84,11 @@ class RequestTrace:
 
     @property
     def ttft_s(self) -> float | None:
-        """Seconds from arrival to the first token sent by the router; None without a token."""
+        """Seconds from arrival to the first token that the router sent; None without a token."""
         return self.timeline.seconds(Edge.RECEIVED, Edge.FIRST_TOKEN)
 
     def named(self, name: str) -> bool:
-        """Return True if `name` is its request id, OpenAI reply id, wire id or trace id."""
+        """Return True if `name` is the trace's request id, OpenAI reply id, wire id or trace id."""
         return name in (
             self.request_id,
             *(f"{kind}-{self.request_id}" for kind in _REPLIES),

@@ -1,8 +1,8 @@
 """Converts a timeline into contiguous spans, whose sum is the request's latency.
 
-Edges of workers are stamped by other clocks. All edges of a worker are shifted together, by the least amount that puts
-them after their cause and before their effect, both by the router's clock. With synchronized clocks nothing is
-shifted.
+Workers stamp their edges with other clocks. All edges of a worker are shifted together, by the smallest amount that
+puts them after their cause and before their effect, which are both measured by the router's clock. With synchronized
+clocks nothing is shifted.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,7 +20,7 @@ class Phase(StrEnum):
     TRANSFER = "transfer"
     DECODE = "decode"
     STALL = "stall"
-    """The time without events from its workers before they were given up."""
+    """The time without events from the request's workers, until the router abandoned them."""
 
 
 _PREFILL_EDGES = (
@@ -28,9 +28,9 @@ _PREFILL_EDGES = (
     Edge.PREFILL_STARTED,
     Edge.PREFILL_FINISHED,
 )
-"""Edges of the prefill worker before its token is sent."""
+"""Edges of the prefill worker before it sends the first token."""
 _TRANSFER_EDGES = (Edge.TRANSFER_STARTED, Edge.TRANSFER_FINISHED)
-"""Edges of the prefill worker that may be before or after that."""
+"""Edges of the prefill worker before or after it sends the first token."""
 _DECODE_EDGES = (Edge.DECODE_ADMITTED, Edge.DECODE_STARTED, Edge.PREEMPTED)
 """Edges of the decode worker."""
 
@@ -71,15 +71,17 @@ class _Attempt:
         return self.at.get(Edge.REQUEUED, self.at.get(Edge.PLACED))
 
     def settle(self, end: int) -> None:
-        """Shift the workers' edges between the router's; the attempt ended at `end`."""
+        """Shift the workers' edges so that they lie between the router's; the attempt ended at `end`."""
         end = min(end, self.at.get(Edge.SILENT, end))
         reserved = max((self.at[edge] for edge in (Edge.PLACED, Edge.RESERVED) if edge in self.at), default=0)
         seen = [self.at[edge] for edge in _PREFILL_EDGES if edge in self.at]
         if seen:
-            # The first token leaves the router soon after the prompt is computed, unless it is held
-            # (`router/requests/first_token.py`): the tightest bound there is.
+            # The first token leaves the router soon after the prompt is computed, unless it is held back
+            # (`router/requests/first_token.py`): this is the tightest available bound.
             token = self.at.get(Edge.FIRST_TOKEN, end)
             token = end if token < reserved else token  # the token is that of an earlier attempt
+            # Edges before the reservation move forward; edges after the token move back, but not before the
+            # reservation.
             late = min(seen[-1] - token, seen[0] - reserved)
             self._move((*_PREFILL_EDGES, *_TRANSFER_EDGES), max(reserved - seen[0], 0) or -max(late, 0))
         seen = [self.at[edge] for edge in _DECODE_EDGES if edge in self.at]
@@ -88,7 +90,7 @@ class _Attempt:
             self._move(_DECODE_EDGES, 0 if computed <= seen[0] and seen[-1] <= end else computed - seen[0])
 
     def marks(self) -> Iterator[_Mark]:
-        """Yield the phases of the attempt with their beginnings."""
+        """Yield the phases of the attempt with the times at which they begin."""
         moved = any(edge in self.at for edge in _TRANSFER_EDGES)
         for edge, phase in (
             (Edge.REQUEUED, Phase.QUEUE),
@@ -111,7 +113,7 @@ class _Attempt:
 def spans_of(timeline: Timeline) -> tuple[Span, ...]:
     """Return the spans from RECEIVED to FINISHED, in order; () if the request has not ended.
 
-    Each attempt has its own phases; an unsuccessful one ends with STALL or with the phase in which it failed.
+    Each attempt has its own phases; an unsuccessful attempt ends with STALL or with the phase in which it failed.
     """
     begin, end = timeline.at(Edge.RECEIVED), timeline.at(Edge.FINISHED)
     if begin is None or end is None:

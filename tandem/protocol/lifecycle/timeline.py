@@ -1,7 +1,7 @@
-"""The edges of a request's life: one enum for logs, metrics, traces and tests.
+"""The edges of a request's life, in one enum for logs, metrics, traces and tests.
 
-Stamps are wall-clock nanoseconds of the process that records the edge; durations between two hosts therefore
-contain their clock offset, durations within one process do not.
+Stamps are wall-clock nanoseconds of the process that records the edge. Durations between two hosts therefore contain
+the offset of their clocks; durations within one process do not.
 """
 
 import time
@@ -10,7 +10,7 @@ from enum import IntEnum
 
 
 class Edge(IntEnum):
-    """The edges, numbered as in `tandem.v1.Edge`; up to FINISHED in the order of a disaggregated request.
+    """The edges, numbered as in `tandem.v1.Edge`; those up to FINISHED are in the order of a disaggregated request.
 
     LAST_PAGES_POSTED to KV_CHECKED are the parts of a KV transfer, between PREFILL_FINISHED and DECODE_ADMITTED. SILENT
     and REQUEUED end an attempt: edges after them belong to the next one.
@@ -56,7 +56,8 @@ class EdgeStamp:
 class TransferStats:
     """The statistics of one request's KV transfer: bytes, pages, back end and duration in nanoseconds.
 
-    The duration is the sum over its writes, without the time between them in which the next chunk is computed.
+    The duration is the sum over the transfer's writes, without the time between them in which the next chunk is
+    computed.
     """
 
     bytes: int

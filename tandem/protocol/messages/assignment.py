@@ -1,4 +1,4 @@
-"""A worker's assignment: its open halves and its step policy."""
+"""A worker's assignment: its role and its step policy."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -8,7 +8,7 @@ from tandem.protocol.policy_name import PolicyName
 
 
 class Role(StrEnum):
-    """The halves of a worker that take work."""
+    """Which schedulers of a worker take work: that of prefill, that of decode, or both."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -16,20 +16,20 @@ class Role(StrEnum):
 
     @property
     def prefills(self) -> bool:
-        """True if the prefill half takes work."""
+        """True if the prefill scheduler takes work."""
         return self is not Role.DECODE
 
     @property
     def decodes(self) -> bool:
-        """True if the decode half takes work."""
+        """True if the decode scheduler takes work."""
         return self is not Role.PREFILL
 
     def __or__(self, other: "Role") -> "Role":
-        """Return the union of the halves."""
+        """Return the role that takes the work of both roles."""
         return self if self is other else Role.BOTH
 
     def without(self, other: "Role") -> "Role | None":
-        """Return its halves without those of `other`; None if none is left."""
+        """Return this role without the work of `other`; None if none is left."""
         if other is Role.BOTH or self is other:
             return None
         if self is Role.BOTH:
@@ -39,9 +39,9 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The assignment of a worker until the next one: its open halves and its step policy.
+    """The assignment of a worker until the next one: its role and its step policy.
 
-    `step_budget` in tokens, None = 512; `itl_target_s` in seconds, None = no limit.
+    `step_budget` is in tokens per step, None = 512; `itl_target_s` is in seconds, None = no limit.
     """
 
     role: Role
@@ -50,7 +50,7 @@ class Assignment:
     itl_target_s: float | None = None
 
     def __post_init__(self) -> None:
-        """Raise InvalidArgument with the field and its limit."""
+        """Raise InvalidArgument, which names the field and its limit, for a value out of range."""
         if self.step_budget is not None and self.step_budget < 1:
             raise InvalidArgument("step_budget", f"{self.step_budget} is less than 1")
         if self.itl_target_s is not None and not self.itl_target_s > 0:

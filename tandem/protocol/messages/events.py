@@ -16,7 +16,7 @@ from tandem.protocol.prefixes import PrefixChanges
 class RequestEvent:
     """The output of one step for one request; `token_ids[0]` is token number `first_index` of the answer.
 
-    `logprobs` has one entry for each token if its sampling asks for them, else none.
+    `logprobs` has one entry for each token if the request's sampling parameters ask for them, else none.
     """
 
     ref: RequestRef
@@ -31,14 +31,14 @@ class RequestEvent:
     preempted: bool = False
     """True if the attempt was preempted after `first_index` tokens of the answer; the next attempt continues there."""
     prompt_logprobs: PromptLogprobs | None = None
-    """Set with the first token of the answer if its sampling asks for them."""
+    """Set with the first token of the answer if the request's sampling parameters ask for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """The tokens of several requests of a router that have no other output, as columns with an entry for each request.
+    """The tokens of a router's requests without other output, as columns with an entry for each request.
 
-    It keeps a normal step's output at one message, whatever the number of requests.
+    A normal step's output is thus a single message, whatever the number of requests.
     """
 
     request_ids: Sequence[str]
@@ -46,12 +46,12 @@ class StepTokens:
     indices: Sequence[int]
     """The number of each request's first token in its answer, from 0."""
     token_ids: Sequence[int]
-    """The tokens of all requests, one after the other."""
+    """The tokens of all requests, one request after the other."""
     counts: Sequence[int] = ()
     """The number of tokens of each request; empty = one each."""
 
     def __len__(self) -> int:
-        """Number of requests."""
+        """Return the number of requests."""
         return len(self.request_ids)
 
     def rows(self) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
@@ -70,7 +70,7 @@ class StepTokens:
 
 @dataclass(frozen=True, slots=True)
 class RoutedEvent:
-    """An event and the router it is sent to."""
+    """An event and the router to which it is sent."""
 
     router_id: str
     event: RequestEvent
@@ -78,7 +78,7 @@ class RoutedEvent:
 
 @dataclass(frozen=True, slots=True)
 class RoutedTokens:
-    """Tokens and the router they are sent to."""
+    """Tokens and the router to which they are sent."""
 
     router_id: str
     tokens: StepTokens
@@ -95,5 +95,5 @@ class StepOutput:
     tokens: tuple[StepTokens, ...] = ()
 
     def each(self) -> Iterator[RequestEvent]:
-        """Iterate over all events, those of `tokens` included."""
+        """Iterate over all events, including those of `tokens`."""
         return chain(self.events, *(some.events() for some in self.tokens))

@@ -1,4 +1,4 @@
-"""The outcome of a generation: why it ended, and the error if it failed."""
+"""The outcome of a generation: its finish reason, and the error if it failed."""
 
 from dataclasses import dataclass
 from enum import IntEnum

@@ -1,11 +1,14 @@
-"""The leases by which a decode worker promises pages to one attempt of a request."""
+"""The leases by which a decode worker reserves pages for one attempt of a request."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A decode worker's promise of pages to one attempt; `epoch` grows with each lease and fences late messages."""
+    """A decode worker's reservation of pages for one attempt.
+
+    `epoch` grows with each lease, so that late messages about an earlier lease are recognized and dropped.
+    """
 
     request_id: str
     attempt: int
@@ -14,7 +17,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class GrantedLease:
-    """A lease, its duration without a heartbeat in seconds, and the number of first prompt tokens held already."""
+    """A lease, its duration in seconds without a heartbeat, and the number of first prompt tokens already cached."""
 
     lease: Lease
     duration_s: float

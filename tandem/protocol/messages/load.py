@@ -8,7 +8,7 @@ from tandem.protocol.messages.references import PeerRef
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """A worker's load after a step; all fields but `cost` and `decode_speedup` are counts."""
+    """A worker's load after a step; all fields except `cost` and `decode_speedup` are counts."""
 
     prefill_requests: int
     prefill_tokens: int
@@ -27,7 +27,7 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInspection:
-    """Page counts by state, open requests, and the result of `check_integrity()` ("" = no error)."""
+    """A worker's page counts by state, its open requests, and the result of `check_integrity()` ("" = no error)."""
 
     peer: PeerRef
     pages_total: int
@@ -48,4 +48,4 @@ class WorkerInspection:
     prefix_hit_tokens: int = 0
     step_cost_error: float = 0.0
     adapters_in_use: tuple[str, ...] = ()
-    """Hashes of the adapters that its requests use, from their reservation on."""
+    """Hashes of the adapters that the worker's requests use, from their page reservation on."""

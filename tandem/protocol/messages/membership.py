@@ -1,4 +1,4 @@
-"""The cluster's membership: workers and their model."""
+"""The cluster's membership: its workers and their model."""
 
 from dataclasses import dataclass
 
@@ -20,8 +20,8 @@ class AdapterFacts:
 class ModelFacts:
     """The facts about the loaded model; `max_context` is the limit of prompt and answer, in tokens.
 
-    `kv_windows` has the window of each group of layers that share KV pages, `kv_step_tokens` the most prompt tokens of
-    a step that the engine runs, whatever the assignment: by both a request's pages are forecast
+    `kv_windows` has the window of each group of layers that share KV pages. `kv_step_tokens` is the maximum number of
+    prompt tokens of an engine step under any assignment. Both determine how many pages are reserved for a request
     (`tandem/protocol/kv_pages.py`).
     """
 
@@ -31,7 +31,7 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...]
     dtype: str
     summary: tuple[str, ...] = ()
-    """Parameters, KV cache, attention and experts, a line each, for display only."""
+    """Parameters, KV cache, attention and experts, one line each, for display only."""
     kv_windows: tuple[int | None, ...] = (None,)
     adapters: tuple[AdapterFacts, ...] = ()
     """The adapters that requests may name."""
@@ -42,8 +42,8 @@ class ModelFacts:
 class WorkerInfo:
     """A serving worker as it registers with the controller.
 
-    `role` has the halves that are open or still finish their requests; `max_step_tokens` is the most prompt tokens of a
-    step under its assignment.
+    `role` has the schedulers that are open or still finish their requests; `max_step_tokens` is the maximum number of
+    prompt tokens of a step under the worker's assignment.
     """
 
     peer: PeerRef
@@ -57,47 +57,50 @@ class WorkerInfo:
     device: str
     transport: str
     not_ready: str = ""
-    """The reason why it accepts no new requests for now; empty = it is ready."""
+    """The reason why the worker accepts no new requests for now; empty = it is ready."""
     warnings: tuple[str, ...] = ()
-    """Warnings about its configuration."""
+    """Warnings about the worker's configuration."""
     assignment: Assignment | None = None
-    """Its latest assignment; None = unknown."""
+    """The worker's latest assignment; None = unknown."""
     closing: Role | None = None
-    """The halves in `role` that accept nothing new and finish their requests."""
+    """The part of `role` whose schedulers accept no new work and only finish their requests."""
     started_unix_nanos: int = 0
-    """Start time of its process by its host's clock, for display only; 0 = unknown."""
+    """Start time of the worker's process by its host's clock, for display only; 0 = unknown."""
     kv_ports: tuple[str, ...] = ()
-    """The host:port of each TCP socket of its KV transport. Every process that reaches one can write to its memory."""
+    """The host:port of each TCP socket of the worker's KV transport.
+
+    Every process that can connect to such a socket can write to the worker's memory.
+    """
 
     @property
     def kv_pages(self) -> KvPages:
-        """The KV pages of its requests."""
+        """The KV pages of the worker's requests."""
         return KvPages(self.page_tokens, self.model.kv_windows, self.model.kv_step_tokens)
 
     @property
     def open(self) -> Role | None:
-        """The halves that take new work; None = it drains."""
+        """The role whose schedulers take new work; None = the worker drains."""
         return self.role if self.closing is None else self.role.without(self.closing)
 
     @property
     def assigned_role(self) -> Role:
-        """The role of its latest assignment, even if other halves still finish requests."""
+        """The role of the worker's latest assignment, even if another scheduler still finishes requests."""
         return self.role if self.assignment is None else self.assignment.role
 
     @property
     def takes_prompts(self) -> bool:
-        """True if it takes new prefill work."""
+        """True if the worker takes new prefill work."""
         return self.open is not None and self.open.prefills
 
     @property
     def takes_answers(self) -> bool:
-        """True if it takes new decode work."""
+        """True if the worker takes new decode work."""
         return self.open is not None and self.open.decodes
 
 
 @dataclass(frozen=True, slots=True)
 class Absence:
-    """A requested worker that does not serve; `coming` is true if it will serve without intervention."""
+    """A wanted worker that does not serve; `coming` is True if it will serve without an operator's action."""
 
     worker_id: str
     reason: str
@@ -106,7 +109,7 @@ class Absence:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedWorker:
-    """A worker that does not serve now and will without intervention, with the role with which it starts."""
+    """A worker that does not serve now but will without an operator's action, and the role with which it starts."""
 
     worker_id: str
     role: Role
@@ -120,6 +123,6 @@ class Membership:
     workers: tuple[WorkerInfo, ...]
     mode: str = ""
     adapters: tuple[AdapterFacts, ...] | None = None
-    """The adapters of the cluster where they change while it serves; None = those that its workers started with."""
+    """The adapters of the cluster if they can change while it serves; None = those that its workers started with."""
     expected: tuple[ExpectedWorker, ...] = ()
-    """The workers that do not serve now and will without intervention."""
+    """The workers that do not serve now but will without an operator's action."""

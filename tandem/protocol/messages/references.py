@@ -13,7 +13,7 @@ class RequestRef:
 
 @dataclass(frozen=True, slots=True)
 class PeerRef:
-    """One incarnation of a worker process."""
+    """One incarnation of a worker process; a restart is a new incarnation with a higher number."""
 
     worker_id: str
     incarnation: int

@@ -4,19 +4,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 LOGPROBS_MAX = 20
-"""Most alternatives that can be reported with each chosen token."""
+"""Maximum number of alternatives that can be reported with each chosen token."""
 FREQUENCY_MAX = PRESENCE_MAX = 2.0
-"""Largest absolute value of the frequency and presence penalties."""
+"""Maximum absolute value of the frequency and presence penalties."""
 REPETITION_MIN, REPETITION_MAX = 1e-6, 100.0
 """Limits of the repetition penalty, within which no logit overflows."""
 LOGIT_BIAS_MAX = 100.0
-"""Largest absolute value of a logit bias."""
+"""Maximum absolute value of a logit bias."""
 LOGIT_BIASES_MAX = 1024
-"""Most tokens with a logit bias."""
+"""Maximum number of tokens with a logit bias."""
 PROMPT_SCORES_MAX = 1 << 18
-"""Most log probabilities of one prompt, those of its alternatives included."""
+"""Maximum number of log probabilities of one prompt, including those of alternatives."""
 CACHE_SALT_MAX = 512
-"""Most characters of a cache salt in messages to workers."""
+"""Maximum number of characters of a cache salt in messages to workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +42,16 @@ class SamplingParams:
     logprobs: int | None = None
     min_tokens: int = 0
     speculate: bool = True
-    """False to draw one token a step; the answer is the same."""
+    """False to turn speculative decoding off for the request; the answer is the same."""
     grammar: str = ""
-    """The grammar that the answer follows (`tandem/tokenizers/grammars.py`), "" = any tokens."""
+    """The grammar that the answer follows (`tandem/tokenizers/grammars.py`), "" = none."""
     prompt_logprobs: int | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Token ids and what is added to their logits, before penalties and temperature."""
+    """Pairs of a token id and the value added to its logit, before penalties and temperature."""
 
     @property
     def runs_to_limit(self) -> bool:
-        """True if no token ends the answer before `max_tokens`; a stop string still may."""
+        """True if no token ends the answer before `max_tokens`; a stop string may still end it."""
         return (self.ignore_eos and not self.stop_token_ids) or self.min_tokens >= self.max_tokens
 
     @property
@@ -70,7 +70,7 @@ class SamplingParams:
 
     @property
     def needs_history(self) -> bool:
-        """True if a draw depends on earlier tokens in other ways than through the model."""
+        """True if sampling depends on earlier tokens in other ways than through the model."""
         return self.penalized or self.grammar != ""
 
 
@@ -87,8 +87,8 @@ class TokenLogprobs:
 class PromptLogprobs:
     """Log probabilities of a prompt's tokens, given those before them, from the second token on.
 
-    `chosen` has one for each of the n tokens, `top_ids` and `top` have n · `top_count` entries, one token's most likely
-    alternatives after the other's.
+    `chosen` has one entry for each of the n tokens. `top_ids` and `top` have n · `top_count` entries: the most likely
+    alternatives of the first token, then those of the second, and so on.
     """
 
     chosen: tuple[float, ...]

@@ -14,7 +14,7 @@ from tandem.protocol.messages.references import PeerRef
 class PeerDescription:
     """The description of a worker's KV memory: back-end metadata, base address, page size in bytes and page count.
 
-    `host` identifies the running host, `process` the owner's process in its PID namespace; empty = unknown.
+    `host` identifies the running host, `process` the worker's process in its PID namespace; empty = unknown.
     `probe_address` is a page of registered host memory without content that peers may read; 0 = none.
     """
 
@@ -42,7 +42,7 @@ class Handshake:
 
 @dataclass(frozen=True, slots=True)
 class PageChecksum:
-    """The checksum of the prompt's page when it was written; `value` is below 2^64, `page` its entry (`KvPages`)."""
+    """The checksum of one prompt page when it was written; `value` is below 2^64, `page` its entry (`KvPages`)."""
 
     page: int
     value: int
@@ -52,11 +52,9 @@ class PageChecksum:
 class TransferNotice:
     """The notice that completes a KV transfer, with the state to continue: the sampled token and the next random draw.
 
-    It is sent with the last write. The first `skipped` of the `pages` were not sent, because the receiver has them in
-    its prefix cache.
-
-    `token_hash` covers all prefilled tokens: the prompt and the `answered` tokens after it. `first_token_id` is the
-    answer's token number `answered`, the first of this attempt.
+    It is sent with the last write. The first `skipped` of the `pages` pages were not sent, because the receiver has
+    them in its prefix cache. `token_hash` covers all prefilled tokens: the prompt and the `answered` answer tokens
+    after it. `first_token_id` is the answer's token number `answered`, the first one of this attempt.
     """
 
     lease: Lease

@@ -22,11 +22,11 @@ class _Continued:
     answered: int = field(default=0, kw_only=True)
     cache_salt: str = field(default="", kw_only=True)
     adapter: str = field(default="", kw_only=True)
-    """The hash of its adapter, "" = the base model; the cache salt is another one for each."""
+    """The hash of the request's adapter, "" = the base model; each adapter has its own cache salt."""
 
     @property
     def scores_prompt(self) -> bool:
-        """True if the attempt scores the prompt, for which it computes all of it; later attempts need not."""
+        """True if the attempt has to score the prompt and therefore computes all of it; later attempts do not."""
         return self.sampling.prompt_logprobs is not None and not self.answered
 
     @property
@@ -41,15 +41,16 @@ class _Continued:
 
     @property
     def answer(self) -> tuple[int, ...]:
-        """The token ids that earlier attempts have generated."""
+        """The token ids of the answer that earlier attempts have generated."""
         return self.prompt_token_ids[self.question_tokens :]
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation(_Continued):
-    """Router to decode worker: promise pages for this prompt and its answer, which only `prefill` may write.
+    """From router to decode worker: reserve pages for this prompt and its answer, which only `prefill` may write.
 
-    `gap_target_s` is the longest gap between tokens that the answer tolerates there, in seconds, infinite = any.
+    `gap_target_s` is the longest gap between tokens that the answer tolerates on this worker, in seconds, infinite =
+    any.
     """
 
     prefill: PeerRef
@@ -67,9 +68,9 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTask(_Continued):
-    """Router to prefill worker: compute this prompt's KV and sample the next token.
+    """From router to prefill worker: compute this prompt's KV and sample the next token.
 
-    Without a destination, that token is the last of the answer.
+    Without a destination, the sampled token is the last one of the answer.
     """
 
     destination: Destination | None
