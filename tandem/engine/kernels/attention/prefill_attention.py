@@ -34,7 +34,7 @@ _FLASH_PAGE = 128
 
 
 def leaves_idle(tokens: int, heads: int, multiprocessors: int) -> bool:
-    """Returns True if attention of `tokens` prompt tokens occupies at most three quarters of the multiprocessors.
+    """Return True if attention of `tokens` prompt tokens occupies at most three quarters of the multiprocessors.
 
     Each multiprocessor gets a tile of tokens of one head, with all that it attends to.
     """
@@ -56,7 +56,7 @@ class PrefillAttention(Protocol):
         """Called once before a step's first layer; `cache` as in `Kernels.rope_and_store`."""
 
     def __call__(self, q: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout, first_row: int) -> Tensor:
-        """Computes attention: q [T, heads, head_dim] of the whole step → [T, heads, head_dim], contiguous.
+        """Compute attention: q [T, heads, head_dim] of the whole step → [T, heads, head_dim], contiguous.
 
         The result of the rows before `first_row`, which have one token each, is undefined; the caller overwrites it
         (see `Kernels.attention`).
@@ -66,7 +66,7 @@ class PrefillAttention(Protocol):
 def choose_prefill_attention(
     device: torch.device, dtype: torch.dtype, kinds: Collection[AttentionKind], page_tokens: int, *, pdl: bool
 ) -> PrefillAttention:
-    """Returns the fastest implementation for a model's layers of these kinds, and for this device.
+    """Return the fastest implementation for a model's layers of these kinds, and for this device.
 
     Logs the choice, and warns of a slow page size.
     """
@@ -83,7 +83,7 @@ def choose_prefill_attention(
 def compiled(
     chosen: PrefillAttention, kinds: Iterable[AttentionKind], dtype: torch.dtype, device: torch.device
 ) -> PrefillAttention:
-    """Returns `chosen` with its kernels for layers of these kinds compiled.
+    """Return `chosen` with its kernels for layers of these kinds compiled.
 
     SDPA, which needs no compiling, on failure.
     """
@@ -108,7 +108,7 @@ def _why_no_flash(device: torch.device, dtype: torch.dtype, kinds: Collection[At
 
 
 def _what_flash_lacks(kinds: Collection[AttentionKind]) -> str:
-    """Returns "" if the installed flash-attn-4 has arguments for all that layers of these kinds need."""
+    """Return "" if the installed flash-attn-4 has arguments for all that layers of these kinds need."""
     from flash_attn.cute import flash_attn_varlen_func
 
     wanted = {_SOFTCAP for kind in kinds if kind.shape.softcap is not None}
@@ -140,7 +140,7 @@ class FlashPrefill:
         device: torch.device,
         lengths: Iterable[int] = COMPILED_LENGTHS,
     ) -> None:
-        """Compiles the kernels that layers of these kinds need for rows of `lengths` tokens."""
+        """Compile the kernels that layers of these kinds need for rows of `lengths` tokens."""
         for (shape, has_sinks), tokens in itertools.product(kinds, lengths):
             pages = pages_for(tokens, self._page_tokens)
             cache = torch.zeros(
@@ -152,12 +152,12 @@ class FlashPrefill:
             self(q, layer, cache, _one_prompt(tokens, pages, device), 0)
 
     def begin_step(self, cache: KvCache, layout: StepLayout, first_row: int) -> None:
-        """Zeroes the values after each row's context in its last page."""
+        """Zero the values after each row's context in its last page."""
         if self._page_tokens == _FLASH_PAGE:
             clear_value_tails(unquantized(cache), layout, first_row, pdl=self._pdl)
 
     def __call__(self, q: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout, first_row: int) -> Tensor:
-        """Computes attention of all rows from `first_row` on in one launch."""
+        """Compute attention of all rows from `first_row` on in one launch."""
         shape, held, special = layer.shape, unquantized(cache), dict[str, Any]()
         if shape.softcap is not None:
             special[_SOFTCAP] = shape.softcap
@@ -180,7 +180,7 @@ class FlashPrefill:
         return found
 
     def _rounded(self, sinks: Tensor) -> Tensor:
-        """Returns a layer's sinks in bfloat16, the only type that flash-attn-4 takes; rounded once.
+        """Return a layer's sinks in bfloat16, the only type that flash-attn-4 takes; rounded once.
 
         What is rounded while a CUDA graph is captured exists in that graph alone.
         """
@@ -201,10 +201,10 @@ class SdpaPrefill:
     """
 
     def begin_step(self, cache: KvCache, layout: StepLayout, first_row: int) -> None:
-        """Does nothing, as only a row's context is read."""
+        """Do nothing, as only a row's context is read."""
 
     def __call__(self, q: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout, first_row: int) -> Tensor:
-        """Computes attention row by row, a bounded number of scores at a time."""
+        """Compute attention row by row, a bounded number of scores at a time."""
         shape, starts, contexts = layer.shape, layout.row_starts.tolist(), layout.context_lens.tolist()
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for row in range(first_row, len(contexts)):
@@ -222,7 +222,7 @@ class SdpaPrefill:
 
 
 def _sdpa(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, shape: AttentionShape) -> Tensor:
-    """Computes what `reference.attend` does without a soft cap and sinks."""
+    """Compute what `reference.attend` does without a soft cap and sinks."""
     mixed = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None],
         keys[None],
@@ -235,7 +235,7 @@ def _sdpa(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, shape: Att
 
 
 def _one_prompt(tokens: int, pages: int, device: torch.device) -> StepLayout:
-    """Returns a step of one new prompt on pages 0, 1, …."""
+    """Return a step of one new prompt on pages 0, 1, …."""
 
     def numbers(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)

@@ -28,7 +28,7 @@ _ROWS = tl.constexpr(32)
 def dequantize_pages(
     cache: QuantizedKv, layer: int, layout: StepLayout, rows: range, window: int | None, pages: Tensor
 ) -> None:
-    """Writes the keys and values of `layer` that the tokens of `rows` see to `pages`, row after row.
+    """Write the keys and values of `layer` that the tokens of `rows` see to `pages`, row after row.
 
     pages [n, 2, kv_heads, page_tokens, head_dim] float16, bfloat16 or float32. Row r gets as many pages as its context
     has, after those of the rows before it; what does not fit is left out. Positions after a row's context are 0. Pages
@@ -121,7 +121,7 @@ _LEAST_TOKENS = 32768
 
 
 def make_copies(model: ModelSpec, page_tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns memory for the copies of the longest context: [pages, 2, kv_heads, page_tokens, head_dim]."""
+    """Return memory for the copies of the longest context: [pages, 2, kv_heads, page_tokens, head_dim]."""
     shape = model.attention_shapes[0]  # all layers have the same heads of keys
     pages = pages_for(max(model.max_context, _LEAST_TOKENS), page_tokens)
     return torch.zeros(pages, 2, shape.kv_heads, page_tokens, shape.head_dim, dtype=dtype, device=device)
@@ -146,7 +146,7 @@ class QuantizedPrefill:
     """
 
     def __init__(self, attention: PrefillAttention, copies: Tensor) -> None:
-        """Takes the attention of 16-bit pages and the memory of `make_copies`, which calls share."""
+        """Take the attention of 16-bit pages and the memory of `make_copies`, which calls share."""
         self._attention = attention
         self._copies = copies
         self._begun = threading.local()
@@ -157,7 +157,7 @@ class QuantizedPrefill:
         return len(self._copies)
 
     def begin_step(self, cache: KvCache, layout: StepLayout, first_row: int) -> None:
-        """Lays out the copies, which are the same for all groups of layers."""
+        """Lay out the copies, which are the same for all groups of layers."""
         if layout.group == 0:
             rows = len(layout.context_lens)
             at_once = self._rows_at_once(layout, rows - first_row)
@@ -188,7 +188,7 @@ class QuantizedPrefill:
         return _Part(rows, part, (token >= layout.row_starts[rows.start])[:, None, None])
 
     def __call__(self, q: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout, first_row: int) -> Tensor:
-        """Computes attention of all rows from `first_row` on."""
+        """Compute attention of all rows from `first_row` on."""
         assert isinstance(cache, QuantizedKv)
         out: Tensor | None = None
         for rows, part, later in self._begun.parts:

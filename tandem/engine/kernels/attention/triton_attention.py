@@ -110,7 +110,7 @@ class DecodeAttention:
         self._all_tile_ranges: dict[tuple[int, int, int], Tensor] = {}
 
     def reset(self) -> None:
-        """Resets the counters after calls that may have overlapped, whose results are undefined."""
+        """Reset the counters after calls that may have overlapped, whose results are undefined."""
         self._counters.zero_()
 
     def begin_step(
@@ -160,7 +160,7 @@ class DecodeAttention:
         *,
         alone: bool = False,
     ) -> Tensor:
-        """Computes attention of each row's query to positions context - window .. context - 1 of its pages.
+        """Compute attention of each row's query to positions context - window .. context - 1 of its pages.
 
         q            [R, heads, head_dim]; rows and heads may be strided
         cache        [pages, layers, 2, kv_heads, page_tokens, head_dim], its last two dimensions contiguous; of codes
@@ -259,7 +259,7 @@ class DecodeAttention:
         return self._plans[key]
 
     def _tile_ranges(self, rows: int, units: int) -> Tensor:
-        """Returns this thread's tile ranges for a number of rows and of programs: [units, fields of `TileRange`] int32.
+        """Return this thread's tile ranges for a number of rows and of programs: [units, fields of `TileRange`] int32.
 
         Both numbers depend on the width of the table, too: trial steps run concurrently before the start is complete,
         and one of their launches may be left out. They are kept when the thread has ended: graphs that it captured read

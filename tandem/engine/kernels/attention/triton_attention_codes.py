@@ -36,7 +36,7 @@ LEAST_SCALE = tl.constexpr(2.0**-60)
 
 @triton.jit
 def _split_query(at, held, dtype: tl.constexpr):
-    """Loads queries at pointers `at` to even dimensions → even and odd ones in `dtype`, and a power of 2 that divided.
+    """Load queries at pointers `at` to even dimensions → even and odd ones in `dtype`, and a power of 2 that divided.
 
     The quotients are below 2, so that float16 holds them.
     """
@@ -51,7 +51,7 @@ def _split_query(at, held, dtype: tl.constexpr):
 
 @triton.jit
 def _numbers(words, ODD: tl.constexpr, BIASED: tl.constexpr, FP8: tl.constexpr, dtype: tl.constexpr):
-    """Returns the even or odd codes of int16 `words`, float8_e4m3fn if FP8, else int8; plus `BIAS` if BIASED.
+    """Return the even or odd codes of int16 `words`, float8_e4m3fn if FP8, else int8; plus `BIAS` if BIASED.
 
     dtype is float32 or float16. Int8 in float16 is times `TINY`, its smallest number, of which n is n times as much:
     the bits of codes plus 128 are numbers at once.
@@ -85,7 +85,7 @@ def _numbers(words, ODD: tl.constexpr, BIASED: tl.constexpr, FP8: tl.constexpr, 
 
 @triton.jit
 def _log2(x):
-    """Returns the logarithm, with an error of 2^-22."""
+    """Return the logarithm, with an error of 2^-22."""
     if _WIDE:
         return tl.log2(x)
     return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
@@ -93,7 +93,7 @@ def _log2(x):
 
 @triton.jit
 def _reciprocal(x):
-    """Returns 1 / x, with a relative error of 2^-23."""
+    """Return 1 / x, with a relative error of 2^-23."""
     if _WIDE:
         return 1.0 / x
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
@@ -101,7 +101,7 @@ def _reciprocal(x):
 
 @triton.jit
 def _add_product(a, b, sums):
-    """Returns sums + a · b."""
+    """Return sums + a · b."""
     if _WIDE:
         return sums + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     return tl.dot(a, b, sums, input_precision="ieee")
@@ -111,7 +111,7 @@ def _add_product(a, b, sums):
 def _scales_at(
     plane, page, tile, page_stride, PAGE_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, ROW: tl.constexpr
 ):
-    """Returns pointers [BLOCK_TOKENS] to the scales of a tile's tokens; `plane` as the codes of page 0."""
+    """Return pointers [BLOCK_TOKENS] to the scales of a tile's tokens; `plane` as the codes of page 0."""
     token = tl.arange(0, BLOCK_TOKENS)
     scales = plane + page.to(tl.int64) * page_stride + PAGE_TOKENS * ROW
     return scales.to(tl.pointer_type(tl.float32), bitcast=True) + (tile * BLOCK_TOKENS + token) % PAGE_TOKENS
@@ -146,7 +146,7 @@ def attend_to_codes(
     SINKS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Computes what `attend` does, for the queries at `q_at` [GROUP_TILE], where they are `held`."""
+    """Compute what `attend` does, for the queries at `q_at` [GROUP_TILE], where they are `held`."""
     WORDS: tl.constexpr = HEAD_DIM // 2
     FP8: tl.constexpr = keys.dtype.element_ty == tl.float8e4nv
     wide: tl.constexpr = q_at.dtype.element_ty == tl.float32

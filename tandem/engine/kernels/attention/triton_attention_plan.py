@@ -50,7 +50,7 @@ class Plan:
     """Part of a multiprocessor's memory requested as shared memory (see `prefer_shared_memory`); 0 = no preference."""
 
     def partials(self, rows: int) -> int:
-        """Returns the maximum number of partial results of `rows` rows per key head."""
+        """Return the maximum number of partial results of `rows` rows per key head."""
         return self.units + rows if self.units else self.splits * rows
 
 
@@ -85,7 +85,7 @@ PlanFunction = Callable[[int, int, int, int, torch.dtype, int], Plan]
 
 
 def make_plan(rows: int, kv_heads: int, head_dim: int, capacity: int, dtype: torch.dtype, sms: int) -> Plan:
-    """Returns the plan of `rows` rows of at most `capacity` seen tokens on a GPU of `sms` multiprocessors.
+    """Return the plan of `rows` rows of at most `capacity` seen tokens on a GPU of `sms` multiprocessors.
 
     `dtype` is that of the cache, or float32 if queries are. These are split the same way whatever the batch, so that a
     row's bits do not depend on the other rows.
@@ -113,7 +113,7 @@ def make_plan(rows: int, kv_heads: int, head_dim: int, capacity: int, dtype: tor
 
 
 def group_rows(shapes: Iterable[AttentionShape], drafts: int) -> int:
-    """Returns the most rows of a group (`DecodeAttention`) in steps where a request has up to `drafts` drafts.
+    """Return the most rows of a group (`DecodeAttention`) in steps where a request has up to `drafts` drafts.
 
     The rows' queries fill the matrix units' smallest tile if it holds all rows of a request, else `GROUP_TILE_MAX`. 1
     where the heads of a key head fill it, and without shapes.
@@ -124,7 +124,7 @@ def group_rows(shapes: Iterable[AttentionShape], drafts: int) -> int:
 
 
 def make_group_plan(rows: int, kv_heads: int, head_dim: int, capacity: int, dtype: torch.dtype, sms: int) -> Plan:
-    """Returns the plan of `rows` groups, see `make_plan`; of float32 the same.
+    """Return the plan of `rows` groups, see `make_plan`; of float32 the same.
 
     Their tiles of queries are larger: `SMALL_TILE` gets more warps, and `ROUNDS_TILE` takes the place of `LARGE_TILE`,
     whose registers would not do.

@@ -37,7 +37,7 @@ def _tiles_at(
     ROWS_TILE: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Returns the tiles [ROWS_TILE] of rows from `first` on, 0 of padded rows; and a mask of the rows that exist."""
+    """Return the tiles [ROWS_TILE] of rows from `first` on, 0 of padded rows; and a mask of the rows that exist."""
     number = first + tl.arange(0, ROWS_TILE)
     there = number < rows
     if TOKENS == 1:
@@ -53,7 +53,7 @@ def _tiles_at(
 
 @triton.jit
 def span_of(tiles, least):
-    """Returns the tiles that a row takes of the concatenation: one if it is padded, as its zeros must be written."""
+    """Return the tiles that a row takes of the concatenation: one if it is padded, as its zeros must be written."""
     return tl.where(tiles > 0, tl.maximum(tiles, least), 1)
 
 

@@ -20,7 +20,7 @@ def _merge(
     MERGED_SPLITS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Returns the softmax-weighted sum of `count` normalised partial results → [SIZE, DIM_PADDED] float32.
+    """Return the softmax-weighted sum of `count` normalised partial results → [SIZE, DIM_PADDED] float32.
 
     `cell_of` [SIZE] are the queries' places among the SPLIT_CELLS of each partial result, where they are `held`.
     """
@@ -75,7 +75,7 @@ def deliver(
     MERGED_SPLITS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Stores the result of `attend` for range number `split` of the group and key head `lane`, of `rows` rows.
+    """Store the result of `attend` for range number `split` of the group and key head `lane`, of `rows` rows.
 
     If it is the only `active` one it is the final result, else the partial result number `first_partial` + `split`; the
     last program to arrive merges them. `lanes` [GROUP_TILE], or `lane` with one token: the row and key head of each
@@ -118,7 +118,7 @@ def deliver(
 
 @triton.jit
 def _cells_of(SIZE: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, TOKENS: tl.constexpr):
-    """Returns the places [SIZE] of a tile's queries in a partial result, which has no padded heads."""
+    """Return the places [SIZE] of a tile's queries in a partial result, which has no padded heads."""
     query = tl.arange(0, SIZE)
     if TOKENS > 1:
         query = query // GROUP_PADDED * GROUP + query % GROUP_PADDED
@@ -139,7 +139,7 @@ def clear_padding(
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
 ):
-    """Zeroes one key head's results of the rows in no group: those from the number at `used_at` on, to `tokens`."""
+    """Zero one key head's results of the rows in no group: those from the number at `used_at` on, to `tokens`."""
     cell = tl.arange(0, GROUP_PADDED * DIM_PADDED)
     zeros = tl.zeros([GROUP_PADDED * DIM_PADDED], out.dtype.element_ty)
     for row in tl.range(tl.load(used_at) + program, tokens, programs):

@@ -18,7 +18,7 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 
 @triton.jit
 def first_seen(context, WINDOW: tl.constexpr):
-    """Returns the first position that a row of this context sees."""
+    """Return the first position that a row of this context sees."""
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(context - WINDOW, 0)
@@ -27,7 +27,7 @@ def first_seen(context, WINDOW: tl.constexpr):
 
 @triton.jit
 def page_of_tile(table, tile, begin, context, PAGE_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
-    """Returns the page id of a tile within one page, else the page ids [BLOCK_TOKENS] of its tokens; 0 where unseen."""
+    """Return the page id of a tile within one page, else the page ids [BLOCK_TOKENS] of its tokens; 0 where unseen."""
     start = tile * BLOCK_TOKENS
     if PAGE_TOKENS % BLOCK_TOKENS == 0:
         page = tl.load(table + start // PAGE_TOKENS, mask=start < context, other=0)
@@ -40,7 +40,7 @@ def page_of_tile(table, tile, begin, context, PAGE_TOKENS: tl.constexpr, BLOCK_T
 
 @triton.jit
 def token_offsets(page, tile, page_stride, PAGE_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, ROW: tl.constexpr):
-    """Returns the tile's offset in the cache in elements: int64, of its first token or [BLOCK_TOKENS, 1] of all."""
+    """Return the tile's offset in the cache in elements: int64, of its first token or [BLOCK_TOKENS, 1] of all."""
     if PAGE_TOKENS % BLOCK_TOKENS == 0:
         offset = page.to(tl.int64) * page_stride + (tile * BLOCK_TOKENS % PAGE_TOKENS) * ROW
     else:
@@ -51,7 +51,7 @@ def token_offsets(page, tile, page_stride, PAGE_TOKENS: tl.constexpr, BLOCK_TOKE
 
 @triton.jit
 def heads_of(SIZE: tl.constexpr, GROUP_PADDED: tl.constexpr, TOKENS: tl.constexpr):
-    """Returns the head [SIZE] within its group of each query of a tile: TOKENS times those of a key head."""
+    """Return the head [SIZE] within its group of each query of a tile: TOKENS times those of a key head."""
     head = tl.arange(0, SIZE)
     if TOKENS > 1:
         head = head % GROUP_PADDED
@@ -62,7 +62,7 @@ def heads_of(SIZE: tl.constexpr, GROUP_PADDED: tl.constexpr, TOKENS: tl.constexp
 def group_of(
     row, groups, context_lens, GROUP_TILE: tl.constexpr, GROUP_PADDED: tl.constexpr, TOKENS: tl.constexpr
 ):  # fmt: skip
-    """Returns the first row of group number `row` and its count of rows, then its contexts and rows.
+    """Return the first row of group number `row` and its count of rows, then its contexts and rows.
 
     The contexts are those of its first and of its last row, then of each query [GROUP_TILE], then come the rows of the
     queries. Queries of no row have the last row's context. See `tandem.engine.kernels.base.DraftGroups`; with one
@@ -90,7 +90,7 @@ def group_of(
 
 @triton.jit
 def held_queries(count, SIZE: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, TOKENS: tl.constexpr):
-    """Returns which queries [SIZE] of a tile are a head of one of `count` rows."""
+    """Return which queries [SIZE] of a tile are a head of one of `count` rows."""
     held = heads_of(SIZE, GROUP_PADDED, TOKENS) < GROUP
     if TOKENS > 1:
         held = held & (tl.arange(0, SIZE) // GROUP_PADDED < count)
@@ -99,7 +99,7 @@ def held_queries(count, SIZE: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: t
 
 @triton.jit
 def is_seen(position, seen, contexts, WINDOW: tl.constexpr, TOKENS: tl.constexpr):
-    """Returns which positions each query sees, of those that any query of its tile sees, as [1 or queries, tokens]."""
+    """Return which positions each query sees, of those that any query of its tile sees, as [1 or queries, tokens]."""
     visible = seen[None, :]
     if TOKENS > 1:
         visible = visible & (position[None, :] < contexts[:, None])
@@ -110,7 +110,7 @@ def is_seen(position, seen, contexts, WINDOW: tl.constexpr, TOKENS: tl.constexpr
 
 @triton.jit
 def finite(highest, TOKENS: tl.constexpr):
-    """Returns running maxima that may be subtracted: 0 for a query of several tokens that has seen nothing yet."""
+    """Return running maxima that may be subtracted: 0 for a query of several tokens that has seen nothing yet."""
     if TOKENS > 1:
         highest = tl.where(highest == float("-inf"), 0.0, highest)
     return highest
@@ -118,7 +118,7 @@ def finite(highest, TOKENS: tl.constexpr):
 
 @triton.jit
 def _fetch_into_cache(cache, address, wanted):
-    """Prefetches the lines at `address` into L2, where `wanted`, without waiting.
+    """Prefetch the lines at `address` into L2, where `wanted`, without waiting.
 
     They stay coherent if written later.
     """
@@ -130,7 +130,7 @@ def _fetch_into_cache(cache, address, wanted):
 
 @triton.jit
 def _dot(a, b, WIDE_DOT: tl.constexpr):
-    """Returns a · b in float32. The interpreter takes no bfloat16; widening first changes no product."""
+    """Return a · b in float32. The interpreter takes no bfloat16; widening first changes no product."""
     if WIDE_DOT:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -153,7 +153,7 @@ def fetch_tile(
     BLOCK_TOKENS: tl.constexpr,
     LINES: tl.constexpr,
 ):
-    """Prefetches a tile's keys and values into L2, without waiting."""
+    """Prefetch a tile's keys and values into L2, without waiting."""
     token = tl.arange(0, BLOCK_TOKENS)
     line = tl.arange(0, LINES)
     spot = token_offsets(page, tile, page_stride, PAGE_TOKENS, BLOCK_TOKENS, HEAD_DIM)
@@ -195,7 +195,7 @@ def attend(
     TOKENS: tl.constexpr,
     WIDE_DOT: tl.constexpr,
 ):
-    """Computes attention of `query` [GROUP_TILE, DIM_PADDED] to the tiles from `start`, whose page is `page`, to `end`.
+    """Compute attention of `query` [GROUP_TILE, DIM_PADDED] to the tiles from `start`, whose page is `page`, to `end`.
 
     Positions from `begin` to `context` are loaded; with several TOKENS each query sees those of its own `contexts`.
 

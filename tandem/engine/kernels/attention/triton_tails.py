@@ -11,7 +11,7 @@ _WARPS = 4
 
 
 def clear_value_tails(cache: Tensor, layout: StepLayout, first_row: int, *, pdl: bool) -> None:
-    """Zeroes the values, of all layers, after the context of each row from `first_row` on in the row's last page.
+    """Zero the values, of all layers, after the context of each row from `first_row` on in the row's last page.
 
     cache [pages, layers, 2, kv_heads, page_tokens, head_dim]. The keys there stay: what is masked is never multiplied.
     """

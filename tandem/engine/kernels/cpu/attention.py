@@ -59,7 +59,7 @@ ATTENTION = struct.Struct("=24q2d")
 
 @inlined
 def list_items(shared):  # type: ignore[no-untyped-def]
-    """Writes the list of items → their number."""
+    """Write the list of items → their number."""
     items, kv_heads, window = argument(shared, ITEMS), argument(shared, KV_HEADS), argument(shared, WINDOW)
     row_starts, context_lens = argument(shared, ROW_STARTS), argument(shared, CONTEXT_LENS)
     count, slots, group = 0, 0, argument(shared, HEADS) // kv_heads
@@ -85,7 +85,7 @@ def list_items(shared):  # type: ignore[no-untyped-def]
 
 @inlined
 def attention_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
-    """Computes one item."""
+    """Compute one item."""
     heads, kv_heads, head_dim = argument(shared, HEADS), argument(shared, KV_HEADS), argument(shared, HEAD_DIM)
     positions, window, size = argument(shared, POSITIONS), argument(shared, WINDOW), item_bytes(tag)
     group = heads // kv_heads
@@ -150,7 +150,7 @@ def attention_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def
 
 @inlined
 def _plane(shared, row, head, key, values):  # type: ignore[no-untyped-def]
-    """Returns the element of the layer's cache at which the keys (or values) of the page of `key` begin."""
+    """Return the element of the layer's cache at which the keys (or values) of the page of `key` begin."""
     page_tokens = argument(shared, PAGE_TOKENS)
     page = load_int(argument(shared, PAGE_TABLE), row * argument(shared, COLUMNS) + key // page_tokens, INT32)
     plane = head * argument(shared, HEAD_ITEMS) + (argument(shared, PART_ITEMS) if values else 0)
@@ -159,7 +159,7 @@ def _plane(shared, row, head, key, values):  # type: ignore[no-untyped-def]
 
 @inlined
 def _keys_at_once(shared, key, stop):  # type: ignore[no-untyped-def]
-    """Returns how many keys from `key` on are used together: those of its page, fewer if they have to be widened."""
+    """Return how many keys from `key` on are used together: those of its page, fewer if they have to be widened."""
     page_tokens = argument(shared, PAGE_TOKENS)
     n = min(page_tokens - key % page_tokens, stop - key)
     return min(n, WIDENED_KEYS) if argument(shared, QUANTIZED) != 0 else n
@@ -167,7 +167,7 @@ def _keys_at_once(shared, key, stop):  # type: ignore[no-untyped-def]
 
 @inlined
 def _rows(shared, plane, token, n, wide, tag):  # type: ignore[no-untyped-def]
-    """Returns the address of n keys or values as `tag` elements: in the cache, or in `wide`, where codes are widened.
+    """Return the address of n keys or values as `tag` elements: in the cache, or in `wide`, where codes are widened.
 
     They are those of a page's tokens from `token` on; `plane` as in `_plane`.
     """
@@ -180,7 +180,7 @@ def _rows(shared, plane, token, n, wide, tag):  # type: ignore[no-untyped-def]
 
 @inlined
 def _apply_scales(shared, plane, token, n, numbers, queries):  # type: ignore[no-untyped-def]
-    """Multiplies n numbers of each query by the scales of these keys or values, if the cache has any."""
+    """Multiply n numbers of each query by the scales of these keys or values, if the cache has any."""
     if argument(shared, QUANTIZED) != 0:
         scales = argument(shared, CACHE) + plane + argument(shared, PAGE_TOKENS) * argument(shared, HEAD_DIM)
         for i in range(queries):
@@ -189,7 +189,7 @@ def _apply_scales(shared, plane, token, n, numbers, queries):  # type: ignore[no
 
 @inlined
 def _score(shared, row, head, begin, stop, qs, queries, scores, wide, tag):  # type: ignore[no-untyped-def]
-    """Computes scores[q][key - begin] = q · key, page by page."""
+    """Compute scores[q][key - begin] = q · key, page by page."""
     page_tokens, head_dim, size = argument(shared, PAGE_TOKENS), argument(shared, HEAD_DIM), item_bytes(tag)
     key = begin
     while key < stop:
@@ -203,7 +203,7 @@ def _score(shared, row, head, begin, stop, qs, queries, scores, wide, tag):  # t
 
 @inlined
 def _soften(scores, begin, stop, position, window, scale, softcap, largest, weights, i):  # type: ignore[no-untyped-def]
-    """Turns a block's scores into weights against the running largest score → the factor of the sums before."""
+    """Turn a block's scores into weights against the running largest score → the factor of the sums before."""
     n = (stop - begin + LANES - 1) // LANES * LANES
     if softcap != 0:
         cap_row(scores, scale / softcap, softcap, n, F32)
@@ -223,7 +223,7 @@ def _soften(scores, begin, stop, position, window, scale, softcap, largest, weig
 
 @inlined
 def _mix(shared, row, head, begin, stop, scores, queries, sums, q_stride, wide, tag):  # type: ignore[no-untyped-def]
-    """Adds Σ weight · value to sums[q], page by page; the scales of values are multiplied into the weights."""
+    """Add Σ weight · value to sums[q], page by page; the scales of values are multiplied into the weights."""
     page_tokens, head_dim, size = argument(shared, PAGE_TOKENS), argument(shared, HEAD_DIM), item_bytes(tag)
     key = begin
     while key < stop:
@@ -237,7 +237,7 @@ def _mix(shared, row, head, begin, stop, scores, queries, sums, q_stride, wide, 
 
 @inlined
 def merge_partials(shared, tag):  # type: ignore[no-untyped-def]
-    """Merges the partial results of rows that were split, block after block, into the output."""
+    """Merge the partial results of rows that were split, block after block, into the output."""
     heads, kv_heads, head_dim = argument(shared, HEADS), argument(shared, KV_HEADS), argument(shared, HEAD_DIM)
     group, stride = heads // kv_heads, (head_dim + 2) * F32_BYTES
     items, count, first = argument(shared, ITEMS), argument(shared, CHUNKS), 0
@@ -265,7 +265,7 @@ def merge_partials(shared, tag):  # type: ignore[no-untyped-def]
 
 @inlined
 def _continues(items, index):  # type: ignore[no-untyped-def]
-    """Returns True if the item after `index` is the next block of the same queries."""
+    """Return True if the item after `index` is the next block of the same queries."""
     item = items + 8 * ITEM_FIELDS * index
     block, following = load_int(item, 3, INT64), load_int(item, ITEM_FIELDS + 3, INT64)
     return block >= 0 and following == block + 1 and load_int(item, ITEM_FIELDS, INT64) == load_int(item, 0, INT64)
@@ -273,7 +273,7 @@ def _continues(items, index):  # type: ignore[no-untyped-def]
 
 @inlined
 def _merge(partial, blocks, stride, out, head_dim, tag):  # type: ignore[no-untyped-def]
-    """Merges one query's partial results, `stride` bytes apart, into the first and rounds it to `out`."""
+    """Merge one query's partial results, `stride` bytes apart, into the first and rounds it to `out`."""
     for block in range(1, blocks):
         other = partial + block * stride
         before, after = load(partial, head_dim, F32), load(other, head_dim, F32)

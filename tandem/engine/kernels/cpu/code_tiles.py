@@ -57,7 +57,7 @@ UNITS_A_BLOCK = CODES_A_BLOCK // UNIT
 
 
 def _code_tile(bits: int, offset: bool, tokens: int) -> Function:
-    """Returns a function that computes out[t][r] = Σ weight[r][i] · x[t][i] in float32 of one panel's sixteen rows r.
+    """Return a function that computes out[t][r] = Σ weight[r][i] · x[t][i] in float32 of one panel's sixteen rows r.
 
     Its arguments are (codes, scales, offsets, factors, x, x_stride, x_scales, x_sums, blocks, groups, blocks_a_group,
     out, out_stride). x: codes, x_stride in bytes; x_scales and x_sums: float32 and int32 of each block, `blocks` a
@@ -113,7 +113,7 @@ def _code_tile(bits: int, offset: bool, tokens: int) -> Function:
 
 
 def _load_scales(builder: Builder, address: Value, group: Value, otherwise: float) -> Value:
-    """Loads a group's sixteen float16 as float32; `otherwise` where there are none."""
+    """Load a group's sixteen float16 as float32; `otherwise` where there are none."""
     entry = builder.block
     with builder.if_then(builder.icmp_signed("!=", address, I64(0))):
         bits = builder.load(
@@ -177,7 +177,7 @@ def _unless_none(builder: Builder, address: Value, found: Value) -> Value:
 
 
 def _emit_quantize(builder: Builder, tag: Any, args: Any) -> None:
-    """Emits (x, codes, scales, sums, k): the codes, and each block's scale and the sum of its codes."""
+    """Emit (x, codes, scales, sums, k): the codes, and each block's scale and the sum of its codes."""
     x, codes, scales, sums, k = args
 
     def block(b: Value) -> list[Value]:
@@ -205,7 +205,7 @@ def _emit_quantize(builder: Builder, tag: Any, args: Any) -> None:
 
 
 def _rounded(builder: Builder, x: Value) -> Value:
-    """Rounds sixteen float32 to integers of at most TOP_CODE, others and NaN to 0."""
+    """Round sixteen float32 to integers of at most TOP_CODE, others and NaN to 0."""
     found = nearest(builder, x)
     inside = builder.and_(
         builder.fcmp_ordered("<=", found, constant(VEC, TOP_CODE)),
@@ -236,7 +236,7 @@ def code_rows(  # type: ignore[no-untyped-def]
     typingctx, bits, codes, scales, offsets, factors, first, panels, k, length, x, x_scales, x_sums, tokens, out,
     out_stride, tag,
 ):  # fmt: skip
-    """Emits out[t][r] = w[r] · x[t] in float32, for the rows of `panels` panels from `first` on, and some tokens.
+    """Emit out[t][r] = w[r] · x[t] in float32, for the rows of `panels` panels from `first` on, and some tokens.
 
     bits, codes, scales, offsets, factors: of a `PanelWeight`, 0 where it has none; length: blocks of a group. x, its
     scales and sums are as `quantize_row` stores them, of one token after the other; out_stride in bytes.
@@ -251,7 +251,7 @@ def code_rows(  # type: ignore[no-untyped-def]
 
 @intrinsic
 def quantize_row(typingctx, x, codes, scales, sums, k, tag):  # type: ignore[no-untyped-def]
-    """Emits the quantization of k `tag` elements, a multiple of 32, in blocks.
+    """Emit the quantization of k `tag` elements, a multiple of 32, in blocks.
 
     Stores 4-byte units of codes as `integer_units` reads them, float32 scales, and the codes' int32 sums.
     """
@@ -265,7 +265,7 @@ def quantize_row(typingctx, x, codes, scales, sums, k, tag):  # type: ignore[no-
 
 @intrinsic
 def row_code_bytes(typingctx, k):  # type: ignore[no-untyped-def]
-    """Returns the bytes of the codes of k quantized elements."""
+    """Return the bytes of the codes of k quantized elements."""
 
     def codegen(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
         return builder.mul(args[0], I64(unit_bytes() // UNIT))

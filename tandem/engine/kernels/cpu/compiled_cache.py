@@ -17,7 +17,7 @@ from tandem.engine.compiled_folder import compiled_folder
 
 
 def cached_entry(function: Any, *, nogil: bool = True) -> Any:
-    """Returns `function` compiled for calls from Python, by default without the GIL, its machine code kept on disk."""
+    """Return `function` compiled for calls from Python, by default without the GIL, its machine code kept on disk."""
     config = numba.config
     before = config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES
     config.CACHE_DIR = str(compiled_folder(_sources_hash()))

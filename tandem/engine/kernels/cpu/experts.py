@@ -22,20 +22,20 @@ class Products(Protocol):
     """The products of `CpuKernels` that take input which is normed already."""
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        """Returns x · weightᵀ + bias."""
+        """Return x · weightᵀ + bias."""
 
     def gate_up(self, x: Tensor, gate_up: Linear, activation: str) -> Tensor:
-        """Returns activation(g) · u with [g | u] = x · gate_upᵀ + bias."""
+        """Return activation(g) · u with [g | u] = x · gate_upᵀ + bias."""
 
 
 def with_wide_router(experts: Experts) -> Experts:
-    """Returns the experts with the router's product in float32, converted once."""
+    """Return the experts with the router's product in float32, converted once."""
     bias = experts.router_bias
     return replace(experts, router=experts.router.float(), router_bias=None if bias is None else bias.float())
 
 
 def add_experts(products: Products, x: Tensor, hidden: Tensor, layer: ExpertsLayer, slots: Tensor) -> None:
-    """Adds the output of the experts for x = RMSNorm(hidden) to `hidden`; see `Kernels.experts`.
+    """Add the output of the experts for x = RMSNorm(hidden) to `hidden`; see `Kernels.experts`.
 
     The router is that of `with_wide_router`. Sums over a token's experts are in float32, in the order of their numbers.
     """
@@ -61,13 +61,13 @@ def add_experts(products: Products, x: Tensor, hidden: Tensor, layer: ExpertsLay
 
 
 def _logits(x: Tensor, experts: Experts) -> Tensor:
-    """Returns the router's logits [T, E]."""
+    """Return the router's logits [T, E]."""
     bias = experts.router_bias
     return torch.stack([F.linear(token, experts.router, bias) for token in x.float()])
 
 
 def _choose(logits: Tensor, experts: Experts, spec: MixtureOfExperts) -> tuple[Tensor, Tensor]:
-    """Returns what `choose_experts` does; softmax is computed row by row anyway."""
+    """Return what `choose_experts` does; softmax is computed row by row anyway."""
     if spec.router.score != "sigmoid":
         return choose_experts(logits, experts.choice_bias, spec)
     found = [choose_experts(token.unsqueeze(0), experts.choice_bias, spec) for token in logits]

@@ -31,7 +31,7 @@ TAGS: dict[str, Any] = {"float32": np.float32(0), "bfloat16": np.uint16(0)}
 
 @cached_entry
 def perform(shared, scratch, operation, tag):  # type: ignore[no-untyped-def]
-    """Runs the operation whose arguments were written, or (HELP) takes chunks of other threads' jobs."""
+    """Run the operation whose arguments were written, or (HELP) takes chunks of other threads' jobs."""
     job = _first_job(shared, operation)
     chunk = await_chunk(shared) if operation == HELP else _begin(shared, job)
     while chunk >= 0:
@@ -58,7 +58,7 @@ def _first_job(shared, operation):  # type: ignore[no-untyped-def]
 
 @inlined
 def _begin(shared, job):  # type: ignore[no-untyped-def]
-    """Publishes a job → the chunk with which the caller begins."""
+    """Publish a job → the chunk with which the caller begins."""
     if job == ATTENTION:
         chunks = cpu_attention.list_items(shared)
     elif job == ROPE:

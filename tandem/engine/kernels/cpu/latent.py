@@ -13,7 +13,7 @@ from tandem.engine.kernels.reference import attend_latents, gather_latents
 
 
 def latent_attention(q: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
-    """Implements `Kernels.latent_attention`; absorbed attention runs in float32 and rounds its result alone."""
+    """Implement `Kernels.latent_attention`; absorbed attention runs in float32 and rounds its result alone."""
     shape, kv_up = layer.shape, layer.kv_up
     starts, contexts = layout.row_starts.tolist(), layout.context_lens.tolist()
     out = q.new_empty(len(q), shape.heads * shape.v_dim)
@@ -29,7 +29,7 @@ def latent_attention(q: Tensor, layer: LatentLayer, cache: Tensor, layout: StepL
 
 
 def _absorbed(q: Tensor, stored: Tensor, kv_up: Tensor, shape: LatentShape) -> Tensor:
-    """Returns attention of one token [heads, nope + rope] to its row's latents [context, latent + rope] → [heads·v]."""
+    """Return attention of one token [heads, nope + rope] to its row's latents [context, latent + rope] → [heads·v]."""
     keys, values = kv_up[:, : shape.nope], kv_up[:, shape.nope :]
     absorbed = torch.bmm(q[:, None, : shape.nope], keys).squeeze(1)
     query = torch.cat((absorbed, q[:, shape.nope :]), dim=-1)

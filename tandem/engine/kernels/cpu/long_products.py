@@ -28,16 +28,16 @@ class LongProducts:
     """
 
     def __init__(self, dtype: torch.dtype, threads: int) -> None:
-        """Takes the dtype of weights, inputs and outputs: float32 or bfloat16."""
+        """Take the dtype of weights, inputs and outputs: float32 or bfloat16."""
         self._computed = dtype if has_pair_products() else torch.float32
         self._pool = ThreadPoolExecutor(threads, "tandem-products", initializer=lambda: torch.set_num_threads(1))
 
     def close(self) -> None:
-        """Ends the threads. Idempotent."""
+        """End the threads. Idempotent."""
         self._pool.shutdown()
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        """Returns x · weightᵀ + bias → [T, N]."""
+        """Return x · weightᵀ + bias → [T, N]."""
 
         def compute(rows: slice) -> None:
             out[:, rows] = self._product(wide, linear, rows)
@@ -48,7 +48,7 @@ class LongProducts:
         return out
 
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
-        """Adds x · weightᵀ + bias to hidden [T, N] in place, rounded once."""
+        """Add x · weightᵀ + bias to hidden [T, N] in place, rounded once."""
 
         def add(rows: slice) -> None:
             hidden[:, rows] = self._product(wide, linear, rows).add_(hidden[:, rows])
@@ -57,7 +57,7 @@ class LongProducts:
         self._by_piece(hidden.shape[1], add)
 
     def gate_up(self, x: Tensor, gate_up: Linear, activation: str) -> Tensor:
-        """Returns activation(g) · u with [g | u] = x · weightᵀ + bias, gate rows first → [T, N / 2]."""
+        """Return activation(g) · u with [g | u] = x · weightᵀ + bias, gate rows first → [T, N / 2]."""
 
         def compute(rows: slice) -> None:
             gate = self._product(wide, gate_up, rows)
@@ -70,7 +70,7 @@ class LongProducts:
         return out
 
     def _product(self, x: Tensor, linear: Linear, rows: slice) -> Tensor:
-        """Returns x · weightᵀ + bias of some rows → [T, rows] float32."""
+        """Return x · weightᵀ + bias of some rows → [T, rows] float32."""
         product = F.linear(x, linear.matrix[rows].to(x.dtype)).float()
         return product if linear.bias is None else product.add_(linear.bias[rows])
 

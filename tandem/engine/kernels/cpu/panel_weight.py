@@ -50,7 +50,7 @@ class PanelWeight(PackedWeight):
         return (*PackedWeight.parts(self), self.factors)
 
     def __getitem__(self, index: int | slice) -> PanelWeight:
-        """Returns a view of one of several stacked weights."""
+        """Return a view of one of several stacked weights."""
         if self.factors.dim() == 2:
             raise TypeError("Rows of panels have no view: see `rows`.")
         offsets = None if self.offsets is None else self.offsets[index]
@@ -59,7 +59,7 @@ class PanelWeight(PackedWeight):
         )
 
     def rows(self, index: Tensor) -> PackedWeight:
-        """Returns a copy of the rows that `index` [T] int64 names, of a weight that is not stacked, row by row."""
+        """Return a copy of the rows that `index` [T] int64 names, of a weight that is not stacked, row by row."""
         panel, lane = index // LANES, index % LANES
         held = self.codes[panel, :, lane]
         if self.bits == 4:
@@ -72,14 +72,14 @@ class PanelWeight(PackedWeight):
         return PackedWeight(codes, scales, offsets, self.group)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """Returns the weight [..., N, K]; scales that are not float16 were rounded to it, relative to their row's."""
+        """Return the weight [..., N, K]; scales that are not float16 were rounded to it, relative to their row's."""
         if self.factors.dim() > 2:
             return torch.stack([self[index].dequantized(dtype) for index in range(len(self))])
         return self.rows(torch.arange(self.outputs)).dequantized(dtype)
 
 
 def in_panels(weight: PackedWeight) -> PanelWeight:
-    """Returns a copy of a weight that is `multiplied_on_cpus`, in panels; stacked weights stay stacked."""
+    """Return a copy of a weight that is `multiplied_on_cpus`, in panels; stacked weights stay stacked."""
     if len(weight.shape) > 2:
         return _stacked([in_panels(weight[index]) for index in range(len(weight))])
     rows, columns = weight.shape
@@ -113,7 +113,7 @@ def _stacked(each: Sequence[PanelWeight]) -> PanelWeight:
 
 
 def _by_panel(numbers: Tensor) -> Tensor:
-    """Rearranges [N, any] to [N / 16, any, 16], with zero for rows beyond N."""
+    """Rearrange [N, any] to [N / 16, any, 16], with zero for rows beyond N."""
     padded = _padded(numbers)
     return padded.view(len(padded) // LANES, LANES, numbers.shape[1]).transpose(1, 2).contiguous()
 

@@ -41,7 +41,7 @@ _SPINS_BEFORE_YIELD = 2_000
 
 @intrinsic
 def atomic_load(typingctx, address):  # type: ignore[no-untyped-def]
-    """Loads the int64 at `address`; the writer's earlier writes are visible after that."""
+    """Load the int64 at `address`; the writer's earlier writes are visible after that."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
@@ -52,7 +52,7 @@ def atomic_load(typingctx, address):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def atomic_store(typingctx, address, value):  # type: ignore[no-untyped-def]
-    """Stores the int64 at `address`; this thread's earlier writes are visible to its readers."""
+    """Store the int64 at `address`; this thread's earlier writes are visible to its readers."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
@@ -64,7 +64,7 @@ def atomic_store(typingctx, address, value):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def atomic_add(typingctx, address, value):  # type: ignore[no-untyped-def]
-    """Adds to the int64 at `address` → its former value."""
+    """Add to the int64 at `address` → its former value."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
@@ -75,7 +75,7 @@ def atomic_add(typingctx, address, value):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def compare_and_swap(typingctx, address, expected, value):  # type: ignore[no-untyped-def]
-    """Stores `value` at `address` if it holds `expected` → True if it did."""
+    """Store `value` at `address` if it holds `expected` → True if it did."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
@@ -87,7 +87,7 @@ def compare_and_swap(typingctx, address, expected, value):  # type: ignore[no-un
 
 @intrinsic
 def argument(typingctx, shared, index):  # type: ignore[no-untyped-def]
-    """Returns an integer argument of the current job."""
+    """Return an integer argument of the current job."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load(_argument_pointer(builder, args[0], args[1], ir.IntType(64)))
@@ -97,7 +97,7 @@ def argument(typingctx, shared, index):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def real(typingctx, shared, index):  # type: ignore[no-untyped-def]
-    """Returns a float64 argument of the current job, as float32."""
+    """Return a float64 argument of the current job, as float32."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         wide = builder.load(_argument_pointer(builder, args[0], args[1], ir.DoubleType()))
@@ -108,7 +108,7 @@ def real(typingctx, shared, index):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def set_argument(typingctx, shared, index, value):  # type: ignore[no-untyped-def]
-    """Changes an integer argument before the job is published."""
+    """Change an integer argument before the job is published."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.store(args[2], _argument_pointer(builder, args[0], args[1], ir.IntType(64)))
@@ -124,7 +124,7 @@ def _argument_pointer(builder: Any, shared: Any, index: Any, kind: Any) -> Any:
 
 @intrinsic
 def yield_core(typingctx):  # type: ignore[no-untyped-def]
-    """Yields this core to another thread of the machine."""
+    """Yield this core to another thread of the machine."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(ir.IntType(32), [])
@@ -145,7 +145,7 @@ LLVM 22 has been seen to lose an iteration when it unrolled a loop it had unroll
 
 @inlined
 def take_chunk(shared):  # type: ignore[no-untyped-def]
-    """Takes a chunk of the current job → its index, or -1 when none is left."""
+    """Take a chunk of the current job → its index, or -1 when none is left."""
     taken = False
     left = 1
     while left > 0 and not taken:
@@ -159,7 +159,7 @@ def take_chunk(shared):  # type: ignore[no-untyped-def]
 
 @inlined
 def publish(shared, operation, chunks):  # type: ignore[no-untyped-def]
-    """Offers the written job to all threads, except the first of its chunks, which the caller must do."""
+    """Offer the written job to all threads, except the first of its chunks, which the caller must do."""
     set_argument(shared, 0, operation)
     set_argument(shared, CHUNKS, chunks)
     atomic_store(shared + 8 * FINISHED, 0)
@@ -169,7 +169,7 @@ def publish(shared, operation, chunks):  # type: ignore[no-untyped-def]
 
 @inlined
 def await_chunks(shared):  # type: ignore[no-untyped-def]
-    """Waits until every chunk is finished; other threads may still work on the last ones."""
+    """Wait until every chunk is finished; other threads may still work on the last ones."""
     chunks, spins = argument(shared, CHUNKS), 0
     while atomic_load(shared + 8 * FINISHED) != chunks:
         spins += 1
@@ -179,7 +179,7 @@ def await_chunks(shared):  # type: ignore[no-untyped-def]
 
 @inlined
 def await_chunk(shared):  # type: ignore[no-untyped-def]
-    """Returns a helper's next chunk, or -1 when none has come for a moment or the pool stops."""
+    """Return a helper's next chunk, or -1 when none has come for a moment or the pool stops."""
     chunk, spins = -1, 0
     while chunk < 0 and spins < _SPINS_BEFORE_SLEEP and atomic_load(shared + 8 * STOP) == 0:
         chunk = take_chunk(shared)
@@ -211,7 +211,7 @@ class Pool:
             helper.start()
 
     def write(self, layout: struct.Struct, *arguments: float) -> None:
-        """Writes a job's arguments, operation first, and wakes the helpers that sleep."""
+        """Write a job's arguments, operation first, and wakes the helpers that sleep."""
         layout.pack_into(self._memory, 8 * JOB, *arguments)
         if self._memory[SLEEPING]:
             self._memory[SLEEPING] = 0
@@ -219,12 +219,12 @@ class Pool:
                 alarm.set()
 
     def close(self) -> None:
-        """Ends the helper threads and waits for them. Idempotent."""
+        """End the helper threads and waits for them. Idempotent."""
         self._finalizer()
 
 
 def usable_cores() -> int:
-    """Returns the number of cores this process may use."""
+    """Return the number of cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -248,7 +248,7 @@ def _stop(memory: Any, alarms: list[threading.Event], helpers: list[threading.Th
 
 
 def _aligned_words(words: int) -> Any:
-    """Returns zeroed int64 memory that starts on a page."""
+    """Return zeroed int64 memory that starts on a page."""
     memory = np.zeros(words + 512, dtype=np.int64)
     skip = (-memory.ctypes.data % 4096) // 8
     return memory[skip : skip + words]

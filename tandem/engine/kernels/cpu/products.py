@@ -54,7 +54,7 @@ CODE_PRODUCT = struct.Struct("=15qd7q")
 
 @inlined
 def norm_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
-    """Computes some tokens of x = RMSNorm(source), rounded to the model's dtype once, and quantizes them if needed."""
+    """Compute some tokens of x = RMSNorm(source), rounded to the model's dtype once, and quantizes them if needed."""
     source, x, tokens, k = argument(shared, SOURCE), argument(shared, X), argument(shared, TOKENS), argument(shared, K)
     norm, eps = argument(shared, NORM_WEIGHT), real(shared, EPS)
     for token in range(chunk * TOKENS_A_CHUNK, min((chunk + 1) * TOKENS_A_CHUNK, tokens)):
@@ -73,13 +73,13 @@ def norm_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
 
 @inlined
 def norm_factor(source, eps, n, tag):  # type: ignore[no-untyped-def]
-    """Returns 1 / sqrt(mean(source²) + eps) of n `tag` elements."""
+    """Return 1 / sqrt(mean(source²) + eps) of n `tag` elements."""
     return np.float32(1.0) / math.sqrt(squares_of(source, n, tag) / np.float32(n) + eps)
 
 
 @inlined
 def _code_rows(shared, row, n, token, tokens, out, out_stride, tag):  # type: ignore[no-untyped-def]
-    """Computes n rows of a packed weight from `row` on, which begins a panel, for some tokens from `token` on."""
+    """Compute n rows of a packed weight from `row` on, which begins a panel, for some tokens from `token` on."""
     k = argument(shared, K)
     before = token * (k // CODES_A_BLOCK) * 4
     code_rows(
@@ -97,7 +97,7 @@ def _padded(rows):  # type: ignore[no-untyped-def]
 
 @inlined
 def linear_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
-    """Computes some weight rows of a product."""
+    """Compute some weight rows of a product."""
     x, tokens, weight = argument(shared, X), argument(shared, TOKENS), argument(shared, WEIGHT)
     k, step = argument(shared, K), argument(shared, ROWS_A_CHUNK)
     first, stride = chunk * step, k * item_bytes(tag)
@@ -120,7 +120,7 @@ def linear_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
 
 @inlined
 def _finish_linear(shared, y, token, first, n, tag):  # type: ignore[no-untyped-def]
-    """Applies bias and residual to n outputs of one token, from row `first` on, and stores them."""
+    """Apply bias and residual to n outputs of one token, from row `first` on, and stores them."""
     out, bias = argument(shared, OUT), argument(shared, BIAS)
     target = out + (token * argument(shared, ROWS) + first) * item_bytes(tag)
     if bias != 0:
@@ -132,7 +132,7 @@ def _finish_linear(shared, y, token, first, n, tag):  # type: ignore[no-untyped-
 
 @inlined
 def gate_up_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
-    """Computes some weight rows of each half of a product [g | u] whose output is activation(g) · u."""
+    """Compute some weight rows of each half of a product [g | u] whose output is activation(g) · u."""
     x, tokens, rows = argument(shared, X), argument(shared, TOKENS), argument(shared, ROWS)
     k, step = argument(shared, K), argument(shared, ROWS_A_CHUNK)
     first, stride = chunk * step, k * item_bytes(tag)
@@ -161,7 +161,7 @@ def gate_up_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
 
 @inlined
 def _finish_gate_up(shared, gate, up, token, first, n, tag):  # type: ignore[no-untyped-def]
-    """Applies bias and activation(g) · u to n outputs of one token, from row `first` on, and stores them."""
+    """Apply bias and activation(g) · u to n outputs of one token, from row `first` on, and stores them."""
     bias, rows = argument(shared, BIAS), argument(shared, ROWS)
     if bias != 0:
         add_row(gate, bias + first * item_bytes(tag), n, tag)

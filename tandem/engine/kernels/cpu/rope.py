@@ -26,7 +26,7 @@ ROPE = struct.Struct("=20qd")
 
 @inlined
 def rope_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
-    """Processes some tokens: norms and rotates q in place; norms, rotates and stores k; stores v."""
+    """Process some tokens: norms and rotates q in place; norms, rotates and stores k; stores v."""
     heads, kv_heads, head_dim = argument(shared, HEADS), argument(shared, KV_HEADS), argument(shared, HEAD_DIM)
     page_tokens = argument(shared, PAGE_TOKENS)
     rotated = argument(shared, ROTATED)
@@ -70,7 +70,7 @@ def rope_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
 
 @inlined
 def _norm_head(shared, source, norm, scratch, tag):  # type: ignore[no-untyped-def]
-    """Writes head_dim elements as float32, normed if there is a norm."""
+    """Write head_dim elements as float32, normed if there is a norm."""
     head_dim = argument(shared, HEAD_DIM)
     factor = np.float32(1.0)
     if norm != 0:
@@ -84,7 +84,7 @@ def _norm_head(shared, source, norm, scratch, tag):  # type: ignore[no-untyped-d
 
 @inlined
 def _store_codes(shared, source, plane, token, scratch, tag):  # type: ignore[no-untyped-def]
-    """Stores head_dim `tag` elements as codes and a scale, as the `token`th of the page's tokens at `plane`.
+    """Store head_dim `tag` elements as codes and a scale, as the `token`th of the page's tokens at `plane`.
 
     The scale is NaN if any of them is infinite or NaN.
     """

@@ -44,7 +44,7 @@ from tandem.engine.kernels.cpu.units import (
 
 
 def _dot_tile(rows: int, tokens: int) -> "Function":
-    """Returns a function with arguments (w, w_stride, x, x_stride, k, out, out_stride, more).
+    """Return a function with arguments (w, w_stride, x, x_stride, k, out, out_stride, more).
 
     It computes out[t][r] = Σ w[r][i] · x[t][i] over i < k. w: `rows` rows and x: `tokens` rows of `tag` elements, out:
     float32; strides in bytes. With `more` != 0 the sums are added to `out`. The weights two tiles ahead are fetched
@@ -94,7 +94,7 @@ def _dot_tile(rows: int, tokens: int) -> "Function":
 
 
 def _store_sums(builder: Builder, folded: Value, targets: list[Value], rows: int, add: bool) -> None:
-    """Stores its `rows` lanes of `folded` in each target, or adds them."""
+    """Store its `rows` lanes of `folded` in each target, or adds them."""
     kind = ir.VectorType(F32, rows)
     for t, target in enumerate(targets):
         lanes = ir.Constant(ir.VectorType(I32, rows), list(range(t * rows, (t + 1) * rows)))
@@ -106,7 +106,7 @@ def _store_sums(builder: Builder, folded: Value, targets: list[Value], rows: int
 
 
 def _mix_tile(tokens: int, vectors: int) -> "Function":
-    """Returns a function with arguments (v, v_stride, p, p_stride, n, out, out_stride).
+    """Return a function with arguments (v, v_stride, p, p_stride, n, out, out_stride).
 
     It computes out[t][d] += Σ p[t][j] · v[j][d] over j < n. v: n rows of `tag` elements, p and out: `tokens` rows of
     float32, d < 16 · `vectors`; strides in bytes.
@@ -172,7 +172,7 @@ def _emit_dot_rows(builder: Builder, tag: Any, args: Any) -> None:
 
 
 def _tile_rows(tokens: int) -> int:
-    """Returns the weight rows of a tile of some tokens, as many as there are registers for their sums."""
+    """Return the weight rows of a tile of some tokens, as many as there are registers for their sums."""
     if has_wide_registers():
         return 2 if tokens == BLOCK else 4
     return 2 if tokens == _NARROW_BLOCK else 4
@@ -238,7 +238,7 @@ _MIX_ROWS = Function("mix_rows", _emit_mix_rows)
 
 @intrinsic
 def dot_rows(typingctx, w, w_stride, rows, x, x_stride, tokens, k, out, out_stride, tag):  # type: ignore[no-untyped-def]
-    """Emits out[t][r] = w[r] · x[t] in float32, for rows and tokens of k `tag` elements; strides in bytes."""
+    """Emit out[t][r] = w[r] · x[t] in float32, for rows and tokens of k `tag` elements; strides in bytes."""
 
     def codegen(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
         _DOT_ROWS.call(builder, signature.args[-1], args[:-1])
@@ -249,7 +249,7 @@ def dot_rows(typingctx, w, w_stride, rows, x, x_stride, tokens, k, out, out_stri
 
 @intrinsic
 def mix_rows(typingctx, v, v_stride, n, p, p_stride, queries, out, out_stride, head_dim, tag):  # type: ignore[no-untyped-def]
-    """Emits out[q] += Σ p[q][j] · v[j] over n values of head_dim `tag` elements; p, out float32; strides in bytes."""
+    """Emit out[q] += Σ p[q][j] · v[j] over n values of head_dim `tag` elements; p, out float32; strides in bytes."""
 
     def codegen(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
         _MIX_ROWS.call(builder, signature.args[-1], args[:-1])

@@ -46,7 +46,7 @@ class ExpertShape:
     width: int
 
     def tokens_an_expert(self, tokens: int) -> float:
-        """Returns the average number of tokens of an expert in a step of `tokens` tokens."""
+        """Return the average number of tokens of an expert in a step of `tokens` tokens."""
         return tokens * self.top_k / self.experts
 
 
@@ -121,7 +121,7 @@ _ROUTER_PROGRAMS = 64
 
 @lru_cache(maxsize=4096)
 def tile_for(tokens: int, shape: ExpertShape, item_bytes: int) -> ExpertTile:
-    """Returns the tile for a step of `tokens` tokens, and weights of `item_bytes` an element."""
+    """Return the tile for a step of `tokens` tokens, and weights of `item_bytes` an element."""
     if item_bytes == 4:
         return FLOAT_TILE
     size = 1 if tokens == 1 else tile_tokens(tokens, shape)
@@ -132,23 +132,23 @@ def tile_for(tokens: int, shape: ExpertShape, item_bytes: int) -> ExpertTile:
 
 
 def tile_tokens(tokens: int, shape: ExpertShape) -> int:
-    """Returns the tokens of a tile in a step of `tokens` tokens."""
+    """Return the tokens of a tile in a step of `tokens` tokens."""
     average = shape.tokens_an_expert(tokens)
     return next((size for most, size in TOKENS_OF_TILES if average <= most), MOST_TOKENS)
 
 
 def max_tiles(pairs: int, experts: int, tile_tokens: int) -> int:
-    """Returns the most tiles of `pairs` (token, expert) pairs, of which each expert may have a partly filled one."""
+    """Return the most tiles of `pairs` (token, expert) pairs, of which each expert may have a partly filled one."""
     return (pairs + (tile_tokens - 1) * min(pairs, experts)) // tile_tokens
 
 
 def fitting(tile: ExpertTile, shape: ExpertShape) -> ExpertTile:
-    """Returns the tile with columns that divide the inputs of this shape's products, if some do."""
+    """Return the tile with columns that divide the inputs of this shape's products, if some do."""
     return ExpertTile(tile.tokens, _fitting(tile.gate_up, shape.hidden), _fitting(tile.down, shape.width))
 
 
 def _fitting(tile: ProductTile, k: int) -> ProductTile:
-    """Returns the tile with columns that divide `k` where some do, as partly empty loads cost as much as full ones."""
+    """Return the tile with columns that divide `k` where some do, as partly empty loads cost as much as full ones."""
     columns, stages = tile.columns, tile.stages
     while k % columns and columns > _LEAST_COLUMNS * 2:
         columns, stages = columns // 2, min(2 * stages, _MOST_STAGES)
@@ -166,7 +166,7 @@ class RouterTile:
 
 
 def router_tile(tokens: int, shape: ExpertShape, item_bytes: int) -> RouterTile:
-    """Returns the tile of the router's product, the same for every step in float32."""
+    """Return the tile of the router's product, the same for every step in float32."""
     if item_bytes == 4:
         return RouterTile(tokens=16, experts=16, columns=32, splits=1)
     rows, experts = (16, 16) if tokens <= 64 else (64, 64)

@@ -37,7 +37,7 @@ def packed_tile_kernel(
     GROUP: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr, OFFSETS: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies as `tile_kernel` does; codes [E, 2·N or N, K / 32 · BITS] words of int32, COLUMNS bytes at a time.
+    """Multiply as `tile_kernel` does; codes [E, 2·N or N, K / 32 · BITS] words of int32, COLUMNS bytes at a time.
 
     The scale and offset of expert e, row r and group g are at e · expert_stride + r · row_stride + g · group_stride.
     Codes as in `packed_kernel`, COLUMNS bytes too.
@@ -79,7 +79,7 @@ def packed_tile_kernel(
 
 
 def prepared_experts(experts: Experts, dtype: torch.dtype) -> Experts:
-    """Returns the experts with their packed weights as kernels read them, dequantized if there are none for one."""
+    """Return the experts with their packed weights as kernels read them, dequantized if there are none for one."""
     shared_gate_up, shared_down = (
         None if each is None else products.prepared(each, dtype)
         for each in (experts.shared_gate_up, experts.shared_down)
@@ -89,14 +89,14 @@ def prepared_experts(experts: Experts, dtype: torch.dtype) -> Experts:
 
 
 def _prepared(weight: Weight, dtype: torch.dtype) -> Weight:
-    """Returns stacked weights as kernels read them, dequantized if there are none for them."""
+    """Return stacked weights as kernels read them, dequantized if there are none for them."""
     if not isinstance(weight, PackedWeight) or not multiplied_on_gpus(weight):
         return as_matrix(weight, dtype)
     return packed_products.prepared(weight)
 
 
 def packed_tile(tokens: int, shape: ExpertShape, item_bytes: int) -> ExpertTile:
-    """Returns the tile for a step of `tokens` tokens; its columns are those of the weight."""
+    """Return the tile for a step of `tokens` tokens; its columns are those of the weight."""
     return PACKED_FLOAT_TILE if item_bytes == 4 else PACKED_TILES[tile_tokens(tokens, shape)]
 
 
@@ -114,7 +114,7 @@ def launch(
     activation: int | None,
     pdl: bool,
 ) -> None:
-    """Launches `packed_tile_kernel` for all tiles; `activation` of the gated product, None = the other one."""
+    """Launch `packed_tile_kernel` for all tiles; `activation` of the gated product, None = the other one."""
     product = tile.down if activation is None else tile.gate_up
     pairs, outputs = out.shape
     most = len(tiles) - 1

@@ -57,7 +57,7 @@ class Choice:
     """The experts of a step's tokens, on the device."""
 
     def __init__(self, tokens: int, shape: ExpertShape, device: torch.device) -> None:
-        """Allocates memory for `tokens` tokens."""
+        """Allocate memory for `tokens` tokens."""
         self.pairs = tokens * shape.top_k
         self.weights = torch.empty(self.pairs, dtype=torch.float32, device=device)
         self.experts = torch.empty(self.pairs, dtype=torch.int32, device=device)
@@ -88,7 +88,7 @@ class ExpertKernels:
         slots: Tensor,
         tile: ExpertTile | None = None,
     ) -> Tensor:
-        """Adds the routed experts' output to `hidden` (see `Kernels.experts`) → RMSNorm(hidden) before that.
+        """Add the routed experts' output to `hidden` (see `Kernels.experts`) → RMSNorm(hidden) before that.
 
         `tile` takes the place of the table's.
         """
@@ -110,7 +110,7 @@ class ExpertKernels:
         return x
 
     def gate(self, inner: Tensor, x: Tensor, gate: Tensor) -> None:
-        """Multiplies each row of inner [T, any] with sigmoid(x · gateᵀ) in place; x [T, H], gate [1, H].
+        """Multiply each row of inner [T, any] with sigmoid(x · gateᵀ) in place; x [T, H], gate [1, H].
 
         The down product is linear, so its input is scaled instead of its output.
         """
@@ -120,7 +120,7 @@ class ExpertKernels:
         )
 
     def _route(self, hidden: Tensor, layer: ExpertsLayer, counts: Tensor, plan: RouterTile) -> tuple[Tensor, Tensor]:
-        """Returns RMSNorm(hidden), and the logits [splits, T, E] in float32, as sums of parts of the columns."""
+        """Return RMSNorm(hidden), and the logits [splits, T, E] in float32, as sums of parts of the columns."""
         (tokens, width), norm, router = hidden.shape, layer.norm, layer.experts.router
         experts = len(router)
         fused = tokens <= FUSED_NORM_TOKENS and hidden.dtype != torch.float32
@@ -143,7 +143,7 @@ class ExpertKernels:
         counts: Tensor,
         dtype: torch.dtype,
     ) -> None:
-        """Fills the choice from the logits; `dtype` is the model's."""
+        """Fill the choice from the logits; `dtype` is the model's."""
         experts, spec, (splits, tokens, _) = layer.experts, layer.spec, logits.shape
         router = spec.router
         groups = triton.next_power_of_2(router.groups)
@@ -208,7 +208,7 @@ class ExpertKernels:
         )  # fmt: skip
 
     def _add_single(self, x: Tensor, layer: ExpertsLayer, choice: Choice, hidden: Tensor, tile: ExpertTile) -> None:
-        """Adds the experts of one token."""
+        """Add the experts of one token."""
         experts, spec = layer.experts, layer.spec
         width, ranks = hidden.shape[1], triton.next_power_of_2(spec.top_k)
         gate_up, down = tile.gate_up, tile.down

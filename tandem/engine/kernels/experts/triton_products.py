@@ -30,7 +30,7 @@ _LIMIT = tl.constexpr(SWIGLU_LIMIT)
 
 @triton.jit
 def _activate(gate, up, ACTIVATION: tl.constexpr):
-    """Returns activation(gate) · up in float32."""
+    """Return activation(gate) · up in float32."""
     factor = gate
     if ACTIVATION == CLAMPED_SWIGLU:
         gate = tl.minimum(gate, _LIMIT)
@@ -43,7 +43,7 @@ def _activate(gate, up, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _load_weight(pointers, inside, EVEN: tl.constexpr):
-    """Loads pointers [rows, columns] of a weight, 0 for columns that are not `inside`."""
+    """Load pointers [rows, columns] of a weight, 0 for columns that are not `inside`."""
     if EVEN:
         return tl.load(pointers)
     return tl.load(pointers, mask=inside[None, :], other=0.0)
@@ -51,7 +51,7 @@ def _load_weight(pointers, inside, EVEN: tl.constexpr):
 
 @triton.jit
 def tile_of(number, tiles, pairs, places, P, E: tl.constexpr, TOKENS: tl.constexpr):
-    """Returns a tile's expert, its pairs [TOKENS], and which of them are there."""
+    """Return a tile's expert, its pairs [TOKENS], and which of them are there."""
     tile = tl.load(tiles + number)
     expert = tl.minimum(tl.maximum(tile // PAIRS_BASE, 0), E - 1).to(tl.int64)
     present = places < tile % PAIRS_BASE
@@ -64,7 +64,7 @@ def finish_tile(
     sums, sums_up, bias, weights, out, expert, pair, present, rows,
     N: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Stores a tile's outputs from its sums [ROWS, TOKENS], see `tile_kernel`."""
+    """Store a tile's outputs from its sums [ROWS, TOKENS], see `tile_kernel`."""
     if BIAS:
         bias_at = bias + expert * (2 * N if GATED else N) + rows
         sums += tl.load(bias_at, mask=rows < N, other=0.0).to(tl.float32)[:, None]
@@ -85,7 +85,7 @@ def tile_kernel(
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies a tile of one expert's tokens; grid (max_tiles, ceil(N / ROWS)). Tiles of one expert are neighbours.
+    """Multiply a tile of one expert's tokens; grid (max_tiles, ceil(N / ROWS)). Tiles of one expert are neighbours.
 
     GATED: out [P, N] = activation(g) · u of x [P / TOP_K, K] and weight [E, 2·N, K], bias [E, 2·N];
     else:  out [P, N] = weights [P] · (x · weightᵀ + bias) of x [P, K] and weight [E, N, K], bias [E, N].
@@ -121,7 +121,7 @@ def tile_kernel(
 def sum_kernel(
     parts, chosen, hidden, H: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Adds parts [T · TOP_K, H] of each token to hidden [T, H]; grid (T, ceil(H / BLOCK)). Padding stays as it is."""
+    """Add parts [T · TOP_K, H] of each token to hidden [T, H]; grid (T, ceil(H / BLOCK)). Padding stays as it is."""
     launch_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -142,7 +142,7 @@ def single_gate_up_kernel(
     N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Computes out [TOP_K, N] = activation(g) · u of one token x [K]; grid (ceil(N / ROWS), TOP_K)."""
+    """Compute out [TOP_K, N] = activation(g) · u of one token x [K]; grid (ceil(N / ROWS), TOP_K)."""
     EVEN: tl.constexpr = K % COLUMNS == 0
     launch_dependents(PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -178,7 +178,7 @@ def single_down_kernel(
     N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, BIAS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Adds Σ weights · (x · weightᵀ + bias) of one token x [TOP_K, K] to hidden [N]; grid (ceil(N / ROWS),)."""
+    """Add Σ weights · (x · weightᵀ + bias) of one token x [TOP_K, K] to hidden [N]; grid (ceil(N / ROWS),)."""
     launch_dependents(PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     held_rows = tl.minimum(rows, N - 1)
@@ -209,7 +209,7 @@ def single_down_kernel(
 def shared_gate_kernel(
     x, gate, inner, H: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Multiplies each row of inner [T, WIDTH] with sigmoid(x · gate), x [T, H] and gate [H], in place; grid (T,)."""
+    """Multiply each row of inner [T, WIDTH] with sigmoid(x · gate), x [T, H] and gate [H], in place; grid (T,)."""
     launch_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)

@@ -39,7 +39,7 @@ def router_kernel(
     H: tl.constexpr, E: tl.constexpr, NORM: tl.constexpr, SPLITS: tl.constexpr,
     TOKENS: tl.constexpr, EXPERTS: tl.constexpr, COLUMNS: tl.constexpr, ZEROED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies tokens with the router; grid (ceil(E / EXPERTS), ceil(T / TOKENS), SPLITS).
+    """Multiply tokens with the router; grid (ceil(E / EXPERTS), ceil(T / TOKENS), SPLITS).
 
     hidden [T, H], router [E, H], logits [SPLITS, T, E] float32: sums of a part of the columns each.
 
@@ -86,7 +86,7 @@ def router_kernel(
 
 @triton.jit
 def _scores(total, real, SCORE: tl.constexpr):
-    """Returns the scores of logits [tokens, lanes], of which only `real` lanes are experts."""
+    """Return the scores of logits [tokens, lanes], of which only `real` lanes are experts."""
     wide = tl.where(real & (total >= _LOWEST), total, _LOWEST)
     if SCORE == SOFTMAX:
         parts = tl.where(real, tl.exp(wide - tl.max(wide, axis=1)[:, None]), 0.0)
@@ -103,7 +103,7 @@ def _within_groups(
     ranked, TOKENS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP_2_SUM: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Returns ranked scores [tokens, lanes], the lowest for experts outside of each token's best groups."""
+    """Return ranked scores [tokens, lanes], the lowest for experts outside of each token's best groups."""
     by_group = tl.reshape(ranked, (TOKENS, BLOCK_G, BLOCK_S))
     best, at = tl.max(by_group, axis=2, return_indices=True)
     if TOP_2_SUM:
@@ -127,7 +127,7 @@ def choice_kernel(
     BIAS: tl.constexpr, CHOICE_BIAS: tl.constexpr, COUNTED: tl.constexpr, TASK: tl.constexpr, TILE: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Chooses the experts of TOKENS tokens; grid (ceil(T / TOKENS),), one program with SORT.
+    """Choose the experts of TOKENS tokens; grid (ceil(T / TOKENS),), one program with SORT.
 
     weights, chosen [T · TOP_K]: float32 and int32, -1 for padding tokens; counts [E] int32, used [E] int64: increased;
     tiles and pairs: see the module. Lanes are experts by group, with padding after each group.
@@ -207,7 +207,7 @@ def sort_kernel(
     chosen, counts, tiles, pairs, P, MAX_TILES,
     E: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Lists the tiles and pairs of one expert; grid (E,). chosen [P], counts [E]; tiles and pairs: see the module."""
+    """List the tiles and pairs of one expert; grid (E,). chosen [P], counts [E]; tiles and pairs: see the module."""
     launch_dependents(PDL)
     mine = tl.program_id(0)
     experts = tl.arange(0, BLOCK_E)

@@ -113,7 +113,7 @@ class AbsorbedAttention:
         self._begun.step = _Step(page_table, contexts, groups, units, ranges, parts)
 
     def __call__(self, q: Tensor, kv_up: Tensor, cache: Tensor, layer: int, out: Tensor) -> None:
-        """Computes attention of the step's tokens to the latents of their rows.
+        """Compute attention of the step's tokens to the latents of their rows.
 
         q      [T, heads, nope + rope], rows may be strided
         kv_up  [heads, nope + v_dim, latent]
@@ -124,7 +124,7 @@ class AbsorbedAttention:
         values_of(self.mix(absorbed, cache, layer), kv_up, out, self._shape, pdl=self._pdl)
 
     def mix(self, absorbed: Tensor, cache: Tensor, layer: int) -> Tensor:
-        """Returns the latents weighted by attention [T, heads, latent]; absorbed as `absorb` returns it."""
+        """Return the latents weighted by attention [T, heads, latent]; absorbed as `absorb` returns it."""
         shape, plan = self._shape, self._plan
         step: _Step = self._begun.step
         slots = step.units + len(step.contexts)

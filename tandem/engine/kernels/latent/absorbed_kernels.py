@@ -83,7 +83,7 @@ def plan_ranges_kernel(
 
 @triton.jit
 def _tiles_at(contexts, first, groups, BLOCK_TOKENS: tl.constexpr, GROUPS_TILE: tl.constexpr):
-    """Returns the tiles [GROUPS_TILE] of groups from `first` on."""
+    """Return the tiles [GROUPS_TILE] of groups from `first` on."""
     group = first + tl.arange(0, GROUPS_TILE)
     return tl.cdiv(tl.load(contexts + group, mask=group < groups, other=0), BLOCK_TOKENS)
 
@@ -98,7 +98,7 @@ def _store_range(ranges, unit, first_group, last_group, start, tiles):
 
 @triton.jit
 def _page_of(table, tile, context, PAGE_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
-    """Returns the page id of a tile within one page, else the page ids [BLOCK_TOKENS] of its tokens; 0 where unseen."""
+    """Return the page id of a tile within one page, else the page ids [BLOCK_TOKENS] of its tokens; 0 where unseen."""
     start = tile * BLOCK_TOKENS
     if PAGE_TOKENS % BLOCK_TOKENS == 0:
         page = tl.load(table + start // PAGE_TOKENS, mask=start < context, other=0)
@@ -110,7 +110,7 @@ def _page_of(table, tile, context, PAGE_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.c
 
 @triton.jit
 def _offsets_of(page, tile, page_stride, WIDTH: tl.constexpr, PAGE_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
-    """Returns the offsets [BLOCK_TOKENS, 1] of a tile's tokens in the cache, in elements."""
+    """Return the offsets [BLOCK_TOKENS, 1] of a tile's tokens in the cache, in elements."""
     token = tl.arange(0, BLOCK_TOKENS)
     if PAGE_TOKENS % BLOCK_TOKENS == 0:
         offset = page.to(tl.int64) * page_stride + (tile * BLOCK_TOKENS % PAGE_TOKENS) * WIDTH
@@ -143,7 +143,7 @@ def _attend(
     ROWS: tl.constexpr,
     WIDE_DOT: tl.constexpr,
 ):
-    """Computes attention of the absorbed query [ROWS, LATENT_PADDED] and its rotated part to the tiles start .. end.
+    """Compute attention of the absorbed query [ROWS, LATENT_PADDED] and its rotated part to the tiles start .. end.
 
     Row i sees positions below visible[i], at most `context`. Returns the running maximum and sum [ROWS] of the scores,
     and the weighted latents [ROWS, LATENT_PADDED].

@@ -41,7 +41,7 @@ PlanFunction = Callable[[LatentShape, int, torch.dtype, int], Plan]
 
 
 def make_plan(shape: LatentShape, tokens: int, dtype: torch.dtype, sms: int) -> Plan:
-    """Returns the plan for groups of `tokens` tokens on a GPU of `sms` multiprocessors.
+    """Return the plan for groups of `tokens` tokens on a GPU of `sms` multiprocessors.
 
     float32 is split the same way whatever the batch, so that a row's bits do not depend on the other rows.
     """
@@ -53,12 +53,12 @@ def make_plan(shape: LatentShape, tokens: int, dtype: torch.dtype, sms: int) -> 
 
 
 def group_tokens(shape: LatentShape) -> int:
-    """Returns the tokens of a chunk that share a tile: as many as fill the largest one with their heads."""
+    """Return the tokens of a chunk that share a tile: as many as fill the largest one with their heads."""
     return max(1, max(_TILES) // shape.heads)
 
 
 def absorbed_tokens(shape: LatentShape) -> int:
-    """Returns the largest number of tokens of a row for which absorbed attention takes less arithmetic.
+    """Return the largest number of tokens of a row for which absorbed attention takes less arithmetic.
 
     Expanded attention first computes keys and values from a latent, latent · (nope + v_dim) products a head, and then
     takes query + v_dim products for each query token instead of 2 · latent + rope. 170 for DeepSeek's dimensions.

@@ -42,7 +42,7 @@ class BlockAttention(Protocol):
         *,
         causal: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Computes attention of q[q_starts[r] : q_starts[r + 1]] to keys[key_starts[r] :][: key_lengths[r]].
+        """Compute attention of q[q_starts[r] : q_starts[r + 1]] to keys[key_starts[r] :][: key_lengths[r]].
 
         q [T, heads, k_dim], keys [K, heads, k_dim], values [K, heads, v_dim], rows may be strided; q_starts and
         key_starts [R + 1], key_lengths [R], all int32. `causal` aligns the ends of both rows. → [T, heads, v_dim], and
@@ -52,7 +52,7 @@ class BlockAttention(Protocol):
 
 
 def choose_block_attention(device: torch.device, dtype: torch.dtype, shapes: Iterable[LatentShape]) -> BlockAttention:
-    """Returns the fastest implementation for these layers and this device; logs the choice."""
+    """Return the fastest implementation for these layers and this device; logs the choice."""
     reason = _why_no_flash(device, dtype, shapes)
     if reason:
         log.warning("prefill of latent attention: plain PyTorch, one row at a time (%s)", reason)
@@ -64,7 +64,7 @@ def choose_block_attention(device: torch.device, dtype: torch.dtype, shapes: Ite
 def compiled(
     chosen: BlockAttention, shapes: Iterable[LatentShape], dtype: torch.dtype, device: torch.device
 ) -> BlockAttention:
-    """Returns `chosen` with its kernels compiled; plain PyTorch on failure."""
+    """Return `chosen` with its kernels compiled; plain PyTorch on failure."""
     if not isinstance(chosen, FlashBlocks):
         return chosen
     failure = failure_of(lambda: chosen.compile(shapes, dtype, device))
@@ -92,7 +92,7 @@ class FlashBlocks:
         self._flash: Callable[..., Any] = flash_attn_varlen_func
 
     def compile(self, shapes: Iterable[LatentShape], dtype: torch.dtype, device: torch.device) -> None:
-        """Compiles the kernels that layers of these shapes need."""
+        """Compile the kernels that layers of these shapes need."""
         for shape in shapes:
             q = torch.zeros(_COMPILED_TOKENS, shape.heads, shape.query, dtype=dtype, device=device)
             both = torch.zeros(_COMPILED_TOKENS, shape.heads, shape.query + shape.v_dim, dtype=dtype, device=device)
@@ -115,7 +115,7 @@ class FlashBlocks:
         *,
         causal: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Computes attention of all rows in one launch."""
+        """Compute attention of all rows in one launch."""
         out, lse = self._flash(
             q,
             keys,
@@ -149,7 +149,7 @@ class PlainBlocks:
         *,
         causal: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Computes attention row by row; weights are rounded to the dtype of the values, sums stay in float32."""
+        """Compute attention row by row; weights are rounded to the dtype of the values, sums stay in float32."""
         out = q.new_empty(len(q), q.shape[1], values.shape[2])
         lse = torch.empty(q.shape[1], len(q), dtype=torch.float32, device=q.device)
         begins = q_starts.tolist()

@@ -73,7 +73,7 @@ class ExpandedAttention:
     def __call__(
         self, q: Tensor, kv_up: Tensor, cache: Tensor, layer: int, layout: StepLayout, first_row: int
     ) -> Tensor:
-        """Computes attention of the whole step's q [T, heads, nope + rope] → [T, heads, v_dim].
+        """Compute attention of the whole step's q [T, heads, nope + rope] → [T, heads, v_dim].
 
         The result of the rows before `first_row` is undefined.
         """
@@ -107,7 +107,7 @@ class ExpandedAttention:
     def _expand(
         self, block: _Block, kv_up: Tensor, cache: Tensor, layer: int, page_table: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns the keys and values of a block."""
+        """Return the keys and values of a block."""
         shape = self._shape
         both = torch.empty(block.tokens, shape.heads, shape.query + shape.v_dim, dtype=cache.dtype, device=cache.device)
         expand(
@@ -118,13 +118,13 @@ class ExpandedAttention:
 
 
 def _pack(lengths: Tensor, first_positions: Tensor, longest: int, tokens: int) -> _Block:
-    """Returns ranges [R] int32 one after another; `tokens` is a bound of their sum."""
+    """Return ranges [R] int32 one after another; `tokens` is a bound of their sum."""
     starts = torch.nn.functional.pad((lengths + TAIL).cumsum(0, dtype=torch.int32), (1, 0))
     return _Block(starts, lengths, first_positions, longest, tokens + len(lengths) * TAIL)
 
 
 def _rows_of_tokens(starts: Tensor, tokens: int) -> Tensor:
-    """Returns the row of each of the step's tokens [T], -1 for those in no row; starts [R + 1]."""
+    """Return the row of each of the step's tokens [T], -1 for those in no row; starts [R + 1]."""
     token = torch.arange(tokens, dtype=starts.dtype, device=starts.device)
     row = torch.searchsorted(starts, token, right=True) - 1
     return torch.where(row < len(starts) - 1, row, -1)

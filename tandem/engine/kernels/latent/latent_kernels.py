@@ -33,7 +33,7 @@ class LatentKernels:
         pdl: bool,
         blocks: Future[BlockAttention],
     ) -> None:
-        """Takes `blocks`, the attention of expanded keys and values, which may still be compiling."""
+        """Take `blocks`, the attention of expanded keys and values, which may still be compiling."""
         self._pdl = pdl
         self._blocks = blocks
         self._shapes = tuple(shapes)
@@ -70,11 +70,11 @@ class LatentKernels:
                 self._prompts[shape].begin_step(layout, single)
 
     def store(self, q: Tensor, latents: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
-        """Implements `Kernels.latent_store` in one launch."""
+        """Implement `Kernels.latent_store` in one launch."""
         return latent_store(q, latents, layer, cache, layout, pdl=self._pdl)
 
     def attention(self, q: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout, single: int) -> Tensor:
-        """Implements `Kernels.latent_attention` for a step that began with as many `single` rows."""
+        """Implement `Kernels.latent_attention` for a step that began with as many `single` rows."""
         rows, shape = len(layout.context_lens), layer.shape
         if single == rows or _is_absorbed(shape, layout, single):
             out = q.new_empty(len(q), shape.heads * shape.v_dim)
@@ -88,6 +88,6 @@ class LatentKernels:
 
 
 def _is_absorbed(shape: LatentShape, layout: StepLayout, single: int) -> bool:
-    """Returns True if attention of the rows from `single` on takes less arithmetic when absorbed."""
+    """Return True if attention of the rows from `single` on takes less arithmetic when absorbed."""
     most = absorbed_tokens(shape)
     return layout.max_row_tokens <= most and len(layout.positions) - single <= _ABSORBED_ROWS * most

@@ -20,7 +20,7 @@ class TokenGroups(NamedTuple):
 
 
 def group_chunks(layout: StepLayout, first_row: int, tokens: int) -> TokenGroups:
-    """Returns the groups of up to `tokens` tokens of the rows from `first_row` on; every row before has one token.
+    """Return the groups of up to `tokens` tokens of the rows from `first_row` on; every row before has one token.
 
     There are as many groups as such rows could need at most, so that no shape depends on what only the device knows.
     """

@@ -39,7 +39,7 @@ def expand(
     *,
     pdl: bool,
 ) -> None:
-    """Computes the keys and values of a range of each row's positions.
+    """Compute the keys and values of a range of each row's positions.
 
     kv_up           [heads, nope + v_dim, latent]
     page_table      [R, W] int32
@@ -83,7 +83,7 @@ def expand(
 
 
 def merge_block(mixed: Tensor, mixed_lse: Tensor, block: Tensor, block_lse: Tensor, seen: Tensor, *, pdl: bool) -> None:
-    """Merges the results of a block of keys into `mixed` and `mixed_lse`, in place.
+    """Merge the results of a block of keys into `mixed` and `mixed_lse`, in place.
 
     mixed [T, heads, v_dim] float32, block likewise in any dtype; the logarithms of the sums of weights [heads, T]
     float32; seen [T] int32: 0 = the token sees no key of the block, whose result for it is undefined.

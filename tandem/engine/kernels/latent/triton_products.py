@@ -20,7 +20,7 @@ _INNER = 128
 
 
 def absorb(q: Tensor, kv_up: Tensor, shape: LatentShape, *, pdl: bool) -> Tensor:
-    """Returns queries that are multiplied with latents: [q_nope · W_uk | q_rope] → [T, heads, latent + rope].
+    """Return queries that are multiplied with latents: [q_nope · W_uk | q_rope] → [T, heads, latent + rope].
 
     q [T, heads, nope + rope], rows may be strided; kv_up [heads, nope + v_dim, latent].
     """
@@ -51,7 +51,7 @@ def absorb(q: Tensor, kv_up: Tensor, shape: LatentShape, *, pdl: bool) -> Tensor
 
 
 def values_of(mixed: Tensor, kv_up: Tensor, out: Tensor, shape: LatentShape, *, pdl: bool) -> None:
-    """Computes out [T, heads·v_dim] = mixed [T, heads, latent] · W_uvᵀ; kv_up as for `absorb`."""
+    """Compute out [T, heads·v_dim] = mixed [T, heads, latent] · W_uvᵀ; kv_up as for `absorb`."""
     tokens = len(mixed)
     tile, columns, warps = _tile(tokens, shape.v_dim, mixed.dtype)
     _values_of[(triton.cdiv(tokens, tile), shape.heads, triton.cdiv(shape.v_dim, columns))](
@@ -74,7 +74,7 @@ def values_of(mixed: Tensor, kv_up: Tensor, out: Tensor, shape: LatentShape, *, 
 
 
 def _tile(tokens: int, columns: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Returns tokens and columns of a program's result, and its warps; float32 has no matrix units for more."""
+    """Return tokens and columns of a program's result, and its warps; float32 has no matrix units for more."""
     exact = dtype == torch.float32
     most = _NARROW if exact or tokens <= _MANY_TOKENS else _WIDE
     cut = min(most, max(triton.next_power_of_2(columns), 16))
@@ -83,7 +83,7 @@ def _tile(tokens: int, columns: int, dtype: torch.dtype) -> tuple[int, int, int]
 
 @triton.jit
 def dot(a, b, acc, WIDE_DOT: tl.constexpr):
-    """Returns acc + a · b in float32. The interpreter takes no bfloat16; widening first changes no product."""
+    """Return acc + a · b in float32. The interpreter takes no bfloat16; widening first changes no product."""
     if WIDE_DOT:
         a = a.to(tl.float32)
         b = b.to(tl.float32)

@@ -46,13 +46,13 @@ class GatedProduct(Protocol):
     """x [T, K], gate_up [2·I, K] with the gate's rows first → [T, I], rounded once more at most than the definition."""
 
     def __call__(self, x: Tensor, gate_up: Linear) -> Tensor:
-        """Computes the gated product."""
+        """Compute the gated product."""
 
 
 def choose_gated_product(
     device: torch.device, dtype: torch.dtype, hidden: int, intermediate: int, *, pdl: bool
 ) -> GatedProduct:
-    """Returns the fastest product for a model of these widths on `device`, compiled; logs the choice."""
+    """Return the fastest product for a model of these widths on `device`, compiled; logs the choice."""
     plain = PlainGated(pdl)
     reason = _why_not_fused(device, dtype, hidden, intermediate)
     if reason:
@@ -81,7 +81,7 @@ def _why_not_fused(device: torch.device, dtype: torch.dtype, hidden: int, interm
 
 
 def why_no_library() -> str:
-    """Returns "" once the fused product's library is imported, which takes seconds, else the reason why it is not."""
+    """Return "" once the fused product's library is imported, which takes seconds, else the reason why it is not."""
     return why_not_imported("quack.gemm_interface", "quack-kernels")
 
 
@@ -92,7 +92,7 @@ class PlainGated:
         self._pdl = pdl
 
     def __call__(self, x: Tensor, gate_up: Linear) -> Tensor:
-        """Computes the product, then the activation."""
+        """Compute the product, then the activation."""
         return silu_mul(torch.nn.functional.linear(x, gate_up.matrix, gate_up.bias), pdl=self._pdl)
 
 
@@ -116,13 +116,13 @@ class FusedGated:
         )
 
     def __call__(self, x: Tensor, gate_up: Linear) -> Tensor:
-        """Computes the fused product, or the plain one for few tokens or with a bias."""
+        """Compute the fused product, or the plain one for few tokens or with a bias."""
         if len(x) < FUSED_TOKENS or gate_up.bias is not None:
             return self._plain(x, gate_up)
         return self.compute(x, gate_up.matrix)
 
     def compute(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Computes the fused product for any number of tokens."""
+        """Compute the fused product for any number of tokens."""
         _, active = self._gemm_act(
             x,
             weight.t(),

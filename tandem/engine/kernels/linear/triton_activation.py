@@ -16,12 +16,12 @@ ELEMENTS_PER_WARP = 512
 
 
 def silu_mul(gate_up: Tensor, *, pdl: bool) -> Tensor:
-    """Returns silu(g) · u of gate_up [T, 2·I] contiguous, g first → [T, I]; in float32, rounded once."""
+    """Return silu(g) · u of gate_up [T, 2·I] contiguous, g first → [T, I]; in float32, rounded once."""
     return _launch(gate_up, gelu=False, pdl=pdl)
 
 
 def gelu_mul(gate_up: Tensor, *, pdl: bool) -> Tensor:
-    """Returns gelu(g) · u like `silu_mul`, in the approximation with tanh."""
+    """Return gelu(g) · u like `silu_mul`, in the approximation with tanh."""
     return _launch(gate_up, gelu=True, pdl=pdl)
 
 
@@ -38,7 +38,7 @@ def _launch(gate_up: Tensor, *, gelu: bool, pdl: bool) -> Tensor:
 
 @triton.jit
 def gated(gate, up, GELU: tl.constexpr):
-    """Returns silu(gate) · up, or with GELU gelu(gate) · up, of float32."""
+    """Return silu(gate) · up, or with GELU gelu(gate) · up, of float32."""
     if GELU:
         product = gelu_tanh(gate) * up
     else:

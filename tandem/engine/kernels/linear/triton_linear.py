@@ -58,7 +58,7 @@ _VECTOR_BYTES = 16
 
 
 def norm_linear(hidden: Tensor, norm: Norm | None, linear: Linear, *, pdl: bool) -> Tensor:
-    """Returns RMSNorm(hidden) · weightᵀ + bias: hidden [T, K], norm [K], weight [N, K], bias [N] → [T, N].
+    """Return RMSNorm(hidden) · weightᵀ + bias: hidden [T, K], norm [K], weight [N, K], bias [N] → [T, N].
 
     Without norm the plain product. All of one dtype: bfloat16, float16 or float32, rounded once, at the end. Only the
     norm may be float32 with others of 16 bits.
@@ -69,7 +69,7 @@ def norm_linear(hidden: Tensor, norm: Norm | None, linear: Linear, *, pdl: bool)
 
 
 def norm_gate_up(hidden: Tensor, norm: Norm | None, gate_up: Linear, *, pdl: bool, activation: str = "silu") -> Tensor:
-    """Returns activation(g) · u with [g | u] = RMSNorm(hidden) · weightᵀ + bias.
+    """Return activation(g) · u with [g | u] = RMSNorm(hidden) · weightᵀ + bias.
 
     Weight [2·I, K], gate rows first → [T, I]; `activation` is one of `DenseFeedForward.activation`.
     """
@@ -79,7 +79,7 @@ def norm_gate_up(hidden: Tensor, norm: Norm | None, gate_up: Linear, *, pdl: boo
 
 
 def linear_add(x: Tensor, linear: Linear, hidden: Tensor, *, pdl: bool) -> None:
-    """Adds x · weightᵀ + bias to hidden in place: x [T, K], weight [N, K], bias [N], hidden [T, N]."""
+    """Add x · weightᵀ + bias to hidden in place: x [T, K], weight [N, K], bias [N], hidden [T, N]."""
     launch(x, None, linear, hidden, ADD.value, pdl=pdl)
 
 
@@ -94,7 +94,7 @@ def launch(
     tile: Tile | None = None,
     gelu: bool = False,
 ) -> None:
-    """Launches one product into `out`, for `op` STORE, GATE_UP or ADD; with `tile`, or else the plan's.
+    """Launch one product into `out`, for `op` STORE, GATE_UP or ADD; with `tile`, or else the plan's.
 
     GATE_UP applies SiLU, or GELU if `gelu`.
 
@@ -135,7 +135,7 @@ def launch(
 
 
 def early_bytes(weight: Tensor, tile: Skinny) -> int:
-    """Returns the bytes of a row to prefetch into L2; none where rows are short or not aligned."""
+    """Return the bytes of a row to prefetch into L2; none where rows are short or not aligned."""
     row_bytes = weight.shape[1] * weight.element_size()
     aligned = row_bytes % _VECTOR_BYTES == 0 and weight.data_ptr() % _VECTOR_BYTES == 0
     return tile.early if aligned and row_bytes >= PREFETCH_BYTES.value else 0
@@ -143,7 +143,7 @@ def early_bytes(weight: Tensor, tile: Skinny) -> int:
 
 @lru_cache(maxsize=8)
 def reserve_scratch(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns the partial sums and counters of split products on `device`, which live as long as the process.
+    """Return the partial sums and counters of split products on `device`, which live as long as the process.
 
     Raises RuntimeError where a CUDA graph is being captured: the memory must outlive the graph.
     """

@@ -22,7 +22,7 @@ PREFETCH_BYTES = tl.constexpr(256)
 
 @triton.jit
 def _load_columns(pointers, columns, K, EVEN: tl.constexpr, POLICY: tl.constexpr):
-    """Loads pointers [rows, columns], 0 from column K on."""
+    """Load pointers [rows, columns], 0 from column K on."""
     if EVEN:
         return tl.load(pointers, eviction_policy=POLICY)
     return tl.load(pointers, mask=columns[None, :] < K, other=0.0, eviction_policy=POLICY)
@@ -30,14 +30,14 @@ def _load_columns(pointers, columns, K, EVEN: tl.constexpr, POLICY: tl.constexpr
 
 @triton.jit
 def fold(numbers, VECTOR: tl.constexpr):
-    """Sums [rows, columns] → [rows, columns / VECTOR] within a thread, without a shuffle."""
+    """Sum [rows, columns] → [rows, columns / VECTOR] within a thread, without a shuffle."""
     parts: tl.constexpr = numbers.shape[1] // VECTOR
     return tl.sum(tl.reshape(numbers, (numbers.shape[0], parts, VECTOR)), axis=2)
 
 
 @triton.jit
 def _gated(gate, up, GELU: tl.constexpr):
-    """Returns silu(gate) · up, or with GELU gelu(gate) · up."""
+    """Return silu(gate) · up, or with GELU gelu(gate) · up."""
     if GELU:
         return gelu_tanh(gate) * up
     return gate / (1.0 + tl.exp(-gate)) * up
@@ -62,7 +62,7 @@ def gemv_kernel(
     VECTOR: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiplies one token; grid (ceil(N / ROWS),), out [N], x [K], weight [N or, with GATE_UP, 2·N, K]."""
+    """Multiply one token; grid (ceil(N / ROWS),), out [N], x [K], weight [N or, with GATE_UP, 2·N, K]."""
     EVEN: tl.constexpr = K % COLUMNS == 0
     launch_dependents(PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -126,7 +126,7 @@ def gemv_kernel(
 
 @triton.jit
 def call_into_l2(rows_at, start, K: tl.constexpr, EARLY: tl.constexpr):
-    """Prefetches EARLY bytes of each row of `rows_at` [rows] from column `start` into L2, none beyond column K."""
+    """Prefetch EARLY bytes of each row of `rows_at` [rows] from column `start` into L2, none beyond column K."""
     step: tl.constexpr = PREFETCH_BYTES * 8 // rows_at.dtype.element_ty.primitive_bitwidth
     pieces = tl.minimum(start + tl.arange(0, EARLY // PREFETCH_BYTES) * step, K - step)
     addresses = (rows_at[:, None] + pieces[None, :]).to(tl.int64, bitcast=True)
@@ -145,7 +145,7 @@ def _finish(
     sums, sums_up, squares, bias, out, rows, tokens, T, N, eps,
     K: tl.constexpr, OP: tl.constexpr, GELU: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Applies norm, bias, activation or residual to the sums [ROWS, TOKENS], and stores them to out [T, N]."""
+    """Apply norm, bias, activation or residual to the sums [ROWS, TOKENS], and stores them to out [T, N]."""
     if NORM == NORM_LAST:
         factor = tl.rsqrt(squares / K + eps)[None, :]
         sums *= factor
@@ -169,7 +169,7 @@ def finish_split(
     K: tl.constexpr, OP: tl.constexpr, GELU: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Finishes an output tile; if it is split, stores the sums, which the last program to arrive adds in order."""
+    """Finish an output tile; if it is split, stores the sums, which the last program to arrive adds in order."""
     if SPLITS == 1:
         _finish(sums, sums_up, squares, bias, out, rows, tokens, T, N, eps, K, OP, GELU, NORM, BIAS)
     else:
@@ -226,7 +226,7 @@ def skinny_kernel(
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiplies some tokens; grid (ceil(N / ROWS), ceil(T / TOKENS), SPLITS).
+    """Multiply some tokens; grid (ceil(N / ROWS), ceil(T / TOKENS), SPLITS).
 
     out [T, N]; x [T, K]; weight [N or, with GATE_UP, 2·N, K].
 

@@ -16,10 +16,10 @@ class LoraUpdate(Protocol):
     """A · x of a step's tokens, each with its adapter."""
 
     def add_to(self, out: Tensor) -> None:
-        """Adds B · (A · x) to the product `out` [T, N] in place."""
+        """Add B · (A · x) to the product `out` [T, N] in place."""
 
     def activated(self, gate_up: Tensor, activation: str) -> Tensor:
-        """Returns activation(g) · u of [g | u] = gate_up [T, 2·I] + B · (A · x), which may be overwritten → [T, I]."""
+        """Return activation(g) · u of [g | u] = gate_up [T, 2·I] + B · (A · x), which may be overwritten → [T, I]."""
 
 
 class LoraUpdates(ABC):
@@ -32,7 +32,7 @@ class LoraUpdates(ABC):
 
     @abstractmethod
     def begin_step(self, numbers: Tensor | None) -> None:
-        """Takes the adapter of each of the step's tokens, [T] int32 from 1, 0 = none; None = no token has one."""
+        """Take the adapter of each of the step's tokens, [T] int32 from 1, 0 = none; None = no token has one."""
 
     @abstractmethod
     def keep_tokens(self, kept: Tensor) -> None:
@@ -40,7 +40,7 @@ class LoraUpdates(ABC):
 
     @abstractmethod
     def start(self, x: Tensor, norm: Norm | None, tables: LoraTables) -> LoraUpdate | None:
-        """Computes A · RMSNorm(x), without `norm` A · x; None if no token has an adapter."""
+        """Compute A · RMSNorm(x), without `norm` A · x; None if no token has an adapter."""
 
 
 class AdaptedProducts(Products):
@@ -50,7 +50,7 @@ class AdaptedProducts(Products):
     """
 
     def __init__(self, base: Products, updates: LoraUpdates, tables: Mapping[int, LoraTables]) -> None:
-        """Takes the tables of each adapted weight by its `id` before it is prepared."""
+        """Take the tables of each adapted weight by its `id` before it is prepared."""
         self._base, self.updates, self._tables = base, updates, tables
 
     def prepare(self, linear: Linear) -> Linear:
@@ -58,7 +58,7 @@ class AdaptedProducts(Products):
         return replace(self._base.prepare(linear), adapters=self._tables.get(id(linear.weight)))
 
     def norm_linear(self, hidden: Tensor, norm: Norm, linear: Linear) -> Tensor:
-        """Computes the product and adds the update."""
+        """Compute the product and adds the update."""
         update = self._start(hidden, norm, linear)
         out = self._base.norm_linear(hidden, norm, linear)
         if update is not None:
@@ -66,14 +66,14 @@ class AdaptedProducts(Products):
         return out
 
     def norm_gate_up(self, hidden: Tensor, norm: Norm, gate_up: Linear, activation: str = "silu") -> Tensor:
-        """Computes the product, adds the update, and applies the activation."""
+        """Compute the product, adds the update, and applies the activation."""
         update = self._start(hidden, norm, gate_up)
         if update is None:
             return self._base.norm_gate_up(hidden, norm, gate_up, activation)
         return update.activated(self._base.norm_linear(hidden, norm, gate_up), activation)
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        """Computes the product and adds the update."""
+        """Compute the product and adds the update."""
         update = self._start(x, None, linear)
         out = self._base.linear(x, linear)
         if update is not None:
@@ -81,14 +81,14 @@ class AdaptedProducts(Products):
         return out
 
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
-        """Adds the product and the update to `hidden`."""
+        """Add the product and the update to `hidden`."""
         update = self._start(x, None, linear)
         self._base.linear_add(x, linear, hidden)
         if update is not None:
             update.add_to(hidden)
 
     def feed_forward(self, hidden: Tensor, layer: DenseLayer) -> None:
-        """Computes the products one after the other if adapters change either of them."""
+        """Compute the products one after the other if adapters change either of them."""
         if layer.gate_up.adapters is None and layer.down.adapters is None:
             self._base.feed_forward(hidden, layer)
         else:

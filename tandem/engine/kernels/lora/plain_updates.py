@@ -18,16 +18,16 @@ class PlainUpdates(LoraUpdates):
         self._step = threading.local()
 
     def begin_step(self, numbers: Tensor | None) -> None:
-        """Finds the tokens of each adapter."""
+        """Find the tokens of each adapter."""
         used = [] if numbers is None else [number for number in set(numbers.tolist()) if number]
         self._step.tokens = {number - 1: torch.where(numbers == number)[0] for number in used}
 
     def keep_tokens(self, kept: Tensor) -> None:
-        """Drops the adapters of the other tokens."""
+        """Drop the adapters of the other tokens."""
         self._step.tokens = {slot: torch.where(torch.isin(kept, some))[0] for slot, some in self._step.tokens.items()}
 
     def start(self, x: Tensor, norm: Norm | None, tables: LoraTables) -> LoraUpdate | None:
-        """Multiplies the tokens of each adapter."""
+        """Multiply the tokens of each adapter."""
         tokens = self._step.tokens
         if not tokens:
             return None

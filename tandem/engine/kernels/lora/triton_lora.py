@@ -43,7 +43,7 @@ class TritonUpdate:
     """
 
     def __init__(self, x: Tensor, norm: Norm | None, numbers: Tensor, tables: LoraTables, *, pdl: bool) -> None:
-        """Launches the first product.
+        """Launch the first product.
 
         x [T, K] and the norm's weight [K] contiguous; numbers [T] int32: each token's adapter from 1, 0 = none.
         """
@@ -68,7 +68,7 @@ class TritonUpdate:
         )  # fmt: skip
 
     def add_to(self, out: Tensor) -> None:
-        """Adds B · (A · RMSNorm(x)) to out [T, N] in place."""
+        """Add B · (A · RMSNorm(x)) to out [T, N] in place."""
         (tokens, n), tables = out.shape, self._tables
         tile = _token_tile(tokens)
         ends = (*tables.part_ends, n, n)
@@ -81,7 +81,7 @@ class TritonUpdate:
         )  # fmt: skip
 
     def activated(self, gate_up: Tensor, activation: str) -> Tensor:
-        """Returns activation(g) · u of [g | u] = gate_up [T, 2·I] + B · (A · RMSNorm(x)) → [T, I]."""
+        """Return activation(g) · u of [g | u] = gate_up [T, 2·I] + B · (A · RMSNorm(x)) → [T, I]."""
         tokens, width, tables = gate_up.shape[0], gate_up.shape[1] // 2, self._tables
         tile = _token_tile(tokens)
         out = gate_up.new_empty(tokens, width)
@@ -94,7 +94,7 @@ class TritonUpdate:
 
 
 def _columns_of_a_program(k: int, tiles: int, parts: int) -> int:
-    """Returns the columns of x that one program multiplies, of k columns, for a number of token tiles and of parts."""
+    """Return the columns of x that one program multiplies, of k columns, for a number of token tiles and of parts."""
     splits = next((splits for most, splits in _SPLITS if tiles <= most), 1)
     if tiles == 1 and parts > 1:
         splits //= 2
@@ -146,7 +146,7 @@ def _summed(
     sums_ptr, squares_ptr, token, mine, tokens, k, eps, part,
     SPLITS: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Returns A · RMSNorm(x) of one part [TOKENS, RANK] float32 from the partial sums."""
+    """Return A · RMSNorm(x) of one part [TOKENS, RANK] float32 from the partial sums."""
     rank = tl.arange(0, RANK)
     found = tl.zeros((TOKENS, RANK), dtype=tl.float32)
     square = tl.zeros((TOKENS,), dtype=tl.float32)

@@ -26,16 +26,16 @@ class TritonUpdates(LoraUpdates):
         return triton_lora.TRIAL_TOKENS
 
     def begin_step(self, numbers: Tensor | None) -> None:
-        """Keeps the device's tensor."""
+        """Keep the device's tensor."""
         self._step.numbers = numbers
 
     def keep_tokens(self, kept: Tensor) -> None:
-        """Drops the adapters of the other tokens."""
+        """Drop the adapters of the other tokens."""
         if self._step.numbers is not None:
             self._step.numbers = self._step.numbers[kept]
 
     def start(self, x: Tensor, norm: Norm | None, tables: LoraTables) -> LoraUpdate | None:
-        """Launches A · x before the product, whose weight is fetched meanwhile."""
+        """Launch A · x before the product, whose weight is fetched meanwhile."""
         numbers = self._step.numbers
         if numbers is None:
             return None

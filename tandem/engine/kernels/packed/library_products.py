@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 def library_product(x: QuantizedInput, weight: ScaledWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Returns x · weightᵀ + bias [T, N] by the library, for a weight that it `uses_library` for.
+    """Return x · weightᵀ + bias [T, N] by the library, for a weight that it `uses_library` for.
 
     The bias is added apart: with one, the library refuses some sizes, as 65 tokens, 1,536 rows and 14,336 columns.
     """
@@ -38,7 +38,7 @@ def _block_product(codes: Tensor, scales: Tensor, weight: Tensor, block_scales: 
 
 
 def block_scales(codes: Tensor, scales: Tensor, group: int) -> Tensor | None:
-    """Returns `ScaledWeight.block_scales` of a weight [N, K] if the library has the product; scales [N, K / group]."""
+    """Return `ScaledWeight.block_scales` of a weight [N, K] if the library has the product; scales [N, K / group]."""
     rows, columns = codes.shape
     if group != BLOCK or group == columns or rows % BLOCK or not codes.is_cuda or codes.dtype == torch.int8:
         return None
@@ -52,7 +52,7 @@ def block_scales(codes: Tensor, scales: Tensor, group: int) -> Tensor | None:
 
 @lru_cache(maxsize=8)
 def _library_has_blocks(device: torch.device) -> bool:
-    """Returns True if the library multiplies FP8 in blocks on this device, which it tries with zeros."""
+    """Return True if the library multiplies FP8 in blocks on this device, which it tries with zeros."""
     codes = torch.zeros(ROW_TILE, 4 * BLOCK, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
     scales = torch.zeros(4, ROW_TILE, device=device)
     blocks = torch.zeros(ROW_TILE // BLOCK, 4, device=device).t()

@@ -42,12 +42,12 @@ _DEQUANTIZED_COLUMNS = 1024
 
 
 def multiplies(weight: PackedWeight) -> bool:
-    """Returns True if there is a product for the weight."""
+    """Return True if there is a product for the weight."""
     return len(weight.shape) == 2 and multiplied_on_gpus(weight)
 
 
 def prepared(weight: PackedWeight) -> PackedWeight:
-    """Returns a weight, or stacked ones, with float32 scales, those of adjacent rows next to each other.
+    """Return a weight, or stacked ones, with float32 scales, those of adjacent rows next to each other.
 
     Only loads of four bytes or more are issued some steps ahead of their use.
     """
@@ -60,13 +60,13 @@ def _by_group(scales: Tensor) -> Tensor:
 
 
 def fuses(tokens: int, weight: PackedWeight) -> bool:
-    """Returns True if a product of `tokens` tokens unpacks codes in registers."""
+    """Return True if a product of `tokens` tokens unpacks codes in registers."""
     narrow = weight.group < weight.shape[1] and step_bytes(weight) < _NARROW_BYTES
     return tokens <= (min(_NARROW_FUSED_TOKENS, FUSED_TOKENS) if narrow else FUSED_TOKENS)
 
 
 def dequantized_for(tokens: int, linear: Linear, dtype: torch.dtype) -> Linear:
-    """Returns the linear with a plain weight if a step of `tokens` tokens multiplies that, else as it is."""
+    """Return the linear with a plain weight if a step of `tokens` tokens multiplies that, else as it is."""
     weight = linear.weight
     if type(weight) is not PackedWeight or weight.shape.numel() > SCRATCH_ITEMS or fuses(tokens, weight):
         return linear
@@ -76,7 +76,7 @@ def dequantized_for(tokens: int, linear: Linear, dtype: torch.dtype) -> Linear:
 
 
 def norm_linear(hidden: Tensor, norm: Norm | None, linear: Linear, *, pdl: bool) -> Tensor:
-    """Returns RMSNorm(hidden) · weightᵀ + bias → [T, N]; without norm the plain product."""
+    """Return RMSNorm(hidden) · weightᵀ + bias → [T, N]; without norm the plain product."""
     x, norm = _normed(hidden, norm, pdl)
     weight = _packed(linear)
     out = x.new_empty(len(x), len(weight))
@@ -89,7 +89,7 @@ def norm_linear(hidden: Tensor, norm: Norm | None, linear: Linear, *, pdl: bool)
 
 
 def multiply_dequantized(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor) -> None:
-    """Computes x · weightᵀ + bias into `out` by the library, from some dequantized rows after the others."""
+    """Compute x · weightᵀ + bias into `out` by the library, from some dequantized rows after the others."""
     for rows, matrix in _dequantized_pieces(weight, x.dtype):
         if bias is None:
             torch.mm(x, matrix.t(), out=out[:, rows])
@@ -98,7 +98,7 @@ def multiply_dequantized(x: Tensor, weight: PackedWeight, bias: Tensor | None, o
 
 
 def norm_gate_up(hidden: Tensor, norm: Norm | None, gate_up: Linear, *, pdl: bool, activation: str = "silu") -> Tensor:
-    """Returns activation(g) · u with [g | u] = RMSNorm(hidden) · weightᵀ + bias, gate rows first → [T, I]."""
+    """Return activation(g) · u with [g | u] = RMSNorm(hidden) · weightᵀ + bias, gate rows first → [T, I]."""
     gelu = activation == "gelu_tanh"
     x, norm = _normed(hidden, norm, pdl)
     weight = _packed(gate_up)
@@ -112,7 +112,7 @@ def norm_gate_up(hidden: Tensor, norm: Norm | None, gate_up: Linear, *, pdl: boo
 
 
 def linear_add(x: Tensor, linear: Linear, hidden: Tensor, *, pdl: bool) -> None:
-    """Adds x · weightᵀ + bias to hidden [T, N] in place."""
+    """Add x · weightᵀ + bias to hidden [T, N] in place."""
     if fuses(len(x), _packed(linear)):
         launch(x, None, linear, hidden, ADD.value, pdl=pdl)
         return
@@ -133,7 +133,7 @@ def launch(
     gelu: bool = False,
     tile: Skinny | None = None,
 ) -> None:
-    """Launches one product into `out`, for `op` STORE, GATE_UP or ADD; with `tile`, or else the rule's.
+    """Launch one product into `out`, for `op` STORE, GATE_UP or ADD; with `tile`, or else the rule's.
 
     A tile's `columns` are bytes of codes; they have to divide those of `tile_for`.
     """
@@ -157,12 +157,12 @@ def launch(
 
 
 def _registers(tile: Skinny) -> int | None:
-    """Returns the most registers of a thread: so few that four programs of small tiles share a multiprocessor."""
+    """Return the most registers of a thread: so few that four programs of small tiles share a multiprocessor."""
     return 128 if tile.rows <= 64 and tile.tokens <= 32 else None
 
 
 def dequantize(weight: PackedWeight, out: Tensor) -> None:
-    """Computes the weight [N, K] into `out`, rounded to its dtype once."""
+    """Compute the weight [N, K] into `out`, rounded to its dtype once."""
     columns = weight.codes.shape[1]
     dequantize_kernel[(len(weight), triton.cdiv(columns, _DEQUANTIZED_COLUMNS))](
         weight.codes.view(torch.uint8), weight.scales, weight.scales if weight.offsets is None else weight.offsets, out,
@@ -172,7 +172,7 @@ def dequantize(weight: PackedWeight, out: Tensor) -> None:
 
 
 def _dequantized_pieces(weight: PackedWeight, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Yields some rows of the weight after the others, in the same scratch memory."""
+    """Yield some rows of the weight after the others, in the same scratch memory."""
     n, k = weight.shape
     step = min(max(SCRATCH_ITEMS // k, 1), n)
     scratch = torch.empty(step, k, dtype=dtype, device=weight.device)
@@ -188,7 +188,7 @@ def _is_float(weight: PackedWeight) -> bool:
 
 
 def _normed(hidden: Tensor, norm: Norm | None, pdl: bool) -> tuple[Tensor, Norm | None]:
-    """Returns the input of a product, and the norm that its kernel has to apply.
+    """Return the input of a product, and the norm that its kernel has to apply.
 
     float16 cannot hold x ∘ norm of every x.
     """

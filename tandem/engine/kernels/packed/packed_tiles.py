@@ -85,7 +85,7 @@ _MOST_SPLITS = 8
 
 @lru_cache(maxsize=4096)
 def tile_for(tokens: int, n: int, k: int, paired: bool, bits: int, columns: int) -> Skinny:
-    """Returns the tile for a step of `tokens` and a weight [n, k]; `columns` bytes of codes may be read at a time.
+    """Return the tile for a step of `tokens` and a weight [n, k]; `columns` bytes of codes may be read at a time.
 
     `paired`: the rows are gate and up.
     """

@@ -42,20 +42,20 @@ _MOST_WARPS = 16
 
 
 def multiplies(weight: PackedWeight) -> bool:
-    """Returns True if there is a product for the weight with inputs of 8 bits."""
+    """Return True if there is a product for the weight with inputs of 8 bits."""
     columns, group = weight.shape[-1], weight.group
     wide = group == columns or (group >= _LEAST_GROUP and group & (group - 1) == 0)
     return weight.quantized_inputs and len(weight.shape) == 2 and wide
 
 
 def prepared(weight: PackedWeight) -> ScaledWeight:
-    """Returns the weight as kernels read it, and its scales as the library reads them."""
+    """Return the weight as kernels read it, and its scales as the library reads them."""
     scales = packed_products.prepared(weight).scales
     return ScaledWeight(weight.codes, scales, None, weight.group, block_scales(weight.codes, scales, weight.group))
 
 
 def uses_library(tokens: int, weight: ScaledWeight, dtype: torch.dtype) -> bool:
-    """Returns True if the library multiplies `tokens` tokens: FP8 codes with a scale a row, or in blocks."""
+    """Return True if the library multiplies `tokens` tokens: FP8 codes with a scale a row, or in blocks."""
     rows, columns = weight.shape
     served = (
         weight.codes.dtype == torch.float8_e4m3fn
@@ -67,7 +67,7 @@ def uses_library(tokens: int, weight: ScaledWeight, dtype: torch.dtype) -> bool:
 
 
 def norm_linear(hidden: Tensor, norm: Norm | None, linear: Linear, *, pdl: bool) -> Tensor:
-    """Returns RMSNorm(hidden) · weightᵀ + bias → [T, N]; without norm the plain product."""
+    """Return RMSNorm(hidden) · weightᵀ + bias → [T, N]; without norm the plain product."""
     weight = _scaled(linear)
     x = quantized(hidden, norm, weight, pdl=pdl)
     if uses_library(x.tokens, weight, hidden.dtype):
@@ -78,7 +78,7 @@ def norm_linear(hidden: Tensor, norm: Norm | None, linear: Linear, *, pdl: bool)
 
 
 def norm_gate_up(hidden: Tensor, norm: Norm | None, gate_up: Linear, *, pdl: bool, activation: str = "silu") -> Tensor:
-    """Returns activation(g) · u with [g | u] = RMSNorm(hidden) · weightᵀ + bias, gate rows first → [T, I]."""
+    """Return activation(g) · u with [g | u] = RMSNorm(hidden) · weightᵀ + bias, gate rows first → [T, I]."""
     gelu = activation == "gelu_tanh"
     weight = _scaled(gate_up)
     x = quantized(hidden, norm, weight, pdl=pdl)
@@ -91,12 +91,12 @@ def norm_gate_up(hidden: Tensor, norm: Norm | None, gate_up: Linear, *, pdl: boo
 
 
 def linear_add(x: Tensor, linear: Linear, hidden: Tensor, *, pdl: bool) -> None:
-    """Adds x · weightᵀ + bias to hidden [T, N] in place."""
+    """Add x · weightᵀ + bias to hidden [T, N] in place."""
     _add(quantized(x, None, _scaled(linear), pdl=pdl), linear, hidden, pdl=pdl)
 
 
 def feed_forward(hidden: Tensor, layer: DenseLayer, *, pdl: bool) -> None:
-    """Adds a feed-forward network to hidden [T, H] in place, see `Products.feed_forward`.
+    """Add a feed-forward network to hidden [T, H] in place, see `Products.feed_forward`.
 
     Where a library computes gate and up, the activation is quantized in the launch that computes it.
     """
@@ -121,7 +121,7 @@ def _add(x: QuantizedInput, linear: Linear, hidden: Tensor, *, pdl: bool) -> Non
 def quantized(
     x: Tensor, norm: Norm | None, weight: PackedWeight, *, pdl: bool, activation: str | None = None
 ) -> QuantizedInput:
-    """Returns RMSNorm(x), or x [T, K] itself, as codes of the weight's dtype, with the scales of its groups.
+    """Return RMSNorm(x), or x [T, K] itself, as codes of the weight's dtype, with the scales of its groups.
 
     With `activation` activation(g) · u of x = [g | u] [T, 2·K]. Computed in float32; scale = max |value| / largest
     code.
@@ -153,7 +153,7 @@ def launch(
     gelu: bool = False,
     tile: Skinny | None = None,
 ) -> None:
-    """Launches Triton's product into `out`, for `op` STORE, GATE_UP or ADD; with `tile`, or else the rule's.
+    """Launch Triton's product into `out`, for `op` STORE, GATE_UP or ADD; with `tile`, or else the rule's.
 
     A tile's `tokens` divide `ROW_TILE`, and its `columns` those of `tile_for`.
     """
@@ -173,7 +173,7 @@ def launch(
 
 @lru_cache(maxsize=4096)
 def tile_for(tokens: int, n: int, k: int, paired: bool, group: int) -> Skinny:
-    """Returns the tile for a step of `tokens` and n outputs, of k columns of which `group` have a single scale.
+    """Return the tile for a step of `tokens` and n outputs, of k columns of which `group` have a single scale.
 
     As measured for llama-3-8b on an H100: six stages, and for more than 32 tokens only as many splits as keep two
     thirds of the multiprocessors busy.

@@ -73,7 +73,7 @@ mov.b32 {$6, $7}, d;
 
 @triton.jit
 def _minus(a, b):
-    """Subtracts bfloat16 whose difference is exact."""
+    """Subtract bfloat16 whose difference is exact."""
     if _WIDE:
         return (a.to(tl.float32) - b.to(tl.float32)).to(tl.bfloat16)
     return a - b
@@ -81,7 +81,7 @@ def _minus(a, b):
 
 @triton.jit
 def bytes_as(held, FP8: tl.constexpr, dtype: tl.constexpr):
-    """Converts 8-bit codes, uint8 with the bits of int8 or, with FP8, of float8_e4m3fn."""
+    """Convert 8-bit codes, uint8 with the bits of int8 or, with FP8, of float8_e4m3fn."""
     if FP8:
         return held.to(tl.float8e4nv, bitcast=True).to(dtype)
     if dtype == tl.bfloat16:
@@ -94,7 +94,7 @@ def bytes_as(held, FP8: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def nibbles_as(codes, dtype: tl.constexpr):
-    """Converts 4-bit codes minus `CENTRE`."""
+    """Convert 4-bit codes minus `CENTRE`."""
     if dtype == tl.bfloat16:
         shifted = (codes.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True)
         return _minus(shifted, tl.full(codes.shape, 0x4308, tl.uint16).to(tl.bfloat16, bitcast=True))
@@ -103,7 +103,7 @@ def nibbles_as(codes, dtype: tl.constexpr):
 
 @triton.jit
 def _four(words, part, BITS: tl.constexpr, FP8: tl.constexpr, dtype: tl.constexpr):
-    """Converts the four bytes of each word, or their lower (`part` 0) or upper halves → [rows, words, 2, 2]."""
+    """Convert the four bytes of each word, or their lower (`part` 0) or upper halves → [rows, words, 2, 2]."""
     first, second = _code(words, 0, part, BITS, FP8, dtype), _code(words, 1, part, BITS, FP8, dtype)
     third, fourth = _code(words, 2, part, BITS, FP8, dtype), _code(words, 3, part, BITS, FP8, dtype)
     return tl.join(tl.join(first, second), tl.join(third, fourth))
@@ -119,7 +119,7 @@ def _code(words, number, part, BITS: tl.constexpr, FP8: tl.constexpr, dtype: tl.
 
 @triton.jit
 def words_as(words, BITS: tl.constexpr, FP8: tl.constexpr, dtype: tl.constexpr):
-    """Converts words of four bytes of codes, int32 [rows, words] → [rows, codes] in word order.
+    """Convert words of four bytes of codes, int32 [rows, words] → [rows, codes] in word order.
 
     4-bit codes: minus `CENTRE`; of each 16 words, or of all if they are fewer, the lower halves come first.
     """
@@ -163,7 +163,7 @@ def _nibbles_of(words, dtype: tl.constexpr):
 
 @triton.jit
 def in_word_order(x):
-    """Reorders the columns of each 16 in x [tokens, columns] as `words_as` does."""
+    """Reorder the columns of each 16 in x [tokens, columns] as `words_as` does."""
     TOKENS: tl.constexpr = x.shape[0]
     COLUMNS: tl.constexpr = x.shape[1]
     x = tl.reshape(x, (TOKENS, COLUMNS // 16, 4, 2, 2))
@@ -172,7 +172,7 @@ def in_word_order(x):
 
 @triton.jit
 def halves(matrix):
-    """Splits a matrix [rows, columns] into its first and last columns."""
+    """Split a matrix [rows, columns] into its first and last columns."""
     ROWS: tl.constexpr = matrix.shape[0]
     COLUMNS: tl.constexpr = matrix.shape[1]
     return tl.split(tl.permute(tl.reshape(matrix, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))

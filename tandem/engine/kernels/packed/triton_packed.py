@@ -10,7 +10,7 @@ from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inpu
 
 @triton.jit
 def words_at(rows_at, at, inside, EVEN: tl.constexpr):
-    """Loads words of codes [rows, words]; without a mask, which would make loads narrow, where all are `inside`."""
+    """Load words of codes [rows, words]; without a mask, which would make loads narrow, where all are `inside`."""
     if EVEN:
         return tl.load(rows_at[:, None] + at[None, :], eviction_policy="evict_first")
     return tl.load(rows_at[:, None] + at[None, :], mask=inside[None, :], other=0, eviction_policy="evict_first")
@@ -39,7 +39,7 @@ def add_step(
     K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr, OFFSETS: tl.constexpr,
     PAIRED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the products of the tokens' columns x [tokens, columns] with words of codes → sums, sums_up, totals.
+    """Add the products of the tokens' columns x [tokens, columns] with words of codes → sums, sums_up, totals.
 
     The words `held` and, if PAIRED, `held_up` [rows, words] begin with byte `start` of their rows; x has their columns,
     those of `columns_of`. With one scale a row the sums are not scaled yet, and totals sum x: see `finish_sums`.
@@ -95,7 +95,7 @@ def finish_sums(
     sums, totals, scales_at, offsets_at,
     K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, OFFSETS: tl.constexpr,
 ):  # fmt: skip
-    """Applies the scale of a row and its offset to sums [rows, tokens], unless groups had their own."""
+    """Apply the scale of a row and its offset to sums [rows, tokens], unless groups had their own."""
     if GROUP == K:
         scale = tl.load(scales_at).to(tl.float32)
         sums *= scale[:, None]
@@ -144,7 +144,7 @@ def packed_kernel(
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiplies some tokens; grid (ceil(N / ROWS), ceil(T / TOKENS), SPLITS).
+    """Multiply some tokens; grid (ceil(N / ROWS), ceil(T / TOKENS), SPLITS).
 
     out [T, N]; x [T, K]; codes [N or, with GATE_UP, 2·N, K / 32 · BITS] words of int32; scales and offsets: of row r
     and group g at r · row_stride + g · group_stride; COLUMNS bytes of codes at a time: they have one scale, or 4-bit
@@ -229,7 +229,7 @@ def dequantize_kernel(
     OFFSETS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Computes a row of the weight [N, K] for a program, in float32 and rounded once; COLUMNS bytes at a time."""
+    """Compute a row of the weight [N, K] for a program, in float32 and rounded once; COLUMNS bytes at a time."""
     BYTES: tl.constexpr = K * BITS // 8
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -11,7 +11,7 @@ from tandem.engine.kernels.triton_math import LARGEST_FP8, LARGEST_INT8, as_code
 
 @triton.jit
 def _to_codes(most, largest):
-    """Returns the factors from values whose largest magnitude is `most` to codes."""
+    """Return the factors from values whose largest magnitude is `most` to codes."""
     return tl.div_rn(tl.zeros_like(most) + largest, tl.where(most > 0, most, 1.0))
 
 
@@ -32,7 +32,7 @@ def quantize_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Quantizes RMSNorm(x), x itself, or with GATED activation(g) · u of x = [g | u] [T, 2·K]; grid (T,).
+    """Quantize RMSNorm(x), x itself, or with GATED activation(g) · u of x = [g | u] [T, 2·K]; grid (T,).
 
     The activation's product is rounded to x's dtype first, as other products store it.
 
@@ -73,7 +73,7 @@ def quantize_kernel(
 
 @triton.jit
 def _columns_at(pointers, inside, EVEN: tl.constexpr, POLICY: tl.constexpr):
-    """Loads codes [rows, columns], 0 for columns that are not `inside`."""
+    """Load codes [rows, columns], 0 for columns that are not `inside`."""
     if EVEN:
         return tl.load(pointers, eviction_policy=POLICY)
     return tl.load(pointers, mask=inside[None, :], other=0.0, eviction_policy=POLICY)
@@ -81,7 +81,7 @@ def _columns_at(pointers, inside, EVEN: tl.constexpr, POLICY: tl.constexpr):
 
 @triton.jit
 def _products(held, taken, sums, scale, token_scale, GROUPED: tl.constexpr, SUM: tl.constexpr):
-    """Adds products of codes to `sums`; those of a group are scaled first."""
+    """Add products of codes to `sums`; those of a group are scaled first."""
     if GROUPED:
         nothing = tl.zeros((held.shape[0], taken.shape[1]), SUM)
         found = tl.dot(held, taken, nothing, out_dtype=SUM).to(tl.float32)
@@ -119,7 +119,7 @@ def scaled_kernel(
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiplies codes of some tokens with codes of a weight; grid (ceil(T / TOKENS), ceil(N / ROWS), SPLITS).
+    """Multiply codes of some tokens with codes of a weight; grid (ceil(T / TOKENS), ceil(N / ROWS), SPLITS).
 
     out [T, N]; x [T, K] with memory for whole tiles of tokens; its scale of token t and group g is at
     g · token_stride + t, likewise. codes [N or, with GATE_UP, 2·N, K] of the same type; the scale of row r and group g

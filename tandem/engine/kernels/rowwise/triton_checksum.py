@@ -15,7 +15,7 @@ WARPS = 4
 
 
 def partial_sums(words: Tensor, codes: int, token_words: int, chosen: Tensor, parts: Tensor) -> None:
-    """Computes rows of `parts` [n, SPLITS] int64 that add up to the checksums mod 2^64; does not wait.
+    """Compute rows of `parts` [n, SPLITS] int64 that add up to the checksums mod 2^64; does not wait.
 
     words [pages, rows, words of a row] int32, contiguous: `codes` words of a row have `token_words` words of each
     token, those after them one. chosen [n, 2] int64: page, and its filled tokens. All on one device.
@@ -35,7 +35,7 @@ def partial_sums(words: Tensor, codes: int, token_words: int, chosen: Tensor, pa
 
 
 def reference_sums(words: Tensor, tokens: Tensor, pages: Sequence[int], filled: Sequence[int]) -> list[int]:
-    """Returns the checksums by their definition in plain PyTorch, on any device.
+    """Return the checksums by their definition in plain PyTorch, on any device.
 
     `words` as for `partial_sums`; tokens [words of a row]: the token position of each.
     """

@@ -8,7 +8,7 @@ from tandem.engine.kernels.triton_math import LARGEST_FP8, LARGEST_INT8, as_code
 
 @triton.jit
 def store_head(at, scale_at, first, second, gap, mask, present, CODES: tl.constexpr, rounded: tl.constexpr):
-    """Stores one head of some tokens, if CODES as `_store_codes` does; `scale_at` has the type of `at`."""
+    """Store one head of some tokens, if CODES as `_store_codes` does; `scale_at` has the type of `at`."""
     if CODES:
         scale_at = scale_at.to(tl.pointer_type(tl.float32), bitcast=True)
         _store_codes(at, scale_at, first, second, gap, mask, present, rounded)
@@ -20,7 +20,7 @@ def store_head(at, scale_at, first, second, gap, mask, present, CODES: tl.conste
 
 @triton.jit
 def _store_codes(at, scale_at, first, second, gap, mask, present, rounded: tl.constexpr):
-    """Stores one head of some tokens as 8-bit codes and a float32 scale.
+    """Store one head of some tokens as 8-bit codes and a float32 scale.
 
     first, second [tokens, lanes]: its numbers, stored at `at` and at `at + gap`, 0 outside of the head's dimensions;
     they are rounded to the dtype `rounded` before. scale_at, present [tokens, 1]. The scale is NaN if any number is not

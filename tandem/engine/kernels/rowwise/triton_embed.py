@@ -13,7 +13,7 @@ ELEMENTS_PER_WARP = 512
 
 
 def embed(token_ids: Tensor, sources: Tensor | None, previous: Tensor | None, table: Tensor, *, pdl: bool) -> Tensor:
-    """Returns the rows of table [V, H] for the step's tokens → [T, H].
+    """Return the rows of table [V, H] for the step's tokens → [T, H].
 
     The id of token t is previous[sources[t]] where sources[t] ≥ 0, that is, the id that an earlier step has drawn and
     the host has not read yet, 0 in place of NO_TOKEN; elsewhere token_ids[t]. token_ids [T] int64, sources [T] int32,

@@ -15,7 +15,7 @@ MOST_WARPS = 16
 
 
 def rms_norm(hidden: Tensor, norm: Norm, *, pdl: bool) -> Tensor:
-    """Returns hidden · rsqrt(mean(hidden²) + eps) · norm over rows, in float32 and rounded once.
+    """Return hidden · rsqrt(mean(hidden²) + eps) · norm over rows, in float32 and rounded once.
 
     hidden [T, H] and the norm's weight [H] of any dtype, contiguous → [T, H] in hidden's dtype.
     """
@@ -25,7 +25,7 @@ def rms_norm(hidden: Tensor, norm: Norm, *, pdl: bool) -> Tensor:
 
 
 def norm_add(x: Tensor, norm: Norm, hidden: Tensor, *, pdl: bool) -> None:
-    """Adds RMSNorm(x) to `hidden` in place, both [T, H] contiguous; in float32, rounded once."""
+    """Add RMSNorm(x) to `hidden` in place, both [T, H] contiguous; in float32, rounded once."""
     _launch(x, norm, hidden, adds=True, pdl=pdl)
 
 

@@ -41,7 +41,7 @@ class Tile(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def plan_tile(tokens: int, shape: AttentionShape, item_bytes: int) -> Tile:
-    """Returns the tile for a step of `tokens`; its group of heads divides both the query and the key heads."""
+    """Return the tile for a step of `tokens`; its group of heads divides both the query and the key heads."""
     together = max(WARP_BYTES // (triton.next_power_of_2(shape.head_dim // 2) * item_bytes), 1)
     if tokens <= TINY_TOKENS:
         return Tile(max(together // 4, 1), _group(shape, SMALL_GROUP), 1)
@@ -64,7 +64,7 @@ def rope_and_store(
     pdl: bool,
     tile: Tile | None = None,
 ) -> Tensor:
-    """Implements `Kernels.rope_and_store`: rotated queries stay in qkv, keys and values go to the cache.
+    """Implement `Kernels.rope_and_store`: rotated queries stay in qkv, keys and values go to the cache.
 
     qkv       [T, (heads + 2·kv_heads)·head_dim] contiguous; its queries are overwritten
     layer     its norms may have any dtype; head_dim and the number of rotated dimensions are even
@@ -119,12 +119,12 @@ def rope_and_store(
 
 
 def _norms_rows(norm: Tensor | None, shape: AttentionShape) -> bool:
-    """Returns True for a norm of whole rows, even where a row is one head."""
+    """Return True for a norm of whole rows, even where a row is one head."""
     return norm is not None and norm.numel() > shape.head_dim
 
 
 def _row_scales(qkv: Tensor, eps: float, shape: AttentionShape, *, pdl: bool) -> Tensor:
-    """Returns 1 / sqrt(mean(x²) + eps) of the queries and of the keys of each token: [T, 2] float32."""
+    """Return 1 / sqrt(mean(x²) + eps) of the queries and of the keys of each token: [T, 2] float32."""
     tokens = qkv.shape[0]
     scales = torch.empty(tokens, 2, dtype=torch.float32, device=qkv.device)
     _scale_rows[(tokens, 2)](
@@ -188,7 +188,7 @@ def _rope_and_store(
     HALF_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Processes TOKENS tokens and GROUP heads, all queries, all keys or all values.
+    """Process TOKENS tokens and GROUP heads, all queries, all keys or all values.
 
     Lane i of a tile holds two numbers of a head: the pair (i, i + ROTATED / 2) that is rotated, or, from lane
     ROTATED / 2 on, two that are not.
@@ -281,7 +281,7 @@ def _store_rotated(
     HEAD_DIM: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Stores every head of `heads`, normed where NORMED and rotated, `stride` apart from `to` on.
+    """Store every head of `heads`, normed where NORMED and rotated, `stride` apart from `to` on.
 
     With WHOLE_ROWS `scale` [TOKENS, 1] is the norm's and every head has weights of its own, else it is the epsilon.
     With CODES heads are quantized, and the scales of tokens that are `present` stored from `code_scale` on.

@@ -43,7 +43,7 @@ def choose(
     PENALTIES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Chooses a row's token → out [rows] int64: its best where greedy, else by its inverse cumulative distribution."""
+    """Choose a row's token → out [rows] int64: its best where greedy, else by its inverse cumulative distribution."""
     launch_dependents(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -75,7 +75,7 @@ def choose(
 
 @triton.jit
 def _draw_filtered(params_ptr, weights_ptr, ids_ptr, found_ptr, vocab, total, TILE: tl.constexpr, SHIFT: tl.constexpr):
-    """Draws a token from those that the filters keep: the first in the order of falling weight and rising id."""
+    """Draw a token from those that the filters keep: the first in the order of falling weight and rising id."""
     top_k = tl.load(params_ptr + TOP_K).to(tl.int32)
     top_k = tl.where(top_k > 0, tl.minimum(top_k, vocab), vocab)
     top_p = tl.load(params_ptr + TOP_P)
@@ -116,25 +116,25 @@ def _draw_filtered(params_ptr, weights_ptr, ids_ptr, found_ptr, vocab, total, TI
 
 @triton.jit
 def _share(number, mass):
-    """Returns number · mass for a number in [0, 1), rounded down and kept below mass."""
+    """Return number · mass for a number in [0, 1), rounded down and kept below mass."""
     return tl.minimum((number * mass.to(tl.float64)).to(tl.int64), mass - 1)
 
 
 @triton.jit
 def _mass_of(top_p, mass):
-    """Returns the least mass that reaches top_p of `mass`."""
+    """Return the least mass that reaches top_p of `mass`."""
     return tl.maximum(tl.ceil(top_p * mass.to(tl.float64)).to(tl.int64), 1)
 
 
 @triton.jit
 def _load(weights_ptr, place, length):
-    """Loads weights at `place`; up to ALIGNED - 1 of them beyond `length`, so that a mask never splits a wide load."""
+    """Load weights at `place`; up to ALIGNED - 1 of them beyond `length`, so that a mask never splits a wide load."""
     return tl.load(weights_ptr + place, mask=place < tl.cdiv(length, ALIGNED) * ALIGNED, other=0.0)
 
 
 @triton.jit
 def _measure(weights_ptr, length, least, TILE: tl.constexpr, SHIFT: tl.constexpr):
-    """Returns the number (int32) and mass (int64) of those of `length` weights of at least the bits `least` (int32)."""
+    """Return the number (int32) and mass (int64) of those of `length` weights of at least the bits `least` (int32)."""
     count = tl.zeros([TILE], dtype=tl.int32)
     mass = tl.zeros([TILE], dtype=tl.int64)
     start = 0
@@ -150,7 +150,7 @@ def _measure(weights_ptr, length, least, TILE: tl.constexpr, SHIFT: tl.constexpr
 
 @triton.jit
 def _narrow(weights_ptr, length, all_mass, target, BY_COUNT: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr):
-    """Finds the point, by falling weight, at which the running count or mass first exceeds `target`.
+    """Find the point, by falling weight, at which the running count or mass first exceeds `target`.
 
     `target` is int64, below the whole. → the number and mass of the heavier tokens; the mass of each of the others that
     the bits low ≤ bits < high still hold, which all weigh the same or are one; low; high.
@@ -169,7 +169,7 @@ def _narrow(weights_ptr, length, all_mass, target, BY_COUNT: tl.constexpr, TILE:
 
 @triton.jit
 def _find(weights_ptr, length, low, high, target, BY_COUNT: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr):
-    """Returns the first index whose running sum exceeds `target` (int64), over weights of bits low ≤ bits < high alone.
+    """Return the first index whose running sum exceeds `target` (int64), over weights of bits low ≤ bits < high alone.
 
     With BY_COUNT each of them counts as one, else as its mass.
     """

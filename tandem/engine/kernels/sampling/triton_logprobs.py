@@ -18,7 +18,7 @@ NOTHING = tl.constexpr(-(1 << 63))
 
 
 def logprobs(logits: Tensor, tokens: Tensor, rows: Tensor, top: int, *, pdl: bool) -> tuple[Tensor, Tensor]:
-    """Returns the log softmax of rows of logits [R, V] at their tokens, and the `top` ≤ MOST_TOP largest of each.
+    """Return the log softmax of rows of logits [R, V] at their tokens, and the `top` ≤ MOST_TOP largest of each.
 
     rows [S] int64, tokens [R] int64. Neither temperature nor filters nor penalties change the result. → values [S, 1 +
     top] float32, first of the token, then the largest by falling logit and rising id; the ids of these [S, top] int64.
@@ -69,7 +69,7 @@ def logprobs(logits: Tensor, tokens: Tensor, rows: Tensor, top: int, *, pdl: boo
 def _sum_block(
     logits_ptr, logits_stride, rows_ptr, sums_ptr, best_ptr, vocab, top, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """Computes a block's maximum and sum of exponentials → sums [S, blocks, 2]; its `top` best packed logits → best."""
+    """Compute a block's maximum and sum of exponentials → sums [S, blocks, 2]; its `top` best packed logits → best."""
     launch_dependents(PDL)
     wait_for_inputs(PDL)
     place, block = tl.program_id(0).to(tl.int64), tl.program_id(1)

@@ -45,7 +45,7 @@ NO_TOKEN = tl.constexpr(-1)
 
 @triton.jit
 def load_logits(logits_ptr, counts_ptr, params_ptr, vocab, column, inside, PENALTIES: tl.constexpr):
-    """Loads a row's logits at `column` as float32, penalties applied; -inf outside."""
+    """Load a row's logits at `column` as float32, penalties applied; -inf outside."""
     logits = tl.load(logits_ptr + column, mask=inside, other=float("-inf")).to(tl.float32)
     if PENALTIES:
         counted = tl.load(params_ptr + COUNTED).to(tl.int64)
@@ -62,7 +62,7 @@ def load_logits(logits_ptr, counts_ptr, params_ptr, vocab, column, inside, PENAL
 
 @triton.jit
 def pack(logit, token):
-    """Returns an int64 that is greater for a greater logit, and for the lower token among equal ones."""
+    """Return an int64 that is greater for a greater logit, and for the lower token among equal ones."""
     bits = tl.where(logit == 0, 0.0, logit).to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) & LOW_HALF)
     return (ordered.to(tl.int64) << 32) | (token ^ LOW_HALF).to(tl.int64)
@@ -70,20 +70,20 @@ def pack(logit, token):
 
 @triton.jit
 def unpack_logit(packed):
-    """Returns the float32 logit of `pack`."""
+    """Return the float32 logit of `pack`."""
     ordered = (packed >> 32).to(tl.int32)
     return (ordered ^ ((ordered >> 31) & LOW_HALF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def unpack_token(packed):
-    """Returns the token of `pack`, int64."""
+    """Return the token of `pack`, int64."""
     return (packed & LOW_HALF) ^ LOW_HALF
 
 
 @triton.jit
 def token_or_none(best):
-    """Returns the token of a row's packed best logit, NO_TOKEN where that logit is not finite; int64."""
+    """Return the token of a row's packed best logit, NO_TOKEN where that logit is not finite; int64."""
     return tl.where(tl.abs(unpack_logit(best)) < float("inf"), unpack_token(best), NO_TOKEN)
 
 
@@ -99,7 +99,7 @@ def best_of_block(
     PENALTIES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes the packed best logit of BLOCK tokens of a row → best [rows, blocks] int64; infinite if any is NaN."""
+    """Compute the packed best logit of BLOCK tokens of a row → best [rows, blocks] int64; infinite if any is NaN."""
     launch_dependents(PDL)
     wait_for_inputs(PDL)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -122,7 +122,7 @@ def best_of_block(
 
 @triton.jit
 def best_of_row(best_ptr, row, blocks, BLOCKS: tl.constexpr):
-    """Returns the packed best logit of a row, of its `blocks` ≤ BLOCKS partial ones."""
+    """Return the packed best logit of a row, of its `blocks` ≤ BLOCKS partial ones."""
     block = tl.arange(0, BLOCKS)
     partial = tl.load(best_ptr + row * blocks + block, mask=block < blocks, other=-(1 << 63))
     return tl.max(partial, axis=0)
@@ -140,7 +140,7 @@ def take_best(
     PENALTIES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Stores the token of the best logit of greedy rows → out [rows] int64."""
+    """Store the token of the best logit of greedy rows → out [rows] int64."""
     launch_dependents(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -152,7 +152,7 @@ def take_best(
 
 @triton.jit
 def count_drawn(counts_ptr, params_ptr, vocab, token):
-    """Counts the drawn token, for a row with penalties; no other program accesses its row of counts."""
+    """Count the drawn token, for a row with penalties; no other program accesses its row of counts."""
     counted = tl.load(params_ptr + COUNTED).to(tl.int64)
     if (counted >= 0) & (token >= 0):
         count_ptr = counts_ptr + counted * vocab + token
@@ -161,20 +161,20 @@ def count_drawn(counts_ptr, params_ptr, vocab, token):
 
 @triton.jit
 def is_filtered(params_ptr):
-    """Returns True if a row has a filter: its draw then goes by falling weight."""
+    """Return True if a row has a filter: its draw then goes by falling weight."""
     top_k, top_p, min_p = tl.load(params_ptr + TOP_K), tl.load(params_ptr + TOP_P), tl.load(params_ptr + MIN_P)
     return (top_k > 0) | (top_p < 1) | (min_p > 0)
 
 
 @triton.jit
 def units(weights, SHIFT: tl.constexpr):
-    """Returns weights as integers, in units of 2**-SHIFT."""
+    """Return weights as integers, in units of 2**-SHIFT."""
     return (weights * (2.0**SHIFT)).to(tl.int64)
 
 
 @triton.jit
 def bin_of(weights):
-    """Returns the histogram bin of each weight, the heaviest in the last."""
+    """Return the histogram bin of each weight, the heaviest in the last."""
     return tl.maximum((weights.to(tl.int32, bitcast=True) >> BIN_SHIFT) - BELOW_BINS, 0)
 
 
@@ -198,7 +198,7 @@ def weigh(
     PENALTIES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes a part of a row: its weights, their mass and, for a filtered row, their histogram.
+    """Compute a part of a row: its weights, their mass and, for a filtered row, their histogram.
 
     weights [rows, room] float32, a row's after the first CANDIDATES columns; masses [rows, SPLITS] int64; histograms
     [rows, SPLITS, BINS] int32.
@@ -249,7 +249,7 @@ def collect(
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Gathers a part's share of a filtered row's candidates: the tokens of as many of the heaviest bins as fit.
+    """Gather a part's share of a filtered row's candidates: the tokens of as many of the heaviest bins as fit.
 
     Weights at the start of the row's scratch memory and ids [rows, CANDIDATES] int32, both by rising id; found [rows,
     2] int32: how many, and the bits of the least weight that is surely among them.
