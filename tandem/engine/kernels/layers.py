@@ -59,7 +59,7 @@ class Experts:
     shared_down: Linear | None
     """The second product of the shared expert."""
     shared_gate: Tensor | None
-    """[1, H]: the sigmoid of its product with the normed hidden state multiplies the shared expert's output; or None."""
+    """[1, H]: the sigmoid of its product with the normed hidden state multiplies the shared expert's output; or None"""
     tokens: Tensor | None = None
     """[E] int64: `Kernels.experts` adds the number of tokens that chose each expert; None = tokens are not counted."""
 

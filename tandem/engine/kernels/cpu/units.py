@@ -1,6 +1,6 @@
-"""Pairs of bfloat16, which some hosts multiply in one lane, and vectors of which only the first lanes are loaded.
+"""Pairs of bfloat16, which some hosts multiply in one lane, and loads of only the first lanes of a vector.
 
-The pairs and the products of codes (`integer_units.py`) are all that is tied to an instruction set.
+The pairs and the products of codes (`integer_units.py`) are all that depends on an instruction set.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ def has_pair_products() -> bool:
 
 
 def has_wide_registers() -> bool:
-    """Return True if a register holds sixteen float32, and there are 32 of them (AVX-512)."""
+    """Return True if a register holds sixteen float32 and there are 32 registers (AVX-512)."""
     return _host_has("avx512f")
 
 
@@ -41,7 +41,7 @@ def _host_has(feature: str) -> bool:
 
 
 class BFloatType(ir.Type):  # type: ignore[misc]
-    """LLVM's bfloat, which llvmlite has no name for."""
+    """LLVM's bfloat type, which llvmlite does not define."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -60,7 +60,7 @@ def load_pairs(builder: Builder, address: Value, tag: Any) -> Value:
 
 
 def multiply_pairs(builder: Builder, a: Value, b: Value, c: Value) -> Value:
-    """Emit c + the products of a's and b's adjacent lanes, two by two."""
+    """Emit c + the products of a and b, summed over the two elements of each pair."""
     kind = ir.FunctionType(VEC, [VEC, a.type, b.type])
     return builder.call(builder.module.declare_intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", fnty=kind), [c, a, b])
 
@@ -75,7 +75,7 @@ def first_lanes(builder: Builder, count: Value, lanes: int) -> Value:
 
 
 def load_masked(builder: Builder, address: Value, mask: Value, tag: Any, pairs: bool) -> Value:
-    """Load a vector whose unset lanes are 0; their memory is not accessed."""
+    """Load the lanes that `mask` sets; the other lanes are 0, and their memory is not accessed."""
     lanes = mask.type.count
     element, suffix = (F32, "f32") if tag == types.float32 else (I16, "i16")
     kind = ir.VectorType(element, lanes)
