@@ -40,11 +40,12 @@ MAX_CHUNK_ROWS = 256
 CODE_BITS, ROWS_A_CHUNK, TOKENS, K, X, OUT, WEIGHT, BIAS, ROWS, ADDS, SOURCE, NORM_WEIGHT, WIDE_NORM, GELU, EPS = range(
     1, 16
 )
-"""Indices of the arguments of a product out = x · weightᵀ + bias (0 = none), or out += that.
+"""Indices of the arguments of a product out = x · weightᵀ + bias, or out += x · weightᵀ + bias if `adds` is 1.
 
-x [tokens, k] is RMSNorm of `source`, or unchanged input. `rows` are the weight's, or those of each half for gate and
-up. `wide_norm` is 1 if the norm's weight is float32 whatever the model's dtype is, `gelu` 1 if gates have GELU and not
-SiLU. `norm_weight` 0 leaves x as it is. `code_bits` is 0, or the bits of a packed weight's codes.
+x [tokens, k] is RMSNorm of `source`, or unchanged input if `norm_weight` is 0. `rows` is the number of rows of the
+weight, or of each half for gate and up. `bias` is 0 if there is none. `wide_norm` is 1 if the norm's weight is float32
+whatever the model's dtype is, `gelu` 1 if the gates have GELU and not SiLU. `code_bits` is 0, or the bits of a packed
+weight's codes.
 """
 PRODUCT = struct.Struct("=15qd")
 SCALES, OFFSETS, FACTORS, GROUP_BLOCKS, X_CODES, X_SCALES, X_SUMS = range(16, 23)

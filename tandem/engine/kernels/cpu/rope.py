@@ -14,12 +14,12 @@ LARGEST_CODE = 127
 """The largest code of int8 keys and values."""
 (QKV, ANGLES, Q_NORM, K_NORM, WIDE_NORM, CACHE, PAGE_ITEMS, PART_ITEMS, HEAD_ITEMS, POSITIONS, SLOTS, TOKENS, HEADS,
  KV_HEADS, HEAD_DIM, ROTATED, PAGE_TOKENS, QUANTIZED, EPS) = range(2, 21)  # fmt: skip
-"""Indices of arguments.
+"""Indices of the arguments.
 
-Norms are 0 where there is none, and float32 whatever the model's dtype is if `wide_norm` is 1. `cache` is the layer's
-part of page 0; `page_items`, `part_items` and `head_items` are the distances of pages, of keys and values, and of heads
-in elements. `rotated` leading dimensions of a head are rotated. With `quantized` 1 the cache holds int8 codes, and
-float32 scales after the codes of a head's `page_tokens` tokens.
+`q_norm` and `k_norm` are 0 if there are no norms; if `wide_norm` is 1 they are float32 whatever the model's dtype is.
+`cache` is the layer's part of page 0; `page_items`, `part_items` and `head_items` are the distances between pages,
+between keys and values, and between heads, in elements. The leading `rotated` dimensions of a head are rotated. If
+`quantized` is 1 the cache holds int8 codes, and the float32 scales follow the codes of a head's `page_tokens` tokens.
 """
 ROPE = struct.Struct("=20qd")
 
