@@ -148,7 +148,7 @@ class QuantizedPrefill:
     """
 
     def __init__(self, attention: PrefillAttention, copies: Tensor) -> None:
-        """Wrap `attention`, which takes 16-bit pages; `copies` is the memory of `make_copies`, which all calls share."""
+        """Wrap `attention`, which takes 16-bit pages; `copies` is the memory of `make_copies`, shared by all calls."""
         self._attention = attention
         self._copies = copies
         self._begun = threading.local()

@@ -66,8 +66,8 @@ class DecodeAttention:
     dtype      dtype of queries, and of keys and values that are not quantized
     kv_dtype   dtype of the cache; None = dtype
     pdl        launch with programmatic dependent launch (see `triton_launch`)
-    early      promises that no kernel of the same chain of overlapped launches writes page tables and context lengths (a
-               copy or another graph may); with `pdl` they are then read, and the first keys and values prefetched into
+    early      promises that no kernel of the same chain of overlapped launches writes page tables and context lengths
+               (a copy or another graph may); with `pdl` they are then read, and the first keys and values prefetched into
                the L2 cache, while the kernel before still runs
     choose     returns the plan of a call; tuning and tests pass their own
     tokens     maximum number of rows of a group; 1 = each row is computed separately, and calls have no groups
@@ -116,13 +116,13 @@ class DecodeAttention:
     def begin_step(
         self, cache: KvCache, page_table: Tensor, context_lens: Tensor, groups: Tensor | None = None
     ) -> None:
-        """Plan a step. Called once before the calls of a step, by the same thread and with the arguments of these calls.
+        """Plan a step. Called once before the calls of a step, by the same thread and with the arguments of the calls.
 
         `groups` is `DraftGroups.table` if a group may have several rows (`tokens` > 1), else None.
 
         Its launch does not overlap with others, and the launch after it (`triton_embed.embed`) must not overlap with it
         either: so all later kernels see what it writes. Raises ValueError for more than `max_rows` rows, for a cache of
-        another dtype than the scratch memory is made for, or if there are `groups` exactly when there should be none.
+        another dtype than the scratch memory is made for, or if `groups` does not match `tokens`.
         """
         rows, capacity = len(context_lens), page_table.shape[1] * cache.shape[4]
         if (groups is None) != (self._tokens == 1):

@@ -62,7 +62,7 @@ def split_attention_kernel(
     EARLY: tl.constexpr,
     WIDE_DOT: tl.constexpr,
 ):
-    """Program (key head, row, split) computes one range of a row: an equal part per split, or at least `least_tiles` tiles.
+    """Program (key head, row, split) computes a range of the row's tiles: an equal part, or at least `least_tiles`.
 
     Every tile has a visible position, so the running maximum is finite after the first.
     """
@@ -177,7 +177,7 @@ def persistent_attention_kernel(
     EARLY: tl.constexpr,
     WIDE_DOT: tl.constexpr,
 ):
-    """Program (key head, unit) computes the rows of its range one after another, so that none waits for the longest row.
+    """Program (key head, unit) computes the rows of its range one after another, so none waits for the longest row.
 
     See `triton_attention_ranges.py`. The partial results of a row and key head are adjacent, from index row + first
     unit of the row on.

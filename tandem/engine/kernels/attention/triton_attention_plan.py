@@ -59,14 +59,14 @@ class Plan:
 
 
 SMALL_TILE = Plan(block_tokens=32, warps=2, stages=4, shared_percent=50)
-"""The tile for few rows: small tiles are loaded soonest, which counts because the kernels around take as long.
+"""The tile for few rows: small tiles are loaded soonest, and the time of the kernels around counts as well.
 
 With half of the memory as shared memory, those kernels can run at the same time, because they use the other half.
 """
 LARGE_TILE = Plan(block_tokens=128, warps=4, stages=2)
 """The tile for many rows: its registers leave room for `PROGRAMS_PER_SM` programs."""
 ROUNDS_TILE = Plan(block_tokens=64, warps=4, stages=3, shared_percent=72)
-"""The tile for `ROUNDS`: it gets 164 of 228 KiB of shared memory, which fits `PROGRAMS_PER_SM` programs of 64 KiB each."""
+"""The tile for `ROUNDS`: it gets 164 of 228 KiB of shared memory, which fits `PROGRAMS_PER_SM` of 64 KiB each."""
 LARGE_TILE_DIMS = 128
 """The largest head dim for which `LARGE_TILE` and `ROUNDS_TILE` fit into shared memory."""
 NARROW_TILE = Plan(block_tokens=64, warps=2, stages=3)

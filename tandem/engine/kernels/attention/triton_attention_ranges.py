@@ -37,7 +37,7 @@ def _tiles_at(
     ROWS_TILE: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Return the number of tiles [ROWS_TILE] of rows from `first` on, 0 for padding, and a mask of the rows that exist."""
+    """Return the number of tiles [ROWS_TILE] of rows from `first` on, 0 for padding, and a mask of existing rows."""
     number = first + tl.arange(0, ROWS_TILE)
     there = number < rows
     if TOKENS == 1:

@@ -139,7 +139,7 @@ def clear_padding(
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
 ):
-    """Zero one key head's results of the rows that belong to no group: from the row stored at `used_at` up to `tokens`."""
+    """Zero one key head's results of rows that belong to no group: from the row stored at `used_at` up to `tokens`."""
     cell = tl.arange(0, GROUP_PADDED * DIM_PADDED)
     zeros = tl.zeros([GROUP_PADDED * DIM_PADDED], out.dtype.element_ty)
     for row in tl.range(tl.load(used_at) + program, tokens, programs):

@@ -40,7 +40,7 @@ def page_of_tile(table, tile, begin, context, PAGE_TOKENS: tl.constexpr, BLOCK_T
 
 @triton.jit
 def token_offsets(page, tile, page_stride, PAGE_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, ROW: tl.constexpr):
-    """Return a tile's offset in the cache in elements, int64: of its first token, or [BLOCK_TOKENS, 1] of all tokens."""
+    """Return a tile's offset in the cache in elements, int64: of its first token, or [BLOCK_TOKENS, 1] of all."""
     if PAGE_TOKENS % BLOCK_TOKENS == 0:
         offset = page.to(tl.int64) * page_stride + (tile * BLOCK_TOKENS % PAGE_TOKENS) * ROW
     else:
@@ -51,7 +51,7 @@ def token_offsets(page, tile, page_stride, PAGE_TOKENS: tl.constexpr, BLOCK_TOKE
 
 @triton.jit
 def heads_of(SIZE: tl.constexpr, GROUP_PADDED: tl.constexpr, TOKENS: tl.constexpr):
-    """Return the head [SIZE] within its group of each query of a tile, which holds the heads of a key head TOKENS times."""
+    """Return the head [SIZE], within its group, of each query of a tile; the tile holds these heads TOKENS times."""
     head = tl.arange(0, SIZE)
     if TOKENS > 1:
         head = head % GROUP_PADDED
