@@ -67,8 +67,8 @@ class DecodeAttention:
     kv_dtype   dtype of the cache; None = dtype
     pdl        launch with programmatic dependent launch (see `triton_launch`)
     early      promises that no kernel of the same chain of overlapped launches writes page tables and context lengths
-               (a copy or another graph may); with `pdl` they are then read, and the first keys and values prefetched into
-               the L2 cache, while the kernel before still runs
+               (a copy or another graph may); with `pdl` they are then read, and the first keys and values prefetched
+               into the L2 cache, while the kernel before still runs
     choose     returns the plan of a call; tuning and tests pass their own
     tokens     maximum number of rows of a group; 1 = each row is computed separately, and calls have no groups
     """

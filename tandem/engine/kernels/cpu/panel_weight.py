@@ -23,9 +23,9 @@ _PIECE = 1 << 22
 class PanelWeight(PackedWeight):
     """A packed weight [..., N, K] in panels of sixteen rows; rows from N on are zero.
 
-    codes   [..., N / 16, K / 4, 16, 4] int8: units of four columns, with the sign bits flipped: read as
-            unsigned bytes they are codes + 128; or [..., N / 16, K / 8, 16, 4] uint8 with two units in the halves of the
-            bytes, the first unit in the lower half
+    codes   [..., N / 16, K / 4, 16, 4] int8: units of four columns, with the sign bits flipped:
+            as unsigned bytes they are codes + 128; or [..., N / 16, K / 8, 16, 4] uint8 with two units in the halves of
+            the bytes, the first unit in the lower half
     scales  [..., N / 16, K / group, 16] float16, to be multiplied by `factors`; or [..., N / 16, 0, 16] if each row has
             a single scale, which is then in `factors`
     offsets like the scales, or None; as in `PackedWeight` they belong to the codes before these were made unsigned

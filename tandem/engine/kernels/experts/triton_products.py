@@ -1,14 +1,14 @@
-"""The products of the chosen experts, and the sum of a token's experts.
+"""The products of the chosen experts, and the sum over a token's experts.
 
-Steps of several tokens: a program multiplies a tile of tokens of one expert with rows of its weights, which are the
-left operand of `tl.dot`, as in `tandem/engine/kernels/linear`. A token's output by each of its experts is stored,
-rounded to the model's dtype, and added in the order of the ranks: there are no atomics, and no number depends on
-another token.
+In steps of several tokens a program multiplies a tile of tokens of one expert with rows of the expert's weights, which
+are the left operand of `tl.dot`, as in `tandem/engine/kernels/linear`. A token's output from each of its experts is
+stored, rounded to the model's dtype, and added in the order of the ranks: there are no atomics, and no number depends
+on another token.
 
-A step of one token: programs of a few rows multiply in float32, without tiles; those of the down product hold the rows
-of all of the token's experts and add their sums to the residual stream.
+In a step of one token, programs of a few rows multiply in float32, without tiles; those of the down product hold the
+rows of all experts of the token and add their sums to the residual stream.
 
-Numbers of experts and pairs are bounded where they are read, as a trial's memory is arbitrary
+The numbers of experts and pairs are clamped where they are read, because the memory of trial steps is arbitrary
 (tandem/engine/cuda/compile_ahead.py).
 """
 
@@ -22,7 +22,7 @@ from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inpu
 SILU = tl.constexpr(0)
 CLAMPED_SWIGLU = tl.constexpr(1)
 ACTIVATIONS = {"silu": SILU.value, "clamped_swiglu": CLAMPED_SWIGLU.value}
-"""`MixtureOfExperts.activation`."""
+"""The values of `MixtureOfExperts.activation`."""
 
 _ALPHA = tl.constexpr(SWIGLU_ALPHA)
 _LIMIT = tl.constexpr(SWIGLU_LIMIT)
@@ -36,14 +36,14 @@ def _activate(gate, up, ACTIVATION: tl.constexpr):
         gate = tl.minimum(gate, _LIMIT)
         up = tl.minimum(tl.maximum(up, -_LIMIT), _LIMIT) + 1.0
         factor = gate * _ALPHA
-    # Of the two forms of the sigmoid the one whose exponential cannot overflow.
+    # Of the two forms of the sigmoid, use the one whose exponential cannot overflow.
     small = tl.exp(-tl.abs(factor))
     return gate * tl.where(factor >= 0, 1.0, small) / (1.0 + small) * up
 
 
 @triton.jit
 def _load_weight(pointers, inside, EVEN: tl.constexpr):
-    """Load pointers [rows, columns] of a weight, 0 for columns that are not `inside`."""
+    """Load pointers [rows, columns] of a weight, with 0 for columns that are not `inside`."""
     if EVEN:
         return tl.load(pointers)
     return tl.load(pointers, mask=inside[None, :], other=0.0)
@@ -51,7 +51,7 @@ def _load_weight(pointers, inside, EVEN: tl.constexpr):
 
 @triton.jit
 def tile_of(number, tiles, pairs, places, P, E: tl.constexpr, TOKENS: tl.constexpr):
-    """Return a tile's expert, its pairs [TOKENS], and which of them are there."""
+    """Return a tile's expert, the tile's pairs [TOKENS], and which of these are present."""
     tile = tl.load(tiles + number)
     expert = tl.minimum(tl.maximum(tile // PAIRS_BASE, 0), E - 1).to(tl.int64)
     present = places < tile % PAIRS_BASE
@@ -89,7 +89,7 @@ def tile_kernel(
 
     GATED: out [P, N] = activation(g) · u of x [P / TOP_K, K] and weight [E, 2·N, K], bias [E, 2·N];
     else:  out [P, N] = weights [P] · (x · weightᵀ + bias) of x [P, K] and weight [E, N, K], bias [E, N].
-    tiles and pairs are those of `triton_router`; out is written for the pairs in `pairs`.
+           tiles and pairs are as in `triton_router`; out is written for the pairs in `pairs`.
     """
     EVEN: tl.constexpr = K % COLUMNS == 0
     WEIGHT_ROWS: tl.constexpr = 2 * N if GATED else N

@@ -8,7 +8,7 @@ from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inpu
 from tandem.engine.kernels.triton_math import gelu_tanh
 
 COLUMN_BLOCKS = (2048, 1024, 512, 256)
-"""Columns of a program: the largest number that divides a row is used, as a partly empty program costs like a full one."""
+"""Columns of a program; the largest that divides a row is used, as a partly empty program costs like a full one."""
 RAGGED_BLOCK = 1024
 """Columns of a program if none of `COLUMN_BLOCKS` divides the row."""
 ELEMENTS_PER_WARP = 512

@@ -96,7 +96,7 @@ def launch(
     tile: Tile | None = None,
     gelu: bool = False,
 ) -> None:
-    """Launch one product into `out`, for `op` STORE, GATE_UP or ADD, with `tile`, or with the plan's tile if it is None.
+    """Launch one product into `out`, for `op` STORE, GATE_UP or ADD; `tile` None means the plan's tile.
 
     GATE_UP applies SiLU, or GELU if `gelu`. Raises ValueError if the partial sums of a split tile do not fit the
     scratch memory.

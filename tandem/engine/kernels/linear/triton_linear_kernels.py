@@ -14,9 +14,9 @@ ADD = tl.constexpr(2)
 NO_NORM = tl.constexpr(0)
 NORM_LAST = tl.constexpr(1)
 NORM_FIRST = tl.constexpr(2)
-"""When the input is scaled by the root of its mean square: never, after the product, or before it.
+"""When the input is divided by its root mean square: never, after the product, or before it.
 
-float16 cannot hold x ∘ norm of every x, so float16 inputs are scaled first, for which x is read twice.
+float16 cannot hold x ∘ norm of every x, so float16 inputs are divided before, for which x is read twice.
 """
 
 PREFETCH_BYTES = tl.constexpr(256)

@@ -14,7 +14,7 @@ class Gemv:
 
 @dataclass(frozen=True, slots=True)
 class Skinny:
-    """The tile for several tokens: a program computes `rows` outputs of `tokens` tokens, from `columns` columns at a time.
+    """The tile for several tokens: a program computes `rows` outputs of `tokens` tokens, `columns` at a time.
 
     splits: programs that share the input columns of one output tile
     stages: depth of the load pipeline

@@ -19,7 +19,7 @@ class LoraUpdate(Protocol):
         """Add B · (A · x) to the product `out` [T, N] in place."""
 
     def activated(self, gate_up: Tensor, activation: str) -> Tensor:
-        """Return activation(g) · u with [g | u] = gate_up [T, 2·I] + B · (A · x) → [T, I]; gate_up may be overwritten."""
+        """Return activation(g) · u with [g | u] = gate_up [T, 2·I] + B · (A · x) → [T, I]; may overwrite gate_up."""
 
 
 class LoraUpdates(ABC):
@@ -27,7 +27,7 @@ class LoraUpdates(ABC):
 
     @property
     def trial_tokens(self) -> tuple[int, ...]:
-        """Numbers of tokens of prefill steps to run as trials at the start, for kernels that no other trial step compiles."""
+        """Numbers of tokens of trial prefill steps at the start whose kernels no other trial step compiles."""
         return ()
 
     @abstractmethod
@@ -53,7 +53,7 @@ class AdaptedProducts(Products):
     """
 
     def __init__(self, base: Products, updates: LoraUpdates, tables: Mapping[int, LoraTables]) -> None:
-        """Wrap `base`; `tables` has the tables of each adapted weight, by the `id` of the weight before it is prepared."""
+        """Wrap `base`; `tables` has each adapted weight's tables, by the `id` of the weight before it is prepared."""
         self._base, self.updates, self._tables = base, updates, tables
 
     def prepare(self, linear: Linear) -> Linear:
