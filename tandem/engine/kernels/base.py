@@ -119,7 +119,7 @@ class Products(ABC):
 
     @abstractmethod
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        """Return x · weightᵀ + bias → [T, out]."""
+        """Return x · weightᵀ + bias → [T, out], without a norm."""
 
     @abstractmethod
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:

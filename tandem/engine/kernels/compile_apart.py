@@ -72,7 +72,7 @@ def _begin(job: Job) -> "subprocess.Popen[bytes] | None":
         log.debug("no process to compile a library's kernels: %s", error)
         return None
     assert child.stdin is not None
-    # the process may have ended already; its exit code shows that
+    # The process may have ended already; its exit code shows that.
     with contextlib.suppress(OSError), child.stdin as pipe:
         pickle.dump(sys.path, pipe)
         pickle.dump((job.function, job.arguments), pipe)

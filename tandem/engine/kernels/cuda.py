@@ -38,6 +38,7 @@ from tandem.engine.kernels.triton_launch import overlaps_launches
 from tandem.protocol.errors import InvalidArgument
 
 _HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+"""The head dims that the kernels support."""
 _ONE_STREAM = SecondStream(None)
 
 
@@ -110,12 +111,12 @@ class CudaKernels(Kernels):
 
     @property
     def capturable_tokens(self) -> int | None:
-        """See `LatentKernels.capturable_tokens`."""
+        """The limit of latent attention, see `LatentKernels.capturable_tokens`."""
         return self._latent.capturable_tokens
 
     @property
     def capturable_pages(self) -> int | None:
-        """See `QuantizedPrefill.most_pages`."""
+        """The limit of prefill over a quantized cache, see `QuantizedPrefill.most_pages`; None = no limit."""
         return self._prefill.most_pages if self._decode and isinstance(self._prefill, QuantizedPrefill) else None
 
     def draft_group_rows(self, drafts: int) -> int:

@@ -26,7 +26,7 @@ def multiplied_on_gpus(weight: PackedWeight) -> bool:
 
 
 def step_bytes(weight: PackedWeight) -> int:
-    """Return the largest step through a row's codes, in bytes, such that each step's codes share one scale."""
+    """Return the width, in bytes, of the largest equal pieces of a row's codes of which each has a single scale."""
     columns = weight.shape[-1]
     group = 0 if weight.group == columns else weight.group  # gcd(n, 0) is n: a single scale per row sets no bound
     if weight.bits == 8:

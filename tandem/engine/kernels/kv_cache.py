@@ -63,7 +63,7 @@ def quantize_kv(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """
     wide = values.to(torch.float32)
     most = wide.abs().amax(-1, keepdim=True)
-    # a tensor, because PyTorch would multiply by the reciprocal of a Python number
+    # A tensor, because PyTorch would replace a division by a Python number by a product with its reciprocal.
     largest = torch.full_like(most, _LARGEST[dtype])
     codes = wide * torch.where(most == 0, 0.0, largest / most)
     return (codes.round() if dtype == torch.int8 else codes).to(dtype), (most / largest).squeeze(-1)

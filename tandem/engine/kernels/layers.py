@@ -45,15 +45,15 @@ class Experts:
     router_bias: Tensor | None
     """[E], added to the router's logits."""
     choice_bias: Tensor | None
-    """[E] float32, see `ExpertRouter.choice_bias`."""
+    """[E] float32, added to the scores for the choice of experts only, see `ExpertRouter.choice_bias`."""
     gate_up: Weight
-    """[E, 2·I, H]."""
+    """[E, 2·I, H]: the first product of each expert, gate rows first."""
     gate_up_bias: Tensor | None
-    """[E, 2·I]."""
+    """[E, 2·I], the bias of `gate_up`."""
     down: Weight
-    """[E, H, I]."""
+    """[E, H, I]: the second product of each expert."""
     down_bias: Tensor | None
-    """[E, H]."""
+    """[E, H], the bias of `down`."""
     shared_gate_up: Linear | None
     """The first product of the shared expert, a dense network that every token passes; None = no shared expert."""
     shared_down: Linear | None

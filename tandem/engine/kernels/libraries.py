@@ -110,7 +110,7 @@ def _begin(wanted: Wanted) -> Callable[[], None]:
     compiled_all = compile_apart(jobs, compiled_folder("compiled"), torch.cuda.get_device_name(wanted.device))
 
     def wait() -> None:
-        # imported here, while the processes compile: its packages must not be imported by two threads at once
+        # Imported here, while the processes compile: its packages must not be imported by two threads at once.
         why_no_library()
         compiled_all()
 

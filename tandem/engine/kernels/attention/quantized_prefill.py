@@ -170,6 +170,7 @@ class QuantizedPrefill:
         if self._copies.is_cuda and torch.cuda.is_current_stream_capturing():
             return rows  # a captured step has at most `most_pages` pages, so all its rows fit
         longest = layout.page_table.shape[1]
+        # Only the device knows the contexts; the host knows bounds of them.
         if layout.max_cached is not None:
             longest = min(longest, pages_for(layout.max_cached + layout.max_row_tokens, self._copies.shape[3]))
         return max(1, len(self._copies) // longest)

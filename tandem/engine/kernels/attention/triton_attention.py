@@ -100,6 +100,7 @@ class DecodeAttention:
         self._sms = INTERPRETER_SMS
         if device.type == "cuda":
             self._sms = torch.cuda.get_device_properties(device).multi_processor_count
+        # The scratch memory must suffice for any page table, whose width is not known before a step.
         most = max(self._plan(rows, ENDLESS).partials(rows) for rows in range(1, max_rows + 1))
         room = most * shape.heads * tokens
         self._partials = torch.empty(room, shape.head_dim, dtype=torch.float32, device=device)

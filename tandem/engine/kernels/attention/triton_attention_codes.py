@@ -29,7 +29,7 @@ BIAS = tl.constexpr(128)
 TINY = tl.constexpr(2.0**-24)
 """The smallest positive number of float16."""
 _MOST_EXPONENT = tl.constexpr(126.0)
-"""The largest power of 2 of which a sum of several is still finite in float32."""
+"""The maximum exponent of a weight: several such powers of 2 still have a finite sum in float32."""
 LEAST_SCALE = tl.constexpr(2.0**-60)
 """Smaller scales of values are raised to this number: their logarithm would not be finite."""
 

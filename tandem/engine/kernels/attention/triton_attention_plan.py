@@ -21,7 +21,10 @@ multiprocessors.
 ROUNDS = 2
 """The factor on the number of programs if there are rows for each of them: programs that finish early take one more."""
 NEARLY = 15 / 16
-"""The least fraction of these programs that is accepted to get a number that divides rows of one length evenly."""
+"""A multiple of the number of rows is used instead if it is at least this fraction of the programs.
+
+Rows of one length are then divided evenly.
+"""
 MOST_SPLITS = 32
 """The largest useful number of splits: more make a row no faster, because its last program has to merge them."""
 MOST_GROUP_SPLITS, LEAST_GROUP_TILES = 16, 4

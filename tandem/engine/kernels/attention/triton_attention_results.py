@@ -113,6 +113,7 @@ def deliver(
             merged_cells = heads_of(MERGED_TILE, GROUP_PADDED, TOKENS)[:, None] * HEAD_DIM + dim[None, :]
             kept_cells = kept[:, None] & (dim < HEAD_DIM)[None, :]
             tl.store(out_row + merged_cells, merged.to(out.dtype.element_ty), mask=kept_cells)
+            # The next call has to find the counter at 0.
             tl.store(counters + lane, 0)
 
 

@@ -68,6 +68,7 @@ def list_items(shared):  # type: ignore[no-untyped-def]
         context = load_int(context_lens, row, INT32)
         first_block = max(context - window, 0) // KEYS
         last_block = (context - 1) // KEYS
+        # Only rows of one token are split into blocks: longer rows have an item for each 16 queries.
         split = tokens == 1 and first_block != last_block
         for head in range(kv_heads):
             for query in range(0, tokens * group, QUERIES):

@@ -23,10 +23,10 @@ class Products(Protocol):
     """The products of `CpuKernels` whose input is normed already."""
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        """Return x · weightᵀ + bias."""
+        """Return x · weightᵀ + bias → [T, N]."""
 
     def gate_up(self, x: Tensor, gate_up: Linear, activation: str) -> Tensor:
-        """Return activation(g) · u with [g | u] = x · gate_upᵀ + bias."""
+        """Return activation(g) · u with [g | u] = x · gate_upᵀ + bias → [T, N / 2]."""
 
 
 def with_wide_router(experts: Experts) -> Experts:
@@ -52,7 +52,7 @@ def add_experts(products: Products, x: Tensor, hidden: Tensor, layer: ExpertsLay
         gate_up = Linear(experts.gate_up[expert], _row(experts.gate_up_bias, expert))
         down = Linear(experts.down[expert], _row(experts.down_bias, expert))
         out = products.linear(products.gate_up(x[tokens], gate_up, spec.activation), down)
-        # an expert has a token at most once, so no element is added twice
+        # An expert has a token at most once, so no element is added twice.
         mixed[tokens] += out.float() * weights[tokens, ranks, None]
     if experts.shared_gate_up is not None and experts.shared_down is not None:
         shared = products.linear(products.gate_up(x, experts.shared_gate_up, "silu"), experts.shared_down).float()

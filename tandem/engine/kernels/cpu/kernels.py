@@ -139,7 +139,7 @@ class CpuKernels(Kernels):
         return out
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        """Compute the product."""
+        """Compute the product: with PyTorch if there are many tokens and the weight is not packed, else as a job."""
         if _is_long(x, linear):
             return self._long.linear(x, linear)
         out = torch.zeros(len(x), len(linear.weight), dtype=self._dtype)
@@ -147,7 +147,7 @@ class CpuKernels(Kernels):
         return out
 
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
-        """Compute the product and add it to `hidden`."""
+        """Compute the product and add it to `hidden`; see `linear`."""
         if _is_long(x, linear):
             self._long.linear_add(x, linear, hidden)
         else:

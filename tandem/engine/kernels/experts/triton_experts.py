@@ -92,7 +92,7 @@ class ExpertKernels:
         slots: Tensor,
         tile: ExpertTile | None = None,
     ) -> Tensor:
-        """Add the routed experts' output to `hidden` (see `Kernels.experts`), and return RMSNorm of `hidden` before that.
+        """Add the routed experts' output to `hidden` (see `Kernels.experts`); return RMSNorm of `hidden` before that.
 
         `tile` replaces the tile of the table.
         """
@@ -161,6 +161,8 @@ class ExpertKernels:
             tiles, order, most, tile_tokens = choice.tiles, choice.order, choice.max_tiles, choice.tile_tokens
         else:
             task = CHOOSE.value
+        # If one program can hold the whole step, it chooses and sorts in one launch; else the choice only counts, and
+        # another kernel sorts.
         # Tensors that a variant does not access still need an address.
         any_bias = logits if experts.router_bias is None else experts.router_bias
         any_choice_bias = logits if experts.choice_bias is None else experts.choice_bias

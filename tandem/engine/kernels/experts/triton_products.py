@@ -89,7 +89,8 @@ def tile_kernel(
 
     GATED: out [P, N] = activation(g) · u of x [P / TOP_K, K] and weight [E, 2·N, K], bias [E, 2·N];
     else:  out [P, N] = weights [P] · (x · weightᵀ + bias) of x [P, K] and weight [E, N, K], bias [E, N].
-           tiles and pairs are as in `triton_router`; out is written for the pairs in `pairs`.
+
+    tiles and pairs are as in `triton_router`; out is written for the pairs in `pairs`.
     """
     EVEN: tl.constexpr = K % COLUMNS == 0
     WEIGHT_ROWS: tl.constexpr = 2 * N if GATED else N

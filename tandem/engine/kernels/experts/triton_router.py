@@ -191,6 +191,8 @@ def choice_kernel(
     if TASK == SORT:
         hot = (rank_of >= 0) & valid[:, None]
         ones = hot.to(tl.int32)
+        # The program holds all tokens of the step, so a prefix sum over the tokens gives each pair's position in its
+        # expert's list, and the list is in the order of the tokens.
         before = tl.cumsum(ones, axis=0) - ones
         count = tl.sum(ones, axis=0)
         tiles_of = (count + TILE - 1) // TILE
@@ -231,6 +233,7 @@ def sort_kernel(
         left = count - number * TILE
         inside = (left > 0) & (first + number < MAX_TILES)
         tl.store(tiles + first + number, mine * PAIRS_BASE + tl.minimum(left, TILE), mask=inside)
+    # Pairs are read in the order of the tokens, a chunk at a time; a prefix sum over the chunk keeps that order.
     done = first * TILE
     end = MAX_TILES * TILE
     for start in tl.range(0, P, CHUNK):

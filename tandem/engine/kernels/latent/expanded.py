@@ -63,6 +63,8 @@ class ExpandedAttention:
         most = layout.max_context if layout.max_cached is None else layout.max_cached
         at_once = max(LEAST_TOKENS, BLOCK_TOKENS // rows)
         row = _rows_of_tokens(starts, len(layout.positions)) if most else starts
+        # Only the device knows how many positions each row has in the cache: blocks cover the host's bound `most`, and
+        # rows with shorter contexts have empty ranges in the later blocks.
         blocks: list[tuple[_Block, Tensor]] = []
         for first in range(0, most, at_once):
             here, longest = (cached - first).clamp(0, at_once), min(at_once, most - first)
@@ -107,6 +109,7 @@ class ExpandedAttention:
     def _expand(
         self, block: _Block, kv_up: Tensor, cache: Tensor, layer: int, page_table: Tensor
     ) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of a block, each [tokens, heads, any]."""
         shape = self._shape
         both = torch.empty(block.tokens, shape.heads, shape.query + shape.v_dim, dtype=cache.dtype, device=cache.device)
         expand(

@@ -31,6 +31,7 @@ def group_chunks(layout: StepLayout, first_row: int, tokens: int) -> TokenGroups
     last_groups = ((ends - begins + tokens - 1) // tokens).cumsum(0)
     first_groups = torch.nn.functional.pad(last_groups[:-1], (1, 0))
 
+    # Each row has at most one group that is not full, so this number of groups always suffices.
     number = torch.arange(total // tokens + rows, device=device)
     row = torch.searchsorted(last_groups, number, right=True)
     exists = row < rows

@@ -137,7 +137,7 @@ def _expand(
     PDL: tl.constexpr,
     WIDE_DOT: tl.constexpr,
 ):
-    """Program (tile of tokens, row, head); the tail is computed like the other tokens, from zeros."""
+    """Program (tile of tokens, row, head) computes keys and values; those of the tail are computed from zeros."""
     launch_dependents(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(1)
@@ -189,7 +189,7 @@ def _merge_block(
     HEADS_TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (token, tile of heads)."""
+    """Program (token, tile of heads) merges the results of one token, unless the token sees no key of the block."""
     launch_dependents(PDL)
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)

@@ -115,7 +115,10 @@ def _absorb(
     PDL: tl.constexpr,
     WIDE_DOT: tl.constexpr,
 ):
-    """Program (tokens, head, columns of the latent); programs of the first columns also copy the rotated part."""
+    """Program (tokens, head, columns of the latent) absorbs queries.
+
+    Programs of the first columns also copy the rotated part.
+    """
     launch_dependents(PDL)
     head = tl.program_id(1)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -153,7 +156,7 @@ def _values_of(
     PDL: tl.constexpr,
     WIDE_DOT: tl.constexpr,
 ):
-    """Program (tokens, head, columns of the values)."""
+    """Program (tokens, head, columns of the values) computes values from mixed latents."""
     launch_dependents(PDL)
     wait_for_inputs(PDL)
     head = tl.program_id(1)

@@ -190,6 +190,9 @@ def finish_split(
         if NORM == NORM_LAST:
             tl.store(mine + (slot - TOKENS) + tl.arange(0, TOKENS), squares)
         tl.debug_barrier()
+        # The barrier before makes the stores of all warps come before the increment. The last program to arrive adds
+        # the parts in a fixed order, so that the same inputs give the same bits, and leaves the counter at 0 for the
+        # next launch.
         arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
         if arrived == SPLITS - 1:
             sums = tl.zeros((ROWS, TOKENS), tl.float32)

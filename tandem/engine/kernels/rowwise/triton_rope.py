@@ -119,7 +119,7 @@ def rope_and_store(
 
 
 def _norms_rows(norm: Tensor | None, shape: AttentionShape) -> bool:
-    """Return True if the norm is one of whole rows, and these have several heads."""
+    """Return True if the norm is one of whole rows and a row has several heads."""
     return norm is not None and norm.numel() > shape.head_dim
 
 
