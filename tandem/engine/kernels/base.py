@@ -137,7 +137,8 @@ class Products(ABC):
 class Kernels(Products):
     """One implementation of a layer's arithmetic.
 
-    The model runner owns it and calls it. It holds no request state, and may keep scratch memory between calls.
+    It is made for one model when the engine is loaded (`tandem/engine/device.py`), and the model's layers call it. It
+    holds no request state, and may keep scratch memory between calls.
     """
 
     def prepare(self, linear: Linear) -> Linear:

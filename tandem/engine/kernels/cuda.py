@@ -45,7 +45,8 @@ _ONE_STREAM = SecondStream(None)
 class CudaKernels(Kernels):
     """The kernels of one model on one GPU, called by one thread on one stream.
 
-    It owns scratch memory that all layers share.
+    Only trial steps at the start (`tandem/engine/cuda/compile_ahead.py`) call them from several threads. They own
+    scratch memory that all layers share.
     """
 
     def __init__(
