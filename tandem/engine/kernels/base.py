@@ -1,8 +1,8 @@
 """The interface to the hardware: the operations of a decoder's layers, fused as fast implementations need it.
 
-`reference.py` is the plain PyTorch implementation, on any device, and the reference of all others. T is the number of
-tokens in the step over all rows, R the number of rows. Every tensor is contiguous unless said otherwise; `hidden` is
-the residual stream [T, hidden_size] in the model's dtype.
+`reference.py` implements the interface in plain PyTorch on any device; all other implementations are tested against it.
+T is the number of tokens in a step over all rows, R the number of rows. Every tensor is contiguous unless its docstring
+says otherwise; `hidden` is the residual stream [T, hidden_size] in the model's dtype.
 """
 
 from abc import ABC, abstractmethod
@@ -17,14 +17,15 @@ from tandem.engine.kernels.layers import AttentionLayer, DenseLayer, Experts, Ex
 
 @dataclass(frozen=True, slots=True)
 class DraftGroups:
-    """The rows of one token that attention computes together, as they are of one request: its KV is read once.
+    """The groups of one-token rows that attention computes together, so that the KV of a request is read once.
 
-    A group is a row and up to `rows` - 1 rows of the positions after it, which follow one another.
+    A group holds rows of one request that verifies draft tokens: a first row and up to `rows` - 1 rows for the
+    positions after it, which follow one another in the step.
 
-    table [groups + 1, 3] int32, on the device: the group's first row, the row of the next position, and the number of
-          rows; 0 = no group, after all groups. The last entry begins with the number of rows that are in groups: the
-          rows after these are padding.
-    rows  host int, the largest number of rows of a group
+    table [groups + 1, 3] int32, on the device: a group's first row, the row of the next position, and the number of the
+          group's rows. Unused entries have 0 rows and come after all groups. The last entry begins with the number of
+          rows that belong to groups: the rows after these are padding.
+    rows  host int, the largest number of rows in a group
     """
 
     table: Tensor
@@ -33,25 +34,27 @@ class DraftGroups:
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """The positions and cache slots of a step's tokens, shared by all layers of a group (`tandem/engine/config/kv.py`).
+    """Positions and cache slots of a step's tokens, shared by the layers of a KV group (`tandem/engine/config/kv.py`).
 
-    All int32 on the device unless said otherwise.
+    All tensors are int32 on the device unless said otherwise.
 
     positions     [T]     position of each token in its request
-    slots         [T]     int64: page_id · page_tokens + offset, at which each token's KV is stored
-    row_starts    [R + 1] token t of the step belongs to row r when row_starts[r] <= t < row_starts[r + 1]
-    context_lens  [R]     tokens in the cache once this step's are stored
-    page_table    [R, max_pages] page ids of each row, padded with 0; before the pages that the row's tokens see, some
-                  page that they do see
-    max_row_tokens, max_context: host ints, the largest row and the largest context
-    single_rows: host int, how many rows at the front have one token
-    max_cached: host int, a bound of the tokens that the other rows had in the cache before; None = it is not known
-    group: host int, the number of the group: only `slots` and `page_table` differ between groups
-    adapters: [T] each token's adapter from 1, 0 = none; None = the model has none
-    draft_groups: where all rows have one token and some verify drafts, which of them attention computes together
-    decode_only: every row has one token
+    slots         [T]     int64: page_id · page_tokens + offset, the place at which each token's KV is stored
+    row_starts    [R + 1] token t of the step belongs to row r if row_starts[r] <= t < row_starts[r + 1]
+    context_lens  [R]     tokens in the cache once this step's tokens are stored
+    page_table    [R, max_pages] page ids of each row, padded with 0. Entries before the pages that the row's tokens see
+                  hold the id of some page that they do see.
+    max_row_tokens, max_context: host ints, the tokens of the largest row and the largest context
+    single_rows   host int, the number of rows with one token, which come first
+    max_cached    host int, an upper bound of the tokens that the other rows had in the cache before the step; None =
+                  unknown
+    group         host int, the number of the KV group: only `slots` and `page_table` differ between groups
+    adapters      [T] each token's adapter, counted from 1; 0 = no adapter; None = the model has no adapters
+    draft_groups  the rows that attention computes together, in a step whose rows all have one token and some of which
+                  verify draft tokens; else None
 
-    In steps of fixed size (CUDA graphs) a row may be padding: its slot is -1, to store nothing, its context 0.
+    In steps of fixed size (CUDA graphs) a row may be padding: its slot is -1, so that nothing is stored, and its
+    context is 0.
     """
 
     positions: Tensor
@@ -77,125 +80,138 @@ class StepLayout:
 class Feed:
     """Tokens that only the device knows: where sources[t] >= 0, token t of the step is drawn[sources[t]].
 
-    sources [T] int32; drawn [n] int64, the tokens that the step before drew; token 0 stands for NO_TOKEN.
+    `sources` is [T] int32. `drawn` is [n] int64, the tokens that the previous step sampled; a row of it that has no
+    token (NO_TOKEN) is read as token 0.
     """
 
     sources: Tensor
     drawn: Tensor
 
     def tokens(self, token_ids: Tensor) -> Tensor:
-        """Returns the step's tokens [T] int64, of which `token_ids` has those that the host knows."""
+        """Return the step's tokens [T] int64: the drawn ones where `sources` names one, else those of `token_ids`."""
         sources = self.sources.long()
         return torch.where(sources >= 0, self.drawn[sources.clamp(min=0)].clamp(min=0), token_ids)
 
 
 class Products(ABC):
-    """The dense products of a model's layers."""
+    """The dense products of a model's layers.
+
+    `Kernels` extends it; adapters wrap it (`lora/adapted_products.py`).
+    """
 
     @abstractmethod
     def prepare(self, linear: Linear) -> Linear:
-        """Called once for each weight after loading; may repack or dequantize it."""
+        """Return the weight in the form that the products take. Called once for each weight after loading.
+
+        An implementation may repack or dequantize the weight.
+        """
 
     @abstractmethod
     def norm_linear(self, hidden: Tensor, norm: Norm, linear: Linear) -> Tensor:
-        """Returns RMSNorm(hidden) · weightᵀ + bias → [T, out]: the stacked q/k/v product, and the output layer."""
+        """Return RMSNorm(hidden) · weightᵀ + bias → [T, out]: the stacked q/k/v product, and the output layer."""
 
     @abstractmethod
     def norm_gate_up(self, hidden: Tensor, norm: Norm, gate_up: Linear, activation: str = "silu") -> Tensor:
-        """Returns activation(g) · u with [g | u] = RMSNorm(hidden) · gate_upᵀ (gate rows first) → [T, intermediate].
+        """Return activation(g) · u with [g | u] = RMSNorm(hidden) · gate_upᵀ (gate rows first) → [T, intermediate].
 
         `activation` is one of `DenseFeedForward.activation`.
         """
 
     @abstractmethod
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        """Returns x · weightᵀ + bias → [T, out]."""
+        """Return x · weightᵀ + bias → [T, out], without a norm."""
 
     @abstractmethod
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
-        """Adds x · weightᵀ + bias to `hidden` in place: attention's and the MLP's output products."""
+        """Add x · weightᵀ + bias to `hidden` in place: the output products of attention and of the MLP."""
 
     def feed_forward(self, hidden: Tensor, layer: DenseLayer) -> None:
-        """Adds down · (activation(g) · u) to `hidden` in place, with `norm_gate_up`'s g and u.
+        """Add down · (activation(g) · u) to `hidden` in place, with g and u as in `norm_gate_up`.
 
-        The default computes one after the other.
+        The default computes the two products one after the other.
         """
         active = self.norm_gate_up(hidden, layer.norm, layer.gate_up, layer.activation)
         self.linear_add(active, layer.down, hidden)
 
 
 class Kernels(Products):
-    """One implementation of a layer's arithmetic. Holds no request state and may cache scratch memory."""
+    """One implementation of a layer's arithmetic.
+
+    It is made for one model when the engine is loaded (`tandem/engine/device.py`), and the model's layers call it. It
+    holds no request state, and may keep scratch memory between calls.
+    """
 
     def prepare(self, linear: Linear) -> Linear:
-        """Called once for each weight after loading; may repack or dequantize it. The default keeps it."""
+        """Return the weight in the form that the products take. Called once for each weight after loading.
+
+        The default returns it unchanged.
+        """
         return linear
 
     def prepare_experts(self, experts: Experts) -> Experts:
-        """Like `prepare`, for the weights of a mixture of experts."""
+        """Return the weights of a mixture of experts in the form that `experts` takes; like `prepare`."""
         return experts
 
     @property
     def prompts_capturable(self) -> bool:
-        """True if a CUDA graph may contain prefill: no launch asks the device for the rows' lengths."""
+        """True if a CUDA graph may contain prefill, because no launch asks the device for the lengths of rows."""
         return False
 
     @property
     def capturable_tokens(self) -> int | None:
-        """The largest number of prompt tokens of a step that a CUDA graph may contain; None = any."""
+        """The largest number of prompt tokens in a step that a CUDA graph may contain; None = no limit."""
         return None
 
     @property
     def capturable_pages(self) -> int | None:
-        """The largest number of KV pages of all prompts of a step that a CUDA graph may contain; None = any."""
+        """The largest number of KV pages of all prompts in a step that a CUDA graph may contain; None = no limit."""
         return None
 
     def draft_group_rows(self, drafts: int) -> int:
-        """Returns the most rows of a group (`DraftGroups`) in steps where a request has up to `drafts` drafts.
+        """Return the most rows of a group (`DraftGroups`) in steps with up to `drafts` draft tokens per request.
 
-        1, the default: attention computes each row by itself, and steps need no groups.
+        The default is 1: attention computes each row separately, and steps need no groups.
         """
         return 1
 
     def reserve_draft_groups(self, groups: int, rows: int) -> None:
-        """Allocates the scratch memory of steps with up to `groups` groups of up to `rows` rows, before any such step.
+        """Allocate the scratch memory of steps with up to `groups` groups of up to `rows` rows, before any such step.
 
         The default does nothing.
         """
 
     def end_trials(self) -> None:
-        """Resets the scratch memory that concurrent trials (`tandem/engine/cuda/compile_ahead.py`) have used.
+        """Reset the scratch memory that concurrent trial steps (`tandem/engine/cuda/compile_ahead.py`) have used.
 
-        Called once after all trials. The default does nothing.
+        Called once after all trial steps. The default does nothing.
         """
 
     def begin_step(self, cache: KvCache, layout: StepLayout) -> None:
-        """Called once for each KV group before a step's first layer, for work that all layers of the group share.
+        """Do the work that all layers of a KV group share. Called once for each group before a step's first layer.
 
-        The first group comes last, so that `embed` follows what is launched for all groups.
-
-        The default does nothing.
+        Group 0 comes last, so that `embed` directly follows what is launched for all groups. The default does nothing.
         """
 
     @abstractmethod
     def embed(self, token_ids: Tensor, table: Tensor, feed: Feed | None = None) -> Tensor:
-        """Returns the rows of `table` [vocab, hidden] for `token_ids` [T] (int64) → [T, hidden]; see `Feed`."""
+        """Return the rows of `table` [vocab, hidden] for `token_ids` [T] (int64) → [T, hidden]; see `Feed`."""
 
     @abstractmethod
     def norm_add(self, x: Tensor, norm: Norm, hidden: Tensor) -> None:
-        """Adds RMSNorm(x) to `hidden` in place; x [T, hidden_size] may be overwritten."""
+        """Add RMSNorm(x) to `hidden` in place; x [T, hidden_size] may be overwritten."""
 
     @abstractmethod
     def experts(self, hidden: Tensor, layer: ExpertsLayer, slots: Tensor) -> None:
-        """Adds the output of a mixture of experts for RMSNorm(hidden) to `hidden` in place.
+        """Add the output of a mixture of experts for RMSNorm(hidden) to `hidden` in place.
 
-        The router's product accumulates and stays in float32: rounded to bfloat16, other experts are chosen. slots [T]
-        int64 as in `StepLayout`: tokens with -1 are padding, choose no expert, and may get any value.
+        The router's product accumulates in float32 and its result stays in float32: if it were rounded to bfloat16,
+        other experts would be chosen. slots [T] int64 as in `StepLayout`: tokens with slot -1 are padding, choose no
+        expert, and may get any value.
         """
 
     @abstractmethod
     def rope_and_store(self, qkv: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout) -> Tensor:
-        """Applies RMSNorm to q and k where the layer has norms, and rotary embedding, and stores k and v in the cache.
+        """Norm q and k where the layer has norms, apply rotary embedding to them, and store k and v in the cache.
 
         qkv    [T, (heads + 2·kv_heads)·head_dim]; may be overwritten
         cache  [pages, layers, 2, kv_heads, page_tokens, head_dim]: written at `layout.slots`; see `QuantizedKv`
@@ -204,14 +220,14 @@ class Kernels(Products):
 
     @abstractmethod
     def attention(self, q: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout) -> Tensor:
-        """Computes causal attention of each row's tokens over its pages.
+        """Compute causal attention of each row's tokens over the row's pages.
 
-        Q [T, heads, head_dim] → [T, heads·head_dim].
+        q [T, heads, head_dim] → [T, heads·head_dim].
         """
 
     @abstractmethod
     def latent_store(self, q: Tensor, latents: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
-        """Rotates queries, and norms and stores the latents of latent attention.
+        """Rotate the queries of latent attention, and norm and store its latents.
 
         q       [T, heads·(nope + rope)], rows may be strided; may be overwritten
         latents [T, latent + rope], rows may be strided: the latent, then the key that all heads share
@@ -221,12 +237,12 @@ class Kernels(Products):
 
     @abstractmethod
     def latent_attention(self, q: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
-        """Computes causal attention of each row's tokens over the latents of its pages.
+        """Compute causal attention of each row's tokens over the latents in the row's pages.
 
         q [T, heads, nope + rope] as `latent_store` returns it → [T, heads·v_dim].
         """
 
 
 def is_cpu(device: torch.device) -> bool:
-    """Returns True if `device` is host memory."""
+    """Return True if `device` is host memory."""
     return device.type == "cpu"

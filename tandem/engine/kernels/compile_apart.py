@@ -1,7 +1,7 @@
 """Compilation of libraries' kernels in separate processes, into the folder in which the libraries look for them.
 
-Such a compiler holds the GIL nearly all of its time. In the engine's process it would alternate with Triton's, with the
-library's own import and with itself, and dominate the start (docs/decisions/startup.md).
+Such a compiler holds the GIL nearly all the time. In the engine's process it would alternate with Triton's compiler,
+with the library's own import and with itself, and dominate the start (docs/decisions/startup.md).
 """
 
 import contextlib
@@ -26,24 +26,24 @@ function, arguments = pickle.load(sys.stdin.buffer)
 function(*arguments)
 """
 _COMPILE_TIMEOUT_S = 60.0
-"""The time after which the engine compiles by itself, in seconds."""
+"""The time in seconds after which a process is killed and the engine compiles the kernel itself."""
 _PACKAGES = ("flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl", "torch")
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A function of a module and its arguments, both picklable."""
+    """A module-level function and its arguments, both picklable."""
 
     function: Callable[..., object]
     arguments: tuple[Any, ...]
 
 
 def compile_apart(jobs: Sequence[Job], folder: Path, device_name: str) -> Callable[[], None]:
-    """Starts `jobs`, each in a separate process → a function that waits for them.
+    """Start each of `jobs` in a separate process, and return a function that waits for them.
 
-    Nothing starts if an earlier start completed the same jobs, on such a device and with the same libraries: a file in
-    `folder` records that. A job that fails or takes too long is left to the engine, which compiles by itself or reports
-    the error.
+    No process is started if an earlier start has completed the same jobs, for such a device and with the same versions
+    of the libraries: a file in `folder` records that. If a job fails or takes too long, the engine compiles the kernel
+    itself or reports the error.
     """
     facts = [device_name, *map(_version, _PACKAGES), *((job.function.__qualname__, job.arguments) for job in jobs)]
     mark = folder / hashlib.sha256(repr(facts).encode()).hexdigest()
@@ -60,7 +60,7 @@ def compile_apart(jobs: Sequence[Job], folder: Path, device_name: str) -> Callab
 
 
 def _begin(job: Job) -> "subprocess.Popen[bytes] | None":
-    """Starts a process for a job; None if that fails."""
+    """Start a process for a job. Returns None if that fails."""
     try:
         child = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM],
@@ -72,7 +72,8 @@ def _begin(job: Job) -> "subprocess.Popen[bytes] | None":
         log.debug("no process to compile a library's kernels: %s", error)
         return None
     assert child.stdin is not None
-    with contextlib.suppress(OSError), child.stdin as pipe:  # it may have ended: its exit code shows that
+    # The process may have ended already; its exit code shows that.
+    with contextlib.suppress(OSError), child.stdin as pipe:
         pickle.dump(sys.path, pipe)
         pickle.dump((job.function, job.arguments), pipe)
     return child

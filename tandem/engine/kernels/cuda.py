@@ -1,6 +1,6 @@
 """Kernels for NVIDIA GPUs: weight-streaming Triton products for few tokens, cuBLAS for many, fused row-wise kernels.
 
-Attention is paged decode attention for rows of one token and flash-attn-4 for longer ones.
+Attention is paged decode attention for rows of one token, and flash-attn-4 for longer rows.
 """
 
 from functools import cached_property
@@ -38,13 +38,15 @@ from tandem.engine.kernels.triton_launch import overlaps_launches
 from tandem.protocol.errors import InvalidArgument
 
 _HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+"""The head dims that the kernels support."""
 _ONE_STREAM = SecondStream(None)
 
 
 class CudaKernels(Kernels):
     """The kernels of one model on one GPU, called by one thread on one stream.
 
-    Holds scratch memory that all layers share.
+    Only trial steps at the start (`tandem/engine/cuda/compile_ahead.py`) call them from several threads. They own
+    scratch memory that all layers share.
     """
 
     def __init__(
@@ -56,10 +58,11 @@ class CudaKernels(Kernels):
         max_decode_rows: int,
         kv_dtype: torch.dtype | None = None,
     ) -> None:
-        """Takes `max_decode_rows`: the maximum number of rows of one token that decode attention computes in a step.
+        """Allocate the scratch memory, and start to compile the libraries' kernels in the background.
 
-        `dtype` is that of activations, `kv_dtype` that of the cache (None = the same).
-        InvalidArgument for a head dim that no kernel supports.
+        `max_decode_rows` is the maximum number of one-token rows that decode attention computes in a step. `dtype` is
+        that of the activations, `kv_dtype` that of the cache (None = `dtype`). Raises InvalidArgument if no kernel
+        supports a head dim of the model.
         """
         wrong = {shape.head_dim for shape in model.attention_shapes} - set(_HEAD_DIMS)
         if wrong:
@@ -80,7 +83,7 @@ class CudaKernels(Kernels):
             for shape in model.attention_shapes
         }
         self._grouped: dict[tuple[AttentionShape, int], DecodeAttention] = {}
-        """Decode attention of rows that verify drafts, by the most rows of a group."""
+        """Decode attention of rows that verify draft tokens, by shape and by the maximum number of rows in a group."""
         self._copies: Tensor | None = None
         if kv_dtype is not None and is_quantized(kv_dtype) and not why_no_flash(device, dtype):
             self._copies = make_copies(model, page_tokens, dtype, device)
@@ -102,27 +105,27 @@ class CudaKernels(Kernels):
 
     @property
     def prompts_capturable(self) -> bool:
-        """True if prefill attention is flash-attn-4, which does not ask the device for lengths, or latent."""
-        # Waits before anything is captured, as a thread that uses the device would invalidate the capture.
+        """True if prefill attention does not ask the device for lengths: it is flash-attn-4 or latent attention."""
+        # Wait before anything is captured: a thread that uses the device during the capture would invalidate it.
         self._gated_soon.result()
         return not self._decode or isinstance(self._prefill, FlashPrefill | QuantizedPrefill)
 
     @property
     def capturable_tokens(self) -> int | None:
-        """See `LatentKernels.capturable_tokens`."""
+        """The limit of latent attention, see `LatentKernels.capturable_tokens`."""
         return self._latent.capturable_tokens
 
     @property
     def capturable_pages(self) -> int | None:
-        """See `QuantizedPrefill.most_pages`."""
+        """The limit of prefill over a quantized cache, see `QuantizedPrefill.most_pages`; None = no limit."""
         return self._prefill.most_pages if self._decode and isinstance(self._prefill, QuantizedPrefill) else None
 
     def draft_group_rows(self, drafts: int) -> int:
-        """Returns as many rows as fill a tile with the heads of a key head; latent attention has no groups."""
+        """Return the rows that fill a tile with the query heads of a key head; latent attention has no groups."""
         return group_rows(self._decode, drafts)
 
     def reserve_draft_groups(self, groups: int, rows: int) -> None:
-        """See `Kernels`."""
+        """Allocate the decode attention of steps with draft groups, see `Kernels.reserve_draft_groups`."""
         for shape in self._decode:
             self._grouped[shape, rows] = DecodeAttention(
                 shape,
@@ -137,25 +140,25 @@ class CudaKernels(Kernels):
             )
 
     def prepare(self, linear: Linear) -> Linear:
-        """Rearranges a packed weight's scales; dequantizes one that there is no product for."""
+        """Rearrange the scales of a packed weight, or dequantize it if no product takes its codes."""
         return products.prepared(linear, self._dtype)
 
     def prepare_experts(self, experts: Experts) -> Experts:
-        """Rearranges the scales of packed weights; dequantizes those that there are no products for."""
+        """Rearrange the scales of packed weights, and dequantize weights whose codes no product takes."""
         return packed_experts.prepared_experts(experts, self._dtype)
 
     def end_trials(self) -> None:
-        """Resets decode attention's counters."""
+        """Reset the counters of decode attention."""
         for attention in (*self._decode.values(), *self._grouped.values()):
             attention.reset()
 
     def begin_step(self, cache: KvCache, layout: StepLayout) -> None:
-        """Prepares prefill attention of the long rows and decode attention of the others."""
+        """Prepare prefill attention of the long rows, and decode attention of the one-token rows."""
         single = self._single_rows(layout)
         self._latent.begin_step(cache, layout, single)
         if self._decode and single < len(layout.context_lens):
             self._prefill.begin_step(cache, layout, single)
-        if not single or layout.group:  # the page table's contents do not matter
+        if not single or layout.group:  # decode attention plans by contexts, not by pages, so group 0 is enough
             return
         groups = layout.draft_groups
         for shape, attention in self._decode.items():
@@ -166,12 +169,12 @@ class CudaKernels(Kernels):
                 attention.begin_step(cache, layout.page_table[:single], layout.context_lens[:single])
 
     def embed(self, token_ids: Tensor, table: Tensor, feed: Feed | None = None) -> Tensor:
-        """Looks up the rows of `table`, for tokens that only the device knows, too."""
+        """Look up the rows of `table`, also for tokens that only the device knows."""
         sources, drawn = (None, None) if feed is None else (feed.sources, feed.drawn)
         return embed(token_ids, sources, drawn, table, pdl=self._pdl)
 
     def norm_linear(self, hidden: Tensor, norm: Norm, linear: Linear) -> Tensor:
-        """Computes RMSNorm and the product, as a streaming kernel for few tokens, else with cuBLAS."""
+        """Compute RMSNorm and the product: with a streaming kernel for few tokens, else with cuBLAS."""
         linear = dequantized_for(len(hidden), linear, self._dtype)
         if isinstance(linear.weight, PackedWeight):
             return products.products_of(linear.weight).norm_linear(hidden, norm, linear, pdl=self._pdl)
@@ -181,7 +184,7 @@ class CudaKernels(Kernels):
         return triton_linear.norm_linear(x, due, linear, pdl=self._pdl)
 
     def norm_gate_up(self, hidden: Tensor, norm: Norm, gate_up: Linear, activation: str = "silu") -> Tensor:
-        """Computes RMSNorm and the gated product, as a streaming kernel for few tokens."""
+        """Compute RMSNorm and the gated product, with a streaming kernel for few tokens."""
         gate_up = dequantized_for(len(hidden), gate_up, self._dtype)
         if isinstance(gate_up.weight, PackedWeight):
             return self._gate_up(hidden, norm, gate_up, activation)
@@ -189,7 +192,7 @@ class CudaKernels(Kernels):
         return self._gate_up(x, due, gate_up, activation)
 
     def _gate_up(self, x: Tensor, norm: Norm | None, gate_up: Linear, activation: str = "silu") -> Tensor:
-        """Computes activation(g) · u of x, which only kernels of packed weights and streaming ones norm."""
+        """Compute activation(g) · u of x. Only kernels of packed weights and streaming kernels apply `norm`."""
         gate_up = dequantized_for(len(x), gate_up, self._dtype)
         if isinstance(gate_up.weight, PackedWeight):
             packed = products.products_of(gate_up.weight)
@@ -201,7 +204,7 @@ class CudaKernels(Kernels):
         return self._gated(x, gate_up)
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        """Computes the product, as a streaming kernel for few tokens, else with cuBLAS."""
+        """Compute the product: with a streaming kernel for few tokens, else with cuBLAS."""
         linear = dequantized_for(len(x), linear, self._dtype)
         if isinstance(linear.weight, PackedWeight):
             return products.products_of(linear.weight).norm_linear(x, None, linear, pdl=self._pdl)
@@ -210,7 +213,7 @@ class CudaKernels(Kernels):
         return _product(x, linear)
 
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
-        """Computes the product and adds it to `hidden`, as a streaming kernel for few tokens, else with cuBLAS."""
+        """Compute the product and add it to `hidden`: with a streaming kernel for few tokens, else with cuBLAS."""
         linear = dequantized_for(len(x), linear, self._dtype)
         if isinstance(linear.weight, PackedWeight):
             products.products_of(linear.weight).linear_add(x, linear, hidden, pdl=self._pdl)
@@ -219,22 +222,22 @@ class CudaKernels(Kernels):
             triton_linear.linear_add(x, linear, hidden, pdl=self._pdl)
             return
         if linear.bias is not None:
-            hidden += linear.bias  # first, where rounding costs less than after the larger product is added
+            hidden += linear.bias  # added first, where rounding loses less than after the larger product was added
         hidden.addmm_(x, linear.matrix.t())
 
     def feed_forward(self, hidden: Tensor, layer: DenseLayer) -> None:
-        """Computes the network; with 8-bit inputs the activation is quantized in the launch that computes it."""
+        """Compute the network. With 8-bit inputs the launch that computes the activation also quantizes it."""
         if isinstance(layer.gate_up.weight, ScaledWeight) and isinstance(layer.down.weight, ScaledWeight):
             scaled_products.feed_forward(hidden, layer, pdl=self._pdl)
         else:
             super().feed_forward(hidden, layer)
 
     def norm_add(self, x: Tensor, norm: Norm, hidden: Tensor) -> None:
-        """Applies RMSNorm and adds the result to `hidden`."""
+        """Apply RMSNorm and add the result to `hidden`."""
         norm_add(x, norm, hidden, pdl=self._pdl)
 
     def experts(self, hidden: Tensor, layer: ExpertsLayer, slots: Tensor) -> None:
-        """Computes the routed experts in Triton, then the shared one as a dense network."""
+        """Compute the routed experts with Triton kernels, then the shared expert as a dense network."""
         x, experts = self._experts.add(hidden, layer, slots), layer.experts
         if experts.shared_gate_up is None or experts.shared_down is None:
             return
@@ -244,25 +247,28 @@ class CudaKernels(Kernels):
         self.linear_add(inner, experts.shared_down, hidden)
 
     def latent_store(self, q: Tensor, latents: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
-        """Computes norm, rotation and store in one launch; queries are rotated in place."""
+        """Norm, rotate and store in one launch; queries are rotated in place."""
         return self._latent.store(q, latents, layer, cache, layout)
 
     def latent_attention(self, q: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
-        """Computes absorbed attention of rows of few tokens and expanded attention of longer ones."""
+        """Compute absorbed attention of rows with few tokens, and expanded attention of longer rows."""
         return self._latent.attention(q, layer, cache, layout, self._single_rows(layout))
 
     def _normed(self, hidden: Tensor, norm: Norm, *, streamed: bool = True) -> tuple[Tensor, Norm | None]:
-        """Returns the input of a product, and the norm that the product still has to apply if it is `streamed`."""
+        """Return the input of a product, and the norm that a streaming product still has to apply, or None.
+
+        With few tokens, or in float32, a `streamed` product applies the norm itself; else it is applied here.
+        """
         if streamed and (len(hidden) <= FUSED_NORM_TOKENS or hidden.dtype == torch.float32):
             return hidden, norm
         return rms_norm(hidden, norm, pdl=self._pdl), None
 
     def rope_and_store(self, qkv: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout) -> Tensor:
-        """Computes norms, rotation and the KV store in one launch."""
+        """Norm, rotate and store keys and values in one launch."""
         return triton_rope.rope_and_store(qkv, layer, cache, layout, pdl=self._pdl)
 
     def attention(self, q: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout) -> Tensor:
-        """Computes decode attention of the rows of one token and prefill attention of the others."""
+        """Compute decode attention of the one-token rows, and prefill attention of the others."""
         single, groups = self._single_rows(layout), layout.draft_groups
         if single == len(layout.context_lens):
             decode = self._decode[layer.shape] if groups is None else self._grouped[layer.shape, groups.rows]
@@ -274,14 +280,15 @@ class CudaKernels(Kernels):
     def _mixed_attention(
         self, q: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout, single: int
     ) -> Tensor:
-        """Computes attention of `single` rows of one token and the longer ones after them.
+        """Compute attention of a step with `single` one-token rows and longer rows after them.
 
-        A short chunk leaves most of the multiprocessors idle: the others' keys and values are read concurrently
-        (docs/decisions/attention_kernels.md).
+        A short chunk of a prompt leaves most of the multiprocessors idle, so the keys and values of the one-token rows
+        are read concurrently, on a second stream (docs/decisions/attention_kernels.md).
         """
         second = self._second if leaves_idle(len(q) - single, layer.shape.heads, self._multiprocessors) else _ONE_STREAM
         with second.joined():
-            # The chunk first: its programs need whole multiprocessors, and would wait for the others' to end.
+            # The chunk is launched first: its programs need whole multiprocessors, and would otherwise wait for those
+            # of decode attention to end.
             out = self._prefill(q, layer, cache, layout, single).flatten(1)
             with second.turn():
                 self._decode[layer.shape](
@@ -297,7 +304,7 @@ class CudaKernels(Kernels):
         return out
 
     def _single_rows(self, layout: StepLayout) -> int:
-        """Returns the number of rows at the front that decode attention computes.
+        """Return the number of rows, from the first on, that decode attention computes.
 
         Prefill attention computes the others.
         """

@@ -1,4 +1,4 @@
-"""Fallbacks for a library that is missing, or fails to be imported or to compile."""
+"""Fallbacks for a library that is missing, or that fails to be imported or to compile."""
 
 import importlib
 import logging
@@ -12,11 +12,11 @@ log = logging.getLogger(__name__)
 
 _FLASH_CAPABILITY = (9, 0)
 _SHOWN = 300
-"""Maximum characters of an error in a message."""
+"""Maximum number of characters of an error that are shown in a message."""
 
 
 def why_no_flash(device: torch.device, dtype: torch.dtype) -> str:
-    """Returns "" if flash-attn-4 computes in this dtype and on this device, else the reason why it does not."""
+    """Return the reason why flash-attn-4 cannot compute in this dtype on this device, or "" if it can."""
     if dtype not in {torch.bfloat16, torch.float16}:
         return "flash-attn-4 computes bfloat16 and float16 only"
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < _FLASH_CAPABILITY:
@@ -25,9 +25,9 @@ def why_no_flash(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def why_not_imported(module: str, package: str) -> str:
-    """Returns "" once `module` of `package` is imported, which can take seconds, else the reason why it is not.
+    """Import `module` of `package`, which can take seconds, and return the reason if that fails, or "".
 
-    A broken package is logged as a warning, as it was meant to be used.
+    A package that is installed but broken is logged as a warning, because it was meant to be used.
     """
     try:
         importlib.import_module(module)
@@ -48,9 +48,10 @@ def _broken(package: str, error: Exception) -> str:
 
 
 def failure_of(compile_kernels: Callable[[], object]) -> str:
-    """Returns the error of a library's compiler, "" if there is none.
+    """Compile a library's kernels, and return the error of its compiler, or "" if there is none.
 
-    A fallback computes the same, and a start must not fail over incompatible versions. Running out of memory is raised.
+    Errors are not raised, because a fallback computes the same and incompatible versions must not make a start fail.
+    Only an error that says that memory ran out is raised.
     """
     try:
         compile_kernels()

@@ -1,4 +1,4 @@
-"""The form in which kernels keep a packed weight: its codes, or dequantized where no product takes them."""
+"""The form in which kernels keep a packed weight: as codes, or dequantized if no product takes its codes."""
 
 from math import gcd
 
@@ -7,35 +7,35 @@ import torch
 from tandem.engine.kernels.packed_weight import TILE, PackedWeight
 
 LEAST_COLUMNS = 16
-"""The least number of columns that the matrix units of GPUs multiply."""
+"""The smallest number of columns that the matrix units of GPUs multiply."""
 CODES_A_BLOCK = 32
-"""Columns whose products a CPU sums as integers: those of one scale of an input. It divides a weight's group."""
+"""Columns whose products a CPU sums as integers: they share one scale of the input. It divides a weight's group."""
 _GPU_SCALE_BYTES = 4
 """GPUs keep scales and offsets in float32, CPUs in float16 (`PanelWeight`)."""
 _CPU_SCALE_BYTES = 2
 
 
 def multiplied_on_cpus(weight: PackedWeight) -> bool:
-    """Returns True if CPUs multiply codes: they are not FP8, and scales cover whole blocks of columns."""
+    """Return True if CPUs multiply the codes: they are not FP8, and a scale covers whole blocks of columns."""
     return weight.codes.dtype in {torch.int8, torch.uint8} and weight.group % CODES_A_BLOCK == 0
 
 
 def multiplied_on_gpus(weight: PackedWeight) -> bool:
-    """Returns True if GPUs multiply codes: pieces of its groups are wide enough for the matrix units."""
+    """Return True if GPUs multiply the codes: enough columns share a scale for the matrix units."""
     return step_bytes(weight) >= LEAST_COLUMNS
 
 
 def step_bytes(weight: PackedWeight) -> int:
-    """Returns the most bytes of codes in a row that have a single scale wherever a step of that width begins."""
+    """Return the width, in bytes, of the largest equal pieces of a row's codes of which each has a single scale."""
     columns = weight.shape[-1]
-    group = 0 if weight.group == columns else weight.group  # one scale a row bounds nothing
+    group = 0 if weight.group == columns else weight.group  # gcd(n, 0) is n: a single scale per row sets no bound
     if weight.bits == 8:
         return gcd(TILE, group)
     return gcd(gcd(TILE // 2, group), columns % TILE // 2)
 
 
 def held_bytes(weight: PackedWeight, item_bytes: int, *, on_cpu: bool) -> int:
-    """Returns the bytes that kernels keep; `item_bytes` is an element's of a weight that is not packed."""
+    """Return the bytes of a weight as kernels keep it; `item_bytes` are those of an element if it is dequantized."""
     if not (multiplied_on_cpus(weight) if on_cpu else multiplied_on_gpus(weight)):
         return weight.shape.numel() * item_bytes
     scales = weight.scales.numel() * (1 if weight.offsets is None else 2)

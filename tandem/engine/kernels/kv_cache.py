@@ -10,14 +10,14 @@ from torch import Tensor
 from tandem.protocol.errors import Internal
 
 SCALE_BYTES = 4
-"""Bytes of the scale of one token's codes of one head."""
+"""Bytes of a scale; each token has one per head for its key and one for its value."""
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The largest code of each dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedKv:
-    """A cache of 8-bit codes, each token's keys and values of one head with a scale: value = code · scale.
+    """A cache of 8-bit codes with one scale for each token, head, and key or value: value = code · scale.
 
     codes  [pages, layers, 2, kv_heads, page_tokens, head_dim] int8 or float8_e4m3fn, the last two dimensions contiguous
     scales [pages, layers, 2, kv_heads, page_tokens] float32
@@ -39,35 +39,36 @@ KvCache = Tensor | QuantizedKv
 
 
 def is_quantized(dtype: torch.dtype) -> bool:
-    """Returns True if a cache of this dtype holds codes with scales."""
+    """Return True if a cache of this dtype holds codes with scales."""
     return dtype in _LARGEST
 
 
 def unquantized(cache: KvCache) -> Tensor:
-    """Returns a cache that kernels without 8-bit KV take; raises Internal for a quantized one."""
+    """Return the cache, for kernels that do not support 8-bit KV. Raises Internal if it is quantized."""
     if isinstance(cache, QuantizedKv):
         raise Internal("These kernels do not compute with 8-bit keys and values.")
     return cache
 
 
 def codes_of(cache: KvCache) -> Tensor:
-    """Returns the codes of a cache; of one that is not quantized, its elements."""
+    """Return the codes of a quantized cache, or the elements of one that is not quantized."""
     return cache.codes if isinstance(cache, QuantizedKv) else cache
 
 
 def quantize_kv(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns codes [..., head_dim] of `dtype` and float32 scales [...] for values [..., head_dim].
+    """Return codes [..., head_dim] of `dtype` and float32 scales [...] for values [..., head_dim].
 
     scale = max |value| / largest code; codes are value · (largest code / max |value|), rounded to nearest, ties to
     even. Values that are all zero have the scale 0.
     """
     wide = values.to(torch.float32)
     most = wide.abs().amax(-1, keepdim=True)
-    largest = torch.full_like(most, _LARGEST[dtype])  # a number would be multiplied by a reciprocal
+    # A tensor, because PyTorch would replace a division by a Python number by a product with its reciprocal.
+    largest = torch.full_like(most, _LARGEST[dtype])
     codes = wide * torch.where(most == 0, 0.0, largest / most)
     return (codes.round() if dtype == torch.int8 else codes).to(dtype), (most / largest).squeeze(-1)
 
 
 def dequantize_kv(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the values [..., head_dim] of codes, computed in float32 and rounded to `dtype`."""
+    """Return the values [..., head_dim] of the codes, computed in float32 and rounded to `dtype`."""
     return (codes.to(torch.float32) * scales.unsqueeze(-1)).to(dtype)

@@ -1,4 +1,4 @@
-"""What a model's layers hand to kernels: prepared weights and their constants, made once when the model is loaded."""
+"""The prepared weights and constants of a layer that are passed to kernels, made once when the model is loaded."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from tandem.engine.kernels.packed_weight import Weight
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """An RMSNorm: its weight, of the model's dtype or float32, and the epsilon added to the mean of the squares."""
+    """An RMSNorm: its weight, in the model's dtype or float32, and the epsilon added to the mean of the squares."""
 
     weight: Tensor
     eps: float
@@ -20,7 +20,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A weight [out, in], row-major, its bias [out] or None, and what adapters add to its product, if they do."""
+    """A weight [out, in], row-major, its bias [out] or None, and the adapters' updates of its product or None."""
 
     weight: Weight
     bias: Tensor | None = None
@@ -28,40 +28,44 @@ class Linear:
 
     @property
     def matrix(self) -> Tensor:
-        """The weight, for kernels whose `prepare` keeps none packed."""
+        """The weight as a tensor, for kernels whose `prepare` leaves no weight packed."""
         assert isinstance(self.weight, Tensor)
         return self.weight
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The weights of a mixture of E experts with I inner elements; H is the hidden size, and gate rows come first."""
+    """The weights of a mixture of E experts with intermediate size I; H is the hidden size.
+
+    In stacked gate and up matrices the rows of the gate come first.
+    """
 
     router: Tensor
-    """[E, H]."""
+    """[E, H]: the router's product gives the logits of the experts."""
     router_bias: Tensor | None
-    """[E]."""
+    """[E], added to the router's logits."""
     choice_bias: Tensor | None
-    """[E] float32, see `ExpertRouter.choice_bias`."""
+    """[E] float32, added to the scores for the choice of experts only, see `ExpertRouter.choice_bias`."""
     gate_up: Weight
-    """[E, 2·I, H]."""
+    """[E, 2·I, H]: the first product of each expert, gate rows first."""
     gate_up_bias: Tensor | None
-    """[E, 2·I]."""
+    """[E, 2·I], the bias of `gate_up`."""
     down: Weight
-    """[E, H, I]."""
+    """[E, H, I]: the second product of each expert."""
     down_bias: Tensor | None
-    """[E, H]."""
+    """[E, H], the bias of `down`."""
     shared_gate_up: Linear | None
-    """The shared expert, as a dense network."""
+    """The first product of the shared expert, a dense network that every token passes; None = no shared expert."""
     shared_down: Linear | None
+    """The second product of the shared expert."""
     shared_gate: Tensor | None
-    """[1, H]: the sigmoid of its product with the normed hidden state multiplies the shared expert's output."""
+    """[1, H]: the sigmoid of its product with the normed hidden state multiplies the shared expert's output; or None"""
     tokens: Tensor | None = None
-    """[E] int64, to which `Kernels.experts` adds the number of tokens that chose each expert; None = not counted."""
+    """[E] int64: `Kernels.experts` adds the number of tokens that chose each expert; None = tokens are not counted."""
 
     @property
     def matrices(self) -> tuple[Tensor, Tensor]:
-        """`gate_up` and `down`, for kernels whose `prepare_experts` keeps none packed."""
+        """`gate_up` and `down` as tensors, for kernels whose `prepare_experts` leaves no weight packed."""
         assert isinstance(self.gate_up, Tensor)
         assert isinstance(self.down, Tensor)
         return self.gate_up, self.down
@@ -69,41 +73,44 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """Grouped-query attention of one layer between its q/k/v product and its output product."""
+    """The grouped-query attention of one layer, between its q/k/v product and its output product."""
 
     index: int
     """The layer's index in the pages of its KV group."""
     shape: AttentionShape
     rope: Tensor
-    """[max_context, shape.rotated] float32: cos of the first half of the dimensions, then sin, with scaling."""
+    """[max_context, shape.rotated] float32: per position the cosines, then the sines of `shape.rotated` / 2 angles.
+
+    The scaling of the rotary embedding is included.
+    """
     q_norm: Tensor | None = None
-    """[head_dim] norms each head by itself, [heads·head_dim] the whole row."""
+    """The weight of the norm of q: [head_dim] norms each head separately, [heads·head_dim] the whole row."""
     k_norm: Tensor | None = None
-    """Likewise, of the keys."""
+    """The weight of the norm of k, likewise."""
     norm_eps: float = 0.0
     """The epsilon of both norms."""
     sinks: Tensor | None = None
-    """[heads] float32: scores that take part in the softmax of every token and have no value."""
+    """[heads] float32: a score per head that takes part in the softmax of every token and has no value."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatentLayer:
-    """Latent attention of one layer between its down and its output products."""
+    """The latent attention of one layer, between its down products and its output product."""
 
     index: int
     """The layer's index in the pages of its KV group."""
     shape: LatentShape
     rope: Tensor
-    """[max_context, shape.rope], as `AttentionLayer.rope`."""
+    """[max_context, shape.rope], as in `AttentionLayer.rope`."""
     norm: Norm
-    """[latent], of the latent."""
+    """[latent], the norm of the latent."""
     kv_up: Tensor
-    """[heads, nope + v_dim, latent]: computes each head's keys and values from the latents."""
+    """[heads, nope + v_dim, latent]: multiplied with the latents it gives each head's keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
 class DenseLayer:
-    """The feed-forward network of one layer: its norm and its products, of which the first has the gate rows first."""
+    """The feed-forward network of one layer: its norm and its two products; in the first the gate rows come first."""
 
     norm: Norm
     gate_up: Linear

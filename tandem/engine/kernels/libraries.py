@@ -1,4 +1,4 @@
-"""The kernels of libraries, chosen and compiled in the background during the rest of the start."""
+"""The kernels of libraries, chosen and compiled in the background while the engine starts."""
 
 import os
 from collections.abc import Callable
@@ -32,7 +32,7 @@ from tandem.engine.kernels.linear.gated_product import GatedProduct, PlainGated,
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The model and device for which kernels are compiled."""
+    """The model and the device for which library kernels are chosen and compiled."""
 
     model: ModelSpec
     device: torch.device
@@ -56,19 +56,19 @@ class Wanted:
         return self.model.latent_shapes
 
     def attention(self) -> PrefillAttention:
-        """Returns prefill attention, not compiled yet."""
+        """Return the chosen prefill attention, not compiled yet."""
         if not self.kinds:
             return SdpaPrefill()  # no layer uses it
         return choose_prefill_attention(self.device, self.dtype, self.kinds, self.page_tokens, pdl=self.pdl)
 
     def latent_blocks(self) -> BlockAttention:
-        """Returns the attention of expanded latents, not compiled yet."""
+        """Return the chosen attention of expanded latents, not compiled yet."""
         if not self.latent_shapes:
             return PlainBlocks()  # no layer uses it
         return choose_block_attention(self.device, self.dtype, self.latent_shapes)
 
     def gated_product(self) -> GatedProduct:
-        """Returns the product of gate and up, compiled."""
+        """Return the chosen product of gate and up, compiled."""
         widths = self.model.dense_widths | self.model.shared_widths
         if not widths:  # all layers are mixtures of experts
             return PlainGated(self.pdl)
@@ -77,10 +77,10 @@ class Wanted:
 
 
 class Libraries:
-    """Prefill attention, that of expanded latents, and the product of gate and up, as futures."""
+    """Prefill attention, the attention of expanded latents, and the product of gate and up, as futures."""
 
     def __init__(self, wanted: Wanted) -> None:
-        """Starts at once, in a thread, and on a GPU in separate processes; the choice is logged."""
+        """Start the work at once, in a thread, and on a GPU also in separate processes. The choices are logged."""
         wait = _begin(wanted)
         thread = ThreadPoolExecutor(1, "libraries", initializer=_use, initargs=(wanted.device,))
         self.attention: Future[PrefillAttention] = thread.submit(_attention, wanted, wait)
@@ -90,9 +90,9 @@ class Libraries:
 
 
 def keep_compiled() -> None:
-    """Lets flash-attn-4 and quack find what they compiled for an earlier start; the environment takes precedence.
+    """Make flash-attn-4 and quack keep compiled kernels on disk, and find those of an earlier start.
 
-    To be called before either is imported.
+    Must be called before either library is imported. Environment variables that are already set take precedence.
     """
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(compiled_folder("flash-attn-4")))
@@ -100,8 +100,8 @@ def keep_compiled() -> None:
 
 
 def _begin(wanted: Wanted) -> Callable[[], None]:
-    """Starts the compilation of the libraries' kernels → a function that waits for it."""
-    if wanted.device.type != "cuda" or wanted.dtype == torch.float32:  # which no library computes
+    """Start to compile the libraries' kernels, and return a function that waits for the result."""
+    if wanted.device.type != "cuda" or wanted.dtype == torch.float32:  # no library computes float32
         return lambda: None
     keep_compiled()
     jobs = [Job(_compile_attention, (wanted, tokens)) for tokens in COMPILED_LENGTHS if wanted.kinds]
@@ -110,7 +110,8 @@ def _begin(wanted: Wanted) -> Callable[[], None]:
     compiled_all = compile_apart(jobs, compiled_folder("compiled"), torch.cuda.get_device_name(wanted.device))
 
     def wait() -> None:
-        why_no_library()  # while the processes compile; not concurrent with the other import of the same packages
+        # Imported here, while the processes compile: its packages must not be imported by two threads at once.
+        why_no_library()
         compiled_all()
 
     return wait
@@ -129,7 +130,7 @@ def _latent_blocks(wanted: Wanted, wait: Callable[[], None]) -> BlockAttention:
 
 
 def _compile_attention(wanted: Wanted, tokens: int) -> None:
-    """Compiles prefill attention, in a separate process."""
+    """Compile prefill attention. Runs in a separate process."""
     _use(wanted.device)
     attention = wanted.attention()
     if isinstance(attention, FlashPrefill):
@@ -137,7 +138,7 @@ def _compile_attention(wanted: Wanted, tokens: int) -> None:
 
 
 def _compile_latent_blocks(wanted: Wanted, shape: LatentShape) -> None:
-    """Compiles the attention of expanded latents, in a separate process."""
+    """Compile the attention of expanded latents. Runs in a separate process."""
     _use(wanted.device)
     blocks = wanted.latent_blocks()
     if isinstance(blocks, FlashBlocks):
@@ -145,12 +146,12 @@ def _compile_latent_blocks(wanted: Wanted, shape: LatentShape) -> None:
 
 
 def _compile_product(wanted: Wanted) -> None:
-    """Compiles the gated product, in a separate process."""
+    """Compile the gated product. Runs in a separate process."""
     _use(wanted.device)
     wanted.gated_product()
 
 
 def _use(device: torch.device) -> None:
-    """Sets the current device of a thread or process, which is not inherited."""
+    """Set the current device of a new thread or process, which does not inherit it."""
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -1,4 +1,4 @@
-"""The matrices of all adapters for one product of the base model."""
+"""The LoRA matrices of all adapters for one product of the base model."""
 
 from dataclasses import dataclass
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraTables:
-    """Low-rank updates of one stacked product [N, K] for S adapters: y += B · (A · x), for each part of its rows.
+    """The low-rank updates of one stacked product [N, K] by S adapters: y += B · (A · x), for each part of its rows.
 
-    The product's rows are one part, or several where it stacks matrices that adapters change separately: q, k and v, or
-    gate and up. P is the number of parts, r the rank to which all adapters are padded with zeros.
+    A product has several parts if it stacks matrices that adapters change separately (q, k and v, or gate and up), else
+    one. P is the number of parts, r the rank to which all adapters are padded with zeros.
 
-    a           [S, P·r, K]: each part's A
-    b           [S, N, r]: B, times the adapter's scale
+    a           [S, P·r, K]: the A of each part
+    b           [S, N, r]: B, multiplied with the adapter's scale
     part_ends   the row at which each part ends; the last one is N
     """
 
@@ -23,10 +23,10 @@ class LoraTables:
 
     @property
     def rank(self) -> int:
-        """The padded rank."""
+        """The rank r to which all adapters are padded."""
         return self.b.shape[2]
 
     @property
     def part_rows(self) -> tuple[range, ...]:
-        """The rows of each part."""
+        """The range of rows of each part."""
         return tuple(map(range, (0, *self.part_ends[:-1]), self.part_ends))

@@ -11,22 +11,22 @@ from torch import Tensor
 TILE = 128
 """Columns whose 4-bit codes are packed together."""
 CENTRE = 8
-"""The 4-bit code of a weight of zero where there are no offsets."""
+"""The 4-bit code that stands for zero in weights without offsets."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
     """A weight [..., N, K]: weight[n, k] = codes[n, k] · scales[n, k // group] + offsets[n, k // group].
 
-    codes   [..., N, K] int8 or float8_e4m3fn; or [..., N, K / 2] uint8 with two 4-bit codes of 0 to 15 a byte. Those
-            are planar: columns come in tiles of `TILE`, the last one may be shorter, and byte j of a tile of c columns
-            has column j in its lower half and column c / 2 + j in its upper half.
+    codes   [..., N, K] int8 or float8_e4m3fn; or [..., N, K / 2] uint8 with two 4-bit codes of 0 to 15 per byte. 4-bit
+            codes are planar: columns come in tiles of `TILE`, of which the last may be shorter, and byte j of a tile of
+            c columns has column j in its lower half and column c / 2 + j in its upper half.
     scales  [..., N, K / group], of any floating-point dtype
     offsets likewise; None = zero for 8-bit codes, and -`CENTRE` · scales for 4-bit codes
-    group   columns that share a scale: it divides K; K itself = one scale a row
+    group   columns that share a scale; it divides K, and K itself means one scale per row
 
-    With `quantized_inputs` products quantize their inputs to codes of the same type, each token with a scale for each
-    group; there are no offsets then.
+    With `quantized_inputs` products also quantize their inputs, to codes of the same dtype, with a scale for each token
+    and group; such a weight has no offsets.
     """
 
     codes: Tensor
@@ -48,23 +48,23 @@ class PackedWeight:
 
     @property
     def device(self) -> torch.device:
-        """The device of all parts."""
+        """The device of all tensors."""
         return self.codes.device
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts."""
+        """Bytes of all tensors together."""
         return sum(part.nbytes for part in self.parts())
 
     def __len__(self) -> int:
         return len(self.codes)
 
     def __getitem__(self, index: int | slice) -> PackedWeight:
-        """Returns a view of some rows, or of one of several stacked weights."""
+        """Return a view of some rows, or of one weight if several are stacked."""
         return self._at(index)
 
     def rows(self, index: Tensor) -> PackedWeight:
-        """Returns a copy of the rows that `index` [T] int64 names."""
+        """Return a copy of the rows whose numbers are in `index` [T] int64."""
         return self._at(index)
 
     def _at(self, index: int | slice | Tensor) -> PackedWeight:
@@ -73,20 +73,20 @@ class PackedWeight:
         return PackedWeight(*parts, quantized_inputs=self.quantized_inputs)
 
     def split_with_sizes(self, sizes: Sequence[int]) -> tuple[PackedWeight, ...]:
-        """Returns views of `sizes` rows each, one after the other, as `Tensor.split_with_sizes` does."""
+        """Return consecutive views of `sizes` rows each, as `Tensor.split_with_sizes` does."""
         ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
         return tuple(self[end - size : end] for size, end in zip(sizes, ends, strict=True))
 
     def chunk(self, chunks: int) -> tuple[PackedWeight, ...]:
-        """Returns views of as many equal parts of the rows, which `chunks` divides."""
+        """Return views of `chunks` equal parts of the rows; `chunks` divides their number."""
         return self.split_with_sizes([len(self) // chunks] * chunks)
 
     def parts(self) -> tuple[Tensor, ...]:
-        """The tensors: codes, scales and offsets if there are any."""
+        """Return the tensors: codes, scales, and offsets if there are any."""
         return (self.codes, self.scales) if self.offsets is None else (self.codes, self.scales, self.offsets)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """Returns the weight [..., N, K], computed in float32 and rounded to `dtype` once."""
+        """Return the weight [..., N, K], computed in float32 and rounded to `dtype` once."""
         codes = unpack_nibbles(self.codes) if self.bits == 4 else self.codes
         *outer, columns = codes.shape
         grouped = codes.to(torch.float32).view(*outer, columns // self.group, self.group)
@@ -99,11 +99,11 @@ class PackedWeight:
 
 
 Weight = Tensor | PackedWeight
-"""A weight as it is, or packed."""
+"""A plain tensor, or a packed weight."""
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """Packs codes [..., K] of 0 to 15, K even, as `PackedWeight.codes` says → [..., K / 2] uint8."""
+    """Pack codes [..., K] of 0 to 15, K even, into the layout of `PackedWeight.codes` → [..., K / 2] uint8."""
 
     def pack(tiles: Tensor) -> Tensor:
         lower, upper = tiles.tensor_split(2, dim=-1)
@@ -113,12 +113,12 @@ def pack_nibbles(codes: Tensor) -> Tensor:
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
-    """Inverts `pack_nibbles` → codes [..., K] uint8."""
+    """Return the codes [..., K] uint8 that `pack_nibbles` packed."""
     return _by_tile(packed, TILE // 2, lambda tiles: torch.cat((tiles & 15, tiles >> 4), dim=-1))
 
 
 def _by_tile(values: Tensor, tile: int, convert: Callable[[Tensor], Tensor]) -> Tensor:
-    """Converts the whole tiles [..., tiles, tile] of the last dimension at once, then the shorter one at its end."""
+    """Convert the whole tiles [..., tiles, tile] of the last dimension at once, then the shorter tile at its end."""
     *outer, columns = values.shape
     whole = columns // tile * tile
     parts = []

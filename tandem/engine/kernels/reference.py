@@ -1,7 +1,7 @@
-"""The plain PyTorch kernels: any device, any dtype, the reference of every other implementation.
+"""The plain PyTorch kernels, on any device and for any dtype: the reference of every other implementation.
 
-Rounding follows transformers: norms and softmax run in float32 (float64 inputs stay float64) and round back to
-the model's dtype where that code does.
+Rounding follows transformers: norms and softmax are computed in float32 (float64 inputs stay float64) and rounded back
+to the model's dtype where transformers does so.
 """
 
 import torch
@@ -18,24 +18,24 @@ from tandem.engine.kernels.unpacked import as_matrix
 
 
 class ReferenceKernels(Kernels):
-    """Every operation in plain PyTorch; holds no state. Packed weights are dequantized in each product."""
+    """Every operation in plain PyTorch. It holds no state, and dequantizes packed weights in each product."""
 
     def embed(self, token_ids: Tensor, table: Tensor, feed: Feed | None = None) -> Tensor:
-        """Looks up the rows of `table`, with drawn tokens from the feed."""
+        """Look up the rows of `table`; tokens that the feed names come from the feed."""
         if feed is not None:
             token_ids = feed.tokens(token_ids)
         return F.embedding(token_ids, table)
 
     def norm_linear(self, hidden: Tensor, norm: Norm, linear: Linear) -> Tensor:
-        """Applies RMSNorm, then the product."""
+        """Apply RMSNorm, then the product."""
         return self.linear(rms_norm(hidden, norm.weight, norm.eps), linear)
 
     def norm_gate_up(self, hidden: Tensor, norm: Norm, gate_up: Linear, activation: str = "silu") -> Tensor:
-        """Applies RMSNorm, the product, then activation(gate) · up."""
+        """Apply RMSNorm, the product, then activation(gate) · up."""
         return activate(self.norm_linear(hidden, norm, gate_up), activation)
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        """Computes the product, with a quantized input where the weight says so."""
+        """Compute the product, with a quantized input if the weight has `quantized_inputs`."""
         weight = linear.weight
         if isinstance(weight, PackedWeight) and weight.quantized_inputs:
             wide = torch.promote_types(x.dtype, torch.float32)
@@ -44,15 +44,15 @@ class ReferenceKernels(Kernels):
         return F.linear(x, as_matrix(weight, x.dtype), linear.bias)
 
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
-        """Computes the product and adds it to `hidden`."""
+        """Compute the product and add it to `hidden`."""
         hidden += self.linear(x, linear)
 
     def norm_add(self, x: Tensor, norm: Norm, hidden: Tensor) -> None:
-        """Applies RMSNorm and adds the result to `hidden`."""
+        """Apply RMSNorm and add the result to `hidden`."""
         hidden += rms_norm(x, norm.weight, norm.eps)
 
     def experts(self, hidden: Tensor, layer: ExpertsLayer, slots: Tensor) -> None:
-        """Computes the chosen experts one after the other, each for all of its tokens."""
+        """Compute the chosen experts one after the other, each for all tokens that chose it."""
         experts, spec = layer.experts, layer.spec
         x = rms_norm(hidden, layer.norm.weight, layer.norm.eps)
         logits = router_logits(x, experts.router, experts.router_bias)
@@ -74,7 +74,7 @@ class ReferenceKernels(Kernels):
         hidden += mixed
 
     def rope_and_store(self, qkv: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout) -> Tensor:
-        """Norms and rotates q and k, and stores k and v at their slots."""
+        """Norm and rotate q and k, and store k and v at their slots."""
         heads, kv_heads = layer.shape.heads, layer.shape.kv_heads
         per_head = qkv.view(-1, heads + 2 * kv_heads, layer.shape.head_dim)
         q, k, v = torch.split(per_head, [heads, kv_heads, kv_heads], dim=1)
@@ -95,7 +95,7 @@ class ReferenceKernels(Kernels):
         return rotate(q, cos, sin)
 
     def attention(self, q: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout) -> Tensor:
-        """Computes attention row by row over gathered keys and values."""
+        """Compute attention row by row, over copies of the row's keys and values."""
         shape, starts, contexts = layer.shape, layout.row_starts.tolist(), layout.context_lens.tolist()
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for row, context in enumerate(contexts):
@@ -106,7 +106,7 @@ class ReferenceKernels(Kernels):
         return out.flatten(1)
 
     def latent_store(self, q: Tensor, latents: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
-        """Norms and rotates the latents and stores them at their slots."""
+        """Norm and rotate the latents, and store them at their slots."""
         shape = layer.shape
         cos, sin = layer.rope[layout.positions.long()].to(q.dtype).unsqueeze(1).chunk(2, dim=-1)
         page_tokens = cache.shape[4]
@@ -119,7 +119,7 @@ class ReferenceKernels(Kernels):
         return torch.cat((per_head[..., : shape.nope], rotate(per_head[..., shape.nope :], cos, sin)), dim=-1)
 
     def latent_attention(self, q: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
-        """Expands each row's latents to keys and values of all heads and attends to them."""
+        """Expand each row's latents to the keys and values of all heads, and attend to them."""
         shape, starts = layer.shape, layout.row_starts.tolist()
         out = q.new_empty(len(q), shape.heads * shape.v_dim)
         for row, context in enumerate(layout.context_lens.tolist()):
@@ -130,16 +130,17 @@ class ReferenceKernels(Kernels):
 
 
 def rounded_input(x: Tensor, weight: PackedWeight) -> Tensor:
-    """Returns x [T, K] as products with a weight of `quantized_inputs` see it, in float32: code · scale.
+    """Return x [T, K] in float32 as products with a weight of `quantized_inputs` see it: quantized, as code · scale.
 
-    The codes have the type of the weight's and the scales its groups: those of 8-bit KV (`quantize_kv`).
+    The codes have the dtype of the weight's codes, and one scale per group of the weight's columns, as in 8-bit KV
+    (`quantize_kv`).
     """
     grouped = x.view(len(x), -1, weight.group)
     return dequantize_kv(*quantize_kv(grouped, weight.codes.dtype), torch.float32).view(x.shape)
 
 
 def activate(gate_up: Tensor, activation: str) -> Tensor:
-    """Returns activation(gate) · up for [gate | up] [T, 2·I] → [T, I]."""
+    """Return activation(gate) · up for [gate | up] [T, 2·I] → [T, I]."""
     gate, up = gate_up.chunk(2, dim=-1)
     if activation == "clamped_swiglu":
         gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
@@ -148,13 +149,13 @@ def activate(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def router_logits(x: Tensor, router: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns x · routerᵀ + bias in at least float32 → [T, experts]."""
+    """Return x · routerᵀ + bias in at least float32 → [T, experts]."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return F.linear(x.to(wide), router.to(wide), None if bias is None else bias.to(wide))
 
 
 def choose_experts(logits: Tensor, choice_bias: Tensor | None, spec: MixtureOfExperts) -> tuple[Tensor, Tensor]:
-    """Returns the weights [T, top_k] and the numbers [T, top_k] of each token's experts, as `ExpertRouter` says."""
+    """Return the weights and the numbers of each token's experts, each [T, top_k], as `ExpertRouter` defines them."""
     router = spec.router
     if router.score == "softmax_of_top_k":
         found, chosen = logits.topk(spec.top_k, dim=-1)
@@ -169,13 +170,16 @@ def choose_experts(logits: Tensor, choice_bias: Tensor | None, spec: MixtureOfEx
 
 
 def count_experts(chosen: Tensor, experts: Experts) -> None:
-    """Adds the tokens of each expert in `chosen` [any, top_k] to the counter, if there is one."""
+    """Add the number of tokens that chose each expert to `experts.tokens`, if tokens are counted.
+
+    `chosen` [any, top_k] holds expert numbers.
+    """
     if experts.tokens is not None:
         experts.tokens.add_(torch.bincount(chosen.flatten(), minlength=len(experts.tokens)))
 
 
 def _within_groups(ranked: Tensor, router: ExpertRouter) -> Tensor:
-    """Returns the scores with -inf for experts outside of each token's best groups."""
+    """Return the scores, with -inf for experts outside each token's best groups."""
     if router.groups == 1:
         return ranked
     grouped = ranked.view(len(ranked), router.groups, -1)
@@ -189,16 +193,16 @@ def _row(stacked: Tensor | None, index: int) -> Tensor | None:
 
 
 def _norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Norms x [T, heads, head_dim] by head, or by row if the weight is as long."""
+    """Norm x [T, heads, head_dim] head by head, or the whole row if the weight is as long as a row."""
     if weight.numel() == x.shape[-1]:
         return rms_norm(x, weight, eps)
     return rms_norm(x.flatten(1), weight, eps).view(x.shape)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Returns x · rsqrt(mean(x²) + eps) · weight over the last dimension, computed in at least float32.
+    """Return x · rsqrt(mean(x²) + eps) · weight over the last dimension, computed in at least float32.
 
-    A weight wider than x multiplies before the result is rounded, another one after.
+    A weight of another dtype than x's is multiplied before the result is rounded; a weight of x's dtype, after.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -208,9 +212,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates x [T, heads, head_dim]; cos and sin [T, 1, rotated / 2]; dimension i pairs with i + rotated / 2.
+    """Rotate the leading dimensions of x [T, heads, head_dim]: dimension i is paired with i + rotated / 2.
 
-    Dimensions from `rotated` on stay as they are.
+    cos and sin are [T, 1, rotated / 2]. Dimensions from `rotated` on stay unchanged.
     """
     rotated = 2 * cos.shape[-1]
     first, second = x[..., :rotated].chunk(2, dim=-1)
@@ -218,9 +222,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def first_read(context: int, tokens: int, window: int | None, page_tokens: int) -> int:
-    """Returns the first position of the first page that the last `tokens` tokens of a context see.
+    """Return the first position of the first page that the last `tokens` tokens of a context see.
 
-    Other requests may own the pages before.
+    Pages before it must not be read: they may belong to other requests.
     """
     return 0 if window is None else max(context - tokens - window + 1, 0) // page_tokens * page_tokens
 
@@ -228,9 +232,9 @@ def first_read(context: int, tokens: int, window: int | None, page_tokens: int) 
 def gather_row(
     cache: KvCache, layer: int, page_ids: Tensor, context: int, first: int = 0, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns copies of a row's keys and values at positions `first`, which begins a page, to `context`.
+    """Return copies of a row's keys and values at the positions from `first`, which begins a page, up to `context`.
 
-    Each is [kv_heads, context - first, head_dim]; of a quantized cache in `dtype`.
+    Each is [kv_heads, context - first, head_dim]. Those of a quantized cache are dequantized to `dtype`.
     """
     page_tokens = cache.shape[4]
     used = page_ids[first // page_tokens : -(-context // page_tokens)].long()
@@ -244,16 +248,17 @@ def gather_row(
 
 
 def gather_latents(cache: Tensor, layer: int, page_ids: Tensor, context: int) -> Tensor:
-    """Returns a copy of the latents of a row's `context` tokens [context, latent + rope]."""
+    """Return a copy [context, latent + rope] of the latents of a row's `context` tokens."""
     page_tokens = cache.shape[4]
     used = page_ids[: -(-context // page_tokens)].long()
     return cache[used, layer, 0, 0].flatten(0, 1)[:context]
 
 
 def attend_latents(q: Tensor, stored: Tensor, kv_up: Tensor, positions: Tensor, shape: LatentShape) -> Tensor:
-    """Computes causal attention of a row's q [tokens, heads, nope + rope] to its latents → [tokens, heads·v_dim].
+    """Compute causal attention of a row's q [tokens, heads, nope + rope] to its latents → [tokens, heads·v_dim].
 
-    stored [context, latent + rope] is expanded to keys and values of all heads by kv_up [heads, nope + v_dim, latent].
+    stored [context, latent + rope] is expanded to the keys and values of all heads with kv_up [heads, nope + v_dim,
+    latent].
     """
     per_head = AttentionShape(shape.heads, shape.heads, shape.query, shape.scale)
     expanded = torch.einsum("cl,hdl->hcd", stored[:, : shape.latent], kv_up)
@@ -265,9 +270,9 @@ def attend_latents(q: Tensor, stored: Tensor, kv_up: Tensor, positions: Tensor, 
 def attend(
     q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, shape: AttentionShape, sinks: Tensor | None = None
 ) -> Tensor:
-    """Computes causal attention of q [tokens, heads, head_dim] over keys and values [kv_heads, context, any dim].
+    """Compute causal attention of q [tokens, heads, head_dim] over keys and values [kv_heads, context, any dim].
 
-    A token at position p sees p - window + 1 .. p. → [tokens, heads, dim of values].
+    A token at position p sees the positions p - window + 1 .. p. Returns [tokens, heads, dim of values].
     """
     tokens, group = q.shape[0], shape.heads // shape.kv_heads
     by_group = q.reshape(tokens, shape.kv_heads, group, shape.head_dim).permute(1, 2, 0, 3)
@@ -285,7 +290,7 @@ def attend(
 
 
 def visible(positions: Tensor, context: int, window: int | None) -> Tensor:
-    """Returns the mask of `context` cached positions that each token sees: bool [tokens, context]."""
+    """Return which of `context` cached positions each token sees: bool [tokens, context]."""
     query = positions.unsqueeze(1)
     key = torch.arange(context, device=positions.device)
     seen = key <= query

@@ -1,4 +1,4 @@
-"""Concurrent kernels: a second stream in addition to the step's own, for work that leaves parts of a device idle."""
+"""A second CUDA stream beside the step's own, for work that runs while another kernel leaves parts of a GPU idle."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -7,7 +7,7 @@ import torch
 
 
 class SecondStream:
-    """The second stream of one GPU. Without a device there is none, and everything runs in order."""
+    """The second stream of one GPU. Without a device there is no second stream, and everything runs in order."""
 
     def __init__(self, device: torch.device | None) -> None:
         self._stream = None if device is None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -19,7 +19,11 @@ class SecondStream:
 
     @contextmanager
     def joined(self) -> Iterator[None]:
-        """Orders the streams: both wait for earlier work, and later work waits for both."""
+        """Fork the second stream from the current one, and join both at the end of the context.
+
+        Inside, work on the second stream waits for earlier work on the current one; work after the context waits for
+        both.
+        """
         if self._stream is None:
             yield
             return
@@ -31,5 +35,8 @@ class SecondStream:
             step.wait_stream(self._stream)
 
     def turn(self) -> AbstractContextManager[None]:
-        """Runs launches inside on the second stream, within `joined`. Their memory must outlive `joined`."""
+        """Launch the kernels inside the context on the second stream; used within `joined`.
+
+        Memory that these kernels use must stay allocated until `joined` has ended.
+        """
         return torch.cuda.stream(self._stream)

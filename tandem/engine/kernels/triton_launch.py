@@ -1,9 +1,9 @@
-"""Programmatic dependent launch for all Triton kernels here, and Triton's interpreter mode.
+"""Programmatic dependent launch (PDL) for all Triton kernels of this package, and Triton's interpreter mode.
 
-With programmatic dependent launch a kernel may start while the one before it still runs. It may read weights at once;
-before it accesses anything that an earlier kernel writes or reads, it calls `wait_for_inputs`, which returns when all
-earlier kernels have ended and their writes are visible. Each kernel must call it exactly once, on every path, because
-the next kernel relies on this one having waited.
+With PDL a kernel may start while the kernel before it still runs. It may read weights at once. Before it accesses
+anything that an earlier kernel writes or reads, it calls `wait_for_inputs`, which returns when all earlier kernels have
+ended and their writes are visible. Each kernel must call it exactly once, on every path, because the next kernel relies
+on this one having waited.
 """
 
 import ctypes
@@ -26,17 +26,18 @@ OVERLAPPED_CAPABILITY = (9, 0)
 
 
 def overlaps_launches() -> bool:
-    """Returns True if kernels of this process are launched with `launch_pdl=True` and `PDL=True`."""
+    """Return True if kernels of this process are launched with `launch_pdl=True` and `PDL=True`."""
     return not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() >= OVERLAPPED_CAPABILITY
 
 
 def prefer_shared_memory(compiled: Any, percent: int) -> None:
-    """Makes multiprocessors use about `percent` of their memory as shared memory for this kernel, the rest as L1 cache.
+    """Make multiprocessors use about `percent` of their memory as shared memory for this kernel, the rest as L1 cache.
 
-    `compiled` is the return value of a launch. By default a kernel with large tiles gets all it can. A multiprocessor
-    runs kernels concurrently only if they agree on that split, so the kernels before and after, which have no tiles,
-    could not overlap with it: the whole gain of overlapped launches in a decode step. And it runs no more programs than
-    fit into their part. Both are measured in docs/decisions/attention_kernels.md.
+    `compiled` is the return value of a launch. By default a kernel with large tiles gets as much shared memory as there
+    is. A multiprocessor runs two kernels concurrently only if they agree on that split. The kernels before and after
+    attention have no tiles, so they could not overlap with it, and overlapping is the whole gain of PDL in a decode
+    step. The split also bounds the number of programs that run at a time: their tiles must fit. Both are measured in
+    docs/decisions/attention_kernels.md.
     """
     if not INTERPRETED:
         _prefer_carveout(compiled.function, percent)
@@ -51,13 +52,13 @@ def _prefer_carveout(function: int, percent: int) -> None:
 
 @triton.jit
 def launch_dependents(PDL: tl.constexpr):
-    """Allows the next kernel to start; called first, as starting early costs nothing but registers."""
+    """Allow the next kernel to start. Kernels call this first, because starting early costs only registers."""
     if PDL:
         gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
-    """Waits until everything that earlier kernels wrote is visible."""
+    """Wait until everything that earlier kernels wrote is visible."""
     if PDL:
         gdc_wait()

@@ -1,4 +1,4 @@
-"""Functions of float32 numbers that Triton does not have, or not in its interpreter."""
+"""Functions of float32 numbers that Triton does not have, or that its interpreter does not have."""
 
 import triton
 import triton.language as tl
@@ -6,12 +6,12 @@ import triton.language as tl
 LARGEST_INT8, LARGEST_FP8 = tl.constexpr(127.0), tl.constexpr(448.0)
 """The largest codes of int8 and float8_e4m3fn."""
 ROUNDER = tl.constexpr(1.5 * 2**23)
-"""Float32 numbers below 2²² plus this are integers, rounded to nearest, ties to even, in their lowest bits."""
+"""The sum of this and a float32 number below 2²² has the rounded number (ties to even) in its lowest bits."""
 
 
 @triton.jit
 def tanh(x):
-    """Returns the hyperbolic tangent of float32 numbers, with a relative error of about 2e-7.
+    """Return the hyperbolic tangent of float32 numbers, with a relative error of about 2e-7.
 
     An odd polynomial near 0, where the exponential would cancel (its coefficients are those of Cephes' tanhf), and
     (1 - e^-2|x|) / (1 + e^-2|x|) elsewhere; neither overflows.
@@ -32,14 +32,14 @@ def tanh(x):
 
 @triton.jit
 def gelu_tanh(x):
-    """Returns x · Φ(x) of float32 in the approximation with tanh (Hendrycks and Gimpel, arXiv:1606.08415)."""
+    """Return x · Φ(x) of float32 in the approximation with tanh (Hendrycks and Gimpel, arXiv:1606.08415)."""
     return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
 
 
 @triton.jit
 def as_codes(numbers, largest: tl.constexpr, kind: tl.constexpr):
-    """Returns float32 numbers of at most `largest` as codes, those of int8 rounded to nearest, ties to even."""
-    # Also keeps the product and the sum below from being computed in one operation, which rounds once.
+    """Convert float32 numbers to codes of at most `largest`; int8 codes are rounded to nearest, ties to even."""
+    # The clamp also prevents that the caller's product and the sum below become one fused operation, which rounds once.
     numbers = tl.minimum(tl.maximum(numbers, -largest), largest)
     if kind == tl.int8:
         return (numbers + ROUNDER).to(tl.int32, bitcast=True).to(tl.int8)

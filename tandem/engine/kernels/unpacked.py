@@ -1,4 +1,4 @@
-"""Packed weights for kernels that have no product for them: dequantized to a tensor."""
+"""Dequantization of packed weights, for kernels that have no product for them."""
 
 from dataclasses import replace
 
@@ -10,10 +10,10 @@ from tandem.engine.kernels.packed_weight import PackedWeight, Weight
 
 
 def as_matrix(weight: Weight, dtype: torch.dtype) -> Tensor:
-    """Returns the weight as a tensor: one that is not packed as it is, another one dequantized to `dtype`."""
+    """Return the weight as a tensor: a plain one unchanged, a packed one dequantized to `dtype`."""
     return weight.dequantized(dtype) if isinstance(weight, PackedWeight) else weight
 
 
 def unpacked(linear: Linear, dtype: torch.dtype) -> Linear:
-    """Returns the same product with a weight that is not packed."""
+    """Return the same product with a plain tensor as its weight."""
     return replace(linear, weight=as_matrix(linear.weight, dtype))

@@ -1,1 +1,1 @@
-"""Attention kernels of GPUs."""
+"""The attention kernels of GPUs."""

@@ -24,19 +24,19 @@ log = logging.getLogger(__name__)
 
 _FLASH_DIMS = (64, 96, 128, 256)
 _SDPA_SCORES = 1 << 26
-"""Scores at a time: some of SDPA's implementations keep them all, in float32 a quarter of a GiB."""
+"""Maximum number of scores at a time: some of SDPA's implementations keep them all, in float32 a quarter of a GiB."""
 _SOFTCAP, _SINKS = "softcap", "learnable_sink"
-"""flash-attn-4's arguments for `AttentionShape.softcap` and for sinks."""
+"""The arguments of flash-attn-4 for `AttentionShape.softcap` and for sinks."""
 COMPILED_LENGTHS = (1, 257)
-"""Lengths of a row for which flash-attn-4 compiles different kernels: within one tile of queries, and beyond it."""
+"""Lengths of a row for which flash-attn-4 compiles different kernels: within one tile of queries, and longer."""
 _FLASH_PAGE = 128
-"""The page size that flash-attn-4 loads with the copy engine; any other is loaded by its threads."""
+"""The page size that flash-attn-4 loads with the copy engine; pages of other sizes are loaded by its threads."""
 
 
 def leaves_idle(tokens: int, heads: int, multiprocessors: int) -> bool:
-    """Returns True if attention of `tokens` prompt tokens occupies at most three quarters of the multiprocessors.
+    """Return True if attention of `tokens` prompt tokens occupies at most three quarters of the multiprocessors.
 
-    Each multiprocessor gets a tile of tokens of one head, with all that it attends to.
+    A multiprocessor computes one tile of tokens of one head, with all keys that the tile attends to.
     """
     return 4 * -(-tokens // TILE_TOKENS) * heads <= 3 * multiprocessors
 
@@ -50,13 +50,16 @@ class AttentionKind(NamedTuple):
 
 
 class PrefillAttention(Protocol):
-    """The attention of one model's rows from `first_row` of a step on, which have many tokens."""
+    """The attention of a step's rows from `first_row` on, which have many tokens.
+
+    `CudaKernels` owns it; the thread that runs the step calls it.
+    """
 
     def begin_step(self, cache: KvCache, layout: StepLayout, first_row: int) -> None:
-        """Called once before a step's first layer; `cache` as in `Kernels.rope_and_store`."""
+        """Prepare a step. Called once before the step's first layer; `cache` is as in `Kernels.rope_and_store`."""
 
     def __call__(self, q: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout, first_row: int) -> Tensor:
-        """Computes attention: q [T, heads, head_dim] of the whole step → [T, heads, head_dim], contiguous.
+        """Compute attention: q [T, heads, head_dim] of the whole step → [T, heads, head_dim], contiguous.
 
         The result of the rows before `first_row`, which have one token each, is undefined; the caller overwrites it
         (see `Kernels.attention`).
@@ -66,9 +69,9 @@ class PrefillAttention(Protocol):
 def choose_prefill_attention(
     device: torch.device, dtype: torch.dtype, kinds: Collection[AttentionKind], page_tokens: int, *, pdl: bool
 ) -> PrefillAttention:
-    """Returns the fastest implementation for a model's layers of these kinds, and for this device.
+    """Return the fastest implementation for layers of these kinds on this device, not compiled yet.
 
-    Logs the choice, and warns of a slow page size.
+    The choice is logged, with a warning if the page size is slow.
     """
     reason = _why_no_flash(device, dtype, kinds, page_tokens)
     if reason:
@@ -83,9 +86,9 @@ def choose_prefill_attention(
 def compiled(
     chosen: PrefillAttention, kinds: Iterable[AttentionKind], dtype: torch.dtype, device: torch.device
 ) -> PrefillAttention:
-    """Returns `chosen` with its kernels for layers of these kinds compiled.
+    """Return `chosen` with its kernels for layers of these kinds compiled.
 
-    SDPA, which needs no compiling, on failure.
+    If that fails, returns SDPA, which needs no compilation.
     """
     if not isinstance(chosen, FlashPrefill):
         return chosen
@@ -102,13 +105,13 @@ def _why_no_flash(device: torch.device, dtype: torch.dtype, kinds: Collection[At
     if any(kind.shape.head_dim not in _FLASH_DIMS for kind in kinds):
         return f"flash-attn-4 is used for head dims {', '.join(map(str, _FLASH_DIMS))}"
     if page_tokens % _FLASH_PAGE and any(kind.shape.window is not None for kind in kinds):
-        # Its tiles of keys would reach into pages before the window, which other requests may own by then.
+        # Its tiles of keys would reach into pages before the window, which may belong to other requests by then.
         return f"flash-attn-4 computes windows over pages of {_FLASH_PAGE} tokens only"
     return why_not_imported("flash_attn.cute", "flash-attn-4") or _what_flash_lacks(kinds)
 
 
 def _what_flash_lacks(kinds: Collection[AttentionKind]) -> str:
-    """Returns "" if the installed flash-attn-4 has arguments for all that layers of these kinds need."""
+    """Return the reason why the installed flash-attn-4 lacks an argument that these kinds need, or "" if it has all."""
     from flash_attn.cute import flash_attn_varlen_func
 
     wanted = {_SOFTCAP for kind in kinds if kind.shape.softcap is not None}
@@ -118,11 +121,11 @@ def _what_flash_lacks(kinds: Collection[AttentionKind]) -> str:
 
 
 class FlashPrefill:
-    """flash-attn-4, all rows in one launch; keys and values are read in place.
+    """flash-attn-4 for all rows in one launch; keys and values are read in place.
 
-    The copy engine loads whole pages, and positions after a row's context get a weight of zero, which has no effect
-    unless the values are not finite. An earlier owner of the page may have left such values (a model that overflowed, a
-    transfer that failed its check), so they are zeroed before any layer reads them.
+    The copy engine loads whole pages, and positions after a row's context get a weight of zero. That has no effect
+    unless their values are not finite. The request that owned the page before may have left such values (a model that
+    overflowed, a transfer whose checksum did not match), so they are zeroed before any layer reads them.
     """
 
     def __init__(self, page_tokens: int, pdl: bool) -> None:
@@ -140,7 +143,7 @@ class FlashPrefill:
         device: torch.device,
         lengths: Iterable[int] = COMPILED_LENGTHS,
     ) -> None:
-        """Compiles the kernels that layers of these kinds need for rows of `lengths` tokens."""
+        """Compile the kernels that layers of these kinds need, for rows of `lengths` tokens."""
         for (shape, has_sinks), tokens in itertools.product(kinds, lengths):
             pages = pages_for(tokens, self._page_tokens)
             cache = torch.zeros(
@@ -148,16 +151,16 @@ class FlashPrefill:
             )
             q = torch.zeros(tokens, shape.heads, shape.head_dim, dtype=dtype, device=device)
             sinks = torch.zeros(shape.heads, device=device) if has_sinks else None
-            layer = AttentionLayer(0, shape, rope=q, sinks=sinks)  # q and k are rotated already
+            layer = AttentionLayer(0, shape, rope=q, sinks=sinks)  # rope is not read: q and k are rotated already
             self(q, layer, cache, _one_prompt(tokens, pages, device), 0)
 
     def begin_step(self, cache: KvCache, layout: StepLayout, first_row: int) -> None:
-        """Zeroes the values after each row's context in its last page."""
+        """Zero the values after each row's context in the row's last page."""
         if self._page_tokens == _FLASH_PAGE:
             clear_value_tails(unquantized(cache), layout, first_row, pdl=self._pdl)
 
     def __call__(self, q: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout, first_row: int) -> Tensor:
-        """Computes attention of all rows from `first_row` on in one launch."""
+        """Compute the attention of all rows from `first_row` on in one launch."""
         shape, held, special = layer.shape, unquantized(cache), dict[str, Any]()
         if shape.softcap is not None:
             special[_SOFTCAP] = shape.softcap
@@ -180,31 +183,31 @@ class FlashPrefill:
         return found
 
     def _rounded(self, sinks: Tensor) -> Tensor:
-        """Returns a layer's sinks in bfloat16, the only type that flash-attn-4 takes; rounded once.
+        """Return a layer's sinks in bfloat16, the only dtype that flash-attn-4 takes; each tensor is rounded once.
 
-        What is rounded while a CUDA graph is captured exists in that graph alone.
+        Sinks that are rounded while a CUDA graph is captured are not kept, because they exist in that graph alone.
         """
         key = sinks.data_ptr()
         if key in self._sinks:
             return self._sinks[key][1]
         rounded = sinks.bfloat16()
         if not (sinks.is_cuda and torch.cuda.is_current_stream_capturing()):
-            self._sinks[key] = sinks, rounded  # both are kept, so that no other tensor gets this address
+            self._sinks[key] = sinks, rounded  # the original is kept too, so that no other tensor gets its address
         return rounded
 
 
 class SdpaPrefill:
-    """PyTorch's fused attention over a copy of each row's keys and values. Waits for the device to learn the rows.
+    """PyTorch's fused attention over a copy of each row's keys and values.
 
-    Soft caps and sinks, which it does not have, are computed by plain operations. Pages before a row's window are not
-    read, as other requests may own them.
+    It waits for the device, to learn the lengths of the rows. Soft caps and sinks, which SDPA does not have, are
+    computed by plain operations. Pages before a row's window are not read, because they may belong to other requests.
     """
 
     def begin_step(self, cache: KvCache, layout: StepLayout, first_row: int) -> None:
-        """Does nothing, as only a row's context is read."""
+        """Do nothing, because only positions within a row's context are read."""
 
     def __call__(self, q: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout, first_row: int) -> Tensor:
-        """Computes attention row by row, a bounded number of scores at a time."""
+        """Compute attention row by row, with a bounded number of scores at a time."""
         shape, starts, contexts = layer.shape, layout.row_starts.tolist(), layout.context_lens.tolist()
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for row in range(first_row, len(contexts)):
@@ -222,7 +225,7 @@ class SdpaPrefill:
 
 
 def _sdpa(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, shape: AttentionShape) -> Tensor:
-    """Computes what `reference.attend` does without a soft cap and sinks."""
+    """Compute the same as `reference.attend`, for layers without a soft cap and sinks."""
     mixed = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None],
         keys[None],
@@ -235,7 +238,7 @@ def _sdpa(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, shape: Att
 
 
 def _one_prompt(tokens: int, pages: int, device: torch.device) -> StepLayout:
-    """Returns a step of one new prompt on pages 0, 1, …."""
+    """Return the layout of a step with one new prompt on pages 0, 1, …."""
 
     def numbers(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)

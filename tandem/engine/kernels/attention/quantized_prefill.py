@@ -17,22 +17,23 @@ from tandem.engine.kernels.layers import AttentionLayer
 from tandem.protocol.ending import pages_for
 
 _TOKENS = 32
-"""Tokens of which a program holds the keys or values at a time."""
+"""Tokens whose keys or values a program holds at a time."""
 _PROGRAMS = 2048
-"""Programs of all rows: several times as many as run at a time, so that none waits for a few."""
+"""Programs of all rows together: several times as many as run at a time, so that the GPU does not wait for a few."""
 _WARPS = 4
 _ROWS = tl.constexpr(32)
-"""Rows whose contexts a program reads together."""
+"""Rows whose contexts a program reads at a time."""
 
 
 def dequantize_pages(
     cache: QuantizedKv, layer: int, layout: StepLayout, rows: range, window: int | None, pages: Tensor
 ) -> None:
-    """Writes the keys and values of `layer` that the tokens of `rows` see to `pages`, row after row.
+    """Write the keys and values of `layer` that the tokens of `rows` see to `pages`, row after row.
 
-    pages [n, 2, kv_heads, page_tokens, head_dim] float16, bfloat16 or float32. Row r gets as many pages as its context
-    has, after those of the rows before it; what does not fit is left out. Positions after a row's context are 0. Pages
-    before the window of a row's first token are not read, and not written. The launch overlaps no other.
+    pages is [n, 2, kv_heads, page_tokens, head_dim] float16, bfloat16 or float32. Row r gets as many pages as its
+    context has, after those of the rows before it; what does not fit in n pages is left out. Positions after a row's
+    context are set to 0. Pages before the window of a row's first token are neither read nor written. The launch does
+    not overlap with others.
     """
     _, _, _, kv_heads, page_tokens, head_dim = cache.shape
     contexts, table = layout.context_lens[rows.start : rows.stop], layout.page_table[rows.start : rows.stop]
@@ -85,7 +86,7 @@ def _dequantize(
     KV_HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Program (n, head, row) copies every `num_programs(0)`th tile of the row's tokens, starting with the n-th."""
+    """Program (n, head, row) copies tiles n, n + num_programs(0), … of the row's tokens."""
     head, row = tl.program_id(1), tl.program_id(2)
     context = tl.load(contexts_ptr + row)
     first_page = 0
@@ -117,12 +118,12 @@ def _dequantize(
 
 
 _LEAST_TOKENS = 32768
-"""Tokens of which copies exist at a time in a model of shorter contexts: 134 MB for 8 heads of 128 dimensions."""
+"""Tokens for which copies have room in models of shorter contexts: 134 MB for 8 heads of 128 dimensions."""
 
 
 def make_copies(model: ModelSpec, page_tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns memory for the copies of the longest context: [pages, 2, kv_heads, page_tokens, head_dim]."""
-    shape = model.attention_shapes[0]  # all layers have the same heads of keys
+    """Return memory for the copies of the longest context: [pages, 2, kv_heads, page_tokens, head_dim]."""
+    shape = model.attention_shapes[0]  # all layers have the same number of key heads
     pages = pages_for(max(model.max_context, _LEAST_TOKENS), page_tokens)
     return torch.zeros(pages, 2, shape.kv_heads, page_tokens, shape.head_dim, dtype=dtype, device=device)
 
@@ -132,32 +133,33 @@ class _Part(NamedTuple):
 
     rows: range
     layout: StepLayout
-    """The layout of these rows alone, with the pages of the copies."""
+    """The layout of these rows alone, with the page numbers of the copies."""
     later: Tensor
-    """[T, 1, 1] bool: the tokens of these rows and of those after them."""
+    """[T, 1, 1] bool: True for the tokens of these rows and of the rows after them."""
 
 
 class QuantizedPrefill:
     """`PrefillAttention` that copies a layer's keys and values, dequantized, and attends to the copies.
 
-    Also the step's own tokens attend to dequantized keys and values: a prompt's token sees the same ones in any step.
-    Decode differs by the rounding of code times scale to 16 bits. Rows whose copies do not fit are computed one after
-    another. Copies of positions after a row's context are 0.
+    The step's own tokens also attend to dequantized keys and values, so that a prompt's token sees the same numbers
+    however the prompt is cut into chunks. Decode attention differs in that it does not round code · scale to 16 bits.
+    Rows whose copies do not fit into the memory together are computed one after another. In the copies, positions after
+    a row's context are 0.
     """
 
     def __init__(self, attention: PrefillAttention, copies: Tensor) -> None:
-        """Takes the attention of 16-bit pages and the memory of `make_copies`, which calls share."""
+        """Wrap `attention`, which takes 16-bit pages; `copies` is the memory of `make_copies`, shared by all calls."""
         self._attention = attention
         self._copies = copies
         self._begun = threading.local()
 
     @property
     def most_pages(self) -> int:
-        """The maximum number of pages of a captured step's rows; a step that is launched may have any."""
+        """The maximum number of pages of all rows in a captured step; a step that is launched may have any number."""
         return len(self._copies)
 
     def begin_step(self, cache: KvCache, layout: StepLayout, first_row: int) -> None:
-        """Lays out the copies, which are the same for all groups of layers."""
+        """Divide the rows into parts whose copies fit, and lay out the copies, which are the same for all KV groups."""
         if layout.group == 0:
             rows = len(layout.context_lens)
             at_once = self._rows_at_once(layout, rows - first_row)
@@ -166,8 +168,9 @@ class QuantizedPrefill:
 
     def _rows_at_once(self, layout: StepLayout, rows: int) -> int:
         if self._copies.is_cuda and torch.cuda.is_current_stream_capturing():
-            return rows  # see `most_pages`
+            return rows  # a captured step has at most `most_pages` pages, so all its rows fit
         longest = layout.page_table.shape[1]
+        # Only the device knows the contexts; the host knows bounds of them.
         if layout.max_cached is not None:
             longest = min(longest, pages_for(layout.max_cached + layout.max_row_tokens, self._copies.shape[3]))
         return max(1, len(self._copies) // longest)
@@ -188,12 +191,12 @@ class QuantizedPrefill:
         return _Part(rows, part, (token >= layout.row_starts[rows.start])[:, None, None])
 
     def __call__(self, q: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout, first_row: int) -> Tensor:
-        """Computes attention of all rows from `first_row` on."""
+        """Compute the attention of all rows from `first_row` on."""
         assert isinstance(cache, QuantizedKv)
         out: Tensor | None = None
         for rows, part, later in self._begun.parts:
             dequantize_pages(cache, layer.index, layout, rows, layer.shape.window, self._copies)
-            # Every layer finds its keys and values in the same copies.
+            # The wrapped attention indexes the copies by layer, so every layer index has to lead to the same copies.
             copies = self._copies[:, None].expand(-1, layer.index + 1, -1, -1, -1, -1)
             found = self._attention(q, layer, copies, part, 0)
             out = found if out is None else torch.where(later, found, out)

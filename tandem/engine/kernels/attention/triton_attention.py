@@ -1,16 +1,16 @@
 """Decode attention over the paged cache: one query per row, split over the context, in one launch.
 
 Flash-Decoding (Dao et al. 2023) over a block-major cache. A program takes one key head and a range of the tiles that
-rows see, and holds all query heads that share the key head as the rows of one tile, so that every key and value is read
-from memory once. The tiles of all rows are concatenated and cut into ranges of equal length, whatever the rows'
-lengths, so none waits for a long row: there are as many ranges as programs that run at a time, or twice as many. A
-single row, and rows of float32, are split individually. The grid depends on the number of rows alone, as CUDA graphs
-require: the length of the ranges, and the rows that each meets, are computed on the device from the rows' contexts,
-once per step. The last program of a row and key head to finish merges the partial results in the order of the ranges,
-so the same inputs give the same bits.
+rows see. It holds all query heads that share the key head as the rows of one tile, so that every key and value is read
+from memory once. The tiles of all rows are concatenated and cut into ranges of equal length, so that the length of one
+row does not make others wait: there are as many ranges as programs that run at a time, or twice as many. A single row,
+and rows of float32, are split individually. The grid depends only on the number of rows, as CUDA graphs require: the
+length of the ranges, and the rows that each range meets, are computed on the device from the rows' contexts, once per
+step. The last program of a row and key head to finish merges the partial results in the order of the ranges, so the
+same inputs give the same bits.
 
-Rows that verify drafts are computed by groups of up to `tokens` rows of one request: the queries of all its rows fill
-one tile, each sees the positions up to its own, and the request's KV is read once.
+Rows that verify draft tokens are computed in groups of up to `tokens` rows of one request: the queries of all rows of
+the group fill one tile, each query sees the positions up to its own, and the request's KV is read once.
 """
 
 import threading
@@ -29,23 +29,23 @@ from tandem.engine.kernels.kv_cache import KvCache, codes_of
 from tandem.engine.kernels.triton_launch import INTERPRETED, prefer_shared_memory
 
 MERGED_ELEMENTS = 8192
-"""Partial results (float32) that a merging program loads at once: 16 splits of 4 heads of 128.
+"""Elements of partial results (float32) that a merging program loads at once: 16 splits of 4 heads of 128.
 
-Half as many where its tile of queries, which it still holds, is larger than the smallest.
+Half as many are loaded if its tile of queries, which it still holds, is larger than the smallest.
 """
 LINE_BYTES = 128
-"""A line of the L2 cache."""
+"""Bytes of a line of the L2 cache."""
 INTERPRETER_SMS = 8
-"""The number of multiprocessors assumed without a GPU; small, as the interpreter is slow."""
+"""The number of multiprocessors that is assumed without a GPU; small, because the interpreter is slow."""
 
 ROWS_TILE = 32
-"""Rows whose contexts a program reads together: one warp's."""
+"""Rows whose contexts a program reads at a time: one per thread of a warp."""
 ENDLESS = 1 << 30
-"""Tokens of an unlimited page table."""
+"""Capacity, in tokens, of a page table without limit."""
 
 
 class _Step(NamedTuple):
-    """The state of a step since `begin_step`."""
+    """What `begin_step` keeps for the calls of the step."""
 
     rows: int
     capacity: int
@@ -55,22 +55,22 @@ class _Step(NamedTuple):
 
 
 class DecodeAttention:
-    """Attention of rows with one token each: `begin_step`, then a call for each layer.
+    """Attention of rows with one token each: call `begin_step`, then the object once for each layer.
 
-    It owns scratch that all calls share, so calls must not overlap. Calls of one stream never overlap, with or without
-    programmatic dependent launch. The scratch is some MiB: partial results in float32, as many as a step may have, and
-    a counter for each row and key head, 0 between calls.
+    It owns scratch memory that all calls share, so calls must not overlap. Calls on one stream never do, with or
+    without programmatic dependent launch. The scratch is some MiB: partial results in float32, for the largest number
+    that a step may have, and a counter for each row and key head, which is 0 between calls.
 
     shape      heads, scale, window and soft cap; head_dim is a multiple of 16
-    max_rows   most rows of a call, or most groups
-    dtype      of queries, and of keys and values that are not quantized
-    kv_dtype   of the cache; None = dtype
-    pdl        launch with programmatic dependent launch (see triton_launch)
-    early      page tables and context lengths are never written by a kernel of the same chain of overlapped launches
-               (a copy or another graph may), so with `pdl` they are read, and the first keys and values brought into
-               the L2 cache, while the kernel before still runs
-    choose     the plan of a call; tuning and tests pass their own
-    tokens     most rows of a group; 1 = each row is computed by itself, and the calls have no groups
+    max_rows   maximum number of rows of a call, or of groups
+    dtype      dtype of queries, and of keys and values that are not quantized
+    kv_dtype   dtype of the cache; None = dtype
+    pdl        launch with programmatic dependent launch (see `triton_launch`)
+    early      promises that no kernel of the same chain of overlapped launches writes page tables and context lengths
+               (a copy or another graph may); with `pdl` they are then read, and the first keys and values prefetched
+               into the L2 cache, while the kernel before still runs
+    choose     returns the plan of a call; tuning and tests pass their own
+    tokens     maximum number of rows of a group; 1 = each row is computed separately, and calls have no groups
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class DecodeAttention:
         self._shape = shape
         self._max_rows = max_rows
         self._kv_dtype = dtype if kv_dtype is None else kv_dtype
-        # The arithmetic of float32 and its splits are the same whatever the cache holds.
+        # Plans of float32 fix the order of accumulation, so they must not depend on what the cache holds.
         self._planned_dtype = dtype if dtype == torch.float32 else self._kv_dtype
         self._pdl = pdl
         self._early = early
@@ -100,6 +100,7 @@ class DecodeAttention:
         self._sms = INTERPRETER_SMS
         if device.type == "cuda":
             self._sms = torch.cuda.get_device_properties(device).multi_processor_count
+        # The scratch memory must suffice for any page table, whose width is not known before a step.
         most = max(self._plan(rows, ENDLESS).partials(rows) for rows in range(1, max_rows + 1))
         room = most * shape.heads * tokens
         self._partials = torch.empty(room, shape.head_dim, dtype=torch.float32, device=device)
@@ -110,18 +111,19 @@ class DecodeAttention:
         self._all_tile_ranges: dict[tuple[int, int, int], Tensor] = {}
 
     def reset(self) -> None:
-        """Resets the counters after calls that may have overlapped, whose results are undefined."""
+        """Zero the counters after calls that may have overlapped; the results of these calls are undefined."""
         self._counters.zero_()
 
     def begin_step(
         self, cache: KvCache, page_table: Tensor, context_lens: Tensor, groups: Tensor | None = None
     ) -> None:
-        """Called once before the calls of a step by the same thread, with the arguments of these calls.
+        """Plan a step. Called once before the calls of a step, by the same thread and with the arguments of the calls.
 
-        `groups` as `DraftGroups.table`, where a group may have several rows.
+        `groups` is `DraftGroups.table` if a group may have several rows (`tokens` > 1), else None.
 
-        Its launch overlaps no other, nor may the next one's (`triton_embed.embed`'s): all later kernels see what it
-        writes. ValueError for more than `max_rows` rows, or a dtype other than that of the scratch.
+        Its launch does not overlap with others, and the launch after it (`triton_embed.embed`) must not overlap with it
+        either: so all later kernels see what it writes. Raises ValueError for more than `max_rows` rows, for a cache of
+        another dtype than the scratch memory is made for, or if `groups` does not match `tokens`.
         """
         rows, capacity = len(context_lens), page_table.shape[1] * cache.shape[4]
         if (groups is None) != (self._tokens == 1):
@@ -160,17 +162,17 @@ class DecodeAttention:
         *,
         alone: bool = False,
     ) -> Tensor:
-        """Computes attention of each row's query to positions context - window .. context - 1 of its pages.
+        """Compute attention of each row's query to positions context - window .. context - 1 of its pages.
 
         q            [R, heads, head_dim]; rows and heads may be strided
-        cache        [pages, layers, 2, kv_heads, page_tokens, head_dim], its last two dimensions contiguous; of codes
-                     the scales follow them in memory, as `QuantizedKv` says
+        cache        [pages, layers, 2, kv_heads, page_tokens, head_dim], its last two dimensions contiguous; if it is
+                     quantized, the scales follow the codes in memory, as `QuantizedKv` says
         page_table   [R, W] int32; entries after a row's context are not read
-        context_lens [R] int32; 0 marks a padded row, which reads nothing and gives zeros
-        out          the contiguous result; allocated if it is None
+        context_lens [R] int32; 0 marks a padding row, which reads nothing and gives zeros
+        out          memory for the contiguous result; None = it is allocated
         sinks        [heads] float32 as in `AttentionLayer.sinks`, never written by an earlier kernel, or None
-        alone        the launch does not overlap the one before it in its stream
-        → [R, heads·head_dim], dtype of q; ValueError if the step did not begin with as many rows
+        alone        the launch does not overlap with the one before it on its stream
+        → [R, heads·head_dim], dtype of q. Raises ValueError if the step did not begin with as many rows
         """
         tokens, heads, head_dim = q.shape
         shape, held = self._shape, codes_of(cache)
@@ -259,11 +261,11 @@ class DecodeAttention:
         return self._plans[key]
 
     def _tile_ranges(self, rows: int, units: int) -> Tensor:
-        """Returns this thread's tile ranges for a number of rows and of programs: [units, fields of `TileRange`] int32.
+        """Return this thread's tile ranges for a number of rows and of programs: [units, fields of `TileRange`] int32.
 
-        Both numbers depend on the width of the table, too: trial steps run concurrently before the start is complete,
-        and one of their launches may be left out. They are kept when the thread has ended: graphs that it captured read
-        and write them.
+        They are separate for each thread and both numbers, because trial steps run concurrently before the start is
+        complete, and one of their launches may be left out; the number of programs also depends on the width of the
+        page table. They are kept when the thread has ended, because CUDA graphs that it captured read and write them.
         """
         key = threading.get_ident(), rows, units
         if key not in self._all_tile_ranges:

@@ -1,11 +1,11 @@
 """Decode attention over 8-bit keys and values: the device functions that differ from those of 16-bit ones.
 
-Codes are loaded as 16-bit words, each with the codes of an even and of the following odd dimension, so that they are
-loaded into the matrix units' layout like 16-bit numbers. A word pair becomes two float16 numbers of even dimensions by
-one permutation of bytes, or two of odd ones: the units then multiply even and odd dimensions separately. Float16 holds
-all codes of either type exactly. The scales of keys multiply the scores. Those of values would make weights too small
-for float16: their logarithms are added to the scores, which makes the largest weight 1, and the sum of weights is
-divided by them.
+Codes are loaded as 16-bit words that hold the codes of an even dimension and of the odd dimension after it, so that the
+words are loaded into the layout of the matrix units like 16-bit numbers. One permutation of bytes turns two words into
+two float16 numbers of even dimensions, another into two of odd dimensions; the units then multiply even and odd
+dimensions separately. Float16 holds all codes of either dtype exactly. The scales of keys multiply the scores. The
+scales of values would make weights too small for float16: instead their logarithms are added to the scores, which makes
+the largest weight 1, and the weights are divided by the scales where they are summed.
 """
 
 import triton
@@ -25,20 +25,20 @@ from tandem.engine.kernels.triton_math import tanh
 _WIDE = tl.constexpr(INTERPRETED)
 """True in the interpreter, which has no assembler and multiplies in float32."""
 BIAS = tl.constexpr(128)
-"""The number that is added to int8 codes, which are then multiplied without a sign."""
+"""The number that is added to int8 codes, so that they can be multiplied as unsigned numbers."""
 TINY = tl.constexpr(2.0**-24)
-"""The smallest number of float16."""
+"""The smallest positive number of float16."""
 _MOST_EXPONENT = tl.constexpr(126.0)
-"""The largest power of 2 that sums of some more are finite with."""
+"""The maximum exponent of a weight: several such powers of 2 still have a finite sum in float32."""
 LEAST_SCALE = tl.constexpr(2.0**-60)
-"""Scales of values below this count as this: their logarithm would not be finite."""
+"""Smaller scales of values are raised to this number: their logarithm would not be finite."""
 
 
 @triton.jit
 def _split_query(at, held, dtype: tl.constexpr):
-    """Loads queries at pointers `at` to even dimensions → even and odd ones in `dtype`, and a power of 2 that divided.
+    """Load queries at the pointers `at` to even dimensions → their even and odd dimensions in `dtype`, and a divisor.
 
-    The quotients are below 2, so that float16 holds them.
+    All queries are divided by one power of 2, the divisor, which makes them smaller than 2, so that float16 holds them.
     """
     even = tl.load(at, mask=held, other=0.0).to(tl.float32)
     odd = tl.load(at + 1, mask=held, other=0.0).to(tl.float32)
@@ -51,10 +51,10 @@ def _split_query(at, held, dtype: tl.constexpr):
 
 @triton.jit
 def _numbers(words, ODD: tl.constexpr, BIASED: tl.constexpr, FP8: tl.constexpr, dtype: tl.constexpr):
-    """Returns the even or odd codes of int16 `words`, float8_e4m3fn if FP8, else int8; plus `BIAS` if BIASED.
+    """Return the even or odd codes of int16 `words`: float8_e4m3fn if FP8, else int8; plus `BIAS` if BIASED.
 
-    dtype is float32 or float16. Int8 in float16 is times `TINY`, its smallest number, of which n is n times as much:
-    the bits of codes plus 128 are numbers at once.
+    dtype is float32 or float16. Int8 codes in float16 are multiplied with `TINY`, the smallest number of float16, of
+    which the number with the bits n is the n-fold: so the bits of code + 128 are a number without conversion.
     """
     if dtype == tl.float16 and not _WIDE:
         if FP8:
@@ -85,7 +85,7 @@ def _numbers(words, ODD: tl.constexpr, BIASED: tl.constexpr, FP8: tl.constexpr, 
 
 @triton.jit
 def _log2(x):
-    """Returns the logarithm, with an error of 2^-22."""
+    """Return the binary logarithm, with an error of 2^-22."""
     if _WIDE:
         return tl.log2(x)
     return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
@@ -93,7 +93,7 @@ def _log2(x):
 
 @triton.jit
 def _reciprocal(x):
-    """Returns 1 / x, with a relative error of 2^-23."""
+    """Return 1 / x, with a relative error of 2^-23."""
     if _WIDE:
         return 1.0 / x
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
@@ -101,7 +101,7 @@ def _reciprocal(x):
 
 @triton.jit
 def _add_product(a, b, sums):
-    """Returns sums + a · b."""
+    """Return sums + a · b."""
     if _WIDE:
         return sums + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     return tl.dot(a, b, sums, input_precision="ieee")
@@ -111,7 +111,7 @@ def _add_product(a, b, sums):
 def _scales_at(
     plane, page, tile, page_stride, PAGE_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, ROW: tl.constexpr
 ):
-    """Returns pointers [BLOCK_TOKENS] to the scales of a tile's tokens; `plane` as the codes of page 0."""
+    """Return pointers [BLOCK_TOKENS] to the scales of a tile's tokens; `plane` points to the head's codes in page 0."""
     token = tl.arange(0, BLOCK_TOKENS)
     scales = plane + page.to(tl.int64) * page_stride + PAGE_TOKENS * ROW
     return scales.to(tl.pointer_type(tl.float32), bitcast=True) + (tile * BLOCK_TOKENS + token) % PAGE_TOKENS
@@ -146,7 +146,7 @@ def attend_to_codes(
     SINKS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Computes what `attend` does, for the queries at `q_at` [GROUP_TILE], where they are `held`."""
+    """Compute the same as `attend`, over 8-bit codes, for the queries at `q_at` [GROUP_TILE] that are `held`."""
     WORDS: tl.constexpr = HEAD_DIM // 2
     FP8: tl.constexpr = keys.dtype.element_ty == tl.float8e4nv
     wide: tl.constexpr = q_at.dtype.element_ty == tl.float32
@@ -202,7 +202,8 @@ def attend_to_codes(
         highest = higher
     if SINKS:  # noqa: SIM102 - a constant
         if split == 0:
-            # Behind the loop: a sink above all scores would make the weights, which contain scales, too small.
+            # After the loop: a sink above all scores would make the weights, which contain scales, too small for
+            # float16.
             head = heads_of(GROUP_TILE, GROUP_PADDED, TOKENS)
             sink = tl.load(sinks + head, mask=head < GROUP, other=0.0) * LOG2_E
             highest = tl.where(highest == float("-inf"), sink, highest)

@@ -1,4 +1,4 @@
-"""The kernels of `triton_attention.DecodeAttention`, which documents their arguments."""
+"""The kernels of `triton_attention.DecodeAttention`, where their arguments are documented."""
 
 import triton
 import triton.language as tl
@@ -62,9 +62,9 @@ def split_attention_kernel(
     EARLY: tl.constexpr,
     WIDE_DOT: tl.constexpr,
 ):
-    """Program (key head, row, split) computes a range of `least_tiles` tiles or an equal part of the row per split.
+    """Program (key head, row, split) computes a range of the row's tiles: an equal part, or at least `least_tiles`.
 
-    One tile always has a visible position, so the running maximum is finite after it.
+    Every tile has a visible position, so the running maximum is finite after the first.
     """
     launch_dependents(PDL)
     kv_head = tl.program_id(0)
@@ -87,7 +87,7 @@ def split_attention_kernel(
     first_tile = begin // BLOCK_TOKENS
     tiles = tl.cdiv(context, BLOCK_TOKENS) - first_tile
     range_tiles = tl.maximum(tl.cdiv(tiles, tl.num_programs(2)), least_tiles)
-    # A padded row has no tile; its first program still writes the zeros.
+    # A padding row has no tile, but its first program still has to write the zeros.
     active = tl.maximum(tl.cdiv(tiles, range_tiles), 1)
     start = first_tile + split * range_tiles
     end = tl.minimum(start + range_tiles, first_tile + tiles)
@@ -101,7 +101,8 @@ def split_attention_kernel(
         wait_for_inputs(PDL)
     CODES: tl.constexpr = cache.dtype.element_ty.primitive_bitwidth == 8
     if not CODES:
-        # After the load of the page id: the query goes to shared memory at once, and no load is issued meanwhile.
+        # Loaded after the page id: the query goes to shared memory at once, and no other load could be issued while it
+        # does.
         held = query_held[:, None] & (dim < HEAD_DIM)[None, :]
         query = tl.load(query_at[:, None] + dim[None, :], mask=held, other=0.0)
 
@@ -176,9 +177,10 @@ def persistent_attention_kernel(
     EARLY: tl.constexpr,
     WIDE_DOT: tl.constexpr,
 ):
-    """Program (key head, unit) computes the rows of its range one after another, so none waits for the longest.
+    """Program (key head, unit) computes the rows of its range one after another, so none waits for the longest row.
 
-    See `triton_attention_ranges.py`. The partial results of a row and key head are adjacent, at index row + first unit.
+    See `triton_attention_ranges.py`. The partial results of a row and key head are adjacent, from index row + first
+    unit of the row on.
     """
     launch_dependents(PDL)
     kv_head = tl.program_id(0)

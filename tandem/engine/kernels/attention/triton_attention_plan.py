@@ -1,6 +1,6 @@
 """Plans of decode attention by rows, heads and GPU: tile sizes, and the number of programs.
 
-Measured in whole steps, see docs/decisions/attention_kernels.md. No Triton.
+The constants were measured in whole steps, see docs/decisions/attention_kernels.md. Nothing here needs Triton.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,26 +11,33 @@ import torch
 from tandem.engine.config.attention import AttentionShape
 
 LEAST_DOT = 16
-"""The least number of rows of a tile that the matrix units take."""
+"""The smallest number of rows of a tile that the matrix units multiply."""
 PROGRAMS_PER_SM, NARROW_PROGRAMS_PER_SM = 2, 4
-"""Programs that are resident per multiprocessor, the second with `NARROW_TILE`.
+"""Programs that are resident on a multiprocessor; the second number with `NARROW_TILE`.
 
-With more, those of the next call would start before this one's have ended, and overload some multiprocessors.
+With more, programs of the next call would start before those of this call have ended, and overload some
+multiprocessors.
 """
 ROUNDS = 2
-"""The factor on the number of programs where there are rows for each: early finishers take one more."""
+"""The factor on the number of programs if there are rows for each of them: programs that finish early take one more."""
 NEARLY = 15 / 16
-"""The part of these programs from which on a number that divides rows of one length evenly is used instead."""
+"""A multiple of the number of rows is used instead if it is at least this fraction of the programs.
+
+Rows of one length are then divided evenly.
+"""
 MOST_SPLITS = 32
-"""The largest useful number of splits: more make a row no faster, as its last program has to merge them."""
+"""The largest useful number of splits: more make a row no faster, because its last program has to merge them."""
 MOST_GROUP_SPLITS, LEAST_GROUP_TILES = 16, 4
-"""The same for a group of several rows, whose last program merges as many times as much, and the shortest range."""
+"""The largest number of splits and the tiles of the shortest range, for a group of several rows.
+
+The last program of such a group has several times as much to merge.
+"""
 GROUP_TILE_MAX = 32
-"""The largest tile of a group: larger ones need more registers than leave room for a second program."""
+"""The largest tile of a group: larger ones need so many registers that no second program would fit."""
 GROUP_ROWS_MAX = 8
-"""The most rows of a group: of a request with seven drafts."""
+"""The maximum number of rows of a group: those of a request with seven draft tokens."""
 EXACT_SPLITS, EXACT_TOKENS = 8, 512
-"""Splits and shortest range of float32, whatever the batch."""
+"""The splits, and the tokens of the shortest range, in float32; they do not depend on the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +48,7 @@ class Plan:
     warps: int
     stages: int
     units: int = 0
-    """Programs that share the tiles of all rows; 0 = each row has its own."""
+    """Programs that share the tiles of all rows; 0 = each row has its own programs."""
     splits: int = 1
     """Programs of each row."""
     least_tiles: int = 1
@@ -50,23 +57,23 @@ class Plan:
     """Part of a multiprocessor's memory requested as shared memory (see `prefer_shared_memory`); 0 = no preference."""
 
     def partials(self, rows: int) -> int:
-        """Returns the maximum number of partial results of `rows` rows per key head."""
+        """Return the maximum number of partial results per key head of `rows` rows."""
         return self.units + rows if self.units else self.splits * rows
 
 
 SMALL_TILE = Plan(block_tokens=32, warps=2, stages=4, shared_percent=50)
-"""The tile for few rows: small tiles are loaded soonest, and the kernels around them count.
+"""The tile for few rows: small tiles are loaded soonest, and the time of the kernels around counts as well.
 
-Half of the memory as shared memory lets those run at the same time, as they use the other half.
+With half of the memory as shared memory, those kernels can run at the same time, because they use the other half.
 """
 LARGE_TILE = Plan(block_tokens=128, warps=4, stages=2)
-"""The tile for many rows: its registers allow `PROGRAMS_PER_SM`."""
+"""The tile for many rows: its registers leave room for `PROGRAMS_PER_SM` programs."""
 ROUNDS_TILE = Plan(block_tokens=64, warps=4, stages=3, shared_percent=72)
-"""The tile for `ROUNDS`: it gets 164 of 228 KiB, which fits `PROGRAMS_PER_SM` of 64 KiB each."""
+"""The tile for `ROUNDS`: it gets 164 of 228 KiB of shared memory, which fits `PROGRAMS_PER_SM` of 64 KiB each."""
 LARGE_TILE_DIMS = 128
-"""The largest head dim for which these two fit into shared memory."""
+"""The largest head dim for which `LARGE_TILE` and `ROUNDS_TILE` fit into shared memory."""
 NARROW_TILE = Plan(block_tokens=64, warps=2, stages=3)
-"""The tile for many rows of narrow heads, whose tiles are smaller."""
+"""The tile for many rows of narrow heads, whose tiles take fewer bytes."""
 NARROW_DIMS = 64
 """The largest head dim of narrow heads."""
 
@@ -76,19 +83,22 @@ CODE_TILES = {
     ROUNDS_TILE: Plan(block_tokens=128, warps=4, stages=3, shared_percent=72),
     NARROW_TILE: Plan(block_tokens=128, warps=2, stages=3),
 }
-"""The tiles over 8-bit keys and values that take the place of these: about as many bytes at a time."""
+"""The tiles that replace these over 8-bit keys and values: they load about as many bytes at a time."""
 ONE_ROW_CODE_TILE = Plan(block_tokens=64, warps=2, stages=4, shared_percent=50)
-"""The tile over 8-bit keys and values for one row: 8.0 µs instead of 10.7 for 1,024 tokens of an 8B model's layer."""
+"""The tile for one row over 8-bit keys and values.
+
+It takes 8.0 µs instead of 10.7 for 1,024 tokens of a layer of an 8B model.
+"""
 
 PlanFunction = Callable[[int, int, int, int, torch.dtype, int], Plan]
-"""`make_plan` or a replacement of it."""
+"""The type of `make_plan` and of functions that replace it."""
 
 
 def make_plan(rows: int, kv_heads: int, head_dim: int, capacity: int, dtype: torch.dtype, sms: int) -> Plan:
-    """Returns the plan of `rows` rows of at most `capacity` seen tokens on a GPU of `sms` multiprocessors.
+    """Return the plan of `rows` rows that see at most `capacity` tokens, on a GPU of `sms` multiprocessors.
 
-    `dtype` is that of the cache, or float32 if queries are. These are split the same way whatever the batch, so that a
-    row's bits do not depend on the other rows.
+    `dtype` is that of the cache, or float32 if queries are float32. Rows of float32 are split the same way whatever the
+    batch is, so that a row's bits do not depend on the other rows.
     """
     if dtype == torch.float32:
         block = LEAST_DOT
@@ -113,10 +123,10 @@ def make_plan(rows: int, kv_heads: int, head_dim: int, capacity: int, dtype: tor
 
 
 def group_rows(shapes: Iterable[AttentionShape], drafts: int) -> int:
-    """Returns the most rows of a group (`DecodeAttention`) in steps where a request has up to `drafts` drafts.
+    """Return the most rows of a group (`DecodeAttention`) in steps with up to `drafts` draft tokens per request.
 
-    The rows' queries fill the matrix units' smallest tile if it holds all rows of a request, else `GROUP_TILE_MAX`. 1
-    where the heads of a key head fill it, and without shapes.
+    The queries of the rows fill the smallest tile of the matrix units if it holds all rows of a request, else
+    `GROUP_TILE_MAX`. Returns 1 if the query heads of a key head alone fill that tile, and if there are no shapes.
     """
     heads = max((1 << (shape.heads // shape.kv_heads - 1).bit_length() for shape in shapes), default=GROUP_TILE_MAX)
     tile = LEAST_DOT if (drafts + 1) * heads <= LEAST_DOT else GROUP_TILE_MAX
@@ -124,10 +134,10 @@ def group_rows(shapes: Iterable[AttentionShape], drafts: int) -> int:
 
 
 def make_group_plan(rows: int, kv_heads: int, head_dim: int, capacity: int, dtype: torch.dtype, sms: int) -> Plan:
-    """Returns the plan of `rows` groups, see `make_plan`; of float32 the same.
+    """Return the plan of `rows` groups, see `make_plan`; in float32 it is the same plan.
 
-    Their tiles of queries are larger: `SMALL_TILE` gets more warps, and `ROUNDS_TILE` takes the place of `LARGE_TILE`,
-    whose registers would not do.
+    A group's tile of queries is larger, so `SMALL_TILE` gets more warps, and `ROUNDS_TILE` replaces `LARGE_TILE`, which
+    would run out of registers.
     """
     plan = make_plan(rows, kv_heads, head_dim, capacity, dtype, sms)
     if dtype == torch.float32:

@@ -9,18 +9,18 @@ from tandem.engine.kernels.attention.triton_attention_tiles import first_seen
 
 
 class TileRange(NamedTuple):
-    """The tiles of one program of `persistent_attention_kernel`, as consecutive int32 numbers."""
+    """The tiles of one program of `persistent_attention_kernel`, stored as consecutive int32 numbers."""
 
     first_row: int
-    """The first row that the range meets."""
+    """The first row of which the range has tiles."""
     last_row: int
-    """The row after the last one."""
+    """The row after the last row of which the range has tiles."""
     before: int
-    """Tiles before the first row."""
+    """The number of tiles before the first row's."""
     range_tiles: int
-    """Tiles of each program's range."""
+    """The number of tiles in each program's range."""
     least: int
-    """Tiles that the shortest row takes."""
+    """The least number of tiles that a row takes in the concatenation."""
 
 
 TILE_RANGE_FIELDS = tl.constexpr(len(TileRange._fields))
@@ -37,7 +37,7 @@ def _tiles_at(
     ROWS_TILE: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Returns the tiles [ROWS_TILE] of rows from `first` on, 0 of padded rows; and a mask of the rows that exist."""
+    """Return the number of tiles [ROWS_TILE] of rows from `first` on, 0 for padding, and a mask of existing rows."""
     number = first + tl.arange(0, ROWS_TILE)
     there = number < rows
     if TOKENS == 1:
@@ -53,7 +53,10 @@ def _tiles_at(
 
 @triton.jit
 def span_of(tiles, least):
-    """Returns the tiles that a row takes of the concatenation: one if it is padded, as its zeros must be written."""
+    """Return the number of tiles that a row takes in the concatenation.
+
+    A padding row takes one tile, because a program has to write its zeros.
+    """
     return tl.where(tiles > 0, tl.maximum(tiles, least), 1)
 
 
@@ -68,7 +71,7 @@ def plan_tile_ranges_kernel(
     ROWS_TILE: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Program (unit): cuts all rows' concatenated tiles into ranges of equal length, one per program.
+    """Program (unit) cuts the concatenated tiles of all rows into ranges of equal length, and stores the unit's range.
 
     → tile_ranges [units, TILE_RANGE_FIELDS] int32, see `TileRange`.
     """
@@ -84,9 +87,9 @@ def plan_tile_ranges_kernel(
         longest = tl.maximum(longest, tl.max(tiles))
     padded = rows - present
     if TOKENS > 1:
-        padded = 0  # groups of no rows are the last ones, and no program visits them
-    # Rows of similar length get spans of equal length, where whole spans, or equal parts of them, fill the programs
-    # with at most an eighth of waste: no row is cut unnecessarily.
+        padded = 0  # groups without rows come last, and no program visits them
+    # If rows have similar lengths, each gets a span of equal length, provided that whole spans, or equal parts of them,
+    # fill the programs with at most an eighth of waste. Then no row is cut unnecessarily.
     parts = tl.maximum(units // tl.maximum(present, 1), 1)
     span = tl.cdiv(longest, parts) * parts
     even = tl.where(present <= units, span // parts, tl.cdiv(present, units) * longest)

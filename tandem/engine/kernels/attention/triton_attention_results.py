@@ -20,9 +20,9 @@ def _merge(
     MERGED_SPLITS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Returns the softmax-weighted sum of `count` normalised partial results → [SIZE, DIM_PADDED] float32.
+    """Return the softmax-weighted sum of `count` normalised partial results → [SIZE, DIM_PADDED] float32.
 
-    `cell_of` [SIZE] are the queries' places among the SPLIT_CELLS of each partial result, where they are `held`.
+    `cell_of` [SIZE] are the positions of the queries among the SPLIT_CELLS of each partial result, valid where `held`.
     """
     split = tl.arange(0, MERGED_SPLITS)
     dim = tl.arange(0, DIM_PADDED)
@@ -37,7 +37,7 @@ def _merge(
         values = tl.load(
             partials + first * SPLIT_CELLS * HEAD_DIM + element, mask=loaded, other=0.0, cache_modifier=".cg"
         )
-        # A padded head gets a finite weight; any number does, as it is not stored.
+        # A padding head gets a finite weight; any number will do, because its result is not stored.
         absent = tl.where(held, float("-inf"), 0.0)[None, :]
         lse = tl.load(partial_lse + first * SPLIT_CELLS + cell, mask=present, other=float("-inf"), cache_modifier=".cg")
         lse = tl.where(present, lse, absent)
@@ -75,11 +75,11 @@ def deliver(
     MERGED_SPLITS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Stores the result of `attend` for range number `split` of the group and key head `lane`, of `rows` rows.
+    """Store the result of `attend` for range number `split` of the group and key head `lane`, which has `rows` rows.
 
-    If it is the only `active` one it is the final result, else the partial result number `first_partial` + `split`; the
-    last program to arrive merges them. `lanes` [GROUP_TILE], or `lane` with one token: the row and key head of each
-    query, by which the final result is stored.
+    If only one range is `active`, the result is final. Else it is partial result number `first_partial` + `split`, and
+    the last program to arrive merges all of them. `lanes` [GROUP_TILE] (or `lane`, if groups have one token) gives the
+    row and key head of each query, where the final result is stored.
     """
     CELLS: tl.constexpr = TOKENS * GROUP
     head = heads_of(GROUP_TILE, GROUP_PADDED, TOKENS)
@@ -101,7 +101,7 @@ def deliver(
         partial_cells = cell[:, None] * HEAD_DIM + dim[None, :]
         tl.store(lane_partials + split * (CELLS * HEAD_DIM) + partial_cells, result, mask=held)
         tl.store(lane_lse + split * CELLS + cell, highest + tl.log2(mass), mask=held_query)
-        # All warps' stores come before the one thread that counts.
+        # The barrier makes the stores of all warps come before the increment by the one thread that counts.
         tl.debug_barrier()
         arrived = tl.atomic_add(counters + lane, 1, sem="acq_rel", scope="gpu")
         if arrived == active - 1:
@@ -113,12 +113,13 @@ def deliver(
             merged_cells = heads_of(MERGED_TILE, GROUP_PADDED, TOKENS)[:, None] * HEAD_DIM + dim[None, :]
             kept_cells = kept[:, None] & (dim < HEAD_DIM)[None, :]
             tl.store(out_row + merged_cells, merged.to(out.dtype.element_ty), mask=kept_cells)
+            # The next call has to find the counter at 0.
             tl.store(counters + lane, 0)
 
 
 @triton.jit
 def _cells_of(SIZE: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, TOKENS: tl.constexpr):
-    """Returns the places [SIZE] of a tile's queries in a partial result, which has no padded heads."""
+    """Return the positions [SIZE] of a tile's queries in a partial result, which has no padding heads."""
     query = tl.arange(0, SIZE)
     if TOKENS > 1:
         query = query // GROUP_PADDED * GROUP + query % GROUP_PADDED
@@ -139,7 +140,7 @@ def clear_padding(
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
 ):
-    """Zeroes one key head's results of the rows in no group: those from the number at `used_at` on, to `tokens`."""
+    """Zero one key head's results of rows that belong to no group: from the row stored at `used_at` up to `tokens`."""
     cell = tl.arange(0, GROUP_PADDED * DIM_PADDED)
     zeros = tl.zeros([GROUP_PADDED * DIM_PADDED], out.dtype.element_ty)
     for row in tl.range(tl.load(used_at) + program, tokens, programs):

@@ -1,8 +1,8 @@
 """The device functions of decode attention: loads of a row's keys and values, and attention.
 
-Tiles of BLOCK_TOKENS positions are counted from position 0. Where a page holds whole tiles, a tile's keys are one
-contiguous range in one page; else each token's page is looked up. Page ids are read one tile ahead of their use. Scores
-are in units of log2.
+Tiles of BLOCK_TOKENS positions are counted from position 0. If a page holds whole tiles, the keys of a tile are one
+contiguous range in one page; else the page of each token is looked up. Page ids are read one tile ahead of their use.
+Scores are in units of log2.
 """
 
 import math
@@ -13,12 +13,12 @@ import triton.language as tl
 from tandem.engine.kernels.triton_math import tanh
 
 LOG2_E = tl.constexpr(math.log2(math.e))
-"""Scores times this are in units of log2."""
+"""The factor that converts scores to units of log2."""
 
 
 @triton.jit
 def first_seen(context, WINDOW: tl.constexpr):
-    """Returns the first position that a row of this context sees."""
+    """Return the first position that a row with this context sees."""
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(context - WINDOW, 0)
@@ -27,7 +27,7 @@ def first_seen(context, WINDOW: tl.constexpr):
 
 @triton.jit
 def page_of_tile(table, tile, begin, context, PAGE_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
-    """Returns the page id of a tile within one page, else the page ids [BLOCK_TOKENS] of its tokens; 0 where unseen."""
+    """Return the page id of a tile within one page, else the page ids [BLOCK_TOKENS] of its tokens; 0 where unseen."""
     start = tile * BLOCK_TOKENS
     if PAGE_TOKENS % BLOCK_TOKENS == 0:
         page = tl.load(table + start // PAGE_TOKENS, mask=start < context, other=0)
@@ -40,7 +40,7 @@ def page_of_tile(table, tile, begin, context, PAGE_TOKENS: tl.constexpr, BLOCK_T
 
 @triton.jit
 def token_offsets(page, tile, page_stride, PAGE_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, ROW: tl.constexpr):
-    """Returns the tile's offset in the cache in elements: int64, of its first token or [BLOCK_TOKENS, 1] of all."""
+    """Return a tile's offset in the cache in elements, int64: of its first token, or [BLOCK_TOKENS, 1] of all."""
     if PAGE_TOKENS % BLOCK_TOKENS == 0:
         offset = page.to(tl.int64) * page_stride + (tile * BLOCK_TOKENS % PAGE_TOKENS) * ROW
     else:
@@ -51,7 +51,7 @@ def token_offsets(page, tile, page_stride, PAGE_TOKENS: tl.constexpr, BLOCK_TOKE
 
 @triton.jit
 def heads_of(SIZE: tl.constexpr, GROUP_PADDED: tl.constexpr, TOKENS: tl.constexpr):
-    """Returns the head [SIZE] within its group of each query of a tile: TOKENS times those of a key head."""
+    """Return the head [SIZE], within its group, of each query of a tile; the tile holds these heads TOKENS times."""
     head = tl.arange(0, SIZE)
     if TOKENS > 1:
         head = head % GROUP_PADDED
@@ -62,11 +62,11 @@ def heads_of(SIZE: tl.constexpr, GROUP_PADDED: tl.constexpr, TOKENS: tl.constexp
 def group_of(
     row, groups, context_lens, GROUP_TILE: tl.constexpr, GROUP_PADDED: tl.constexpr, TOKENS: tl.constexpr
 ):  # fmt: skip
-    """Returns the first row of group number `row` and its count of rows, then its contexts and rows.
+    """Return the first row of group number `row`, its number of rows, three contexts, and the rows of its queries.
 
-    The contexts are those of its first and of its last row, then of each query [GROUP_TILE], then come the rows of the
-    queries. Queries of no row have the last row's context. See `tandem.engine.kernels.base.DraftGroups`; with one
-    token each row is a group, and all are scalars.
+    The contexts are that of its first row, that of its last row, and that of each query [GROUP_TILE]; then come the
+    rows of the queries [GROUP_TILE]. Queries that belong to no row have the last row's context. See
+    `tandem.engine.kernels.base.DraftGroups`. With one token each row is a group, and all results are scalars.
     """
     if TOKENS == 1:
         count = 1
@@ -90,7 +90,7 @@ def group_of(
 
 @triton.jit
 def held_queries(count, SIZE: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, TOKENS: tl.constexpr):
-    """Returns which queries [SIZE] of a tile are a head of one of `count` rows."""
+    """Return which queries [SIZE] of a tile are heads of one of the group's `count` rows."""
     held = heads_of(SIZE, GROUP_PADDED, TOKENS) < GROUP
     if TOKENS > 1:
         held = held & (tl.arange(0, SIZE) // GROUP_PADDED < count)
@@ -99,7 +99,7 @@ def held_queries(count, SIZE: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: t
 
 @triton.jit
 def is_seen(position, seen, contexts, WINDOW: tl.constexpr, TOKENS: tl.constexpr):
-    """Returns which positions each query sees, of those that any query of its tile sees, as [1 or queries, tokens]."""
+    """Return which positions each query sees, among those that some query of its tile sees: [1 or queries, tokens]."""
     visible = seen[None, :]
     if TOKENS > 1:
         visible = visible & (position[None, :] < contexts[:, None])
@@ -110,7 +110,10 @@ def is_seen(position, seen, contexts, WINDOW: tl.constexpr, TOKENS: tl.constexpr
 
 @triton.jit
 def finite(highest, TOKENS: tl.constexpr):
-    """Returns running maxima that may be subtracted: 0 for a query of several tokens that has seen nothing yet."""
+    """Return the running maxima, with 0 instead of -inf, so that they can be subtracted from scores.
+
+    Only queries of groups with several tokens can have seen nothing yet.
+    """
     if TOKENS > 1:
         highest = tl.where(highest == float("-inf"), 0.0, highest)
     return highest
@@ -118,9 +121,9 @@ def finite(highest, TOKENS: tl.constexpr):
 
 @triton.jit
 def _fetch_into_cache(cache, address, wanted):
-    """Prefetches the lines at `address` into L2, where `wanted`, without waiting.
+    """Prefetch the lines at `address` into L2, where `wanted`, without waiting.
 
-    They stay coherent if written later.
+    The prefetched lines stay coherent if a kernel writes them later.
     """
     line = tl.where(wanted, address, cache).to(tl.int64)
     tl.inline_asm_elementwise(
@@ -130,7 +133,7 @@ def _fetch_into_cache(cache, address, wanted):
 
 @triton.jit
 def _dot(a, b, WIDE_DOT: tl.constexpr):
-    """Returns a · b in float32. The interpreter takes no bfloat16; widening first changes no product."""
+    """Return a · b in float32. The interpreter takes no bfloat16; widening the operands first changes no product."""
     if WIDE_DOT:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -153,7 +156,7 @@ def fetch_tile(
     BLOCK_TOKENS: tl.constexpr,
     LINES: tl.constexpr,
 ):
-    """Prefetches a tile's keys and values into L2, without waiting."""
+    """Prefetch a tile's keys and values into L2, without waiting."""
     token = tl.arange(0, BLOCK_TOKENS)
     line = tl.arange(0, LINES)
     spot = token_offsets(page, tile, page_stride, PAGE_TOKENS, BLOCK_TOKENS, HEAD_DIM)
@@ -195,13 +198,13 @@ def attend(
     TOKENS: tl.constexpr,
     WIDE_DOT: tl.constexpr,
 ):
-    """Computes attention of `query` [GROUP_TILE, DIM_PADDED] to the tiles from `start`, whose page is `page`, to `end`.
+    """Compute attention of `query` [GROUP_TILE, DIM_PADDED] to the tiles from `start`, whose page is `page`, to `end`.
 
-    Positions from `begin` to `context` are loaded; with several TOKENS each query sees those of its own `contexts`.
+    Positions from `begin` to `context` are loaded; with several TOKENS each query sees those up to its own context in
+    `contexts`. If SINKS, `sinks` points to the sinks of the key head, whose scores the first range (`split` 0) of a row
+    includes. SOFTCAP is in units of log2, 0 = none.
 
-    The first range (`split` 0) of a row includes the score of its sink, if SINKS: `sinks` points to those of the key
-    head. SOFTCAP is in units of log2, 0 = none. Returns the running maximum and sum [GROUP_TILE] of its scores, and the
-    weighted values [GROUP_TILE, DIM_PADDED].
+    Returns the running maximum and sum [GROUP_TILE] of the scores, and the weighted values [GROUP_TILE, DIM_PADDED].
     """
     token = tl.arange(0, BLOCK_TOKENS)
     dim = tl.arange(0, DIM_PADDED)

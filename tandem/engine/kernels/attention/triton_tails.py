@@ -1,4 +1,4 @@
-"""Zeroing of the values after a row's context, for attention that multiplies even what it masks."""
+"""Zeroing of the values after a row's context, for attention that also multiplies masked positions."""
 
 import triton
 import triton.language as tl
@@ -11,9 +11,9 @@ _WARPS = 4
 
 
 def clear_value_tails(cache: Tensor, layout: StepLayout, first_row: int, *, pdl: bool) -> None:
-    """Zeroes the values, of all layers, after the context of each row from `first_row` on in the row's last page.
+    """Zero the values of all layers that follow a row's context in its last page, for each row from `first_row` on.
 
-    cache [pages, layers, 2, kv_heads, page_tokens, head_dim]. The keys there stay: what is masked is never multiplied.
+    cache [pages, layers, 2, kv_heads, page_tokens, head_dim]. The keys there stay, because masked scores are not used.
     """
     _, layers, _, kv_heads, page_tokens, head_dim = cache.shape
     contexts, table = layout.context_lens[first_row:], layout.page_table[first_row:]
@@ -50,7 +50,7 @@ def _clear(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (row, layer, head) zeroes one tail."""
+    """Program (row, layer, head) zeroes the rest of one page's values."""
     launch_dependents(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(0)

@@ -1,1 +1,1 @@
-"""Kernels of CPUs, compiled with Numba."""
+"""The kernels for CPUs, compiled with Numba."""

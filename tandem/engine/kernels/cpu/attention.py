@@ -33,33 +33,33 @@ from tandem.engine.kernels.cpu.vector import (
 )
 
 QUERIES = 16
-"""Maximum queries of an item."""
+"""Maximum number of queries of an item."""
 KEYS = 256
 """Keys of a block."""
 WIDENED_KEYS = 32
-"""Most int8 keys or values that are widened before they are used: those of 256 dimensions stay in the first cache."""
+"""Most int8 keys or values that are widened at a time: at head dim 256 they still fit the first-level cache."""
 ITEM_FIELDS = 5
-"""The fields of an item: row, key head, first query, block or -1 for all, slot of the partial result or -1."""
+"""The int64 fields of an item: row, key head, first query, block (-1 = all), slot of the partial result (-1 = none)."""
 LOWEST = np.float32(-1e30)
 """A number below every score and yet finite, so that a block without a visible key adds exactly nothing."""
 
 (Q, Q_ITEMS, OUT, CACHE, PAGE_ITEMS, PART_ITEMS, HEAD_ITEMS, PAGE_TOKENS, POSITIONS, ROW_STARTS, CONTEXT_LENS,
  PAGE_TABLE, COLUMNS, TABLE_ROWS, HEADS, KV_HEADS, HEAD_DIM, WINDOW, SINKS, ITEMS, PARTIALS, QUANTIZED, SCALE,
  SOFTCAP) = range(2, 26)  # fmt: skip
-"""Indices of arguments.
+"""Indices of the arguments.
 
-`q_items` is the distance of the tokens of q, in elements; `cache` is the layer's part of page 0; `page_items`,
-`part_items` and `head_items` are the distances of pages, of keys and values, and of heads; `page_table` has
-`table_rows` rows of `columns`; `sinks` (float32) and `softcap` are 0 where there is none; `items` and `partials` are
-memory for the list of items and for partial results (head_dim sums, the largest score, the total weight; float32).
-With `quantized` 1 the cache holds codes and scales as `rope.ROPE` says.
+`q_items` is the distance between the tokens of q, in elements. `cache` is the layer's part of page 0; `page_items`,
+`part_items` and `head_items` are the distances between pages, between keys and values, and between heads. `page_table`
+has `table_rows` rows of `columns` entries. `sinks` (float32) and `softcap` are 0 where there are none. `items` and
+`partials` are memory for the list of items and for partial results (each head_dim sums, the largest score and the total
+weight, in float32). If `quantized` is 1 the cache holds codes and scales, laid out as the arguments of `rope.ROPE` say.
 """
 ATTENTION = struct.Struct("=24q2d")
 
 
 @inlined
 def list_items(shared):  # type: ignore[no-untyped-def]
-    """Writes the list of items → their number."""
+    """Write the list of items to the `items` argument, and return their number."""
     items, kv_heads, window = argument(shared, ITEMS), argument(shared, KV_HEADS), argument(shared, WINDOW)
     row_starts, context_lens = argument(shared, ROW_STARTS), argument(shared, CONTEXT_LENS)
     count, slots, group = 0, 0, argument(shared, HEADS) // kv_heads
@@ -68,6 +68,7 @@ def list_items(shared):  # type: ignore[no-untyped-def]
         context = load_int(context_lens, row, INT32)
         first_block = max(context - window, 0) // KEYS
         last_block = (context - 1) // KEYS
+        # Only rows of one token are split into blocks: longer rows have an item for each 16 queries.
         split = tokens == 1 and first_block != last_block
         for head in range(kv_heads):
             for query in range(0, tokens * group, QUERIES):
@@ -85,7 +86,7 @@ def list_items(shared):  # type: ignore[no-untyped-def]
 
 @inlined
 def attention_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
-    """Computes one item."""
+    """Compute one item: item number `chunk` of the list."""
     heads, kv_heads, head_dim = argument(shared, HEADS), argument(shared, KV_HEADS), argument(shared, HEAD_DIM)
     positions, window, size = argument(shared, POSITIONS), argument(shared, WINDOW), item_bytes(tag)
     group = heads // kv_heads
@@ -114,6 +115,8 @@ def attention_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def
         store(largest, i, load(argument(shared, SINKS), head * group + member, F32) if has_sink else LOWEST, F32)
         store(weights, i, np.float32(1 if has_sink else 0), F32)
 
+    # Only keys that some query of the item sees are read: from the first query's window up to the last query's
+    # position.
     first_position = load_int(positions, row_start + first_query // group, INT32)
     end = load_int(positions, row_start + (first_query + queries - 1) // group, INT32) + 1
     start = max(first_position - window + 1, 0) // KEYS * KEYS
@@ -150,7 +153,7 @@ def attention_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def
 
 @inlined
 def _plane(shared, row, head, key, values):  # type: ignore[no-untyped-def]
-    """Returns the element of the layer's cache at which the keys (or values) of the page of `key` begin."""
+    """Return the index of the element of the layer's cache at which the keys (or values) of the page of `key` begin."""
     page_tokens = argument(shared, PAGE_TOKENS)
     page = load_int(argument(shared, PAGE_TABLE), row * argument(shared, COLUMNS) + key // page_tokens, INT32)
     plane = head * argument(shared, HEAD_ITEMS) + (argument(shared, PART_ITEMS) if values else 0)
@@ -159,7 +162,7 @@ def _plane(shared, row, head, key, values):  # type: ignore[no-untyped-def]
 
 @inlined
 def _keys_at_once(shared, key, stop):  # type: ignore[no-untyped-def]
-    """Returns how many keys from `key` on are used together: those of its page, fewer if they have to be widened."""
+    """Return how many keys from `key` on are used together: the rest of its page, or fewer if they must be widened."""
     page_tokens = argument(shared, PAGE_TOKENS)
     n = min(page_tokens - key % page_tokens, stop - key)
     return min(n, WIDENED_KEYS) if argument(shared, QUANTIZED) != 0 else n
@@ -167,9 +170,9 @@ def _keys_at_once(shared, key, stop):  # type: ignore[no-untyped-def]
 
 @inlined
 def _rows(shared, plane, token, n, wide, tag):  # type: ignore[no-untyped-def]
-    """Returns the address of n keys or values as `tag` elements: in the cache, or in `wide`, where codes are widened.
+    """Return the address of n keys or values as `tag` elements: in the cache, or in `wide` if codes had to be widened.
 
-    They are those of a page's tokens from `token` on; `plane` as in `_plane`.
+    They belong to the page's tokens from `token` on; `plane` is as in `_plane`.
     """
     head_dim = argument(shared, HEAD_DIM)
     if argument(shared, QUANTIZED) == 0:
@@ -180,7 +183,7 @@ def _rows(shared, plane, token, n, wide, tag):  # type: ignore[no-untyped-def]
 
 @inlined
 def _apply_scales(shared, plane, token, n, numbers, queries):  # type: ignore[no-untyped-def]
-    """Multiplies n numbers of each query by the scales of these keys or values, if the cache has any."""
+    """Multiply n numbers of each query by the scales of n keys or values from `token` on, if the cache is quantized."""
     if argument(shared, QUANTIZED) != 0:
         scales = argument(shared, CACHE) + plane + argument(shared, PAGE_TOKENS) * argument(shared, HEAD_DIM)
         for i in range(queries):
@@ -189,7 +192,7 @@ def _apply_scales(shared, plane, token, n, numbers, queries):  # type: ignore[no
 
 @inlined
 def _score(shared, row, head, begin, stop, qs, queries, scores, wide, tag):  # type: ignore[no-untyped-def]
-    """Computes scores[q][key - begin] = q · key, page by page."""
+    """Compute scores[q][key - begin] = q · key for the keys begin .. stop, page by page."""
     page_tokens, head_dim, size = argument(shared, PAGE_TOKENS), argument(shared, HEAD_DIM), item_bytes(tag)
     key = begin
     while key < stop:
@@ -203,7 +206,11 @@ def _score(shared, row, head, begin, stop, qs, queries, scores, wide, tag):  # t
 
 @inlined
 def _soften(scores, begin, stop, position, window, scale, softcap, largest, weights, i):  # type: ignore[no-untyped-def]
-    """Turns a block's scores into weights against the running largest score → the factor of the sums before."""
+    """Turn a block's scores into softmax weights relative to the largest score so far.
+
+    Positions outside of the query's window are masked. Updates the running largest score and total weight of query `i`,
+    and returns the factor by which its sums of earlier blocks must be multiplied.
+    """
     n = (stop - begin + LANES - 1) // LANES * LANES
     if softcap != 0:
         cap_row(scores, scale / softcap, softcap, n, F32)
@@ -223,7 +230,7 @@ def _soften(scores, begin, stop, position, window, scale, softcap, largest, weig
 
 @inlined
 def _mix(shared, row, head, begin, stop, scores, queries, sums, q_stride, wide, tag):  # type: ignore[no-untyped-def]
-    """Adds Σ weight · value to sums[q], page by page; the scales of values are multiplied into the weights."""
+    """Add Σ weight · value to sums[q], page by page; scales of values are multiplied into the weights first."""
     page_tokens, head_dim, size = argument(shared, PAGE_TOKENS), argument(shared, HEAD_DIM), item_bytes(tag)
     key = begin
     while key < stop:
@@ -237,7 +244,7 @@ def _mix(shared, row, head, begin, stop, scores, queries, sums, q_stride, wide, 
 
 @inlined
 def merge_partials(shared, tag):  # type: ignore[no-untyped-def]
-    """Merges the partial results of rows that were split, block after block, into the output."""
+    """Merge the partial results of rows that were split into blocks, in the order of the blocks, into the output."""
     heads, kv_heads, head_dim = argument(shared, HEADS), argument(shared, KV_HEADS), argument(shared, HEAD_DIM)
     group, stride = heads // kv_heads, (head_dim + 2) * F32_BYTES
     items, count, first = argument(shared, ITEMS), argument(shared, CHUNKS), 0
@@ -265,7 +272,7 @@ def merge_partials(shared, tag):  # type: ignore[no-untyped-def]
 
 @inlined
 def _continues(items, index):  # type: ignore[no-untyped-def]
-    """Returns True if the item after `index` is the next block of the same queries."""
+    """Return True if the item after item `index` is the next block of the same row."""
     item = items + 8 * ITEM_FIELDS * index
     block, following = load_int(item, 3, INT64), load_int(item, ITEM_FIELDS + 3, INT64)
     return block >= 0 and following == block + 1 and load_int(item, ITEM_FIELDS, INT64) == load_int(item, 0, INT64)
@@ -273,7 +280,7 @@ def _continues(items, index):  # type: ignore[no-untyped-def]
 
 @inlined
 def _merge(partial, blocks, stride, out, head_dim, tag):  # type: ignore[no-untyped-def]
-    """Merges one query's partial results, `stride` bytes apart, into the first and rounds it to `out`."""
+    """Merge one query's partial results, `stride` bytes apart, into the first, and round the result to `out`."""
     for block in range(1, blocks):
         other = partial + block * stride
         before, after = load(partial, head_dim, F32), load(other, head_dim, F32)

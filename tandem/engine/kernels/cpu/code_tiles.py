@@ -1,8 +1,8 @@
 """Products of a packed weight's panels with quantized activations, and the quantization of activations.
 
 An activation is quantized in blocks of 32 columns: code = round(x · 127 / max|x|), scale = max|x| / 127. The products
-of a block are exact integers; blocks are added in float32 in the order of the columns, one row in a lane, whatever the
-other tokens are, and however many.
+of a block are exact integers. Blocks are added in float32 in the order of the columns, one weight row in each lane, so
+a token's result does not depend on the number and the values of other tokens.
 """
 
 from typing import Any
@@ -51,17 +51,17 @@ from tandem.engine.kernels.held_weight import CODES_A_BLOCK
 from tandem.engine.kernels.packed_weight import CENTRE
 
 AHEAD = 2048
-"""Bytes between a panel's line and the one fetched into the second-level cache at the same time."""
+"""Bytes from the line of a panel that is read to the line that is prefetched into the second-level cache meanwhile."""
 TOP_CODE = 127
 UNITS_A_BLOCK = CODES_A_BLOCK // UNIT
 
 
 def _code_tile(bits: int, offset: bool, tokens: int) -> Function:
-    """Returns a function that computes out[t][r] = Σ weight[r][i] · x[t][i] in float32 of one panel's sixteen rows r.
+    """Return a function that computes out[t][r] = Σ weight[r][i] · x[t][i] in float32 for a panel's sixteen rows r.
 
     Its arguments are (codes, scales, offsets, factors, x, x_stride, x_scales, x_sums, blocks, groups, blocks_a_group,
-    out, out_stride). x: codes, x_stride in bytes; x_scales and x_sums: float32 and int32 of each block, `blocks` a
-    token. No `scales` (0): one scale a row.
+    out, out_stride). `x` points to codes, and x_stride is in bytes. x_scales (float32) and x_sums (int32) have an
+    element for each block, `blocks` per token. If `scales` is 0, each row has a single scale, which is in `factors`.
     """
     centre = (0 if offset else CENTRE) if bits == 4 else WIDE_CENTRE
     lines = CODES_A_BLOCK * LANES * bits // 8 // LINE_BYTES
@@ -113,14 +113,15 @@ def _code_tile(bits: int, offset: bool, tokens: int) -> Function:
 
 
 def _load_scales(builder: Builder, address: Value, group: Value, otherwise: float) -> Value:
-    """Loads a group's sixteen float16 as float32; `otherwise` where there are none."""
+    """Load a group's sixteen float16 numbers as float32; each is `otherwise` if `address` is 0."""
     entry = builder.block
     with builder.if_then(builder.icmp_signed("!=", address, I64(0))):
         bits = builder.load(
             pointer(builder, at(builder, address, group, 2 * LANES), ir.VectorType(I16, LANES)), align=2
         )
         wide = builder.zext(bits, INTS)
-        # The exponent's place is that of float32, its bias is not: 2^112 makes up for it, for subnormal numbers, too.
+        # The shifted bits are a float32 number whose exponent has the bias of float16. The factor 2^112 corrects the
+        # bias, for subnormal numbers as well.
         size = builder.shl(builder.and_(wide, ir.Constant(INTS, [0x7FFF] * LANES)), ir.Constant(INTS, [13] * LANES))
         sign = builder.shl(builder.and_(wide, ir.Constant(INTS, [0x8000] * LANES)), ir.Constant(INTS, [16] * LANES))
         scaled = builder.fmul(builder.bitcast(size, VEC), constant(VEC, 2.0**112))
@@ -177,7 +178,7 @@ def _unless_none(builder: Builder, address: Value, found: Value) -> Value:
 
 
 def _emit_quantize(builder: Builder, tag: Any, args: Any) -> None:
-    """Emits (x, codes, scales, sums, k): the codes, and each block's scale and the sum of its codes."""
+    """Emit the body of `quantize_row`: for each block of x store codes, scale and the sum of the codes."""
     x, codes, scales, sums, k = args
 
     def block(b: Value) -> list[Value]:
@@ -185,7 +186,7 @@ def _emit_quantize(builder: Builder, tag: Any, args: Any) -> None:
         halves = [
             load_vector(builder, builder.add(place, I64(half * LANES * tag_bytes(tag))), tag) for half in range(2)
         ]
-        # The bits of absolute values are ordered as the values are, and those of NaN are beyond all.
+        # The bits of absolute values, read as integers, are ordered as the values are, and a NaN is above all numbers.
         sizes = [builder.and_(builder.bitcast(half, INTS), ir.Constant(INTS, [0x7FFFFFFF] * LANES)) for half in halves]
         larger = builder.select(builder.icmp_signed(">", *sizes), *sizes)
         largest = builder.bitcast(_reduce(builder, "smax", larger), F32)
@@ -205,7 +206,7 @@ def _emit_quantize(builder: Builder, tag: Any, args: Any) -> None:
 
 
 def _rounded(builder: Builder, x: Value) -> Value:
-    """Rounds sixteen float32 to integers of at most TOP_CODE, others and NaN to 0."""
+    """Round sixteen float32 to int32; NaN and numbers that round to more than TOP_CODE become 0."""
     found = nearest(builder, x)
     inside = builder.and_(
         builder.fcmp_ordered("<=", found, constant(VEC, TOP_CODE)),
@@ -220,7 +221,7 @@ def _reduce(builder: Builder, operation: str, vector: Value) -> Value:
 
 
 _WIDTHS = (8, 4, 1) if multiplies_bytes() == "avx512vnni" else (4, 1)
-"""Tokens of a tile: with AVX-512 there are registers for eight."""
+"""The numbers of tokens of a tile: with AVX-512 there are registers for eight."""
 _CODE_TILES = {
     (bits, offset, tokens): _code_tile(bits, offset, tokens)
     for bits in (4, 8)
@@ -236,10 +237,11 @@ def code_rows(  # type: ignore[no-untyped-def]
     typingctx, bits, codes, scales, offsets, factors, first, panels, k, length, x, x_scales, x_sums, tokens, out,
     out_stride, tag,
 ):  # fmt: skip
-    """Emits out[t][r] = w[r] · x[t] in float32, for the rows of `panels` panels from `first` on, and some tokens.
+    """Emit out[t][r] = w[r] · x[t] in float32, for the rows of `panels` panels from `first` on, and `tokens` tokens.
 
-    bits, codes, scales, offsets, factors: of a `PanelWeight`, 0 where it has none; length: blocks of a group. x, its
-    scales and sums are as `quantize_row` stores them, of one token after the other; out_stride in bytes.
+    bits, codes, scales, offsets and factors are those of a `PanelWeight`, with 0 for a part that it does not have.
+    `length` is the number of blocks in a group. x, x_scales and x_sums are as `quantize_row` stores them, one token
+    after the other. out_stride is in bytes.
     """
 
     def codegen(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
@@ -251,9 +253,10 @@ def code_rows(  # type: ignore[no-untyped-def]
 
 @intrinsic
 def quantize_row(typingctx, x, codes, scales, sums, k, tag):  # type: ignore[no-untyped-def]
-    """Emits the quantization of k `tag` elements, a multiple of 32, in blocks.
+    """Emit the quantization of k `tag` elements, a multiple of 32, in blocks of 32.
 
-    Stores 4-byte units of codes as `integer_units` reads them, float32 scales, and the codes' int32 sums.
+    Stores codes in units of four as `integer_units.store_codes` lays them out, float32 scales, and the int32 sums of
+    each block's codes.
     """
 
     def codegen(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
@@ -265,7 +268,7 @@ def quantize_row(typingctx, x, codes, scales, sums, k, tag):  # type: ignore[no-
 
 @intrinsic
 def row_code_bytes(typingctx, k):  # type: ignore[no-untyped-def]
-    """Returns the bytes of the codes of k quantized elements."""
+    """Return the bytes that the codes of k quantized elements take."""
 
     def codegen(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
         return builder.mul(args[0], I64(unit_bytes() // UNIT))

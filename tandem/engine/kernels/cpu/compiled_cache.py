@@ -1,8 +1,8 @@
-"""The folder of compiled CPU kernels, kept between starts.
+"""The folder of compiled CPU kernels, which is kept between starts.
 
-It is not next to the sources: an installation may be read-only. It is named after all the sources, because numba
-compares only the file of a function, and would go on using code compiled from an older version of the others. It does
-not depend on where the sources are installed: their content decides.
+It is not next to the sources, because an installation may be read-only. Its name is a hash of all sources: numba
+compares only the file of the compiled function itself, and would keep using code that was compiled from older versions
+of the other files. Where the sources are installed does not matter, only their content.
 """
 
 import hashlib
@@ -17,7 +17,10 @@ from tandem.engine.compiled_folder import compiled_folder
 
 
 def cached_entry(function: Any, *, nogil: bool = True) -> Any:
-    """Returns `function` compiled for calls from Python, by default without the GIL, its machine code kept on disk."""
+    """Return `function` compiled for calls from Python, with its machine code kept on disk.
+
+    By default it runs without the GIL.
+    """
     config = numba.config
     before = config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES
     config.CACHE_DIR = str(compiled_folder(_sources_hash()))
@@ -29,7 +32,7 @@ def cached_entry(function: Any, *, nogil: bool = True) -> Any:
 
 
 class _OneFolder(UserProvidedCacheLocator):  # type: ignore[misc]  # numba has no types
-    """Keeps compiled code in the configured folder itself, without a sub-folder for the path of its source file."""
+    """Makes numba keep compiled code in the configured folder itself, not in a sub-folder for the source's path."""
 
     @classmethod
     def get_suitable_cache_subpath(cls, py_file: str) -> str:

@@ -1,9 +1,10 @@
-"""Mixtures of experts on CPUs: a loop over the experts that tokens chose, whose products are those of dense networks.
+"""Mixtures of experts on CPUs: a loop over the chosen experts, with the same products as dense networks.
 
-The choice is computed in float32, and does not depend on the other tokens. In a step of fewer than LONG_TOKENS tokens
-no expert has more, and every product has the same order. What PyTorch computes here, it computes token by token: its
-result for an element depends on the element's place in the tensor (the last ones are computed without vectors, and by
-other approximations of exp), and that of a product on the number of rows.
+Which experts a token gets is computed in float32, and does not depend on the other tokens. In a step of fewer than
+LONG_TOKENS tokens no expert has more tokens than that, so every product has the same order of accumulation. Operations
+that PyTorch computes run token by token, because PyTorch's result for an element depends on the element's place in the
+tensor (the last elements are computed without vectors, with another approximation of exp), and the result of its
+product depends on the number of rows.
 """
 
 from dataclasses import replace
@@ -19,25 +20,26 @@ from tandem.engine.kernels.reference import choose_experts, count_experts
 
 
 class Products(Protocol):
-    """The products of `CpuKernels` that take input which is normed already."""
+    """The products of `CpuKernels` whose input is normed already."""
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        """Returns x · weightᵀ + bias."""
+        """Return x · weightᵀ + bias → [T, N]."""
 
     def gate_up(self, x: Tensor, gate_up: Linear, activation: str) -> Tensor:
-        """Returns activation(g) · u with [g | u] = x · gate_upᵀ + bias."""
+        """Return activation(g) · u with [g | u] = x · gate_upᵀ + bias → [T, N / 2]."""
 
 
 def with_wide_router(experts: Experts) -> Experts:
-    """Returns the experts with the router's product in float32, converted once."""
+    """Return the experts with the router's weight and bias in float32, so that they are converted only once."""
     bias = experts.router_bias
     return replace(experts, router=experts.router.float(), router_bias=None if bias is None else bias.float())
 
 
 def add_experts(products: Products, x: Tensor, hidden: Tensor, layer: ExpertsLayer, slots: Tensor) -> None:
-    """Adds the output of the experts for x = RMSNorm(hidden) to `hidden`; see `Kernels.experts`.
+    """Add the output of the experts for x = RMSNorm(hidden) to `hidden`; see `Kernels.experts`.
 
-    The router is that of `with_wide_router`. Sums over a token's experts are in float32, in the order of their numbers.
+    The router must be float32, see `with_wide_router`. The outputs of a token's experts are summed in float32, in the
+    order of the experts' numbers.
     """
     experts, spec = layer.experts, layer.spec
     weights, chosen = _choose(_logits(x, experts), experts, spec)
@@ -50,7 +52,8 @@ def add_experts(products: Products, x: Tensor, hidden: Tensor, layer: ExpertsLay
         gate_up = Linear(experts.gate_up[expert], _row(experts.gate_up_bias, expert))
         down = Linear(experts.down[expert], _row(experts.down_bias, expert))
         out = products.linear(products.gate_up(x[tokens], gate_up, spec.activation), down)
-        mixed[tokens] += out.float() * weights[tokens, ranks, None]  # a token is once among an expert's
+        # An expert has a token at most once, so no element is added twice.
+        mixed[tokens] += out.float() * weights[tokens, ranks, None]
     if experts.shared_gate_up is not None and experts.shared_down is not None:
         shared = products.linear(products.gate_up(x, experts.shared_gate_up, "silu"), experts.shared_down).float()
         if experts.shared_gate is not None:
@@ -61,13 +64,16 @@ def add_experts(products: Products, x: Tensor, hidden: Tensor, layer: ExpertsLay
 
 
 def _logits(x: Tensor, experts: Experts) -> Tensor:
-    """Returns the router's logits [T, E]."""
+    """Return the router's logits [T, E] float32, token by token."""
     bias = experts.router_bias
     return torch.stack([F.linear(token, experts.router, bias) for token in x.float()])
 
 
 def _choose(logits: Tensor, experts: Experts, spec: MixtureOfExperts) -> tuple[Tensor, Tensor]:
-    """Returns what `choose_experts` does; softmax is computed row by row anyway."""
+    """Return the result of `choose_experts`, which does not depend on the other tokens.
+
+    PyTorch computes softmax row by row anyway, so only sigmoid needs a loop over the tokens.
+    """
     if spec.router.score != "sigmoid":
         return choose_experts(logits, experts.choice_bias, spec)
     found = [choose_experts(token.unsqueeze(0), experts.choice_bias, spec) for token in logits]

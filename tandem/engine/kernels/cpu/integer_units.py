@@ -1,8 +1,8 @@
-"""Products of unsigned codes of weights with signed codes of activations, exact sums in 32-bit lanes.
+"""Products of unsigned weight codes with signed activation codes, summed exactly in 32-bit lanes.
 
-One lane multiplies four columns. Where the host has VNNI (`vpdpbusd`) that is one instruction, and an activation's code
-is a byte; elsewhere both are widened to 16 bits and multiplied in pairs, the even columns and then the odd ones, an
-order in which activations are stored. The sums are the same integers.
+One lane multiplies four columns. Where the host has VNNI (`vpdpbusd`), that is one instruction, and an activation's
+code is a byte. Elsewhere both operands are widened to 16 bits and multiplied in pairs, the even columns and then the
+odd ones, and activations are stored in that order. The sums are the same integers either way.
 """
 
 from functools import lru_cache
@@ -14,14 +14,14 @@ from llvmlite.binding import get_host_cpu_features
 from tandem.engine.kernels.cpu.ir import I8, I16, I32, I64, LANES, Builder, Value, pointer
 
 LINE_BYTES = 64
-"""Bytes of a panel with one 32-bit lane for each of sixteen rows."""
+"""Bytes of a panel's line: one 32-bit lane for each of sixteen rows."""
 INTS = ir.VectorType(I32, LANES)
 _WORDS = ir.VectorType(I16, 2 * LANES)
 
 
 @lru_cache(maxsize=1)
 def multiplies_bytes() -> str | None:
-    """Returns the host's extension that multiplies four bytes in a lane, or None."""
+    """Return the host's instruction set that multiplies four bytes in a lane ("avx512vnni" or "avxvnni"), or None."""
     chosen = numba.config.CPU_FEATURES
     for feature in ("avx512vnni", "avxvnni"):
         if f"+{feature}" in str(chosen) if chosen is not None else get_host_cpu_features().get(feature, False):
@@ -30,12 +30,12 @@ def multiplies_bytes() -> str | None:
 
 
 def unit_bytes() -> int:
-    """Returns the bytes of an activation's unit of four codes in memory."""
+    """Return the bytes that a unit of four activation codes takes in memory."""
     return 4 if multiplies_bytes() else 8
 
 
 def store_codes(builder: Builder, address: Value, codes: Value) -> None:
-    """Stores sixteen int32 as an activation's codes."""
+    """Store sixteen int32 as activation codes, in the layout that `load_activation` reads."""
     if multiplies_bytes():
         narrow = ir.VectorType(I8, LANES)
         builder.store(builder.trunc(codes, narrow), pointer(builder, address, narrow), align=1)
@@ -47,7 +47,7 @@ def store_codes(builder: Builder, address: Value, codes: Value) -> None:
 
 
 def load_weights(builder: Builder, address: Value, bits: int) -> list[list[Value]]:
-    """Loads a panel's next 64 bytes → its units, one of 8-bit codes or two of 4-bit codes, as operands."""
+    """Load a panel's next 64 bytes, and return their units as operands: one of 8-bit codes, or two of 4-bit codes."""
     line = builder.load(pointer(builder, address, INTS), align=4)
 
     def shifted(bits: int) -> Value:
@@ -64,20 +64,20 @@ def load_weights(builder: Builder, address: Value, bits: int) -> list[list[Value
 
 
 def load_activation(builder: Builder, address: Value) -> list[Value]:
-    """Loads a unit of a token as operands, the same in every lane."""
+    """Load one unit of a token, and return it as operands that have the same value in every lane."""
     places = [builder.add(address, I64(4 * part)) for part in range(unit_bytes() // 4)]
     return [splat_int(builder, builder.load(pointer(builder, place, I32), align=4)) for place in places]
 
 
 def splat_int(builder: Builder, scalar: Value) -> Value:
-    """Copies an int32 to all sixteen lanes."""
+    """Copy an int32 to all sixteen lanes."""
     undefined = ir.Constant(INTS, ir.Undefined)
     first = builder.insert_element(undefined, scalar, I32(0))
     return builder.shuffle_vector(first, undefined, ir.Constant(INTS, [0] * LANES))
 
 
 def add_products(builder: Builder, weights: list[Value], activations: list[Value], sums: Value) -> Value:
-    """Adds the products of a unit of sixteen rows to their sums."""
+    """Add the products of one unit, for sixteen weight rows, to the rows' sums."""
     extension = multiplies_bytes()
     if extension is None:
         for weight, activation in zip(weights, activations, strict=True):
@@ -97,7 +97,10 @@ def add_products(builder: Builder, weights: list[Value], activations: list[Value
 
 
 def _multiply_words(builder: Builder, a: Value, b: Value) -> Value:
-    """Returns the sums of the products of adjacent 16-bit numbers; LLVM knows x86's instruction by this form."""
+    """Return the sums of the products of adjacent 16-bit numbers.
+
+    The form is one for which LLVM emits x86's single instruction.
+    """
     wide = ir.VectorType(I32, 2 * LANES)
     products = builder.mul(*(builder.sext(builder.bitcast(each, _WORDS), wide) for each in (a, b)))
     return builder.add(

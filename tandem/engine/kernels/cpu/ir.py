@@ -1,9 +1,9 @@
 """Vector code as LLVM IR, so that every result has one order of accumulation.
 
 A compiler that vectorizes a reduction picks its own lanes and unrolling, and picks differently for one row than for
-eight; then a request's numbers would depend on the other rows. Here a sum runs in 16 lanes folded by halves, in any
-context. LLVM lowers the 16 lanes to the host's vectors (AVX-512, AVX2, NEON); nothing here is tied to one instruction
-set.
+eight; a request's numbers would then depend on the other rows of the step. Here every sum runs in 16 lanes that are
+folded by halves. LLVM lowers the 16 lanes to the host's vectors (AVX-512, AVX2, NEON); nothing in this file depends on
+an instruction set.
 
 Addresses are int64. A `tag` is the numba type that names the element type in memory: float32, or uint16 for the bits of
 bfloat16, or int8. All arithmetic is float32.
@@ -28,25 +28,25 @@ Codegen = Callable[[Any, Builder, Any, Any], Value]
 
 
 def pointer(builder: Builder, address: Value, kind: Any) -> Value:
-    """Casts an address to a pointer to `kind`."""
+    """Cast an address to a pointer to the LLVM type `kind`."""
     return builder.inttoptr(address, kind.as_pointer())
 
 
 def tag_bytes(tag: Any) -> int:
-    """Returns the bytes of one `tag` element."""
+    """Return the bytes of one `tag` element."""
     if tag == types.int8:
         return 1
     return 4 if tag == types.float32 else 2
 
 
 def widen(builder: Builder, bits: Value, wide: Any, integers: Any) -> Value:
-    """Converts bfloat16 bits to float32, of which they are the upper half."""
+    """Convert the bits of bfloat16 to float32, whose upper half they are."""
     shift = ir.Constant(integers, 16 if integers is I32 else [16] * LANES)
     return builder.bitcast(builder.shl(builder.zext(bits, integers), shift), wide)
 
 
 def load_element(builder: Builder, address: Value, tag: Any) -> Value:
-    """Loads one `tag` element as float32."""
+    """Load one `tag` element as float32."""
     if tag == types.float32:
         return builder.load(pointer(builder, address, F32), align=4)
     if tag == types.int8:
@@ -55,7 +55,7 @@ def load_element(builder: Builder, address: Value, tag: Any) -> Value:
 
 
 def load_vector(builder: Builder, address: Value, tag: Any) -> Value:
-    """Loads sixteen `tag` elements as float32."""
+    """Load sixteen `tag` elements as float32."""
     if tag == types.float32:
         return builder.load(pointer(builder, address, VEC), align=4)
     if tag == types.int8:
@@ -65,7 +65,10 @@ def load_vector(builder: Builder, address: Value, tag: Any) -> Value:
 
 
 def store_rounded(builder: Builder, address: Value, value: Value, tag: Any) -> None:
-    """Stores one float32 or sixteen as `tag` elements, rounded to nearest, ties to even; int8 must not overflow."""
+    """Store one or sixteen float32 as `tag` elements, rounded to nearest, ties to even.
+
+    Numbers that are stored as int8 must be within its range.
+    """
     item = tag_bytes(tag)
     if tag == types.int8:
         narrow = like(value, I8)
@@ -78,26 +81,26 @@ def store_rounded(builder: Builder, address: Value, value: Value, tag: Any) -> N
     bits = builder.bitcast(value, wide)
     odd = builder.and_(builder.lshr(bits, constant(wide, 16)), constant(wide, 1))
     rounded = builder.lshr(builder.add(bits, builder.add(odd, constant(wide, 0x7FFF))), constant(wide, 16))
-    # Rounding up the bits of a NaN could carry into infinity.
+    # Rounding up the bits of a NaN could carry into the exponent and give infinity.
     is_nan = builder.fcmp_unordered("uno", value, value)
     kept = builder.select(is_nan, constant(wide, 0x7FC0), rounded)
     builder.store(builder.trunc(kept, narrow), pointer(builder, address, narrow), align=item)
 
 
 def nearest(builder: Builder, value: Value) -> Value:
-    """Rounds one float32 or sixteen to integers, ties to even."""
+    """Round one or sixteen float32 to whole numbers, ties to even."""
     name = "llvm.rint.v16f32" if value.type == VEC else "llvm.rint.f32"
     rint = builder.module.declare_intrinsic(name, fnty=ir.FunctionType(value.type, [value.type]))
     return builder.call(rint, [value])
 
 
 def like(value: Value, element: Any) -> Any:
-    """Returns `element`, or the vector type of as many as `value` has."""
+    """Return the type `element`, or a vector type with as many elements as `value` has."""
     return ir.VectorType(element, LANES) if isinstance(value.type, ir.VectorType) else element
 
 
 def constant(kind: Any, value: float) -> Value:
-    """Returns the constant `value`, in every lane if `kind` is a vector type; floats are rounded to float32."""
+    """Return the constant `value`, repeated in every lane if `kind` is a vector type; floats are rounded to float32."""
     vector = isinstance(kind, ir.VectorType)
     element = kind.element if vector else kind
     exact = float(np.float32(value)) if element == F32 else value
@@ -105,14 +108,14 @@ def constant(kind: Any, value: float) -> Value:
 
 
 def multiply_add(builder: Builder, a: Value, b: Value, c: Value) -> Value:
-    """Emits a · b + c, in one rounding where the host can."""
+    """Emit a · b + c, with a single rounding where the host can."""
     name = "llvm.fmuladd.v16f32" if c.type == VEC else "llvm.fmuladd.f32"
     kind = ir.FunctionType(c.type, [c.type] * 3)
     return builder.call(builder.module.declare_intrinsic(name, fnty=kind), [a, b, c])
 
 
 def prefetch(builder: Builder, address: Value) -> None:
-    """Emits a prefetch of the line at `address`, which need not be mapped, into the second-level cache."""
+    """Emit a prefetch of the cache line at `address` into the second-level cache; the address need not be mapped."""
     byte = ir.IntType(8)
     kind = ir.FunctionType(ir.VoidType(), [byte.as_pointer(), I32, I32, I32])
     fetch = builder.module.declare_intrinsic("llvm.prefetch.p0", fnty=kind)
@@ -120,9 +123,10 @@ def prefetch(builder: Builder, address: Value) -> None:
 
 
 def fold(builder: Builder, vectors: list[Value], combine: Callable[[Value, Value], Value]) -> Value:
-    """Combines each vector's lanes into one, with adjacent results; the number of vectors is a power of two up to 16.
+    """Combine the lanes of each vector into one number; the results are adjacent lanes of the returned vector.
 
-    Lanes i and i + half are combined until one is left; vectors share the instructions once they are narrow enough.
+    The number of vectors is a power of two up to 16. Lanes i and i + half are combined until one is left; once vectors
+    are narrow enough, several share an instruction.
     """
     width = LANES
     while width > 1:
@@ -138,7 +142,7 @@ def fold(builder: Builder, vectors: list[Value], combine: Callable[[Value, Value
 
 
 def _halves(builder: Builder, first: Value, second: Value | None, width: int) -> tuple[Value, Value]:
-    """Returns the lower and the upper `width` lanes of every group of 2 · `width` lanes of one vector or two."""
+    """Return the lower and the upper `width` lanes of every group of 2 · `width` lanes, of one vector or of two."""
     lanes = first.type.count * (1 if second is None else 2)
     other = ir.Constant(first.type, ir.Undefined) if second is None else second
     lower = [lane for lane in range(lanes) if lane % (2 * width) < width]
@@ -150,7 +154,7 @@ def _halves(builder: Builder, first: Value, second: Value | None, width: int) ->
 
 
 def splat(builder: Builder, scalar: Value) -> Value:
-    """Copies a scalar to all sixteen lanes."""
+    """Copy a scalar to all sixteen lanes."""
     undefined = ir.Constant(VEC, ir.Undefined)
     first = builder.insert_element(undefined, scalar, I32(0))
     return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(I32, LANES), [0] * LANES))
@@ -159,9 +163,9 @@ def splat(builder: Builder, scalar: Value) -> Value:
 def loop(
     builder: Builder, start: Value, stop: Value, step: int, carried: list[Value], body: Callable[..., list[Value]]
 ) -> list[Value]:
-    """Emits for (i = start; i < stop; i += step) carried = body(i, *carried).
+    """Emit a loop: for (i = start; i < stop; i += step) carried = body(i, *carried).
 
-    The loop is not unrolled: bodies are large as they are.
+    Returns the last values of `carried`. The loop is not unrolled, because bodies are already large.
     """
     entry = builder.block
     head = builder.append_basic_block("head")
@@ -187,7 +191,7 @@ def loop(
 
 
 def _not_unrolled(module: Any) -> Any:
-    """Returns metadata of one loop; LLVM requires its first operand to be the node itself."""
+    """Return metadata that forbids the unrolling of one loop; LLVM requires its first operand to be the node itself."""
     rule = module.add_metadata([ir.MetaDataString(module, "llvm.loop.unroll.disable")])
     node = ir.values.MDValue(module, [rule], name=str(len(module.metadata)))
     node.operands = (node, rule)
@@ -195,24 +199,24 @@ def _not_unrolled(module: Any) -> Any:
 
 
 def row_addresses(builder: Builder, base: Value, stride: Value, rows: int) -> list[Value]:
-    """Returns the addresses of `rows` rows, `stride` bytes apart."""
+    """Return the addresses of `rows` rows that are `stride` bytes apart."""
     return [builder.add(base, builder.mul(stride, I64(row))) for row in range(rows)]
 
 
 def at(builder: Builder, base: Value, index: Value, item_bytes: int) -> Value:
-    """Returns the address of element `index`."""
+    """Return the address of element `index` of the elements at `base`, each of `item_bytes` bytes."""
     return builder.add(base, builder.mul(index, I64(item_bytes)))
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """Code that is emitted once in each module and called; `emit(builder, tag, args)` writes its body."""
+    """Code that is emitted once in each LLVM module and then called; `emit(builder, tag, args)` writes its body."""
 
     name: str
     emit: Callable[[Builder, Any, Any], None]
 
     def call(self, builder: Builder, tag: Any, args: Sequence[Value]) -> None:
-        """Emits a call, and the function itself if the module does not have it yet."""
+        """Emit a call of the function, and first the function itself if the module does not have it yet."""
         symbol = f"tandem_{self.name}_{tag}"
         function = builder.module.globals.get(symbol)
         if function is None:
@@ -227,9 +231,10 @@ class Function:
 
 
 def steps(builder: Builder, stop: Value, sizes: Sequence[int], body: Callable[[Value, int], None]) -> None:
-    """Emits body(i, size) for consecutive pieces of 0 ..
+    """Emit body(i, size) for consecutive pieces of 0 .. `stop`.
 
-    stop: the largest size as often as it fits, then the next, …, 1.
+    Pieces of the largest size come first, as often as they fit, then those of the next size, and so on down to 1. Sizes
+    are powers of two.
     """
     start: Value = I64(0)
     for size in sizes:
@@ -244,9 +249,9 @@ def steps(builder: Builder, stop: Value, sizes: Sequence[int], body: Callable[[V
 
 
 def exponential(builder: Builder, x: Value) -> Value:
-    """Emits e^x of one float32 or sixteen, within 2 ulp; 0 below -87, e^88 above 88.
+    """Emit e^x of one or sixteen float32, within 2 ulp; 0 below -87, and e^88 above 88.
 
-    x = n·ln 2 + r with |r| <= ln 2 / 2, ln 2 in two parts (Cody and Waite), and a minimax polynomial in r.
+    x = n·ln 2 + r with |r| <= ln 2 / 2, with ln 2 in two parts (Cody and Waite), and a minimax polynomial in r.
     """
     kind, integers = x.type, like(x, I32)
 
@@ -267,7 +272,7 @@ def exponential(builder: Builder, x: Value) -> Value:
 
 
 def hyperbolic_tangent(builder: Builder, x: Value) -> Value:
-    """Emits tanh of one float32 or sixteen, with a relative error of about 2e-7.
+    """Emit tanh of one or sixteen float32, with a relative error of about 2e-7.
 
     An odd polynomial near 0 with the coefficients of Cephes' tanhf, and (1 - e^-2|x|) / (1 + e^-2|x|) elsewhere.
     """

@@ -1,4 +1,4 @@
-"""The one compiled function of the CPU kernels: it runs a job, or helps with the jobs of other threads."""
+"""The one compiled function of the CPU kernels: it runs a job, or helps with a job of another thread."""
 
 from typing import Any
 
@@ -20,18 +20,21 @@ from tandem.engine.kernels.cpu.pool import (
 )
 
 HELP, NORM, LINEAR, NORM_LINEAR, GATE_UP, NORM_GATE_UP, ROPE, ATTENTION = range(8)
-"""The operations of `perform`: help, or a job.
+"""The operations of `perform`: to help, or to run one of these jobs.
 
-A product whose input is normed, or quantized for a packed weight, is two jobs, the first of them NORM.
+A product whose input has to be normed, or quantized for a packed weight, consists of two jobs: NORM, then the product.
 """
 
 TAGS: dict[str, Any] = {"float32": np.float32(0), "bfloat16": np.uint16(0)}
-"""The values whose types stand for the element types in memory."""
+"""For each dtype, a value whose type stands for the element type in memory."""
 
 
 @cached_entry
 def perform(shared, scratch, operation, tag):  # type: ignore[no-untyped-def]
-    """Runs the operation whose arguments were written, or (HELP) takes chunks of other threads' jobs."""
+    """Run the job `operation`, whose arguments are in shared memory, or with HELP run chunks of other threads' jobs.
+
+    Returns when the job is complete; with HELP, when no chunk has come for a while or the pool stops.
+    """
     job = _first_job(shared, operation)
     chunk = await_chunk(shared) if operation == HELP else _begin(shared, job)
     while chunk >= 0:
@@ -58,7 +61,7 @@ def _first_job(shared, operation):  # type: ignore[no-untyped-def]
 
 @inlined
 def _begin(shared, job):  # type: ignore[no-untyped-def]
-    """Publishes a job → the chunk with which the caller begins."""
+    """Publish a job, and return the number of the chunk with which the caller begins."""
     if job == ATTENTION:
         chunks = cpu_attention.list_items(shared)
     elif job == ROPE:

@@ -1,14 +1,14 @@
-"""Kernels for CPUs: float32 and bfloat16, all arithmetic in float32, on dedicated threads.
+"""Kernels for CPUs: float32 and bfloat16, with all arithmetic in float32, on dedicated threads.
 
-A token's numbers do not depend on the other tokens: in steps of fewer than LONG_TOKENS tokens every product runs in one
-order, whatever else is in the step; those of longer steps, which are prefill, are PyTorch's (`long_products.py`).
-Attention of a row depends on that row alone in any step. An expert's products count its own tokens, not the step's. The
-number of threads changes nothing. Products of packed weights have one order in any step; their input is quantized to
-8 bits in blocks of 32 columns.
+A token's numbers do not depend on the other tokens of the step. In steps of fewer than LONG_TOKENS tokens every product
+has one order of accumulation; in longer steps, which are prefill, PyTorch computes the products of weights that are not
+packed (`long_products.py`). For an expert's products the expert's own tokens count, not those of the step. Attention of
+a row depends on that row alone in any step. The number of threads changes no result. Products of packed weights have
+one order of accumulation in any step; their input is quantized to 8 bits in blocks of 32 columns.
 
-Addresses go to machine code unchecked, so tensors must be as the interface requires: contiguous (of the cache, its last
-two dimensions), of the kernels' dtype; norms may be float32.
-docs/decisions/cpu_kernels.md gives the reasons of this design, with figures.
+Machine code gets addresses and does not check them, so tensors must be as the interface requires: contiguous (of the
+cache, its last two dimensions) and of the kernels' dtype; the weights of norms may be float32.
+docs/decisions/cpu_kernels.md gives the reasons for this design, with figures.
 """
 
 from dataclasses import replace
@@ -42,17 +42,21 @@ from tandem.protocol.errors import Internal
 _ALL_POSITIONS = 1 << 30
 _CHUNKS_A_THREAD = 8
 _LONG_CHUNK_ROWS = 64
-"""Rows of a packed weight that many tokens share at a time: they stay in the second-level cache."""
+"""Rows of a packed weight in a chunk of a step with many tokens: for these they stay in the second-level cache."""
 
 
 class CpuKernels(Kernels):
     """The kernels of one model on CPUs, called by one thread at a time.
 
-    Holds scratch memory and helper threads; `close`, or collection, ends them.
+    They own scratch memory and helper threads, which end when `close` is called or the object is collected.
     """
 
     def __init__(self, dtype: torch.dtype, threads: int | None = None) -> None:
-        """Takes `dtype` float32 or bfloat16, of all weights and the cache; `threads` None = every core it may use."""
+        """Start the helper threads, and compile the kernels or load their code from disk.
+
+        `dtype`, float32 or bfloat16, is that of all weights and the cache. `threads` None means every core that the
+        process may use.
+        """
         self._dtype = dtype
         self._threads = threads or usable_cores()
         self._tag = tag = cpu_jobs.TAGS[str(dtype).removeprefix("torch.")]
@@ -63,18 +67,20 @@ class CpuKernels(Kernels):
         self._quantized = torch.empty(0, dtype=torch.uint8)
         self._items = torch.empty(0, dtype=torch.int64)
         self._partials = torch.empty(0)
-        # Compiles, or reads an earlier start's code, while the model is loading and not in the first step.
+        # Compile the kernels, or read the code of an earlier start, now, while the model is being loaded, and not in
+        # the first step.
         self._perform(cpu_jobs.HELP)
 
     def close(self) -> None:
-        """Ends the helper threads. Idempotent."""
+        """End the helper threads. Idempotent."""
         self._pool.close()
         self._long.close()
 
     def prepare(self, linear: Linear) -> Linear:
-        """Rearranges a packed weight, or dequantizes it where codes cannot be multiplied; keeps a plain one.
+        """Rearrange a packed weight into panels, or dequantize it if its codes cannot be multiplied; keep a plain one.
 
-        Raises Internal for one that the machine code would misread.
+        Raises Internal if a weight or bias is strided, of another dtype, or not in host memory: the machine code would
+        misread it.
         """
         linear = replace(linear, weight=self._prepared(linear.weight))
         tensors = [each for each in (linear.weight, linear.bias) if isinstance(each, Tensor)]
@@ -88,7 +94,7 @@ class CpuKernels(Kernels):
         return in_panels(weight) if multiplied_on_cpus(weight) else weight.dequantized(self._dtype)
 
     def prepare_experts(self, experts: Experts) -> Experts:
-        """Prepares each weight as `prepare` does; the router's become float32."""
+        """Prepare each weight as `prepare` does; those of the router become float32."""
         gate_up = self.prepare(Linear(experts.gate_up, experts.gate_up_bias)).weight
         down = self.prepare(Linear(experts.down, experts.down_bias)).weight
         shared = (experts.shared_gate_up, experts.shared_down)
@@ -98,13 +104,13 @@ class CpuKernels(Kernels):
         )
 
     def embed(self, token_ids: Tensor, table: Tensor, feed: Feed | None = None) -> Tensor:
-        """Looks up the rows of `table`; Internal with a feed, as tokens are always known on a CPU."""
+        """Look up the rows of `table`. Raises Internal if there is a feed: on a CPU the host knows all tokens."""
         if feed is not None:
             raise Internal("On CPUs the tokens of a step are known before it starts.")
         return F.embedding(token_ids, table)
 
     def norm_linear(self, hidden: Tensor, norm: Norm, linear: Linear) -> Tensor:
-        """Computes RMSNorm and the product as two jobs."""
+        """Compute RMSNorm and the product, as two jobs."""
         if _is_long(hidden, linear):
             return self.linear(self._norm(hidden, norm), linear)
         out = torch.empty(len(hidden), len(linear.weight), dtype=self._dtype)
@@ -112,7 +118,7 @@ class CpuKernels(Kernels):
         return out
 
     def norm_gate_up(self, hidden: Tensor, norm: Norm, gate_up: Linear, activation: str = "silu") -> Tensor:
-        """Computes RMSNorm and the gated product as two jobs."""
+        """Compute RMSNorm and the gated product, as two jobs."""
         if _is_long(hidden, gate_up):
             return self._long.gate_up(self._norm(hidden, norm), gate_up, activation)
         if not _halves_are_apart(gate_up.weight):
@@ -123,7 +129,7 @@ class CpuKernels(Kernels):
         return out
 
     def gate_up(self, x: Tensor, gate_up: Linear, activation: str) -> Tensor:
-        """Returns activation(g) · u with [g | u] = x · gate_upᵀ + bias → [T, intermediate]."""
+        """Return activation(g) · u with [g | u] = x · gate_upᵀ + bias → [T, intermediate]."""
         if _is_long(x, gate_up):
             return self._long.gate_up(x, gate_up, activation)
         if activation != "silu" or not _halves_are_apart(gate_up.weight):
@@ -133,7 +139,7 @@ class CpuKernels(Kernels):
         return out
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        """Computes the product."""
+        """Compute the product: with PyTorch if there are many tokens and the weight is not packed, else as a job."""
         if _is_long(x, linear):
             return self._long.linear(x, linear)
         out = torch.zeros(len(x), len(linear.weight), dtype=self._dtype)
@@ -141,22 +147,22 @@ class CpuKernels(Kernels):
         return out
 
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
-        """Computes the product and adds it to `hidden`."""
+        """Compute the product and add it to `hidden`; see `linear`."""
         if _is_long(x, linear):
             self._long.linear_add(x, linear, hidden)
         else:
             self._product(cpu_jobs.LINEAR, x, x, None, linear, hidden)
 
     def norm_add(self, x: Tensor, norm: Norm, hidden: Tensor) -> None:
-        """Applies RMSNorm and adds the result to `hidden`."""
+        """Apply RMSNorm and add the result to `hidden`."""
         hidden += rms_norm(x, norm.weight, norm.eps)
 
     def experts(self, hidden: Tensor, layer: ExpertsLayer, slots: Tensor) -> None:
-        """Computes the chosen experts one after the other, each for all of its tokens."""
+        """Compute the chosen experts one after the other, each for all tokens that chose it."""
         add_experts(self, self._norm(hidden, layer.norm), hidden, layer, slots)
 
     def rope_and_store(self, qkv: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout) -> Tensor:
-        """Rotates q and k in place and stores k and v in the cache."""
+        """Rotate q and k in place, and store k and v in the cache."""
         shape, rope, q_norm, k_norm = layer.shape, layer.rope, layer.q_norm, layer.k_norm
         if q_norm is not None and q_norm.numel() != shape.head_dim:
             return self._plain.rope_and_store(qkv, layer, cache, layout)
@@ -171,7 +177,7 @@ class CpuKernels(Kernels):
         return qkv[:, :width].view(tokens, shape.heads, shape.head_dim)
 
     def attention(self, q: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout) -> Tensor:
-        """Computes attention of all rows as one job."""
+        """Compute the attention of all rows as one job."""
         shape, codes, tokens, rows = layer.shape, _int8_or_plain(cache), q.shape[0], len(layout.context_lens)
         out = torch.empty(tokens, shape.heads * shape.head_dim, dtype=self._dtype)
         self._reserve_items(tokens, rows, layout.max_context, shape)
@@ -187,15 +193,15 @@ class CpuKernels(Kernels):
         return out
 
     def latent_store(self, q: Tensor, latents: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
-        """Norms and rotates the latents and stores them at their slots."""
+        """Norm and rotate the latents, and store them at their slots."""
         return self._plain.latent_store(q, latents, layer, cache, layout)
 
     def latent_attention(self, q: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
-        """Computes attention of rows of one token over the latents themselves, expands those of longer rows."""
+        """Compute attention of one-token rows over the latents themselves, and expand the latents of longer rows."""
         return cpu_latent.latent_attention(q, layer, cache, layout)
 
     def _norm(self, hidden: Tensor, norm: Norm) -> Tensor:
-        """Returns RMSNorm(hidden), whatever the other tokens are."""
+        """Return RMSNorm(hidden); a token's result does not depend on the other tokens."""
         out = torch.empty_like(hidden)
         self._product(cpu_jobs.NORM, hidden, out, norm, Linear(hidden), out)
         return out
@@ -211,7 +217,11 @@ class CpuKernels(Kernels):
         *,
         gelu: bool = False,
     ) -> None:
-        """Computes out [T, rows] = or (without a norm) += x · weightᵀ + bias; x is memory for the normed source."""
+        """Compute out [T, rows] = x · weightᵀ + bias with x = RMSNorm(source), or out += source · weightᵀ + bias.
+
+        With a norm, `x` is memory for the normed source. Without one, `x` is the source itself and the product is
+        added.
+        """
         tokens, k = source.shape
         rows, weight = out.shape[1], linear.weight
         scale, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
@@ -228,7 +238,7 @@ class CpuKernels(Kernels):
         self._perform(operation)
 
     def _code_arguments(self, weight: PanelWeight, tokens: int) -> tuple[int, ...]:
-        """Returns the arguments of a product that only packed weights have, with memory for the quantized input."""
+        """Return the further arguments of a product with a packed weight; reserves memory for its quantized input."""
         code_bytes = tokens * weight.inputs * unit_bytes() // UNIT
         scale_bytes = tokens * weight.inputs // CODES_A_BLOCK * self._partials.element_size()
         if self._quantized.numel() < code_bytes + 2 * scale_bytes:
@@ -244,12 +254,12 @@ class CpuKernels(Kernels):
         cpu_jobs.perform(self._pool.shared, self._pool.scratch, operation, self._tag)
 
     def _chunk_rows(self, rows: int) -> int:
-        """Returns a chunk size small enough that the threads end together, and large enough to stream."""
+        """Return the rows of a chunk: few enough that the threads end together, and enough to stream the weight."""
         share = rows // (self._threads * _CHUNKS_A_THREAD)
         return min(max(share - share % 4, 8), MAX_CHUNK_ROWS)
 
     def _code_chunk_rows(self, rows: int, tokens: int) -> int:
-        """Like `_chunk_rows`, in whole panels."""
+        """Return the rows of a chunk like `_chunk_rows`, as a multiple of a panel's rows."""
         most = MAX_CHUNK_ROWS if tokens < LONG_TOKENS else _LONG_CHUNK_ROWS
         share = rows // (self._threads * _CHUNKS_A_THREAD)
         return min(max(share - share % LANES, LANES), most)
@@ -260,7 +270,7 @@ class CpuKernels(Kernels):
         return self._normed
 
     def _reserve_items(self, tokens: int, rows: int, max_context: int, shape: AttentionShape) -> None:
-        """Reserves memory for the items of a step: long rows' by their queries, one-token rows' by blocks."""
+        """Reserve memory for a step's items: long rows have items by queries, one-token rows by blocks."""
         group = shape.heads // shape.kv_heads
         blocks = -(-max_context // KEYS)
         decode = rows * shape.kv_heads * -(-group // QUERIES) * blocks
@@ -281,12 +291,12 @@ def _codes_of(weight: Weight) -> Tensor:
 
 
 def _halves_are_apart(weight: Weight) -> bool:
-    """Returns True if gate and up rows can be multiplied by themselves: no panel has rows of both."""
+    """Return True if gate rows and up rows can be multiplied separately, because no panel has rows of both."""
     return not isinstance(weight, PanelWeight) or weight.outputs // 2 % LANES == 0
 
 
 def _activated(gate_up: Tensor, activation: str) -> Tensor:
-    """Returns the activation; of fewer than LONG_TOKENS tokens each by itself, as in experts.py."""
+    """Return activation(gate) · up; fewer than LONG_TOKENS tokens are computed one by one (see `experts.py`)."""
     if len(gate_up) >= LONG_TOKENS:
         return activate(gate_up, activation)
     return torch.stack([activate(token, activation) for token in gate_up])
@@ -297,7 +307,7 @@ def _layer_address(cache: Tensor, layer: int) -> int:
 
 
 def _int8_or_plain(cache: KvCache) -> Tensor:
-    """Returns the codes or elements of a cache; raises Internal for codes that the machine code would misread."""
+    """Return the codes or elements of a cache. Raises Internal for codes other than int8, which would be misread."""
     if isinstance(cache, QuantizedKv) and cache.codes.dtype != torch.int8:
         raise Internal(f"CPU kernels compute with int8 keys and values, not with {cache.codes.dtype}.")
     return codes_of(cache)

@@ -1,6 +1,6 @@
-"""Latent attention on CPUs: rows of one token absorbed, all heads at a time; longer rows expanded.
+"""Latent attention on CPUs: one-token rows are absorbed, all heads at a time; longer rows are expanded.
 
-Each row is computed by itself, so a token's numbers do not depend on the other tokens of the step.
+Each row is computed separately, so a token's numbers do not depend on the other tokens of the step.
 """
 
 import torch
@@ -13,7 +13,10 @@ from tandem.engine.kernels.reference import attend_latents, gather_latents
 
 
 def latent_attention(q: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
-    """Implements `Kernels.latent_attention`; absorbed attention runs in float32 and rounds its result alone."""
+    """Compute causal attention over latents, as `Kernels.latent_attention` defines it.
+
+    Absorbed attention runs in float32, and only its result is rounded.
+    """
     shape, kv_up = layer.shape, layer.kv_up
     starts, contexts = layout.row_starts.tolist(), layout.context_lens.tolist()
     out = q.new_empty(len(q), shape.heads * shape.v_dim)
@@ -29,7 +32,7 @@ def latent_attention(q: Tensor, layer: LatentLayer, cache: Tensor, layout: StepL
 
 
 def _absorbed(q: Tensor, stored: Tensor, kv_up: Tensor, shape: LatentShape) -> Tensor:
-    """Returns attention of one token [heads, nope + rope] to its row's latents [context, latent + rope] → [heads·v]."""
+    """Return attention of a token's q [heads, nope + rope] to the latents [context, latent + rope] → [heads·v_dim]."""
     keys, values = kv_up[:, : shape.nope], kv_up[:, shape.nope :]
     absorbed = torch.bmm(q[:, None, : shape.nope], keys).squeeze(1)
     query = torch.cat((absorbed, q[:, shape.nope :]), dim=-1)

@@ -1,6 +1,6 @@
-"""Products of many tokens with weights that are not packed: PyTorch's, a piece of the weight's rows after the other.
+"""Products of many tokens with weights that are not packed, computed by PyTorch in pieces of the weight's rows.
 
-From some dozens of tokens on the arithmetic takes longer than reading the weight, and PyTorch's libraries are as fast
+From some dozens of tokens on, the arithmetic takes longer than reading the weight, and PyTorch's libraries are as fast
 as any code (docs/decisions/cpu_kernels.md). The pieces do not depend on the number of threads, so neither do the sums.
 """
 
@@ -16,28 +16,29 @@ from tandem.engine.kernels.layers import Linear
 from tandem.engine.kernels.reference import activate
 
 LONG_TOKENS = 48
-"""Tokens from which a product with a weight that is not packed is PyTorch's."""
+"""The number of tokens from which on PyTorch computes products with weights that are not packed."""
 _PIECE = 256
 """Rows of a piece: enough that the library's copy of the input costs little, few enough for many threads."""
 
 
 class LongProducts:
-    """PyTorch's products on threads of their own, each of which computes alone.
+    """PyTorch's products on separate threads, each of which computes without further threads.
 
-    PyTorch's threads would spin on the cores that the other kernels need. `close`, or collection, ends the threads.
+    PyTorch's own threads would spin on the cores that the other kernels need. `CpuKernels` owns it; the threads end
+    when `close` is called or the object is collected.
     """
 
     def __init__(self, dtype: torch.dtype, threads: int) -> None:
-        """Takes the dtype of weights, inputs and outputs: float32 or bfloat16."""
+        """Start the threads; `dtype`, float32 or bfloat16, is that of weights, inputs and outputs."""
         self._computed = dtype if has_pair_products() else torch.float32
         self._pool = ThreadPoolExecutor(threads, "tandem-products", initializer=lambda: torch.set_num_threads(1))
 
     def close(self) -> None:
-        """Ends the threads. Idempotent."""
+        """End the threads. Idempotent."""
         self._pool.shutdown()
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        """Returns x · weightᵀ + bias → [T, N]."""
+        """Return x · weightᵀ + bias → [T, N]."""
 
         def compute(rows: slice) -> None:
             out[:, rows] = self._product(wide, linear, rows)
@@ -48,7 +49,7 @@ class LongProducts:
         return out
 
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
-        """Adds x · weightᵀ + bias to hidden [T, N] in place, rounded once."""
+        """Add x · weightᵀ + bias to hidden [T, N] in place; the sum is rounded once."""
 
         def add(rows: slice) -> None:
             hidden[:, rows] = self._product(wide, linear, rows).add_(hidden[:, rows])
@@ -57,7 +58,7 @@ class LongProducts:
         self._by_piece(hidden.shape[1], add)
 
     def gate_up(self, x: Tensor, gate_up: Linear, activation: str) -> Tensor:
-        """Returns activation(g) · u with [g | u] = x · weightᵀ + bias, gate rows first → [T, N / 2]."""
+        """Return activation(g) · u with [g | u] = x · weightᵀ + bias, gate rows first → [T, N / 2]."""
 
         def compute(rows: slice) -> None:
             gate = self._product(wide, gate_up, rows)
@@ -70,12 +71,12 @@ class LongProducts:
         return out
 
     def _product(self, x: Tensor, linear: Linear, rows: slice) -> Tensor:
-        """Returns x · weightᵀ + bias of some rows → [T, rows] float32."""
+        """Return x · weightᵀ + bias for the given rows of the weight → [T, rows] float32."""
         product = F.linear(x, linear.matrix[rows].to(x.dtype)).float()
         return product if linear.bias is None else product.add_(linear.bias[rows])
 
     def _by_piece(self, rows: int, compute: Callable[[slice], None]) -> None:
         pieces = (slice(first, min(first + _PIECE, rows)) for first in range(0, rows, _PIECE))
-        # Inference mode is a thread's own, and its tensors may be written in it only.
+        # Inference mode is set per thread, and tensors that were made in it may be written only in it.
         for done in [self._pool.submit(torch.inference_mode()(compute), piece) for piece in pieces]:
             done.result()

@@ -16,20 +16,21 @@ UNIT = 4
 WIDE_CENTRE = 128
 """The number that is added to 8-bit codes to make them unsigned."""
 _PIECE = 1 << 22
-"""Codes that are rearranged at a time, to bound temporary memory."""
+"""Codes that are rearranged at a time, which bounds the temporary memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class PanelWeight(PackedWeight):
-    """A packed weight [..., N, K] whose parts are in panels of sixteen rows; beyond N, rows are zero.
+    """A packed weight [..., N, K] in panels of sixteen rows; rows from N on are zero.
 
-    codes   [..., N / 16, K / 4, 16, 4] int8: units of four columns, the sign bits flipped, so that read as unsigned
-            bytes they are codes + 128; or [..., N / 16, K / 8, 16, 4] uint8 with two units in the bytes' halves, the
-            first one in the lower half
-    scales  [..., N / 16, K / group, 16] float16, to be multiplied by `factors`; or one scale a row, which `factors`
-            then is: [..., N / 16, 0, 16]
-    offsets likewise or None; they are as in `PackedWeight`, for the codes before they were made unsigned
-    factors [..., N / 16, 16] float32: with groups a power of two, so that float16 holds all scales of a row
+    codes   [..., N / 16, K / 4, 16, 4] int8: units of four columns, with the sign bits flipped:
+            as unsigned bytes they are codes + 128; or [..., N / 16, K / 8, 16, 4] uint8 with two units in the halves of
+            the bytes, the first unit in the lower half
+    scales  [..., N / 16, K / group, 16] float16, to be multiplied by `factors`; or [..., N / 16, 0, 16] if each row has
+            a single scale, which is then in `factors`
+    offsets like the scales, or None; as in `PackedWeight` they belong to the codes before these were made unsigned
+    factors [..., N / 16, 16] float32: if there are groups, a power of two for each row, chosen so that float16 holds
+            all scales of the row
     """
 
     factors: Tensor
@@ -45,12 +46,12 @@ class PanelWeight(PackedWeight):
         return self.shape[0]
 
     def parts(self) -> tuple[Tensor, ...]:
-        """The tensors."""
+        """Return the tensors: those of `PackedWeight`, and the factors."""
         # A dataclass with slots is a new class, which the short form of super() does not know.
         return (*PackedWeight.parts(self), self.factors)
 
     def __getitem__(self, index: int | slice) -> PanelWeight:
-        """Returns a view of one of several stacked weights."""
+        """Return a view of one weight of several stacked ones. Raises TypeError if the weight is not stacked."""
         if self.factors.dim() == 2:
             raise TypeError("Rows of panels have no view: see `rows`.")
         offsets = None if self.offsets is None else self.offsets[index]
@@ -59,7 +60,10 @@ class PanelWeight(PackedWeight):
         )
 
     def rows(self, index: Tensor) -> PackedWeight:
-        """Returns a copy of the rows that `index` [T] int64 names, of a weight that is not stacked, row by row."""
+        """Return a copy, in the layout of `PackedWeight`, of the rows whose numbers are in `index` [T] int64.
+
+        The weight must not be stacked.
+        """
         panel, lane = index // LANES, index % LANES
         held = self.codes[panel, :, lane]
         if self.bits == 4:
@@ -72,14 +76,17 @@ class PanelWeight(PackedWeight):
         return PackedWeight(codes, scales, offsets, self.group)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """Returns the weight [..., N, K]; scales that are not float16 were rounded to it, relative to their row's."""
+        """Return the weight [..., N, K] in `dtype`.
+
+        Scales that were not float16 have been rounded to float16, relative to their row's factor.
+        """
         if self.factors.dim() > 2:
             return torch.stack([self[index].dequantized(dtype) for index in range(len(self))])
         return self.rows(torch.arange(self.outputs)).dequantized(dtype)
 
 
 def in_panels(weight: PackedWeight) -> PanelWeight:
-    """Returns a copy of a weight that is `multiplied_on_cpus`, in panels; stacked weights stay stacked."""
+    """Return a copy in panels of a weight that is `multiplied_on_cpus`; stacked weights stay stacked."""
     if len(weight.shape) > 2:
         return _stacked([in_panels(weight[index]) for index in range(len(weight))])
     rows, columns = weight.shape
@@ -113,7 +120,7 @@ def _stacked(each: Sequence[PanelWeight]) -> PanelWeight:
 
 
 def _by_panel(numbers: Tensor) -> Tensor:
-    """Rearranges [N, any] to [N / 16, any, 16], with zero for rows beyond N."""
+    """Rearrange [N, any] to [N / 16, any, 16], with zeros for rows from N on."""
     padded = _padded(numbers)
     return padded.view(len(padded) // LANES, LANES, numbers.shape[1]).transpose(1, 2).contiguous()
 

@@ -1,14 +1,15 @@
-"""The threads of the CPU kernels: one job at a time, cut into chunks that free threads take.
+"""The threads of the CPU kernels: they run one job at a time, cut into chunks that free threads take.
 
-A job lasts microseconds, so handing it over must cost less than one: the caller writes the job into shared memory,
-publishes it with one store, and works on its chunks like the helpers. No thread has a fixed share, so a thread that is
-preempted, or still sleeps, costs one chunk and not half of the job.
+A job lasts microseconds, so the threads must get it in less than one. The caller writes the job into shared memory,
+publishes it with one store, and works on its chunks like the helper threads. No thread has a fixed share, so a thread
+that is preempted or still asleep delays the job by one chunk and not by half of it.
 
-Helper threads spin for a moment between jobs (the jobs of a step follow each other closely), then sleep on an event;
-`Pool.write` wakes them. A helper that falls asleep at the wrong moment misses only one job.
+Between jobs helper threads spin for a moment, because the jobs of a step follow each other closely, and then sleep on
+an event; `Pool.write` wakes them. A helper that falls asleep just as a job is published misses only that job.
 
-`ticket` holds generation << 32 | chunks left; a chunk is owned by the thread whose compare-and-swap took it, which
-fails if the job has changed in between. The caller goes on when `finished` counts all chunks.
+The ticket word holds generation << 32 | chunks left. The thread whose compare-and-swap of the ticket takes a chunk owns
+the chunk; the compare-and-swap fails if another job has been published in between. The caller continues when the
+FINISHED word counts all chunks.
 """
 
 import os
@@ -24,16 +25,16 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 TICKET, FINISHED, SLEEPING, STOP = 0, 8, 16, 24
-"""Words of the shared memory, each on a separate cache line."""
+"""The words of the shared memory that all threads access, each on a separate cache line."""
 JOB = 32
-"""The first word of the job: its operation and the operation's arguments."""
+"""The first word of the job: its operation, followed by the operation's arguments."""
 CHUNKS = 30
 """The index of the argument that holds the number of chunks of the current job."""
 SHARED_WORDS = 96
 REALS = 64
-"""The first word of the job's float32 arguments."""
+"""The first word of the job's float arguments."""
 CHUNK_SCRATCH_BYTES = 1 << 19
-"""Private memory of each thread, for one chunk."""
+"""Bytes of each thread's private memory, which it uses for one chunk at a time."""
 
 _SPINS_BEFORE_SLEEP = 200_000
 _SPINS_BEFORE_YIELD = 2_000
@@ -41,7 +42,7 @@ _SPINS_BEFORE_YIELD = 2_000
 
 @intrinsic
 def atomic_load(typingctx, address):  # type: ignore[no-untyped-def]
-    """Loads the int64 at `address`; the writer's earlier writes are visible after that."""
+    """Load the int64 at `address` (acquire): what its writer wrote before is visible afterwards."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
@@ -52,7 +53,7 @@ def atomic_load(typingctx, address):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def atomic_store(typingctx, address, value):  # type: ignore[no-untyped-def]
-    """Stores the int64 at `address`; this thread's earlier writes are visible to its readers."""
+    """Store the int64 at `address` (release): a thread that reads it also sees this thread's earlier writes."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
@@ -64,7 +65,7 @@ def atomic_store(typingctx, address, value):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def atomic_add(typingctx, address, value):  # type: ignore[no-untyped-def]
-    """Adds to the int64 at `address` → its former value."""
+    """Add to the int64 at `address`, and return its former value."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
@@ -75,7 +76,7 @@ def atomic_add(typingctx, address, value):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def compare_and_swap(typingctx, address, expected, value):  # type: ignore[no-untyped-def]
-    """Stores `value` at `address` if it holds `expected` → True if it did."""
+    """Store `value` at `address` if it holds `expected`, and return True if it did."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
@@ -87,7 +88,7 @@ def compare_and_swap(typingctx, address, expected, value):  # type: ignore[no-un
 
 @intrinsic
 def argument(typingctx, shared, index):  # type: ignore[no-untyped-def]
-    """Returns an integer argument of the current job."""
+    """Return an integer argument of the current job."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load(_argument_pointer(builder, args[0], args[1], ir.IntType(64)))
@@ -97,7 +98,7 @@ def argument(typingctx, shared, index):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def real(typingctx, shared, index):  # type: ignore[no-untyped-def]
-    """Returns a float64 argument of the current job, as float32."""
+    """Return a float64 argument of the current job, as float32."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         wide = builder.load(_argument_pointer(builder, args[0], args[1], ir.DoubleType()))
@@ -108,7 +109,7 @@ def real(typingctx, shared, index):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def set_argument(typingctx, shared, index, value):  # type: ignore[no-untyped-def]
-    """Changes an integer argument before the job is published."""
+    """Change an integer argument of the job before the job is published."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.store(args[2], _argument_pointer(builder, args[0], args[1], ir.IntType(64)))
@@ -124,7 +125,7 @@ def _argument_pointer(builder: Any, shared: Any, index: Any, kind: Any) -> Any:
 
 @intrinsic
 def yield_core(typingctx):  # type: ignore[no-untyped-def]
-    """Yields this core to another thread of the machine."""
+    """Let another thread run on this core."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(ir.IntType(32), [])
@@ -136,16 +137,16 @@ def yield_core(typingctx):  # type: ignore[no-untyped-def]
 
 
 inlined: Any = njit(nogil=True, error_model="numpy", inline="always")
-"""Decorates a function that is inlined into its caller, without the GIL, before anything is optimized.
+"""Decorate a function that is inlined into its caller before anything is optimized, and runs without the GIL.
 
-All kernels are one compiled function, because numba optimizes a callee once more in each caller. That takes long, and
-LLVM 22 has been seen to lose an iteration when it unrolled a loop it had unrolled before.
+All kernels are one compiled function, because numba optimizes a callee again in each caller. That takes long, and LLVM
+22 has been seen to lose an iteration when it unrolled a loop that it had unrolled before.
 """
 
 
 @inlined
 def take_chunk(shared):  # type: ignore[no-untyped-def]
-    """Takes a chunk of the current job → its index, or -1 when none is left."""
+    """Take a chunk of the current job, and return its number, or -1 if none is left."""
     taken = False
     left = 1
     while left > 0 and not taken:
@@ -153,23 +154,24 @@ def take_chunk(shared):  # type: ignore[no-untyped-def]
         left = ticket & 0xFFFFFFFF
         if left > 0:
             taken = compare_and_swap(shared + 8 * TICKET, ticket, ticket - 1)
-    # The first chunk is not offered: the thread that submits the job keeps it.
+    # The ticket counts one chunk less than there are: the thread that publishes the job keeps the first.
     return argument(shared, CHUNKS) - left if taken else -1
 
 
 @inlined
 def publish(shared, operation, chunks):  # type: ignore[no-untyped-def]
-    """Offers the written job to all threads, except the first of its chunks, which the caller must do."""
+    """Offer the chunks of the job in shared memory to all threads, except the first, which the caller must run."""
     set_argument(shared, 0, operation)
     set_argument(shared, CHUNKS, chunks)
     atomic_store(shared + 8 * FINISHED, 0)
+    # A new generation makes the compare-and-swap of a thread fail that read the ticket of the job before.
     generation = atomic_load(shared + 8 * TICKET) >> 32
     atomic_store(shared + 8 * TICKET, (((generation + 1) & 0x7FFFFFFF) << 32) | (chunks - 1))
 
 
 @inlined
 def await_chunks(shared):  # type: ignore[no-untyped-def]
-    """Waits until every chunk is finished; other threads may still work on the last ones."""
+    """Wait until every chunk of the job is finished; other threads may still work on the last ones."""
     chunks, spins = argument(shared, CHUNKS), 0
     while atomic_load(shared + 8 * FINISHED) != chunks:
         spins += 1
@@ -179,7 +181,7 @@ def await_chunks(shared):  # type: ignore[no-untyped-def]
 
 @inlined
 def await_chunk(shared):  # type: ignore[no-untyped-def]
-    """Returns a helper's next chunk, or -1 when none has come for a moment or the pool stops."""
+    """Return a chunk for a helper thread, or -1 if none has come for a while or the pool stops."""
     chunk, spins = -1, 0
     while chunk < 0 and spins < _SPINS_BEFORE_SLEEP and atomic_load(shared + 8 * STOP) == 0:
         chunk = take_chunk(shared)
@@ -188,10 +190,10 @@ def await_chunk(shared):  # type: ignore[no-untyped-def]
 
 
 class Pool:
-    """Helper threads and the memory they share with the one thread that submits jobs.
+    """The helper threads, and the memory that they share with the one thread that submits jobs.
 
-    `help_out(shared, scratch)` works on jobs and returns when none came for a moment or STOP is set. The threads end
-    with `close`, or when the pool is collected.
+    A helper calls `help_out(shared, scratch)`, which works on jobs and returns if none has come for a while or if STOP
+    is set. The threads end when `close` is called or the pool is collected.
     """
 
     def __init__(self, threads: int, help_out: Callable[[int, int], None]) -> None:
@@ -211,7 +213,10 @@ class Pool:
             helper.start()
 
     def write(self, layout: struct.Struct, *arguments: float) -> None:
-        """Writes a job's arguments, operation first, and wakes the helpers that sleep."""
+        """Write a job's arguments, of which the first is the operation, and wake the helper threads that sleep.
+
+        No thread works on the job before `publish` is called.
+        """
         layout.pack_into(self._memory, 8 * JOB, *arguments)
         if self._memory[SLEEPING]:
             self._memory[SLEEPING] = 0
@@ -219,12 +224,12 @@ class Pool:
                 alarm.set()
 
     def close(self) -> None:
-        """Ends the helper threads and waits for them. Idempotent."""
+        """End the helper threads and wait for them. Idempotent."""
         self._finalizer()
 
 
 def usable_cores() -> int:
-    """Returns the number of cores this process may use."""
+    """Return the number of cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -248,7 +253,7 @@ def _stop(memory: Any, alarms: list[threading.Event], helpers: list[threading.Th
 
 
 def _aligned_words(words: int) -> Any:
-    """Returns zeroed int64 memory that starts on a page."""
+    """Return zeroed int64 memory that starts at a page boundary."""
     memory = np.zeros(words + 512, dtype=np.int64)
     skip = (-memory.ctypes.data % 4096) // 8
     return memory[skip : skip + words]

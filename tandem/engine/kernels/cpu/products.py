@@ -1,11 +1,11 @@
 """Matrix products of the CPU kernels: chunks of weight rows against all tokens, with the operations before and after.
 
-Every output is a dot product in the one order of `vector.dot_tile`, so it depends neither on the other tokens of the
-step nor on the partition of the work. Tokens come in blocks of eight, because sixteen accumulators (two weight rows by
-eight tokens) keep the multipliers busy with ten loads; a chunk's weights come from memory once and are in the
-second-level cache for the blocks that follow. Products of packed weights quantize their input first (`code_tiles.py`)
-and have one order of sums for any number of tokens. Products of many tokens with other weights are PyTorch's
-(`long_products.py`).
+Every output is a dot product in the one order of accumulation of `tiles._dot_tile`, so it depends neither on the other
+tokens of the step nor on how the work is divided. Tokens come in blocks of eight, because sixteen accumulators (two
+weight rows by eight tokens) keep the multipliers busy with ten loads. A chunk's weights are read from memory once, and
+are in the second-level cache for the following blocks. Products of packed weights quantize their input first
+(`code_tiles.py`) and have one order of accumulation for any number of tokens. PyTorch computes the products of many
+tokens with other weights (`long_products.py`).
 """
 
 import math
@@ -33,28 +33,29 @@ F32 = np.float32(0)
 """The tag of float32 memory."""
 F32_BYTES = 4
 TOKENS_A_CHUNK = 16
-"""Tokens of a chunk of the token-wise jobs."""
+"""Tokens of a chunk, in jobs that process token by token."""
 MAX_CHUNK_ROWS = 256
-"""Maximum weight rows of a chunk: a block's outputs must fit a thread's scratch memory twice."""
+"""Maximum number of weight rows in a chunk: twice the outputs of a block must fit a thread's scratch memory."""
 
 CODE_BITS, ROWS_A_CHUNK, TOKENS, K, X, OUT, WEIGHT, BIAS, ROWS, ADDS, SOURCE, NORM_WEIGHT, WIDE_NORM, GELU, EPS = range(
     1, 16
 )
-"""Indices of the arguments of a product out = x · weightᵀ + bias (0 = none), or out += that.
+"""Indices of the arguments of a product out = x · weightᵀ + bias, or out += x · weightᵀ + bias if `adds` is 1.
 
-x [tokens, k] is RMSNorm of `source`, or unchanged input. `rows` are the weight's, or those of each half for gate and
-up. `wide_norm` is 1 if the norm's weight is float32 whatever the model's dtype is, `gelu` 1 if gates have GELU and not
-SiLU. `norm_weight` 0 leaves x as it is. `code_bits` is 0, or the bits of a packed weight's codes.
+x [tokens, k] is RMSNorm of `source`, or unchanged input if `norm_weight` is 0. `rows` is the number of rows of the
+weight, or of each half for gate and up. `bias` is 0 if there is none. `wide_norm` is 1 if the norm's weight is float32
+whatever the model's dtype is, `gelu` 1 if the gates have GELU and not SiLU. `code_bits` is 0, or the bits of a packed
+weight's codes.
 """
 PRODUCT = struct.Struct("=15qd")
 SCALES, OFFSETS, FACTORS, GROUP_BLOCKS, X_CODES, X_SCALES, X_SUMS = range(16, 23)
-"""Indices of the further arguments of a product with a packed weight, as of `code_tiles.code_rows`."""
+"""Indices of the further arguments of a product with a packed weight, which are those of `code_tiles.code_rows`."""
 CODE_PRODUCT = struct.Struct("=15qd7q")
 
 
 @inlined
 def norm_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
-    """Computes some tokens of x = RMSNorm(source), rounded to the model's dtype once, and quantizes them if needed."""
+    """Compute x = RMSNorm(source) for the chunk's tokens, round it to the model's dtype, and quantize it if needed."""
     source, x, tokens, k = argument(shared, SOURCE), argument(shared, X), argument(shared, TOKENS), argument(shared, K)
     norm, eps = argument(shared, NORM_WEIGHT), real(shared, EPS)
     for token in range(chunk * TOKENS_A_CHUNK, min((chunk + 1) * TOKENS_A_CHUNK, tokens)):
@@ -73,13 +74,13 @@ def norm_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
 
 @inlined
 def norm_factor(source, eps, n, tag):  # type: ignore[no-untyped-def]
-    """Returns 1 / sqrt(mean(source²) + eps) of n `tag` elements."""
+    """Return 1 / sqrt(mean(source²) + eps) of n `tag` elements."""
     return np.float32(1.0) / math.sqrt(squares_of(source, n, tag) / np.float32(n) + eps)
 
 
 @inlined
 def _code_rows(shared, row, n, token, tokens, out, out_stride, tag):  # type: ignore[no-untyped-def]
-    """Computes n rows of a packed weight from `row` on, which begins a panel, for some tokens from `token` on."""
+    """Compute n rows of a packed weight from `row` on, which begins a panel, for `tokens` tokens from `token` on."""
     k = argument(shared, K)
     before = token * (k // CODES_A_BLOCK) * 4
     code_rows(
@@ -97,7 +98,7 @@ def _padded(rows):  # type: ignore[no-untyped-def]
 
 @inlined
 def linear_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
-    """Computes some weight rows of a product."""
+    """Compute the chunk's weight rows of a product, for all tokens."""
     x, tokens, weight = argument(shared, X), argument(shared, TOKENS), argument(shared, WEIGHT)
     k, step = argument(shared, K), argument(shared, ROWS_A_CHUNK)
     first, stride = chunk * step, k * item_bytes(tag)
@@ -120,7 +121,7 @@ def linear_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
 
 @inlined
 def _finish_linear(shared, y, token, first, n, tag):  # type: ignore[no-untyped-def]
-    """Applies bias and residual to n outputs of one token, from row `first` on, and stores them."""
+    """Add bias and residual to n outputs of one token, from row `first` on, and store them."""
     out, bias = argument(shared, OUT), argument(shared, BIAS)
     target = out + (token * argument(shared, ROWS) + first) * item_bytes(tag)
     if bias != 0:
@@ -132,7 +133,7 @@ def _finish_linear(shared, y, token, first, n, tag):  # type: ignore[no-untyped-
 
 @inlined
 def gate_up_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
-    """Computes some weight rows of each half of a product [g | u] whose output is activation(g) · u."""
+    """Compute the chunk's rows of each half of a product [g | u] whose output is activation(g) · u, for all tokens."""
     x, tokens, rows = argument(shared, X), argument(shared, TOKENS), argument(shared, ROWS)
     k, step = argument(shared, K), argument(shared, ROWS_A_CHUNK)
     first, stride = chunk * step, k * item_bytes(tag)
@@ -161,7 +162,7 @@ def gate_up_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
 
 @inlined
 def _finish_gate_up(shared, gate, up, token, first, n, tag):  # type: ignore[no-untyped-def]
-    """Applies bias and activation(g) · u to n outputs of one token, from row `first` on, and stores them."""
+    """Add the bias to n gates and ups of one token, from row `first` on, and store activation(g) · u."""
     bias, rows = argument(shared, BIAS), argument(shared, ROWS)
     if bias != 0:
         add_row(gate, bias + first * item_bytes(tag), n, tag)

@@ -9,24 +9,24 @@ from tandem.engine.kernels.cpu.products import F32, F32_BYTES, TOKENS_A_CHUNK, n
 from tandem.engine.kernels.cpu.vector import item_bytes, load, load_int, scale_row, store
 
 INT8, INT32, INT64 = np.int8(0), np.int32(0), np.int64(0)
-"""Tags of integers in memory."""
+"""The tags of integers in memory."""
 LARGEST_CODE = 127
 """The largest code of int8 keys and values."""
 (QKV, ANGLES, Q_NORM, K_NORM, WIDE_NORM, CACHE, PAGE_ITEMS, PART_ITEMS, HEAD_ITEMS, POSITIONS, SLOTS, TOKENS, HEADS,
  KV_HEADS, HEAD_DIM, ROTATED, PAGE_TOKENS, QUANTIZED, EPS) = range(2, 21)  # fmt: skip
-"""Indices of arguments.
+"""Indices of the arguments.
 
-Norms are 0 where there is none, and float32 whatever the model's dtype is if `wide_norm` is 1. `cache` is the layer's
-part of page 0; `page_items`, `part_items` and `head_items` are the distances of pages, of keys and values, and of heads
-in elements. `rotated` leading dimensions of a head are rotated. With `quantized` 1 the cache holds int8 codes, and
-float32 scales after the codes of a head's `page_tokens` tokens.
+`q_norm` and `k_norm` are 0 if there are no norms; if `wide_norm` is 1 they are float32 whatever the model's dtype is.
+`cache` is the layer's part of page 0; `page_items`, `part_items` and `head_items` are the distances between pages,
+between keys and values, and between heads, in elements. The leading `rotated` dimensions of a head are rotated. If
+`quantized` is 1 the cache holds int8 codes, and the float32 scales follow the codes of a head's `page_tokens` tokens.
 """
 ROPE = struct.Struct("=20qd")
 
 
 @inlined
 def rope_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
-    """Processes some tokens: norms and rotates q in place; norms, rotates and stores k; stores v."""
+    """Process the chunk's tokens: norm and rotate q in place; norm, rotate and store k; store v."""
     heads, kv_heads, head_dim = argument(shared, HEADS), argument(shared, KV_HEADS), argument(shared, HEAD_DIM)
     page_tokens = argument(shared, PAGE_TOKENS)
     rotated = argument(shared, ROTATED)
@@ -70,7 +70,7 @@ def rope_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
 
 @inlined
 def _norm_head(shared, source, norm, scratch, tag):  # type: ignore[no-untyped-def]
-    """Writes head_dim elements as float32, normed if there is a norm."""
+    """Write head_dim elements to `scratch` as float32, normed if there is a norm."""
     head_dim = argument(shared, HEAD_DIM)
     factor = np.float32(1.0)
     if norm != 0:
@@ -84,9 +84,9 @@ def _norm_head(shared, source, norm, scratch, tag):  # type: ignore[no-untyped-d
 
 @inlined
 def _store_codes(shared, source, plane, token, scratch, tag):  # type: ignore[no-untyped-def]
-    """Stores head_dim `tag` elements as codes and a scale, as the `token`th of the page's tokens at `plane`.
+    """Store head_dim `tag` elements as codes and a scale, for token `token` of the page whose head is at `plane`.
 
-    The scale is NaN if any of them is infinite or NaN.
+    The scale is NaN if an element is infinite or NaN.
     """
     head_dim, page_tokens = argument(shared, HEAD_DIM), argument(shared, PAGE_TOKENS)
     most, poison = np.float32(0), np.float32(0)
@@ -94,7 +94,7 @@ def _store_codes(shared, source, plane, token, scratch, tag):  # type: ignore[no
         value = load(source, i, tag)
         store(scratch, i, value, F32)
         most = max(most, abs(value))
-        poison += value - value  # 0, or NaN for one that is not finite
+        poison += value - value  # 0, or NaN if the element is not finite
     factor = np.float32(LARGEST_CODE) / most if most > 0 else np.float32(0)
     scale_row(scratch, factor, plane + token * head_dim, head_dim, INT8)
     store(plane + page_tokens * head_dim, token, most / np.float32(LARGEST_CODE) + poison, F32)

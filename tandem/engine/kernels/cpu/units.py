@@ -1,6 +1,6 @@
-"""Pairs of bfloat16, which some hosts multiply in one lane, and vectors of which only the first lanes are loaded.
+"""Pairs of bfloat16, which some hosts multiply in one lane, and loads of only the first lanes of a vector.
 
-The pairs and the products of codes (`integer_units.py`) are all that is tied to an instruction set.
+The pairs and the products of codes (`integer_units.py`) are all that depends on an instruction set.
 """
 
 from typing import Any
@@ -24,12 +24,12 @@ from tandem.engine.kernels.cpu.ir import (
 
 
 def has_pair_products() -> bool:
-    """Returns True if the host multiplies pairs of bfloat16 into float32 lanes (AVX512_BF16)."""
+    """Return True if the host multiplies pairs of bfloat16 into float32 lanes (AVX512_BF16)."""
     return _host_has("avx512bf16")
 
 
 def has_wide_registers() -> bool:
-    """Returns True if a register holds sixteen float32, and there are 32 of them (AVX-512)."""
+    """Return True if a register holds sixteen float32 and there are 32 registers (AVX-512)."""
     return _host_has("avx512f")
 
 
@@ -41,7 +41,7 @@ def _host_has(feature: str) -> bool:
 
 
 class BFloatType(ir.Type):  # type: ignore[misc]
-    """LLVM's bfloat, which llvmlite has no name for."""
+    """LLVM's bfloat type, which llvmlite does not define."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -54,19 +54,19 @@ class BFloatType(ir.Type):  # type: ignore[misc]
 
 
 def load_pairs(builder: Builder, address: Value, tag: Any) -> Value:
-    """Loads sixteen pairs of bfloat16."""
+    """Load sixteen pairs of bfloat16."""
     kind = ir.VectorType(BFloatType(), 2 * LANES)
     return builder.load(pointer(builder, address, kind), align=2)
 
 
 def multiply_pairs(builder: Builder, a: Value, b: Value, c: Value) -> Value:
-    """Emits c + the products of a's and b's adjacent lanes, two by two."""
+    """Emit c + the products of a and b, summed over the two elements of each pair."""
     kind = ir.FunctionType(VEC, [VEC, a.type, b.type])
     return builder.call(builder.module.declare_intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", fnty=kind), [c, a, b])
 
 
 def first_lanes(builder: Builder, count: Value, lanes: int) -> Value:
-    """Returns a mask of `lanes` bits whose first `count` are set."""
+    """Return a mask of `lanes` bits whose first `count` are set."""
     kind = ir.VectorType(I32, lanes)
     undefined = ir.Constant(kind, ir.Undefined)
     one = builder.insert_element(undefined, builder.trunc(count, I32), I32(0))
@@ -75,7 +75,7 @@ def first_lanes(builder: Builder, count: Value, lanes: int) -> Value:
 
 
 def load_masked(builder: Builder, address: Value, mask: Value, tag: Any, pairs: bool) -> Value:
-    """Loads a vector whose unset lanes are 0; their memory is not accessed."""
+    """Load the lanes that `mask` sets; the other lanes are 0, and their memory is not accessed."""
     lanes = mask.type.count
     element, suffix = (F32, "f32") if tag == types.float32 else (I16, "i16")
     kind = ir.VectorType(element, lanes)

@@ -1,8 +1,8 @@
 """Memory access and float32 arithmetic of the CPU kernels, by element and by row.
 
 Addresses are int64. `tag` is a dummy argument whose type names the element type in memory: float32, uint16 for the bits
-of bfloat16, or int8. Rows may have any length; the result of an element depends on that element alone, and a sum runs
-in the one order that `ir.py` defines.
+of bfloat16, or int8. Rows may have any length n. The result of an element depends on that element alone, and a sum has
+the one order of accumulation that `ir.py` defines.
 """
 
 from collections.abc import Callable
@@ -36,17 +36,17 @@ from tandem.engine.kernels.cpu.ir import (
 )
 
 _GELU = 0.7978845608028654
-"""√(2 / π), of the approximation of GELU with tanh."""
+"""√(2 / π), used in the tanh approximation of GELU."""
 Fetch = Callable[[Value, Any], Value]
 Put = Callable[[Value, Any, Value], None]
 Spread = Callable[[Value], Value]
 
 
 def _rowwise(name: str, body: Callable[[Builder, Any, Any, Fetch, Put, Spread], None]) -> Function:
-    """Returns a function whose last argument is a length n; `body` processes one element, or sixteen at once.
+    """Return a function whose last argument is a length n; `body` processes one or sixteen elements of the rows.
 
-    The body gets `fetch(address, tag)`, `put(address, tag, value)` of the current elements of a row, and `spread` for
-    float32 arguments.
+    The body gets `fetch(address, tag)` and `put(address, tag, value)`, which load and store the current elements of a
+    row, and `spread`, which repeats a float32 argument in every lane.
     """
 
     def emit(builder: Builder, tag: Any, args: Any) -> None:
@@ -139,7 +139,7 @@ _SOFTEN, _COMBINE = _rowwise("soften", _emit_soften), _rowwise("combine", _emit_
 
 
 def _calls(function: Function) -> Any:
-    """Returns the code generator of an intrinsic that passes its arguments on, a tag last."""
+    """Return the code generator of an intrinsic that calls `function` with its own arguments; the last one is a tag."""
 
     def codegen(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
         function.call(builder, signature.args[-1], args[:-1])
@@ -150,73 +150,73 @@ def _calls(function: Function) -> Any:
 
 @intrinsic
 def add_row(typingctx, y, source, n, tag):  # type: ignore[no-untyped-def]
-    """Emits y += source; y float32, source `tag` elements."""
+    """Emit y += source, with y float32 and source `tag` elements."""
     return types.void(*[types.int64] * 3, tag), _calls(_ADD)
 
 
 @intrinsic
 def scale_row(typingctx, y, factor, target, n, tag):  # type: ignore[no-untyped-def]
-    """Emits target = y · factor; y float32, target `tag` elements; in place where both are the same float32."""
+    """Emit target = y · factor, with y float32 and target `tag` elements; both may be the same float32 row."""
     return types.void(types.int64, types.float32, types.int64, types.int64, tag), _calls(_SCALE)
 
 
 @intrinsic
 def widen_row(typingctx, source, target, n, tag):  # type: ignore[no-untyped-def]
-    """Emits target = source; source int8, target `tag` elements, which represent every int8."""
+    """Emit target = source, with source int8 and target `tag` elements, which represent every int8 exactly."""
     return types.void(*[types.int64] * 3, tag), _calls(_WIDEN)
 
 
 @intrinsic
 def multiply_row(typingctx, y, source, n, tag):  # type: ignore[no-untyped-def]
-    """Emits y *= source, float32; the tag is float32's."""
+    """Emit y *= source in float32; the tag must be that of float32."""
     return types.void(*[types.int64] * 3, tag), _calls(_MULTIPLY)
 
 
 @intrinsic
 def norm_row(typingctx, source, factor, norm, target, n, tag):  # type: ignore[no-untyped-def]
-    """Emits target = source · factor · norm; all `tag` elements."""
+    """Emit target = source · factor · norm, all `tag` elements."""
     return types.void(types.int64, types.float32, *[types.int64] * 3, tag), _calls(_NORM)
 
 
 @intrinsic
 def wide_norm_row(typingctx, source, factor, norm, target, n, tag):  # type: ignore[no-untyped-def]
-    """Emits target = source · factor · norm; norm float32, the others `tag` elements."""
+    """Emit target = source · factor · norm, with norm float32 and the others `tag` elements."""
     return types.void(types.int64, types.float32, *[types.int64] * 3, tag), _calls(_WIDE_NORM)
 
 
 @intrinsic
 def gelu_row(typingctx, gate, up, target, n, tag):  # type: ignore[no-untyped-def]
-    """Emits target = gelu(gate) · up like `gate_row`, in the approximation with tanh."""
+    """Emit target = gelu(gate) · up like `gate_row`, with the tanh approximation of GELU."""
     return types.void(*[types.int64] * 4, tag), _calls(_GELU_GATE)
 
 
 @intrinsic
 def cap_row(typingctx, y, factor, cap, n, tag):  # type: ignore[no-untyped-def]
-    """Emits y = cap · tanh(y · factor), float32; the tag is float32's."""
+    """Emit y = cap · tanh(y · factor) in float32; the tag must be that of float32."""
     return types.void(types.int64, types.float32, types.float32, types.int64, tag), _calls(_CAP)
 
 
 @intrinsic
 def gate_row(typingctx, gate, up, target, n, tag):  # type: ignore[no-untyped-def]
-    """Emits target = silu(gate) · up; gate and up float32, target `tag` elements."""
+    """Emit target = silu(gate) · up, with gate and up float32 and target `tag` elements."""
     return types.void(*[types.int64] * 4, tag), _calls(_GATE)
 
 
 @intrinsic
 def soften_row(typingctx, y, scale, largest, n, tag):  # type: ignore[no-untyped-def]
-    """Emits y = e^(y · scale - largest), float32; the tag is float32's."""
+    """Emit y = e^(y · scale - largest) in float32; the tag must be that of float32."""
     return types.void(types.int64, types.float32, types.float32, types.int64, tag), _calls(_SOFTEN)
 
 
 @intrinsic
 def combine_row(typingctx, y, kept, other, added, n, tag):  # type: ignore[no-untyped-def]
-    """Emits y = y · kept + other · added, float32; the tag is float32's."""
+    """Emit y = y · kept + other · added in float32; the tag must be that of float32."""
     signature = types.void(types.int64, types.float32, types.int64, types.float32, types.int64, tag)
     return signature, _calls(_COMBINE)
 
 
 def _reduction(start: float, combine: Callable[[Builder, Value, Value], Value]) -> Any:
-    """Returns the intrinsic (address, n): the first n float32, a multiple of 16, combined into one from `start` on."""
+    """Return the intrinsic (address, n) that combines `start` and n float32, n a multiple of 16, into one number."""
 
     def codegen(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
         address, n = args
@@ -247,7 +247,7 @@ max_of = _reduction(-1e30, _larger)
 
 @intrinsic
 def squares_of(typingctx, address, n, tag):  # type: ignore[no-untyped-def]
-    """Returns Σ of the squares of n `tag` elements."""
+    """Return Σ of the squares of n `tag` elements."""
 
     def codegen(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
         (address, n, _), tag = args, signature.args[2]
@@ -270,7 +270,7 @@ def squares_of(typingctx, address, n, tag):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def load(typingctx, address, index, tag):  # type: ignore[no-untyped-def]
-    """Loads element `index` of the `tag` elements at `address`, as float32."""
+    """Load element `index` of the `tag` elements at `address`, as float32."""
 
     def codegen(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
         place = at(builder, args[0], args[1], tag_bytes(signature.args[2]))
@@ -281,7 +281,7 @@ def load(typingctx, address, index, tag):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def store(typingctx, address, index, value, tag):  # type: ignore[no-untyped-def]
-    """Stores float32 `value` as element `index` of the `tag` elements at `address`, rounded to nearest even."""
+    """Store float32 `value` as element `index` of the `tag` elements at `address`, rounded to nearest even."""
 
     def codegen(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
         place = at(builder, args[0], args[1], tag_bytes(signature.args[3]))
@@ -293,7 +293,7 @@ def store(typingctx, address, index, value, tag):  # type: ignore[no-untyped-def
 
 @intrinsic
 def load_int(typingctx, address, index, tag):  # type: ignore[no-untyped-def]
-    """Loads element `index` of the integers at `address`, int32 or int64 by `tag`, as int64."""
+    """Load element `index` of the integers at `address`, which are int32 or int64 as `tag` says, as int64."""
 
     def codegen(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
         kind = I32 if signature.args[2] == types.int32 else I64
@@ -305,7 +305,7 @@ def load_int(typingctx, address, index, tag):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def exp(typingctx, x):  # type: ignore[no-untyped-def]
-    """Returns e^x of a float32, as `ir.exponential` does."""
+    """Return e^x of a float32, computed as in `ir.exponential`."""
 
     def codegen(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
         return exponential(builder, args[0])
@@ -315,7 +315,7 @@ def exp(typingctx, x):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def item_bytes(typingctx, tag):  # type: ignore[no-untyped-def]
-    """Returns the bytes of one `tag` element."""
+    """Return the bytes of one `tag` element."""
 
     def codegen(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
         return I64(tag_bytes(signature.args[0]))

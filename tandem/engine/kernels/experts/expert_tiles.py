@@ -1,9 +1,9 @@
-"""The tiles of the experts' products: by the number of tokens that an expert has on average. No torch, no Triton.
+"""The tiles of the experts' products, by the average number of tokens of an expert.
 
-A tile holds tokens of one expert alone, so larger ones read weights less often and compute more padding. The figures
-are for an H200: 227 KiB of shared memory a multiprocessor, of which the loads in flight must fill about 32 KiB on each
-for the memory's full bandwidth. `python -m benchmarks.kernels experts --tune` measures others and prints lines for
-`TUNED`.
+A tile holds tokens of a single expert, so larger tiles read weights less often and compute more padding. The figures
+are for an H200: 227 KiB of shared memory per multiprocessor, of which loads in flight must fill about 32 KiB on each
+multiprocessor to reach the memory's full bandwidth. `python -m benchmarks.kernels experts --tune` measures other tiles
+and prints lines for `TUNED`. Nothing here needs torch or Triton.
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from functools import lru_cache
 
 @dataclass(frozen=True, slots=True)
 class ProductTile:
-    """A program multiplies `rows` rows of an expert's weight (of gate and of up each), `columns` at a time.
+    """The tile of one product: a program multiplies `rows` rows of an expert's weight, `columns` at a time.
 
-    stages: depth of the load pipeline
+    In the gated product they are `rows` rows of gate and of up each. `stages` is the depth of the load pipeline.
     """
 
     rows: int
@@ -25,10 +25,10 @@ class ProductTile:
 
 @dataclass(frozen=True, slots=True)
 class ExpertTile:
-    """The tiles of both products: `tokens` tokens of one expert; 1 = steps of one token alone.
+    """The tiles of both products, for `tokens` tokens of one expert; 1 = for steps of a single token.
 
-    There a program of the down product multiplies with the weights of all of the token's experts, and `columns` is the
-    sum over them; nothing is pipelined, as all loads of a program are in flight together.
+    In a step of a single token a program of the down product multiplies with the weights of all experts of the token,
+    and `columns` is the sum over these. Nothing is pipelined, because all loads of a program are in flight together.
     """
 
     tokens: int
@@ -38,7 +38,7 @@ class ExpertTile:
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
-    """The sizes of a mixture of experts: `hidden` and inner `width` are elements."""
+    """The sizes of a mixture of experts; `hidden` and the intermediate `width` are in elements."""
 
     experts: int
     top_k: int
@@ -46,14 +46,14 @@ class ExpertShape:
     width: int
 
     def tokens_an_expert(self, tokens: int) -> float:
-        """Returns the average number of tokens of an expert in a step of `tokens` tokens."""
+        """Return the average number of tokens of an expert in a step of `tokens` tokens."""
         return tokens * self.top_k / self.experts
 
 
 TOKENS_OF_TILES = ((8, 16), (16, 32), (48, 64))
-"""(Largest average number of tokens of an expert, tokens of a tile): about all experts fill less than one tile."""
+"""(Largest average number of tokens of an expert, tokens of a tile): nearly all experts fill less than one tile."""
 MOST_TOKENS = 128
-"""Tokens of a tile beyond these averages."""
+"""Tokens of a tile for larger averages."""
 
 TILES = {
     # 16 and 8 KiB of loads in flight for each of the eight programs that fit on a multiprocessor.
@@ -65,7 +65,7 @@ TILES = {
     # One program a multiprocessor: 256 x 128 sums in the registers of 8 warps, the most that fit.
     128: ExpertTile(128, gate_up=ProductTile(128, 64, 3, 8), down=ProductTile(256, 64, 3, 8)),
 }
-"""The tiles of the 16-bit types by their number of tokens."""
+"""The tiles of the 16-bit types, by their number of tokens."""
 
 TUNED: dict[ExpertShape, dict[int, ExpertTile]] = {
     # qwen3-30b-a3b on an H200, `python -m benchmarks.kernels experts --tune`.
@@ -93,10 +93,10 @@ TUNED: dict[ExpertShape, dict[int, ExpertTile]] = {
         128: ExpertTile(128, gate_up=ProductTile(128, 64, 4, 8), down=ProductTile(256, 64, 3, 8)),
     },
 }
-"""Measured tiles of known shapes, which take precedence."""
+"""Measured tiles of known shapes, which take precedence over `TILES`."""
 
 FLOAT_TILE = ExpertTile(16, gate_up=ProductTile(16, 32, 3, 4), down=ProductTile(32, 32, 3, 4))
-"""The tile of float32, the same for every step: so a token's sums never depend on the other tokens."""
+"""The tile of float32, the same for every step, so that a token's sums never depend on the other tokens."""
 
 PACKED_TILES = {
     16: ExpertTile(16, gate_up=ProductTile(64, 64, 4, 4), down=ProductTile(64, 64, 5, 4)),
@@ -104,24 +104,25 @@ PACKED_TILES = {
     64: ExpertTile(64, gate_up=ProductTile(64, 64, 4, 4), down=ProductTile(64, 64, 5, 4)),
     128: ExpertTile(128, gate_up=ProductTile(64, 64, 4, 8), down=ProductTile(128, 64, 4, 8)),
 }
-"""The tiles of packed weights in the 16-bit types, not measured yet. Their `columns` are those of a weight that is not
-packed, beside one that is; for a packed one its groups decide.
+"""The tiles of packed weights in the 16-bit types, which have not been measured yet.
+
+Their `columns` are used only for a weight that is not packed beside one that is; for a packed weight its groups decide.
 """
 PACKED_FLOAT_TILE = ExpertTile(16, gate_up=ProductTile(16, 32, 3, 4), down=ProductTile(32, 32, 3, 4))
-"""Likewise for inputs in float32, one for every step."""
+"""The tile of packed weights for inputs in float32, the same for every step."""
 
 _LEAST_COLUMNS = 16
 _MOST_STAGES = 6
 _MOST_ROUTER_SPLITS = 16
 _ROUTER_CHUNK = 256
-"""Minimum columns of a program of the router's product."""
+"""Minimum number of columns of a program of the router's product."""
 _ROUTER_PROGRAMS = 64
-"""Programs of the router's product that hide the latency of its loads; each split is another read for the choice."""
+"""Programs of the router's product that hide the latency of its loads; each split makes the choice read once more."""
 
 
 @lru_cache(maxsize=4096)
 def tile_for(tokens: int, shape: ExpertShape, item_bytes: int) -> ExpertTile:
-    """Returns the tile for a step of `tokens` tokens, and weights of `item_bytes` an element."""
+    """Return the tile for a step of `tokens` tokens, and weights of `item_bytes` per element."""
     if item_bytes == 4:
         return FLOAT_TILE
     size = 1 if tokens == 1 else tile_tokens(tokens, shape)
@@ -132,23 +133,23 @@ def tile_for(tokens: int, shape: ExpertShape, item_bytes: int) -> ExpertTile:
 
 
 def tile_tokens(tokens: int, shape: ExpertShape) -> int:
-    """Returns the tokens of a tile in a step of `tokens` tokens."""
+    """Return the number of tokens of a tile in a step of `tokens` tokens."""
     average = shape.tokens_an_expert(tokens)
     return next((size for most, size in TOKENS_OF_TILES if average <= most), MOST_TOKENS)
 
 
 def max_tiles(pairs: int, experts: int, tile_tokens: int) -> int:
-    """Returns the most tiles of `pairs` (token, expert) pairs, of which each expert may have a partly filled one."""
+    """Return the maximum number of tiles of `pairs` (token, expert) pairs; each expert may have a partly filled one."""
     return (pairs + (tile_tokens - 1) * min(pairs, experts)) // tile_tokens
 
 
 def fitting(tile: ExpertTile, shape: ExpertShape) -> ExpertTile:
-    """Returns the tile with columns that divide the inputs of this shape's products, if some do."""
+    """Return the tile with columns that divide the input sizes of this shape's products, if possible."""
     return ExpertTile(tile.tokens, _fitting(tile.gate_up, shape.hidden), _fitting(tile.down, shape.width))
 
 
 def _fitting(tile: ProductTile, k: int) -> ProductTile:
-    """Returns the tile with columns that divide `k` where some do, as partly empty loads cost as much as full ones."""
+    """Return the tile with columns that divide `k` if possible: partly empty loads cost as much as full ones."""
     columns, stages = tile.columns, tile.stages
     while k % columns and columns > _LEAST_COLUMNS * 2:
         columns, stages = columns // 2, min(2 * stages, _MOST_STAGES)
@@ -157,7 +158,7 @@ def _fitting(tile: ProductTile, k: int) -> ProductTile:
 
 @dataclass(frozen=True, slots=True)
 class RouterTile:
-    """The tile of the router's product: `splits` programs share one's columns, and the choice adds their sums."""
+    """The tile of the router's product: `splits` programs share its columns, and the choice kernel adds their sums."""
 
     tokens: int
     experts: int
@@ -166,7 +167,7 @@ class RouterTile:
 
 
 def router_tile(tokens: int, shape: ExpertShape, item_bytes: int) -> RouterTile:
-    """Returns the tile of the router's product, the same for every step in float32."""
+    """Return the tile of the router's product; in float32 it is the same for every step."""
     if item_bytes == 4:
         return RouterTile(tokens=16, experts=16, columns=32, splits=1)
     rows, experts = (16, 16) if tokens <= 64 else (64, 64)

@@ -1,7 +1,7 @@
 """Packed weights of experts on GPUs: their form, and the launch of their products.
 
-Steps of one token have tiles, too. Inputs stay in the model's dtype whatever the scheme: an expert has few tokens, so
-that reading its weights takes most of the time.
+Steps of one token use tiles as well. Inputs stay in the model's dtype whatever the quantization: an expert has few
+tokens, so reading its weights takes most of the time.
 """
 
 from dataclasses import replace
@@ -37,10 +37,10 @@ def packed_tile_kernel(
     GROUP: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr, OFFSETS: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies as `tile_kernel` does; codes [E, 2·N or N, K / 32 · BITS] words of int32, COLUMNS bytes at a time.
+    """Multiply as `tile_kernel` does, with packed weights: codes [E, 2·N or N, K / 32 · BITS] words of int32.
 
     The scale and offset of expert e, row r and group g are at e · expert_stride + r · row_stride + g · group_stride.
-    Codes as in `packed_kernel`, COLUMNS bytes too.
+    Codes, and the COLUMNS bytes that are read at a time, are as in `packed_kernel`.
     """
     BYTES: tl.constexpr = K * BITS // 8
     EVEN: tl.constexpr = BYTES % COLUMNS == 0
@@ -79,7 +79,7 @@ def packed_tile_kernel(
 
 
 def prepared_experts(experts: Experts, dtype: torch.dtype) -> Experts:
-    """Returns the experts with their packed weights as kernels read them, dequantized if there are none for one."""
+    """Return the experts with packed weights in the form that kernels read, or dequantized if no product takes them."""
     shared_gate_up, shared_down = (
         None if each is None else products.prepared(each, dtype)
         for each in (experts.shared_gate_up, experts.shared_down)
@@ -89,14 +89,14 @@ def prepared_experts(experts: Experts, dtype: torch.dtype) -> Experts:
 
 
 def _prepared(weight: Weight, dtype: torch.dtype) -> Weight:
-    """Returns stacked weights as kernels read them, dequantized if there are none for them."""
+    """Return stacked weights in the form that kernels read, or dequantized if no product takes them."""
     if not isinstance(weight, PackedWeight) or not multiplied_on_gpus(weight):
         return as_matrix(weight, dtype)
     return packed_products.prepared(weight)
 
 
 def packed_tile(tokens: int, shape: ExpertShape, item_bytes: int) -> ExpertTile:
-    """Returns the tile for a step of `tokens` tokens; its columns are those of the weight."""
+    """Return the tile for a step of `tokens` tokens; for packed weights its columns are replaced by the weight's."""
     return PACKED_FLOAT_TILE if item_bytes == 4 else PACKED_TILES[tile_tokens(tokens, shape)]
 
 
@@ -114,7 +114,10 @@ def launch(
     activation: int | None,
     pdl: bool,
 ) -> None:
-    """Launches `packed_tile_kernel` for all tiles; `activation` of the gated product, None = the other one."""
+    """Launch `packed_tile_kernel` for all tiles.
+
+    `activation` is that of the gated product; None means the down product.
+    """
     product = tile.down if activation is None else tile.gate_up
     pairs, outputs = out.shape
     most = len(tiles) - 1

@@ -1,11 +1,12 @@
-"""A mixture of experts on a GPU: five or six launches a layer, all of which a CUDA graph can capture.
+"""A mixture of experts on a GPU: five or six launches per layer, all of which a CUDA graph can capture.
 
-Grids have the size of the largest possible number of tiles, memory that of all pairs, so that nothing asks the device
-how the tokens are spread. The router's product norms its input as well, for steps in which that is cheaper than a
-launch; then come the choice, the sorting of larger steps, gate and up, down, and the sum over a token's experts.
+Grids have the size of the largest possible number of tiles, and memory that of all pairs, so that the device need not
+be asked how tokens are distributed over experts. The router's product also norms its input, in steps in which that is
+cheaper than another launch. Then come the choice of experts, the sorting of larger steps, the gated product, the down
+product, and the sum over each token's experts.
 
-In float32 every step has the same tiles: a token's numbers do not depend on the other tokens. For the 16-bit types that
-holds among steps with the same tiles (see `expert_tiles`).
+In float32 every step has the same tiles, so a token's numbers do not depend on the other tokens. For the 16-bit types
+that holds among steps with the same tiles (see `expert_tiles`).
 """
 
 import torch
@@ -44,7 +45,10 @@ from tandem.engine.kernels.packed_weight import PackedWeight
 from tandem.engine.kernels.rowwise.triton_norm import rms_norm
 
 FUSED_NORM_TOKENS = 64
-"""The largest step whose norm is computed by the router's product: each of its programs norms the whole row again."""
+"""The largest step, in tokens, whose norm is computed by the router's product.
+
+Each of the product's programs norms the whole row again.
+"""
 _SORTED_NUMBERS = 4096
 """Tokens times experts that one program can choose and sort: 16 numbers of each kind in a thread's registers."""
 _CHOICE_TOKENS = 4
@@ -57,11 +61,11 @@ class Choice:
     """The experts of a step's tokens, on the device."""
 
     def __init__(self, tokens: int, shape: ExpertShape, device: torch.device) -> None:
-        """Allocates memory for `tokens` tokens."""
+        """Allocate memory for `tokens` tokens."""
         self.pairs = tokens * shape.top_k
         self.weights = torch.empty(self.pairs, dtype=torch.float32, device=device)
         self.experts = torch.empty(self.pairs, dtype=torch.int32, device=device)
-        """Each pair's expert, -1 for padding tokens."""
+        """The expert of each pair, -1 for padding tokens."""
 
 
 class TiledChoice(Choice):
@@ -76,7 +80,7 @@ class TiledChoice(Choice):
 
 
 class ExpertKernels:
-    """The routed experts of any layer. Keeps no state."""
+    """The routed experts of any layer, owned by `CudaKernels`. It keeps no state."""
 
     def __init__(self, pdl: bool) -> None:
         self._pdl = pdl
@@ -88,9 +92,9 @@ class ExpertKernels:
         slots: Tensor,
         tile: ExpertTile | None = None,
     ) -> Tensor:
-        """Adds the routed experts' output to `hidden` (see `Kernels.experts`) → RMSNorm(hidden) before that.
+        """Add the routed experts' output to `hidden` (see `Kernels.experts`); return RMSNorm of `hidden` before that.
 
-        `tile` takes the place of the table's.
+        `tile` replaces the tile of the table.
         """
         experts, spec, (tokens, width) = layer.experts, layer.spec, hidden.shape
         shape = ExpertShape(spec.experts, spec.top_k, width, spec.width)
@@ -110,9 +114,10 @@ class ExpertKernels:
         return x
 
     def gate(self, inner: Tensor, x: Tensor, gate: Tensor) -> None:
-        """Multiplies each row of inner [T, any] with sigmoid(x · gateᵀ) in place; x [T, H], gate [1, H].
+        """Multiply each row of inner [T, any] with sigmoid(x · gateᵀ) in place; x [T, H], gate [1, H].
 
-        The down product is linear, so its input is scaled instead of its output.
+        The gate belongs to the output of the shared expert. Its down product is linear, so its input can be scaled
+        instead.
         """
         tokens, width = inner.shape
         shared_gate_kernel[(tokens,)](
@@ -120,7 +125,7 @@ class ExpertKernels:
         )
 
     def _route(self, hidden: Tensor, layer: ExpertsLayer, counts: Tensor, plan: RouterTile) -> tuple[Tensor, Tensor]:
-        """Returns RMSNorm(hidden), and the logits [splits, T, E] in float32, as sums of parts of the columns."""
+        """Return RMSNorm(hidden), and the logits [splits, T, E] float32, each a sum over a part of the columns."""
         (tokens, width), norm, router = hidden.shape, layer.norm, layer.experts.router
         experts = len(router)
         fused = tokens <= FUSED_NORM_TOKENS and hidden.dtype != torch.float32
@@ -143,7 +148,7 @@ class ExpertKernels:
         counts: Tensor,
         dtype: torch.dtype,
     ) -> None:
-        """Fills the choice from the logits; `dtype` is the model's."""
+        """Fill the choice from the logits; `dtype` is that of the model."""
         experts, spec, (splits, tokens, _) = layer.experts, layer.spec, logits.shape
         router = spec.router
         groups = triton.next_power_of_2(router.groups)
@@ -156,6 +161,8 @@ class ExpertKernels:
             tiles, order, most, tile_tokens = choice.tiles, choice.order, choice.max_tiles, choice.tile_tokens
         else:
             task = CHOOSE.value
+        # If one program can hold the whole step, it chooses and sorts in one launch; else the choice only counts, and
+        # another kernel sorts.
         # Tensors that a variant does not access still need an address.
         any_bias = logits if experts.router_bias is None else experts.router_bias
         any_choice_bias = logits if experts.choice_bias is None else experts.choice_bias
@@ -208,7 +215,6 @@ class ExpertKernels:
         )  # fmt: skip
 
     def _add_single(self, x: Tensor, layer: ExpertsLayer, choice: Choice, hidden: Tensor, tile: ExpertTile) -> None:
-        """Adds the experts of one token."""
         experts, spec = layer.experts, layer.spec
         width, ranks = hidden.shape[1], triton.next_power_of_2(spec.top_k)
         gate_up, down = tile.gate_up, tile.down

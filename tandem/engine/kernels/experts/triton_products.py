@@ -1,14 +1,14 @@
-"""The products of the chosen experts, and the sum of a token's experts.
+"""The products of the chosen experts, and the sum over a token's experts.
 
-Steps of several tokens: a program multiplies a tile of tokens of one expert with rows of its weights, which are the
-left operand of `tl.dot`, as in `tandem/engine/kernels/linear`. A token's output by each of its experts is stored,
-rounded to the model's dtype, and added in the order of the ranks: there are no atomics, and no number depends on
-another token.
+In steps of several tokens a program multiplies a tile of tokens of one expert with rows of the expert's weights, which
+are the left operand of `tl.dot`, as in `tandem/engine/kernels/linear`. A token's output from each of its experts is
+stored, rounded to the model's dtype, and added in the order of the ranks: there are no atomics, and no number depends
+on another token.
 
-A step of one token: programs of a few rows multiply in float32, without tiles; those of the down product hold the rows
-of all of the token's experts and add their sums to the residual stream.
+In a step of one token, programs of a few rows multiply in float32, without tiles; those of the down product hold the
+rows of all experts of the token and add their sums to the residual stream.
 
-Numbers of experts and pairs are bounded where they are read, as a trial's memory is arbitrary
+The numbers of experts and pairs are clamped where they are read, because the memory of trial steps is arbitrary
 (tandem/engine/cuda/compile_ahead.py).
 """
 
@@ -22,7 +22,7 @@ from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inpu
 SILU = tl.constexpr(0)
 CLAMPED_SWIGLU = tl.constexpr(1)
 ACTIVATIONS = {"silu": SILU.value, "clamped_swiglu": CLAMPED_SWIGLU.value}
-"""`MixtureOfExperts.activation`."""
+"""The values of `MixtureOfExperts.activation`."""
 
 _ALPHA = tl.constexpr(SWIGLU_ALPHA)
 _LIMIT = tl.constexpr(SWIGLU_LIMIT)
@@ -30,20 +30,20 @@ _LIMIT = tl.constexpr(SWIGLU_LIMIT)
 
 @triton.jit
 def _activate(gate, up, ACTIVATION: tl.constexpr):
-    """Returns activation(gate) · up in float32."""
+    """Return activation(gate) · up in float32."""
     factor = gate
     if ACTIVATION == CLAMPED_SWIGLU:
         gate = tl.minimum(gate, _LIMIT)
         up = tl.minimum(tl.maximum(up, -_LIMIT), _LIMIT) + 1.0
         factor = gate * _ALPHA
-    # Of the two forms of the sigmoid the one whose exponential cannot overflow.
+    # Of the two forms of the sigmoid, use the one whose exponential cannot overflow.
     small = tl.exp(-tl.abs(factor))
     return gate * tl.where(factor >= 0, 1.0, small) / (1.0 + small) * up
 
 
 @triton.jit
 def _load_weight(pointers, inside, EVEN: tl.constexpr):
-    """Loads pointers [rows, columns] of a weight, 0 for columns that are not `inside`."""
+    """Load pointers [rows, columns] of a weight, with 0 for columns that are not `inside`."""
     if EVEN:
         return tl.load(pointers)
     return tl.load(pointers, mask=inside[None, :], other=0.0)
@@ -51,7 +51,7 @@ def _load_weight(pointers, inside, EVEN: tl.constexpr):
 
 @triton.jit
 def tile_of(number, tiles, pairs, places, P, E: tl.constexpr, TOKENS: tl.constexpr):
-    """Returns a tile's expert, its pairs [TOKENS], and which of them are there."""
+    """Return a tile's expert, the tile's pairs [TOKENS], and which of these are present."""
     tile = tl.load(tiles + number)
     expert = tl.minimum(tl.maximum(tile // PAIRS_BASE, 0), E - 1).to(tl.int64)
     present = places < tile % PAIRS_BASE
@@ -64,7 +64,7 @@ def finish_tile(
     sums, sums_up, bias, weights, out, expert, pair, present, rows,
     N: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Stores a tile's outputs from its sums [ROWS, TOKENS], see `tile_kernel`."""
+    """Store a tile's outputs from its sums [ROWS, TOKENS], see `tile_kernel`."""
     if BIAS:
         bias_at = bias + expert * (2 * N if GATED else N) + rows
         sums += tl.load(bias_at, mask=rows < N, other=0.0).to(tl.float32)[:, None]
@@ -85,11 +85,12 @@ def tile_kernel(
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies a tile of one expert's tokens; grid (max_tiles, ceil(N / ROWS)). Tiles of one expert are neighbours.
+    """Multiply a tile of one expert's tokens; grid (max_tiles, ceil(N / ROWS)). Tiles of one expert are neighbours.
 
     GATED: out [P, N] = activation(g) · u of x [P / TOP_K, K] and weight [E, 2·N, K], bias [E, 2·N];
     else:  out [P, N] = weights [P] · (x · weightᵀ + bias) of x [P, K] and weight [E, N, K], bias [E, N].
-    tiles and pairs are those of `triton_router`; out is written for the pairs in `pairs`.
+
+    tiles and pairs are as in `triton_router`; out is written for the pairs in `pairs`.
     """
     EVEN: tl.constexpr = K % COLUMNS == 0
     WEIGHT_ROWS: tl.constexpr = 2 * N if GATED else N
@@ -121,7 +122,7 @@ def tile_kernel(
 def sum_kernel(
     parts, chosen, hidden, H: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Adds parts [T · TOP_K, H] of each token to hidden [T, H]; grid (T, ceil(H / BLOCK)). Padding stays as it is."""
+    """Add parts [T · TOP_K, H] of each token to hidden [T, H]; grid (T, ceil(H / BLOCK)). Padding stays as it is."""
     launch_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -142,7 +143,7 @@ def single_gate_up_kernel(
     N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Computes out [TOP_K, N] = activation(g) · u of one token x [K]; grid (ceil(N / ROWS), TOP_K)."""
+    """Compute out [TOP_K, N] = activation(g) · u of one token x [K]; grid (ceil(N / ROWS), TOP_K)."""
     EVEN: tl.constexpr = K % COLUMNS == 0
     launch_dependents(PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -178,7 +179,7 @@ def single_down_kernel(
     N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, BIAS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Adds Σ weights · (x · weightᵀ + bias) of one token x [TOP_K, K] to hidden [N]; grid (ceil(N / ROWS),)."""
+    """Add Σ weights · (x · weightᵀ + bias) of one token x [TOP_K, K] to hidden [N]; grid (ceil(N / ROWS),)."""
     launch_dependents(PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     held_rows = tl.minimum(rows, N - 1)
@@ -209,7 +210,7 @@ def single_down_kernel(
 def shared_gate_kernel(
     x, gate, inner, H: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Multiplies each row of inner [T, WIDTH] with sigmoid(x · gate), x [T, H] and gate [H], in place; grid (T,)."""
+    """Multiply each row of inner [T, WIDTH] with sigmoid(x · gate), x [T, H] and gate [H], in place; grid (T,)."""
     launch_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)

@@ -1,13 +1,13 @@
-"""The router of a mixture of experts: its product, the choice of experts, and the tokens of each expert as a list.
+"""The router of a mixture of experts: its product, the choice of experts, and the list of each expert's tokens.
 
-The product multiplies the model's dtype and sums in float32, in which the logits stay. The choice takes a few tokens a
-program. Where one program can hold the whole step it also sorts; else it counts each expert's tokens with integer
-atomics, and a second kernel sorts, a program an expert. The list is in the order of the tokens: nothing depends on the
-order in which programs run.
+The product multiplies in the model's dtype and sums in float32; the logits stay float32. A program of the choice takes
+a few tokens. If one program can hold the whole step it also sorts. Else the programs count each expert's tokens with
+integer atomics, and a second kernel sorts, with one program per expert. The list is in the order of the tokens, so
+nothing depends on the order in which programs run.
 
-A pair is one token and one of its experts, with the number token · top_k + rank. Tiles are `tokens` places of the list
-each, all of one expert; the last one of an expert is partly empty. tiles [max_tiles + 1] int32: each one's expert · 256
-+ number of its pairs, and at the end the number of tiles.
+A pair is one token and one of its experts; it has the number token · top_k + rank. A tile is `tokens` entries of the
+list, all of one expert; the last tile of an expert is partly empty. tiles [max_tiles + 1] int32 holds for each tile
+expert · 256 + its number of pairs, and at the end the number of tiles.
 """
 
 import triton
@@ -19,18 +19,18 @@ SOFTMAX = tl.constexpr(0)
 SIGMOID = tl.constexpr(1)
 SOFTMAX_OF_TOP_K = tl.constexpr(2)
 SCORES = {"softmax": SOFTMAX.value, "sigmoid": SIGMOID.value, "softmax_of_top_k": SOFTMAX_OF_TOP_K.value}
-"""`ExpertRouter.score`."""
+"""The values of `ExpertRouter.score`."""
 
 CHOOSE = tl.constexpr(0)
 COUNT = tl.constexpr(1)
 SORT = tl.constexpr(2)
-"""The tasks of the choice kernel: the choice alone, also the count of each expert's tokens, or also their sort."""
+"""The tasks of the choice kernel: only choose, also count each expert's tokens, or also sort them."""
 
 PAIRS_BASE = tl.constexpr(256)
-"""The base in which an entry of `tiles` holds its expert, then the number of its pairs."""
+"""The base of an entry of `tiles`: the expert times this, plus the tile's number of pairs."""
 
 _LOWEST = tl.constexpr(-1e30)
-"""The score of an expert that may only be chosen after all others; taken ones have -inf."""
+"""The score of an expert that may only be chosen after all others; experts that are already chosen have -inf."""
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -39,11 +39,11 @@ def router_kernel(
     H: tl.constexpr, E: tl.constexpr, NORM: tl.constexpr, SPLITS: tl.constexpr,
     TOKENS: tl.constexpr, EXPERTS: tl.constexpr, COLUMNS: tl.constexpr, ZEROED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies tokens with the router; grid (ceil(E / EXPERTS), ceil(T / TOKENS), SPLITS).
+    """Multiply tokens with the router; grid (ceil(E / EXPERTS), ceil(T / TOKENS), SPLITS).
 
-    hidden [T, H], router [E, H], logits [SPLITS, T, E] float32: sums of a part of the columns each.
+    hidden [T, H], router [E, H], logits [SPLITS, T, E] float32, each a sum over a part of the columns.
 
-    With NORM it computes x [T, H] = RMSNorm(hidden) as well, else x is the input. The first program zeroes the counts
+    With NORM it also computes x [T, H] = RMSNorm(hidden); without, x is the input. The first program zeroes the counts
     [ZEROED] of the choice.
     """
     STEPS: tl.constexpr = (H + COLUMNS * SPLITS - 1) // (COLUMNS * SPLITS)
@@ -86,13 +86,13 @@ def router_kernel(
 
 @triton.jit
 def _scores(total, real, SCORE: tl.constexpr):
-    """Returns the scores of logits [tokens, lanes], of which only `real` lanes are experts."""
+    """Return the scores of logits [tokens, lanes]; only `real` lanes are experts."""
     wide = tl.where(real & (total >= _LOWEST), total, _LOWEST)
     if SCORE == SOFTMAX:
         parts = tl.where(real, tl.exp(wide - tl.max(wide, axis=1)[:, None]), 0.0)
         wide = parts / tl.sum(parts, axis=1)[:, None]
     if SCORE == SIGMOID:
-        # Of the two forms of the sigmoid the one whose exponential cannot overflow.
+        # Of the two forms of the sigmoid, use the one whose exponential cannot overflow.
         small = tl.exp(-tl.abs(wide))
         wide = tl.where(wide >= 0, 1.0, small) / (1.0 + small)
     return wide
@@ -103,7 +103,7 @@ def _within_groups(
     ranked, TOKENS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP_2_SUM: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Returns ranked scores [tokens, lanes], the lowest for experts outside of each token's best groups."""
+    """Return ranked scores [tokens, lanes], with `_LOWEST` for experts outside of each token's best groups."""
     by_group = tl.reshape(ranked, (TOKENS, BLOCK_G, BLOCK_S))
     best, at = tl.max(by_group, axis=2, return_indices=True)
     if TOP_2_SUM:
@@ -127,10 +127,11 @@ def choice_kernel(
     BIAS: tl.constexpr, CHOICE_BIAS: tl.constexpr, COUNTED: tl.constexpr, TASK: tl.constexpr, TILE: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Chooses the experts of TOKENS tokens; grid (ceil(T / TOKENS),), one program with SORT.
+    """Choose the experts of TOKENS tokens; grid (ceil(T / TOKENS),), which is one program with SORT.
 
-    weights, chosen [T · TOP_K]: float32 and int32, -1 for padding tokens; counts [E] int32, used [E] int64: increased;
-    tiles and pairs: see the module. Lanes are experts by group, with padding after each group.
+    weights and chosen [T · TOP_K] are float32 and int32, chosen -1 for padding tokens; counts [E] int32 and used [E]
+    int64 are increased; tiles and pairs are as in the module. Lanes are experts by group, with padding after each
+    group.
     """
     SIZE: tl.constexpr = E // GROUPS
     LANES: tl.constexpr = BLOCK_G * BLOCK_S
@@ -153,7 +154,7 @@ def choice_kernel(
     ranked = scores
     if CHOICE_BIAS:
         ranked += tl.load(choice_bias + expert, mask=is_expert, other=0.0)[None, :]
-    # Not a number, e.g. the memory of padding tokens: any expert, but one that exists.
+    # A score may be NaN, as the memory of padding tokens is arbitrary: any expert will do, but it must exist.
     ranked = tl.where(ranked >= _LOWEST, ranked, _LOWEST)
     ranked = tl.where(is_expert[None, :], ranked, float("-inf"))
     if GROUPS > 1:
@@ -190,6 +191,8 @@ def choice_kernel(
     if TASK == SORT:
         hot = (rank_of >= 0) & valid[:, None]
         ones = hot.to(tl.int32)
+        # The program holds all tokens of the step, so a prefix sum over the tokens gives each pair's position in its
+        # expert's list, and the list is in the order of the tokens.
         before = tl.cumsum(ones, axis=0) - ones
         count = tl.sum(ones, axis=0)
         tiles_of = (count + TILE - 1) // TILE
@@ -207,14 +210,17 @@ def sort_kernel(
     chosen, counts, tiles, pairs, P, MAX_TILES,
     E: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Lists the tiles and pairs of one expert; grid (E,). chosen [P], counts [E]; tiles and pairs: see the module."""
+    """List the tiles and pairs of one expert; grid (E,).
+
+    chosen [P] and counts [E] are those of `choice_kernel`; tiles and pairs are as in the module.
+    """
     launch_dependents(PDL)
     mine = tl.program_id(0)
     experts = tl.arange(0, BLOCK_E)
     at = tl.arange(0, CHUNK)
     wait_for_inputs(PDL)
     coming = tl.load(chosen + at, mask=at < P, other=-1)
-    # Bounded, as a trial's memory is arbitrary (tandem/engine/cuda/compile_ahead.py).
+    # Clamped, because the memory of trial steps is arbitrary (tandem/engine/cuda/compile_ahead.py).
     count_of = tl.load(counts + experts, mask=experts < E, other=0)
     count_of = tl.minimum(tl.maximum(count_of, 0), P)
     tiles_of = (count_of + TILE - 1) // TILE
@@ -227,6 +233,7 @@ def sort_kernel(
         left = count - number * TILE
         inside = (left > 0) & (first + number < MAX_TILES)
         tl.store(tiles + first + number, mine * PAIRS_BASE + tl.minimum(left, TILE), mask=inside)
+    # Pairs are read in the order of the tokens, a chunk at a time; a prefix sum over the chunk keeps that order.
     done = first * TILE
     end = MAX_TILES * TILE
     for start in tl.range(0, P, CHUNK):

@@ -1,11 +1,12 @@
-"""Absorbed attention over the paged latents: decode rows, and chunks of few tokens.
+"""Absorbed attention over the paged latents, for decode rows and for chunks of few tokens.
 
-A head's score q · (W_uk · latent) is (q · W_uk) · latent, so that all heads read the latent itself, once: queries are
-multiplied with the keys' matrices before, and the mixed latents with the values' matrices after (DeepSeek-V2,
-arXiv:2405.04434, section 2.1.2). Between them lies Flash-Decoding (Dao et al. 2023) in two launches. The first one
-computes partial results: the tiles of all groups are concatenated and cut into ranges of equal length, one for each
-program, as computed on the device once per step. The second one merges them in the order of the ranges, so that the
-same inputs give the same bits. The grids depend on host numbers alone, as CUDA graphs require.
+A head's score q · (W_uk · latent) is (q · W_uk) · latent, so that all heads read the latent itself, once: before
+attention the queries are multiplied with the matrices of the keys, and after it the mixed latents with the matrices of
+the values (DeepSeek-V2, arXiv:2405.04434, section 2.1.2). Attention itself is Flash-Decoding (Dao et al. 2023) in two
+launches. The first computes partial results: the tiles of all groups are concatenated and cut into ranges of equal
+length, one for each program, computed on the device once per step. The second merges the partial results in the order
+of the ranges, so that the same inputs give the same bits. The grids depend only on host numbers, as CUDA graphs
+require.
 """
 
 import math
@@ -30,17 +31,17 @@ from tandem.engine.kernels.latent.triton_products import absorb, values_of
 from tandem.engine.kernels.triton_launch import INTERPRETED
 
 INTERPRETER_SMS = 8
-"""The number of multiprocessors assumed without a GPU; small, as the interpreter is slow."""
+"""The number of multiprocessors that is assumed without a GPU; small, because the interpreter is slow."""
 _GROUPS_TILE = 128
-"""Groups whose contexts a program of the plan reads together."""
+"""Groups whose contexts a program of the plan reads at a time."""
 _MERGED_ELEMENTS = 8192
-"""Elements of partial results (float32) that a merging program loads together."""
+"""Elements of partial results (float32) that a merging program loads at a time."""
 _MERGED_DIMS, _MANY_MERGES = 64, 512
-"""Dimensions of a merging program, and the number of tokens times heads from which on it merges all of them."""
+"""Dimensions of a merging program, and the number of tokens · heads from which on a program merges all dimensions."""
 
 
 class _Step(NamedTuple):
-    """The state of a step since `begin_step`."""
+    """What `begin_step` keeps for the calls of the step."""
 
     page_table: Tensor
     contexts: Tensor
@@ -51,14 +52,14 @@ class _Step(NamedTuple):
 
 
 class AbsorbedAttention:
-    """Absorbed attention of groups of up to `tokens` tokens: `begin_step`, then a call for each layer.
+    """Absorbed attention of groups of up to `tokens` tokens: call `begin_step`, then the object once for each layer.
 
-    It keeps nothing but the plan of a step, for each thread: results and partial results are allocated by each call.
+    It keeps only the plan of a step, for each thread; each call allocates its result and partial results.
 
     shape   heads, dimensions and scale
-    tokens  the largest number of tokens of a group; 1 = every row has one token and is a group
-    pdl     launch with programmatic dependent launch (see triton_launch)
-    choose  the plan of a call; tuning and tests pass their own
+    tokens  maximum number of tokens of a group; 1 = every row has one token and is a group
+    pdl     launch with programmatic dependent launch (see `triton_launch`)
+    choose  returns the plan of a call; tuning and tests pass their own
     """
 
     def __init__(
@@ -82,18 +83,18 @@ class AbsorbedAttention:
     def begin_step(
         self, cache: Tensor, page_table: Tensor, contexts: Tensor, groups: TokenGroups | None = None
     ) -> None:
-        """Called once before the calls of a step by the same thread; plans their ranges.
+        """Plan the ranges of a step. Called once before the calls of a step, by the same thread.
 
-        page_table [R, W] int32; contexts [groups] int32, 0 = a group of padding; groups None = each row is one.
+        page_table [R, W] int32; contexts [groups] int32, 0 = a group of padding; groups None = each row is a group.
 
-        Its launch overlaps no other, nor may the next one's (`triton_embed.embed`'s): all later kernels see what it
-        writes.
+        Its launch does not overlap with others, and the launch after it (`triton_embed.embed`) must not overlap with it
+        either: so all later kernels see what it writes.
         """
         plan, count = self._plan, len(contexts)
         capacity = page_table.shape[1] * cache.shape[4]
         most = count * -(-capacity // plan.block_tokens)
         units = max(1, min(plan.programs // self._heads_tiles, most)) if plan.programs else count * EXACT_SPLITS
-        # Zeros, as trial steps (`tandem/engine/cuda/compile_ahead.py`) may leave the launch out.
+        # Zeros, because trial steps (`tandem/engine/cuda/compile_ahead.py`) may leave the launch out.
         planned = torch.zeros(
             units * RANGE_FIELDS.value + count * PART_FIELDS.value, dtype=torch.int32, device=contexts.device
         )
@@ -113,7 +114,7 @@ class AbsorbedAttention:
         self._begun.step = _Step(page_table, contexts, groups, units, ranges, parts)
 
     def __call__(self, q: Tensor, kv_up: Tensor, cache: Tensor, layer: int, out: Tensor) -> None:
-        """Computes attention of the step's tokens to the latents of their rows.
+        """Compute attention of the step's tokens to the latents of their rows.
 
         q      [T, heads, nope + rope], rows may be strided
         kv_up  [heads, nope + v_dim, latent]
@@ -124,7 +125,7 @@ class AbsorbedAttention:
         values_of(self.mix(absorbed, cache, layer), kv_up, out, self._shape, pdl=self._pdl)
 
     def mix(self, absorbed: Tensor, cache: Tensor, layer: int) -> Tensor:
-        """Returns the latents weighted by attention [T, heads, latent]; absorbed as `absorb` returns it."""
+        """Return the latents weighted by attention [T, heads, latent]; `absorbed` is what `absorb` returns."""
         shape, plan = self._shape, self._plan
         step: _Step = self._begun.step
         slots = step.units + len(step.contexts)

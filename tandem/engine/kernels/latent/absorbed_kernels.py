@@ -1,8 +1,8 @@
 """The kernels of `absorbed.AbsorbedAttention`.
 
-A step consists of groups: tokens that follow one another in one row, whose heads share the tiles of one program. The
-group's context ends with its last token. Tiles of BLOCK_TOKENS positions are counted from position 0. Scores are in
-units of log2.
+A step consists of groups: consecutive tokens of one row, whose heads share the tiles of one program. The context of a
+group ends with its last token. Tiles of BLOCK_TOKENS positions are counted from position 0. Scores are in units of
+log2.
 """
 
 import triton
@@ -14,9 +14,9 @@ from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inpu
 RANGE_FIELDS = tl.constexpr(4)
 """The fields of a program's range: first group, group after the last one, first tile in the first group, tiles."""
 PART_FIELDS = tl.constexpr(2)
-"""The fields of a group: its first partial result, and their number."""
+"""The fields of a group: the number of its first partial result, and how many it has."""
 GROUP_FIELDS = tl.constexpr(3)
-"""The fields of a group of several tokens: its row, its first token, its tokens."""
+"""The fields of a group of several tokens: its row, its first token, its number of tokens."""
 
 
 @triton.jit(do_not_specialize=["groups", "units"], do_not_specialize_on_alignment=["contexts", "parts"])
@@ -31,11 +31,11 @@ def plan_ranges_kernel(
     BLOCK_TOKENS: tl.constexpr,
     GROUPS_TILE: tl.constexpr,
 ):
-    """Program number n computes the range of unit n and the parts of group n.
+    """Program n computes the range of unit n, and the numbers of the partial results of group n.
 
-    With SPLITS each group is cut into as many ranges, by its own context alone. Without, the tiles of all groups are
-    concatenated and cut into ranges of equal length, so that no program waits for a long group. The partial result of
-    a group and unit has the number group + unit.
+    With SPLITS each group is cut into that many ranges, by its own context alone. Without, the tiles of all groups are
+    concatenated and cut into ranges of equal length, so that no program waits for a long group. The partial result of a
+    group by a unit has the number group + unit.
     """
     number = tl.program_id(0)
     if SPLITS > 0:
@@ -83,7 +83,7 @@ def plan_ranges_kernel(
 
 @triton.jit
 def _tiles_at(contexts, first, groups, BLOCK_TOKENS: tl.constexpr, GROUPS_TILE: tl.constexpr):
-    """Returns the tiles [GROUPS_TILE] of groups from `first` on."""
+    """Return the number of tiles [GROUPS_TILE] of each group from `first` on."""
     group = first + tl.arange(0, GROUPS_TILE)
     return tl.cdiv(tl.load(contexts + group, mask=group < groups, other=0), BLOCK_TOKENS)
 
@@ -98,7 +98,7 @@ def _store_range(ranges, unit, first_group, last_group, start, tiles):
 
 @triton.jit
 def _page_of(table, tile, context, PAGE_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
-    """Returns the page id of a tile within one page, else the page ids [BLOCK_TOKENS] of its tokens; 0 where unseen."""
+    """Return the page id of a tile within one page, else the page ids [BLOCK_TOKENS] of its tokens; 0 where unseen."""
     start = tile * BLOCK_TOKENS
     if PAGE_TOKENS % BLOCK_TOKENS == 0:
         page = tl.load(table + start // PAGE_TOKENS, mask=start < context, other=0)
@@ -110,7 +110,7 @@ def _page_of(table, tile, context, PAGE_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.c
 
 @triton.jit
 def _offsets_of(page, tile, page_stride, WIDTH: tl.constexpr, PAGE_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
-    """Returns the offsets [BLOCK_TOKENS, 1] of a tile's tokens in the cache, in elements."""
+    """Return the offsets [BLOCK_TOKENS, 1] of a tile's tokens in the cache, in elements."""
     token = tl.arange(0, BLOCK_TOKENS)
     if PAGE_TOKENS % BLOCK_TOKENS == 0:
         offset = page.to(tl.int64) * page_stride + (tile * BLOCK_TOKENS % PAGE_TOKENS) * WIDTH
@@ -143,10 +143,10 @@ def _attend(
     ROWS: tl.constexpr,
     WIDE_DOT: tl.constexpr,
 ):
-    """Computes attention of the absorbed query [ROWS, LATENT_PADDED] and its rotated part to the tiles start .. end.
+    """Compute attention of the absorbed query [ROWS, LATENT_PADDED] and its rotated part to the tiles start .. end.
 
-    Row i sees positions below visible[i], at most `context`. Returns the running maximum and sum [ROWS] of the scores,
-    and the weighted latents [ROWS, LATENT_PADDED].
+    Row i sees positions below visible[i], which is at most `context`. Returns the running maximum and sum [ROWS] of the
+    scores, and the weighted latents [ROWS, LATENT_PADDED].
     """
     dim = tl.arange(0, LATENT_PADDED)[None, :]
     rotated = tl.arange(0, ROPE_PADDED)[None, :]
@@ -210,8 +210,8 @@ def absorbed_attention_kernel(
 ):
     """Program (tile of heads, unit) computes the groups of its range one after another.
 
-    partials [tiles of heads, slots, ROWS, LATENT] and partial_lse [tiles of heads, slots, ROWS] float32: the partial
-    results, normalised, and the logarithms of the sums of their weights.
+    partials [tiles of heads, slots, ROWS, LATENT] and partial_lse [tiles of heads, slots, ROWS], both float32, are the
+    normalised partial results and the binary logarithms of the sums of their weights.
     """
     launch_dependents(PDL)
     heads_tile = tl.program_id(0)
@@ -273,7 +273,7 @@ def merge_kernel(
     DIMS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (token, head, dimensions) merges the partial results in the order of the units; zeros without any.
+    """Program (token, head, dimensions) merges the partial results in the order of the units; stores zeros if none.
 
     out [T, HEADS, LATENT], in the model's dtype.
     """

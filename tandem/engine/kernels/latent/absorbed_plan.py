@@ -1,4 +1,4 @@
-"""Plans of absorbed attention: the tile of a program, and the number of programs. No Triton."""
+"""Plans of absorbed attention: the tile of a program, and the number of programs. Nothing here needs Triton."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,20 +8,20 @@ import torch
 from tandem.engine.config.attention import LatentShape
 
 EXACT_SPLITS, EXACT_TOKENS = 8, 512
-"""Splits of a group and the shortest range of float32, whatever the batch."""
+"""The splits of a group and the tokens of the shortest range in float32; they do not depend on the batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The tile of a program, and either the programs that share all tiles of a step or the splits of each group."""
+    """The tile of a program, and the number of programs that share all tiles of a step."""
 
     rows: int
-    """Rows of the tile: heads of a token, or of several tokens that share their context."""
+    """Rows of the tile: the heads of one token, or of several tokens that share their context."""
     block_tokens: int
     warps: int
     stages: int
     programs: int = 0
-    """Programs that run at a time; 0 = each group is cut into `EXACT_SPLITS` by its own context alone."""
+    """Programs that run at a time; 0 = each group is cut into `EXACT_SPLITS` ranges by its own context alone."""
 
 
 _TILES = {
@@ -31,19 +31,19 @@ _TILES = {
 }
 """Tiles by rows, with their programs per multiprocessor.
 
-A tile of 32 tokens of 576 bfloat16 values is 36 KiB. Two of them are loaded while another one is computed, in each of
-two programs: 73 KiB that are always under way saturate the memory, and 2 · 91 KiB fit into shared memory. 64 rows use
-the matrix units of four warps together, which need tiles of 64 tokens; one program fits.
+A tile of 32 tokens of 576 bfloat16 values is 36 KiB. In each of two programs two tiles are loaded while another one is
+computed: 73 KiB that are always in flight saturate the memory, and 2 · 91 KiB fit into shared memory. 64 rows use the
+matrix units of four warps together, which need tiles of 64 tokens; one such program fits.
 """
 
 PlanFunction = Callable[[LatentShape, int, torch.dtype, int], Plan]
-"""`make_plan` or a replacement of it."""
+"""The type of `make_plan` and of functions that replace it."""
 
 
 def make_plan(shape: LatentShape, tokens: int, dtype: torch.dtype, sms: int) -> Plan:
-    """Returns the plan for groups of `tokens` tokens on a GPU of `sms` multiprocessors.
+    """Return the plan for groups of `tokens` tokens on a GPU of `sms` multiprocessors.
 
-    float32 is split the same way whatever the batch, so that a row's bits do not depend on the other rows.
+    float32 is split the same way whatever the batch is, so that a row's bits do not depend on the other rows.
     """
     if dtype == torch.float32:
         return Plan(16, block_tokens=16, warps=4, stages=2)
@@ -53,14 +53,15 @@ def make_plan(shape: LatentShape, tokens: int, dtype: torch.dtype, sms: int) -> 
 
 
 def group_tokens(shape: LatentShape) -> int:
-    """Returns the tokens of a chunk that share a tile: as many as fill the largest one with their heads."""
+    """Return the number of tokens of a chunk that share a tile: as many as fill the largest tile with their heads."""
     return max(1, max(_TILES) // shape.heads)
 
 
 def absorbed_tokens(shape: LatentShape) -> int:
-    """Returns the largest number of tokens of a row for which absorbed attention takes less arithmetic.
+    """Return the largest number of tokens of a row for which absorbed attention takes less arithmetic.
 
-    Expanded attention first computes keys and values from a latent, latent · (nope + v_dim) products a head, and then
-    takes query + v_dim products for each query token instead of 2 · latent + rope. 170 for DeepSeek's dimensions.
+    Expanded attention first computes keys and values from each latent, which takes latent · (nope + v_dim) products per
+    head. Then each query token takes query + v_dim products instead of 2 · latent + rope. The result is 170 for
+    DeepSeek's dimensions.
     """
     return shape.latent * (shape.nope + shape.v_dim) // (2 * shape.latent + shape.rope - shape.query - shape.v_dim)

@@ -1,6 +1,7 @@
-"""Attention of packed rows to packed keys and values, with the logarithm of the sum of weights to merge blocks by.
+"""Attention of packed rows to packed keys and values, which also returns the logarithms of the sums of weights.
 
-flash-attn-4 where it runs, else plain PyTorch by row.
+The logarithms are needed to merge the results of several blocks of keys. It is flash-attn-4 where it runs, else plain
+PyTorch, row by row.
 """
 
 import logging
@@ -16,13 +17,13 @@ from tandem.engine.kernels.fallback import failure_of, why_no_flash, why_not_imp
 log = logging.getLogger(__name__)
 
 _FLASH_MOST = 256
-"""The largest head dim of flash-attn-4 on this capability."""
+"""The largest head dim of flash-attn-4 on this compute capability."""
 _FLASH_ALIGNED = 8
-"""Elements of bfloat16 of which its head dims are multiples."""
+"""flash-attn-4's head dims are multiples of this number of bfloat16 elements."""
 _COMPILED_TOKENS = 257
-"""Tokens of a row beyond one tile of queries: rows of fewer are absorbed or lie next to such ones."""
+"""Tokens of a compiled row, more than one tile of queries: shorter rows are absorbed or next to such long ones."""
 _SCORES = 1 << 26
-"""Scores of float32 that the plain implementation holds at a time: a quarter of a GiB."""
+"""Scores (float32) that the plain implementation holds at a time: a quarter of a GiB."""
 
 
 class BlockAttention(Protocol):
@@ -42,17 +43,17 @@ class BlockAttention(Protocol):
         *,
         causal: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Computes attention of q[q_starts[r] : q_starts[r + 1]] to keys[key_starts[r] :][: key_lengths[r]].
+        """Compute attention of q[q_starts[r] : q_starts[r + 1]] to keys[key_starts[r] :][: key_lengths[r]].
 
-        q [T, heads, k_dim], keys [K, heads, k_dim], values [K, heads, v_dim], rows may be strided; q_starts and
-        key_starts [R + 1], key_lengths [R], all int32. `causal` aligns the ends of both rows. → [T, heads, v_dim], and
-        the logarithms of the sums of weights [heads, T] float32. Both are undefined for tokens outside of the rows, and
-        for those that see no key.
+        q [T, heads, k_dim], keys [K, heads, k_dim] and values [K, heads, v_dim] may have strided rows; q_starts and
+        key_starts [R + 1] and key_lengths [R] are int32. `causal` masks as if the last query and the last key of a row
+        had the same position. Returns [T, heads, v_dim], and the logarithms of the sums of weights [heads, T] float32.
+        Both are undefined for tokens that are in no row, and for tokens that see no key.
         """
 
 
 def choose_block_attention(device: torch.device, dtype: torch.dtype, shapes: Iterable[LatentShape]) -> BlockAttention:
-    """Returns the fastest implementation for these layers and this device; logs the choice."""
+    """Return the fastest implementation for these layers on this device, not compiled yet; the choice is logged."""
     reason = _why_no_flash(device, dtype, shapes)
     if reason:
         log.warning("prefill of latent attention: plain PyTorch, one row at a time (%s)", reason)
@@ -64,7 +65,7 @@ def choose_block_attention(device: torch.device, dtype: torch.dtype, shapes: Ite
 def compiled(
     chosen: BlockAttention, shapes: Iterable[LatentShape], dtype: torch.dtype, device: torch.device
 ) -> BlockAttention:
-    """Returns `chosen` with its kernels compiled; plain PyTorch on failure."""
+    """Return `chosen` with its kernels compiled, or plain PyTorch if that fails."""
     if not isinstance(chosen, FlashBlocks):
         return chosen
     failure = failure_of(lambda: chosen.compile(shapes, dtype, device))
@@ -84,7 +85,7 @@ def _why_no_flash(device: torch.device, dtype: torch.dtype, shapes: Iterable[Lat
 
 
 class FlashBlocks:
-    """flash-attn-4, all rows in one launch."""
+    """flash-attn-4 for all rows in one launch."""
 
     def __init__(self) -> None:
         from flash_attn.cute import flash_attn_varlen_func
@@ -92,7 +93,7 @@ class FlashBlocks:
         self._flash: Callable[..., Any] = flash_attn_varlen_func
 
     def compile(self, shapes: Iterable[LatentShape], dtype: torch.dtype, device: torch.device) -> None:
-        """Compiles the kernels that layers of these shapes need."""
+        """Compile the kernels that layers of these shapes need."""
         for shape in shapes:
             q = torch.zeros(_COMPILED_TOKENS, shape.heads, shape.query, dtype=dtype, device=device)
             both = torch.zeros(_COMPILED_TOKENS, shape.heads, shape.query + shape.v_dim, dtype=dtype, device=device)
@@ -115,7 +116,7 @@ class FlashBlocks:
         *,
         causal: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Computes attention of all rows in one launch."""
+        """Compute the attention of all rows in one launch."""
         out, lse = self._flash(
             q,
             keys,
@@ -133,7 +134,10 @@ class FlashBlocks:
 
 
 class PlainBlocks:
-    """Plain PyTorch, one row and a bounded number of scores at a time. Waits for the device to learn the rows."""
+    """Plain PyTorch, one row and a bounded number of scores at a time.
+
+    It waits for the device, to learn the lengths of the rows.
+    """
 
     def __call__(
         self,
@@ -149,7 +153,7 @@ class PlainBlocks:
         *,
         causal: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Computes attention row by row; weights are rounded to the dtype of the values, sums stay in float32."""
+        """Compute attention row by row; weights are rounded to the dtype of the values, their sums stay in float32."""
         out = q.new_empty(len(q), q.shape[1], values.shape[2])
         lse = torch.empty(q.shape[1], len(q), dtype=torch.float32, device=q.device)
         begins = q_starts.tolist()

@@ -1,8 +1,8 @@
 """Expanded attention of prompts: keys and values of all heads are computed from the latents, block by block.
 
-A step's own tokens attend to one another first. Then, for rows that have tokens in the cache before these, come blocks
-of the cached positions, which every token of the row sees; their results are merged by the logarithms of the sums of
-weights, as flash-decoding does.
+A step's own tokens attend to one another first. Then, for rows that have earlier tokens in the cache, come blocks of
+the cached positions, which every token of the row sees. The results are merged by the logarithms of the sums of
+weights, as in Flash-Decoding.
 """
 
 import threading
@@ -17,35 +17,35 @@ from tandem.engine.kernels.latent.block_attention import BlockAttention
 from tandem.engine.kernels.latent.triton_expand import TAIL, expand, merge_block
 
 BLOCK_TOKENS = 8192
-"""Cached positions of all rows whose keys and values exist at a time: 84 MB for 16 heads of 192 and 128 dimensions."""
+"""Cached positions, of all rows, whose keys and values exist together: 84 MB for 16 heads of 192 and 128 dimensions."""
 LEAST_TOKENS = 512
-"""The fewest positions of one row at a time: with fewer, merging would take longer than attention."""
+"""The smallest number of positions of one row at a time: with fewer, merging would take longer than attention."""
 
 
 class _Block(NamedTuple):
-    """A range of positions of each row; int32 on the device."""
+    """A range of positions of each of R rows; tensors are int32 on the device."""
 
     starts: Tensor
-    """[R + 1] where the rows' keys begin in the packed ones, `TAIL` more than their lengths apart."""
+    """[R + 1] where each row's keys begin among the packed keys: after the row before and its `TAIL` zeros."""
     lengths: Tensor
-    """[R]."""
+    """[R], the number of positions of each row."""
     first_positions: Tensor
-    """[R]."""
+    """[R], the first position of each row's range."""
     longest: int
-    """A bound of the ranges' lengths."""
+    """An upper bound of the lengths."""
     tokens: int
-    """A bound of the packed tokens."""
+    """An upper bound of the number of packed tokens."""
 
 
 class _Step(NamedTuple):
-    """The blocks of a step: its own tokens, then those of the cached positions, with the tokens [T] that see any."""
+    """The blocks of a step: its own tokens, then cached positions with the number of keys that each token [T] sees."""
 
     own: _Block
     cached: list[tuple[_Block, Tensor]]
 
 
 class ExpandedAttention:
-    """Expanded attention of rows from `first_row` of a step on: `begin_step`, then a call for each layer."""
+    """Expanded attention of a step's rows from `first_row` on: call `begin_step`, then the object for each layer."""
 
     def __init__(self, shape: LatentShape, attention: BlockAttention, pdl: bool) -> None:
         self._shape = shape
@@ -54,7 +54,7 @@ class ExpandedAttention:
         self._begun = threading.local()
 
     def begin_step(self, layout: StepLayout, first_row: int) -> None:
-        """Called once before the calls of a step by the same thread."""
+        """Lay out the blocks of a step. Called once before the calls of a step, by the same thread."""
         starts = layout.row_starts[first_row:]
         lengths = starts[1:] - starts[:-1]
         cached = layout.context_lens[first_row:] - lengths
@@ -63,6 +63,8 @@ class ExpandedAttention:
         most = layout.max_context if layout.max_cached is None else layout.max_cached
         at_once = max(LEAST_TOKENS, BLOCK_TOKENS // rows)
         row = _rows_of_tokens(starts, len(layout.positions)) if most else starts
+        # Only the device knows how many positions each row has in the cache: blocks cover the host's bound `most`, and
+        # rows with shorter contexts have empty ranges in the later blocks.
         blocks: list[tuple[_Block, Tensor]] = []
         for first in range(0, most, at_once):
             here, longest = (cached - first).clamp(0, at_once), min(at_once, most - first)
@@ -73,7 +75,7 @@ class ExpandedAttention:
     def __call__(
         self, q: Tensor, kv_up: Tensor, cache: Tensor, layer: int, layout: StepLayout, first_row: int
     ) -> Tensor:
-        """Computes attention of the whole step's q [T, heads, nope + rope] → [T, heads, v_dim].
+        """Compute attention of the whole step's q [T, heads, nope + rope] → [T, heads, v_dim].
 
         The result of the rows before `first_row` is undefined.
         """
@@ -107,7 +109,7 @@ class ExpandedAttention:
     def _expand(
         self, block: _Block, kv_up: Tensor, cache: Tensor, layer: int, page_table: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns the keys and values of a block."""
+        """Return the keys and values of a block, each [tokens, heads, any]."""
         shape = self._shape
         both = torch.empty(block.tokens, shape.heads, shape.query + shape.v_dim, dtype=cache.dtype, device=cache.device)
         expand(
@@ -118,13 +120,13 @@ class ExpandedAttention:
 
 
 def _pack(lengths: Tensor, first_positions: Tensor, longest: int, tokens: int) -> _Block:
-    """Returns ranges [R] int32 one after another; `tokens` is a bound of their sum."""
+    """Return a block of ranges [R] int32, packed one after another; `tokens` is an upper bound of their sum."""
     starts = torch.nn.functional.pad((lengths + TAIL).cumsum(0, dtype=torch.int32), (1, 0))
     return _Block(starts, lengths, first_positions, longest, tokens + len(lengths) * TAIL)
 
 
 def _rows_of_tokens(starts: Tensor, tokens: int) -> Tensor:
-    """Returns the row of each of the step's tokens [T], -1 for those in no row; starts [R + 1]."""
+    """Return the row of each of the step's tokens [T], -1 for tokens in no row; starts [R + 1]."""
     token = torch.arange(tokens, dtype=starts.dtype, device=starts.device)
     row = torch.searchsorted(starts, token, right=True) - 1
     return torch.where(row < len(starts) - 1, row, -1)

@@ -19,11 +19,14 @@ from tandem.engine.kernels.latent.triton_store import latent_store
 from tandem.engine.kernels.layers import LatentLayer
 
 _ABSORBED_ROWS = 8
-"""Chunks of the longest absorbed size in a step: partial results of more would take hundreds of megabytes."""
+"""Chunks of the longest absorbed size in a step: the partial results of more would take hundreds of megabytes."""
 
 
 class LatentKernels:
-    """The latent attention of one model's layers. Keeps the plan of a step for each thread, no other state."""
+    """The latent attention of one model's layers, owned by `CudaKernels`.
+
+    It keeps the plan of a step for each thread, and no other state.
+    """
 
     def __init__(
         self,
@@ -33,7 +36,7 @@ class LatentKernels:
         pdl: bool,
         blocks: Future[BlockAttention],
     ) -> None:
-        """Takes `blocks`, the attention of expanded keys and values, which may still be compiling."""
+        """Prepare the layers of `shapes`; `blocks`, the attention of expanded latents, may not be compiled yet."""
         self._pdl = pdl
         self._blocks = blocks
         self._shapes = tuple(shapes)
@@ -49,14 +52,15 @@ class LatentKernels:
 
     @property
     def capturable_tokens(self) -> int | None:
-        """The largest number of prompt tokens of a step that a CUDA graph may contain; None without latent attention.
+        """The largest number of prompt tokens in a step that a CUDA graph may contain; None without latent attention.
 
-        A graph of longer ones would launch a kernel for each block of the longest context, whatever the rows have.
+        A graph of longer prompts would launch kernels for each block of the longest possible context, whatever the rows
+        have.
         """
         return min(map(absorbed_tokens, self._shapes), default=None)
 
     def begin_step(self, cache: KvCache, layout: StepLayout, single: int) -> None:
-        """Called once before a step's first layer; the first `single` rows have one token each."""
+        """Plan a step. Called once before a step's first layer; the first `single` rows have one token each."""
         for shape in self._shapes:
             held = unquantized(cache)
             if single:
@@ -70,11 +74,11 @@ class LatentKernels:
                 self._prompts[shape].begin_step(layout, single)
 
     def store(self, q: Tensor, latents: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
-        """Implements `Kernels.latent_store` in one launch."""
+        """Store latents as `Kernels.latent_store` defines it, in one launch."""
         return latent_store(q, latents, layer, cache, layout, pdl=self._pdl)
 
     def attention(self, q: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout, single: int) -> Tensor:
-        """Implements `Kernels.latent_attention` for a step that began with as many `single` rows."""
+        """Compute `Kernels.latent_attention` for a step that began with the same number of `single` rows."""
         rows, shape = len(layout.context_lens), layer.shape
         if single == rows or _is_absorbed(shape, layout, single):
             out = q.new_empty(len(q), shape.heads * shape.v_dim)
@@ -88,6 +92,6 @@ class LatentKernels:
 
 
 def _is_absorbed(shape: LatentShape, layout: StepLayout, single: int) -> bool:
-    """Returns True if attention of the rows from `single` on takes less arithmetic when absorbed."""
+    """Return True if the rows from `single` on take less arithmetic when absorbed, and are not too many."""
     most = absorbed_tokens(shape)
     return layout.max_row_tokens <= most and len(layout.positions) - single <= _ABSORBED_ROWS * most

@@ -9,20 +9,20 @@ from tandem.engine.kernels.base import StepLayout
 
 
 class TokenGroups(NamedTuple):
-    """Tokens that follow one another in one row; all int32 on the device. Tokens are counted from `first_row`'s on."""
+    """Groups of consecutive tokens of one row; int32 on the device. Tokens are counted from those of `first_row` on."""
 
     table: Tensor
-    """[groups, 3]: the row in the step's page table, the group's first token, its tokens."""
+    """[groups, 3]: the row in the step's page table, the group's first token, its number of tokens."""
     of_tokens: Tensor
     """[T] the group of each token, -1 = the token is in no row."""
     contexts: Tensor
-    """[groups] positions up to the group's last token, 0 = there is no such group."""
+    """[groups] the number of positions up to the group's last token, 0 = there is no such group."""
 
 
 def group_chunks(layout: StepLayout, first_row: int, tokens: int) -> TokenGroups:
-    """Returns the groups of up to `tokens` tokens of the rows from `first_row` on; every row before has one token.
+    """Return groups of up to `tokens` tokens of the rows from `first_row` on; every row before has one token.
 
-    There are as many groups as such rows could need at most, so that no shape depends on what only the device knows.
+    Their number is the largest that such rows could need, so that no shape depends on what only the device knows.
     """
     starts = layout.row_starts[first_row:].long() - first_row
     begins, ends = starts[:-1], starts[1:]
@@ -31,6 +31,7 @@ def group_chunks(layout: StepLayout, first_row: int, tokens: int) -> TokenGroups
     last_groups = ((ends - begins + tokens - 1) // tokens).cumsum(0)
     first_groups = torch.nn.functional.pad(last_groups[:-1], (1, 0))
 
+    # Each row has at most one group that is not full, so this number of groups always suffices.
     number = torch.arange(total // tokens + rows, device=device)
     row = torch.searchsorted(last_groups, number, right=True)
     exists = row < rows

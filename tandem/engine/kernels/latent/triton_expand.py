@@ -14,14 +14,14 @@ _INNER = 64
 _SUMS = 1 << 15
 """Sums (float32) of a program: 128 registers of each thread of eight warps."""
 _MOST_TOKENS, _EXACT_TOKENS = 128, 32
-"""Tokens of a program, the second of float32, which has no matrix units."""
+"""Tokens of a program; the second number for float32, which has no matrix units."""
 _MERGED_HEADS = 16
 """Heads whose results a program merges."""
 TAIL = 128
 """Tokens of zeros after each row's keys and values.
 
-flash-attn-4 multiplies whole tiles, which have at most this number of keys, and gives those after a row a weight of
-zero: were they another row's, values that are not finite would spread from one request to another.
+flash-attn-4 multiplies whole tiles, which have at most this number of keys, and gives keys after a row's end a weight
+of zero. If they were those of another row, values that are not finite would spread from one request to another.
 """
 
 
@@ -39,13 +39,13 @@ def expand(
     *,
     pdl: bool,
 ) -> None:
-    """Computes the keys and values of a range of each row's positions.
+    """Compute the keys and values of a range of positions of each row.
 
     kv_up           [heads, nope + v_dim, latent]
     page_table      [R, W] int32
     starts, lengths [R] int32: the range of row r is out[starts[r] :][: lengths[r]], and `TAIL` zeros follow
-    first_positions [R] int32: its first position in the row
-    longest         a bound of the lengths
+    first_positions [R] int32: the first position of each row's range
+    longest         an upper bound of the lengths
     out             [tokens, heads, nope + rope + v_dim]: each head's key, then its value
     """
     nope, values = (max(triton.next_power_of_2(dim), 16) for dim in (shape.nope, shape.v_dim))
@@ -83,10 +83,11 @@ def expand(
 
 
 def merge_block(mixed: Tensor, mixed_lse: Tensor, block: Tensor, block_lse: Tensor, seen: Tensor, *, pdl: bool) -> None:
-    """Merges the results of a block of keys into `mixed` and `mixed_lse`, in place.
+    """Merge the results of a block of keys into `mixed` and `mixed_lse`, in place.
 
-    mixed [T, heads, v_dim] float32, block likewise in any dtype; the logarithms of the sums of weights [heads, T]
-    float32; seen [T] int32: 0 = the token sees no key of the block, whose result for it is undefined.
+    mixed [T, heads, v_dim] is float32, block has the same shape in any dtype; mixed_lse and block_lse, the logarithms
+    of the sums of weights, are [heads, T] float32. seen [T] int32: 0 = the token sees no key of the block, and the
+    block's result for it is undefined.
     """
     tokens, heads, dims = mixed.shape
     _merge_block[(tokens, triton.cdiv(heads, _MERGED_HEADS))](
@@ -136,7 +137,7 @@ def _expand(
     PDL: tl.constexpr,
     WIDE_DOT: tl.constexpr,
 ):
-    """Program (tile of tokens, row, head). The tail is computed like the other tokens, from zeros."""
+    """Program (tile of tokens, row, head) computes keys and values; those of the tail are computed from zeros."""
     launch_dependents(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(1)
@@ -188,7 +189,7 @@ def _merge_block(
     HEADS_TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (token, tile of heads)."""
+    """Program (token, tile of heads) merges the results of one token, unless the token sees no key of the block."""
     launch_dependents(PDL)
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)

@@ -1,4 +1,4 @@
-"""The products of absorbed attention: queries times the keys' matrices, and mixed latents times the values' matrices.
+"""The products of absorbed attention: queries times matrices of the keys, mixed latents times those of the values.
 
 Each head has its own matrices, so both are batched products with as many rows as tokens.
 """
@@ -12,15 +12,18 @@ from tandem.engine.config.attention import LatentShape
 from tandem.engine.kernels.triton_launch import INTERPRETED, launch_dependents, wait_for_inputs
 
 _FEW_TOKENS, _MANY_TOKENS = 16, 256
-"""The largest steps of programs of 16 tokens, and of those of few columns, which would not fill the GPU otherwise."""
+"""The largest steps, in tokens, of programs of 16 tokens, and of programs of few columns.
+
+In such steps programs of more columns would not fill the GPU.
+"""
 _NARROW, _WIDE = 32, 128
-"""Columns of a program's result."""
+"""Columns of a program's result, in small and in large steps."""
 _INNER = 128
-"""Elements of the sum at a time."""
+"""Elements of the sum that are multiplied at a time."""
 
 
 def absorb(q: Tensor, kv_up: Tensor, shape: LatentShape, *, pdl: bool) -> Tensor:
-    """Returns queries that are multiplied with latents: [q_nope · W_uk | q_rope] → [T, heads, latent + rope].
+    """Return queries that can be multiplied with latents: [q_nope · W_uk | q_rope] → [T, heads, latent + rope].
 
     q [T, heads, nope + rope], rows may be strided; kv_up [heads, nope + v_dim, latent].
     """
@@ -51,7 +54,7 @@ def absorb(q: Tensor, kv_up: Tensor, shape: LatentShape, *, pdl: bool) -> Tensor
 
 
 def values_of(mixed: Tensor, kv_up: Tensor, out: Tensor, shape: LatentShape, *, pdl: bool) -> None:
-    """Computes out [T, heads·v_dim] = mixed [T, heads, latent] · W_uvᵀ; kv_up as for `absorb`."""
+    """Compute out [T, heads·v_dim] = mixed [T, heads, latent] · W_uvᵀ; kv_up is as for `absorb`."""
     tokens = len(mixed)
     tile, columns, warps = _tile(tokens, shape.v_dim, mixed.dtype)
     _values_of[(triton.cdiv(tokens, tile), shape.heads, triton.cdiv(shape.v_dim, columns))](
@@ -74,7 +77,10 @@ def values_of(mixed: Tensor, kv_up: Tensor, out: Tensor, shape: LatentShape, *, 
 
 
 def _tile(tokens: int, columns: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Returns tokens and columns of a program's result, and its warps; float32 has no matrix units for more."""
+    """Return the tokens and columns of a program's result, and its warps.
+
+    float32 always gets small ones, because it has no matrix units for more.
+    """
     exact = dtype == torch.float32
     most = _NARROW if exact or tokens <= _MANY_TOKENS else _WIDE
     cut = min(most, max(triton.next_power_of_2(columns), 16))
@@ -83,7 +89,7 @@ def _tile(tokens: int, columns: int, dtype: torch.dtype) -> tuple[int, int, int]
 
 @triton.jit
 def dot(a, b, acc, WIDE_DOT: tl.constexpr):
-    """Returns acc + a · b in float32. The interpreter takes no bfloat16; widening first changes no product."""
+    """Return acc + a · b in float32. The interpreter takes no bfloat16; widening the operands changes no product."""
     if WIDE_DOT:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -109,7 +115,10 @@ def _absorb(
     PDL: tl.constexpr,
     WIDE_DOT: tl.constexpr,
 ):
-    """Program (tokens, head, columns of the latent); the first columns' programs copy the rotated part, too."""
+    """Program (tokens, head, columns of the latent) absorbs queries.
+
+    Programs of the first columns also copy the rotated part.
+    """
     launch_dependents(PDL)
     head = tl.program_id(1)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -147,7 +156,7 @@ def _values_of(
     PDL: tl.constexpr,
     WIDE_DOT: tl.constexpr,
 ):
-    """Program (tokens, head, columns of the values)."""
+    """Program (tokens, head, columns of the values) computes values from mixed latents."""
     launch_dependents(PDL)
     wait_for_inputs(PDL)
     head = tl.program_id(1)

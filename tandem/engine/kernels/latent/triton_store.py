@@ -16,11 +16,11 @@ WARPS = 4
 def latent_store(
     q: Tensor, latents: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout, *, pdl: bool
 ) -> Tensor:
-    """Implements `Kernels.latent_store`: the queries are rotated in place.
+    """Compute `Kernels.latent_store` in one launch; the queries are rotated in place.
 
     q         [T, heads·(nope + rope)] and latents [T, latent + rope]: rows may be strided
-    layout    a token of slot -1 is stored nowhere, and its query is undefined
-    → a view of q [T, heads, nope + rope]. Arithmetic in float32, rounded once.
+    layout    a token with slot -1 is not stored, and its query is undefined
+    → a view of q [T, heads, nope + rope]. Arithmetic is float32, rounded once.
     """
     shape = layer.shape
     _latent_store[(len(q), 1 + triton.cdiv(shape.heads, HEADS_TILE))](
@@ -106,7 +106,7 @@ def _latent_store(
 
 @triton.jit
 def _rotate(source, target, cos, sin, mask, HALF: tl.constexpr):
-    """Rotates the pairs at `source` and `source + HALF` and stores them at `target`, which may be the same."""
+    """Rotate the pairs at `source` and `source + HALF`, and store them at `target`, which may be the same."""
     first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
     dtype: tl.constexpr = target.dtype.element_ty

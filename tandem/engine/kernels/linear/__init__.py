@@ -1,1 +1,1 @@
-"""Matrix product kernels of GPUs."""
+"""The matrix product kernels of GPUs, for weights that are not packed."""

@@ -1,7 +1,8 @@
-"""The gated product silu(x · gateᵀ) ∘ (x · upᵀ) for many tokens: quack's fused one where it runs, else cuBLAS.
+"""The gated product silu(x · gateᵀ) ∘ (x · upᵀ) for many tokens: quack's fused kernel where it runs, else cuBLAS.
 
-The product of gate and up is the largest intermediate of a layer. Written and read again it costs about a tenth of the
-product's own time, and, on a chip at its power limit, energy that the matrix units lack (docs/decisions/gpu_steps.md).
+The product of gate and up is the largest intermediate result of a layer. To write it and read it again costs about a
+tenth of the product's own time, and, on a chip at its power limit, energy that the matrix units lack
+(docs/decisions/gpu_steps.md).
 """
 
 import logging
@@ -19,7 +20,7 @@ from tandem.engine.kernels.linear.triton_activation import silu_mul
 log = logging.getLogger(__name__)
 
 FUSED_TOKENS = 1024
-"""Tokens from which the fused product is faster; at 512 it loses 3 % on the largest weights."""
+"""Number of tokens from which on the fused product is faster; at 512 it is 3 % slower on the largest weights."""
 _CAPABILITY = (9, 0)
 _ALIGNED = 8
 """The minimum number of 16-bit elements that the copy engine moves."""
@@ -28,7 +29,7 @@ _WARM_UP_ROWS, _WARM_UP_COLUMNS = 256, 512
 
 @dataclass(frozen=True, slots=True)
 class GatedTile:
-    """The tile of one group of multiprocessors: `rows` x `columns` of the product each."""
+    """The tile of one group of multiprocessors: each computes `rows` x `columns` elements of the product."""
 
     rows: int
     columns: int
@@ -39,20 +40,23 @@ class GatedTile:
 
 
 BEST_TILE = GatedTile(rows=128, columns=160, pingpong=True, cluster_rows=2, cluster_columns=1)
-"""The best, or within 1 % of it, for every shape and size that benchmarks/kernels/gated.py knows."""
+"""The best tile, or within 1 % of the best, for every shape and size in benchmarks/kernels/gated.py."""
 
 
 class GatedProduct(Protocol):
-    """x [T, K], gate_up [2·I, K] with the gate's rows first → [T, I], rounded once more at most than the definition."""
+    """A gated product: x [T, K] and gate_up [2·I, K] with the gate rows first → [T, I].
+
+    It rounds at most once more than the definition.
+    """
 
     def __call__(self, x: Tensor, gate_up: Linear) -> Tensor:
-        """Computes the gated product."""
+        """Compute the gated product."""
 
 
 def choose_gated_product(
     device: torch.device, dtype: torch.dtype, hidden: int, intermediate: int, *, pdl: bool
 ) -> GatedProduct:
-    """Returns the fastest product for a model of these widths on `device`, compiled; logs the choice."""
+    """Return the fastest gated product for these widths on `device`, compiled; the choice is logged."""
     plain = PlainGated(pdl)
     reason = _why_not_fused(device, dtype, hidden, intermediate)
     if reason:
@@ -81,23 +85,23 @@ def _why_not_fused(device: torch.device, dtype: torch.dtype, hidden: int, interm
 
 
 def why_no_library() -> str:
-    """Returns "" once the fused product's library is imported, which takes seconds, else the reason why it is not."""
+    """Import the fused product's library, which takes seconds, and return the reason if that fails, or ""."""
     return why_not_imported("quack.gemm_interface", "quack-kernels")
 
 
 class PlainGated:
-    """cuBLAS, then SiLU · up from its output."""
+    """The product by cuBLAS, then silu(gate) · up as a separate kernel."""
 
     def __init__(self, pdl: bool) -> None:
         self._pdl = pdl
 
     def __call__(self, x: Tensor, gate_up: Linear) -> Tensor:
-        """Computes the product, then the activation."""
+        """Compute the product, then the activation."""
         return silu_mul(torch.nn.functional.linear(x, gate_up.matrix, gate_up.bias), pdl=self._pdl)
 
 
 class FusedGated:
-    """quack's gated product for many tokens without a bias; `plain` for everything else."""
+    """quack's gated product for many tokens without a bias; it calls `plain` for everything else."""
 
     def __init__(self, plain: GatedProduct, tile: GatedTile = BEST_TILE) -> None:
         from quack.gemm_config import GemmConfig
@@ -116,13 +120,13 @@ class FusedGated:
         )
 
     def __call__(self, x: Tensor, gate_up: Linear) -> Tensor:
-        """Computes the fused product, or the plain one for few tokens or with a bias."""
+        """Compute the fused product, or the plain one if there are few tokens or a bias."""
         if len(x) < FUSED_TOKENS or gate_up.bias is not None:
             return self._plain(x, gate_up)
         return self.compute(x, gate_up.matrix)
 
     def compute(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Computes the fused product for any number of tokens."""
+        """Compute the fused product for any number of tokens."""
         _, active = self._gemm_act(
             x,
             weight.t(),

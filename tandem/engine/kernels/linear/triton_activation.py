@@ -8,20 +8,20 @@ from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inpu
 from tandem.engine.kernels.triton_math import gelu_tanh
 
 COLUMN_BLOCKS = (2048, 1024, 512, 256)
-"""Columns of a program, the most that divide a row: a partly empty program costs as much as a full one."""
+"""Columns of a program; the largest that divides a row is used, as a partly empty program costs like a full one."""
 RAGGED_BLOCK = 1024
-"""Columns of a program where none of these divides the row."""
+"""Columns of a program if none of `COLUMN_BLOCKS` divides the row."""
 ELEMENTS_PER_WARP = 512
-"""Two 16-byte loads of a half-precision type for each thread and input."""
+"""Elements of a warp: two 16-byte loads of a half-precision type for each thread and input."""
 
 
 def silu_mul(gate_up: Tensor, *, pdl: bool) -> Tensor:
-    """Returns silu(g) · u of gate_up [T, 2·I] contiguous, g first → [T, I]; in float32, rounded once."""
+    """Return silu(g) · u of gate_up [T, 2·I], contiguous, g first → [T, I]; computed in float32 and rounded once."""
     return _launch(gate_up, gelu=False, pdl=pdl)
 
 
 def gelu_mul(gate_up: Tensor, *, pdl: bool) -> Tensor:
-    """Returns gelu(g) · u like `silu_mul`, in the approximation with tanh."""
+    """Return gelu(g) · u like `silu_mul`, with the tanh approximation of GELU."""
     return _launch(gate_up, gelu=True, pdl=pdl)
 
 
@@ -38,11 +38,11 @@ def _launch(gate_up: Tensor, *, gelu: bool, pdl: bool) -> Tensor:
 
 @triton.jit
 def gated(gate, up, GELU: tl.constexpr):
-    """Returns silu(gate) · up, or with GELU gelu(gate) · up, of float32."""
+    """Return silu(gate) · up of float32 numbers, or gelu(gate) · up if GELU."""
     if GELU:
         product = gelu_tanh(gate) * up
     else:
-        # Of the two forms of the sigmoid the one whose exponential cannot overflow.
+        # Of the two forms of the sigmoid, use the one whose exponential cannot overflow.
         small = tl.exp(-tl.abs(gate))
         product = gate * tl.where(gate >= 0, 1.0, small) / (1.0 + small) * up
     return product

@@ -1,18 +1,20 @@
 """Products of a few tokens with a large weight, bound by the bandwidth at which the weight is read from memory.
 
-y = RMSNorm(x) · weightᵀ = rsqrt(mean(x²) + eps) · ((x ∘ norm) · weightᵀ): the mean of squares is summed while the same
-loop multiplies, and scales the result at its end. Activation and residual are applied before the result is stored.
+y = RMSNorm(x) · weightᵀ = rsqrt(mean(x²) + eps) · ((x ∘ norm) · weightᵀ): the loop that multiplies also sums the
+squares, and their mean scales the result at the end. Activation and residual are applied before the result is stored.
 
-One bfloat16 or float16 token: a program holds a few rows of the weight in registers and multiplies in float32. More
-tokens, and float32: `tl.dot` with the weight as the left operand, sums in float32, exact products for float32. Where
-the outputs are few, several programs share a tile's columns; the last to arrive adds their sums in fixed order.
+For one bfloat16 or float16 token a program holds a few rows of the weight in registers and multiplies in float32. For
+more tokens, and for float32, `tl.dot` takes the weight as its left operand and sums in float32, with exact products for
+float32. If the outputs are few, several programs share the columns of a tile; the last to arrive adds their sums in a
+fixed order.
 
 The same inputs give the same bits in every run. For float32 a row's bits depend on that row alone, however many others
 are in the step. For the 16-bit types that holds among steps with the same tile (see `triton_linear_plan`). Weights
 never depend on earlier kernels: they are loaded, or prefetched into L2, before the kernel waits for its input.
 
-Split launches share one scratch memory per device: launch from one stream at a time. It is allocated at the first use,
-which must not be while a CUDA graph is captured (`reserve_scratch` allocates it in advance).
+Split launches share one scratch memory per device, so they must come from one stream at a time. The scratch memory is
+allocated at the first use, which must not be while a CUDA graph is captured (`reserve_scratch` allocates it in
+advance).
 """
 
 from functools import lru_cache
@@ -54,14 +56,14 @@ __all__ = [
 ]
 
 _VECTOR_BYTES = 16
-"""The width of a thread's loads, and the alignment that rows need for the prefetch into L2."""
+"""The bytes of a thread's load, and the alignment that rows need to be prefetched into L2."""
 
 
 def norm_linear(hidden: Tensor, norm: Norm | None, linear: Linear, *, pdl: bool) -> Tensor:
-    """Returns RMSNorm(hidden) · weightᵀ + bias: hidden [T, K], norm [K], weight [N, K], bias [N] → [T, N].
+    """Return RMSNorm(hidden) · weightᵀ + bias: hidden [T, K], norm [K], weight [N, K], bias [N] → [T, N].
 
-    Without norm the plain product. All of one dtype: bfloat16, float16 or float32, rounded once, at the end. Only the
-    norm may be float32 with others of 16 bits.
+    Without `norm` it is the plain product. All tensors have one dtype, bfloat16, float16 or float32, except that the
+    norm may be float32 with 16-bit tensors. The result is rounded once, at the end.
     """
     out = hidden.new_empty(hidden.shape[0], len(linear.matrix))
     launch(hidden, norm, linear, out, STORE.value, pdl=pdl)
@@ -69,9 +71,9 @@ def norm_linear(hidden: Tensor, norm: Norm | None, linear: Linear, *, pdl: bool)
 
 
 def norm_gate_up(hidden: Tensor, norm: Norm | None, gate_up: Linear, *, pdl: bool, activation: str = "silu") -> Tensor:
-    """Returns activation(g) · u with [g | u] = RMSNorm(hidden) · weightᵀ + bias.
+    """Return activation(g) · u with [g | u] = RMSNorm(hidden) · weightᵀ + bias → [T, I].
 
-    Weight [2·I, K], gate rows first → [T, I]; `activation` is one of `DenseFeedForward.activation`.
+    The weight is [2·I, K] with the gate rows first; `activation` is one of `DenseFeedForward.activation`.
     """
     out = hidden.new_empty(hidden.shape[0], len(gate_up.matrix) // 2)
     launch(hidden, norm, gate_up, out, GATE_UP.value, pdl=pdl, gelu=activation == "gelu_tanh")
@@ -79,7 +81,7 @@ def norm_gate_up(hidden: Tensor, norm: Norm | None, gate_up: Linear, *, pdl: boo
 
 
 def linear_add(x: Tensor, linear: Linear, hidden: Tensor, *, pdl: bool) -> None:
-    """Adds x · weightᵀ + bias to hidden in place: x [T, K], weight [N, K], bias [N], hidden [T, N]."""
+    """Add x · weightᵀ + bias to hidden in place: x [T, K], weight [N, K], bias [N], hidden [T, N]."""
     launch(x, None, linear, hidden, ADD.value, pdl=pdl)
 
 
@@ -94,11 +96,10 @@ def launch(
     tile: Tile | None = None,
     gelu: bool = False,
 ) -> None:
-    """Launches one product into `out`, for `op` STORE, GATE_UP or ADD; with `tile`, or else the plan's.
+    """Launch one product into `out`, for `op` STORE, GATE_UP or ADD; `tile` None means the plan's tile.
 
-    GATE_UP applies SiLU, or GELU if `gelu`.
-
-    Raises ValueError where a split tile's partial sums do not fit the scratch memory.
+    GATE_UP applies SiLU, or GELU if `gelu`. Raises ValueError if the partial sums of a split tile do not fit the
+    scratch memory.
     """
     (tokens, k), weight, bias = x.shape, linear.matrix, linear.bias
     paired = op == GATE_UP.value
@@ -108,7 +109,7 @@ def launch(
     vector = min(_VECTOR_BYTES // x.element_size(), tile.columns)
     n = out.shape[1]
     shared = {"num_warps": tile.warps, "launch_pdl": pdl}
-    # Tensors that a variant does not read still need an address: x's is used.
+    # Tensors that a variant does not read still need an address: that of x is used.
     norm_or_any, eps = (x, 0.0) if norm is None else (norm.weight, norm.eps)
     bias_or_any = x if bias is None else bias
     if isinstance(tile, Gemv):
@@ -135,7 +136,7 @@ def launch(
 
 
 def early_bytes(weight: Tensor, tile: Skinny) -> int:
-    """Returns the bytes of a row to prefetch into L2; none where rows are short or not aligned."""
+    """Return the bytes of each weight row to prefetch into L2; 0 if rows are short or not aligned."""
     row_bytes = weight.shape[1] * weight.element_size()
     aligned = row_bytes % _VECTOR_BYTES == 0 and weight.data_ptr() % _VECTOR_BYTES == 0
     return tile.early if aligned and row_bytes >= PREFETCH_BYTES.value else 0
@@ -143,9 +144,9 @@ def early_bytes(weight: Tensor, tile: Skinny) -> int:
 
 @lru_cache(maxsize=8)
 def reserve_scratch(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns the partial sums and counters of split products on `device`, which live as long as the process.
+    """Return the partial sums and counters of split products on `device`, which live as long as the process.
 
-    Raises RuntimeError where a CUDA graph is being captured: the memory must outlive the graph.
+    Raises RuntimeError while a CUDA graph is being captured, because the memory must outlive the graph.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("reserve_scratch must run once before a CUDA graph is captured")

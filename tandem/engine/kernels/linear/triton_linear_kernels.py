@@ -1,4 +1,4 @@
-"""The kernels of `triton_linear`, which describes them: products of a few tokens with a streaming weight."""
+"""The kernels of `triton_linear`, which describes them: products of a few tokens with a streamed weight."""
 
 import triton
 import triton.language as tl
@@ -9,12 +9,15 @@ from tandem.engine.kernels.triton_math import gelu_tanh
 STORE = tl.constexpr(0)
 GATE_UP = tl.constexpr(1)
 ADD = tl.constexpr(2)
-"""The use of the products: stored, activation(gate) · up stored, or added to the output."""
+"""What is done with a product: it is stored, activation(gate) · up is stored, or it is added to the output."""
 
 NO_NORM = tl.constexpr(0)
 NORM_LAST = tl.constexpr(1)
 NORM_FIRST = tl.constexpr(2)
-"""The time of scaling the input by its norm: float16 cannot hold x ∘ norm of every x, so there x is read twice."""
+"""When the input is divided by its root mean square: never, after the product, or before it.
+
+float16 cannot hold x ∘ norm of every x, so float16 inputs are divided before, for which x is read twice.
+"""
 
 PREFETCH_BYTES = tl.constexpr(256)
 """Bytes of a weight row that one instruction prefetches into L2."""
@@ -22,7 +25,7 @@ PREFETCH_BYTES = tl.constexpr(256)
 
 @triton.jit
 def _load_columns(pointers, columns, K, EVEN: tl.constexpr, POLICY: tl.constexpr):
-    """Loads pointers [rows, columns], 0 from column K on."""
+    """Load the pointers [rows, columns], with 0 from column K on."""
     if EVEN:
         return tl.load(pointers, eviction_policy=POLICY)
     return tl.load(pointers, mask=columns[None, :] < K, other=0.0, eviction_policy=POLICY)
@@ -30,14 +33,14 @@ def _load_columns(pointers, columns, K, EVEN: tl.constexpr, POLICY: tl.constexpr
 
 @triton.jit
 def fold(numbers, VECTOR: tl.constexpr):
-    """Sums [rows, columns] → [rows, columns / VECTOR] within a thread, without a shuffle."""
+    """Sum [rows, columns] → [rows, columns / VECTOR], within each thread and so without a shuffle."""
     parts: tl.constexpr = numbers.shape[1] // VECTOR
     return tl.sum(tl.reshape(numbers, (numbers.shape[0], parts, VECTOR)), axis=2)
 
 
 @triton.jit
 def _gated(gate, up, GELU: tl.constexpr):
-    """Returns silu(gate) · up, or with GELU gelu(gate) · up."""
+    """Return silu(gate) · up, or gelu(gate) · up if GELU."""
     if GELU:
         return gelu_tanh(gate) * up
     return gate / (1.0 + tl.exp(-gate)) * up
@@ -62,7 +65,7 @@ def gemv_kernel(
     VECTOR: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiplies one token; grid (ceil(N / ROWS),), out [N], x [K], weight [N or, with GATE_UP, 2·N, K]."""
+    """Multiply one token; grid (ceil(N / ROWS),), out [N], x [K], weight [N or, with GATE_UP, 2·N, K]."""
     EVEN: tl.constexpr = K % COLUMNS == 0
     launch_dependents(PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -100,6 +103,8 @@ def gemv_kernel(
             sums_up = fold(held_up.to(tl.float32) * wide, VECTOR)
     else:
         for start in tl.range(0, K, COLUMNS):
+            # The weights of the next round are loaded before this round's are multiplied, so that loads are always in
+            # flight.
             later = columns + start + COLUMNS
             coming = tl.load(first + start + COLUMNS, mask=later[None, :] < K, other=0.0, eviction_policy="evict_first")
             wide = _load_columns(x_at + start, columns + start, K, EVEN, "evict_last").to(tl.float32)
@@ -126,7 +131,7 @@ def gemv_kernel(
 
 @triton.jit
 def call_into_l2(rows_at, start, K: tl.constexpr, EARLY: tl.constexpr):
-    """Prefetches EARLY bytes of each row of `rows_at` [rows] from column `start` into L2, none beyond column K."""
+    """Prefetch EARLY bytes of each row of `rows_at` [rows] from column `start` into L2, nothing beyond column K."""
     step: tl.constexpr = PREFETCH_BYTES * 8 // rows_at.dtype.element_ty.primitive_bitwidth
     pieces = tl.minimum(start + tl.arange(0, EARLY // PREFETCH_BYTES) * step, K - step)
     addresses = (rows_at[:, None] + pieces[None, :]).to(tl.int64, bitcast=True)
@@ -145,7 +150,7 @@ def _finish(
     sums, sums_up, squares, bias, out, rows, tokens, T, N, eps,
     K: tl.constexpr, OP: tl.constexpr, GELU: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Applies norm, bias, activation or residual to the sums [ROWS, TOKENS], and stores them to out [T, N]."""
+    """Apply norm, bias, and activation or residual to the sums [ROWS, TOKENS], and store them to out [T, N]."""
     if NORM == NORM_LAST:
         factor = tl.rsqrt(squares / K + eps)[None, :]
         sums *= factor
@@ -169,7 +174,7 @@ def finish_split(
     K: tl.constexpr, OP: tl.constexpr, GELU: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Finishes an output tile; if it is split, stores the sums, which the last program to arrive adds in order."""
+    """Finish an output tile. If it is split, store the sums; the last program to arrive adds all of them in order."""
     if SPLITS == 1:
         _finish(sums, sums_up, squares, bias, out, rows, tokens, T, N, eps, K, OP, GELU, NORM, BIAS)
     else:
@@ -185,6 +190,9 @@ def finish_split(
         if NORM == NORM_LAST:
             tl.store(mine + (slot - TOKENS) + tl.arange(0, TOKENS), squares)
         tl.debug_barrier()
+        # The barrier before makes the stores of all warps come before the increment. The last program to arrive adds
+        # the parts in a fixed order, so that the same inputs give the same bits, and leaves the counter at 0 for the
+        # next launch.
         arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
         if arrived == SPLITS - 1:
             sums = tl.zeros((ROWS, TOKENS), tl.float32)
@@ -226,12 +234,12 @@ def skinny_kernel(
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiplies some tokens; grid (ceil(N / ROWS), ceil(T / TOKENS), SPLITS).
+    """Multiply some tokens; grid (ceil(N / ROWS), ceil(T / TOKENS), SPLITS).
 
     out [T, N]; x [T, K]; weight [N or, with GATE_UP, 2·N, K].
 
-    partials float32: SPLITS · (1 or 2) · ROWS · TOKENS sums and SPLITS · TOKENS squares of each output tile
-    counters int32: one for each output tile, 0 before and after
+    partials  float32: SPLITS · (1 or 2) · ROWS · TOKENS sums and SPLITS · TOKENS squares of each output tile
+    counters  int32: one for each output tile, 0 before and after the launch
     """
     EVEN: tl.constexpr = K % (COLUMNS * SPLITS) == 0
     STEPS: tl.constexpr = (K + COLUMNS * SPLITS - 1) // (COLUMNS * SPLITS)

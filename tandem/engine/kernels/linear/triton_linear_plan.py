@@ -1,6 +1,6 @@
-"""The tile of each weight-streaming product: measured ones by shape, a rule for all others.
+"""The tile of each weight-streaming product: a measured one for some shapes, a rule for all others.
 
-The measured ones are in `triton_linear_tiles.py`. No torch, no Triton.
+The measured tiles are in `triton_linear_tiles.py`. Nothing here needs torch or Triton.
 """
 
 from functools import lru_cache
@@ -17,22 +17,31 @@ SCRATCH_COUNTERS = 1 << 14
 """The maximum number of output tiles of one split launch."""
 
 DEFAULT_STREAMED_TOKENS = 16
-"""The largest step that is streamed for shapes that were not measured, in tokens."""
+"""The largest step, in tokens, that is streamed for shapes that were not measured."""
 
 FLOAT_STREAMED_TOKENS = 256
-"""The largest step that is streamed in float32, where one order of sums for every batch size counts more than speed."""
+"""The largest step, in tokens, that is streamed in float32.
+
+There a single order of accumulation for every batch size matters more than speed.
+"""
 
 FUSED_NORM_TOKENS = 16
-"""The largest step whose norm is cheaper inside the product: beyond, scaling the input delays the matrix units."""
+"""The largest step, in tokens, whose norm is cheaper inside the product.
+
+In larger steps, scaling the input delays the matrix units.
+"""
 
 MULTIPROCESSORS = 132
-"""Multiprocessors of an H100 or H200, for which tiles are chosen."""
+"""Multiprocessors of an H100 or H200, for which the tiles are chosen."""
 _FLOATS_PER_ROW_TILE = 16
-"""Tokens of a float32 tile, for every step: so a row's sums never depend on the other rows."""
+"""Tokens of a float32 tile in every step, so that a row's sums never depend on the other rows."""
 
 
 def streams(tokens: int, n: int, k: int, item_bytes: int) -> bool:
-    """Returns True if these products beat cuBLAS for `tokens` tokens and a weight [n, k]."""
+    """Return True if these products are faster than cuBLAS for `tokens` tokens and a weight [n, k].
+
+    In float32 they are used for another reason, see `FLOAT_STREAMED_TOKENS`.
+    """
     if item_bytes == 4:
         return tokens <= FLOAT_STREAMED_TOKENS
     return tokens <= STREAMED_TOKENS.get((n, k), DEFAULT_STREAMED_TOKENS)
@@ -40,9 +49,9 @@ def streams(tokens: int, n: int, k: int, item_bytes: int) -> bool:
 
 @lru_cache(maxsize=4096)
 def tile_for(tokens: int, n: int, k: int, paired: bool, item_bytes: int) -> Tile:
-    """Returns the tile for a step of `tokens` and a weight [n, k] of `item_bytes` per element.
+    """Return the tile for a step of `tokens` tokens and a weight [n, k] of `item_bytes` per element.
 
-    `paired`: the rows are gate and up.
+    `paired` is True if the rows are gate and up.
     """
     if item_bytes == 4:
         return _float_tile(k, paired)
@@ -55,7 +64,7 @@ def tile_for(tokens: int, n: int, k: int, paired: bool, item_bytes: int) -> Tile
 
 
 def _gemv(outputs: int, k: int, paired: bool) -> Gemv:
-    """Returns a tile of all columns up to 4096: a program's whole weight is in flight before the input is ready."""
+    """Return a tile of all columns up to 4096: a program's whole weight is in flight before the input is ready."""
     columns = min(_power_above(k), 4096 if k <= 4096 else 2048)
     warps = 8 if columns == 4096 and outputs >= 4096 else 4
     numbers = 8192 * warps // 4
@@ -66,7 +75,7 @@ def _gemv(outputs: int, k: int, paired: bool) -> Gemv:
 
 
 def _skinny(tokens: int, bucket: int, outputs: int, k: int, paired: bool) -> Skinny:
-    """Returns a tile with two programs per multiprocessor, each with 48 KiB or more in flight."""
+    """Return a tile with two programs per multiprocessor, each with 48 KiB or more in flight."""
     wide = bucket >= 64
     rows, columns, stages = (128, 64, 4 if bucket == 64 else 3) if wide else (64, 128, 4)
     if paired or outputs < 128 * MULTIPROCESSORS // 8:
@@ -84,17 +93,17 @@ def _skinny(tokens: int, bucket: int, outputs: int, k: int, paired: bool) -> Ski
 
 
 def fits_scratch(tile: Skinny, tiles: int, paired: bool) -> bool:
-    """Returns True if the partial sums of `tiles` output tiles (two sets if `paired`) fit the scratch memory."""
+    """Return True if the partial sums of `tiles` output tiles (two sets if `paired`) fit the scratch memory."""
     floats = tile.tokens * (tile.rows * (2 if paired else 1) + 1)
     return tile.splits == 1 or (tiles <= SCRATCH_COUNTERS and tiles * tile.splits * floats <= SCRATCH_FLOATS)
 
 
 def _float_tile(k: int, paired: bool) -> Skinny:
-    """Returns the tile of float32, the same for every step: see `_FLOATS_PER_ROW_TILE`."""
+    """Return the tile of float32, which is the same for every step: see `_FLOATS_PER_ROW_TILE`."""
     columns = min(32, max(16, _power_above(k)))
     return Skinny(16 if paired else 32, _FLOATS_PER_ROW_TILE, columns, splits=1, stages=3, warps=4)
 
 
 def _power_above(number: int) -> int:
-    """Returns the least power of two that is not below `number`."""
+    """Return the smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()

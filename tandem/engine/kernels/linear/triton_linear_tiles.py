@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Gemv:
-    """The tile for one token: a program multiplies `rows` outputs with `columns` of the input at a time."""
+    """The tile for one token: a program multiplies `rows` rows of the weight with `columns` of the input at a time."""
 
     rows: int
     columns: int
@@ -14,9 +14,9 @@ class Gemv:
 
 @dataclass(frozen=True, slots=True)
 class Skinny:
-    """The tile for some tokens: a program multiplies `rows` outputs with `tokens` tokens, `columns` at a time.
+    """The tile for several tokens: a program computes `rows` outputs of `tokens` tokens, `columns` at a time.
 
-    splits: programs that share one output tile's input columns
+    splits: programs that share the input columns of one output tile
     stages: depth of the load pipeline
     early:  bytes of each weight row that are prefetched into L2 before the input is ready
     """
@@ -141,7 +141,7 @@ TUNED: dict[Shape, dict[int, Tile]] = {
         128: Skinny(rows=256, tokens=128, columns=64, splits=1, stages=3, warps=8, early=512),
     },
 }
-"""The tiles by shape and by the largest number of tokens of a step; 1 is a separate case."""
+"""The tiles by shape and by the largest number of tokens of a step; the tile for 1 is used for exactly one token."""
 
 STREAMED_TOKENS: dict[tuple[int, int], int] = {
     (6144, 4096): 16,
@@ -160,4 +160,7 @@ STREAMED_TOKENS: dict[tuple[int, int], int] = {
     (2048, 8192): 32,
     (128256, 2048): 64,
 }
-"""(rows, columns) of a weight: the largest step that is faster than cuBLAS and the kernels a fusion saves."""
+"""For (rows, columns) of a weight, the largest step, in tokens, that is faster than cuBLAS.
+
+cuBLAS is measured together with the kernels that a fusion saves.
+"""

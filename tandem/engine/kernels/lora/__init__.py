@@ -1,1 +1,1 @@
-"""Products of low-rank adapters (LoRA), many adapters in one step."""
+"""Products of low-rank adapters (LoRA), for many adapters in one step."""

@@ -1,4 +1,4 @@
-"""The products of a model with adapters: those of its kernels, and for some tokens an update of low rank."""
+"""The products of a model with adapters: those of the base model, plus low-rank updates for tokens with an adapter."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -13,52 +13,55 @@ from tandem.engine.kernels.lora_tables import LoraTables
 
 
 class LoraUpdate(Protocol):
-    """A · x of a step's tokens, each with its adapter."""
+    """A · x of a step's tokens for one product, each token with its own adapter."""
 
     def add_to(self, out: Tensor) -> None:
-        """Adds B · (A · x) to the product `out` [T, N] in place."""
+        """Add B · (A · x) to the product `out` [T, N] in place."""
 
     def activated(self, gate_up: Tensor, activation: str) -> Tensor:
-        """Returns activation(g) · u of [g | u] = gate_up [T, 2·I] + B · (A · x), which may be overwritten → [T, I]."""
+        """Return activation(g) · u with [g | u] = gate_up [T, 2·I] + B · (A · x) → [T, I]; may overwrite gate_up."""
 
 
 class LoraUpdates(ABC):
-    """Computes the updates of a step's products. The state of a step is its thread's."""
+    """Computes the updates of a step's products. The state of a step belongs to the thread that runs it."""
 
     @property
     def trial_tokens(self) -> tuple[int, ...]:
-        """Numbers of tokens of prefill steps whose kernels no other step at the start compiles."""
+        """Numbers of tokens of trial prefill steps at the start whose kernels no other trial step compiles."""
         return ()
 
     @abstractmethod
     def begin_step(self, numbers: Tensor | None) -> None:
-        """Takes the adapter of each of the step's tokens, [T] int32 from 1, 0 = none; None = no token has one."""
+        """Begin a step with the adapter of each of its tokens, [T] int32 counted from 1, 0 = none.
+
+        None means that no token has an adapter.
+        """
 
     @abstractmethod
     def keep_tokens(self, kept: Tensor) -> None:
-        """Called once the rest of the step is computed for the tokens `kept` [D] int64 only."""
+        """Restrict the step to the tokens `kept` [D] int64, when the rest of it is computed for these only."""
 
     @abstractmethod
     def start(self, x: Tensor, norm: Norm | None, tables: LoraTables) -> LoraUpdate | None:
-        """Computes A · RMSNorm(x), without `norm` A · x; None if no token has an adapter."""
+        """Compute A · RMSNorm(x), or A · x if there is no `norm`. Returns None if no token has an adapter."""
 
 
 class AdaptedProducts(Products):
-    """The products of `base`, to which `updates` add what the step's adapters change.
+    """The products of `base`, to which `updates` adds what the adapters of the step's tokens change.
 
-    Products of weights without tables stay as they are.
+    Products whose weights have no tables stay as they are.
     """
 
     def __init__(self, base: Products, updates: LoraUpdates, tables: Mapping[int, LoraTables]) -> None:
-        """Takes the tables of each adapted weight by its `id` before it is prepared."""
+        """Wrap `base`; `tables` has each adapted weight's tables, by the `id` of the weight before it is prepared."""
         self._base, self.updates, self._tables = base, updates, tables
 
     def prepare(self, linear: Linear) -> Linear:
-        """Has `base` prepare the weight, and adds its tables."""
+        """Let `base` prepare the weight, and add its tables."""
         return replace(self._base.prepare(linear), adapters=self._tables.get(id(linear.weight)))
 
     def norm_linear(self, hidden: Tensor, norm: Norm, linear: Linear) -> Tensor:
-        """Computes the product and adds the update."""
+        """Compute the product and add the update."""
         update = self._start(hidden, norm, linear)
         out = self._base.norm_linear(hidden, norm, linear)
         if update is not None:
@@ -66,14 +69,14 @@ class AdaptedProducts(Products):
         return out
 
     def norm_gate_up(self, hidden: Tensor, norm: Norm, gate_up: Linear, activation: str = "silu") -> Tensor:
-        """Computes the product, adds the update, and applies the activation."""
+        """Compute the product, add the update, and apply the activation."""
         update = self._start(hidden, norm, gate_up)
         if update is None:
             return self._base.norm_gate_up(hidden, norm, gate_up, activation)
         return update.activated(self._base.norm_linear(hidden, norm, gate_up), activation)
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        """Computes the product and adds the update."""
+        """Compute the product and add the update."""
         update = self._start(x, None, linear)
         out = self._base.linear(x, linear)
         if update is not None:
@@ -81,14 +84,14 @@ class AdaptedProducts(Products):
         return out
 
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
-        """Adds the product and the update to `hidden`."""
+        """Add the product and the update to `hidden`."""
         update = self._start(x, None, linear)
         self._base.linear_add(x, linear, hidden)
         if update is not None:
             update.add_to(hidden)
 
     def feed_forward(self, hidden: Tensor, layer: DenseLayer) -> None:
-        """Computes the products one after the other if adapters change either of them."""
+        """Compute the two products one after the other if adapters change either, else as `base` does."""
         if layer.gate_up.adapters is None and layer.down.adapters is None:
             self._base.feed_forward(hidden, layer)
         else:

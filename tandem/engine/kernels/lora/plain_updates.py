@@ -12,22 +12,22 @@ from tandem.engine.kernels.reference import activate, rms_norm
 
 
 class PlainUpdates(LoraUpdates):
-    """One small product for each adapter in a step; a step in which no token has an adapter does nothing more."""
+    """One small product for each adapter in a step; steps without an adapter compute nothing more."""
 
     def __init__(self) -> None:
         self._step = threading.local()
 
     def begin_step(self, numbers: Tensor | None) -> None:
-        """Finds the tokens of each adapter."""
+        """Find the tokens of each adapter."""
         used = [] if numbers is None else [number for number in set(numbers.tolist()) if number]
         self._step.tokens = {number - 1: torch.where(numbers == number)[0] for number in used}
 
     def keep_tokens(self, kept: Tensor) -> None:
-        """Drops the adapters of the other tokens."""
+        """Forget the tokens that are not kept, and renumber the others."""
         self._step.tokens = {slot: torch.where(torch.isin(kept, some))[0] for slot, some in self._step.tokens.items()}
 
     def start(self, x: Tensor, norm: Norm | None, tables: LoraTables) -> LoraUpdate | None:
-        """Multiplies the tokens of each adapter."""
+        """Multiply the tokens of each adapter with its A."""
         tokens = self._step.tokens
         if not tokens:
             return None
@@ -39,13 +39,12 @@ class PlainUpdates(LoraUpdates):
 
 
 class _PlainUpdate:
-    """The tokens of each adapter, and A · x of them."""
+    """The tokens of each adapter, and their A · x."""
 
     def __init__(self, tables: LoraTables, parts: list[tuple[int, Tensor, Tensor]]) -> None:
         self._tables, self._parts = tables, parts
 
     def add_to(self, out: Tensor) -> None:
-        """See `LoraUpdate`."""
         for slot, some, low in self._parts:
             by_part = torch.split(low, self._tables.rank, dim=1)
             updates = [
@@ -55,6 +54,5 @@ class _PlainUpdate:
             out[some] += torch.cat(updates, dim=1)
 
     def activated(self, gate_up: Tensor, activation: str) -> Tensor:
-        """See `LoraUpdate`."""
         self.add_to(gate_up)
         return activate(gate_up, activation)

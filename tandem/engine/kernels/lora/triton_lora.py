@@ -1,11 +1,11 @@
-"""Products of adapters on GPUs: one launch for A · x of all tokens, another one that adds B · (A · x).
+"""Products of adapters on GPUs: one launch computes A · x of all tokens, another adds B · (A · x).
 
-A program computes a tile of tokens for one adapter. It loads and stores the tokens that have this adapter only, and
-ends at once where the tile has none: so tokens need no order, the grid depends on sizes alone, and a CUDA graph may
-contain the launches, because the numbers of the adapters are read on the device.
+A program computes a tile of tokens for one adapter. It loads and stores only the tokens that have this adapter, and
+ends at once if the tile has none. So tokens need no order, the grid depends on sizes alone, and a CUDA graph may
+contain the launches, because the adapters' numbers are read on the device.
 
-Sums are float32; A · x is rounded to the model's dtype before the second product, as peft does. The numbers of adapters
-are read before `wait_for_inputs`: the kernel that writes them is launched before these, without overlap.
+Sums are float32; A · x is rounded to the model's dtype before the second product, as in peft. The adapters' numbers are
+read before `wait_for_inputs`, because the kernel that writes them is launched earlier and without overlap.
 """
 
 import torch
@@ -21,31 +21,32 @@ from tandem.engine.kernels.triton_launch import INTERPRETED, launch_dependents, 
 
 _TOKEN_TILES = (16, 32, 64)
 _COLUMNS = 128
-"""Columns of x that one round of a program multiplies."""
+"""Columns of x that a program multiplies at a time."""
 _OUTPUTS = 128
-"""Rows of a product that one program adds to."""
+"""Rows of a product to which one program adds."""
 _GATED_OUTPUTS = 64
-"""The same where each has a gate."""
+"""The same for rows that each have a gate."""
 _SPLITS = ((1, 16), (4, 4))
-"""The largest number of token tiles, and among how many programs the columns are split then; beyond they are not.
+"""Pairs of a largest number of token tiles and the number of programs among which the columns are then split.
 
-They are few, so that all kernels are compiled at the start (`TRIAL_TOKENS`). With one tile a product of several parts
-has enough programs with half as many.
+With more tiles they are not split. The pairs are few, so that all kernels are compiled at the start (`TRIAL_TOKENS`).
+With a single tile, a product of several parts has enough programs with half as many splits.
 """
 TRIAL_TOKENS = (16, 32, 64, 128, 512)
-"""Steps of these numbers of tokens use all kernels."""
+"""Steps with these numbers of tokens use all kernels."""
 
 
 class TritonUpdate:
-    """A · (x ∘ norm) with each token's adapter, and Σ x² if there is a norm, as partial sums over columns, float32.
+    """A · (x ∘ norm) with each token's adapter, and Σ x² if there is a norm, as partial sums over columns in float32.
 
-    The sums are [splits, T, P·r] and [splits, T]; tokens without an adapter keep what the memory held.
+    The sums are [splits, T, P·r] and [splits, T]; those of tokens without an adapter are undefined.
     """
 
     def __init__(self, x: Tensor, norm: Norm | None, numbers: Tensor, tables: LoraTables, *, pdl: bool) -> None:
-        """Launches the first product.
+        """Launch the first product.
 
-        x [T, K] and the norm's weight [K] contiguous; numbers [T] int32: each token's adapter from 1, 0 = none.
+        x [T, K] and the norm's weight [K] are contiguous; numbers [T] int32 is each token's adapter, counted from 1, 0
+        = none.
         """
         tokens, self._columns = x.shape
         self._numbers, self._tables, self._pdl = numbers, tables, pdl
@@ -68,7 +69,7 @@ class TritonUpdate:
         )  # fmt: skip
 
     def add_to(self, out: Tensor) -> None:
-        """Adds B · (A · RMSNorm(x)) to out [T, N] in place."""
+        """Add B · (A · RMSNorm(x)) to out [T, N] in place."""
         (tokens, n), tables = out.shape, self._tables
         tile = _token_tile(tokens)
         ends = (*tables.part_ends, n, n)
@@ -81,7 +82,7 @@ class TritonUpdate:
         )  # fmt: skip
 
     def activated(self, gate_up: Tensor, activation: str) -> Tensor:
-        """Returns activation(g) · u of [g | u] = gate_up [T, 2·I] + B · (A · RMSNorm(x)) → [T, I]."""
+        """Return activation(g) · u of [g | u] = gate_up [T, 2·I] + B · (A · RMSNorm(x)) → [T, I]."""
         tokens, width, tables = gate_up.shape[0], gate_up.shape[1] // 2, self._tables
         tile = _token_tile(tokens)
         out = gate_up.new_empty(tokens, width)
@@ -94,7 +95,7 @@ class TritonUpdate:
 
 
 def _columns_of_a_program(k: int, tiles: int, parts: int) -> int:
-    """Returns the columns of x that one program multiplies, of k columns, for a number of token tiles and of parts."""
+    """Return how many of k columns of x one program multiplies, given the number of token tiles and of parts."""
     splits = next((splits for most, splits in _SPLITS if tiles <= most), 1)
     if tiles == 1 and parts > 1:
         splits //= 2
@@ -146,7 +147,7 @@ def _summed(
     sums_ptr, squares_ptr, token, mine, tokens, k, eps, part,
     SPLITS: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Returns A · RMSNorm(x) of one part [TOKENS, RANK] float32 from the partial sums."""
+    """Return A · RMSNorm(x) of one part, [TOKENS, RANK] float32, from the partial sums."""
     rank = tl.arange(0, RANK)
     found = tl.zeros((TOKENS, RANK), dtype=tl.float32)
     square = tl.zeros((TOKENS,), dtype=tl.float32)
@@ -213,7 +214,7 @@ def _add_gated(
     if tl.max(mine.to(tl.int32), axis=0) > 0:
         row = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
         inside = row < width
-        adapted = inside & (number > 0)  # nothing is read for tokens without an adapter
+        adapted = inside & (number > 0)  # no B is read for tokens without an adapter
         slot = tl.maximum(number - 1, 0).to(tl.int64)
         b_rows = b_ptr + (slot * (2 * width) + row)[:, None] * RANK + tl.arange(0, RANK)[None, :]
         gate_b = tl.load(b_rows, mask=adapted[:, None], other=0.0)

@@ -1,4 +1,4 @@
-"""The updates of adapters on GPUs."""
+"""The updates of adapters on GPUs, in Triton."""
 
 import threading
 
@@ -14,31 +14,34 @@ from tandem.engine.kernels.triton_launch import overlaps_launches
 
 
 class TritonUpdates(LoraUpdates):
-    """Every step computes the updates, whichever tokens have an adapter: only the device knows that in a CUDA graph."""
+    """Computes the updates in every step, even if no token has an adapter.
+
+    In a CUDA graph only the device knows which tokens have one.
+    """
 
     def __init__(self) -> None:
         self._pdl = overlaps_launches()
-        self._step = threading.local()  # steps that compile kernels run on several threads
+        self._step = threading.local()  # trial steps at the start run on several threads
 
     @property
     def trial_tokens(self) -> tuple[int, ...]:
-        """Steps with all kernels of the updates."""
+        """Steps that together use all kernels of the updates."""
         return triton_lora.TRIAL_TOKENS
 
     def begin_step(self, numbers: Tensor | None) -> None:
-        """Keeps the device's tensor."""
+        """Keep the tensor of the adapters' numbers, which is on the device."""
         self._step.numbers = numbers
 
     def keep_tokens(self, kept: Tensor) -> None:
-        """Drops the adapters of the other tokens."""
+        """Forget the adapters of the tokens that are not kept."""
         if self._step.numbers is not None:
             self._step.numbers = self._step.numbers[kept]
 
     def start(self, x: Tensor, norm: Norm | None, tables: LoraTables) -> LoraUpdate | None:
-        """Launches A · x before the product, whose weight is fetched meanwhile."""
+        """Launch A · x. The caller launches the product after it, whose weight is prefetched meanwhile."""
         numbers = self._step.numbers
         if numbers is None:
             return None
-        if norm is not None and x.dtype == torch.float16:  # whose range x ∘ norm may leave
+        if norm is not None and x.dtype == torch.float16:  # x ∘ norm may exceed the range of float16
             x, norm = rms_norm(x, norm, pdl=self._pdl), None
         return triton_lora.TritonUpdate(x, norm, numbers, tables, pdl=self._pdl)

@@ -1,4 +1,4 @@
-"""PyTorch's FP8 products: with a scale a row, or in blocks of 128 x 128 where this version and device have them."""
+"""PyTorch's FP8 products: with a scale per row, or in blocks of 128 x 128 if this version and device have them."""
 
 import logging
 from functools import lru_cache
@@ -13,9 +13,10 @@ log = logging.getLogger(__name__)
 
 
 def library_product(x: QuantizedInput, weight: ScaledWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Returns x · weightᵀ + bias [T, N] by the library, for a weight that it `uses_library` for.
+    """Return x · weightᵀ + bias [T, N], computed by the library, for a weight that `uses_library`.
 
-    The bias is added apart: with one, the library refuses some sizes, as 65 tokens, 1,536 rows and 14,336 columns.
+    The bias is added separately: with a bias the library refuses some sizes, such as 65 tokens, 1,536 rows and 14,336
+    columns.
     """
     if weight.block_scales is None:
         out = torch._scaled_mm(
@@ -23,7 +24,7 @@ def library_product(x: QuantizedInput, weight: ScaledWeight, bias: Tensor | None
             out_dtype=dtype, use_fast_accum=True,
         )  # fmt: skip
     else:
-        # All rows, as the scales are read column by column.
+        # All rows of the memory, because the scales are column-major and have that stride.
         out = _block_product(x.codes, x.scales, weight.codes, weight.block_scales, dtype)[: x.tokens]
     return out if bias is None else out.add_(bias)
 
@@ -38,12 +39,15 @@ def _block_product(codes: Tensor, scales: Tensor, weight: Tensor, block_scales: 
 
 
 def block_scales(codes: Tensor, scales: Tensor, group: int) -> Tensor | None:
-    """Returns `ScaledWeight.block_scales` of a weight [N, K] if the library has the product; scales [N, K / group]."""
+    """Return `ScaledWeight.block_scales` of a weight [N, K] with scales [N, K / group], or None.
+
+    None means that the library lacks the product, or that the scales do not cover whole blocks of rows.
+    """
     rows, columns = codes.shape
     if group != BLOCK or group == columns or rows % BLOCK or not codes.is_cuda or codes.dtype == torch.int8:
         return None
     blocks = scales.view(rows // BLOCK, BLOCK, columns // BLOCK)
-    if not bool((blocks == blocks[:, :1]).all()):  # e.g. a stacked weight whose parts do not end with a block
+    if not bool((blocks == blocks[:, :1]).all()):  # for example, a stacked weight whose parts do not end with a block
         return None
     padded = torch.zeros(rows // BLOCK, -(-(columns // BLOCK) // 4) * 4, dtype=torch.float32, device=codes.device)
     padded[:, : columns // BLOCK] = blocks[:, 0]
@@ -52,7 +56,7 @@ def block_scales(codes: Tensor, scales: Tensor, group: int) -> Tensor | None:
 
 @lru_cache(maxsize=8)
 def _library_has_blocks(device: torch.device) -> bool:
-    """Returns True if the library multiplies FP8 in blocks on this device, which it tries with zeros."""
+    """Return True if the library multiplies FP8 in blocks on this device, which is tried with zeros."""
     codes = torch.zeros(ROW_TILE, 4 * BLOCK, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
     scales = torch.zeros(4, ROW_TILE, device=device)
     blocks = torch.zeros(ROW_TILE // BLOCK, 4, device=device).t()

@@ -1,12 +1,12 @@
-"""Products with a packed weight on GPUs, by how many tokens share the weight.
+"""Products with a packed weight on GPUs, by the number of tokens that share the weight.
 
-Up to FUSED_TOKENS the codes are unpacked in registers, as the left operand of the matrix units: few tokens stream
-codes instead of numbers, and from some dozens on a tile's unpacking is shared by its tokens. Beyond, the weight is
-dequantized into scratch memory for the products of plain weights (`dequantized_for`); a weight of more than
-SCRATCH_ITEMS elements some rows at a time, for the library's product.
+Up to FUSED_TOKENS the codes are unpacked in registers, as the left operand of the matrix units: with few tokens the
+product streams codes instead of 16-bit numbers, and from some dozens on the tokens of a tile share its unpacking. For
+more tokens the weight is dequantized into scratch memory for the products of plain weights (`dequantized_for`). A
+weight of more than SCRATCH_ITEMS elements is dequantized some rows at a time, for the library's product.
 
-Activations stay in the model's dtype. A group's products are summed before they are scaled, in float32. The same inputs
-give the same bits in every run; a token's bits are the same in all steps with the same tile (`tile_for`).
+Activations stay in the model's dtype. The products of a group are summed before they are scaled, in float32. The same
+inputs give the same bits in every run; a token's bits are the same in all steps with the same tile (`tile_for`).
 """
 
 from collections.abc import Iterator
@@ -28,13 +28,14 @@ from tandem.engine.kernels.packed_weight import PackedWeight
 from tandem.engine.kernels.rowwise.triton_norm import rms_norm
 
 FUSED_TOKENS = 256
-"""The largest step whose product unpacks codes in registers: beyond, dequantizing once costs less than in each tile.
+"""The largest step, in tokens, whose product unpacks codes in registers.
 
-On an H100 gate and up of llama-3-8b in int8 take 105 µs for 128 tokens, and twice as much for 256. In bfloat16 they
-take 102 µs for 256, and to dequantize them takes 157 µs.
+In larger steps it costs less to dequantize once than in each tile. On an H100 gate and up of llama-3-8b in int8 take
+105 µs for 128 tokens, and twice as much for 256. In bfloat16 they take 102 µs for 256, and to dequantize them takes 157
+µs.
 """
 _NARROW_FUSED_TOKENS = 128
-"""The same where a scale covers so few columns that scaling the products costs more than unpacking codes."""
+"""The same if a scale covers so few columns that scaling the products costs more than unpacking codes."""
 _NARROW_BYTES = 64
 SCRATCH_ITEMS = 1 << 27
 """Elements of a weight that are dequantized at a time: 256 MiB in 16 bits, which hold gate and up of an 8B model."""
@@ -42,14 +43,14 @@ _DEQUANTIZED_COLUMNS = 1024
 
 
 def multiplies(weight: PackedWeight) -> bool:
-    """Returns True if there is a product for the weight."""
+    """Return True if these products take the weight."""
     return len(weight.shape) == 2 and multiplied_on_gpus(weight)
 
 
 def prepared(weight: PackedWeight) -> PackedWeight:
-    """Returns a weight, or stacked ones, with float32 scales, those of adjacent rows next to each other.
+    """Return a weight, or stacked weights, with float32 scales, in which the scales of adjacent rows are adjacent.
 
-    Only loads of four bytes or more are issued some steps ahead of their use.
+    Only loads of four bytes or more can be issued several rounds before they are used.
     """
     offsets = None if weight.offsets is None else _by_group(weight.offsets)
     return PackedWeight(weight.codes, _by_group(weight.scales), offsets, weight.group)
@@ -60,13 +61,13 @@ def _by_group(scales: Tensor) -> Tensor:
 
 
 def fuses(tokens: int, weight: PackedWeight) -> bool:
-    """Returns True if a product of `tokens` tokens unpacks codes in registers."""
+    """Return True if a product of `tokens` tokens unpacks codes in registers."""
     narrow = weight.group < weight.shape[1] and step_bytes(weight) < _NARROW_BYTES
     return tokens <= (min(_NARROW_FUSED_TOKENS, FUSED_TOKENS) if narrow else FUSED_TOKENS)
 
 
 def dequantized_for(tokens: int, linear: Linear, dtype: torch.dtype) -> Linear:
-    """Returns the linear with a plain weight if a step of `tokens` tokens multiplies that, else as it is."""
+    """Return the linear with a dequantized weight if a step of `tokens` tokens needs one, else unchanged."""
     weight = linear.weight
     if type(weight) is not PackedWeight or weight.shape.numel() > SCRATCH_ITEMS or fuses(tokens, weight):
         return linear
@@ -76,7 +77,7 @@ def dequantized_for(tokens: int, linear: Linear, dtype: torch.dtype) -> Linear:
 
 
 def norm_linear(hidden: Tensor, norm: Norm | None, linear: Linear, *, pdl: bool) -> Tensor:
-    """Returns RMSNorm(hidden) · weightᵀ + bias → [T, N]; without norm the plain product."""
+    """Return RMSNorm(hidden) · weightᵀ + bias → [T, N]; without `norm` the plain product."""
     x, norm = _normed(hidden, norm, pdl)
     weight = _packed(linear)
     out = x.new_empty(len(x), len(weight))
@@ -89,7 +90,7 @@ def norm_linear(hidden: Tensor, norm: Norm | None, linear: Linear, *, pdl: bool)
 
 
 def multiply_dequantized(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor) -> None:
-    """Computes x · weightᵀ + bias into `out` by the library, from some dequantized rows after the others."""
+    """Compute x · weightᵀ + bias into `out` with the library, dequantizing some rows of the weight at a time."""
     for rows, matrix in _dequantized_pieces(weight, x.dtype):
         if bias is None:
             torch.mm(x, matrix.t(), out=out[:, rows])
@@ -98,7 +99,7 @@ def multiply_dequantized(x: Tensor, weight: PackedWeight, bias: Tensor | None, o
 
 
 def norm_gate_up(hidden: Tensor, norm: Norm | None, gate_up: Linear, *, pdl: bool, activation: str = "silu") -> Tensor:
-    """Returns activation(g) · u with [g | u] = RMSNorm(hidden) · weightᵀ + bias, gate rows first → [T, I]."""
+    """Return activation(g) · u with [g | u] = RMSNorm(hidden) · weightᵀ + bias, gate rows first → [T, I]."""
     gelu = activation == "gelu_tanh"
     x, norm = _normed(hidden, norm, pdl)
     weight = _packed(gate_up)
@@ -112,12 +113,12 @@ def norm_gate_up(hidden: Tensor, norm: Norm | None, gate_up: Linear, *, pdl: boo
 
 
 def linear_add(x: Tensor, linear: Linear, hidden: Tensor, *, pdl: bool) -> None:
-    """Adds x · weightᵀ + bias to hidden [T, N] in place."""
+    """Add x · weightᵀ + bias to hidden [T, N] in place."""
     if fuses(len(x), _packed(linear)):
         launch(x, None, linear, hidden, ADD.value, pdl=pdl)
         return
     if linear.bias is not None:
-        hidden += linear.bias  # first, where rounding costs less than after the larger product is added
+        hidden += linear.bias  # added first, where rounding loses less than after the larger product was added
     for rows, matrix in _dequantized_pieces(_packed(linear), x.dtype):
         hidden[:, rows].addmm_(x, matrix.t())
 
@@ -133,9 +134,9 @@ def launch(
     gelu: bool = False,
     tile: Skinny | None = None,
 ) -> None:
-    """Launches one product into `out`, for `op` STORE, GATE_UP or ADD; with `tile`, or else the rule's.
+    """Launch one product into `out`, for `op` STORE, GATE_UP or ADD; `tile` None means that of `tile_for`.
 
-    A tile's `columns` are bytes of codes; they have to divide those of `tile_for`.
+    A tile's `columns` are bytes of codes; they must divide those of `tile_for`.
     """
     (tokens, k), n, weight, bias = x.shape, out.shape[1], _packed(linear), linear.bias
     if tile is None:
@@ -157,12 +158,15 @@ def launch(
 
 
 def _registers(tile: Skinny) -> int | None:
-    """Returns the most registers of a thread: so few that four programs of small tiles share a multiprocessor."""
+    """Return the maximum number of registers per thread, so that four programs of small tiles share a multiprocessor.
+
+    None means no limit.
+    """
     return 128 if tile.rows <= 64 and tile.tokens <= 32 else None
 
 
 def dequantize(weight: PackedWeight, out: Tensor) -> None:
-    """Computes the weight [N, K] into `out`, rounded to its dtype once."""
+    """Compute the weight [N, K] into `out`, rounded once to its dtype."""
     columns = weight.codes.shape[1]
     dequantize_kernel[(len(weight), triton.cdiv(columns, _DEQUANTIZED_COLUMNS))](
         weight.codes.view(torch.uint8), weight.scales, weight.scales if weight.offsets is None else weight.offsets, out,
@@ -172,7 +176,7 @@ def dequantize(weight: PackedWeight, out: Tensor) -> None:
 
 
 def _dequantized_pieces(weight: PackedWeight, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Yields some rows of the weight after the others, in the same scratch memory."""
+    """Yield the weight some rows at a time, dequantized, always in the same scratch memory."""
     n, k = weight.shape
     step = min(max(SCRATCH_ITEMS // k, 1), n)
     scratch = torch.empty(step, k, dtype=dtype, device=weight.device)
@@ -188,9 +192,9 @@ def _is_float(weight: PackedWeight) -> bool:
 
 
 def _normed(hidden: Tensor, norm: Norm | None, pdl: bool) -> tuple[Tensor, Norm | None]:
-    """Returns the input of a product, and the norm that its kernel has to apply.
+    """Return the input of a product, and the norm that the product's kernel still has to apply, or None.
 
-    float16 cannot hold x ∘ norm of every x.
+    float16 cannot hold x ∘ norm of every x, so the norm of float16 is always applied here.
     """
     if norm is None or (len(hidden) <= FUSED_NORM_TOKENS and hidden.dtype != torch.float16):
         return hidden, norm

@@ -1,4 +1,7 @@
-"""The tile of each product with a packed weight: measured ones by shape, a rule for all others. No torch, no Triton."""
+"""The tile of each product with a packed weight: a measured one for some shapes, a rule for all others.
+
+Nothing here needs torch or Triton.
+"""
 
 from functools import lru_cache
 
@@ -68,32 +71,32 @@ TUNED: dict[tuple[int, int, int, bool], dict[int, Skinny]] = {
         128: Skinny(rows=128, tokens=128, columns=64, splits=1, stages=4, warps=8, early=512),
     },
 }
-"""(bits, rows, columns, True if the rows are gate and up) of a weight: its tile by the largest number of tokens.
+"""For (bits, rows, columns, True if the rows are gate and up) of a weight: its tiles by the largest number of tokens.
 
-From `python -m benchmarks.kernels products --candidates` for llama-3-8b on an H100: 8-bit codes with a scale a row,
-and 4-bit codes with one for 128 columns.
+From `python -m benchmarks.kernels products --candidates` for llama-3-8b on an H100: 8-bit codes with one scale per row,
+and 4-bit codes with one per 128 columns.
 """
 
 TOKEN_TILES = (16, 32, 64, 128)
 """The numbers of tokens that a tile may hold."""
 _WIDEST = {8: TILE, 4: TILE // 2}
-"""Bytes of codes in a step of a measured tile, by bits."""
+"""Bytes of codes in a step of a measured tile, by the bits of a code."""
 _PROGRAMS = 4 * MULTIPROCESSORS
-"""Programs that unpack at a time where there is enough to do: each waits for its codes and for the matrix units."""
+"""Programs that unpack at a time if there is enough to do: each waits for its codes and for the matrix units."""
 _MOST_SPLITS = 8
 
 
 @lru_cache(maxsize=4096)
 def tile_for(tokens: int, n: int, k: int, paired: bool, bits: int, columns: int) -> Skinny:
-    """Returns the tile for a step of `tokens` and a weight [n, k]; `columns` bytes of codes may be read at a time.
+    """Return the tile for a step of `tokens` tokens and a weight [n, k].
 
-    `paired`: the rows are gate and up.
+    `columns` is the number of bytes of codes that may be read at a time. `paired` is True if the rows are gate and up.
     """
     bucket = next((size for size in TOKEN_TILES if tokens <= size), TOKEN_TILES[-1])
     tuned = TUNED.get((bits, n, k, paired), {}).get(bucket)
     if tuned is not None and tokens <= TOKEN_TILES[-1] and columns == _WIDEST[bits]:
         return tuned
-    # Of 128 tokens a warp's registers hold the sums of 16 rows, or of 8 rows of gate and up.
+    # With 128 tokens the registers of a warp hold the sums of 16 rows, or of 8 rows of gate and up.
     rows = 128 if bucket == TOKEN_TILES[-1] and not paired else 64
     warps, stages = (8, 3) if bucket == TOKEN_TILES[-1] else (4, 4 if bucket == 64 else 5)
     tiles = -(-(n // 2 if paired else n) // rows) * -(-tokens // bucket)

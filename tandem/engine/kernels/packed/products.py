@@ -1,4 +1,4 @@
-"""The products of each form of packed weight on GPUs: with inputs as they are, or with inputs of 8 bits."""
+"""The products of each form of packed weight on GPUs: with unquantized inputs, or with 8-bit inputs."""
 
 from dataclasses import replace
 from typing import Protocol
@@ -14,27 +14,27 @@ from tandem.engine.kernels.unpacked import unpacked
 
 
 class PackedProducts(Protocol):
-    """The products with one form of prepared weight, see `base.Products`; they also take inputs without a norm."""
+    """The products with one form of prepared weight, see `base.Products`; the norm of the input may be None."""
 
     def norm_linear(self, hidden: Tensor, norm: Norm | None, linear: Linear, *, pdl: bool) -> Tensor:
-        """Returns RMSNorm(hidden) · weightᵀ + bias."""
+        """Return RMSNorm(hidden) · weightᵀ + bias."""
 
     def norm_gate_up(
         self, hidden: Tensor, norm: Norm | None, gate_up: Linear, *, pdl: bool, activation: str = "silu"
     ) -> Tensor:
-        """Returns activation(g) · u with [g | u] = RMSNorm(hidden) · weightᵀ + bias."""
+        """Return activation(g) · u with [g | u] = RMSNorm(hidden) · weightᵀ + bias."""
 
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor, *, pdl: bool) -> None:
-        """Adds x · weightᵀ + bias to `hidden` in place."""
+        """Add x · weightᵀ + bias to `hidden` in place."""
 
 
 def products_of(weight: PackedWeight) -> PackedProducts:
-    """Returns the products with a weight that `prepared` returned."""
+    """Return the products for a weight that `prepared` returned."""
     return scaled_products if isinstance(weight, ScaledWeight) else packed_products
 
 
 def prepared(linear: Linear, dtype: torch.dtype) -> Linear:
-    """Returns the product with its weight as kernels read it, dequantized to `dtype` if there are none for it."""
+    """Return the product with its weight in the form that kernels read, or dequantized to `dtype` if none takes it."""
     weight = linear.weight
     if isinstance(weight, PackedWeight):
         for products in (scaled_products, packed_products):

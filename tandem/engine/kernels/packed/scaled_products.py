@@ -1,12 +1,12 @@
 """Products on GPUs whose weights and inputs both have 8 bits: FP8 or INT8 codes, multiplied by the matrix units.
 
-One kernel quantizes the input, token by token, and norms it before where a norm is due. In steps of any size the codes
-are the same, so that a token's output differs between steps only by the order of sums
+One kernel norms the input if there is a norm, and quantizes it token by token. The codes do not depend on the size of
+the step, so a token's output differs between steps only by the order of accumulation
 (docs/decisions/quantized_weights.md). A Triton kernel multiplies few tokens, and int8 in steps of any size; a library
-multiplies FP8 from some tokens on, unless it lacks the product.
+multiplies FP8 from some number of tokens on, unless it lacks the product.
 
-The memory of inputs has whole tiles of tokens: nothing is read outside of it, and what is computed for tokens that are
-not there is never stored.
+The memory of inputs has whole tiles of tokens, so nothing is read outside of it. What is computed for rows beyond the
+step's tokens is never stored.
 """
 
 from functools import lru_cache
@@ -27,35 +27,35 @@ from tandem.engine.kernels.packed.triton_scaled import quantize_kernel, scaled_k
 from tandem.engine.kernels.packed_weight import PackedWeight
 
 LIBRARY_TOKENS = 128
-"""The largest step whose FP8 products are Triton's: beyond, they are not bound by the reading of weights.
+"""The largest step, in tokens, whose FP8 products Triton computes; larger ones are not bound by reading weights.
 
-A layer of llama-3-8b on an H100, µs, by Triton and by the library: 99 and 122 for 64 tokens, 103 and 123 for 128.
+A layer of llama-3-8b on an H100, in µs, by Triton and by the library: 99 and 122 for 64 tokens, 103 and 123 for 128.
 """
 _LEAST_GROUP = 32
-"""The least number of columns of 8-bit codes that the matrix units multiply."""
+"""The smallest number of columns of 8-bit codes that the matrix units multiply."""
 _STEP = 128
 _MOST_SPLITS = 8
 _EARLY_BYTES = 512
-"""Bytes of each row of the weight that are prefetched into L2 while the input is being quantized."""
+"""Bytes of each weight row that are prefetched into L2 while the input is being quantized."""
 _ELEMENTS_PER_WARP = 512
 _MOST_WARPS = 16
 
 
 def multiplies(weight: PackedWeight) -> bool:
-    """Returns True if there is a product for the weight with inputs of 8 bits."""
+    """Return True if these products, with 8-bit inputs, take the weight."""
     columns, group = weight.shape[-1], weight.group
     wide = group == columns or (group >= _LEAST_GROUP and group & (group - 1) == 0)
     return weight.quantized_inputs and len(weight.shape) == 2 and wide
 
 
 def prepared(weight: PackedWeight) -> ScaledWeight:
-    """Returns the weight as kernels read it, and its scales as the library reads them."""
+    """Return the weight in the form that kernels read, with its scales also in the form that the library reads."""
     scales = packed_products.prepared(weight).scales
     return ScaledWeight(weight.codes, scales, None, weight.group, block_scales(weight.codes, scales, weight.group))
 
 
 def uses_library(tokens: int, weight: ScaledWeight, dtype: torch.dtype) -> bool:
-    """Returns True if the library multiplies `tokens` tokens: FP8 codes with a scale a row, or in blocks."""
+    """Return True if the library multiplies `tokens` tokens: FP8 codes with a scale per row, or in blocks."""
     rows, columns = weight.shape
     served = (
         weight.codes.dtype == torch.float8_e4m3fn
@@ -67,7 +67,7 @@ def uses_library(tokens: int, weight: ScaledWeight, dtype: torch.dtype) -> bool:
 
 
 def norm_linear(hidden: Tensor, norm: Norm | None, linear: Linear, *, pdl: bool) -> Tensor:
-    """Returns RMSNorm(hidden) · weightᵀ + bias → [T, N]; without norm the plain product."""
+    """Return RMSNorm(hidden) · weightᵀ + bias → [T, N]; without `norm` the plain product."""
     weight = _scaled(linear)
     x = quantized(hidden, norm, weight, pdl=pdl)
     if uses_library(x.tokens, weight, hidden.dtype):
@@ -78,7 +78,7 @@ def norm_linear(hidden: Tensor, norm: Norm | None, linear: Linear, *, pdl: bool)
 
 
 def norm_gate_up(hidden: Tensor, norm: Norm | None, gate_up: Linear, *, pdl: bool, activation: str = "silu") -> Tensor:
-    """Returns activation(g) · u with [g | u] = RMSNorm(hidden) · weightᵀ + bias, gate rows first → [T, I]."""
+    """Return activation(g) · u with [g | u] = RMSNorm(hidden) · weightᵀ + bias, gate rows first → [T, I]."""
     gelu = activation == "gelu_tanh"
     weight = _scaled(gate_up)
     x = quantized(hidden, norm, weight, pdl=pdl)
@@ -91,14 +91,14 @@ def norm_gate_up(hidden: Tensor, norm: Norm | None, gate_up: Linear, *, pdl: boo
 
 
 def linear_add(x: Tensor, linear: Linear, hidden: Tensor, *, pdl: bool) -> None:
-    """Adds x · weightᵀ + bias to hidden [T, N] in place."""
+    """Add x · weightᵀ + bias to hidden [T, N] in place."""
     _add(quantized(x, None, _scaled(linear), pdl=pdl), linear, hidden, pdl=pdl)
 
 
 def feed_forward(hidden: Tensor, layer: DenseLayer, *, pdl: bool) -> None:
-    """Adds a feed-forward network to hidden [T, H] in place, see `Products.feed_forward`.
+    """Add a feed-forward network to hidden [T, H] in place, see `Products.feed_forward`.
 
-    Where a library computes gate and up, the activation is quantized in the launch that computes it.
+    If the library computes gate and up, one launch computes the activation and quantizes it.
     """
     gate_up, down, activation = layer.gate_up, layer.down, layer.activation
     weight = _scaled(gate_up)
@@ -121,14 +121,14 @@ def _add(x: QuantizedInput, linear: Linear, hidden: Tensor, *, pdl: bool) -> Non
 def quantized(
     x: Tensor, norm: Norm | None, weight: PackedWeight, *, pdl: bool, activation: str | None = None
 ) -> QuantizedInput:
-    """Returns RMSNorm(x), or x [T, K] itself, as codes of the weight's dtype, with the scales of its groups.
+    """Return RMSNorm(x), or x [T, K] without a norm, as codes of the weight's dtype with one scale per token and group.
 
-    With `activation` activation(g) · u of x = [g | u] [T, 2·K]. Computed in float32; scale = max |value| / largest
-    code.
+    With `activation` the input is activation(g) · u of x = [g | u] [T, 2·K]. It is computed in float32; scale = max
+    |value| / largest code.
     """
     tokens, columns = len(x), weight.shape[-1]
     memory = triton.cdiv(tokens, ROW_TILE) * ROW_TILE
-    # The interpreter, on CPUs, warns of arithmetic with undefined numbers.
+    # Zeros for the interpreter on CPUs, which warns of arithmetic with undefined numbers.
     empty = torch.empty if x.is_cuda else torch.zeros
     codes = empty(memory, columns, dtype=weight.codes.dtype, device=x.device)
     scales = empty(columns // weight.group, memory, dtype=torch.float32, device=x.device)
@@ -153,9 +153,9 @@ def launch(
     gelu: bool = False,
     tile: Skinny | None = None,
 ) -> None:
-    """Launches Triton's product into `out`, for `op` STORE, GATE_UP or ADD; with `tile`, or else the rule's.
+    """Launch Triton's product into `out`, for `op` STORE, GATE_UP or ADD; `tile` None means that of `tile_for`.
 
-    A tile's `tokens` divide `ROW_TILE`, and its `columns` those of `tile_for`.
+    A tile's `tokens` must divide `ROW_TILE`, and its `columns` those of `tile_for`.
     """
     tokens, n, k = len(out), out.shape[1], weight.shape[1]
     if tile is None:
@@ -173,19 +173,20 @@ def launch(
 
 @lru_cache(maxsize=4096)
 def tile_for(tokens: int, n: int, k: int, paired: bool, group: int) -> Skinny:
-    """Returns the tile for a step of `tokens` and n outputs, of k columns of which `group` have a single scale.
+    """Return the tile for a step of `tokens` tokens, n outputs and k columns, of which `group` share a scale.
 
-    As measured for llama-3-8b on an H100: six stages, and for more than 32 tokens only as many splits as keep two
-    thirds of the multiprocessors busy.
+    The rule was measured for llama-3-8b on an H100: six stages, and for more than 32 tokens only as many splits as keep
+    two thirds of the multiprocessors busy.
     """
     grouped = group < k
     columns = min(_STEP, group) if grouped else _STEP
-    # The registers of eight warps hold as many sums, and those of a group beside them as half of it.
+    # The registers of eight warps hold the sums of 256 tokens; with groups, a group's own sums take the place of half
+    # of them.
     bucket = next((size for size in (16, 32, 64, 128) if tokens <= size), 128 if grouped else 256)
     if bucket == 256:
         return Skinny(64 if paired else 128, bucket, columns, splits=1, stages=4, warps=8)
     rows, warps, stages = 64, 4, 6
-    if paired:  # twice the rows: two programs of up to 32 tokens, or of 128, fit on a multiprocessor
+    if paired:  # twice the rows; two programs with up to 32 tokens, or with 128, fit on a multiprocessor
         warps, stages = (8, 3) if bucket == 128 else (4, 5)
     tiles = triton.cdiv(n, rows) * triton.cdiv(tokens, bucket)
     least = 3 * MULTIPROCESSORS // 2 if bucket <= 32 else 2 * MULTIPROCESSORS // 3

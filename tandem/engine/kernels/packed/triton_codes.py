@@ -1,7 +1,8 @@
-"""Codes of packed weights as numbers in a kernel: single ones, and words of four bytes in the matrix units' order.
+"""Conversion of a packed weight's codes to numbers in a kernel: single codes, or words of four bytes.
 
-A thread of the matrix units holds columns 2t, 2t + 1, 2t + 8 and 2t + 9 of each 16. It reads the codes of columns 4t to
-4t + 3 instead, which are one word, and `in_word_order` reorders the input in the same way: the sums are the same.
+A thread of the matrix units holds columns 2t, 2t + 1, 2t + 8 and 2t + 9 of each 16 columns. Here it reads the codes of
+columns 4t to 4t + 3 instead, which are one word, and `in_word_order` reorders the input in the same way, so that the
+sums are the same.
 """
 
 import triton
@@ -13,9 +14,9 @@ TILE = tl.constexpr(128)
 CENTRE = tl.constexpr(8)
 """`packed_weight.TILE` and `packed_weight.CENTRE`."""
 _WIDE = tl.constexpr(INTERPRETED)
-"""True if bfloat16 is subtracted in float32, as the interpreter would subtract its bits, and without PTX."""
+"""True in the interpreter, which has no PTX and would subtract the bits of bfloat16: float32 is subtracted instead."""
 
-# In PTX two numbers share a register. 0x4300 | n is 128 + n for n < 128, and 0x4380 is 256, in bfloat16.
+# In PTX two numbers share a register. As bits of bfloat16, 0x4300 | n is 128 + n for n < 128, and 0x4380 is 256.
 _INT8_PTX = tl.constexpr("""{
 .reg .b32 lower, upper, sign, other, minus;
 prmt.b32 lower, $4, 0x43434343, 0x5140;
@@ -30,7 +31,7 @@ fma.rn.bf16x2 upper, other, minus, upper;
 mov.b32 {$0, $1}, lower;
 mov.b32 {$2, $3}, upper;
 }""")
-# float8_e4m3fn's exponent and fraction, read as bfloat16's, are too small by 2 ** 120.
+# Read as bits of bfloat16, the exponent and fraction of float8_e4m3fn are too small by a factor of 2 ** 120.
 _FP8_PTX = tl.constexpr("""{
 .reg .b32 lower, upper, sign, other, factor, zero;
 prmt.b32 lower, $4, 0, 0x1404;
@@ -73,7 +74,7 @@ mov.b32 {$6, $7}, d;
 
 @triton.jit
 def _minus(a, b):
-    """Subtracts bfloat16 whose difference is exact."""
+    """Return a - b of bfloat16 numbers whose difference is exact."""
     if _WIDE:
         return (a.to(tl.float32) - b.to(tl.float32)).to(tl.bfloat16)
     return a - b
@@ -81,7 +82,7 @@ def _minus(a, b):
 
 @triton.jit
 def bytes_as(held, FP8: tl.constexpr, dtype: tl.constexpr):
-    """Converts 8-bit codes, uint8 with the bits of int8 or, with FP8, of float8_e4m3fn."""
+    """Convert 8-bit codes to `dtype`; they are uint8 with the bits of int8, or of float8_e4m3fn if FP8."""
     if FP8:
         return held.to(tl.float8e4nv, bitcast=True).to(dtype)
     if dtype == tl.bfloat16:
@@ -94,7 +95,7 @@ def bytes_as(held, FP8: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def nibbles_as(codes, dtype: tl.constexpr):
-    """Converts 4-bit codes minus `CENTRE`."""
+    """Convert 4-bit codes, minus `CENTRE`, to `dtype`."""
     if dtype == tl.bfloat16:
         shifted = (codes.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True)
         return _minus(shifted, tl.full(codes.shape, 0x4308, tl.uint16).to(tl.bfloat16, bitcast=True))
@@ -103,7 +104,7 @@ def nibbles_as(codes, dtype: tl.constexpr):
 
 @triton.jit
 def _four(words, part, BITS: tl.constexpr, FP8: tl.constexpr, dtype: tl.constexpr):
-    """Converts the four bytes of each word, or their lower (`part` 0) or upper halves → [rows, words, 2, 2]."""
+    """Convert the four bytes of each word, or their lower (`part` 0) or upper halves → [rows, words, 2, 2]."""
     first, second = _code(words, 0, part, BITS, FP8, dtype), _code(words, 1, part, BITS, FP8, dtype)
     third, fourth = _code(words, 2, part, BITS, FP8, dtype), _code(words, 3, part, BITS, FP8, dtype)
     return tl.join(tl.join(first, second), tl.join(third, fourth))
@@ -119,9 +120,10 @@ def _code(words, number, part, BITS: tl.constexpr, FP8: tl.constexpr, dtype: tl.
 
 @triton.jit
 def words_as(words, BITS: tl.constexpr, FP8: tl.constexpr, dtype: tl.constexpr):
-    """Converts words of four bytes of codes, int32 [rows, words] → [rows, codes] in word order.
+    """Convert words of four bytes of codes, int32 [rows, words], to `dtype` → [rows, codes] in word order.
 
-    4-bit codes: minus `CENTRE`; of each 16 words, or of all if they are fewer, the lower halves come first.
+    From 4-bit codes `CENTRE` is subtracted; the lower halves of each 16 words (or of all, if there are fewer) come
+    first.
     """
     return _nibbles_of(words, dtype) if BITS == 4 else _bytes_of(words, FP8, dtype)
 
@@ -163,7 +165,7 @@ def _nibbles_of(words, dtype: tl.constexpr):
 
 @triton.jit
 def in_word_order(x):
-    """Reorders the columns of each 16 in x [tokens, columns] as `words_as` does."""
+    """Reorder the columns of each 16 in x [tokens, columns] in the way that `words_as` orders codes."""
     TOKENS: tl.constexpr = x.shape[0]
     COLUMNS: tl.constexpr = x.shape[1]
     x = tl.reshape(x, (TOKENS, COLUMNS // 16, 4, 2, 2))
@@ -172,7 +174,7 @@ def in_word_order(x):
 
 @triton.jit
 def halves(matrix):
-    """Splits a matrix [rows, columns] into its first and last columns."""
+    """Split a matrix [rows, columns] into the first and the last half of its columns."""
     ROWS: tl.constexpr = matrix.shape[0]
     COLUMNS: tl.constexpr = matrix.shape[1]
     return tl.split(tl.permute(tl.reshape(matrix, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))

@@ -1,4 +1,4 @@
-"""The kernels of `packed_products`: a product of some tokens with the codes of a weight, and the weight itself."""
+"""The kernels of `packed_products`: a product of some tokens with a weight's codes, and the dequantized weight."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,10 @@ from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inpu
 
 @triton.jit
 def words_at(rows_at, at, inside, EVEN: tl.constexpr):
-    """Loads words of codes [rows, words]; without a mask, which would make loads narrow, where all are `inside`."""
+    """Load words of codes [rows, words], with 0 where they are not `inside`.
+
+    If all are inside (EVEN) there is no mask, because a mask would make the loads narrow.
+    """
     if EVEN:
         return tl.load(rows_at[:, None] + at[None, :], eviction_policy="evict_first")
     return tl.load(rows_at[:, None] + at[None, :], mask=inside[None, :], other=0, eviction_policy="evict_first")
@@ -18,7 +21,10 @@ def words_at(rows_at, at, inside, EVEN: tl.constexpr):
 
 @triton.jit
 def columns_of(start, K: tl.constexpr, BITS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The columns of the codes in COLUMNS bytes from `start` on, in their order → [columns], and True for those < K."""
+    """Return the columns of the codes in COLUMNS bytes from `start` on, in the order of the codes, and which are valid.
+
+    A column is valid if it is less than K.
+    """
     BYTES: tl.constexpr = K * BITS // 8
     if BITS == 8 or (K // TILE * TILE == K and COLUMNS * 2 // TILE * TILE == COLUMNS * 2):
         at = start * 8 // BITS + tl.arange(0, COLUMNS * 8 // BITS)
@@ -28,7 +34,7 @@ def columns_of(start, K: tl.constexpr, BITS: tl.constexpr, COLUMNS: tl.constexpr
         half = tl.minimum(TILE, K - tile * TILE) // 2
         number = tl.arange(0, COLUMNS * 2)
         at = start + tile * (TILE // 2) + number // COLUMNS * half + number % COLUMNS
-        at = tl.max_contiguous(tl.multiple_of(at, 8), 8)  # known to be so: loads are wide
+        at = tl.max_contiguous(tl.multiple_of(at, 8), 8)  # promised to the compiler, so that loads are wide
         inside = start + number % COLUMNS < BYTES
     return at, inside
 
@@ -39,10 +45,11 @@ def add_step(
     K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr, OFFSETS: tl.constexpr,
     PAIRED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the products of the tokens' columns x [tokens, columns] with words of codes → sums, sums_up, totals.
+    """Add the products of the tokens' columns x [tokens, columns] with words of codes → sums, sums_up, totals.
 
-    The words `held` and, if PAIRED, `held_up` [rows, words] begin with byte `start` of their rows; x has their columns,
-    those of `columns_of`. With one scale a row the sums are not scaled yet, and totals sum x: see `finish_sums`.
+    The words `held` and, if PAIRED, `held_up` [rows, words] begin at byte `start` of their rows; the columns of x are
+    those of `columns_of`. If each row has a single scale the sums are not scaled yet, and totals is the sum of x:
+    `finish_sums` applies both.
     """
     ROWS: tl.constexpr = held.shape[0]
     PIECES: tl.constexpr = 2 if BITS == 4 and GROUP < K and GROUP // TILE * TILE != GROUP else 1
@@ -64,7 +71,8 @@ def add_step(
             left, left_up, some = halves(left)[piece], halves(left_up)[piece], halves(some)[piece]
         right = tl.trans(some)
         if OFFSETS:
-            # In the layout of the sums, into which a sum along the columns would have to be brought.
+            # A product with ones gives the sum of x in the layout of the sums, into which tl.sum's result would have to
+            # be moved.
             totals = tl.dot(ones, right, totals if GROUP == K else None, input_precision="ieee")
         group = tl.minimum((first + piece * distance) // GROUP, K // GROUP - 1) * group_stride
         sums = _add_products(sums, left, right, totals, scales_at + group, offsets_at + group, K, GROUP, BITS, OFFSETS)
@@ -95,7 +103,7 @@ def finish_sums(
     sums, totals, scales_at, offsets_at,
     K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, OFFSETS: tl.constexpr,
 ):  # fmt: skip
-    """Applies the scale of a row and its offset to sums [rows, tokens], unless groups had their own."""
+    """Apply a row's single scale and offset to the sums [rows, tokens]; does nothing if groups have their own."""
     if GROUP == K:
         scale = tl.load(scales_at).to(tl.float32)
         sums *= scale[:, None]
@@ -106,7 +114,7 @@ def finish_sums(
 
 @triton.jit
 def _centred(offset, scale, BITS: tl.constexpr):
-    """The offset that belongs to codes minus `CENTRE`."""
+    """Return the offset that belongs to codes minus `CENTRE`."""
     return offset.to(tl.float32) + (CENTRE * scale if BITS == 4 else 0.0)
 
 
@@ -144,11 +152,12 @@ def packed_kernel(
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiplies some tokens; grid (ceil(N / ROWS), ceil(T / TOKENS), SPLITS).
+    """Multiply some tokens; grid (ceil(N / ROWS), ceil(T / TOKENS), SPLITS).
 
-    out [T, N]; x [T, K]; codes [N or, with GATE_UP, 2·N, K / 32 · BITS] words of int32; scales and offsets: of row r
-    and group g at r · row_stride + g · group_stride; COLUMNS bytes of codes at a time: they have one scale, or 4-bit
-    codes two, one for the lower and one for the upper halves. partials and counters as of `skinny_kernel`.
+    out [T, N]; x [T, K]; codes [N or, with GATE_UP, 2·N, K / 32 · BITS] words of int32. The scale and offset of row r
+    and group g are at r · row_stride + g · group_stride. COLUMNS bytes of codes are read at a time; they share one
+    scale, or, with 4-bit codes, two: one for the lower and one for the upper halves. partials and counters are as in
+    `skinny_kernel`.
     """
     BYTES: tl.constexpr = K * BITS // 8
     STEPS: tl.constexpr = (BYTES + COLUMNS * SPLITS - 1) // (COLUMNS * SPLITS)
@@ -170,7 +179,7 @@ def packed_kernel(
         if OP == GATE_UP:
             call_into_l2(up_rows_at, begin // 4, BYTES // 4, EARLY)
     if NORM:
-        # For each token, so that no thread has to get its columns' factors from another.
+        # Loaded once per token, so that no thread has to get its columns' factors from another thread.
         every = tl.zeros((TOKENS, 1), tl.int32)
         at, inside = columns_of(begin, K, BITS, COLUMNS)
         factor = tl.load(norm + (at[None, :] + every), mask=inside[None, :], other=0.0)
@@ -197,7 +206,7 @@ def packed_kernel(
             wide = loaded.to(tl.float32)
             folded += fold(wide * wide, VECTOR)
             loaded = (wide * factor.to(tl.float32)).to(dtype)
-            # Issued one step ahead here: the compiler's pipeline would take shared memory for it.
+            # The load is issued one step ahead here: the compiler's pipeline would use shared memory for it.
             at, inside = columns_of(start + COLUMNS, K, BITS, COLUMNS)
             factor = tl.load(norm + (at[None, :] + every), mask=inside[None, :], other=0.0)
         sums, sums_up, totals = add_step(
@@ -229,7 +238,7 @@ def dequantize_kernel(
     OFFSETS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Computes a row of the weight [N, K] for a program, in float32 and rounded once; COLUMNS bytes at a time."""
+    """Program (row, part) computes COLUMNS bytes of a row of the weight [N, K], in float32 and rounded once."""
     BYTES: tl.constexpr = K * BITS // 8
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

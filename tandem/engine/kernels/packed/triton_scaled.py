@@ -11,7 +11,7 @@ from tandem.engine.kernels.triton_math import LARGEST_FP8, LARGEST_INT8, as_code
 
 @triton.jit
 def _to_codes(most, largest):
-    """Returns the factors from values whose largest magnitude is `most` to codes."""
+    """Return the factors that turn values whose largest magnitude is `most` into codes of at most `largest`."""
     return tl.div_rn(tl.zeros_like(most) + largest, tl.where(most > 0, most, 1.0))
 
 
@@ -32,21 +32,21 @@ def quantize_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Quantizes RMSNorm(x), x itself, or with GATED activation(g) · u of x = [g | u] [T, 2·K]; grid (T,).
+    """Quantize RMSNorm(x), x itself, or with GATED activation(g) · u of x = [g | u] [T, 2·K]; grid (T,).
 
-    The activation's product is rounded to x's dtype first, as other products store it.
+    The gated activation is rounded to x's dtype first, because other products store it rounded.
 
-    Codes are those of x · norm: the root of the mean square is in the scales alone, as its last digit depends on the
-    order of a sum.
+    Codes are those of x · norm: the reciprocal of the root mean square is only in the scales, because its last digit
+    depends on the order of a sum.
 
-    x [T, K], norm [K], codes [T, K]; the scale of token t and group g is at g · stride + t. BLOCK columns, the next
-    power of two from K on, are in GROUPs; a GROUP of BLOCK is a row.
+    x [T, K], norm [K], codes [T, K]; the scale of token t and group g is at g · stride + t. BLOCK columns, the smallest
+    power of two from K on, are divided into GROUPs; GROUP = BLOCK means that a row is one group.
     """
     launch_dependents(PDL)
     column = tl.arange(0, BLOCK)
     inside = column < K
     if NORM:
-        # A weight is never written by an earlier kernel, so it is fetched while that one still runs.
+        # No earlier kernel writes a weight, so it is loaded while the kernel before still runs.
         weight = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -62,7 +62,8 @@ def quantize_kernel(
         values *= weight
     largest: tl.constexpr = LARGEST_FP8 if FP8 else LARGEST_INT8
     grouped = tl.reshape(values, (BLOCK // GROUP, GROUP))
-    # The maximum of the bits, as that of numbers passes over NaN: its scale becomes NaN, whatever its code is.
+    # The maximum of the bits, because a maximum of numbers ignores NaN. The scale of a NaN becomes NaN, whatever its
+    # code is.
     most = tl.max(tl.abs(grouped).to(tl.int32, bitcast=True), axis=1).to(tl.float32, bitcast=True)
     found = tl.reshape(grouped * _to_codes(most, largest)[:, None], (BLOCK,))
     tl.store(codes + token * K + column, as_codes(found, largest, codes.dtype.element_ty), mask=inside)
@@ -73,7 +74,7 @@ def quantize_kernel(
 
 @triton.jit
 def _columns_at(pointers, inside, EVEN: tl.constexpr, POLICY: tl.constexpr):
-    """Loads codes [rows, columns], 0 for columns that are not `inside`."""
+    """Load codes [rows, columns], with 0 for columns that are not `inside`."""
     if EVEN:
         return tl.load(pointers, eviction_policy=POLICY)
     return tl.load(pointers, mask=inside[None, :], other=0.0, eviction_policy=POLICY)
@@ -81,7 +82,7 @@ def _columns_at(pointers, inside, EVEN: tl.constexpr, POLICY: tl.constexpr):
 
 @triton.jit
 def _products(held, taken, sums, scale, token_scale, GROUPED: tl.constexpr, SUM: tl.constexpr):
-    """Adds products of codes to `sums`; those of a group are scaled first."""
+    """Add products of codes to `sums`; if GROUPED they are scaled before, because each group has its own scales."""
     if GROUPED:
         nothing = tl.zeros((held.shape[0], taken.shape[1]), SUM)
         found = tl.dot(held, taken, nothing, out_dtype=SUM).to(tl.float32)
@@ -119,12 +120,12 @@ def scaled_kernel(
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiplies codes of some tokens with codes of a weight; grid (ceil(T / TOKENS), ceil(N / ROWS), SPLITS).
+    """Multiply codes of some tokens with codes of a weight; grid (ceil(T / TOKENS), ceil(N / ROWS), SPLITS).
 
-    out [T, N]; x [T, K] with memory for whole tiles of tokens; its scale of token t and group g is at
-    g · token_stride + t, likewise. codes [N or, with GATE_UP, 2·N, K] of the same type; the scale of row r and group g
-    is at r · row_stride + g · group_stride. COLUMNS at a time never cross a group. partials and counters as of
-    `skinny_kernel`.
+    out [T, N]; x [T, K] with memory for whole tiles of tokens; codes [N or, with GATE_UP, 2·N, K] of the same dtype.
+    The scale of token t and group g is at g · token_stride + t, also with memory for whole tiles; that of row r and
+    group g is at r · row_stride + g · group_stride. COLUMNS at a time never cross a group. partials and counters are as
+    in `skinny_kernel`.
     """
     EVEN: tl.constexpr = K % (COLUMNS * SPLITS) == 0
     STEPS: tl.constexpr = (K + COLUMNS * SPLITS - 1) // (COLUMNS * SPLITS)

@@ -1,1 +1,1 @@
-"""Row-wise kernels of GPUs: norm, RoPE, embedding, checksums."""
+"""The row-wise kernels of GPUs: norm, RoPE, embedding, checksums."""

@@ -8,17 +8,18 @@ import triton.language as tl
 from torch import Tensor
 
 SPLITS = 64
-"""Programs for each page: a few pages occupy the device for microseconds, many leave capacity for the running step."""
+"""Programs per page: a few pages occupy the GPU for microseconds, and many leave capacity for the running step."""
 BLOCK = 2048
-"""Words a program loads at a time."""
+"""Words that a program loads at a time."""
 WARPS = 4
 
 
 def partial_sums(words: Tensor, codes: int, token_words: int, chosen: Tensor, parts: Tensor) -> None:
-    """Computes rows of `parts` [n, SPLITS] int64 that add up to the checksums mod 2^64; does not wait.
+    """Compute rows of `parts` [n, SPLITS] int64 whose sums are the checksums mod 2^64. Launches only, never waits.
 
-    words [pages, rows, words of a row] int32, contiguous: `codes` words of a row have `token_words` words of each
-    token, those after them one. chosen [n, 2] int64: page, and its filled tokens. All on one device.
+    words [pages, rows, words of a row] int32, contiguous: the first `codes` words of a row hold `token_words` words of
+    each token, the words after them one of each token. chosen [n, 2] int64: a page, and its number of filled tokens.
+    All tensors are on one device.
     """
     _, rows, row_words = words.shape
     _sum_page[(len(chosen), SPLITS)](
@@ -35,9 +36,9 @@ def partial_sums(words: Tensor, codes: int, token_words: int, chosen: Tensor, pa
 
 
 def reference_sums(words: Tensor, tokens: Tensor, pages: Sequence[int], filled: Sequence[int]) -> list[int]:
-    """Returns the checksums by their definition in plain PyTorch, on any device.
+    """Return the checksums by their definition, in plain PyTorch, on any device.
 
-    `words` as for `partial_sums`; tokens [words of a row]: the token position of each.
+    `words` is as for `partial_sums`; tokens [words of a row] is the token position that each word belongs to.
     """
     weights = 2 * torch.arange(words[0].numel(), device=words.device).view(words.shape[1:]) + 1
     totals = [
@@ -57,9 +58,9 @@ def _sum_page(
     TOKEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (n, split) sums blocks split, split + SPLITS, … of page n.
+    """Program (n, split) sums the blocks split, split + SPLITS, … of page n.
 
-    ROW, CODES and TOKEN are words; `total`, those of a page.
+    ROW, CODES and TOKEN are numbers of words; `total` is the number of words of a page.
     """
     number, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     page = tl.load(chosen_ptr + 2 * number)

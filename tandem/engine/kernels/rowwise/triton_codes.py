@@ -1,4 +1,4 @@
-"""The store of keys and values, quantized in registers as `quantize_kv` defines it, bit for bit."""
+"""The store of keys and values, quantized in registers exactly as `quantize_kv` defines it, bit for bit."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from tandem.engine.kernels.triton_math import LARGEST_FP8, LARGEST_INT8, as_code
 
 @triton.jit
 def store_head(at, scale_at, first, second, gap, mask, present, CODES: tl.constexpr, rounded: tl.constexpr):
-    """Stores one head of some tokens, if CODES as `_store_codes` does; `scale_at` has the type of `at`."""
+    """Store one head of some tokens, quantized if CODES; the pointer `scale_at` then has the type of `at`."""
     if CODES:
         scale_at = scale_at.to(tl.pointer_type(tl.float32), bitcast=True)
         _store_codes(at, scale_at, first, second, gap, mask, present, rounded)
@@ -20,16 +20,16 @@ def store_head(at, scale_at, first, second, gap, mask, present, CODES: tl.conste
 
 @triton.jit
 def _store_codes(at, scale_at, first, second, gap, mask, present, rounded: tl.constexpr):
-    """Stores one head of some tokens as 8-bit codes and a float32 scale.
+    """Store one head of some tokens as 8-bit codes and a float32 scale.
 
-    first, second [tokens, lanes]: its numbers, stored at `at` and at `at + gap`, 0 outside of the head's dimensions;
-    they are rounded to the dtype `rounded` before. scale_at, present [tokens, 1]. The scale is NaN if any number is not
-    finite.
+    first and second [tokens, lanes] are the head's numbers, stored at `at` and at `at + gap`, 0 outside of the head's
+    dimensions; they are first rounded to the dtype `rounded`. scale_at and present are [tokens, 1]. The scale is NaN if
+    any number is not finite.
     """
     kind: tl.constexpr = at.dtype.element_ty
     largest: tl.constexpr = LARGEST_FP8 if kind == tl.float8e4nv else LARGEST_INT8
     x, y = first.to(rounded).to(tl.float32), second.to(rounded).to(tl.float32)
-    # By bits, among which those of NaN are the most: a maximum of numbers would pass over it.
+    # The maximum of the bits, of which those of NaN are the largest: a maximum of numbers would ignore NaN.
     bits = tl.maximum(tl.abs(x).to(tl.int32, bitcast=True), tl.abs(y).to(tl.int32, bitcast=True))
     most = tl.max(bits, axis=1, keep_dims=True).to(tl.float32, bitcast=True)
     most_allowed = tl.full(most.shape, largest, tl.float32)

@@ -1,4 +1,4 @@
-"""Rows of the embedding table, for ids that the host knows and ids that only the device knows yet."""
+"""Rows of the embedding table, for token ids that the host knows and ids that only the device knows so far."""
 
 import triton
 import triton.language as tl
@@ -7,20 +7,21 @@ from torch import Tensor
 from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 
 MOST_COLUMNS = 2048
-"""Columns of a program."""
+"""Maximum number of columns of a program."""
 ELEMENTS_PER_WARP = 512
-"""Two 16-byte loads of a half-precision type for each thread."""
+"""Elements of a warp: two 16-byte loads of a half-precision type for each thread."""
 
 
 def embed(token_ids: Tensor, sources: Tensor | None, previous: Tensor | None, table: Tensor, *, pdl: bool) -> Tensor:
-    """Returns the rows of table [V, H] for the step's tokens → [T, H].
+    """Return the rows of table [V, H] for the step's tokens → [T, H].
 
-    The id of token t is previous[sources[t]] where sources[t] ≥ 0, that is, the id that an earlier step has drawn and
-    the host has not read yet, 0 in place of NO_TOKEN; elsewhere token_ids[t]. token_ids [T] int64, sources [T] int32,
-    previous int64 of any length; without `sources` and `previous` all ids are those of the host.
+    Where sources[t] ≥ 0 the id of token t is previous[sources[t]], an id that an earlier step has sampled and the host
+    has not read yet, with 0 in place of NO_TOKEN; elsewhere it is token_ids[t]. token_ids [T] int64, sources [T] int32,
+    previous int64 of any length. Without `sources` and `previous` all ids are those of the host.
 
-    It begins a step: its own launch overlaps none, so that the preparation of the step has ended for all kernels after
-    it, even those that read before they wait; with `pdl` the next launch overlaps it.
+    The launch begins a step and does not overlap with the one before it, so that the preparation of the step has ended
+    for all kernels after it, even for those that read before they wait. With `pdl` the next launch overlaps with this
+    one.
     """
     tokens, width = token_ids.shape[0], table.shape[1]
     out = table.new_empty(tokens, width)

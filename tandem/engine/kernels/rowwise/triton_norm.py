@@ -1,4 +1,4 @@
-"""RMSNorm of whole rows, one program per row: read once, kept in registers, written once."""
+"""RMSNorm of whole rows, one program per row: each row is read once, kept in registers, and written once."""
 
 import torch
 import triton
@@ -9,15 +9,15 @@ from tandem.engine.kernels.layers import Norm
 from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 
 ELEMENTS_PER_THREAD = 16
-"""Two 16-byte loads of a half-precision type for each thread."""
+"""Elements of a thread: two 16-byte loads of a half-precision type."""
 THREADS_PER_WARP = 32
 MOST_WARPS = 16
 
 
 def rms_norm(hidden: Tensor, norm: Norm, *, pdl: bool) -> Tensor:
-    """Returns hidden · rsqrt(mean(hidden²) + eps) · norm over rows, in float32 and rounded once.
+    """Return hidden · rsqrt(mean(hidden²) + eps) · norm over rows, computed in float32 and rounded once.
 
-    hidden [T, H] and the norm's weight [H] of any dtype, contiguous → [T, H] in hidden's dtype.
+    hidden [T, H] and the norm's weight [H] have any dtype and are contiguous → [T, H] in hidden's dtype.
     """
     out = torch.empty_like(hidden)
     _launch(hidden, norm, out, adds=False, pdl=pdl)
@@ -25,7 +25,7 @@ def rms_norm(hidden: Tensor, norm: Norm, *, pdl: bool) -> Tensor:
 
 
 def norm_add(x: Tensor, norm: Norm, hidden: Tensor, *, pdl: bool) -> None:
-    """Adds RMSNorm(x) to `hidden` in place, both [T, H] contiguous; in float32, rounded once."""
+    """Add RMSNorm(x) to `hidden` in place, both [T, H] contiguous; computed in float32 and rounded once."""
     _launch(x, norm, hidden, adds=True, pdl=pdl)
 
 
@@ -43,7 +43,7 @@ def _rms_norm(hidden_ptr, norm_ptr, out_ptr, eps, width, BLOCK: tl.constexpr, AD
     launch_dependents(PDL)
     column = tl.arange(0, BLOCK)
     inside = column < width
-    # A weight is never written by an earlier kernel, so it is fetched while that one still runs.
+    # No earlier kernel writes a weight, so it is loaded while the kernel before still runs.
     weight = tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64) * width

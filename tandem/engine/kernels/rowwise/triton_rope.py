@@ -1,9 +1,9 @@
 """RMSNorm of queries and keys, rotary embedding, and the store of keys and values, in one pass over q/k/v.
 
-Norms are of each head by itself, or of all heads of a token together; for these another launch computes the scales
-before, as a program sees a few heads only. A program takes some tokens and a few heads of one kind. The loads of all
-its heads are issued before the first is used, 16 bytes each; a token's angles are loaded once for all of them, and
-values are copied unchanged, or both quantized.
+A norm is either of each head separately, or of all heads of a token together. For the latter another launch computes
+the scales before, because a program sees only a few heads. A program takes some tokens and a few heads, all queries,
+all keys or all values. The loads of all its heads are issued before the first is used, 16 bytes each; a token's angles
+are loaded once for all of them. Values are copied unchanged; if the cache is quantized, keys and values are quantized.
 """
 
 import math
@@ -23,16 +23,16 @@ from tandem.engine.kernels.rowwise.triton_codes import store_head
 from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 
 WARP_BYTES = 512
-"""One 16-byte load of each thread: the tokens whose halves of a head this holds share a warp's load."""
+"""One 16-byte load of each thread of a warp: tokens whose half heads fit together into these bytes share a load."""
 TINY_TOKENS = 64
-"""The largest step whose loads are a quarter as wide: the latency of its few programs counts, not their number."""
+"""The largest step, in tokens, with loads a quarter as wide: its few programs are bound by their latency."""
 SMALL_TOKENS = 512
-"""The largest step of programs of one warp and few heads: beyond it the GPU is saturated."""
+"""The largest step, in tokens, of programs of one warp and few heads; larger ones saturate the GPU."""
 SMALL_GROUP, LARGE_GROUP, LARGE_WARPS = 2, 4, 4
 
 
 class Tile(NamedTuple):
-    """The tile of a program: tokens, heads of one kind; and its warps."""
+    """The tile of a program: its tokens, its heads of one kind, and its warps."""
 
     tokens: int
     group: int
@@ -41,7 +41,7 @@ class Tile(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def plan_tile(tokens: int, shape: AttentionShape, item_bytes: int) -> Tile:
-    """Returns the tile for a step of `tokens`; its group of heads divides both the query and the key heads."""
+    """Return the tile for a step of `tokens` tokens; its group of heads divides both the query and the key heads."""
     together = max(WARP_BYTES // (triton.next_power_of_2(shape.head_dim // 2) * item_bytes), 1)
     if tokens <= TINY_TOKENS:
         return Tile(max(together // 4, 1), _group(shape, SMALL_GROUP), 1)
@@ -64,16 +64,16 @@ def rope_and_store(
     pdl: bool,
     tile: Tile | None = None,
 ) -> Tensor:
-    """Implements `Kernels.rope_and_store`: rotated queries stay in qkv, keys and values go to the cache.
+    """Compute `Kernels.rope_and_store`: rotated queries stay in qkv, keys and values go to the cache.
 
     qkv       [T, (heads + 2·kv_heads)·head_dim] contiguous; its queries are overwritten
     layer     its norms may have any dtype; head_dim and the number of rotated dimensions are even
-    cache     [pages, layers, 2, kv_heads, page_tokens, head_dim], its last dimension contiguous; of a `QuantizedKv` the
-              last two
-    layout    its slots are below 2³¹: a token of slot -1 (a padded row) is stored nowhere, its position is unused and
-              its query undefined
-    tile      the plan's if None
-    → q [T, heads, head_dim], a view into qkv. Arithmetic in float32, rounded once; then keys and values are quantized.
+    cache     [pages, layers, 2, kv_heads, page_tokens, head_dim], its last dimension contiguous, or the last two if it
+              is a `QuantizedKv`
+    layout    its slots are below 2³¹: a token with slot -1 (a padding row) is not stored, its position is not used, and
+              its query is undefined
+    tile      None = that of the plan
+    → q [T, heads, head_dim], a view into qkv. Arithmetic is float32, rounded once; then keys and values are quantized.
     """
     shape, rope, q_norm, k_norm = layer.shape, layer.rope, layer.q_norm, layer.k_norm
     tokens, head_dim, all_heads = qkv.shape[0], shape.head_dim, shape.heads + 2 * shape.kv_heads
@@ -119,12 +119,12 @@ def rope_and_store(
 
 
 def _norms_rows(norm: Tensor | None, shape: AttentionShape) -> bool:
-    """Returns True for a norm of whole rows, even where a row is one head."""
+    """Return True if the norm is one of whole rows and a row has several heads."""
     return norm is not None and norm.numel() > shape.head_dim
 
 
 def _row_scales(qkv: Tensor, eps: float, shape: AttentionShape, *, pdl: bool) -> Tensor:
-    """Returns 1 / sqrt(mean(x²) + eps) of the queries and of the keys of each token: [T, 2] float32."""
+    """Return 1 / sqrt(mean(x²) + eps) of the queries and of the keys of each token: [T, 2] float32."""
     tokens = qkv.shape[0]
     scales = torch.empty(tokens, 2, dtype=torch.float32, device=qkv.device)
     _scale_rows[(tokens, 2)](
@@ -145,7 +145,7 @@ def _row_scales(qkv: Tensor, eps: float, shape: AttentionShape, *, pdl: bool) ->
 def _scale_rows(
     qkv_ptr, scales_ptr, eps, QUERY: tl.constexpr, KEY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """Program (token, 0 for queries and 1 for keys) sums the squares of one row."""
+    """Program (token, 0 for queries and 1 for keys) computes the scale of one row."""
     launch_dependents(PDL)
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -188,17 +188,17 @@ def _rope_and_store(
     HALF_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Processes TOKENS tokens and GROUP heads, all queries, all keys or all values.
+    """Program (tokens, heads) processes TOKENS tokens and GROUP heads, all queries, all keys or all values.
 
-    Lane i of a tile holds two numbers of a head: the pair (i, i + ROTATED / 2) that is rotated, or, from lane
-    ROTATED / 2 on, two that are not.
+    Lane i of a tile holds two numbers of a head: the pair (i, i + ROTATED / 2) that is rotated, or, from lane ROTATED /
+    2 on, two numbers that are not rotated.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
     TURNED: tl.constexpr = ROTATED // 2
     launch_dependents(PDL)
     wait_for_inputs(PDL)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None]
-    # As wide as the tile: a row of one token would be loaded in another layout and moved through shared memory.
+    # Broadcast to the whole tile: lanes of one row would be loaded in another layout and moved through shared memory.
     lane = tl.broadcast_to(tl.arange(0, HALF_BLOCK)[None, :], (TOKENS, HALF_BLOCK))
     head = tl.program_id(1) * GROUP
     real = token < tokens
@@ -216,7 +216,7 @@ def _rope_and_store(
     heads = ()
     for number in tl.static_range(GROUP):
         heads += (_load_pairs(at + number * HEAD_DIM, gap, inside),)  # type: ignore[assignment]
-    # Loaded here, and not for values: inside the branches the load would wait for all heads.
+    # Loaded before the branches (not for values), because inside a branch the load would wait for all heads.
     turned = stored & (head < HEADS + KV_HEADS)
     if ROTATED == HEAD_DIM:
         cos, sin = _load_pairs(rope_ptr + position * HEAD_DIM + lane, HALF, turned)
@@ -227,7 +227,7 @@ def _rope_and_store(
     page, offset = slot // PAGE_TOKENS, slot % PAGE_TOKENS
     CODES: tl.constexpr = cache_ptr.dtype.element_ty.primitive_bitwidth == 8
     kept = cache_ptr + layer.to(tl.int64) * layer_stride + page.to(tl.int64) * page_stride
-    scale = kept + (PAGE_TOKENS * HEAD_DIM + offset * 4)  # after the codes of the page's tokens
+    scale = kept + (PAGE_TOKENS * HEAD_DIM + offset * 4)  # the scales follow the codes of the page's tokens
     kept += offset * token_stride + column
     if head < HEADS:
         q_norm = q_norm_ptr + column
@@ -281,10 +281,11 @@ def _store_rotated(
     HEAD_DIM: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Stores every head of `heads`, normed where NORMED and rotated, `stride` apart from `to` on.
+    """Store the rotated heads of `heads`, normed before if NORMED, `stride` apart from `to` on.
 
-    With WHOLE_ROWS `scale` [TOKENS, 1] is the norm's and every head has weights of its own, else it is the epsilon.
-    With CODES heads are quantized, and the scales of tokens that are `present` stored from `code_scale` on.
+    With WHOLE_ROWS `scale` [TOKENS, 1] is the factor of the norm and every head has its own weights, else `scale` is
+    the epsilon. With CODES heads are quantized, and the scales of tokens that are `present` are stored from
+    `code_scale` on.
     """
     first_weight, second_weight = cos, sin
     if NORMED and not WHOLE_ROWS:

@@ -1,1 +1,1 @@
-"""Sampling kernels of GPUs."""
+"""The sampling kernels of GPUs."""

@@ -1,4 +1,4 @@
-"""The last launch of sampling: each row's token, from its best logit, its weights and its candidates."""
+"""The last launch of sampling: it chooses each row's token from the best logit, the weights and the candidates."""
 
 import triton
 import triton.language as tl
@@ -43,7 +43,7 @@ def choose(
     PENALTIES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Chooses a row's token → out [rows] int64: its best where greedy, else by its inverse cumulative distribution."""
+    """Choose a row's token → out [rows] int64: the best if greedy, else by inverting the cumulative distribution."""
     launch_dependents(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -52,7 +52,7 @@ def choose(
     parts = tl.arange(0, SPLITS)
     masses = tl.load(masses_ptr + row * SPLITS + parts)
     total = tl.sum(masses, axis=0)
-    # A row without a finite logit has no token: its weights are NaN, of which devices make any mass.
+    # A row without a finite logit has no token: its weights are NaN, and the mass of NaN differs between devices.
     if (tl.load(params_ptr + TEMPERATURE) > 0) & (total > 0) & (token >= 0):
         weights_ptr += row * room
         if is_filtered(params_ptr):
@@ -75,7 +75,7 @@ def choose(
 
 @triton.jit
 def _draw_filtered(params_ptr, weights_ptr, ids_ptr, found_ptr, vocab, total, TILE: tl.constexpr, SHIFT: tl.constexpr):
-    """Draws a token from those that the filters keep: the first in the order of falling weight and rising id."""
+    """Sample from the tokens that the filters keep: the first in the order of falling weight and then rising id."""
     top_k = tl.load(params_ptr + TOP_K).to(tl.int32)
     top_k = tl.where(top_k > 0, tl.minimum(top_k, vocab), vocab)
     top_p = tl.load(params_ptr + TOP_P)
@@ -86,6 +86,7 @@ def _draw_filtered(params_ptr, weights_ptr, ids_ptr, found_ptr, vocab, total, TI
     whole = top_k == vocab
     by_min_p = (min_bits >= surely) & ((top_p >= 1) | whole)
     by_top_p = whole & (top_p < 1) & (_mass_of(top_p, total) <= candidate_mass)
+    # The candidates suffice if at least one filter is sure to cut within them; else the whole row is scanned.
     settled = (top_k <= candidates) | by_min_p | by_top_p
     weights_ptr += tl.multiple_of(tl.where(settled, 0, CANDIDATES), CANDIDATES)
     length = tl.where(settled, candidates, vocab)
@@ -116,25 +117,28 @@ def _draw_filtered(params_ptr, weights_ptr, ids_ptr, found_ptr, vocab, total, TI
 
 @triton.jit
 def _share(number, mass):
-    """Returns number · mass for a number in [0, 1), rounded down and kept below mass."""
+    """Return number · mass for a number in [0, 1), rounded down and less than mass."""
     return tl.minimum((number * mass.to(tl.float64)).to(tl.int64), mass - 1)
 
 
 @triton.jit
 def _mass_of(top_p, mass):
-    """Returns the least mass that reaches top_p of `mass`."""
+    """Return the smallest mass that reaches the fraction top_p of `mass`."""
     return tl.maximum(tl.ceil(top_p * mass.to(tl.float64)).to(tl.int64), 1)
 
 
 @triton.jit
 def _load(weights_ptr, place, length):
-    """Loads weights at `place`; up to ALIGNED - 1 of them beyond `length`, so that a mask never splits a wide load."""
+    """Load weights at `place`, and up to ALIGNED - 1 after `length`, so that a mask never splits a wide load."""
     return tl.load(weights_ptr + place, mask=place < tl.cdiv(length, ALIGNED) * ALIGNED, other=0.0)
 
 
 @triton.jit
 def _measure(weights_ptr, length, least, TILE: tl.constexpr, SHIFT: tl.constexpr):
-    """Returns the number (int32) and mass (int64) of those of `length` weights of at least the bits `least` (int32)."""
+    """Return the number (int32) and mass (int64) of those of `length` weights whose bits are at least `least`.
+
+    `least` is int32, like the bits.
+    """
     count = tl.zeros([TILE], dtype=tl.int32)
     mass = tl.zeros([TILE], dtype=tl.int64)
     start = 0
@@ -150,10 +154,11 @@ def _measure(weights_ptr, length, least, TILE: tl.constexpr, SHIFT: tl.constexpr
 
 @triton.jit
 def _narrow(weights_ptr, length, all_mass, target, BY_COUNT: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr):
-    """Finds the point, by falling weight, at which the running count or mass first exceeds `target`.
+    """Find the weight, in falling order, at which the running count or mass first exceeds `target`.
 
-    `target` is int64, below the whole. → the number and mass of the heavier tokens; the mass of each of the others that
-    the bits low ≤ bits < high still hold, which all weigh the same or are one; low; high.
+    It halves an interval of float bits. `target` is int64, and less than the whole count or mass. Returns the number
+    and the mass of the heavier tokens, the mass of each token with bits low ≤ bits < high, low, and high. The tokens in
+    that interval all have the same weight, or there is only one.
     """
     low, low_count, low_mass = 0, length, all_mass
     high, high_count, high_mass = ONE + 1, 0, all_mass * 0
@@ -169,9 +174,9 @@ def _narrow(weights_ptr, length, all_mass, target, BY_COUNT: tl.constexpr, TILE:
 
 @triton.jit
 def _find(weights_ptr, length, low, high, target, BY_COUNT: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr):
-    """Returns the first index whose running sum exceeds `target` (int64), over weights of bits low ≤ bits < high alone.
+    """Return the first index whose running sum exceeds `target` (int64), over weights with bits low ≤ bits < high.
 
-    With BY_COUNT each of them counts as one, else as its mass.
+    With BY_COUNT each of these weights counts as one, else as its mass.
     """
     rest, left = target, target
     start, first = 0, 0

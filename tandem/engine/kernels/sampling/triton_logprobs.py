@@ -1,4 +1,4 @@
-"""Log probabilities of drawn tokens and of each row's most likely ones, from the unmodified logits of the model."""
+"""Log probabilities of sampled tokens and of each row's most likely tokens, from the unmodified logits of the model."""
 
 import torch
 import triton
@@ -10,7 +10,7 @@ from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inpu
 from tandem.protocol.messages import LOGPROBS_MAX
 
 MOST_TOP = LOGPROBS_MAX
-"""The maximum number of tokens reported in addition to the drawn one."""
+"""The maximum number of tokens that are reported in addition to the sampled one."""
 BLOCK, BLOCK_WARPS = 4096, 8
 MERGE_WARPS = 4
 NOTHING = tl.constexpr(-(1 << 63))
@@ -18,11 +18,11 @@ NOTHING = tl.constexpr(-(1 << 63))
 
 
 def logprobs(logits: Tensor, tokens: Tensor, rows: Tensor, top: int, *, pdl: bool) -> tuple[Tensor, Tensor]:
-    """Returns the log softmax of rows of logits [R, V] at their tokens, and the `top` ≤ MOST_TOP largest of each.
+    """Return the log softmax of rows of logits [R, V] at their tokens, and the `top` ≤ MOST_TOP largest of each row.
 
-    rows [S] int64, tokens [R] int64. Neither temperature nor filters nor penalties change the result. → values [S, 1 +
-    top] float32, first of the token, then the largest by falling logit and rising id; the ids of these [S, top] int64.
-    Only launches, never waits.
+    rows [S] int64, tokens [R] int64. Neither temperature nor filters nor penalties change the result. Returns values
+    [S, 1 + top] float32, first that of the token, then the largest by falling logit and rising id, and the ids of the
+    largest [S, top] int64. Launches only, never waits.
     """
     count, vocab = len(rows), logits.shape[1]
     assert 0 <= top <= min(MOST_TOP, vocab), f"top must be from 0 to {min(MOST_TOP, vocab)}"
@@ -56,7 +56,7 @@ def logprobs(logits: Tensor, tokens: Tensor, rows: Tensor, top: int, *, pdl: boo
         blocks,
         top,
         BLOCKS=triton.next_power_of_2(blocks),
-        # One size for any `top`, so that none of them compiles a kernel while requests wait.
+        # One size for any `top`, so that no value of it compiles a kernel while requests wait.
         KEYS=triton.next_power_of_2(blocks * MOST_TOP),
         PDL=pdl,
         num_warps=MERGE_WARPS,
@@ -69,7 +69,10 @@ def logprobs(logits: Tensor, tokens: Tensor, rows: Tensor, top: int, *, pdl: boo
 def _sum_block(
     logits_ptr, logits_stride, rows_ptr, sums_ptr, best_ptr, vocab, top, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """Computes a block's maximum and sum of exponentials → sums [S, blocks, 2]; its `top` best packed logits → best."""
+    """Compute a block's maximum and sum of exponentials → sums [S, blocks, 2], and its best logits → best.
+
+    best [S, blocks, top] int64 are the `top` largest packed logits.
+    """
     launch_dependents(PDL)
     wait_for_inputs(PDL)
     place, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -79,7 +82,7 @@ def _sum_block(
     inside = column < vocab
     logits = tl.load(logits_ptr + row * logits_stride + column, mask=inside, other=float("-inf")).to(tl.float32)
     largest = tl.max(logits, axis=0)
-    # A block of nothing but -inf has no finite maximum to subtract.
+    # A block in which all logits are -inf has no finite maximum to subtract.
     base = tl.where(largest == float("-inf"), 0.0, largest)
     tl.store(sums_ptr + part * 2, base)
     tl.store(sums_ptr + part * 2 + 1, tl.sum(tl.exp(logits - base), axis=0))
@@ -118,7 +121,7 @@ def _merge_blocks(
     sums = tl.load(part_ptr + 1, mask=block < blocks, other=0.0)
     largest = tl.max(base, axis=0)
     log_total = largest + tl.log(tl.sum(sums * tl.exp(base - largest), axis=0))
-    token = tl.maximum(tl.load(tokens_ptr + row), 0)  # of a row without a token nobody reads the result
+    token = tl.maximum(tl.load(tokens_ptr + row), 0)  # no one reads the result of a row without a token
     values_ptr += place * (1 + top)
     tl.store(values_ptr, tl.load(logits_ptr + row * logits_stride + token).to(tl.float32) - log_total)
     key = tl.arange(0, KEYS)

@@ -1,14 +1,14 @@
 """Sampling in four launches that never wait for the host: best logits, weights, candidates, choice.
 
-A token weighs exp((logit - best) / temperature), in (0, 1]. Two properties make the choice exact without a sort and the
-same in any order of summation:
+A token's weight is exp((logit - best) / temperature), in (0, 1]. Two properties make the choice exact without a sort,
+and independent of the order of summation:
 
-- a weight's float bits grow with the weight, so the order of the filters, falling weight and then rising id, is found
-  by halving an interval of bits;
-- masses are summed as integers, in units of 2**-shift.
+- A weight's float bits grow with the weight, so a position in the order of the filters (falling weight, then rising id)
+  is found by halving an interval of bits.
+- Masses are summed as integers, in units of 2**-shift.
 
-Filters look at the most likely tokens, gathered by `collect`, and at the whole row only where these do not suffice.
-`tandem.engine.cuda.sampler_cuda` owns the scratch memory and launches these.
+Filters look at the most likely tokens, which `collect` gathers, and at the whole row only if these do not suffice.
+`tandem.engine.cuda.sampler_cuda` owns the scratch memory and launches the kernels.
 """
 
 import triton
@@ -20,19 +20,19 @@ TEMPERATURE, TOP_K, TOP_P, MIN_P = tl.constexpr(0), tl.constexpr(1), tl.constexp
 UNIFORM, REPETITION, PRESENCE, FREQUENCY = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
 COUNTED = tl.constexpr(8)
 PARAMS = tl.constexpr(9)
-"""Columns of a row's float64 parameters; COUNTED is its row of counts, -1 where it has no penalties."""
+"""Columns of a row's float64 parameters. COUNTED is the row's index in the counts, -1 if the row has no penalties."""
 IN_PROMPT = tl.constexpr(1 << 30)
-"""Added to a token's count where the prompt has it: the repetition penalty sees it, the two others do not."""
+"""Added to the count of a token that is in the prompt: the repetition penalty applies to it, the other two do not."""
 CANDIDATES = tl.constexpr(4096)
-"""The maximum number of tokens gathered; a row of more kept tokens is scanned whole."""
+"""The maximum number of tokens that are gathered; a row that keeps more is scanned whole."""
 ALIGNED = tl.constexpr(16)
-"""A row's scratch memory starts and ends at multiples of as many weights, which lets loads be wide."""
+"""A row's scratch memory starts and ends at multiples of this number of weights, so that loads are wide."""
 SPLITS = tl.constexpr(16)
-"""Parts of a row that are weighed and gathered by separate programs."""
+"""Parts of a row that separate programs weigh and gather."""
 BINS = tl.constexpr(256)
-"""Bins of a part's histogram: eight for each factor of two, down from weight 1; the last holds all lighter ones."""
+"""Bins of a part's histogram: eight for each factor of two below weight 1; bin 0 holds all lighter weights."""
 BIN_SHIFT = tl.constexpr(20)
-"""Bits of a float32 below its sign, its exponent and three bits of its mantissa."""
+"""Bits of a float32 below its sign, its exponent and the first three bits of its mantissa."""
 ONE = tl.constexpr(0x3F800000)
 """The bits of the largest weight, 1.0."""
 BELOW_BINS = tl.constexpr((0x3F800000 >> 20) - 255)
@@ -45,7 +45,7 @@ NO_TOKEN = tl.constexpr(-1)
 
 @triton.jit
 def load_logits(logits_ptr, counts_ptr, params_ptr, vocab, column, inside, PENALTIES: tl.constexpr):
-    """Loads a row's logits at `column` as float32, penalties applied; -inf outside."""
+    """Load a row's logits at `column` as float32, with penalties applied; -inf outside of the row."""
     logits = tl.load(logits_ptr + column, mask=inside, other=float("-inf")).to(tl.float32)
     if PENALTIES:
         counted = tl.load(params_ptr + COUNTED).to(tl.int64)
@@ -62,7 +62,7 @@ def load_logits(logits_ptr, counts_ptr, params_ptr, vocab, column, inside, PENAL
 
 @triton.jit
 def pack(logit, token):
-    """Returns an int64 that is greater for a greater logit, and for the lower token among equal ones."""
+    """Return an int64 that is larger for a larger logit, and for the lower token among equal logits."""
     bits = tl.where(logit == 0, 0.0, logit).to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) & LOW_HALF)
     return (ordered.to(tl.int64) << 32) | (token ^ LOW_HALF).to(tl.int64)
@@ -70,20 +70,20 @@ def pack(logit, token):
 
 @triton.jit
 def unpack_logit(packed):
-    """Returns the float32 logit of `pack`."""
+    """Return the float32 logit that `pack` packed."""
     ordered = (packed >> 32).to(tl.int32)
     return (ordered ^ ((ordered >> 31) & LOW_HALF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def unpack_token(packed):
-    """Returns the token of `pack`, int64."""
+    """Return the token that `pack` packed, as int64."""
     return (packed & LOW_HALF) ^ LOW_HALF
 
 
 @triton.jit
 def token_or_none(best):
-    """Returns the token of a row's packed best logit, NO_TOKEN where that logit is not finite; int64."""
+    """Return the token of a row's packed best logit, or NO_TOKEN if that logit is not finite; int64."""
     return tl.where(tl.abs(unpack_logit(best)) < float("inf"), unpack_token(best), NO_TOKEN)
 
 
@@ -99,7 +99,7 @@ def best_of_block(
     PENALTIES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes the packed best logit of BLOCK tokens of a row → best [rows, blocks] int64; infinite if any is NaN."""
+    """Compute the packed best logit of BLOCK tokens of a row → best [rows, blocks] int64; infinite if any is NaN."""
     launch_dependents(PDL)
     wait_for_inputs(PDL)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -113,7 +113,7 @@ def best_of_block(
         column < vocab,
         PENALTIES,
     )
-    # A maximum may ignore NaN, and does not ignore infinity.
+    # A maximum may ignore NaN, but not infinity.
     logits = tl.where(logits < float("inf"), logits, float("inf"))
     best = tl.max(logits, axis=0)
     token = tl.min(tl.where(logits == best, column, LOW_HALF), axis=0)
@@ -122,7 +122,7 @@ def best_of_block(
 
 @triton.jit
 def best_of_row(best_ptr, row, blocks, BLOCKS: tl.constexpr):
-    """Returns the packed best logit of a row, of its `blocks` ≤ BLOCKS partial ones."""
+    """Return the packed best logit of a row, from its `blocks` ≤ BLOCKS partial ones."""
     block = tl.arange(0, BLOCKS)
     partial = tl.load(best_ptr + row * blocks + block, mask=block < blocks, other=-(1 << 63))
     return tl.max(partial, axis=0)
@@ -140,7 +140,7 @@ def take_best(
     PENALTIES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Stores the token of the best logit of greedy rows → out [rows] int64."""
+    """Store the token of the best logit of greedy rows → out [rows] int64."""
     launch_dependents(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -152,7 +152,7 @@ def take_best(
 
 @triton.jit
 def count_drawn(counts_ptr, params_ptr, vocab, token):
-    """Counts the drawn token, for a row with penalties; no other program accesses its row of counts."""
+    """Count the sampled token of a row with penalties; no other program accesses the row's counts."""
     counted = tl.load(params_ptr + COUNTED).to(tl.int64)
     if (counted >= 0) & (token >= 0):
         count_ptr = counts_ptr + counted * vocab + token
@@ -161,20 +161,20 @@ def count_drawn(counts_ptr, params_ptr, vocab, token):
 
 @triton.jit
 def is_filtered(params_ptr):
-    """Returns True if a row has a filter: its draw then goes by falling weight."""
+    """Return True if a row has a filter: its token is then sampled in the order of falling weight."""
     top_k, top_p, min_p = tl.load(params_ptr + TOP_K), tl.load(params_ptr + TOP_P), tl.load(params_ptr + MIN_P)
     return (top_k > 0) | (top_p < 1) | (min_p > 0)
 
 
 @triton.jit
 def units(weights, SHIFT: tl.constexpr):
-    """Returns weights as integers, in units of 2**-SHIFT."""
+    """Return weights as integers, in units of 2**-SHIFT."""
     return (weights * (2.0**SHIFT)).to(tl.int64)
 
 
 @triton.jit
 def bin_of(weights):
-    """Returns the histogram bin of each weight, the heaviest in the last."""
+    """Return the histogram bin of each weight; the heaviest weights are in the last bin."""
     return tl.maximum((weights.to(tl.int32, bitcast=True) >> BIN_SHIFT) - BELOW_BINS, 0)
 
 
@@ -198,10 +198,10 @@ def weigh(
     PENALTIES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes a part of a row: its weights, their mass and, for a filtered row, their histogram.
+    """Compute a part of a row: its weights, their mass and, if the row is filtered, their histogram.
 
-    weights [rows, room] float32, a row's after the first CANDIDATES columns; masses [rows, SPLITS] int64; histograms
-    [rows, SPLITS, BINS] int32.
+    weights [rows, room] float32, those of a row after the first CANDIDATES columns; masses [rows, SPLITS] int64;
+    histograms [rows, SPLITS, BINS] int32.
     """
     launch_dependents(PDL)
     wait_for_inputs(PDL)
@@ -223,7 +223,8 @@ def weigh(
                 logits_ptr + row * logits_stride, counts_ptr, params_ptr, vocab, column, inside, PENALTIES
             )
             weights = tl.exp2((logits - best) / temperature * LOG2_E)
-            # NaN weighs nothing; and two kernels need not round a penalised best logit alike.
+            # NaN has the weight 0. The minimum is needed because two kernels may round a penalised best logit
+            # differently.
             weights = tl.where(weights >= 0, tl.minimum(weights, 1.0), 0.0)
             tl.store(weights_ptr + row * room + CANDIDATES + column, weights, mask=inside)
             mass += units(weights, SHIFT)
@@ -249,10 +250,10 @@ def collect(
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Gathers a part's share of a filtered row's candidates: the tokens of as many of the heaviest bins as fit.
+    """Gather a part's share of a filtered row's candidates: the tokens of as many of the heaviest bins as fit.
 
-    Weights at the start of the row's scratch memory and ids [rows, CANDIDATES] int32, both by rising id; found [rows,
-    2] int32: how many, and the bits of the least weight that is surely among them.
+    It stores their weights at the start of the row's scratch memory and their ids [rows, CANDIDATES] int32, both by
+    rising id. found [rows, 2] int32 gets their number, and the bits of the smallest weight that is surely among them.
     """
     launch_dependents(PDL)
     wait_for_inputs(PDL)
