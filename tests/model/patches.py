@@ -76,7 +76,7 @@ def patch_product(network: Network, process_alive: Callable[[PeerRef], bool | No
 
     for module in (router.workers.worker_link, router.workers.worker_pool, tandem.net.rpc):
         patches.setattr(module, "open_channel", open_channel)
-    patches.setattr(tandem.worker.peers.peers.SameHostPeers, "lives", lambda _, peer: process_alive(peer))
+    patches.setattr(tandem.worker.peers.peers.SameHostPeers, "process_alive", lambda _, peer: process_alive(peer))
     return patches
 
 

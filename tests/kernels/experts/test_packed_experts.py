@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tandem.engine.config.model import ExpertRouter
 from tandem.engine.kernels.experts.packed_experts import prepared_experts
-from tandem.engine.kernels.layers import Linear
+from tandem.engine.kernels.layers import ExpertsLayer, Linear, Norm
 from tandem.engine.kernels.packed_weight import PackedWeight, Weight
 from tests.kernels.experts.expert_cases import OURS, ExpertCase, experts_as, make_case, moe, reference_run
 from tests.kernels.packed_cases import KINDS, make_packed
@@ -44,7 +44,8 @@ def run_packed(case: ExpertCase, gate_up: Weight, down: Weight, dtype: torch.dty
     weights = [each if isinstance(each, Tensor) else on_device(each) for each in (gate_up, down)]
     experts = prepared_experts(replace(experts, gate_up=weights[0], down=weights[1]), dtype)
     assert isinstance(experts.gate_up, PackedWeight) or isinstance(experts.down, PackedWeight)
-    OURS.add(hidden, guarded(case.norm, dtype), EPS, experts, case.spec, case.slots.to(DEVICE))
+    layer = ExpertsLayer(Norm(guarded(case.norm, dtype), EPS), experts, case.spec)
+    OURS.add(hidden, layer, case.slots.to(DEVICE))
     assert guards_of(hidden).isnan().all()
     return hidden.to(case.hidden.device)
 

@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from tandem.cluster.ray_processes import orphaned_workers as left_workers
-from tandem.cluster.ray_processes.orphaned_workers import RayOrphanedWorkers, give_back
+from tandem.cluster.ray_processes.orphaned_workers import RayOrphanedWorkers, release_placement_group
 from tandem.cluster.ray_processes.worker_actors import WorkerActors
 from tandem.cluster.supervision.roles import Slot
 from tandem.protocol.messages import Role
@@ -89,7 +89,7 @@ async def test_a_place_that_was_left_is_used_again_and_given_back(groups: Groups
     assert first.lifetime == "detached"
     second = WorkerActors(OUTLIVING, "t")
     assert second._group(SLOT) is first
-    second.release()
+    second.release_all()
     assert groups.mine == {"decode-0": first}
     third = WorkerActors(OUTLIVING, "t")
     await third.release(SLOT)
@@ -138,7 +138,7 @@ def test_a_place_that_has_the_name_since_is_left_alone(groups: Groups, monkeypat
         groups.make([{"decode": 1.0}], name="decode-0", lifetime="detached")
 
     monkeypatch.setattr(sys.modules["ray.util.placement_group"], "remove_placement_group", and_another)
-    assert give_back("decode-0")
+    assert release_placement_group("decode-0")
     assert groups.mine["decode-0"].state == "CREATED"
 
 
@@ -148,7 +148,7 @@ def test_a_place_that_ray_does_not_forget_is_told(
     monkeypatch.setattr(left_workers, "GONE_S", 0.0)
     groups.make([{"decode": 1.0}], name="decode-0", lifetime="detached")
     monkeypatch.setattr(sys.modules["ray.util.placement_group"], "remove_placement_group", lambda _group: None)
-    assert give_back("decode-0")
+    assert release_placement_group("decode-0")
     assert "Ray still has the placement group of decode-0" in caplog.text
 
 

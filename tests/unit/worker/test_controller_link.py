@@ -319,7 +319,7 @@ async def test_it_goes_over_to_another_controller_with_all_it_knows(scene: Scene
     other = Controller()
     server = rpc.open_server()
     cluster_pb2_grpc.add_ClusterServicer_to_server(other, server)
-    await scene.link.join(await scene._serve(server))
+    await scene.link.change_controller(await scene._serve(server))
     assert (other.registered, scene.controller.registered) == ([ME], [ME])
     assert scene.controller.left == [], "its first controller keeps it in mind"
     await until(lambda: peer in scene.link._probes)
@@ -334,12 +334,12 @@ async def test_it_goes_over_to_another_controller_with_all_it_knows(scene: Scene
     await scene.link.unregister()
     assert (other.left, scene.controller.left) == ([ME], [])
     with pytest.raises(Unavailable, match="has left"):
-        await scene.link.join("127.0.0.1:1")
+        await scene.link.change_controller("127.0.0.1:1")
 
 
 async def test_a_controller_that_does_not_answer_changes_nothing(scene: Scene) -> None:
     with pytest.raises(Unavailable):
-        await scene.link.join("127.0.0.1:1")
+        await scene.link.change_controller("127.0.0.1:1")
     await scene.show(info(PeerRef("prefill-0", 1)))
     assert scene.controller.registered == [ME]
 

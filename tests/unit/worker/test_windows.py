@@ -45,8 +45,8 @@ class Watch:
         for _, request in worker._halves.prefill.registry:
             self.most = max(self.most, len(held_pages(request.pages)))
         for request in worker._halves.decode._batch.requests:
-            assert request.cached_pages == len(held_pages(request.pages))
-            self.most = max(self.most, request.cached_pages)
+            assert request.held == len(held_pages(request.pages))
+            self.most = max(self.most, request.held)
 
 
 async def ask(pair: WorkerPair, name: str, prompt: Sequence[int], sampling: SamplingParams = ANSWER) -> Heard:

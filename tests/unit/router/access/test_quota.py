@@ -6,9 +6,10 @@ import pytest
 
 from router.access.callers import ANYONE, Callers
 from router.access.quota import QUOTA_HEADERS, Quota
+from tandem.capacity.simulation.clock import VirtualClock
 from tandem.net.security.api_keys import KeySource
 from tandem.protocol.errors import PermissionDenied, RateLimited, TandemError, Unauthenticated
-from tests.unit.net.test_api_keys import Clock, shown
+from tests.unit.net.test_api_keys import shown
 
 
 def refused(quota: Quota) -> RateLimited:
@@ -18,7 +19,7 @@ def refused(quota: Quota) -> RateLimited:
 
 
 def test_requests_come_back_one_by_one() -> None:
-    clock = Clock()
+    clock = VirtualClock()
     quota = Quota(6, 0, clock)
     for _ in range(6):
         quota.admit()
@@ -35,7 +36,7 @@ def test_requests_come_back_one_by_one() -> None:
 
 
 def test_a_debt_of_tokens_is_paid_before_the_next_request() -> None:
-    clock = Clock()
+    clock = VirtualClock()
     quota = Quota(0, 600, clock)
     quota.admit()
     quota.spend(1200)
@@ -45,7 +46,7 @@ def test_a_debt_of_tokens_is_paid_before_the_next_request() -> None:
 
 
 def test_the_headers_say_what_is_left() -> None:
-    clock = Clock()
+    clock = VirtualClock()
     quota = Quota(60, 6000, clock)
     quota.admit()
     quota.spend(9000)
@@ -57,7 +58,7 @@ def test_the_headers_say_what_is_left() -> None:
 
 
 def test_a_refused_request_takes_nothing() -> None:
-    clock = Clock()
+    clock = VirtualClock()
     quota = Quota(10, 10, clock)
     quota.spend(20)
     refused(quota)
@@ -65,7 +66,7 @@ def test_a_refused_request_takes_nothing() -> None:
 
 
 def test_keys_of_one_name_share_a_quota_that_a_new_limit_replaces(tmp_path_factory: pytest.TempPathFactory) -> None:
-    file, clock = tmp_path_factory.mktemp("keys") / "keys", Clock()
+    file, clock = tmp_path_factory.mktemp("keys") / "keys", VirtualClock()
     file.write_text(
         "old name=acme requests_per_minute=2\nnew name=acme requests_per_minute=2\nother requests_per_minute=2"
     )
