@@ -141,4 +141,4 @@ class Transport(Sender, Receiver):
 
     @abstractmethod
     def close(self) -> None:
-        """Waits for writes in flight (bounded), deregisters the pool and stops the thread. Idempotent."""
+        """Wait for writes in flight (bounded), deregister the pool and stop the thread. Idempotent."""

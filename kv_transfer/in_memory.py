@@ -85,7 +85,7 @@ class InMemoryTransport(Transport):
             self._fabric.post(posted)
 
     def describe(self) -> PeerDescription:
-        """Returns the pool's address and page layout."""
+        """Return the pool's address and page layout."""
         layout = self.layout
         return PeerDescription(
             self.me,
