@@ -249,6 +249,7 @@ class TokenBuffer:
         """Append the buffered tokens of a request to its answer."""
         end = min(self.completed_steps, slot.last_step + 1)
         if not slot.dropped and slot.buffered_from < end:
+            # The buffer is reused every BUFFERED_STEPS steps; `first` is the step that is stored in its row 0.
             first = self.completed_steps - 1 - (self.completed_steps - 1) % BUFFERED_STEPS
             tokens = self._tokens[slot.buffered_from - first : end - first, slot.index].tolist()
             if slot.skipped_steps:

@@ -101,7 +101,7 @@ class ModelSpeculation(Speculation):
     def _expects_drafts(self, bounds: StepBounds) -> bool:
         """Return True if the next step will have draft tokens, or if context will be stored.
 
-        Storing needs the device as well, so the next step must not be in flight then.
+        Storing context needs the device as well, so the next step is not launched early in either case.
         """
         return bool(self._plan(bounds, unknown=1))
 

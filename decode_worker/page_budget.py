@@ -106,6 +106,7 @@ class PageReservations:
         because it reserves pages again for those that it has retired.
         """
         self._balance()
+        # All backed pages except those that are kept for the leases of other prompts.
         return max(0, min(most, request.lease_pages, self._backed - self._lease_pages + request.lease_pages))
 
     def spend_on_lease(self, request: DecodeRequest, pages: int) -> int:
@@ -214,6 +215,7 @@ class PageReservations:
             self._backed = self._reserved
         elif missing > 0:
             if self._limit is not None:
+                # Pages that are kept for leases count as held and as backed; the limit counts them once.
                 missing = min(missing, self._limit - self._held + self._lease_pages - self._backed)
             self._backed += self._pool.promise_up_to(max(0, missing))
 
@@ -348,6 +350,7 @@ class PageBudget:
         Returns False if there are none, or none within the limit. `beyond_limit` ignores the limit.
         """
         self._retire_unseen(request)
+        # The answer has outgrown its forecast: reserve the pages of a longer one.
         if request.reserved_pages < self._kv.groups:
             pages = self.expected_pages(request.reservation, len(request.token_ids) + request.in_flight)
             self._reservations.extend(request, max(pages, request.held + self._kv.groups))

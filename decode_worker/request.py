@@ -35,8 +35,8 @@ class DecodeRequest:
       4. running   it has one row in every step (DECODE_STARTED); its pages come from its reservation, which grows while
                    the pool has pages
 
-    Then it is over: its pages and reservation are released, or the pages are quarantined with the lease, because a
-    prefill worker may still write to them. A ready or running request that is preempted is over on this worker; its
+    Then it ends: its pages and reservation are released, or the pages are quarantined with the lease, because a
+    prefill worker may still write to them. A ready or running request that is preempted ends on this worker; its
     router sends it again. The prefix cache knows the full pages of its prompt from ready on, and those of its answer
     from the end on.
 

@@ -143,6 +143,7 @@ class DecodeRequests:
         reservation = request.reservation
         edges = (*request.edges, EdgeStamp.now(Edge.PREEMPTED))
         event = RequestEvent(reservation.ref, len(request.token_ids), edges=edges, preempted=True)
+        # Before `_leave`, which drops the reservation whose size is kept free here.
         self._budget.expect_return(request)
         self._leave(request)
         self._emit(RoutedEvent(reservation.router_id, event))

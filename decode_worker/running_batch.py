@@ -69,6 +69,8 @@ class RunningBatch:
         if not self._free:
             self._grow(max(1, len(self._columns)))
         ending, now = request.ending, self._next_step
+        # The first row feeds the newest token, at `position`. The last row feeds the token before the last possible
+        # one, which it draws.
         position = request.prompt_tokens + len(request.answer) - 1
         last = now + request.prompt_tokens + ending.limit - 2 - position
         slot = self._slots[request] = BatchSlot(request, self._free.pop(), now, position - now, last, now)
@@ -181,6 +183,7 @@ class RunningBatch:
         before = self.in_flight_steps[-1][1] if self.in_flight_steps else None
         self.in_flight_steps.append((step, snapshot))
         self._next_step = step + 1
+        # The next step has the same rows unless a request has its last row in this one, or is skipped.
         if step in self._last_steps or self._without_page:
             self._snapshot = None
         return TokenRows(len(snapshot), snapshot.context_tokens(step), lambda: snapshot.rows(step, before))
@@ -191,6 +194,7 @@ class RunningBatch:
         tokens = np.array(token_ids, dtype=np.int64)
         waiting = self._waiting_rows(step, snapshot)
         for row, slot in waiting.items():
+            # The row is repeated with the same input token, so this step adds nothing to the answer.
             tokens[row] = self._columns.newest_token[slot.index]
             slot.buffered_from = step + 1
         self._columns.newest_token[snapshot.indices] = tokens
@@ -206,7 +210,7 @@ class RunningBatch:
         if tokens.min() == NO_TOKEN:
             with_events |= {row for row, token in enumerate(token_ids) if token == NO_TOKEN}
         with_events -= over
-        _ = snapshot.owners  # The owners are copied now, while all of these requests still have their slots.
+        _ = snapshot.owners  # copied now, while all of these requests still have their slots
         return DecodedStep(step, snapshot, token_ids, sorted(with_events), over | with_events)
 
     def event_sent(self, request: DecodeRequest) -> None:
@@ -234,6 +238,7 @@ class RunningBatch:
         """Move the next row of a request by `positions`: it gained several tokens, or none, where one was expected."""
         self._columns.newest_token[slot.index] = newest_token
         self._page_steps.remove(slot)
+        # The row of a given step moves ahead by `positions`, so the last position is reached as many steps earlier.
         slot.position_offset += positions
         slot.last_step -= positions
         self._columns.reschedule(slot)
@@ -257,6 +262,7 @@ class RunningBatch:
         """Move all rows of a request without a page one step later."""
         if slot.last_step < step:
             return
+        # The step must not be counted as one of its tokens when the token buffer is flushed.
         if slot.first_step == step:
             slot.first_step = slot.buffered_from = step + 1
         else:

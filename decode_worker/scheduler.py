@@ -179,6 +179,7 @@ class DecodeScheduler:
             return
         needs_page.sort(key=age)  # the oldest first, so that no request waits for one that is preempted itself
         staying = [request for request in needs_page if request.stage is Stage.RUNNING and not request.leaving]
+        # The usual case: there is a page for each of them, and none is preempted.
         with self._lock:
             given = not staying or self._requests.grow_all(staying)
         if given:

@@ -87,4 +87,5 @@ class Exposure:
         return transport_poll_s >= self._safe_at
 
     def _may_begin(self, now: float, alive: bool | None) -> bool:
+        # If the process cannot be observed, only the end of its permission shows that it begins no write.
         return bool(alive) or (alive is None and now < self._permitted_at + self._fence.window_s)

@@ -109,9 +109,9 @@ class LeaseTable:
             return lease
 
     def renew(self, leases: Iterable[Lease]) -> tuple[Lease, ...]:
-        """Restart the lifetime of each lease, and return those that are over or revoked.
+        """Restart the lifetime of each lease, and return those that have ended or are revoked.
 
-        Leases that are over do not count as fenced here.
+        Leases that have ended do not count as fenced here.
         """
         with self._lock:
             expires_at = self._clock() + self.duration_s
@@ -127,7 +127,7 @@ class LeaseTable:
     def permit(self, lease: Lease, prefill: PeerRef) -> tuple[int, ...] | None:
         """Permit `prefill` to begin writes for `window_s` seconds, and return the lease's pages.
 
-        Returns None while no pages are attached. Raises StaleEpoch if the lease is over or belongs to another worker.
+        Returns None while no pages are attached. Raises StaleEpoch if the lease has ended or belongs to another worker.
         """
         with self._lock:
             entry = self._live_entry(lease, prefill)
@@ -137,7 +137,7 @@ class LeaseTable:
     def prolong(self, leases: Iterable[Lease], prefill: PeerRef) -> tuple[Lease, ...]:
         """Permit `prefill` to begin writes for another `window_s` seconds, and return the leases that are refused.
 
-        Those are over, revoked, without pages, or belong to another worker. They do not count as fenced.
+        Those have ended, are revoked, without pages, or belong to another worker. They do not count as fenced.
         """
         with self._lock:
             now, over = self._clock(), []
@@ -153,7 +153,7 @@ class LeaseTable:
     def advertise(self, lease: Lease, prefill: PeerRef, page_ids: Iterable[int]) -> None:
         """Attach the pages that the writer is about to receive and may write.
 
-        Raises StaleEpoch if the lease is over; the pages then stay the caller's, and the writer does not know them.
+        Raises StaleEpoch if the lease has ended; the pages then stay the caller's, and the writer does not know them.
         Raises ValueError if the lease already has pages.
         """
         with self._lock:
@@ -166,12 +166,13 @@ class LeaseTable:
     def complete(self, lease: Lease, prefill: PeerRef) -> LeaseChange:
         """End a lease whose notice arrived: ADMIT, or FREE if it was revoked before, which counts as fenced.
 
-        Raises StaleEpoch if the lease is over, belongs to another worker, or never had pages.
+        Raises StaleEpoch if the lease has ended, belongs to another worker, or never had pages.
         """
         with self._lock:
             entry = self._entry(lease, prefill)
             if entry.page_ids is None:
                 raise self._stale(lease, "a notice came before any pages were asked for")
+            # A notice is the writer's last act, so the pages are safe although the lease was revoked.
             if entry.quarantined:
                 self._fenced += 1
                 return self._end(entry, PageAction.FREE)
@@ -193,7 +194,7 @@ class LeaseTable:
     def delivered(self, leases: Iterable[Lease], prefill: PeerRef) -> tuple[LeaseChange, ...]:
         """End leases whose notices were sent long ago and have not arrived, in the same way as a release in doubt.
 
-        Leases that are over do not count as fenced here.
+        Leases that have ended do not count as fenced here.
         """
         with self._lock:
             named = {lease.epoch: lease for lease in leases}
@@ -203,7 +204,7 @@ class LeaseTable:
     def revoke(self, lease: Lease) -> LeaseChange:
         """Revoke a lease whose request ended before its notice: QUARANTINE, or NONE if it has no pages.
 
-        Raises StaleEpoch if the lease is over already.
+        Raises StaleEpoch if the lease has ended already.
         """
         with self._lock:
             return self._revoke(self._live_entry(lease, None))
@@ -255,7 +256,7 @@ class LeaseTable:
 
     @property
     def fenced(self) -> int:
-        """The number of messages and notices that named a lease that was over."""
+        """The number of messages and notices that named a lease that had ended."""
         return self._fenced
 
     @property

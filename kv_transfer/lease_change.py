@@ -10,9 +10,9 @@ class PageAction(Enum):
     """What the caller does with the pages of a lease whose state changed."""
 
     NONE = "none"
-    """The lease is over and never held pages; its reserved pages are released."""
+    """The lease has ended and never held pages; its reserved pages are released."""
     QUARANTINE = "quarantine"
-    """Advertised → quarantined: the request is over, but a write may still land in the pages."""
+    """Advertised → quarantined: the request has ended, but a write may still land in the pages."""
     FREE = "free"
     """The writer is quiescent: advertised or quarantined → free."""
     ADMIT = "admit"

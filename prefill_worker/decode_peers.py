@@ -21,7 +21,7 @@ class AllocatedPages:
 
 @dataclass(frozen=True, slots=True)
 class Renewal:
-    """The reply to a renewal: the leases that are over, and the write window of the others.
+    """The reply to a renewal: the leases that have ended, and the write window of the others.
 
     `write_for_s` is the length of the window in seconds, from when the request was sent.
     """
@@ -45,7 +45,7 @@ class DecodePeers(ABC):
     async def allocate_pages(self, destination: Destination, pages: int) -> AllocatedPages:
         """Allocate the pages that receive the last of the prompt's `pages`; the decode worker has the earlier ones.
 
-        A repeated call returns the same pages and the same window. Raises StaleEpoch if the lease is over.
+        A repeated call returns the same pages and the same window. Raises StaleEpoch if the lease has ended.
         """
 
     @abstractmethod
@@ -66,7 +66,7 @@ class DecodePeers(ABC):
     async def release(self, destination: Destination, *, in_doubt: bool) -> None:
         """Report that no write under the lease is in flight and none will follow.
 
-        `in_doubt`: a write failed, and its data may still land. Raises StaleEpoch if the lease is over. If the worker
+        `in_doubt`: a write failed, and its data may still land. Raises StaleEpoch if the lease has ended. If the worker
         is known to be gone, nothing is sent and the call succeeds.
         """
 
@@ -78,20 +78,23 @@ class LocalDecode(Protocol):
     """
 
     def allocate_pages(self, lease: Lease, pages: int, prefill: PeerRef) -> Sequence[int]:
-        """Allocate the pages that receive the last of the prompt's `pages`. Raises StaleEpoch if the lease is over."""
+        """Allocate the pages that receive the last of the prompt's `pages`.
+
+        Raises StaleEpoch if the lease has ended.
+        """
         ...
 
     def allocate_chunk_pages(self, lease: Lease, pages: int, position: int, prefill: PeerRef) -> Sequence[int]:
         """Allocate at most `pages` more pages, for groups with a window; fewer if there are no more.
 
-        No token from `position` on attends to the pages before its window. Raises StaleEpoch if the lease is over.
+        No token from `position` on attends to the pages before its window. Raises StaleEpoch if the lease has ended.
         """
         ...
 
     def cached_pages(self, lease: Lease) -> int:
         """Return how many of the prompt's first pages are read from the shared prefix cache.
 
-        Raises StaleEpoch if the lease is over.
+        Raises StaleEpoch if the lease has ended.
         """
         ...
 

@@ -223,6 +223,7 @@ class Handoff:
         sent = await self._write_while_computing(destination, window, checksums)
         if not self._goes_on():
             return
+        # The last page is written last, because the notice goes with it.
         last = needed - 1
         self._writes.last_chunk_ended()
         if sent < last:

@@ -9,7 +9,7 @@ from tandem.protocol.messages import FinishReason
 class Progress:
     """The engine's progress with one prompt.
 
-    It is used on the event loop only: the engine thread's updates arrive there as calls, so nothing here is locked.
+    Used on the event loop only. The engine thread's updates arrive there as calls, so nothing here is locked.
 
     `released` means that the engine never uses this request's pages again.
     """

@@ -48,7 +48,7 @@ class WriteWindow:
         self.asked_at = self.ends_at = -math.inf
         """When the request that last granted the window was sent, and when the window ends (`time.monotonic`)."""
         self.over = False
-        """True if the decode worker has said that the lease is over."""
+        """True if the decode worker has said that the lease has ended."""
         self._peers, self._renewals, self._pages = peers, renewals, pages
         self._remote: tuple[int, ...] | None = None
 
@@ -68,7 +68,7 @@ class WriteWindow:
     async def pages(self) -> tuple[int, ...]:
         """Return the decode worker's pages for the last pages of the prompt; they are requested once.
 
-        Raises StaleEpoch if the lease is over, Unavailable or DeadlineExceeded if there is no reply.
+        Raises StaleEpoch if the lease has ended, Unavailable or DeadlineExceeded if there is no reply.
         """
         if self._remote is None:
             asked_at = time.monotonic()
@@ -102,6 +102,7 @@ class WriteWindow:
 
     def extend(self, asked_at: float, write_for_s: float) -> None:
         """Extend the window to `write_for_s` seconds after `asked_at`, when the request for it was sent."""
+        # The decode worker counts from when it handles the request, which is later: its window closes after this one.
         self.asked_at, self.ends_at = asked_at, asked_at + write_for_s
 
 
@@ -131,6 +132,7 @@ class _PeerWindows:
         """
         now = time.monotonic()
         live = [each.asked_at for each in self.open if not each.over and now < each.ends_at]
+        # After a failed attempt, the next one waits for a whole period.
         return max(min(live), self.tried_at) + self.period_s() - now if live else None
 
 
@@ -142,7 +144,7 @@ class WindowRenewals:
         self._pairs: dict[PeerRef, _PeerWindows] = {}
 
     def watch(self, window: WriteWindow) -> None:
-        """Renew the window until its lease is over or `forget` is called."""
+        """Renew the window until its lease has ended or `forget` is called."""
         destination = window.destination
         pair = self._pairs.setdefault(destination.peer, _PeerWindows(destination.peer, destination.address))
         pair.open[window] = None

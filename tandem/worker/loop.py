@@ -244,6 +244,7 @@ class StepLoop:
             self.steps += 1
             events, decoded = self._scheduler.apply(step.work, result)
             updates = self._prefill.take_updates() if step.work.prefill_tokens else ()
+        # Launched before this step's tokens are published, so that the device does not wait for that.
         if waited:
             self._running = self._launch()
         with self._publish_lock:

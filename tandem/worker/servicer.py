@@ -122,7 +122,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def RenewPermissions(
         self, request: worker_pb2.RenewPermissionsRequest, _context: _Context
     ) -> worker_pb2.RenewPermissionsResponse:
-        """Renew the permission to write under leases, and return those that are over."""
+        """Renew the permission to write under leases, and return those that have ended."""
         writer, admission = conversion.from_proto(request.prefill, PeerRef), self._worker.admission
         over = admission.prolong([conversion.from_proto(lease, Lease) for lease in request.leases], writer)
         return worker_pb2.RenewPermissionsResponse(

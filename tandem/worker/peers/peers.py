@@ -86,7 +86,7 @@ class IncompatiblePeers:
         self._why.pop(peer, None)
 
     def forget(self, peer: PeerRef) -> None:
-        """Remove this incarnation, which is over, and all earlier ones."""
+        """Remove this incarnation, which has ended, and all earlier ones."""
         for known in [known for known in self._why if known.worker_id == peer.worker_id]:
             if known.incarnation <= peer.incarnation:
                 del self._why[known]
@@ -216,7 +216,7 @@ class Peers(DecodePeers):
         """Accept the handshake of a prefill worker and return this worker's description.
 
         Raises FailedPrecondition, with the reason, if the two are incompatible, and StaleEpoch if the incarnation is
-        known to be over.
+        known to have ended.
         """
         peer = theirs.description.peer
         if peer in self._gone:
@@ -247,7 +247,7 @@ class Peers(DecodePeers):
         return self._incompatible.warnings
 
     def forget(self, peer: PeerRef) -> None:
-        """Drop the connections to this incarnation of a worker and its earlier ones, which are over.
+        """Drop the connections to this incarnation of a worker and its earlier ones, which have ended.
 
         None is opened again unless an incarnation is accepted anew, because another process may listen at the address
         by now.
