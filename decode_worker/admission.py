@@ -70,7 +70,7 @@ class DecodeAdmission:
 
         Args:
             config: The worker's configuration.
-            me: This worker's run.
+            me: The id and incarnation of this worker.
             model: The model's facts, for the limits on requests.
             clock: The monotonic clock of leases, in seconds.
             cache: The worker's prefix cache, which owns the page pool.
@@ -79,9 +79,9 @@ class DecodeAdmission:
             emit: Receives the events for the routers.
             wake: Called when work is ready.
             transport_poll_s: The transport's clock (`Receiver.transport_poll_s`).
-            same_host: True if the prefill worker is known to be on this host.
-            lives: Whether the process of a prefill worker is alive (`kv_transfer.fence.ProcessAlive`).
-            checks: Compares the bytes that arrived with those sent; None = not compared.
+            same_host: Returns True if the prefill worker is known to be on this host.
+            lives: Tells whether the process of a prefill worker is alive (`kv_transfer.fence.ProcessAlive`).
+            checks: Compares the bytes that arrived with those that were sent; None = they are not compared.
         """
         self._config = config
         self._clock = clock

@@ -30,12 +30,13 @@ class BatchSlot:
     index: int
     """The slot's index in the columns."""
     first_step: int
+    """The first step with a row of the request."""
     position_offset: int
-    """The position of the request's row, less the number of the step."""
+    """The row of step n has position `position_offset` + n."""
     last_step: int
     """The last step with a row of the request; it becomes an earlier one when the request is stopped."""
     buffered_from: int
-    """The first step whose token was not appended to the answer yet."""
+    """The first step whose token was not appended to the answer yet (`TokenBuffer`)."""
     skipped_steps: tuple[int, ...] = ()
     """Steps between the first and the last without a row of the request, because it had no page."""
     stopped: bool = False
@@ -52,6 +53,7 @@ class SlotSchedule:
     """Slots by the number of a step, each slot under at most one step.
 
     A slot that leaves the batch must be removed, whatever its step; otherwise it would keep its ended request alive.
+    Owned by the running batch.
     """
 
     def __init__(self) -> None:
@@ -106,14 +108,14 @@ class SlotColumns:
         self.last_step = np.zeros(0, dtype=np.int64)
         self.position_offset = np.zeros(0, dtype=np.int64)
         self.answer_offset = np.zeros(0, dtype=np.int64)
-        """Index of a row's token in the answer, less the row's position."""
+        """The row at position p draws the token with index `answer_offset` + p of the answer."""
         self.draw_offset = np.zeros(0, dtype=np.int64)
-        """Index of a row's random draw, less the row's position."""
+        """The row at position p uses draw number `draw_offset` + p of the request's random sequence."""
         self.masked_tokens = np.zeros(0, dtype=np.int64)
         self.looks_back = np.zeros(0, dtype=np.bool_)
         self.wants_logprobs = np.zeros(0, dtype=np.bool_)
         self.newest_token = np.zeros(0, dtype=np.int64)
-        """The last token that has arrived from the engine."""
+        """The newest token that has arrived: from the engine, or with the request when it joined."""
         self.settings = np.zeros((0, SETTINGS), dtype=np.float64)
         self.seeds = np.zeros(0, dtype=np.uint64)
         """`seeded.start_of` of each seed."""

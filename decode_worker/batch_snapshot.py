@@ -30,13 +30,16 @@ class _Drawing(NamedTuple):
     settings: NDArray[np.float64]
     seeds: NDArray[np.uint64]
     draw_offset: NDArray[np.int64]
-    """Index of each row's random draw, less the number of the step."""
+    """[n]: in step k, the row uses draw number `draw_offset` + k of its request's random sequence."""
     greedy: bool
+    """True if every row is drawn greedily."""
     looks_back: bool
+    """True if any row has penalties or a grammar."""
     wants_logprobs: bool
     masked_tokens: NDArray[np.int64]
+    """[n]: the number of first answer tokens whose logits are changed by biases or a minimal length."""
     unmasked_from: int
-    """The first step in which the answer of each row is as long as its `masked_tokens`."""
+    """The first step in which no row's logits are changed: every answer then has `masked_tokens` tokens."""
 
     def moved(self, by: NDArray[np.int64]) -> "_Drawing":
         """Return the sampling input of rows that are `by` [n] positions further."""
@@ -50,7 +53,7 @@ class _Owners(NamedTuple):
     request_ids: list[str]
     attempts: list[int]
     answer_offset: NDArray[np.int64]
-    """Index of each row's token in its answer, less the number of the step."""
+    """[n]: in step k, the row draws the token with index `answer_offset` + k of the answer."""
     masks: dict[str, bytearray]
     """For each router [n]: 1 for its rows, else 0; empty if there is only one router."""
     router: str
@@ -194,7 +197,10 @@ class BatchSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class DecodedStep:
-    """The decode rows of a completed step, with the token of each row."""
+    """The decode rows of a completed step, with the token of each row.
+
+    Made by the running batch when the tokens of a step arrive.
+    """
 
     step: int
     snapshot: BatchSnapshot

@@ -21,7 +21,10 @@ log = logging.getLogger(__name__)
 
 
 class ArrivalCheck:
-    """Compares a notice and the received pages with the reservation, and counts mismatches. It changes no request."""
+    """Compares a notice and the received pages with the reservation, and counts mismatches.
+
+    It changes no request. Owned by the admission.
+    """
 
     def __init__(self, me: PeerRef, model: ModelFacts, checks: PageChecks | None) -> None:
         """Create the check. Without `checks`, notices carry no checksums and the bytes of pages are not checked."""
@@ -103,7 +106,7 @@ class ArrivalCheck:
 class ArrivalHandler:
     """Checks arrived KV, at once or in the background, and makes the request ready or fails it.
 
-    Shares the admission's lock.
+    Shares the admission's lock. Owned by the admission.
     """
 
     def __init__(

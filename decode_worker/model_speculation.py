@@ -35,6 +35,7 @@ class DraftCount:
     """A number of draft tokens for each request of a step, and the predicted times."""
 
     drafts: int
+    """The draft tokens of each request."""
     seconds: float
     """Predicted seconds of the step together with the proposer's steps before it."""
     saved_s: float
@@ -46,6 +47,7 @@ class _Plan:
     """What the proposer computes before the next step."""
 
     drafts: dict[DecodeRequest, int] = field(default_factory=dict)
+    """Requests for which draft tokens are proposed, each with their number."""
     pieces: dict[Hashable, int] = field(default_factory=dict)
     """Requests whose context is stored, each with the number of tokens stored before this step."""
 
@@ -281,7 +283,9 @@ class DraftCosts:
     """The predicted seconds of a step in which some requests have draft tokens, and of the proposer's steps."""
 
     verify: StepCost
+    """The cost model of the target model's steps."""
     propose: StepCost
+    """The cost model of the proposer's steps."""
     work: StepWork
     """The step's work without draft tokens."""
     requests: int

@@ -133,9 +133,10 @@ class PageReservations:
             self._held -= pages
 
     def complete_transfer(self, request: DecodeRequest, committed: int) -> None:
-        """Lower the committed pages of a request whose KV has arrived to `committed`, or to those that it holds.
+        """Lower the committed pages of a request whose KV has arrived to `committed`.
 
-        The larger of the two counts; if it has committed fewer pages, nothing changes.
+        Only reserved pages are dropped: pages that the request holds stay committed. If the request has committed fewer
+        pages, nothing changes.
         """
         left, request.lease_pages = request.lease_pages, 0
         self._lease_pages -= left
@@ -225,7 +226,7 @@ class PageBudget:
 
     Quarantined pages are lost until their writers confirm that they have stopped, or are known to have stopped. A
     worker that has lost a large part of its pool reports itself as not ready, and makes no reservation until enough
-    pages are back. Otherwise it would look to the routers like a small worker that is full.
+    pages are back. Otherwise it would look to the routers like a small worker that is full. Owned by the admission.
     """
 
     def __init__(

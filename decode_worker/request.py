@@ -61,6 +61,7 @@ class DecodeRequest:
     skipped: int
     """The number of the prompt's first pages that are not sent: they are cached here or, with windows, not needed."""
     stage: Stage = Stage.LEASED
+    """The queue that the request is in."""
     pages: list[int] = field(default_factory=list)
     """The request's pages as `KvPages` lists them, once its KV is here; before that, the advertised pages."""
     lease_pages: int = 0
@@ -72,7 +73,7 @@ class DecodeRequest:
     check_until: float = 0.0
     """The time until which the check of the KV must have a result, by the admission's clock."""
     first_draw: int = 1
-    """The number of the random draw of answer token 1."""
+    """The number of the draw, in the request's random sequence, that gives the token with index 1 of the answer."""
     cancelled: bool = False
     """Cancelled while checking or running; dropped as soon as nothing reads its pages."""
     ended: bool = False
@@ -92,6 +93,7 @@ class DecodeRequest:
     adapter: int = 0
     """The number of its adapter, as in `StepRow`."""
     edges: list[EdgeStamp] = field(default_factory=list)
+    """Lifecycle events that were not sent to the router yet."""
 
     def __post_init__(self) -> None:
         self.prompt_tokens = self.reservation.question_tokens

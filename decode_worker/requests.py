@@ -23,7 +23,10 @@ A lease whose notice arrived while a heartbeat for it was in transit must not be
 
 
 class DecodeRequests:
-    """All requests that have not ended, and the queue of ready ones. Guarded by the admission's lock."""
+    """All requests that have not ended, and the queue of ready ones.
+
+    Guarded by the admission's lock. Owned by the admission; the decode scheduler takes its lock too.
+    """
 
     def __init__(self, cache: PrefixCache, budget: PageBudget, emit: Callable[[RoutedEvent], None]) -> None:
         self._cache = cache

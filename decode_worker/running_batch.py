@@ -52,7 +52,7 @@ class RunningBatch:
         self._stop_sets: dict[frozenset[int], int] = {}
         """Sets of tokens that end an answer, each with the number of requests that have it."""
         self._stop_tokens: frozenset[int] = frozenset()
-        """The union of these sets."""
+        """All tokens that end the answer of some request: the union of `_stop_sets`."""
         self._grow(slots)
 
     def __len__(self) -> int:

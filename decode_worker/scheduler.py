@@ -118,7 +118,7 @@ class DecodeScheduler:
             self.speculation.learn()
 
     def limit(self, max_batch_requests: int) -> None:
-        """True if no request is in the batch or waits to join it."""
+        """Limit the batch to `max_batch_requests`; running requests continue. Any thread may call it."""
         self._max_batch = max_batch_requests
 
     def running_requests(self) -> int:

@@ -33,7 +33,7 @@ _SPEEDUP_SEEN = 1.01
 
 @dataclass(slots=True)
 class SpeculationCounts:
-    """The counts of drafts since the worker started."""
+    """The counts of draft tokens since the worker started."""
 
     drafted: Counter[tuple[DraftSource, int]] = field(default_factory=Counter)
     """Verified draft tokens, by their source and their position in the draft, from 0."""
@@ -56,6 +56,7 @@ class _Launched(NamedTuple):
     work: StepWork
     """The step's work without draft tokens."""
     drafted: Sequence[Candidate]
+    """The requests with draft tokens."""
     computing_s: float
     """Seconds that the proposer took to compute the draft tokens."""
     refused: frozenset[DecodeRequest] = frozenset()
@@ -73,7 +74,7 @@ _NOT_LAUNCHED = _Launched(StepCost(), NOTHING, (), 0.0)
 class Speculation:
     """Proposes draft tokens and learns how many are accepted.
 
-    Used on the engine thread; other threads may read `counts`.
+    Used on the engine thread; other threads may read `counts`. Owned by the decode scheduler.
     """
 
     refused_count_as_rejected = False

@@ -49,7 +49,7 @@ class PageChecks:
     """Computes checksums of this worker's pages, as sender or receiver. Any thread may call it.
 
     `close` ends the checksum thread, which keeps the engine's cache alive. The thread starts with the first checksum,
-    so an instance that was never used needs no `close`.
+    so an instance that was never used needs no `close`. Owned by the worker.
     """
 
     def __init__(self, sums: PageSums, rate: float, kv: KvPages) -> None:

@@ -55,15 +55,15 @@ class PrefillSchedulerView(Protocol):
     """The part of the prefill scheduler that a hand-over uses."""
 
     def withdraw(self, request: PrefillRequest) -> None:
-        """Computes no further chunk of this request."""
+        """Compute no further chunk of this request."""
         ...
 
     def transfer_outlives_request(self, request: PrefillRequest) -> None:
-        """Notes that a request has ended while its writes continue. Its pages are lost until `free`."""
+        """Note that a request has ended while its writes continue. Its pages are lost until `free`."""
         ...
 
     def free(self, request: PrefillRequest) -> None:
-        """Frees the pages of a request that the engine has released and that no write reads."""
+        """Free the pages of a request that the engine has released and that no write reads."""
         ...
 
 

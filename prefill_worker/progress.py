@@ -11,7 +11,8 @@ class Progress:
 
     Used on the event loop only. The engine thread's updates arrive there as calls, so nothing here is locked.
 
-    `released` means that the engine never uses this request's pages again.
+    `released` means that the engine never uses this request's pages again. Owned by the prefill request; its hand-over
+    waits for changes.
     """
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ class PromptPages:
     """Allocates the pages of prompts.
 
     Cached pages are only read; the others belong to the request, or to the lease of a local prompt. Full pages are
-    cached once they are computed. Called under the scheduler's lock.
+    cached once they are computed. Called under the scheduler's lock. Owned by the prefill scheduler.
     """
 
     def __init__(self, cache: PrefixCache, me: PeerRef, local: LocalDecode) -> None:
@@ -29,7 +29,7 @@ class PromptPages:
     def take(self, request: PrefillRequest) -> bool:
         """Allocate all pages of groups without a window, and count cached tokens as computed.
 
-        Returns False if there are too few free pages. Raises the `TandemError` of a local lease that is over.
+        Returns False if there are too few free pages. Raises the `TandemError` of a local lease that has ended.
         """
         if request.local:
             self._take_local(request)

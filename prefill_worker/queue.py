@@ -35,6 +35,7 @@ class WaitingPrompts:
     """The waiting prompts, as far as the step policy needs to know them."""
 
     prompts: int = 0
+    """The number of prompts that a step could compute."""
     tokens: int = 0
     """Prompt tokens that are in no launched step, including those that will be found in the cache."""
     context: int = 0
@@ -45,7 +46,10 @@ NO_PROMPTS = WaitingPrompts()
 
 
 class PromptQueue:
-    """The prompts in order of arrival. Guarded by the scheduler's lock; the requests own their pages."""
+    """The prompts in order of arrival.
+
+    Guarded by the scheduler's lock; the requests own their pages. Owned by the prefill scheduler.
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[PrefillRequest, None] = {}
@@ -154,7 +158,7 @@ Step = Sequence[tuple[PrefillRequest, int]]
 class InFlightSteps:
     """Launched steps with prompt chunks whose results have not arrived, oldest first.
 
-    Guarded by the scheduler's lock.
+    Guarded by the scheduler's lock. Owned by the prefill scheduler.
     """
 
     def __init__(self) -> None:

@@ -94,7 +94,8 @@ class PendingTransfers:
     """Prompts that have ended while writes still read their pages.
 
     The pages stay allocated until nothing reads them any more, however long that takes: a decode worker that stands
-    still with its connection intact keeps a write open. Guarded by the prefill scheduler's lock.
+    still with its connection intact keeps a write open. Guarded by the prefill scheduler's lock. Owned by the prefill
+    scheduler.
     """
 
     def __init__(self, lost: LostPages, pool_pages: int) -> None:

@@ -22,7 +22,7 @@ class Abortable(Protocol):
     """A hand-over that can be aborted."""
 
     def abort(self) -> None:
-        """Aborts the hand-over."""
+        """Abort the hand-over."""
         ...
 
 
@@ -47,6 +47,7 @@ class PrefillRequest:
 
     task: PrefillTask
     pages_needed: int
+    """The number of pages that the prompt fills in a group without a sliding window."""
     local: bool
     """True if the KV is computed in pages of this worker's own decode phase; the lease owns the pages."""
     progress: Progress
@@ -76,9 +77,11 @@ class PrefillRequest:
     """The number of launched steps with a chunk of the request that have not completed; if 0, no step uses its pages.
     """
     withdrawn: bool = False
+    """True if no further chunk is to be computed."""
     scores: PromptScores | None = None
     """The log probabilities of the prompt's tokens that are computed so far, if the task asks for them."""
     edges: list[EdgeStamp] = field(default_factory=list)
+    """The lifecycle events so far, sent with the first token."""
     history: History | None = None
     """The tokens that penalties or a grammar look back on, if the task has either."""
 
@@ -116,12 +119,15 @@ class EventThread(Protocol):
     """The event loop on which updates are delivered."""
 
     def call_soon_threadsafe(self, callback: Callable[..., object], *args: Any) -> object:
-        """Schedules a call on the event loop, from any thread."""
+        """Schedule a call on the event loop, from any thread."""
         ...
 
 
 class ProgressUpdates:
-    """Calls that are to be made on the event loop, in order. Used on the engine thread only."""
+    """Calls that are to be made on the event loop, in order.
+
+    Used on the engine thread only. Owned by the prefill scheduler.
+    """
 
     def __init__(self, events: EventThread) -> None:
         self._events = events

@@ -113,9 +113,13 @@ class _PeerWindows:
     peer: PeerRef
     address: str
     open: dict[WriteWindow, None] = field(default_factory=dict)
+    """The windows of hand-overs that have not ended, in the order in which they were granted."""
     tried_at: float = 0.0
+    """When the last renewal was sent (`time.monotonic`)."""
     asking: asyncio.Future[None] | None = None
+    """The renewal in flight, None if there is none."""
     timer: asyncio.Future[None] | None = None
+    """The task that renews the windows in time, None if no window is open."""
 
     def asked_for(self) -> list[WriteWindow]:
         """Return the windows that a message names, the oldest first."""
@@ -137,7 +141,10 @@ class _PeerWindows:
 
 
 class WindowRenewals:
-    """Renews all write windows of a prefill worker. Used on the event loop."""
+    """Renews all write windows of a prefill worker.
+
+    Used on the event loop. Owned by `Handovers`, which passes it to every hand-over.
+    """
 
     def __init__(self, peers: DecodePeers) -> None:
         self._peers = peers

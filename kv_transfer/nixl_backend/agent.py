@@ -79,7 +79,8 @@ def agent_name(peer: PeerRef) -> str:
 class PoolAgent:
     """The agent of `me`. The pool is registered once, here, and belongs to the engine; `close` deregisters it.
 
-    NIXL's own errors pass through these methods unchanged; the caller converts them to typed ones.
+    NIXL's own errors pass through these methods unchanged; the caller converts them to typed ones. Owned by the
+    transport and used on its thread only.
     """
 
     def __init__(self, layout: KVLayout, me: PeerRef, *, trusted_network: bool = False) -> None:

@@ -30,7 +30,7 @@ class Link:
 
 
 class Links:
-    """Known peers by worker id. Used on the transport's thread only."""
+    """Known peers by worker id. Used on the transport's thread only. Owned by the transport."""
 
     def __init__(self, agent: PoolAgent) -> None:
         self._agent = agent

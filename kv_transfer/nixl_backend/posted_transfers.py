@@ -45,7 +45,7 @@ class _PostedTransfer:
 
 
 class PostedTransfers:
-    """All transfers that this agent has posted. Used on the transport's thread only."""
+    """All transfers that this agent has posted. Used on the transport's thread only. Owned by `Writes`."""
 
     def __init__(self, agent: PoolAgent, links: Links, page_bytes: int) -> None:
         self._agent, self._links, self._page_bytes = agent, links, page_bytes

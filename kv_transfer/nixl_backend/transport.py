@@ -39,7 +39,7 @@ LOOK_GAP_S = 0.1
 class Listening:
     """A clock that counts while polls follow each other.
 
-    Used by the transport's thread; any thread may read `seconds`.
+    Used by the transport's thread; any thread may read `seconds`. Owned by the transport.
     """
 
     def __init__(self) -> None:

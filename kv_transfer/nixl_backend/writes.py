@@ -32,7 +32,7 @@ DUE_S = 5e-3
 class Writes:
     """Carries out writes, each as one transfer of this agent, and receives notices.
 
-    Used on the transport's thread only.
+    Used on the transport's thread only. Owned by the transport.
     """
 
     def __init__(self, agent: PoolAgent, links: Links, layout: KVLayout, deliver: Deliver) -> None:

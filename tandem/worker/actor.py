@@ -162,7 +162,10 @@ def give_place_back() -> None:
 
 
 def given_device(asked: str) -> str:
-    """Return `asked`; but for `cuda`, return the one GPU that Ray gave this process, by CUDA's number."""
+    """Return the device to use: `asked`, but for `cuda` the one GPU that Ray gave this process.
+
+    The number in the result is the one by which CUDA knows the GPU, e.g. `cuda:0`.
+    """
     if asked != "cuda":
         return asked
     import ray

@@ -13,10 +13,13 @@ log = logging.getLogger(__name__)
 
 
 class WorkerAdapters:
-    """Loads adapters into the engine's slots, one at a time, in worker threads. Used on the event loop."""
+    """Loads adapters into the engine's slots, one at a time, in worker threads.
+
+    Used on the event loop. Owned by the worker.
+    """
 
     def __init__(self, me: PeerRef, slots: AdapterSlots, used: Callable[[], set[str]]) -> None:
-        """Create it; `used` returns the hashes of the adapters that requests use."""
+        """Create the worker's adapters; `used` returns the hashes of those that requests use."""
         self._me = me
         self._slots = slots
         self._used = used

@@ -20,7 +20,9 @@ log = logging.getLogger(__name__)
 
 DRAIN_LOOK_S = 0.02
 REST_S = 10.0
-"""Seconds after which a closed phase that still has pages in use logs a warning: it needs a step and pending writes."""
+"""Seconds after which an abandoned phase that is not empty logs a warning.
+
+Emptying normally takes one step and the writes in flight."""
 OTHER_ROLE, DRAINS = "has another role now", "drains"
 
 
@@ -33,13 +35,18 @@ class PhaseControl:
     close: Callable[[str], None]
     """Called with the reason for which requests are refused."""
     refs: Callable[[], list[tuple[str, RequestRef]]]
+    """Returns every request, with its router."""
     abort: Callable[[str, Sequence[RequestRef]], None]
+    """Aborts requests of a router."""
     requests: Callable[[], int]
     """Returns the number of requests that have not ended."""
 
 
 class WorkerAssignment:
-    """Opens and closes the phases of a worker. Used on the event loop; `stop` ends the tasks that wait."""
+    """Opens and closes the phases of a worker.
+
+    Used on the event loop; `stop` ends the tasks that wait. Owned by the worker.
+    """
 
     def __init__(
         self,

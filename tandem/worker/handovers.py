@@ -20,7 +20,10 @@ SETTLE_S = 2.0
 
 @dataclass(slots=True)
 class Handovers:
-    """Starts every `Handoff` of a worker with what they have in common, and knows those that have not ended."""
+    """Starts every `Handoff` of a worker with what they have in common, and knows those that have not ended.
+
+    Owned by the worker; used on the event loop.
+    """
 
     me: PeerRef
     kv: KvPages

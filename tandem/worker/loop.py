@@ -35,13 +35,14 @@ class _Step:
     began: float
     """The start of the step by the meter's clock."""
     scored_tokens: int
+    """The number of prompt tokens whose log probabilities are computed."""
 
 
 class StepMeter:
     """Measures the duration of steps and fits the cost model. Engine thread only; any thread may read `parameters`.
 
     A step that was launched while another one ran counts from the other one's results: the time between two results is
-    the time between tokens. After an idle time, a step counts from its own scheduling.
+    the time between tokens. After an idle time, a step counts from its own scheduling. Owned by the worker.
     """
 
     def __init__(
@@ -96,7 +97,10 @@ class StepMeter:
 
 
 class StepLoop:
-    """Runs the engine for both schedulers until `stop`, or until a step fails with an error, passed to `on_death`."""
+    """Runs the engine for both schedulers until `stop`, or until a step fails with an error, passed to `on_death`.
+
+    Owned by the worker; it has its own thread, the engine thread.
+    """
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Outbox:
-    """The event streams of all routers. Used on the event loop."""
+    """The event streams of all routers. Used on the event loop. Owned by the worker."""
 
     def __init__(
         self,

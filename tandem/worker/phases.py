@@ -20,7 +20,10 @@ DIES = "has lost its engine"
 
 
 class PhaseSchedulers:
-    """Applies to both schedulers what is requested of the worker. They own their requests and pages."""
+    """Applies to both schedulers what is requested of the worker.
+
+    They own their requests and pages. Owned by the worker and called on the event loop.
+    """
 
     def __init__(
         self,

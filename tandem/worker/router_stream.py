@@ -14,7 +14,7 @@ Snapshot = Callable[[tuple[RequestEvent, ...], tuple[PrefixChanges, ...], tuple[
 
 
 class RouterStream:
-    """The events and tokens that wait to be sent to one router."""
+    """The events and tokens that wait to be sent to one router. Made by the outbox; used on the event loop."""
 
     def __init__(self, router_id: str, snapshot: Snapshot, *, prefixes: bool = False) -> None:
         """Create the stream. `prefixes` is True if the router wants the changes of the prefix cache."""

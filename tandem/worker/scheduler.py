@@ -33,7 +33,8 @@ class StepPlan:
 class StepScheduler:
     """Fills steps with the rows of both phases.
 
-    `StepPolicy` limits the prompt tokens of a step, `BatchGrowth` the decode rows. Used by one thread.
+    `StepPolicy` limits the prompt tokens of a step, `BatchGrowth` the decode rows. Used by one thread. Owned by the
+    step loop.
     """
 
     def __init__(

@@ -34,10 +34,14 @@ class _Peer:
     late: list[Lease] = field(default_factory=list)
     fresh: list[Lease] = field(default_factory=list)
     telling: asyncio.Task[None] | None = None
+    """The task that sends the reports."""
 
 
 class Deliveries:
-    """Reports to each peer the leases of the last one or two periods in one call. Used on the event loop."""
+    """Reports to each peer the leases of the last one or two periods in one call.
+
+    Used on the event loop. Owned by `Peers`.
+    """
 
     def __init__(self, tell: Tell, period_s: float) -> None:
         """Create the reports; a lease is reported at least `period_s` seconds after its notice was sent."""

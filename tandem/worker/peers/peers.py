@@ -28,7 +28,7 @@ RUNS_KEPT = 16
 class SameHostPeers:
     """The prefill workers on this host, and whether their processes are alive, if those can be observed from here.
 
-    Entries are by incarnation, because an earlier incarnation may be alive while its successor is.
+    Entries are by incarnation, because an earlier incarnation may be alive while its successor is. Owned by `Peers`.
     """
 
     def __init__(self, host: str) -> None:
@@ -64,7 +64,8 @@ class SameHostPeers:
 class IncompatiblePeers:
     """Workers that this worker has refused, or that have refused it: no KV is transferred between them while both run.
 
-    Each is logged once, and reported to the cluster for as long as it is known. Used on the event loop.
+    Each is logged once, and reported to the cluster for as long as it is known. Used on the event loop. Owned by
+    `Peers`.
     """
 
     def __init__(self) -> None:
@@ -112,7 +113,10 @@ class _Connection:
 
 
 class Peers(DecodePeers):
-    """One connection for each incarnation of a worker, opened when it is needed. Used on the event loop."""
+    """One connection for each incarnation of a worker, opened when it is needed.
+
+    Used on the event loop. Owned by the worker.
+    """
 
     def __init__(self, mine: Handshake, sender: Sender, token: str, rpc_timeout_s: float) -> None:
         self._mine = mine

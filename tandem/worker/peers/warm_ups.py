@@ -12,7 +12,10 @@ FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
 
 
 class WarmUps:
-    """Warms up connections to the other workers that the controller names. Call `close` before the peers are closed."""
+    """Warms up connections to the other workers that the controller names.
+
+    Call `close` before the peers are closed. Owned by the worker.
+    """
 
     def __init__(self, peers: Peers, prefills: Callable[[], bool]) -> None:
         """Create the warm-ups; `prefills` returns True if this worker's own prefill phase is open."""

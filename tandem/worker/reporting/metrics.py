@@ -37,7 +37,8 @@ Emit = Callable[[RoutedEvent], None]
 class Utilization:
     """The share of the device's ceilings that the newest steps used.
 
-    A ceiling below what steps have reached was measured under load, and is raised, unless an operator has set it.
+    A ceiling below what steps have reached was measured under load, and is raised, unless an operator has set it. Owned
+    by the worker's metrics; updated on the engine thread.
     """
 
     def __init__(self, roofline: Roofline, given: Ceilings | None = None) -> None:

@@ -31,7 +31,10 @@ def load_of(halves: PhaseSchedulers, cache: PrefixCache, decoding: StepWork, cos
 
 
 class WorkerReport:
-    """Reads the state of a worker's parts and changes none. Each call takes microseconds."""
+    """Reads the state of a worker's parts and changes none.
+
+    Each call takes microseconds. Owned by the worker; called on the event loop.
+    """
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ class Watchdog:
     """A timer on the event loop that checks leases, device and page pool.
 
     Leases, quarantines and stuck steps end at most a tenth of their time too late. The pool is checked whenever the
-    worker becomes idle.
+    worker becomes idle. Owned by the worker.
     """
 
     def __init__(
