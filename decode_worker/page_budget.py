@@ -168,7 +168,7 @@ class PageReservations:
             if not beyond_limit:
                 return False
             self._backed += self._pool.promise_up_to(self._groups)
-        # Backed pages that are kept for leases must not be used: prefill workers were told that they may write them.
+        # Backed pages that are kept for leases must not be used: prefill workers are going to write them.
         if self._backed - self._groups < self._lease_pages:
             return False
         self._count_growth(request, self._pool.allocate(request.reservation.ref, self._groups, from_promise=True))

@@ -85,7 +85,7 @@ class LocalDecode(Protocol):
         ...
 
     def allocate_chunk_pages(self, lease: Lease, pages: int, position: int, prefill: PeerRef) -> Sequence[int]:
-        """Allocate at most `pages` more pages, for groups with a window; fewer if there are no more.
+        """Allocate at most `pages` more pages, for groups with a window; fewer if too few are left.
 
         No token from `position` on attends to the pages before its window. Raises StaleEpoch if the lease has ended.
         """

@@ -47,8 +47,8 @@ class ControllerLink:
 
     `describe` returns the worker's current facts. `on_peer_joined` is called for workers that appear, and again when
     they open another phase. `on_peer_gone` is called for incarnations of other workers that are assumed dead, which
-    includes all earlier ones. `on_superseded` is called when the controller refuses this incarnation because it has ended
-    or a later one has registered.
+    includes all earlier ones. `on_superseded` is called when the controller refuses this incarnation because it has
+    ended or a later one has registered.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ DIES = "has lost its engine"
 class PhaseSchedulers:
     """Applies to both schedulers what is requested of the worker.
 
-    They own their requests and pages. Owned by the worker and called on the event loop.
+    The schedulers own their requests and pages. Owned by the worker and called on the event loop.
     """
 
     def __init__(
