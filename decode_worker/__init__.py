@@ -1,1 +1,1 @@
-"""The decode half of a worker: leases for what comes, the running batch for what has come."""
+"""The decode phase of a worker: leases for KV that is to arrive, and the running batch for KV that has arrived."""

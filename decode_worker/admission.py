@@ -1,17 +1,19 @@
-"""Admission to the decode half: reservations, leases, and the KV that arrives under them.
+"""Admission to the decode phase: reservations, leases, and the KV that arrives under the leases.
 
 The path of a request, by its queues (`decode_worker/request.py`):
-  1. `reserve`  promises pages for prompt and expected answer (`page_budget.py`), less those of the prompt that are
-                cached here; `allocate_pages` turns the prompt's share into pages that one prefill worker may write
-  2. `notice`   the KV has arrived: the pages change owner, the notice is checked, and in the background the bytes
-                (`kv_arrival.py`)
-  3.            all is right: the request is ready (`requests.py`)
-  4.            the running batch takes it (`requests.py`); it ends there, before its answer is complete if an
-                older one has no page to grow into (`preemption.py`)
-Anything else that can happen to it (abort, expiry, a dead prefill worker, a released lease) goes through the lease
-table, which says what to do with the pages (`leased.py`).
 
-Every method answers at once, from any thread, under one lock.
+  1. `reserve`  reserves pages for the prompt and the expected answer (`page_budget.py`), less the pages of the prompt
+                that are cached here; `allocate_pages` allocates the prompt's pages, which one prefill worker may write
+  2. `notice`   the KV has arrived: the pages pass to the request, the notice is checked at once, and the bytes are
+                checked in the background (`kv_arrival.py`)
+  3.            if both checks pass, the request is ready (`requests.py`)
+  4.            the running batch takes it (`requests.py`), and it ends there; it is preempted before its answer is
+                complete if an older request needs a page and there is none (`preemption.py`)
+
+Every other end (abort, expiry, a dead prefill worker, a released lease) goes through the lease table, which says
+whether the pages are freed or quarantined (`leased.py`).
+
+Every method returns at once, may be called from any thread, and holds one lock.
 """
 
 import logging
@@ -46,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class DecodeAdmission:
-    """Admits requests to this half, and owns their leases."""
+    """Admits requests to the decode phase. Owns their leases; one per worker."""
 
     def __init__(
         self,
@@ -68,7 +70,7 @@ class DecodeAdmission:
 
         Args:
             config: The worker's configuration.
-            me: This worker's run.
+            me: The id and incarnation of this worker.
             model: The model's facts, for the limits on requests.
             clock: The monotonic clock of leases, in seconds.
             cache: The worker's prefix cache, which owns the page pool.
@@ -77,9 +79,9 @@ class DecodeAdmission:
             emit: Receives the events for the routers.
             wake: Called when work is ready.
             transport_poll_s: The transport's clock (`Receiver.transport_poll_s`).
-            same_host: True if the prefill worker is known to be on this host.
-            lives: Whether the process of a prefill worker is alive (`kv_transfer.fence.ProcessAlive`).
-            checks: Compares the bytes that arrived with those sent; None = not compared.
+            same_host: Returns True if the prefill worker is known to be on this host.
+            lives: Tells whether the process of a prefill worker is alive (`kv_transfer.fence.ProcessAlive`).
+            checks: Compares the bytes that arrived with those that were sent; None = they are not compared.
         """
         self._config = config
         self._clock = clock
@@ -95,7 +97,7 @@ class DecodeAdmission:
         )
         self._leases: LeaseTable = LeaseTable(clock, config.kv_lease_s, fence)
         self.lock = threading.Lock()
-        """Guards the requests, for the running batch as well."""
+        """Guards the requests; the running batch takes it too."""
         self._budget = PageBudget(config, me.worker_id, cache, self._leases, model=model, clock=clock)
         self.requests = DecodeRequests(cache, self._budget, emit)
         self._leased = LeasedRequests(me, self._leases, cache, self._budget, self.requests)
@@ -105,18 +107,19 @@ class DecodeAdmission:
         )
         self._stale_attempts = 0
         self.expired_leases = 0
-        """Leases that ended because nobody renewed them."""
+        """Leases that ended because no heartbeat renewed them."""
 
     # ---- routers ----
 
     def reserve(self, reservation: Reservation, adapter: int = 0) -> GrantedLease:
-        """Promise pages to a validated reservation. The same one twice gets the same lease.
+        """Grant a lease to a validated reservation and reserve its pages. A repeated reservation gets the same lease.
 
-        ResourceExhausted with a retry hint when there is no room now, InvalidArgument when there never will be,
-        StaleEpoch when this attempt is another reservation's or over, RoleClosed while closed, Unavailable when the
-        prefill worker is gone.
+        Raises ResourceExhausted with a retry hint if there are too few pages now, InvalidArgument if it can never fit,
+        StaleEpoch if this attempt has ended or belongs to another reservation, RoleClosed while closed, and Unavailable
+        if the prefill worker is gone.
         """
-        reads = not reservation.scores_prompt  # what the decode worker holds, the prefill worker would not compute
+        # a prompt whose log probabilities are wanted is computed in full: it must not read cached pages
+        reads = not reservation.scores_prompt
         prefix = self._cache.prefix(reservation.prompt_token_ids, reservation.cache_salt, reads=reads)
         with self.lock:
             try:
@@ -126,13 +129,13 @@ class DecodeAdmission:
         return GrantedLease(request.lease, self._config.kv_lease_s, request.skipped * self._page_tokens)
 
     def heartbeat(self, leases: Iterable[Lease]) -> tuple[Lease, ...]:
-        """Keep these leases alive; returns those that are lost. One that has become a request is not lost."""
+        """Renew these leases and return those that are lost. A lease whose KV has arrived is not lost."""
         unknown = self._leases.renew(leases)
         with self.lock:
             return tuple(lease for lease in unknown if not self.requests.has_arrived(lease))
 
     def abort(self, router_id: str, refs: Iterable[RequestRef]) -> None:
-        """Forget these requests, every attempt up to the one named; unknown ones are ignored. No event is sent."""
+        """End these requests, in every attempt up to the named one. Unknown requests are ignored; no event is sent."""
         with self.lock:
             for ref in refs:
                 request = self.requests.find(router_id, ref.request_id)
@@ -141,18 +144,18 @@ class DecodeAdmission:
         self._changed()
 
     def abort_router(self, router_id: str) -> list[RequestRef]:
-        """Forget every request of a router; returns them."""
+        """End every request of a router and return their references."""
         refs = [ref for owner, ref in self.refs() if owner == router_id]
         self.abort(router_id, refs)
         return refs
 
     def refs(self) -> list[tuple[str, RequestRef]]:
-        """Every request that is not over, with its router."""
+        """Return every request that has not ended, with its router."""
         with self.lock:
             return self.requests.refs()
 
     def adapters(self) -> set[str]:
-        """The hashes of the adapters of all requests that a step may still compute; "" = the base model."""
+        """Return the adapter hashes of all requests that a step may still compute; "" stands for the base model."""
         with self.lock:
             return self.requests.adapters()
 
@@ -167,46 +170,51 @@ class DecodeAdmission:
             self._budget.open()
 
     def limit(self, max_pages: int | None) -> None:
-        """See `PageBudget.limit`."""
+        """Limit the pages of all requests (`PageBudget.limit`)."""
         with self.lock:
             self._budget.limit(max_pages)
 
     # ---- prefill workers ----
 
     def allocate_pages(self, lease: Lease, pages: int, prefill: PeerRef) -> Sequence[int]:
-        """Return the pages of the lease that `prefill` may begin to write within `write_window_s`.
+        """Return the pages of the lease that `prefill` may begin to write within `write_window_s` seconds.
 
         A repeated call returns the same pages and restarts the window. They are the last of the `pages` that the prompt
-        fills: the KV of the pages before them is already on this worker. Raises StaleEpoch if the lease has ended or
-        belongs to another worker, InvalidArgument if the count is not the prompt's.
+        fills: the KV of the earlier pages is already on this worker. Raises StaleEpoch if the lease has ended or
+        belongs to another worker, InvalidArgument if `pages` is not the number of pages of the prompt.
         """
         with self.lock:
             return self._leased.allocate_pages(lease, pages, prefill)
 
     def cached_pages(self, lease: Lease) -> int:
-        """Return the number of first pages of a local prompt that are read from the cache.
+        """Return how many of a local prompt's first pages are read from the cache.
 
-        StaleEpoch as `allocate_pages`.
+        Raises StaleEpoch if the lease has ended or belongs to another worker.
         """
         with self.lock:
             return self._leased.cached_pages(lease)
 
     def allocate_chunk_pages(self, lease: Lease, pages: int, position: int, prefill: PeerRef) -> Sequence[int]:
-        """Return at most `pages` more pages of the lease of a local prompt, which sees no position before a window.
+        """Return at most `pages` more pages of the lease of a local prompt, for groups with a sliding window.
 
-        The next token to be computed is at `position`. StaleEpoch if the lease has ended.
+        `position` is that of the next token to be computed; cached pages before its window are released. Raises
+        StaleEpoch if the lease has ended.
         """
         with self.lock:
             return self._leased.allocate_chunk_pages(lease, pages, position, prefill)
 
     def prolong(self, leases: Iterable[Lease], prefill: PeerRef) -> tuple[Lease, ...]:
-        """`prefill` may begin to write under these for `write_window_s` from now on, but for those returned."""
+        """Permit `prefill` to begin writes under these leases for another `write_window_s` seconds.
+
+        Returns the leases that cannot be prolonged.
+        """
         return self._leases.prolong(leases, prefill)
 
     def release(self, lease: Lease, prefill: PeerRef, *, in_doubt: bool = False) -> None:
-        """Free the pages of a lease that `prefill` gives up.
+        """Free the pages of a lease that `prefill` returns without a notice.
 
-        If a write failed (`in_doubt`), the pages are quarantined first. Raises StaleEpoch if the lease has ended.
+        With `in_doubt`, a write has failed and the pages are quarantined first. Raises StaleEpoch if the lease has
+        ended.
         """
         with self.lock:
             for change in self._leases.release(lease, prefill, in_doubt=in_doubt):
@@ -214,7 +222,7 @@ class DecodeAdmission:
         self._changed()
 
     def delivered(self, leases: Iterable[Lease], prefill: PeerRef) -> None:
-        """Handle leases whose notices `prefill` sent long ago: a notice that has not arrived by now is lost."""
+        """End the leases whose notices `prefill` sent long ago: a notice that has not arrived by now is lost."""
         with self.lock:
             lost = self._leases.delivered(leases, prefill)
             for change in lost:
@@ -224,10 +232,10 @@ class DecodeAdmission:
             self._changed()
 
     def notice(self, notice: TransferNotice, pages: Sequence[int] = ()) -> None:
-        """Transfer thread: every byte of the prompt's KV has arrived.
+        """Take in a request whose KV has arrived completely. Called on the transfer thread.
 
-        `pages` are those of a local prompt as `KvPages` lists them. A notice of an old lease is dropped and counted;
-        one that does not fit the reservation fails the request, which is prefilled again.
+        `pages` are those of a local prompt as `KvPages` lists them. A notice of an old lease is dropped and counted. A
+        notice that does not fit the reservation fails the request, and its router has it prefilled again.
         """
         seen = EdgeStamp.now(Edge.NOTICE_SEEN)
         with self.lock:
@@ -244,18 +252,18 @@ class DecodeAdmission:
         self._changed(work=not checking)
 
     def peer_gone(self, peer: PeerRef) -> None:
-        """Handle the believed death of `peer`: its leases end, their pages are quarantined, their requests fail."""
+        """End the leases of `peer`, which is assumed dead: its pages are quarantined and its requests fail."""
         with self.lock:
             reason = TransferFailed(f"prefill worker {peer.worker_id} is gone; prefill again elsewhere")
             self._leased.apply_all(self._leases.peer_gone(peer), reason)
         self._changed()
 
     def peer_back(self, peer: PeerRef) -> None:
-        """Grant leases to `peer` again, which serves although it may have been believed dead."""
+        """Grant leases to `peer` again, because it serves although it was assumed dead."""
         self._leases.peer_back(peer)
 
     def expire(self) -> None:
-        """End what is due: leases without a heartbeat, quarantines of dead writers, checks that have no result.
+        """End what is due: leases without a heartbeat, quarantines of dead writers, and checks without a result.
 
         Called by a timer.
         """
@@ -272,39 +280,42 @@ class DecodeAdmission:
 
     @property
     def open_requests(self) -> int:
-        """Requests that are not over."""
+        """The number of requests that have not ended."""
         return len(self.requests)
 
     @property
     def write_window_s(self) -> float:
-        """For how long `allocate_pages` permits to write, in seconds."""
+        """The seconds within which `prefill` may begin a write after `allocate_pages`."""
         return self._config.write_window_s
 
     @property
     def open_leases(self) -> int:
-        """Leases not yet settled, quarantined ones included."""
+        """The number of leases that have not ended, including quarantined ones."""
         return self._leases.open_leases
 
     @property
     def pages_left(self) -> int:
-        """The number of further pages that requests may hold, if the pool has them."""
+        """The number of further pages that requests may hold, provided that the pool has them."""
         return self._budget.left
 
     @property
     def fenced(self) -> int:
-        """Messages and notices dropped because their epoch or attempt was old, or they did not fit."""
+        """Messages and notices that were dropped because their epoch or attempt was old, or because they did not fit.
+
+        Includes transfers whose checksums did not match.
+        """
         return self._leases.fenced + self._stale_attempts + self.arrival.refused
 
     @property
     def not_ready(self) -> str:
-        """The reason why reservations are rejected for now; empty = they are accepted."""
+        """The reason why reservations are rejected at present, empty if they are accepted."""
         return self._budget.not_ready
 
     def _changed(self, *, work: bool = True) -> None:
-        """Report changed leases and pages; called without the lock.
+        """Report changed leases and pages. Must be called without the lock.
 
-        `work` wakes the step loop: a request may be ready, or one that waits for pages may go on. It is False where
-        neither can be, as a needless wake-up takes the interpreter from other threads.
+        `work` wakes the step loop, because a request may be ready or a request that waits for pages may go on. It is
+        False if neither is possible: a needless wake-up takes the interpreter lock from other threads.
         """
         with self.lock:
             self._expect(self._leases.open_leases)
@@ -315,7 +326,7 @@ class DecodeAdmission:
     # ---- inside, under the lock ----
 
     def _known(self, reservation: Reservation) -> DecodeRequest | None:
-        """This very reservation, if it was made before; an earlier attempt of it ends here."""
+        """Return the request of this same reservation, or None. An earlier attempt of the request is aborted."""
         known = self.requests.find(reservation.router_id, reservation.ref.request_id)
         if known is None or known.reservation == reservation:
             return known

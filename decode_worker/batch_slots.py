@@ -1,8 +1,8 @@
-"""The slots of the running batch: the steps that have a row of each request, and the columns that describe the rows.
+"""The slots of the running batch: in which steps each request has a row, and the columns that describe the rows.
 
-Steps are numbered from 0 as they are launched. A request that has a row in each step from `first_step` to `last_step`
-is described by constants: its row of step n has position `position_offset` + n. So nothing about it changes from step
-to step, and a step of hundreds of rows is a few operations on columns.
+Steps are numbered from 0 in launch order. A request that has a row in each step from `first_step` to `last_step` is
+described by constants: its row of step n has position `position_offset` + n. Nothing about it changes from step to
+step, so a step of hundreds of rows takes a few operations on columns.
 """
 
 from collections.abc import Iterator
@@ -28,20 +28,21 @@ class BatchSlot:
 
     request: DecodeRequest
     index: int
-    """Its index in the columns."""
+    """The slot's index in the columns."""
     first_step: int
+    """The first step with a row of the request."""
     position_offset: int
-    """The position of its row, less the number of the step."""
+    """The row of step n has position `position_offset` + n."""
     last_step: int
-    """An earlier one once the request was stopped."""
+    """The last step with a row of the request; it becomes an earlier one when the request is stopped."""
     buffered_from: int
-    """The step whose token is the first one that is not yet part of the answer."""
+    """The first step whose token was not appended to the answer yet (`TokenBuffer`)."""
     skipped_steps: tuple[int, ...] = ()
-    """Steps between the first and the last that have no row of it, because there was no page."""
+    """Steps between the first and the last without a row of the request, because it had no page."""
     stopped: bool = False
-    """The request gets no more rows."""
+    """True if the request gets no more rows."""
     dropped: bool = False
-    """The request gets no more tokens either."""
+    """True if the request gets no more tokens either."""
 
     def has_row_in(self, step: int) -> bool:
         """Return True if that step has a row of the request."""
@@ -49,9 +50,10 @@ class BatchSlot:
 
 
 class SlotSchedule:
-    """Slots by the number of a step, each slot under one at most.
+    """Slots by the number of a step, each slot under at most one step.
 
-    A slot that leaves the batch is removed, whatever its step: it would keep its ended request alive.
+    A slot that leaves the batch must be removed, whatever its step; otherwise it would keep its ended request alive.
+    Owned by the running batch.
     """
 
     def __init__(self) -> None:
@@ -67,13 +69,13 @@ class SlotSchedule:
         return iter(self._slots)
 
     def put(self, slot: BatchSlot, step: int) -> None:
-        """Put the slot under `step`, no longer under another one."""
+        """Put the slot under `step`, and remove it from the step that it was under before."""
         self.remove(slot)
         self._steps[slot] = step
         self._slots.setdefault(step, {})[slot] = None
 
     def remove(self, slot: BatchSlot) -> None:
-        """Remove the slot, if it is under any step."""
+        """Remove the slot if it is under any step."""
         step = self._steps.pop(slot, None)
         if step is not None:
             slots = self._slots[step]
@@ -90,10 +92,10 @@ class SlotSchedule:
 
 
 class SlotColumns:
-    """The data that steps need of each running request, as columns by slot.
+    """The data of each running request that steps need, as columns indexed by slot.
 
-    They are written when a request joins and when it gets a page. Owned by the running batch; page numbers are copies,
-    the pages belong to the requests.
+    They are written when a request joins and when it gets a page. Owned by the running batch. Page numbers are copies,
+    as the request owns the pages.
     """
 
     def __init__(self) -> None:
@@ -106,14 +108,14 @@ class SlotColumns:
         self.last_step = np.zeros(0, dtype=np.int64)
         self.position_offset = np.zeros(0, dtype=np.int64)
         self.answer_offset = np.zeros(0, dtype=np.int64)
-        """Index of a row's token in the answer, less the row's position."""
+        """The row at position p draws the token with index `answer_offset` + p of the answer."""
         self.draw_offset = np.zeros(0, dtype=np.int64)
-        """Index of a row's draw, less the row's position."""
+        """The row at position p uses draw number `draw_offset` + p of the request's random sequence."""
         self.masked_tokens = np.zeros(0, dtype=np.int64)
         self.looks_back = np.zeros(0, dtype=np.bool_)
         self.wants_logprobs = np.zeros(0, dtype=np.bool_)
         self.newest_token = np.zeros(0, dtype=np.int64)
-        """The last token that has arrived from the engine."""
+        """The newest token that has arrived: from the engine, or with the request when it joined."""
         self.settings = np.zeros((0, SETTINGS), dtype=np.float64)
         self.seeds = np.zeros(0, dtype=np.uint64)
         """`seeded.start_of` of each seed."""
@@ -134,7 +136,7 @@ class SlotColumns:
         return range(first, first + more)
 
     def enter(self, slot: BatchSlot) -> None:
-        """Write the columns of a request that joins; `copy_pages` follows."""
+        """Write the columns of a request that joins, without its pages; call `copy_pages` next."""
         at, request, sampling = slot.index, slot.request, slot.request.reservation.sampling
         self.slots[at] = slot
         self.request_ids[at] = request.reservation.ref.request_id
@@ -156,7 +158,7 @@ class SlotColumns:
         self.reschedule(slot)
 
     def reschedule(self, slot: BatchSlot) -> None:
-        """Copy the steps of a request whose rows moved to other steps."""
+        """Copy `last_step` and `position_offset` of a request whose rows moved to other steps."""
         self.last_step[slot.index] = slot.last_step
         self.position_offset[slot.index] = slot.position_offset
 
@@ -167,7 +169,7 @@ class SlotColumns:
         self.slots[at] = self.samplings[at] = self.histories[at] = None
 
     def copy_pages(self, slot: BatchSlot) -> None:
-        """Copy the numbers of pages that the request has got."""
+        """Copy the numbers of the pages that the request got since the last copy."""
         at, pages = slot.index, slot.request.pages
         known, count = int(self.page_count[at]), len(pages)
         if count > self.page_table.shape[1]:

@@ -1,4 +1,7 @@
-"""The composition of the batch in steps with the same requests, and the tokens of completed steps."""
+"""The rows of consecutive steps with the same requests, and the tokens of completed steps.
+
+A snapshot is made once and used for every step until the batch changes, so a step copies almost no data.
+"""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -16,27 +19,30 @@ from tandem.engine.steps.sampling_metadata import History, SamplingMetadata, all
 from tandem.protocol.messages import RoutedEvent, RoutedTokens, SamplingParams, StepTokens
 
 BUFFERED_STEPS = 64
-"""Steps whose tokens are kept in the buffer before they are appended to their answers."""
+"""The number of steps whose tokens are buffered before they are appended to the answers."""
 
 
 class _Drawing(NamedTuple):
-    """The part of the rows' draws that is the same in each step."""
+    """The sampling input of the rows, as far as it is the same in each step."""
 
     samplings: Sequence[SamplingParams]
     histories: Sequence[History | None]
     settings: NDArray[np.float64]
     seeds: NDArray[np.uint64]
     draw_offset: NDArray[np.int64]
-    """Index of each row's draw, less the number of the step."""
+    """[n]: in step k, the row uses draw number `draw_offset` + k of its request's random sequence."""
     greedy: bool
+    """True if every row is drawn greedily."""
     looks_back: bool
+    """True if any row has penalties or a grammar."""
     wants_logprobs: bool
     masked_tokens: NDArray[np.int64]
+    """[n]: the number of first answer tokens whose logits are changed by biases or a minimal length."""
     unmasked_from: int
-    """The first step in which the answer of each row is as long as its `masked_tokens`."""
+    """The first step in which no row's logits are changed: every answer then has `masked_tokens` tokens."""
 
     def moved(self, by: NDArray[np.int64]) -> "_Drawing":
-        """Return the draws of rows that are so many [n] positions further."""
+        """Return the sampling input of rows that are `by` [n] positions further."""
         offset = self.draw_offset + by
         return self._replace(draw_offset=offset, unmasked_from=int((self.masked_tokens - offset).max()))
 
@@ -47,7 +53,7 @@ class _Owners(NamedTuple):
     request_ids: list[str]
     attempts: list[int]
     answer_offset: NDArray[np.int64]
-    """Index of each row's token in its answer, less the number of the step."""
+    """[n]: in step k, the row draws the token with index `answer_offset` + k of the answer."""
     masks: dict[str, bytearray]
     """For each router [n]: 1 for its rows, else 0; empty if there is only one router."""
     router: str
@@ -55,16 +61,16 @@ class _Owners(NamedTuple):
 
 
 class BatchSnapshot:
-    """The requests that go through steps together, row by row.
+    """The requests that have a row in the same steps, in row order.
 
-    It is valid for every step until a request joins, leaves or misses a step.
+    A snapshot is valid for every step until a request joins, leaves or skips a step. Made by the running batch.
 
-    Derived data is copied from the columns when it is first asked for: before the next step is launched for draws, when
-    a step completes for routers. All requests are still in their slots then.
+    Derived data is copied from the columns when it is first needed: the sampling input before the next step is
+    launched, the owners when a step completes. All requests still have their slots at both times.
     """
 
     def __init__(self, columns: SlotColumns, indices: SlotIndices) -> None:
-        """`indices` [n >= 1] are the slots of the rows."""
+        """Create the snapshot; `indices` [n >= 1] are the slots of the rows."""
         self._columns = columns
         self.indices = indices
         self.slots: list[BatchSlot] = columns.slots[indices].tolist()
@@ -74,7 +80,7 @@ class BatchSnapshot:
         self._position_offset, self._offset_sum, self._longest = offset, int(offset.sum()), int(offset.max()) + 1
 
     def moved(self) -> "BatchSnapshot":
-        """Return a snapshot of the same requests at the positions that the columns have now, cheaper than a new one."""
+        """Return a snapshot of the same requests at their new positions. Cheaper than to make a new one."""
         offset = self._columns.position_offset[self.indices]
         by, moved = offset - self._position_offset, object.__new__(BatchSnapshot)
         moved.__dict__.update(self.__dict__, _drawing=self._drawing.moved(by))
@@ -87,11 +93,11 @@ class BatchSnapshot:
         return len(self.slots)
 
     def context_tokens(self, step: int) -> int:
-        """Return the tokens that this step's rows attend to, themselves included: Σ (position_offset + step + 1)."""
+        """Return the tokens that the rows of `step` attend to, own tokens included: Σ (position_offset + step + 1)."""
         return self._offset_sum + len(self.slots) * (step + 1)
 
     def rows(self, step: int, before: "BatchSnapshot | None") -> RowColumns:
-        """Return the rows of this step; `before` is the snapshot of the step just before it, if that is in flight."""
+        """Return the rows of `step`; `before` is the snapshot of the step before it, if that one is in flight."""
         columns, indices, drawing = self._columns, self.indices, self._drawing
         return RowColumns(
             self._in_flight_tokens if before is self else columns.newest_token[indices],
@@ -121,7 +127,7 @@ class BatchSnapshot:
         return int(self._position_offset[row]) + step + 1 - self.slots[row].request.prompt_tokens
 
     def tokens(self, step: int, token_ids: Sequence[int], without: set[int]) -> list[RoutedTokens]:
-        """Return the tokens of this step, one for each row but those in `without`, by router."""
+        """Return the tokens of this step by router, one for each row that is not in `without`."""
         owners = self.owners
         everything = StepTokens(owners.request_ids, owners.attempts, (owners.answer_offset + step).tolist(), token_ids)
         if not owners.masks and not without:
@@ -136,7 +142,7 @@ class BatchSnapshot:
         return found
 
     def _sources(self, before: "BatchSnapshot | None") -> NDArray[np.int32]:
-        """Return for each row [n] the row of the step before that draws its token."""
+        """Return for each row [n] the row of the previous step that draws its input token, or FROM_HOST."""
         if before is self:
             return self._row_numbers
         if before is None:
@@ -151,7 +157,7 @@ class BatchSnapshot:
 
     @cached_property
     def _in_flight_tokens(self) -> NDArray[np.int64]:
-        """Placeholders for tokens that have not arrived."""
+        """Placeholders for the tokens in flight, which the engine takes from the step that draws them."""
         return np.zeros(len(self), dtype=np.int64)
 
     @cached_property
@@ -174,7 +180,7 @@ class BatchSnapshot:
 
     @cached_property
     def owners(self) -> _Owners:
-        """The owners of the rows, which have to be asked for before another request may take a slot."""
+        """The owners of the rows. Must be read before another request may take one of the slots."""
         columns, indices = self._columns, self.indices
         routers = columns.routers[indices].tolist()
         masks: dict[str, bytearray] = {}
@@ -191,7 +197,10 @@ class BatchSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class DecodedStep:
-    """The decode rows of a step that has completed, with the token of each."""
+    """The decode rows of a completed step, with the token of each row.
+
+    Made by the running batch when the tokens of a step arrive.
+    """
 
     step: int
     snapshot: BatchSnapshot
@@ -199,17 +208,17 @@ class DecodedStep:
     event_rows: Sequence[int]
     """Rows that need an event, ascending: their token may be the last one, or carries more than its id."""
     excluded_rows: set[int]
-    """Rows without a plain token: those that need an event, and those of requests that were over before."""
+    """Rows without a plain token: those that need an event, and those of requests that had ended before."""
     events: list[RoutedEvent] = field(default_factory=list)
-    """The events of the rows that need one; the decode half adds them."""
+    """The events of `event_rows`; the decode scheduler adds them."""
 
     def tokens(self, row: int) -> tuple[DecodeRequest, int, Sequence[int]]:
-        """Return the request of a row, the index in the answer of its first token of this step, and its tokens."""
+        """Return the request of a row, the index in its answer of its first token of this step, and its tokens."""
         snapshot = self.snapshot
         return snapshot.slots[row].request, snapshot.answer_index(row, self.step), (self.token_ids[row],)
 
     def rows_of(self, row: int) -> Sequence[int]:
-        """Return the rows that drew a row's tokens."""
+        """Return the rows that drew the tokens of this row."""
         return (row,)
 
     def plain_tokens(self) -> list[RoutedTokens]:
@@ -218,15 +227,15 @@ class DecodedStep:
 
 
 class TokenBuffer:
-    """Tokens that have arrived and are not yet part of their answers, by step and slot.
+    """Tokens that have arrived and were not appended to their answers yet, by step and slot.
 
-    Appending to hundreds of lists in each step would take longer than all else that a step's tokens need. A request's
-    answer is complete once its slot was flushed.
+    Appending to hundreds of lists in each step would take longer than everything else that a step's tokens need. The
+    answer of a request is complete after `flush` of its slot. Owned by the running batch.
     """
 
     def __init__(self) -> None:
         self.completed_steps = 0
-        """Steps whose tokens have arrived."""
+        """The number of steps whose tokens have arrived."""
         self._tokens = np.zeros((BUFFERED_STEPS, 0), dtype=np.int64)
 
     def grow(self, more: int) -> None:
@@ -246,6 +255,7 @@ class TokenBuffer:
         """Append the buffered tokens of a request to its answer."""
         end = min(self.completed_steps, slot.last_step + 1)
         if not slot.dropped and slot.buffered_from < end:
+            # The buffer is reused every BUFFERED_STEPS steps; `first` is the step that is stored in its row 0.
             first = self.completed_steps - 1 - (self.completed_steps - 1) % BUFFERED_STEPS
             tokens = self._tokens[slot.buffered_from - first : end - first, slot.index].tolist()
             if slot.skipped_steps:
@@ -257,7 +267,7 @@ class TokenBuffer:
     def _flush_all(self, slots: Collection[BatchSlot]) -> None:
         """Empty the buffer before it is used again.
 
-        At once, this takes a fraction of the time that slots one by one would take.
+        Flushing all slots at once takes a fraction of the time of flushing them one by one.
         """
         columns, end = self._tokens.T.tolist(), self.completed_steps
         for slot in slots:

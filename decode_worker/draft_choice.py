@@ -1,4 +1,4 @@
-"""Chooses the requests that have drafts in a step, each with as many as give the most tokens per second."""
+"""Chooses which requests have draft tokens in a step, each with as many as give the most tokens per second."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,20 +11,20 @@ from tandem.cost_model.step_work import StepWork
 from tandem.engine.speculation.proposer import DRAFTS_MAX, Draft
 
 ROWS_MAX = 256
-"""The most rows of a step with drafts: with more, products take so much longer that drafts hardly pay."""
+"""The most rows of a step with draft tokens. With more, matrix products take so much longer that drafts hardly pay."""
 GAIN_MIN = 1.03
-"""The least predicted gain in tokens per second for which a step has drafts: predictions err by a few percent."""
+"""The least predicted gain in tokens per second for which a step has draft tokens: predictions err by a few percent."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepBounds:
-    """The bounds of a step with drafts, and the cost model that predicts its duration."""
+    """The bounds of a step with draft tokens, and the cost model that predicts its duration."""
 
     cost: StepCost
     seconds: float
-    """The longest step that keeps the gap targets of all requests."""
+    """The duration of the longest step that keeps the gap targets of all requests."""
     rows: int
-    """The most rows, drafts included."""
+    """The most rows, including those of draft tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +34,18 @@ class Candidate:
     request: DecodeRequest
     draft: Draft
     survival: list[float]
-    """The worth of each draft: the probability that it is accepted."""
+    """The worth of each draft token: the probability that it is accepted together with those before it."""
     context: int | None
-    """The tokens that the newest token's row attends to, itself included.
+    """The number of tokens that the newest token's row attends to, itself included.
 
-    None where attention reads the request's KV once, whatever its drafts.
-    """
+    None if attention reads the request's KV once for all its rows."""
 
     def context_of(self, draft: int) -> int:
-        """Return the tokens whose KV is read for the row of a draft, from 0, in addition to the rows before it."""
+        """Return the number of tokens whose KV is read for the row of a draft token, counted from 0."""
         return 0 if self.context is None else self.context + draft + 1
 
     def first(self, drafts: int) -> "Candidate":
-        """Return the candidate with so many of its drafts."""
+        """Return the candidate with only its first `drafts` draft tokens."""
         if drafts >= len(self.survival):
             return self
         draft = Draft(self.draft.token_ids[:drafts], self.draft.source)
@@ -54,12 +53,12 @@ class Candidate:
 
 
 def break_even(cost: StepCost, work: StepWork, *, kv_read_once: bool = False) -> float:
-    """Return the least probability of acceptance for which drafts can pay in a step with `work`.
+    """Return the least probability of acceptance for which draft tokens can pay in a step with `work`.
 
-    1 where nothing is known of the duration. `kv_read_once`: a draft's row reads no KV that another does not read.
+    Returns 1 if nothing is known of the duration. `kv_read_once`: attention reads a request's KV once for all its rows.
 
-    With probability p, k drafts of each request give p + p² + … + pᵏ tokens more, which is at most k · p and less than
-    p / (1 - p). They take (verify_base + k · rows of drafts) of a step's seconds without.
+    With probability p, k draft tokens of each request give p + p² + … + pᵏ tokens more, which is at most k · p and less
+    than p / (1 - p). They take (verify_base + k · rows of draft tokens) of the seconds of a step without draft tokens.
     """
     seconds = cost.decode_step_seconds(work.decode_rows, work.decode_context_tokens)
     if not seconds:
@@ -72,17 +71,18 @@ def break_even(cost: StepCost, work: StepWork, *, kv_read_once: bool = False) ->
 
 
 def with_drafts(work: StepWork, candidates: Sequence[Candidate]) -> StepWork:
-    """Return the work of a step with rows for all drafts of the candidates."""
+    """Return the work of a step with a row for each draft token of the candidates."""
     rows = sum(len(each.survival) for each in candidates)
     context = sum(each.context_of(draft) for each in candidates for draft in range(len(each.survival)))
     return work.with_drafts(rows, context)
 
 
 def with_most_tokens(bounds: StepBounds, work: StepWork, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates with so many of their drafts that the tokens per second of the step are most.
+    """Return the candidates, each with as many draft tokens as give the most tokens per second of the step.
 
-    Empty if the gain is less than GAIN_MIN. Requests whose drafts are worth the same are decided on together, position
-    by position, the most worth first: among drafts of one worth, the tokens per second are most with all or with none.
+    Returns an empty list if the gain is less than GAIN_MIN. Requests whose draft tokens are worth the same are decided
+    on together, position by position, the highest worth first: among draft tokens of the same worth, the tokens per
+    second are highest with all of them or with none.
     """
     alike: dict[tuple[float, ...], list[int]] = {}
     for number, each in enumerate(candidates):

@@ -1,4 +1,4 @@
-"""A running batch whose steps may verify drafts: a request may gain several tokens in a step."""
+"""A running batch whose steps may verify draft tokens, so that a request may gain several tokens in a step."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -15,12 +15,12 @@ from tandem.protocol.kv_pages import KvPages
 
 
 class RowsWithDrafts(TokenRows):
-    """The rows of a step, and a row for each draft behind them."""
+    """The rows of a step's newest tokens, followed by a row for each draft token."""
 
     __slots__ = ("_newest",)
 
     def __init__(self, newest: TokenRows, drafts: StepDrafts, context_tokens: int) -> None:
-        """`context_tokens`: whose KV is read for the rows of the drafts in addition."""
+        """Create the rows; `context_tokens` is the number of tokens whose KV the rows of the draft tokens read."""
         super().__init__(
             len(newest) + len(drafts), newest.context_tokens + context_tokens, lambda: drafts.extend(newest.columns)
         )
@@ -28,31 +28,34 @@ class RowsWithDrafts(TokenRows):
 
     @property
     def newest(self) -> TokenRows:
-        """See `TokenRows`."""
+        """The rows of the newest tokens."""
         return self._newest
 
 
 class DraftingBatch(RunningBatch):
-    """Engine thread only. The pages belong to the requests."""
+    """A running batch that can launch steps with draft tokens. Used on the engine thread only."""
 
     def __init__(self, slots: int, kv: KvPages) -> None:
-        """See `RunningBatch`."""
+        """Create a batch with `slots` slots; it grows if more requests join."""
         super().__init__(slots, kv)
         self._drafts: StepDrafts | None = None
-        """The drafts of the step in flight, which is the only one then."""
+        """The draft tokens of the step in flight; there is no other step in flight then."""
         self.kv_read_once = False
-        """True where attention reads a request's KV once, whatever its drafts: their rows add no context then."""
+        """True if attention reads a request's KV once for all its rows, so that rows of draft tokens read no more."""
 
     @property
     def verifies(self) -> bool:
-        """True if a step in flight verifies drafts: the positions of the next one depend on its tokens."""
+        """True if a step in flight verifies draft tokens.
+
+        The positions of the next step then depend on how many are accepted.
+        """
         return self._drafts is not None
 
     def next_rows(self) -> tuple[Sequence[DecodeRequest], StepWork]:
-        """Return the requests with a row in the next step, and its work without drafts."""
+        """Return the requests with a row in the next step, and the step's work without draft tokens."""
         snapshot = self._snapshot_of(self._next_step)
         if self._without_page:
-            self._snapshot = None  # they may get a page before the step is launched
+            self._snapshot = None  # these requests may get a page before the step is launched
         if snapshot is None:
             return (), NOTHING
         context = snapshot.context_tokens(self._next_step)
@@ -60,7 +63,7 @@ class DraftingBatch(RunningBatch):
         return [slot.request for slot in snapshot.slots], work
 
     def rows_left(self, request: DecodeRequest) -> int:
-        """Return the number of further rows that the request may have: until its answer is as long as it may be."""
+        """Return how many more rows the request may have before its answer reaches its longest length."""
         return max(0, self._slots[request].last_step + 1 - self._next_step)
 
     def next_position(self, request: DecodeRequest) -> int:
@@ -68,11 +71,11 @@ class DraftingBatch(RunningBatch):
         return self._slots[request].position_offset + self._next_step
 
     def positions_left(self, request: DecodeRequest) -> int:
-        """Return the number of positions behind that of the next row for which the request has pages."""
+        """Return the number of positions after that of the next row for which the request has pages."""
         return max(0, self._page_step(self._slots[request]) - self._next_step - 1)
 
     def grow_ahead(self, request: DecodeRequest, grow: Callable[[DecodeRequest], bool]) -> bool:
-        """Have `grow` give the request one more page before it needs it; returns what `grow` returns."""
+        """Call `grow` to give the request one more page before it needs it, and return the result of `grow`."""
         if not grow(request):
             return False
         slot = self._slots[request]
@@ -81,9 +84,10 @@ class DraftingBatch(RunningBatch):
         return True
 
     def launch(self, drafts: Mapping[DecodeRequest, Draft] | None = None) -> TokenRows | None:
-        """See `RunningBatch`. With `drafts`, allowed while no step is in flight, more rows follow that verify them.
+        """Launch the next step; with `drafts`, additional rows verify the draft tokens. None if there are no rows.
 
-        Each request of `drafts` has a row in the step, pages for the positions of its drafts, and as many rows left.
+        `drafts` are allowed only while no step is in flight. Each request of `drafts` has a row in the step, pages for
+        the positions of its draft tokens, and as many rows left.
         """
         snapshot = self._snapshot_of(self._next_step) if drafts else None
         rows = super().launch()
@@ -97,7 +101,10 @@ class DraftingBatch(RunningBatch):
         return RowsWithDrafts(rows, found, context)
 
     def complete(self, token_ids: Sequence[int]) -> DecodedStep:
-        """See `RunningBatch`; drafts are accepted as far as they equal what was drawn, up to the end of an answer."""
+        """Take the tokens of the oldest step in flight, and accept draft tokens as far as they equal the draws.
+
+        No token after the end of an answer is accepted.
+        """
         drafts, self._drafts = self._drafts, None
         if drafts is None:
             return super().complete(token_ids)
@@ -139,7 +146,7 @@ class DraftingBatch(RunningBatch):
         return StepDrafts(found)
 
     def _append(self, slot: BatchSlot, step: int, tokens: Sequence[int]) -> None:
-        """Append the tokens of the step that has completed; the first of them is in the token buffer too."""
+        """Append the tokens of the completed step to the answer; the first of them is in the token buffer too."""
         if slot.buffered_from == step:
             slot.request.answer.extend(tokens)
             slot.buffered_from = step + 1

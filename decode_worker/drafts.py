@@ -1,8 +1,9 @@
-"""The drafts of one step: guessed tokens, each one draft, that further rows of the same requests verify.
+"""The draft tokens of one step, which are verified in further rows of the same requests.
 
-A request with k drafts has k + 1 rows in the step: its newest token, and each draft at the position behind. Each row
-draws the token that follows, with its own index in the seeded sequence. A draft is accepted while it equals the token
-that the row before it drew; every token of an answer is therefore the target model's own draw, whatever was drafted.
+A request with k draft tokens has k + 1 rows in the step: one for its newest token, and one for each draft token at the
+next positions. Each row draws the token that follows, with its own index in the seeded sequence. A draft token is
+accepted while it equals the token that the row before it drew. Every token of an answer is therefore drawn by the
+target model, whatever the draft was.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,37 +23,37 @@ from tandem.protocol.messages import RoutedTokens, StepTokens
 
 
 class RowDrafts(NamedTuple):
-    """The drafts of one row of a step."""
+    """The draft tokens of one request in a step."""
 
     row: int
     """The row of the request's newest token."""
     token_ids: Sequence[int]
-    """At least one."""
+    """The draft tokens; at least one."""
     source: DraftSource
     first: int
-    """The row of the first draft; the others follow."""
+    """The row of the first draft token; the others follow."""
 
 
 class StepDrafts:
-    """The drafts of a step whose first rows are those of the newest tokens; one row for each draft follows."""
+    """The draft tokens of a step. Their rows come after the rows of the newest tokens."""
 
     def __init__(self, drafts: Sequence[RowDrafts]) -> None:
-        """`drafts` [at least 1] are at most one for each row, in the order of their rows."""
+        """Create them from `drafts` [at least 1]: at most one for each row, in row order."""
         self.drafts = drafts
         base = [each.row for each in drafts for _ in each.token_ids]
         self._token_ids = np.array([token for each in drafts for token in each.token_ids], dtype=np.int64)
         self.base_rows: NDArray[np.intp] = np.array(base, dtype=np.intp)
-        """[drafts]: for each draft, the row of its request's newest token."""
+        """[draft tokens]: for each draft token, the row of its request's newest token."""
         distances = [distance for each in drafts for distance in range(1, len(each.token_ids) + 1)]
         self.distances: NDArray[np.int64] = np.array(distances, dtype=np.int64)
-        """[drafts]: for each draft, the number of positions behind that token, from 1."""
+        """[draft tokens]: for each draft token, its distance in positions from the newest token, from 1."""
 
     def __len__(self) -> int:
-        """Return the number of drafts, which is the number of further rows."""
+        """Return the number of draft tokens, which is the number of additional rows."""
         return len(self.base_rows)
 
     def extend(self, columns: RowColumns) -> RowColumns:
-        """Return `columns` with a row for each draft behind them."""
+        """Return `columns` followed by a row for each draft token."""
         requests = len(columns.token_ids)
         rows = np.concatenate((np.arange(requests), self.base_rows))
         further = np.concatenate((np.zeros(requests, dtype=np.int64), self.distances))
@@ -67,9 +68,9 @@ class StepDrafts:
         )
 
     def runs(self, token_ids: Sequence[int]) -> list[tuple[RowDrafts, list[int]]]:
-        """Return the drafts of each row and the tokens that it gains, from what all rows of the step drew.
+        """Return the drafts of each row and the tokens that the request gains, from the draws of all rows of the step.
 
-        They are the draw of the row itself and, while the draft equals the draw before it, the draw that follows it.
+        The request gains the draw of the row itself and, while a draft token equals the draw before it, the next draw.
         """
         found = []
         for drafts in self.drafts:
@@ -82,7 +83,10 @@ class StepDrafts:
         return found
 
     def _draws(self, draws: SamplingMetadata, rows: NDArray[np.intp], further: NDArray[np.int64]) -> SamplingMetadata:
-        """Return the draws of all rows: drafts have those of their requests, further in the sequences."""
+        """Return the sampling input of all rows.
+
+        A row of a draft token has the settings of its request, and a later index in the request's random sequence.
+        """
         numbers = rows.tolist()
         return SamplingMetadata(
             [draws.samplings[row] for row in numbers],
@@ -98,41 +102,41 @@ class StepDrafts:
 
 
 class VerifiedRow(NamedTuple):
-    """What became of the drafts of one row."""
+    """The draft tokens of one row after verification."""
 
     drafts: RowDrafts
     token_ids: Sequence[int]
-    """The tokens that the request gained, up to the end of its answer: one more than drafts were accepted."""
+    """The tokens that the request gained, up to the end of its answer: the accepted draft tokens and one more."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifiedStep(DecodedStep):
-    """The tokens of a step with drafts."""
+    """The tokens of a completed step with draft tokens."""
 
     verified: Mapping[int, VerifiedRow] = field(default_factory=dict)
-    """Rows that had drafts, but for those of requests that were over before."""
+    """The rows that had draft tokens, without those of requests that had ended before."""
 
     def tokens(self, row: int) -> tuple[DecodeRequest, int, Sequence[int]]:
-        """See `DecodedStep`."""
+        """Return the request of a row, the index in its answer of its first token of this step, and its tokens."""
         request, index, token_ids = DecodedStep.tokens(self, row)
         return request, index, self.verified[row].token_ids if row in self.verified else token_ids
 
     def rows_of(self, row: int) -> Sequence[int]:
-        """See `DecodedStep`."""
+        """Return the rows that drew the tokens of this row."""
         if row not in self.verified:
             return (row,)
         found = self.verified[row]
         return [row, *range(found.drafts.first, found.drafts.first + len(found.token_ids) - 1)]
 
     def plain_tokens(self) -> list[RoutedTokens]:
-        """See `DecodedStep`."""
+        """Return the tokens of all rows that are not excluded, by router."""
         runs = [
             self.verified[row].token_ids if row in self.verified else (token,)
             for row, token in enumerate(self.token_ids)
         ]
         found = []
         for routed in self.snapshot.tokens(self.step, range(len(runs)), self.excluded_rows):
-            # The columns were made with the numbers of the rows instead of tokens.
+            # The snapshot sorted the numbers of the rows by router; here each number is replaced by its row's tokens.
             some = [runs[row] for row in routed.tokens.token_ids]
             columns = routed.tokens
             tokens = StepTokens(

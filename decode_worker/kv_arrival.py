@@ -1,6 +1,6 @@
 """The arrival of a prompt's KV on the decode worker.
 
-The notice and the checksums are compared with the reservation, and the request becomes ready or fails.
+The notice and the checksums are compared with the reservation; then the request becomes ready or fails.
 """
 
 import logging
@@ -21,10 +21,13 @@ log = logging.getLogger(__name__)
 
 
 class ArrivalCheck:
-    """Compares what arrived with what was reserved, and counts mismatches. It changes no request."""
+    """Compares a notice and the received pages with the reservation, and counts mismatches.
+
+    It changes no request. Owned by the admission.
+    """
 
     def __init__(self, me: PeerRef, model: ModelFacts, checks: PageChecks | None) -> None:
-        """Without `checks`, notices carry no checksums and pages are taken as they come."""
+        """Create the check. Without `checks`, notices carry no checksums and the bytes of pages are not checked."""
         self._me = me
         self._model = model
         self._checks = checks
@@ -34,23 +37,23 @@ class ArrivalCheck:
 
     @property
     def refused(self) -> int:
-        """Notices that did not fit, and transfers whose bytes were not those sent."""
+        """Notices that did not fit the reservation, and transfers whose bytes were not those that were sent."""
         return self.stamps_refused + self.checksum_failures
 
     def stamp_problem(self, request: DecodeRequest, notice: TransferNotice) -> str:
-        """The first field of a notice that does not fit the reservation, in words; empty if all fit.
+        """Return which field of a notice does not fit the reservation, in words; empty if all fit.
 
-        Returns at once, under the admission's lock.
+        Returns at once. Called under the admission's lock.
         """
         problem = self._stamp_problem(request, notice)
         self.stamps_refused += bool(problem)
         return problem
 
     def check_bytes(self, request: DecodeRequest, notice: TransferNotice, on_result: Callable[[str], None]) -> bool:
-        """Compare the checksums of a notice without a `stamp_problem` with the request's pages, in the background.
+        """Compare the notice's checksums with the request's pages in the background; the notice fits the reservation.
 
-        Returns False when there is nothing to compare. Otherwise `on_result` is called on another thread with what is
-        wrong with the pages, empty if nothing is; until then nobody may write to them.
+        Returns False if there is nothing to compare. Otherwise `on_result` is called on another thread with a
+        description of the mismatch, empty if there is none. Until then nothing may write to the pages.
         """
         if self._checks is None or not notice.checksums:
             return False
@@ -78,13 +81,13 @@ class ArrivalCheck:
         return ""
 
     def _chosen(self, request: DecodeRequest, notice: TransferNotice) -> tuple[int, ...]:
-        """The pages whose checksums a notice must have: none of a prompt that was computed here, in these pages."""
+        """Return the pages whose checksums a notice must have: none if this worker computed the prompt itself."""
         if self._checks is None or notice.prefill == self._me:
             return ()
         return self._checks.chosen(notice.lease, _tokens_of(request), request.skipped)
 
     def _count(self, request: DecodeRequest, notice: TransferNotice, problem: str) -> None:
-        """Only the thread of the checks calls this, so the counters need no lock."""
+        """Count the result of a comparison. Only the checksum thread calls this, so the counters need no lock."""
         if not problem:
             self.checksums_equal += len(notice.checksums)
             return
@@ -101,9 +104,9 @@ class ArrivalCheck:
 
 
 class ArrivalHandler:
-    """Has what arrived checked, at once or in the background, and makes the request ready or fails it.
+    """Checks arrived KV, at once or in the background, and makes the request ready or fails it.
 
-    Shares the admission's lock.
+    Shares the admission's lock. Owned by the admission.
     """
 
     def __init__(
@@ -114,7 +117,11 @@ class ArrivalHandler:
         changed: Callable[[], None],
         deadline_s: float,
     ) -> None:
-        """`changed` is called outside the lock when a check has finished; `deadline_s` is how long one may take."""
+        """Create the handler.
+
+        `changed` is called without the lock when a background check has finished. A check may take `deadline_s`
+        seconds.
+        """
         self._requests = requests
         self._check = check
         self._lock = lock
@@ -122,9 +129,9 @@ class ArrivalHandler:
         self._deadline_s = deadline_s
 
     def handle(self, request: DecodeRequest, notice: TransferNotice, pages: Sequence[int], now: float) -> None:
-        """Take in a request whose lease is settled, so that its pages are its own. Under the lock.
+        """Take in a request whose lease has ended with a notice, so that it owns its pages. Called under the lock.
 
-        `pages` are those of a local prompt, in their order; empty if it was sent.
+        `pages` are those of a local prompt, in their order; empty if the prompt was sent.
         """
         self._requests.adopt(request, now + self._deadline_s, pages)
         try:
@@ -142,7 +149,7 @@ class ArrivalHandler:
         self._decide(request, notice, problem)
 
     def _checked(self, request: DecodeRequest, notice: TransferNotice, problem: str) -> None:
-        """The bytes of a request's pages were compared. Called on the thread of the checks."""
+        """Handle the result of the checksum comparison. Called on the checksum thread."""
         checked = EdgeStamp.now(Edge.KV_CHECKED)
         with self._lock:
             request.edges.append(checked)
@@ -153,14 +160,14 @@ class ArrivalHandler:
         self._changed()
 
     def _fail_unexpectedly(self, request: DecodeRequest, notice: TransferNotice) -> None:
-        """A defect was met: this request is prefilled again, and no other one is affected."""
+        """Log the current exception and fail this request, which is prefilled again; no other request is affected."""
         request_id = request.reservation.ref.request_id
         log.exception("request %s could not be admitted", request_id, extra=about(request_id))
         if request.stage is Stage.CHECKING:
             self._decide(request, notice, "pages that could not be taken in")
 
     def _decide(self, request: DecodeRequest, notice: TransferNotice, problem: str) -> None:
-        """Admit a request whose KV is right; free one that was cancelled, and fail one whose KV has a `problem`."""
+        """Admit a request with correct KV, fail one whose KV has a `problem`, and free one that was cancelled."""
         if request.cancelled:
             self._requests.free(request)
         elif problem:
@@ -170,5 +177,4 @@ class ArrivalHandler:
 
 
 def _tokens_of(request: DecodeRequest) -> int:
-    """The number of tokens that were prefilled."""
     return len(request.reservation.prompt_token_ids)

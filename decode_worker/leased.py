@@ -1,6 +1,6 @@
-"""Requests whose KV has not come: from the promise of pages to the end of the lease.
+"""Requests whose KV has not arrived, from their reservation to the end of the lease.
 
-A lease ends with the arrival of the KV, or in any other way that the lease table knows of.
+A lease ends when the KV arrives, or in any other way that the lease table knows of (`kv_transfer/lease.py`).
 """
 
 import logging
@@ -19,10 +19,10 @@ log = logging.getLogger(__name__)
 
 
 class LeasedRequests:
-    """Does with requests and pages what the lease table says.
+    """Applies to requests and pages what the lease table decides.
 
-    Every call under its owner's lock, so that these are exactly the requests whose lease the table holds and has not
-    revoked.
+    Owned by the admission, which calls every method under its lock. The requests are therefore exactly those whose
+    lease the table holds and has not revoked.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class LeasedRequests:
         return iter(self._by_epoch.values())
 
     def grant(self, reservation: Reservation, prefix: Prefix, adapter: int) -> DecodeRequest:
-        """Make a request with a lease and a promise of pages beside the cached pages of `prefix`.
+        """Create a request with a lease and reserved pages, in addition to the cached pages of `prefix`.
 
-        It fails as `PageBudget.promise` and `LeaseTable.grant` do, and has taken nothing then.
+        Raises the errors of `PageBudget.reserve` and `LeaseTable.grant`, after which nothing is reserved.
         """
         local, tokens = reservation.prefill == self._me, len(reservation.prompt_token_ids)
         pages, claimed = self._budget.reserve(reservation, prefix, local=local)
@@ -80,32 +80,32 @@ class LeasedRequests:
         return request
 
     def allocate_pages(self, lease: Lease, pages: int, prefill: PeerRef) -> Sequence[int]:
-        """See `DecodeAdmission.allocate_pages`."""
+        """Return the pages of the lease that `prefill` may write (`DecodeAdmission.allocate_pages`)."""
         given = self._table.permit(lease, prefill)
         if given is not None:
             return given
         request = self._by_epoch[lease.epoch]
         if pages != request.prompt_pages:
             raise InvalidArgument("pages", f"{pages} asked for, the prompt of this lease fills {request.prompt_pages}")
-        # A local prompt takes those of groups with a window chunk by chunk.
+        # For a local prompt, pages of groups with a window are taken chunk by chunk.
         here = self._kv.full_groups * (pages - request.skipped)
         count = here if prefill == self._me else request.lease_pages
         return self._advertise(request, self._budget.spend_on_lease(request, count))
 
     def cached_pages(self, lease: Lease) -> int:
-        """See `DecodeAdmission.held`."""
+        """Return how many of a local prompt's first pages are cached (`DecodeAdmission.cached_pages`)."""
         self._table.permit(lease, self._me)
         return self._by_epoch[lease.epoch].skipped
 
     def allocate_chunk_pages(self, lease: Lease, pages: int, position: int, prefill: PeerRef) -> Sequence[int]:
-        """See `DecodeAdmission.take`."""
+        """Return more pages of a local prompt's lease (`DecodeAdmission.allocate_chunk_pages`)."""
         self._table.permit(lease, prefill)
         request = self._by_epoch[lease.epoch]
         self._budget.retire_read(request, position)
         return self._advertise(request, self._budget.spend_on_chunk(request, pages))
 
     def _advertise(self, request: DecodeRequest, count: int) -> tuple[int, ...]:
-        """Give spent pages to the request's lease."""
+        """Take `count` pages from the pool for the request's lease, and enter them in the lease table."""
         pages, prefill = self._pool.advertise(request.lease, count), request.reservation.prefill
         if pages and self._table.permit(request.lease, prefill) is None:
             self._table.advertise(request.lease, prefill, pages)
@@ -113,9 +113,11 @@ class LeasedRequests:
         return tuple(pages)
 
     def complete(self, change: LeaseChange) -> DecodeRequest | None:
-        """Whose KV has arrived, by what the table says of a notice; it is leased no more.
+        """Return the request whose KV has arrived, according to what the table says of a notice.
 
-        None if it was over before, and its pages only waited for the end of the writes.
+        It has no lease any more.
+
+        Returns None if the request had ended before and its pages only waited for the end of the writes.
         """
         if change.action is PageAction.ADMIT:
             return self._by_epoch.pop(change.lease.epoch)
@@ -123,11 +125,11 @@ class LeasedRequests:
         return None
 
     def revoke(self, request: DecodeRequest) -> None:
-        """End a request whose KV has not come; no event is sent."""
+        """End a request whose KV has not arrived. No event is sent."""
         self.apply(self._table.revoke(request.lease), None)
 
     def apply_all(self, changes: Iterable[LeaseChange], failure: TandemError) -> None:
-        """Apply all changes; an exception in one is logged, as the table has dropped the other leases already."""
+        """Apply all changes. An exception in one is logged, because the table has dropped the other leases already."""
         for change in changes:
             try:
                 self.apply(change, failure)
@@ -135,7 +137,7 @@ class LeasedRequests:
                 log.exception("the end of %s was not followed", change.lease)
 
     def apply(self, change: LeaseChange, failure: TandemError | None) -> None:
-        """Apply a change of the lease table to the pages; a request that still has the lease ends with `failure`."""
+        """Apply a change of the lease table to the pages. A request that still has the lease ends with `failure`."""
         request = self._by_epoch.pop(change.lease.epoch, None)
         if change.action is PageAction.QUARANTINE:
             self._pool.quarantine(change.lease)

@@ -1,10 +1,10 @@
-"""Speculative decoding with proposers that compute: how many drafts pay, and whose context is stored for them.
+"""Speculative decoding with a draft model or heads: how many draft tokens pay, and whose context is computed for them.
 
-Drafts of trained weights take time: a step for the first draft of all requests, one for the second, and so on. All
-requests therefore have as many drafts, and their number is the one with the most tokens per second for the step and
-those before it that propose, as the two fitted cost models predict. A draft model needs the KV of a request's context
-first. It is stored where the time is predicted to come back before the answer ends, in pieces between the steps of the
-batch; until then the request has no drafts.
+Proposing with trained weights takes time: one step of the proposer for the first draft tokens of all requests, one for
+the second, and so on. All requests therefore have the same number of draft tokens. The number is the one that gives the
+most tokens per second of the step and of the proposer's steps before it, as two fitted cost models predict. A draft
+model needs the KV of a request's context first. It is computed only if the time is predicted to be regained before the
+answer ends, in pieces between the steps of the batch; until then the request has no draft tokens.
 """
 
 import time
@@ -25,27 +25,31 @@ from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.protocol.messages import SamplingParams
 
 MISSING_MAX = DRAFTS_MAX + 1
-"""The most tokens without KV that a draft begins with, each as a row of its own; of more, a piece is stored first."""
+"""The most context tokens without the proposer's KV with which proposing may begin, each as a row of its own.
+
+With more, a piece of the context is stored first."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftCount:
-    """The drafts of each request in a step, and what is predicted of it."""
+    """A number of draft tokens for each request of a step, and the predicted times."""
 
     drafts: int
+    """The draft tokens of each request."""
     seconds: float
-    """The seconds of the step and of the steps that propose."""
+    """Predicted seconds of the step together with the proposer's steps before it."""
     saved_s: float
-    """Seconds that the step saves for each token of a row."""
+    """Predicted seconds that the draft tokens save for each token of a request, compared with a step without them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The work of the proposer before the next step."""
+    """What the proposer computes before the next step."""
 
     drafts: dict[DecodeRequest, int] = field(default_factory=dict)
+    """Requests for which draft tokens are proposed, each with their number."""
     pieces: dict[Hashable, int] = field(default_factory=dict)
-    """Requests whose context is stored, each with its tokens in this step."""
+    """Requests whose context is stored, each with the number of tokens stored before this step."""
 
     def __bool__(self) -> bool:
         return bool(self.drafts or self.pieces)
@@ -55,7 +59,10 @@ _NO_PLAN = _Plan()
 
 
 class ModelSpeculation(Speculation):
-    """Speculation by a proposer that computes drafts of all requests at once. Engine thread only, as `Speculation`."""
+    """Speculation by a proposer that computes the draft tokens of all requests at once.
+
+    Used on the engine thread only.
+    """
 
     refused_count_as_rejected = True
 
@@ -67,38 +74,41 @@ class ModelSpeculation(Speculation):
         allowed_drafts: AllowedDrafts,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """See `Speculation`; `clock` returns seconds."""
+        """Create the speculation; `clock` returns seconds. The other arguments are those of `Speculation`."""
         super().__init__(proposer, batch, grow, allowed_drafts)
         self._model = proposer
         self._clock = clock
         self.counts.model_bytes = proposer.memory
-        # Optimism finds out what an unknown draft model is worth: a few wrong drafts correct it
-        # (docs/decisions/speculative_decoding.md).
+        # The prior is optimistic, so that an unknown draft model is tried at all: a few rejected draft tokens correct
+        # it (docs/decisions/speculative_decoding.md).
         self._acceptance = Acceptance(prior=1.0)
         self._newest: DecodedStep | None = None
-        """The newest step whose tokens are here."""
+        """The newest step whose tokens have arrived."""
         self._probed: DecodeRequest | None = None
-        """The request that will have a draft as a probe, while its context is stored."""
+        """The request that will have one draft token as a probe, while its context is stored."""
 
     def leave(self, request: DecodeRequest) -> None:
-        """See `Speculation`."""
+        """Forget a request that left the batch."""
         super().leave(request)
         if request is self._probed:
             self._probed = None
         if not self._batch.requests:
-            self._newest = None  # it would keep the last requests alive
+            self._newest = None  # the step would keep the last requests alive
 
     def complete(self, step: DecodedStep) -> None:
-        """See `Speculation`."""
+        """Take a step whose events were made, for `learn`."""
         super().complete(step)
         self._newest = step
 
     def _expects_drafts(self, bounds: StepBounds) -> bool:
-        """See `Speculation`; also True if context will be stored, which needs the device as well."""
+        """Return True if the next step will have draft tokens, or if context will be stored.
+
+        Storing context needs the device as well, so the next step is not launched early in either case.
+        """
         return bool(self._plan(bounds, unknown=1))
 
     def _choose(self, bounds: StepBounds, unknown: int) -> list[Candidate]:
-        """See `Speculation`; stores context and computes the drafts."""
+        """Store context, compute the draft tokens, and return the requests that have any."""
         plan = self._plan(bounds, unknown)
         if not plan:
             return []
@@ -153,7 +163,7 @@ class ModelSpeculation(Speculation):
         )
 
     def _count(self, bounds: StepBounds, work: StepWork, requests: Sequence[DecodeRequest]) -> DraftCount:
-        """Return the number of drafts of each of these requests with which a step has the most tokens per second."""
+        """Return the number of draft tokens for each of `requests` that gives the most tokens per second."""
         context = sum(self._batch.next_position(each) + 1 for each in requests)
         survival = self._survival(DRAFTS_MAX)
         costs = DraftCosts(bounds.cost, self._model.cost, work, len(requests), context)
@@ -170,9 +180,9 @@ class ModelSpeculation(Speculation):
         return best if best.saved_s > (1 - 1 / GAIN_MIN) * plain.seconds else plain
 
     def _probe(self, bounds: StepBounds, work: StepWork, eligible: Sequence[DecodeRequest]) -> _Plan:
-        """Return the plan of one draft, where none pays: of a request that has little to store.
+        """Return a plan to propose one draft token where none pays, for the request with the least context to store.
 
-        All of a probe may take one part in PROBE_EVERY of the time since the last draft.
+        A probe may take at most 1 / PROBE_EVERY of the time since the last step with draft tokens.
         """
         if self.fixed_drafts is not None or self._steps_without < PROBE_EVERY:
             return _NO_PLAN
@@ -202,11 +212,13 @@ class ModelSpeculation(Speculation):
         step_s: float,
         saved_s: float | None,
     ) -> dict[Hashable, int]:
-        """Return the tokens of context to store for requests before a step of `step_s`, the fewest missing first.
+        """Return for each request how many context tokens to store before a step of `step_s` seconds.
 
-        Beyond its fixed cost, the storing takes at most as long as a step without drafts, within the gap targets.
-        `saved_s`: seconds that drafts of a request save for each of its tokens; where they do not make up for the
-        storing before the answer ends, nothing is stored. None = stored in any case.
+        Requests with the fewest missing tokens come first. Apart from its fixed cost, storing takes at most as long as
+        a step without draft tokens, and stays within the gap targets.
+
+        `saved_s`: seconds that draft tokens save for each token of a request. Nothing is stored for a request whose
+        savings before the end of its answer do not exceed the time to store its context. None = store in any case.
         """
         cost = self._model.cost
         fixed_s = cost.parameters.base_s + cost.parameters.prompt_base_s
@@ -229,11 +241,11 @@ class ModelSpeculation(Speculation):
         return pieces
 
     def _chunk(self, seconds: float, context: int) -> int:
-        """Return the most tokens behind `context` others whose KV is stored in so many seconds."""
+        """Return the most tokens after a context of `context` tokens whose KV can be stored in `seconds`."""
         return self._model.cost.tokens_within(seconds, 0, 0, context)
 
     def _missing(self, request: DecodeRequest) -> int:
-        """Return the tokens of a request, which the proposer may not know yet, whose KV is not stored."""
+        """Return how many tokens of a request have no KV in the proposer, which may not know the request yet."""
         if request in self._known_tokens:
             return self._model.missing(request)
         return self._model.missing_at_first(self._batch.next_position(request) + 1)
@@ -242,15 +254,15 @@ class ModelSpeculation(Speculation):
         return self._model.room(request, min(drafts, self._batch.rows_left(request) - 1))
 
     def _rest(self, request: DecodeRequest) -> int:
-        """Return the tokens that the answer is expected to gain, by the pages that were promised for it."""
+        """Return how many more tokens the answer is expected to have, according to the request's committed pages."""
         expected = self._batch.kv.tokens_in(request.committed, decoding=True) - self._batch.next_position(request)
         return min(expected, self._batch.rows_left(request))
 
     @staticmethod
     def _draws(request: DecodeRequest, drafts: int) -> list[SamplingInput]:
-        """Return the draws of the tokens behind the newest one, without biases and limits of the answer's beginning.
+        """Return how the tokens after the newest one are drawn, without biases and limits on the start of the answer.
 
-        All of a grammar have the history of the answer so far.
+        With a grammar, all of them have the history of the answer so far.
         """
         sampling = request.reservation.sampling
         first = request.first_draw + len(request.token_ids) - 1
@@ -268,27 +280,30 @@ class ModelSpeculation(Speculation):
 
 @dataclass(frozen=True, slots=True)
 class DraftCosts:
-    """The predicted seconds of a step in which some requests have drafts, and of the steps that propose them."""
+    """The predicted seconds of a step in which some requests have draft tokens, and of the proposer's steps."""
 
     verify: StepCost
+    """The cost model of the target model's steps."""
     propose: StepCost
+    """The cost model of the proposer's steps."""
     work: StepWork
-    """The step's work without drafts."""
+    """The step's work without draft tokens."""
     requests: int
-    """The number of requests with drafts."""
+    """The number of requests with draft tokens."""
     context: int
-    """The tokens that their rows attend to, summed."""
+    """The number of tokens that the rows of these requests attend to, summed."""
 
     def count(self, survival: Sequence[float], *, kv_read_once: bool) -> DraftCount:
-        """Return what is predicted of as many drafts for each request as `survival` has.
+        """Return the predicted times of a step with `len(survival)` draft tokens for each request.
 
-        `survival` is the probability, for each draft, that it is accepted with those before it.
+        `survival` has for each draft token the probability that it and all draft tokens before it are accepted.
         """
         drafts, rows, work = len(survival), self.requests, self.work
         more = 0 if kv_read_once else sum(self.context + rows * (draft + 1) for draft in range(drafts))
         seconds = self.verify.seconds(work.with_drafts(rows * drafts, more))
         if drafts:
-            # If all drafts before were accepted, the last of them was not fed yet: one row more.
+            # If all draft tokens of the last step were accepted, the proposer has not seen the last of them: one row
+            # more.
             fed = rows * survival[-1]
             first_s = self.propose.rows_seconds(rows, self.context) + fed * self.propose.parameters.row_s
             others = (self.propose.rows_seconds(rows, self.context + rows * draft) for draft in range(1, drafts))
@@ -299,7 +314,7 @@ class DraftCosts:
 
 
 def _store_seconds(cost: StepCost, missing: int, end: int, chunk: int) -> tuple[float, int]:
-    """Return the seconds and steps that store the KV of `missing` tokens up to position `end` in such chunks."""
+    """Return the seconds and steps that store the KV of `missing` tokens up to position `end` in chunks of `chunk`."""
     return cost.prefill_seconds(missing, chunk_pairs(missing, max(0, end + 1 - missing)), chunk)
 
 
@@ -309,7 +324,7 @@ def speculation_of(
     grow: Callable[[DecodeRequest], bool],
     allowed_drafts: AllowedDrafts,
 ) -> Speculation:
-    """Return the speculation by this proposer; see `Speculation`."""
+    """Return a `ModelSpeculation` for a `BatchProposer`, and a `Speculation` for every other proposer."""
     if isinstance(proposer, BatchProposer):
         return ModelSpeculation(proposer, batch, grow, allowed_drafts)
     return Speculation(proposer, batch, grow, allowed_drafts)

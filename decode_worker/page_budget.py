@@ -1,17 +1,19 @@
-"""The page budget of the decode half: what each request claims, what the pool promises, and when nothing is promised.
+"""The page budget of the decode phase: how many KV pages each request reserves, and which of them the pool backs.
 
-Two words for a request's pages, which the prefill half uses too:
-  claimed   may still be taken from the pool. Prompt and answer are expected to fill them
-  (`tandem/cost_model/answer_length.py`), so
-            that more requests run at once than if each claimed the longest answer
-  held      taken or read. Those for the lease are claimed, and count as held already
+The pages of a request are counted in two groups; the prefill phase uses the same two:
 
-The pool promises the claimed pages of all requests together: an answer that outgrows its forecast gets a new one and
-takes what others have not used yet. Only when nothing of that is left must a younger request give way (`requests.py`),
-and until that one is back so many pages are left for it.
+  reserved  the request may still take these pages from the pool. The number follows from the expected length of prompt
+            and answer (`tandem/cost_model/answer_length.py`), so more requests run at once than if each one reserved
+            pages for the longest answer it may give
+  held      the request owns or reads these pages. Reserved pages that are meant for its lease count as held already
 
-Prompts in transfer are different: their pages were promised to a worker that is going to write them, so that part of
-the promise is for them alone.
+The pool backs the reserved pages of all requests together, which means that it keeps as many free pages for them. An
+answer that outgrows its forecast gets a longer forecast, and takes backed pages that other requests have not used yet.
+A younger request is preempted only when no backed page is left (`requests.py`). Until the preempted request has
+returned, as many pages as it had committed are kept free for it.
+
+Prompts in transfer are treated differently. Their pages were promised to a prefill worker that is going to write them,
+so no other request may use that part of the backed pages.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,11 +29,14 @@ from tandem.protocol.messages import ModelFacts, Reservation
 from tandem.settings.worker import WorkerSettings
 
 RETURN_S = 1.0
-"""Seconds for which pages are reserved for a preempted request: enough to return if no other worker has pages."""
+"""Seconds for which pages are kept for a preempted request: enough to return if no other worker has pages."""
 
 
 class PageReservations:
-    """The claims of all requests, and the promise that backs them. Guarded by the admission's lock."""
+    """The reserved pages of all requests, and the pages that the pool keeps to back them.
+
+    Owned by `PageBudget`; guarded by the admission's lock.
+    """
 
     def __init__(self, cache: PrefixCache) -> None:
         self._cache = cache
@@ -39,26 +44,28 @@ class PageReservations:
         self._groups = cache.kv.groups
         self._limit: int | None = None
         self.committed = 0
-        """Pages that the requests hold or have claimed."""
+        """Pages that the requests hold or have reserved."""
         self._reserved = 0
-        """Claimed pages: those that the requests may still take from the pool."""
+        """Reserved pages: those that the requests may still take from the pool."""
         self._backed = 0
-        """The part of them that the pool has promised: all, or fewer where answers have outgrown forecasts."""
+        """Reserved pages that the pool backs with free pages: all of them, or fewer if answers have outgrown their
+        forecasts."""
         self._lease_pages = 0
-        """The part of the promised pages that is for leases: for prompts in transfer."""
+        """Backed pages that are kept for leases, and therefore for prompts in transfer."""
         self._held = 0
-        """Pages that the requests hold, those for prompts in transfer included."""
+        """Pages that the requests hold, including those for prompts in transfer."""
 
     def limit(self, limit: int | None) -> None:
-        """Limit the pages that are claimed or held, each counted for every request that reads it.
+        """Limit the sum of reserved and held pages; a shared page counts once for every request that reads it.
 
-        With None, as at first, the pool alone is the limit, and shared pages count once. Existing claims stay.
+        With None, the initial value, only the pool limits the pages, and shared pages count once. Existing reservations
+        stay.
         """
         self._limit = limit
 
     @property
     def left(self) -> int:
-        """The pages that the requests may hold in addition, if the pool has them."""
+        """The number of further pages that the requests may hold, provided that the pool has them."""
         return max(0, (self._pool.total if self._limit is None else self._limit) - self._held)
 
     def reserve(
@@ -70,12 +77,14 @@ class PageReservations:
         *,
         position: int | None = None,
     ) -> int:
-        """Claim `pages`, less the cached pages of the prefix, which are read from now on; returns the claimed pages.
+        """Reserve `pages` less the cached pages of `prefix`, and return the number of reserved pages.
 
-        Of the prefix, what tokens from `position` on see is read (`PrefixCache.promise`). At least
-        `reserved_for_preempted` pages must be left. ResourceExhausted changes nothing. `await_prompt` follows.
+        The request reads the cached pages from now on: those that tokens from `position` on attend to
+        (`PrefixCache.promise`). At least `reserved_for_preempted` pages must stay free. Raises ResourceExhausted, and
+        changes nothing, if there are too few pages. The caller calls `add_lease` next.
         """
         self._balance()
+        # While some reserved pages have no free page behind them, a new request would compete with the running ones.
         short = self._backed < self._reserved
         if short or (self._limit is not None and self.committed + pages + reserved_for_preempted > self._limit):
             raise ResourceExhausted("answers have outgrown their forecasts; come back later")
@@ -86,20 +95,22 @@ class PageReservations:
         return claimed
 
     def add_lease(self, lease_pages: int, held: int) -> None:
-        """Keep so many of the promised pages for a lease; with them the request holds `held` pages."""
+        """Keep `lease_pages` of the backed pages for a new lease, whose request then holds `held` pages."""
         self._lease_pages += lease_pages
         self._held += held
 
     def for_chunk(self, request: DecodeRequest, most: int) -> int:
-        """Return how many pages a local prompt may take for a chunk, at most `most`.
+        """Return how many pages a local prompt may take for its next chunk, at most `most`.
 
-        Other prompts' pages are backed in any case; the claim of this one may exceed what it was promised at first.
+        The pages of other prompts are always backed. The reservation of this prompt may exceed its backed pages,
+        because it reserves pages again for those that it has retired.
         """
         self._balance()
+        # All backed pages except those that are kept for the leases of other prompts.
         return max(0, min(most, request.lease_pages, self._backed - self._lease_pages + request.lease_pages))
 
     def spend_on_lease(self, request: DecodeRequest, pages: int) -> int:
-        """Move so many promised pages to the lease; returns their number."""
+        """Count `pages` backed pages as taken by the request's lease, and return `pages`."""
         request.reserved_pages -= pages
         request.lease_pages -= pages
         self._reserved -= pages
@@ -108,9 +119,9 @@ class PageReservations:
         return pages
 
     def reserve_again(self, request: DecodeRequest, pages: int, *, for_prompt: bool = False) -> None:
-        """Claim as many pages anew as a request with windows has given up: it will take others for later positions.
+        """Reserve `pages` pages again after a request with sliding windows has retired as many.
 
-        `for_prompt` keeps them for its lease.
+        The request will take other pages for later positions. With `for_prompt` the pages are kept for its lease.
         """
         request.reserved_pages += pages
         self._reserved += pages
@@ -122,7 +133,11 @@ class PageReservations:
             self._held -= pages
 
     def complete_transfer(self, request: DecodeRequest, committed: int) -> None:
-        """Commit a request whose KV is here to `committed` pages from now on, if that is less, or to those it holds."""
+        """Lower the committed pages of a request whose KV has arrived to `committed`.
+
+        Only reserved pages are dropped: pages that the request holds stay committed. If the request has committed fewer
+        pages, nothing changes.
+        """
         left, request.lease_pages = request.lease_pages, 0
         self._lease_pages -= left
         self._held -= left
@@ -133,7 +148,10 @@ class PageReservations:
         self.subtract(spare, spare, 0, 0)
 
     def extend(self, request: DecodeRequest, pages: int) -> None:
-        """Claim `pages` pages in all for a request that outgrew its forecast, whether there are any or not."""
+        """Raise the committed pages of a request that outgrew its forecast to `pages`.
+
+        The pool may have too few pages to back them.
+        """
         more = pages - request.committed
         request.committed += more
         request.reserved_pages += more
@@ -141,19 +159,23 @@ class PageReservations:
         self._reserved += more
 
     def grow(self, request: DecodeRequest, *, beyond_limit: bool = False) -> bool:
-        """Take one more page of each group for a request with a claim; False if there are none."""
+        """Take one more page of each group for a request with a reservation, and return False if there are none.
+
+        With `beyond_limit`, the page limit is ignored for this request.
+        """
         self._balance()
         if self._limit is not None and self._held + self._groups > self._limit:
             if not beyond_limit:
                 return False
             self._backed += self._pool.promise_up_to(self._groups)
+        # Backed pages that are kept for leases must not be used: prefill workers are going to write them.
         if self._backed - self._groups < self._lease_pages:
             return False
         self._count_growth(request, self._pool.allocate(request.reservation.ref, self._groups, from_promise=True))
         return True
 
     def grow_all(self, requests: Sequence[DecodeRequest]) -> bool:
-        """`grow` for each of the requests, or for none: False if there is not a page for each."""
+        """Call `grow` for each of the requests, or take no page and return False if there are too few for all."""
         self._balance()
         groups = self._groups
         pages = len(requests) * groups
@@ -167,7 +189,7 @@ class PageReservations:
         return True
 
     def remove(self, request: DecodeRequest) -> None:
-        """Drop the claim of a request that is over; its pages belong to others already."""
+        """Drop the reservation of a request that has ended and whose pages have other owners."""
         self.subtract(request.committed, request.reserved_pages, request.held, request.lease_pages)
 
     def _count_growth(self, request: DecodeRequest, pages: Sequence[int]) -> None:
@@ -179,7 +201,7 @@ class PageReservations:
         self._held += len(pages)
 
     def subtract(self, committed: int, claimed: int, held: int, lease_pages: int) -> None:
-        """Subtract what is over from each count."""
+        """Subtract the pages of a request that has ended, or of a reservation that was reduced, from each count."""
         self.committed -= committed
         self._reserved -= claimed
         self._held -= held
@@ -187,22 +209,24 @@ class PageReservations:
         self._balance()
 
     def _balance(self) -> None:
-        """Have the pool promise as much of the claims as it can, and no more."""
+        """Have the pool back as many of the reserved pages as it can, and return backed pages that are in excess."""
         missing = self._reserved - self._backed
         if missing < 0:
             self._pool.unpromise(-missing)
             self._backed = self._reserved
         elif missing > 0:
             if self._limit is not None:
+                # Pages that are kept for leases count as held and as backed; the limit counts them once.
                 missing = min(missing, self._limit - self._held + self._lease_pages - self._backed)
             self._backed += self._pool.promise_up_to(max(0, missing))
 
 
 class PageBudget:
-    """Pages promised to requests, prompt and answer, until each is over. Guarded by the admission's lock.
+    """The pages promised to requests, for prompt and answer, until each request ends. Guarded by the admission's lock.
 
-    Quarantined pages are lost until their writers confirm or are known to write no more. A worker that has lost a large
-    part of its pool reports it and promises nothing until enough of it is back: it would look like a small, full one.
+    Quarantined pages are lost until their writers confirm that they have stopped, or are known to have stopped. A
+    worker that has lost a large part of its pool reports itself as not ready, and makes no reservation until enough
+    pages are back. Otherwise it would look to the routers like a small worker that is full. Owned by the admission.
     """
 
     def __init__(
@@ -228,44 +252,46 @@ class PageBudget:
         self._reservations = PageReservations(cache)
         self._lengths = AnswerLengths()
         self._preempted: dict[tuple[str, str], tuple[int, float]] = {}
-        """Preempted requests, by router and id: the pages reserved for each, and until when."""
+        """For each preempted request, by router and request id: the pages that are kept for it, and until when."""
         self._closed = ""
 
     @property
     def not_ready(self) -> str:
-        """The reason why reservations are rejected for now; empty if they are not. `update_lost` updates it."""
+        """The reason why reservations are rejected at present, empty if they are accepted. `update_lost` updates it."""
         return self._lost.not_ready
 
     @property
     def committed(self) -> int:
-        """Pages of all requests that are not over, promised and held."""
+        """Pages that all requests that have not ended hold or have reserved."""
         return self._reservations.committed
 
     @property
     def left(self) -> int:
-        """The pages that the requests may hold in addition, if the pool has them."""
+        """The number of further pages that the requests may hold, provided that the pool has them."""
         return self._reservations.left
 
     def expected_pages(self, reservation: Reservation, tokens: int, *, decoding: bool = True) -> int:
-        """Pages that prompt and answer are expected to need, once the answer has so many tokens.
+        """Return the pages that prompt and answer are expected to need once the answer has `tokens` tokens.
 
-        With `decoding`, the prompt is not computed in them.
+        `decoding` says that the prompt is not computed in these pages, so that groups with a window need fewer of them.
         """
         return self._kv.held(self._stored(reservation, self._expected(reservation, tokens)), decoding=decoding)
 
     def reserve(self, reservation: Reservation, prefix: Prefix, *, local: bool) -> tuple[int, int]:
-        """Promise the expected pages, less those of the prefix that are cached, which are read from now on.
+        """Reserve the expected pages of a request, less the cached pages of `prefix`, which it reads from now on.
 
-        A `local` prompt is computed in these pages.
+        `local` says that this worker computes the prompt, in these pages.
 
-        Returns how many are expected and how many of them are claimed. ResourceExhausted with a retry hint when there
-        are none now, InvalidArgument when the longest answer will never fit, RoleClosed while closed.
+        Returns the number of expected pages and how many of them are reserved. Raises ResourceExhausted with a retry
+        hint if there are too few pages now, InvalidArgument if the longest answer can never fit, RoleClosed while
+        closed.
         """
         self.update_lost()
         if self._closed:
             raise RoleClosed(f"worker {self._worker_id} takes no answers, as it {self._closed}; ask another one")
         sampling, prompt_tokens = reservation.sampling, len(reservation.prompt_token_ids)
         most = self._kv.held(self._stored(reservation, sampling.max_tokens), decoding=not local)
+        # The longest answer must fit alone: the oldest request, which is never preempted, may grow that far.
         if most > self._limit:
             raise InvalidArgument(
                 "max_tokens",
@@ -288,28 +314,31 @@ class PageBudget:
         return pages, reserved
 
     def cancel_reservation(self, pages: int, claimed: int) -> None:
-        """Give back what `promise` gave for a reservation that becomes no request."""
+        """Release what `reserve` took for a reservation that was not granted."""
         self._reservations.subtract(pages, claimed, 0, 0)
 
     def add_lease(self, request: DecodeRequest) -> None:
-        """Keep the promised pages for a new request's lease."""
+        """Keep reserved pages for the lease of a new request."""
         self._reservations.add_lease(request.lease_pages, request.held)
 
     def spend_on_lease(self, request: DecodeRequest, pages: int) -> int:
-        """Spend promised pages on the request's lease; returns their number."""
+        """Count `pages` reserved pages as taken by the request's lease, and return `pages`."""
         return self._reservations.spend_on_lease(request, pages)
 
     def spend_on_chunk(self, request: DecodeRequest, most: int) -> int:
-        """Spend promised pages on the lease of a local prompt; returns how many there are, at most `most`."""
+        """Take at most `most` reserved pages for the next chunk of a local prompt, and return how many there are."""
         return self._reservations.spend_on_lease(request, self._reservations.for_chunk(request, most))
 
     def retire_read(self, request: DecodeRequest, position: int) -> None:
-        """Release what a local prompt has read and sees no more; it may take as many other pages."""
+        """Release cached pages that no further token of a local prompt attends to, and reserve as many others."""
         retired = self._cache.retire_read(request.prefix, position)
         self._reservations.reserve_again(request, retired, for_prompt=True)
 
     def complete_transfer(self, request: DecodeRequest) -> None:
-        """Keep what a request whose KV is here needs from now on: fewer pages if the prompt was computed in them."""
+        """Reduce a request whose KV has arrived to the pages that decoding needs, where groups have sliding windows.
+
+        A prompt that was computed in these pages needed more of them.
+        """
         if not self._kv.windowed:
             return
         self._retire(request, len(request.reservation.prompt_token_ids))
@@ -317,18 +346,22 @@ class PageBudget:
         self._reservations.complete_transfer(request, pages)
 
     def grow(self, request: DecodeRequest, *, beyond_limit: bool = False) -> bool:
-        """Take one more page of each group for a running request, and give up those that it sees no more.
+        """Take one more page of each group for a running request, and retire the pages that it no longer attends to.
 
-        False if there are none, or none within the limit.
+        Returns False if there are none, or none within the limit. `beyond_limit` ignores the limit.
         """
         self._retire_unseen(request)
+        # The answer has outgrown its forecast: reserve the pages of a longer one.
         if request.reserved_pages < self._kv.groups:
             pages = self.expected_pages(request.reservation, len(request.token_ids) + request.in_flight)
             self._reservations.extend(request, max(pages, request.held + self._kv.groups))
         return self._reservations.grow(request, beyond_limit=beyond_limit)
 
     def grow_all(self, requests: Sequence[DecodeRequest]) -> bool:
-        """`grow` for each request; False, and no page is taken, if any of them has no claim or no page."""
+        """Take one more page of each group for each of the requests.
+
+        Returns False, and takes no page, if any of them has too few reserved pages or the pool has too few.
+        """
         for request in requests:
             self._retire_unseen(request)
         return all(request.reserved_pages >= self._kv.groups for request in requests) and self._reservations.grow_all(
@@ -336,39 +369,42 @@ class PageBudget:
         )
 
     def release(self, request: DecodeRequest) -> None:
-        """Drop the claim of a request that is over and whose pages belong to others. The caller frees what it reads."""
+        """Drop the reservation of a request that has ended and whose pages have other owners.
+
+        The caller releases the cached pages that the request reads.
+        """
         self._reservations.remove(request)
 
     def expect_return(self, request: DecodeRequest) -> None:
-        """Reserve pages for a preempted request, for a while. It must be called before `release`."""
+        """Keep pages for a preempted request for RETURN_S seconds. Must be called before `release`."""
         self._preempted[request.key] = request.committed, self._clock() + RETURN_S
 
     def learn(self, request: DecodeRequest) -> None:
-        """Learn the length of an answer that has ended."""
+        """Update the forecast of answer lengths with an answer that has ended."""
         self._lengths.learn(request.reservation.sampling.max_tokens, len(request.token_ids))
 
     def close(self, why: str) -> None:
-        """Promise nothing until `open` is called."""
+        """Reject reservations until `open` is called; `why` becomes part of the error message."""
         self._closed = why
 
     def open(self) -> None:
-        """Promise pages again."""
+        """Accept reservations again."""
         self._closed = ""
 
     def limit(self, max_pages: int | None) -> None:
-        """Limit the promised pages, quarantined ones not counted; None, as at first, means the whole pool.
+        """Limit the pages that requests commit; quarantined pages do not count.
 
-        Existing promises stay.
+        None, the initial value, means the whole pool. Existing reservations stay.
         """
         self._limit = self._pool.total if max_pages is None else max_pages
         self._reservations.limit(max_pages)
 
     def update_lost(self) -> None:
-        """Count the pages in quarantine."""
+        """Update `not_ready` from the number of pages in quarantine."""
         self._lost.update(self._pool.counts().quarantined, self._limit, self._why)
 
     def _retire_unseen(self, request: DecodeRequest) -> None:
-        """Give up the pages of a request that no step in flight or to come reads."""
+        """Retire the pages of a request that no step in flight and no later step reads."""
         if self._kv.windowed:
             self._retire(request, request.next_unread)
 
@@ -388,13 +424,16 @@ class PageBudget:
         return self._lengths.expect(sampling.max_tokens, tokens, to_the_limit=sampling.runs_to_limit)
 
     def _stored(self, reservation: Reservation, answer: int) -> int:
-        """Positions whose KV is stored once the answer has so many tokens."""
+        """Return the number of positions whose KV is stored once the answer has `answer` tokens."""
         longest = kv_tokens(reservation.question_tokens, reservation.sampling, self._model)
         shortest = len(reservation.prompt_token_ids)
         return max(shortest, min(longest, reservation.question_tokens + answer - 1))
 
     def _reserved_for_preempted(self, reservation: Reservation, most: int) -> int:
-        """Return the pages, at most `most`, that are reserved for preempted requests, unless this is one of them."""
+        """Return the pages that are kept for preempted requests, at most `most`.
+
+        Returns 0 if this reservation is a preempted request that returns.
+        """
         now = self._clock()
         self._preempted = {key: entry for key, entry in self._preempted.items() if entry[1] > now}
         if (reservation.router_id, reservation.ref.request_id) in self._preempted:

@@ -1,10 +1,10 @@
-"""Chooses the request that is preempted when a running request finds no page: the youngest, and never the oldest.
+"""Chooses which request is preempted when a running request finds no free page: the youngest, and never the oldest.
 
 Age is the order in which leases were granted. The oldest request whose KV is here is never preempted and may preempt
-every other, so it runs to its end; then the next one is the oldest: all of them end.
+every other request, so it runs to its end. Then the next one is the oldest, so every request ends eventually.
 
-A request that was preempted and recomputed must make progress before it may be preempted again, or two requests could
-preempt each other forever. Only the oldest takes precedence over that, whether it runs or waits for those that run.
+A request that was preempted and recomputed must make progress before it may be preempted again; otherwise two requests
+could preempt each other forever. Only the oldest request overrides this rule, whether it is running or ready.
 """
 
 from collections.abc import Iterable
@@ -12,13 +12,13 @@ from collections.abc import Iterable
 from decode_worker.request import DecodeRequest, Stage
 
 PROGRESS_TOKENS = 16
-"""Tokens that a recomputed attempt must bring before it may be preempted again."""
+"""The number of new tokens that a recomputed attempt must have before it may be preempted again."""
 
 
 def choose(needs_page: DecodeRequest, candidates: Iterable[DecodeRequest]) -> DecodeRequest | None:
     """Return the candidate that is preempted for `needs_page`, or None if that request has to wait.
 
-    `candidates` are the ready and running requests, `needs_page` among them; it may be the choice itself.
+    `candidates` are the ready and running requests, including `needs_page`, which may itself be chosen.
     """
     by_age = sorted(candidates, key=age)
     if needs_page is by_age[0]:
@@ -26,13 +26,14 @@ def choose(needs_page: DecodeRequest, candidates: Iterable[DecodeRequest]) -> De
         return next((each for each in reversed(others) if _may_preempt(each)), others[-1] if others else None)
     rank = by_age.index(needs_page)
     older, younger = by_age[:rank], by_age[rank:]
-    # No request joins before this one has its page: if no older one runs, all would wait for each other.
+    # No request joins the batch before this one has its page. If no older request runs, waiting could last forever:
+    # then the youngest is preempted even if it made no progress.
     last = None if any(each.stage is Stage.RUNNING for each in older) else younger[-1]
     return next((each for each in reversed(younger) if _may_preempt(each)), last)
 
 
 def age(request: DecodeRequest) -> int:
-    """Return the key by which the oldest request sorts first."""
+    """Return the sort key of a request's age; the oldest request has the smallest key."""
     return request.lease.epoch
 
 

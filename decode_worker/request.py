@@ -1,4 +1,4 @@
-"""One request in the decode half."""
+"""One request in the decode phase: its reservation, its pages and its answer."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -12,7 +12,7 @@ from tandem.protocol.messages import Lease, Reservation
 
 
 class Stage(Enum):
-    """The queue a request is in."""
+    """The queue that a request is in."""
 
     LEASED = "leased"
     CHECKING = "checking"
@@ -23,62 +23,69 @@ class Stage(Enum):
 
 @dataclass(slots=True, eq=False)
 class DecodeRequest:
-    """A reservation and what became of it so far.
+    """A reservation, and the state of the request that was made for it.
 
-    Its queues:
-      1. leased    it reads what the prefix cache has of its prompt, and has a promise of the pages that are missing;
-                   from `AllotPages` on, those of the prompt are advertised to one prefill worker
-      2. checking  the notice arrived and fits, the pages are its own; what they hold is compared with what was sent
-      3. ready     the KV is right (DECODE_ADMITTED)
-      4. running   one row of every step (DECODE_STARTED); its pages grow from the promise, and beyond it while there
-                   are any
-    then over: pages and promise are given back, or quarantined with the lease that a prefill worker may still write. A
-    ready or running request that gives way to an older one is over as well, here; its router sends it once more.
-    Full pages are known to the prefix cache from then on, those of the prompt since it was ready.
+    The queues of a request:
 
-    All fields are guarded by the admission's lock, but for `answer`, `edges` and what follows the launched
-    steps of a running request, which the engine thread alone touches.
+      1. leased    it reads the cached pages of its prompt and has reserved the missing ones; from `AllotPages` on, the
+                   pages of the prompt are advertised to one prefill worker
+      2. checking  the notice arrived and fits the reservation, and the request owns its pages; their contents are
+                   compared with the checksums of what was sent
+      3. ready     the KV is correct (DECODE_ADMITTED)
+      4. running   it has one row in every step (DECODE_STARTED); its pages come from its reservation, which grows while
+                   the pool has pages
+
+    Then it ends: its pages and reservation are released, or the pages are quarantined with the lease, because a
+    prefill worker may still write to them. A ready or running request that is preempted ends on this worker; its
+    router sends it again. The prefix cache knows the full pages of its prompt from ready on, and those of its answer
+    from the end on.
+
+    All fields are guarded by the admission's lock, except `answer`, `edges` and what describes the launched steps of a
+    running request: only the engine thread uses those.
     """
 
     reservation: Reservation
     lease: Lease
     prompt_pages: int
-    """The number of pages that the prompt fills in a group without a window."""
+    """The number of pages that the prompt fills in a group without a sliding window."""
     committed: int
-    """Pages that prompt and answer are expected to fill, counted against the worker's limit until it is over."""
+    """Pages that prompt and answer are expected to fill. They count against the worker's limit until the request ends.
+    """
     reserved_pages: int
-    """The part of them that it may still take from the pool (`page_budget.py`)."""
+    """Committed pages that the request may still take from the pool (`page_budget.py`)."""
     token_hash: bytes
-    """The hash of the prefilled tokens: made when there is time, compared when there is none."""
+    """The hash of the prefilled tokens; computed when the lease is granted, as comparing it with the notice must be
+    fast."""
     prefix: Prefix
-    """The part of the prompt that the prefix cache knows; this request reads `prefix.pages` until it is over."""
+    """The part of the prompt that is in the prefix cache. The request reads `prefix.pages` until it ends."""
     skipped: int
-    """The number of the prompt's first pages that nobody sends, as they are here or, with windows, not needed."""
+    """The number of the prompt's first pages that are not sent: they are cached here or, with windows, not needed."""
     stage: Stage = Stage.LEASED
+    """The queue that the request is in."""
     pages: list[int] = field(default_factory=list)
-    """Its pages as `KvPages` lists them, once its KV is here; before that, those that are advertised."""
+    """The request's pages as `KvPages` lists them, once its KV is here; before that, the advertised pages."""
     lease_pages: int = 0
-    """Claimed pages for the lease, not yet advertised."""
+    """Reserved pages for the lease that are not advertised yet."""
     held: int = 0
-    """Pages that it reads or owns, and those for the lease."""
+    """Pages that the request reads or owns, and those for its lease."""
     answer: list[int] = field(default_factory=list)
-    """The beginning of `token_ids`: while it runs, the batch keeps the newest."""
+    """The first tokens of `token_ids`; while the request runs, the batch buffers the newest ones."""
     check_until: float = 0.0
-    """The time at which the check of its pages is late, by the admission's clock."""
+    """The time until which the check of the KV must have a result, by the admission's clock."""
     first_draw: int = 1
-    """Number of the random draw of answer token 1."""
+    """The number of the draw, in the request's random sequence, that gives the token with index 1 of the answer."""
     cancelled: bool = False
-    """Checking or running, but to be dropped when its pages are no longer read."""
+    """Cancelled while checking or running; dropped as soon as nothing reads its pages."""
     ended: bool = False
-    """Its last token is here; a step that was launched before may still use its pages."""
+    """Its last token has arrived; a step that was launched before may still use its pages."""
     failed: bool = False
-    """It ended with an error: nobody else may read the pages that its answer fills."""
+    """It ended with an error, so no other request may read the pages that its answer fills."""
     preempting: bool = False
-    """Running, but preempted once the launched steps with a row of it are over."""
+    """Running, but preempted once the launched steps with a row of it have completed."""
     batch: "Batch | None" = None
-    """The batch it runs in, which alone changes this."""
+    """The batch that it runs in; only the batch sets this field."""
     prompt_tokens: int = field(init=False)
-    """The number of tokens of the client's own prompt."""
+    """The number of tokens of the client's own prompt, without tokens of earlier attempts."""
     ending: Ending = field(init=False)
     """The end conditions of a running request."""
     history: History | None = None
@@ -86,38 +93,42 @@ class DecodeRequest:
     adapter: int = 0
     """The number of its adapter, as in `StepRow`."""
     edges: list[EdgeStamp] = field(default_factory=list)
+    """Lifecycle events that were not sent to the router yet."""
 
     def __post_init__(self) -> None:
         self.prompt_tokens = self.reservation.question_tokens
 
     @property
     def token_ids(self) -> list[int]:
-        """The answer so far: tokens of earlier attempts, the one of the notice, and those that followed."""
+        """The answer so far: the tokens of earlier attempts, the first token from the notice, and the decoded ones."""
         if self.batch is not None:
             self.batch.flush_tokens(self)
         return self.answer
 
     @property
     def leaving(self) -> bool:
-        """True if it runs, but its pages will be free without any further action."""
+        """True if the request runs, but will free its pages without further action."""
         return self.cancelled or self.ended or self.preempting
 
     def stored_from(self, position: int) -> list[int]:
-        """Return the tokens of a running request from `position` on whose KV is in its pages.
+        """Return the tokens from `position` on whose KV is in the pages of a running request.
 
-        The newest token is excluded, as it may not have been fed.
+        The newest token is excluded, because it may not have been fed to the model yet.
         """
         reservation = self.reservation
         return [*reservation.prompt_token_ids[position:], *self.token_ids[reservation.answered : -1]]
 
     @property
     def next_unread(self) -> int:
-        """The position of the newest token that has arrived, whose row is the oldest that is in flight or to come."""
+        """The position of the newest token that has arrived.
+
+        Rows in flight or to come have this position or a later one.
+        """
         return self.prompt_tokens + len(self.token_ids) - 1
 
     @property
     def in_flight(self) -> int:
-        """The number of launched steps with a row of it whose tokens have not arrived."""
+        """The number of launched steps with a row of the request whose tokens have not arrived."""
         return 0 if self.batch is None else self.batch.in_flight(self)
 
     @property
@@ -127,10 +138,10 @@ class DecodeRequest:
 
 
 class Batch(Protocol):
-    """The batch that a running request is in."""
+    """The batch that a running request is in, as the request uses it."""
 
     def flush_tokens(self, request: DecodeRequest) -> None:
         """Append the tokens that have arrived to the request's `answer`."""
 
     def in_flight(self, request: DecodeRequest) -> int:
-        """The number of launched steps with a row of it whose tokens have not arrived."""
+        """Return the number of launched steps with a row of the request whose tokens have not arrived."""

@@ -1,4 +1,7 @@
-"""The requests of the decode half: each has a promise of pages and, once its KV has arrived, pages of its own."""
+"""The requests of the decode phase, from their reservation to their end.
+
+Each has reserved pages and, once its KV has arrived, pages of its own.
+"""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
@@ -14,14 +17,16 @@ from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
 from tandem.protocol.messages import Lease, RequestEvent, RequestRef, RoutedEvent, TransferNotice
 
 ADMITTED_REMEMBERED = 4096
-"""The number of epochs of leases whose KV has arrived that are remembered.
+"""The number of leases whose KV has arrived that are remembered, by epoch.
 
-A lease whose notice arrived while a heartbeat for it was on its way must not be reported as lost.
-"""
+A lease whose notice arrived while a heartbeat for it was in transit must not be reported as lost."""
 
 
 class DecodeRequests:
-    """All requests from their reservation to their end. Guarded by the admission's lock."""
+    """All requests that have not ended, and the queue of ready ones.
+
+    Guarded by the admission's lock. Owned by the admission; the decode scheduler takes its lock too.
+    """
 
     def __init__(self, cache: PrefixCache, budget: PageBudget, emit: Callable[[RoutedEvent], None]) -> None:
         self._cache = cache
@@ -30,39 +35,40 @@ class DecodeRequests:
         self._emit = emit
         self._by_key: dict[tuple[str, str], DecodeRequest] = {}
         self.ready: deque[DecodeRequest] = deque()
-        """Requests that wait for the running batch, oldest first."""
+        """Requests whose KV has arrived and that wait for the running batch, oldest first."""
         self._arrived: OrderedDict[int, None] = OrderedDict()
         self.preemptions = 0
-        """The number of preempted requests."""
+        """The number of preemptions since the worker started."""
         self._dropped: set[DecodeRequest] = set()
-        """Cancelled requests whose pages are in use."""
+        """Cancelled requests whose pages are still in use."""
         self.cancelled = 0
         """The number of requests that were cancelled while their pages were in use."""
 
     def __len__(self) -> int:
-        """Requests that are not over."""
+        """Return the number of requests that have not ended."""
         return len(self._by_key)
 
     def find(self, router_id: str, request_id: str) -> DecodeRequest | None:
-        """The latest attempt at a request, unless it is over."""
+        """Return the latest attempt of a request, or None if it is unknown or has ended."""
         return self._by_key.get((router_id, request_id))
 
     def refs(self) -> list[tuple[str, RequestRef]]:
-        """Every request that is not over, with its router."""
+        """Return every request that has not ended, with its router."""
         return [(router_id, request.reservation.ref) for (router_id, _), request in self._by_key.items()]
 
     def adapters(self) -> set[str]:
-        """The hashes of the adapters of all requests that a step may still compute; "" = the base model."""
+        """Return the adapter hashes of all requests that a step may still compute; "" stands for the base model."""
         return {request.reservation.adapter for request in (*self._by_key.values(), *self._dropped)}
 
     def add(self, request: DecodeRequest) -> None:
-        """A request in Stage.LEASED."""
+        """Add a request whose stage is Stage.LEASED."""
         self._by_key[request.key] = request
 
     def adopt(self, request: DecodeRequest, check_until: float, pages: Sequence[int] = ()) -> None:
-        """Make the request the owner of its lease's pages, which no write reaches any more; they are not checked yet.
+        """Make the request the owner of its lease's pages, to which nothing writes any more.
 
-        `pages` are those of a local prompt as `KvPages` lists them; without them, the lease's pages are in order.
+        The KV in the pages is not checked yet; the check must have a result before `check_until`. `pages` are those of
+        a local prompt as `KvPages` lists them; without them, the pages are taken in the lease's order.
         """
         request.check_until = check_until
         adopted = self._pool.adopt(request.lease, request.reservation.ref)
@@ -73,11 +79,14 @@ class DecodeRequests:
             self._arrived.popitem(last=False)
 
     def has_arrived(self, lease: Lease) -> bool:
-        """Return True if the KV of this lease has come, not too long ago."""
+        """Return True if the KV of this lease is among the last ADMITTED_REMEMBERED that arrived."""
         return lease.epoch in self._arrived
 
     def admit(self, request: DecodeRequest, notice: TransferNotice) -> None:
-        """Make a request ready, as its KV is right; others may read its prompt's full pages."""
+        """Make a request ready whose KV was checked.
+
+        Other requests may read the full pages of its prompt from now on.
+        """
         self._cache.publish(request.reservation.ref, request.prefix, request.pages)
         self._budget.complete_transfer(request)
         answer = request.reservation.answer
@@ -88,31 +97,36 @@ class DecodeRequests:
         self.ready.append(request)
 
     def join(self, most: int) -> list[DecodeRequest]:
-        """Start at most `most` ready requests, oldest first."""
+        """Take at most `most` ready requests out of the queue, oldest first, and mark them as running."""
         joining = [self.ready.popleft() for _ in range(min(most, len(self.ready)))]
         for request in joining:
             request.stage = Stage.RUNNING
         return joining
 
     def grow_all(self, requests: Sequence[DecodeRequest]) -> bool:
-        """Allocate one more page to each of these running requests, if that preempts none, or to none."""
+        """Allocate one more page of each group to each of these running requests.
+
+        Returns False, and allocates nothing, if the free pages do not suffice; no request is preempted.
+        """
         return self._budget.grow_all(requests)
 
     def grow(self, request: DecodeRequest, running: Collection[DecodeRequest]) -> bool:
-        """Allocate one more page to a running request, if need be by preemption of it or another one.
+        """Allocate one more page of each group to a running request, if need be by preempting it or another one.
 
-        A ready or `running` request may be preempted. Returns False if there is no page yet: the request waits for the
-        next step.
+        Ready requests and those in `running` may be preempted. Returns False if there is no page yet; the request then
+        waits for the next step.
         """
         while not self._budget.grow(request):
             staying = [each for each in running if each.stage is Stage.RUNNING]
+            # A request that leaves will free its pages soon: waiting for them is cheaper than a preemption.
             if any(each.leaving for each in staying):
                 return False
             victim = preemption.choose(request, [*self.ready, *staying])
             if victim is None:
-                # Alone it goes on, even if the limit is lower now than when it came.
+                # If it is the only request, it goes on even if the page limit was lowered since it came.
                 alone = len(self.ready) + len(staying) == 1
                 return alone and self._budget.grow(request, beyond_limit=True)
+            # Its pages may be written by a step in flight, so it leaves only when that step has completed.
             if victim.in_flight:
                 victim.preempting = True
                 return False
@@ -122,21 +136,25 @@ class DecodeRequests:
         return True
 
     def preempt(self, request: DecodeRequest) -> None:
-        """Preempt a ready or running request; its router has it recomputed behind the tokens that are here."""
+        """Preempt a ready or running request.
+
+        Its router sends it again, to be recomputed with the tokens it has so far.
+        """
         if request.stage is Stage.READY:
             self.ready.remove(request)
         self.preemptions += 1
         reservation = request.reservation
         edges = (*request.edges, EdgeStamp.now(Edge.PREEMPTED))
         event = RequestEvent(reservation.ref, len(request.token_ids), edges=edges, preempted=True)
+        # Before `_leave`, which drops the reservation whose size is kept free here.
         self._budget.expect_return(request)
         self._leave(request)
         self._emit(RoutedEvent(reservation.router_id, event))
 
     def end_late_checks(self, now: float) -> bool:
-        """Requests whose check takes too long fail; their pages are free once it has its result.
+        """Fail the requests whose check is late, and return True if there were any.
 
-        Whether there were any.
+        Their pages are freed once the check has its result, because it still reads them.
         """
         late = [one for one in self._by_key.values() if one.stage is Stage.CHECKING and now > one.check_until]
         for request in late:
@@ -150,14 +168,15 @@ class DecodeRequests:
             self.ready.remove(request)
             self.free(request)
         else:
-            # Its pages may be read now: the batch drops it at the step's end, the check when it has its result.
+            # A step or a check may read its pages now: the batch drops the request at the end of the step, the check
+            # drops it when it has its result.
             request.cancelled = True
             self.cancelled += 1
             self._dropped.add(request)
             self._by_key.pop(request.key, None)
 
     def leave(self, request: DecodeRequest) -> None:
-        """End a running request, and its answer with it."""
+        """End a running request, and use its answer for the forecast of answer lengths unless it failed."""
         if request.failed:
             self.free(request)
         else:
@@ -165,21 +184,21 @@ class DecodeRequests:
             self._leave(request)
 
     def _leave(self, request: DecodeRequest) -> None:
-        """Let others read the pages that its answer fills."""
+        """Publish the pages that the answer fills in the prefix cache, and free the request."""
         named = len(request.prefix.digests) * self._cache.page_tokens
         self._cache.extend(request.prefix, request.stored_from(named))
         self._cache.publish(request.reservation.ref, request.prefix, request.pages)
         self.free(request)
 
     def free(self, request: DecodeRequest, failure: TandemError | None = None) -> None:
-        """Free the pages of a request, which are read no more, and end it."""
+        """Free the pages of a request, which nothing reads any more, and end it. `failure` is sent to its router."""
         self._cache.leave(request.reservation.ref, request.prefix, request.pages)
         self.end(request, failure)
 
     def end(self, request: DecodeRequest, failure: TandemError | None = None) -> None:
-        """End a request: give back the rest of its promise and read nothing any more.
+        """End a request: drop its reservation and release the cached pages that it reads.
 
-        Its own pages, if any, have another owner by now. Its router is told of a failure.
+        Its own pages have another owner by now. `failure`, if given, is sent to its router.
         """
         self._cache.release(request.prefix)
         self._budget.release(request)

@@ -1,8 +1,8 @@
 """The running batch: the requests that have a row in the next step, and the tokens of earlier steps.
 
-A request takes a slot when it joins and returns it when it leaves (`batch_slots.py`). Its rows, tokens and pages follow
-from the number of the step, so nothing is counted from step to step: the step in which a request ends or needs a page
-is noted in advance. A step of hundreds of requests that all go on looks at none of them.
+A request takes a slot when it joins and frees it when it leaves (`batch_slots.py`). Its row, token and page in a step
+follow from the step's number, so no counters are updated from step to step. The step in which a request ends or needs a
+page is noted in advance; a step in which hundreds of requests simply continue looks at none of them.
 """
 
 from collections import deque
@@ -19,10 +19,13 @@ from tandem.protocol.kv_pages import KvPages
 
 
 class RunningBatch:
-    """Engine thread only. The pages belong to the requests."""
+    """The slots of the running requests, and the steps in flight.
+
+    Owned by the decode scheduler and used on the engine thread only. Each request owns its pages.
+    """
 
     def __init__(self, slots: int, kv: KvPages) -> None:
-        """`slots` is the number of requests that may run before the batch has to grow."""
+        """Create a batch with `slots` slots; it grows if more requests join."""
         self.kv = kv
         self._columns = SlotColumns()
         self._tokens = TokenBuffer()
@@ -31,25 +34,25 @@ class RunningBatch:
         self._unstopped = 0
         self._next_step = 0
         self.in_flight_steps: deque[tuple[int, BatchSnapshot]] = deque()
-        """Launched steps whose tokens have not arrived, oldest first, each with its number."""
+        """Launched steps whose tokens have not arrived, oldest first, each as its number and its snapshot."""
         self._snapshot: BatchSnapshot | None = None
-        """The snapshot of the next step, unless a request joins or leaves before."""
+        """The rows of the next step; None if requests have joined, left or moved since the last step."""
         self._last_steps = SlotSchedule()
-        """Slots by their last step, but those that were stopped."""
+        """Slots by the last step in which they have a row, without those that were stopped."""
         self._page_steps = SlotSchedule()
         """Slots by the step for which they need one more page."""
         self._without_page: list[BatchSlot] = []
-        """Slots that need a page for the next step."""
+        """Slots that need a page for their row in the next step."""
         self._stopped: list[BatchSlot] = []
-        """Slots that were stopped and not given back."""
+        """Slots of stopped requests that have not left yet."""
         self._with_events: list[BatchSlot] = []
-        """Slots whose next token needs an event."""
+        """Slots whose next token is sent in an event."""
         self._with_history: list[BatchSlot] = []
-        """Slots of requests with penalties or a grammar, whose answer has to be complete after each step."""
+        """Slots of requests with penalties or a grammar, whose answer has to be up to date after each step."""
         self._stop_sets: dict[frozenset[int], int] = {}
         """Sets of tokens that end an answer, each with the number of requests that have it."""
         self._stop_tokens: frozenset[int] = frozenset()
-        """All of these tokens."""
+        """All tokens that end the answer of some request: the union of `_stop_sets`."""
         self._grow(slots)
 
     def __len__(self) -> int:
@@ -62,10 +65,12 @@ class RunningBatch:
         return self._slots.keys()
 
     def join(self, request: DecodeRequest) -> None:
-        """Give a slot to a request that has `token_ids`, `pages`, `ending` and, if it needs one, a `history`."""
+        """Give the request a slot. It has `token_ids`, `pages`, `ending` and, if it needs one, a `history`."""
         if not self._free:
             self._grow(max(1, len(self._columns)))
         ending, now = request.ending, self._next_step
+        # The first row feeds the newest token, at `position`. The last row feeds the token before the last possible
+        # one, which it draws.
         position = request.prompt_tokens + len(request.answer) - 1
         last = now + request.prompt_tokens + ending.limit - 2 - position
         slot = self._slots[request] = BatchSlot(request, self._free.pop(), now, position - now, last, now)
@@ -84,13 +89,13 @@ class RunningBatch:
         self._copy_pages(slot)
 
     def page_added(self, request: DecodeRequest) -> None:
-        """Copy a request's new page, which its next row needs."""
+        """Copy the new page of a request, which its next row needs."""
         slot = self._slots[request]
         self._without_page.remove(slot)
         self._copy_pages(slot)
 
     def stop(self, request: DecodeRequest) -> None:
-        """Give the request no more rows; it still gets the tokens of steps in flight."""
+        """Give the request no more rows. It still gets the tokens of steps in flight."""
         slot = self._slots[request]
         if slot.stopped:
             return
@@ -104,13 +109,13 @@ class RunningBatch:
             self._snapshot = None
 
     def drop(self, request: DecodeRequest) -> None:
-        """Give the request no more rows, and discard what is drawn for it in steps in flight."""
+        """Give the request no more rows, and discard the tokens of its rows in flight."""
         self.stop(request)
         self.flush_tokens(request)
         self._slots[request].dropped = True
 
     def drained(self) -> list[DecodeRequest]:
-        """Return the requests that were stopped or dropped and are in no step in flight any more."""
+        """Return the stopped requests that are in no step in flight."""
         return [slot.request for slot in self._stopped if not self.in_flight(slot.request)]
 
     def leave(self, request: DecodeRequest) -> None:
@@ -143,17 +148,17 @@ class RunningBatch:
 
     @property
     def waits_for_tokens(self) -> bool:
-        """True if tokens of the next step depend, by a grammar, on those of the steps in flight."""
+        """True if a request's grammar must see the tokens of the steps in flight before the next step."""
         constrained = (slot.request.reservation.sampling.grammar for slot in self._with_history)
         return bool(self.in_flight_steps) and any(constrained)
 
     @property
     def waits_for_pages(self) -> bool:
-        """True if a request that had no page for its row still has none."""
+        """True if a request had no page for its row in the last step and still has none."""
         return bool(self._without_page)
 
     def without_page(self) -> list[DecodeRequest]:
-        """Return the requests that have no page for a row of the next step."""
+        """Return the requests that have no page for their row in the next step."""
         step = self._next_step
         self._without_page += [slot for slot in self._page_steps.pop(step) if not slot.stopped]
         if not self._without_page:
@@ -162,10 +167,12 @@ class RunningBatch:
         return [slot.request for slot in due]
 
     def launch(self) -> TokenRows | None:
-        """Return the rows of the next step, None if there are none: one for each request that is due and has a page.
+        """Launch the next step and return its rows: one for each running request that has a page.
 
-        Its newest token, which may still be in flight, takes the next position. A request that ends with a token in
-        flight has no row.
+        None if there are none.
+
+        The newest token of a request, which may still be in flight, takes the next position. A request that certainly
+        ends with a token in flight has no row.
         """
         step = self._next_step
         snapshot = self._snapshot_of(step)
@@ -176,16 +183,18 @@ class RunningBatch:
         before = self.in_flight_steps[-1][1] if self.in_flight_steps else None
         self.in_flight_steps.append((step, snapshot))
         self._next_step = step + 1
+        # The next step has the same rows unless a request has its last row in this one, or is skipped.
         if step in self._last_steps or self._without_page:
             self._snapshot = None
         return TokenRows(len(snapshot), snapshot.context_tokens(step), lambda: snapshot.rows(step, before))
 
     def complete(self, token_ids: Sequence[int]) -> DecodedStep:
-        """Take the tokens of the oldest step in flight, row by row; those of dropped requests are discarded."""
+        """Take the tokens of the oldest step in flight, one for each row. Tokens of dropped requests are discarded."""
         step, snapshot = self.in_flight_steps.popleft()
         tokens = np.array(token_ids, dtype=np.int64)
         waiting = self._waiting_rows(step, snapshot)
         for row, slot in waiting.items():
+            # The row is repeated with the same input token, so this step adds nothing to the answer.
             tokens[row] = self._columns.newest_token[slot.index]
             slot.buffered_from = step + 1
         self._columns.newest_token[snapshot.indices] = tokens
@@ -201,17 +210,17 @@ class RunningBatch:
         if tokens.min() == NO_TOKEN:
             with_events |= {row for row, token in enumerate(token_ids) if token == NO_TOKEN}
         with_events -= over
-        _ = snapshot.owners  # while all are in their slots
+        _ = snapshot.owners  # copied now, while all of these requests still have their slots
         return DecodedStep(step, snapshot, token_ids, sorted(with_events), over | with_events)
 
     def event_sent(self, request: DecodeRequest) -> None:
-        """Note that an event was sent for the request: it needs no other, unless it asks for log probabilities."""
+        """Note that an event was sent for the request. It needs no other one, unless it wants log probabilities."""
         slot = self._slots[request]
         if slot in self._with_events and request.reservation.sampling.logprobs is None:
             self._with_events.remove(slot)
 
     def _waiting_rows(self, step: int, snapshot: BatchSnapshot) -> dict[int, BatchSlot]:
-        """Return the rows that drew nothing, as the masks of their grammars were not ready: they are repeated.
+        """Return the rows that drew no token because the mask of their grammar was not ready. They are repeated.
 
         No step that was launched since has a row of these requests (`waits_for_tokens`).
         """
@@ -226,9 +235,10 @@ class RunningBatch:
         return {snapshot.slots.index(slot): slot for slot in waiting}
 
     def _move(self, slot: BatchSlot, positions: int, newest_token: int) -> None:
-        """Have the next row of a request be so many positions later, as it gained one token more, or fewer."""
+        """Move the next row of a request by `positions`: it gained several tokens, or none, where one was expected."""
         self._columns.newest_token[slot.index] = newest_token
         self._page_steps.remove(slot)
+        # The row of a given step moves ahead by `positions`, so the last position is reached as many steps earlier.
         slot.position_offset += positions
         slot.last_step -= positions
         self._columns.reschedule(slot)
@@ -238,7 +248,7 @@ class RunningBatch:
             self._snapshot = None
 
     def _snapshot_of(self, step: int) -> BatchSnapshot | None:
-        """Return the requests with a row in this step; None if there are none."""
+        """Return the requests with a row in this step, or None if there are none."""
         if self._snapshot is None or self._without_page:
             indices = np.flatnonzero(self._columns.last_step >= step)
             if self._without_page:
@@ -252,6 +262,7 @@ class RunningBatch:
         """Move all rows of a request without a page one step later."""
         if slot.last_step < step:
             return
+        # The step must not be counted as one of its tokens when the token buffer is flushed.
         if slot.first_step == step:
             slot.first_step = slot.buffered_from = step + 1
         else:
@@ -264,7 +275,7 @@ class RunningBatch:
     def _rows_with_events(
         self, step: int, snapshot: BatchSnapshot, token_ids: Sequence[int]
     ) -> tuple[set[int], set[int]]:
-        """Return the rows of requests that are over, and the other rows that need an event."""
+        """Return the rows of dropped requests, and the other rows whose token is sent in an event."""
         over: set[int] = set()
         if self._stopped:
             over = {row for row, slot in enumerate(snapshot.slots) if slot.dropped}

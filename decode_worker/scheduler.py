@@ -1,14 +1,18 @@
-"""The decode half: the running batch, one token a request and step.
+"""The decode scheduler: plans the decode rows of each step, normally one token for each running request.
 
-A step may be scheduled while the one before it runs: a request's newest token is then named by its row there.
+A step may be planned while the previous step runs; the newest token of a request is then given as its row in the
+previous step.
 
 The path of a request, by its queues (`decode_worker/request.py`):
+
   1. and 2. belong to `decode_worker/admission.py`
-  3. `schedule`  takes ready requests into the batch at the step's boundary, and gives each one row. If a request needs
-                 a page and none is free, the youngest request is preempted (`preemption.py`), or the request waits
-  4. `apply`     appends the sampled tokens; a request that ends or is preempted leaves with its pages, once no step
+  3. `schedule`  takes ready requests into the batch between two steps, and gives each request one row. If a request
+                 needs a page and none is free, the youngest request is preempted (`preemption.py`), or the request
+                 waits
+  4. `apply`     appends the sampled tokens; a request that ends or is preempted leaves with its pages once no step
                  uses them
-It belongs to the engine thread. `decode_worker/running_batch.py` keeps the data of all requests as columns.
+
+All methods are called on the engine thread. `decode_worker/running_batch.py` keeps the data of the requests as columns.
 """
 
 import threading
@@ -39,7 +43,7 @@ NO_ROWS = TokenRows.of(())
 
 
 class DecodeScheduler:
-    """Owns the running batch; a request owns its pages until it leaves."""
+    """Plans decode steps and takes their results. Owns the running batch; a request owns its pages until it leaves."""
 
     def __init__(
         self,
@@ -52,10 +56,11 @@ class DecodeScheduler:
         proposer: Proposer | None = None,
         allowed_drafts: AllowedDrafts = lambda *_: 0,
     ) -> None:
-        """`lock` guards `requests`, which belong to the admission; their counts are read without it.
+        """Create the scheduler.
 
-        `proposer` proposes drafts for speculative decoding; None = every step has one token of each request. Those of
-        answers that follow a grammar are cut to as many as `allowed_drafts` returns.
+        `lock` guards `requests`, which belong to the admission; their counts are read without it. `proposer` proposes
+        draft tokens for speculative decoding; None = every step has one token of each request. `allowed_drafts` returns
+        how many draft tokens the grammar of an answer allows.
         """
         self._requests = requests
         self._lock = lock
@@ -67,15 +72,16 @@ class DecodeScheduler:
             self._batch = drafting = DraftingBatch(max_batch_requests, kv)
             self.speculation = speculation_of(proposer, drafting, self._grow_ahead, allowed_drafts)
         self._cancelled = 0
-        """The number of cancelled requests that were dropped from the batch."""
+        """The number of cancellations that were handled."""
         self.gap_targets: list[float] = []
-        """The longest gap between tokens that each request tolerates, in seconds, ascending; infinite = any."""
+        """The longest gap between tokens that each running request tolerates, in seconds, ascending; infinite = any."""
 
     def schedule(self, budget: int, bounds: StepBounds | None = None) -> TokenRows | None:
-        """Return one row of one token for each running request, at most `budget`; the requests keep their pages.
+        """Return one row of one token for each running request, at most `budget` rows. The requests keep their pages.
 
-        A request whose last token is in flight gets none: it ends, whatever that token is. Within `bounds`, if given,
-        more rows verify drafts. None = nothing can be planned before the tokens of the step in flight are here.
+        A request whose last token is in flight gets no row, as it ends whatever that token is. Within `bounds`, if
+        given, more rows verify draft tokens. Returns None if the tokens of the step in flight are needed to plan the
+        next one.
         """
         if self._batch.waits_for_tokens or (self.speculation is not None and self.speculation.waits(bounds)):
             return None
@@ -83,13 +89,13 @@ class DecodeScheduler:
         self._release_stopped()
         self._take_ready(budget)
         self._allocate_pages()
-        # All running requests may have been preempted for older ready ones: nothing else would wake the loop.
+        # All running requests may have been preempted for older ready ones. Nothing else would wake the loop for those.
         while not self._batch.requests and self._take_ready(budget):
             self._allocate_pages()
         return (self._batch.launch() if self.speculation is None else self.speculation.launch(bounds)) or NO_ROWS
 
     def apply(self, token_ids: Sequence[int | None], logprobs: Sequence[TokenLogprobs | None] = ()) -> DecodedStep:
-        """Take the results of the oldest step in flight, row by row; returns the step's tokens and events.
+        """Take the results of the oldest step in flight, row by row, and return the step's tokens and events.
 
         `logprobs` is empty or has an entry for each row.
         """
@@ -104,12 +110,15 @@ class DecodeScheduler:
         return completed
 
     def learn(self) -> None:
-        """Learn from the drafts of applied steps; it belongs behind the launch of the next step."""
+        """Update the acceptance of draft tokens.
+
+        Call it after the next step was launched, so that the device does not wait.
+        """
         if self.speculation is not None:
             self.speculation.learn()
 
     def limit(self, max_batch_requests: int) -> None:
-        """Limit the batch to so many requests; those that run go on. Any thread may call it."""
+        """Limit the batch to `max_batch_requests`; running requests continue. Any thread may call it."""
         self._max_batch = max_batch_requests
 
     def running_requests(self) -> int:
@@ -122,7 +131,7 @@ class DecodeScheduler:
         return not (self.gap_targets or self._requests.ready)
 
     def abandon(self) -> list[tuple[str, RequestRef]]:
-        """Remove the whole batch, as the engine is lost.
+        """End all requests of the batch, because the engine is lost.
 
         Returns the requests of launched steps, each with its router.
         """
@@ -137,7 +146,8 @@ class DecodeScheduler:
             return self._requests.grow_all([request])
 
     def _take_ready(self, budget: int) -> bool:
-        """Take ready requests into the batch up to its limit; returns True if any joined."""
+        """Take ready requests into the batch up to its limit, and return True if any joined."""
+        # Nobody joins while a running request waits for a page: it would take the pages that the other one needs.
         if not self._requests.ready or self._batch.waits_for_pages:
             return False
         with self._lock:
@@ -163,12 +173,13 @@ class DecodeScheduler:
                 self._batch.drop(request)
 
     def _allocate_pages(self) -> None:
-        """Allocate a page to each request that needs one for its next row; others may be preempted for it."""
+        """Allocate a page to each request that needs one for its next row. Other requests may be preempted for it."""
         needs_page = self._batch.without_page()
         if not needs_page:
             return
         needs_page.sort(key=age)  # the oldest first, so that no request waits for one that is preempted itself
         staying = [request for request in needs_page if request.stage is Stage.RUNNING and not request.leaving]
+        # The usual case: there is a page for each of them, and none is preempted.
         with self._lock:
             given = not staying or self._requests.grow_all(staying)
         if given:
@@ -196,7 +207,7 @@ class DecodeScheduler:
                 self._batch.stop(request)
 
     def _release_stopped(self) -> None:
-        """Remove the requests that get no more rows, once no launched step writes to their pages."""
+        """Remove the stopped requests that no launched step writes pages of; preempt or end them."""
         for request in self._batch.drained():
             if request.preempting and not request.cancelled and not request.ended:
                 self._remove(request)
@@ -211,7 +222,6 @@ class DecodeScheduler:
             self._requests.leave(request)
 
     def _remove(self, request: DecodeRequest) -> None:
-        """Remove a request from the batch."""
         self._batch.leave(request)
         if self.speculation is not None:
             self.speculation.leave(request)

@@ -1,9 +1,9 @@
-"""Speculative decoding: which requests have drafts in a step, and how many.
+"""Speculative decoding: which requests have draft tokens in a step, and how many.
 
-A proposer guesses the tokens that follow; the step verifies them (`drafts.py`). The number of drafts follows from the
-predicted duration of the step and from the learned probability of acceptance: each draft is worth the probability that
-it is accepted together with those before it, and those of the most worth are verified, as many as give the most tokens
-per second of the whole step (TurboSpec, arXiv 2406.14066). Where no drafts pay, steps are those of a batch without.
+A proposer guesses the next tokens, and the step verifies them (`drafts.py`). Each draft token is worth the learned
+probability that it and all draft tokens before it are accepted. The draft tokens of highest worth are verified, as many
+as give the most tokens per second for the predicted duration of the step (TurboSpec, arXiv 2406.14066). Where none pay,
+steps are the same as without speculation.
 """
 
 from collections import Counter
@@ -24,45 +24,46 @@ from tandem.engine.speculation.proposer import DRAFTS_MAX, Draft, DraftSource, P
 from tandem.engine.steps.batch import TokenRows
 
 PROBE_EVERY = 64
-"""Where no drafts pay, one request has a draft in so many steps, so that a change of acceptance is noticed."""
+"""Where no draft tokens pay, one request is probed with a draft every PROBE_EVERY steps, to notice when they would."""
 _SPEEDUP_WEIGHT = 0.05
-"""Weight of the newest step in the mean speed-up."""
+"""Weight of the newest step in the moving average of the speed-up."""
 _SPEEDUP_SEEN = 1.01
-"""The least mean that counts as a speed-up."""
+"""The least moving average that counts as a speed-up."""
 
 
 @dataclass(slots=True)
 class SpeculationCounts:
-    """The counts of drafts since the worker started."""
+    """The counts of draft tokens since the worker started."""
 
     drafted: Counter[tuple[DraftSource, int]] = field(default_factory=Counter)
-    """Verified drafts, by their source and their position in the draft from 0."""
+    """Verified draft tokens, by their source and their position in the draft, from 0."""
     accepted: Counter[tuple[DraftSource, int]] = field(default_factory=Counter)
-    """The accepted ones of them."""
+    """Accepted draft tokens, by their source and their position in the draft, from 0."""
     saved_s: float = 0.0
-    """Predicted seconds that steps without drafts would have taken longer, for the mean tokens of a request."""
+    """Predicted seconds by which steps without draft tokens would have been longer for the same tokens per request."""
     drafting_s: float = 0.0
-    """Seconds that a draft model, or heads, took to propose."""
+    """Seconds that a draft model or draft heads took to propose."""
     model_bytes: Mapping[str, int] = field(default_factory=dict)
-    """The memory of the `weights` and the `kv` pages that propose drafts; empty without such."""
+    """Bytes of the `weights` and of the `kv` pages of the proposer; empty if it has neither."""
     lost_s: float = 0.0
-    """Predicted seconds that steps without drafts would have been shorter, where too few drafts were accepted."""
+    """Predicted seconds by which steps without draft tokens would have been shorter, as too few were accepted."""
 
 
 class _Launched(NamedTuple):
-    """The facts about a step that were known when it was launched."""
+    """What was known of a step when it was launched."""
 
     cost: StepCost
     work: StepWork
-    """Its work without drafts."""
+    """The step's work without draft tokens."""
     drafted: Sequence[Candidate]
+    """The requests with draft tokens."""
     computing_s: float
-    """The seconds that computing its drafts took."""
+    """Seconds that the proposer took to compute the draft tokens."""
     refused: frozenset[DecodeRequest] = frozenset()
-    """The requests whose drafts end where the grammar refused the next one."""
+    """Requests whose draft was cut because the grammar refused the next draft token."""
 
     def seconds(self) -> tuple[float, float]:
-        """Return the predicted seconds of the step without drafts, and with them."""
+        """Return the predicted seconds of the step without draft tokens, and with them."""
         cost = self.cost
         return cost.seconds(self.work), cost.seconds(with_drafts(self.work, self.drafted)) + self.computing_s
 
@@ -71,10 +72,13 @@ _NOT_LAUNCHED = _Launched(StepCost(), NOTHING, (), 0.0)
 
 
 class Speculation:
-    """Proposes and judges drafts. Engine thread only; other threads may read the counts."""
+    """Proposes draft tokens and learns how many are accepted.
+
+    Used on the engine thread; other threads may read `counts`. Owned by the decode scheduler.
+    """
 
     refused_count_as_rejected = False
-    """True if drafts that a grammar refuses were paid for, and therefore count as rejected ones."""
+    """True if draft tokens that a grammar refuses took time to compute, and therefore count as rejected."""
 
     def __init__(
         self,
@@ -83,40 +87,43 @@ class Speculation:
         grow: Callable[[DecodeRequest], bool],
         allowed_drafts: AllowedDrafts,
     ) -> None:
-        """`grow` gives a request one more page, unless it would preempt another one for it.
+        """Create the speculation.
 
-        `allowed_drafts` returns how many of a request's first drafts its grammar allows.
+        `grow` gives a request one more page, unless another request would have to be preempted for it. `allowed_drafts`
+        returns how many of a request's first draft tokens its grammar allows.
         """
         self._proposer = proposer
         self._batch = batch
         self._grow = grow
         self._allowed_drafts = allowed_drafts
         self._refused: dict[DecodeRequest, int] = {}
-        """Requests of whose drafts the grammar refused one, each with the number of drafts before it."""
+        """Requests one of whose draft tokens the grammar refused, each with the number of draft tokens before it."""
         self._acceptance = Acceptance()
         self._known_tokens: dict[DecodeRequest, int] = {}
-        """The requests that the proposer has state of, each with the number of answer tokens that it was given."""
+        """Requests that the proposer knows, each with the number of answer tokens that the proposer was given."""
         self._steps_without = 0
-        """Steps since the last one with drafts."""
+        """Steps since the last step with draft tokens."""
         self.drafting_s = 0.0
         """The seconds that proposing took before the newest step was launched."""
         self.counts = SpeculationCounts()
         self.fixed_drafts: int | None = None
-        """For measurements: the drafts of each request that has any, whether they pay or not; None = what pays."""
+        """For measurements: a fixed number of draft tokens for each request, whether they pay or not; None = as many as
+        pay."""
         self._speedup = 1.0
         self._launched = _NOT_LAUNCHED
-        """The newest step with bounds, until its tokens are here."""
+        """The newest step that was launched with bounds, until its tokens arrive."""
         self._unlearned: list[tuple[DecodedStep, _Launched]] = []
-        """Steps whose events were made, from which `learn` learns."""
+        """Completed steps from which `learn` has not learned yet."""
 
     def read_kv_once(self) -> None:
-        """Predict the steps of an engine whose attention reads a request's KV once, whatever its drafts."""
+        """Predict steps whose attention reads a request's KV once, whatever the number of its draft tokens."""
         self._batch.kv_read_once = True
 
     def waits(self, bounds: StepBounds | None) -> bool:
-        """Return True if the next step cannot, or should not, be planned before the tokens of the last one are here.
+        """Return True if the next step is not planned before the tokens of the step in flight have arrived.
 
-        It should not if it will probably have drafts.
+        It cannot be planned if the step in flight verifies draft tokens, because positions depend on how many are
+        accepted. It should not be if the next step will probably have draft tokens, which follow the newest token.
         """
         if not self._batch.in_flight_steps:
             return False
@@ -128,7 +135,7 @@ class Speculation:
         return False
 
     def launch(self, bounds: StepBounds | None) -> TokenRows | None:
-        """Launch the next step; within `bounds`, and with nothing in flight, it has drafts where they pay."""
+        """Launch the next step. Within `bounds`, and with no step in flight, it has draft tokens where they pay."""
         self.drafting_s = 0.0
         self._refused.clear()
         if bounds is None or self._batch.in_flight_steps:
@@ -150,9 +157,10 @@ class Speculation:
         self._launched = _NOT_LAUNCHED
 
     def learn(self) -> None:
-        """Learn from the completed steps, while the next one runs: a step later, but the device does not wait for it.
+        """Update the acceptance from the completed steps.
 
-        Drafts behind the end of an answer count neither way.
+        Called while the next step runs, so that the device does not wait; the next step is planned without this update.
+        Draft tokens after the end of an answer count neither as accepted nor as rejected.
         """
         for step, launched in self._unlearned:
             self._learn(step, launched)
@@ -176,14 +184,15 @@ class Speculation:
             saved_s = row_tokens * plain_s - verify_s
             self.counts.saved_s += max(saved_s, 0.0)
             self.counts.lost_s += max(-saved_s, 0.0)
-            speedup = row_tokens * plain_s / verify_s if verify_s else 1.0  # nothing is known of the first steps
+            # 0 before the cost model has observed a step
+            speedup = row_tokens * plain_s / verify_s if verify_s else 1.0
         self._speedup += _SPEEDUP_WEIGHT * (speedup - self._speedup)
 
     @property
     def speedup(self) -> float:
-        """Tokens per second of recent steps ÷ those that steps without drafts would have given, by predictions.
+        """Tokens per second of recent steps ÷ predicted tokens per second of the same steps without draft tokens.
 
-        At least 1; 1 exactly where drafts are rare.
+        At least 1; exactly 1 where draft tokens are rare.
         """
         return self._speedup if self._speedup > _SPEEDUP_SEEN else 1.0
 
@@ -194,13 +203,13 @@ class Speculation:
             self._proposer.leave(request)
 
     def _expects_drafts(self, bounds: StepBounds) -> bool:
-        """Return True if the step behind the one in flight will probably have drafts."""
+        """Return True if the step after the one in flight will probably have draft tokens."""
         return bool(self._choose(bounds, unknown=1))
 
     def _choose(self, bounds: StepBounds, unknown: int) -> list[Candidate]:
-        """Return the requests that have drafts in a step, each with as many as pay.
+        """Return the requests that have draft tokens in a step, each with as many as pay.
 
-        `unknown` is the number of tokens of each request that have not arrived.
+        `unknown` is the number of tokens of each request that are still in flight.
         """
         eligible, work = self._eligible(unknown)
         if not eligible:
@@ -219,7 +228,7 @@ class Speculation:
         return chosen
 
     def _eligible(self, unknown: int) -> tuple[list[DecodeRequest], StepWork]:
-        """Return the requests of the next step that may have drafts, and its work without drafts."""
+        """Return the requests of the next step that may have draft tokens, and the step's work without them."""
         requests, work = self._batch.next_rows()
         return [request for request in requests if self._may_draft(request, unknown)], work
 
@@ -232,7 +241,10 @@ class Speculation:
         return self._batch.rows_left(request) > 1 + unknown
 
     def _candidate(self, request: DecodeRequest, unknown: int) -> Candidate:
-        """Return a request with the draft that follows its newest token, which is one of `unknown` that come first."""
+        """Return a request with its draft, without the first `unknown` draft tokens.
+
+        Those stand for the tokens of the request that are still in flight.
+        """
         self._update_proposer(request)
         most = min(DRAFTS_MAX, self._batch.rows_left(request) - 1)
         draft = self._proposer.propose(request, most + unknown)
@@ -271,7 +283,10 @@ class Speculation:
         self._known_tokens[request] = len(answer)
 
     def _positions(self, request: DecodeRequest, wanted: int) -> int:
-        """Return the number of drafts for which the request has pages, or gets one that nobody else needs."""
+        """Return how many draft tokens the request has pages for.
+
+        If they are fewer than `wanted`, it first gets one more page that no other request needs.
+        """
         left = self._batch.positions_left(request)
         if left < wanted and self._batch.grow_ahead(request, self._grow):
             left = self._batch.positions_left(request)

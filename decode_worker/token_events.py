@@ -1,4 +1,4 @@
-"""The events of tokens that may end an answer, or carry more than their ids."""
+"""The events of tokens that may end an answer, or that carry more than their ids."""
 
 import logging
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from tandem.protocol.messages import RequestEvent, RoutedEvent, TokenLogprobs
 log = logging.getLogger(__name__)
 
 Scores = Sequence[TokenLogprobs | None]
-"""Log probabilities of tokens, None where they were not asked for."""
+"""Log probabilities of tokens; None where the request does not want them."""
 
 
 def event_or_failure(batch: RunningBatch, step: DecodedStep, row: int, scores: Scores) -> RoutedEvent:
-    """Return the event of a row's tokens; a request whose result cannot be handled fails alone.
+    """Return the event of a row's tokens, or a failure event if the result of the request cannot be handled.
 
-    A request that ends is dropped from `batch`.
+    Only this request fails. A request that ends is dropped from `batch`.
     """
     try:
         return _event_for(batch, step, row, scores)

@@ -19,8 +19,8 @@ RDMA_DEVICES = Path("/sys/class/infiniband")
 class BackendReport:
     """The transfer section of `tandem doctor`'s report.
 
-    NIXL's package and plug-ins, the RDMA devices of this host, and in `error` the reason why NIXL cannot be used ("" =
-    it can).
+    It has NIXL's package and plug-ins, the RDMA devices of this host, and in `error` the reason why NIXL cannot be used
+    ("" = it can).
     """
 
     package: str
@@ -37,12 +37,12 @@ def open_transport(
     *,
     trusted_network: bool = False,
 ) -> Transport:
-    """Opens a transport over the pool at `layout`; the caller closes it before it frees the pool's memory.
+    """Open a transport over the pool at `layout`. The caller closes it before it frees the pool's memory.
 
     Without `trusted_network`, peers must be on this host and nothing listens on a network.
 
-    Raises InvalidArgument for an unknown kind or a UCX_TLS that asks for a network without permission;
-    FailedPrecondition when NIXL's package cannot be imported; TransferFailed when the pool cannot be registered.
+    Raises InvalidArgument for an unknown kind or a UCX_TLS that requests a network without permission,
+    FailedPrecondition if NIXL's package cannot be imported, and TransferFailed if the pool cannot be registered.
     """
     if kind != "nixl":
         raise InvalidArgument("transfer", f"`{kind}` is unknown; the one back end is `nixl`")
@@ -50,7 +50,7 @@ def open_transport(
 
 
 def available_backends() -> BackendReport:
-    """Reports NIXL and the RDMA devices of this machine; never raises."""
+    """Return a report on NIXL and the RDMA devices of this machine. Never raises."""
     devices = tuple(sorted(path.name for path in RDMA_DEVICES.iterdir())) if RDMA_DEVICES.is_dir() else ()
     try:
         nixl = load_nixl()

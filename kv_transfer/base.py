@@ -1,10 +1,10 @@
 """The transfer interface: a prefill worker uses a `Sender`, a decode worker a `Receiver`; a `Transport` is both.
 
-Ownership: the sender only reads its own pages and writes the peer's pages that it was allotted; it never frees any.
-Local pages must not change until the write has settled, as done or failed; it settles only once it is quiescent, which
-means that no byte of them is read any more. The peer's pages are quiescent, too, when the write is done. Of a failed
-write, bytes may still be in the peer's buffers and land later, so the sender reports the failure and the peer
-quarantines its pages for a grace period (`fence.py`).
+Ownership: the sender only reads its own pages, and writes the pages of the peer that were allocated to it; it frees
+none. Local pages must not change until the write has ended, successfully or not. A write ends only once it is
+quiescent, which means that no byte of the local pages is read any more. When a write has succeeded, the peer's pages
+are quiescent too. After a failed write, bytes may still be in the peer's buffers and land later, so the sender reports
+the failure and the peer quarantines its pages for a grace period (`fence.py`).
 
 Threads: every method may be called from any thread and returns without waiting for the network, except `close`.
 Callbacks run on the transport's own thread and must return at once.
@@ -22,13 +22,13 @@ NoticeHandler = Callable[[TransferNotice], None]
 
 
 def whenever() -> float:
-    """Returns infinity: the `begin_by` of a write that may begin at any time."""
+    """Return infinity: the `begin_by` of a write that may begin at any time."""
     return math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class WriteDone:
-    """A settled write: bytes moved, time from begin to completion (ns), and time of completion (Unix ns)."""
+    """A successful write: bytes moved, time from begin to completion (ns), and time of completion (Unix ns)."""
 
     bytes: int
     duration_nanos: int
@@ -42,12 +42,12 @@ class WriteDone:
 
 @dataclass(frozen=True, slots=True)
 class PageWrite:
-    """A request to write `local_pages` onto `peer`'s `remote_pages`, one to one, then to deliver `notice`.
+    """A request to write `local_pages` to `peer`'s `remote_pages`, one to one, and then to deliver `notice`.
 
-    The write begins once all writes in `behind`, of this sender too, have completed, and never if one of them failed.
-    The notice arrives after every byte of all of these. A write that has not begun by `begin_by` (`time.monotonic`)
-    never does: the peer's permission to write ends then. `begin_by` is called when the write could begin, on any
-    thread.
+    The write begins once all writes in `behind`, which are of the same sender, have completed, and never if one of them
+    failed. The notice arrives after every byte of all of these writes. A write that has not begun by `begin_by`
+    (`time.monotonic`) never begins: the peer's permission to write ends then. `begin_by` is called when the write could
+    begin, on any thread.
     """
 
     peer: PeerRef
@@ -59,53 +59,53 @@ class PageWrite:
 
 
 class Sender(ABC):
-    """Writes this worker's pages into peers' memory."""
+    """Writes this worker's pages to the memory of peers."""
 
     @abstractmethod
     def add_peer(self, description: PeerDescription) -> None:
-        """Registers a peer; a later incarnation of the same worker replaces the earlier one."""
+        """Register a peer. A later incarnation of the same worker replaces an earlier one."""
 
     @abstractmethod
     def remove_peer(self, peer: PeerRef) -> None:
-        """Forgets this incarnation of a peer and all earlier ones: metadata, descriptor lists, connections.
+        """Remove this incarnation of a peer and all earlier ones: metadata, descriptor lists and connections.
 
-        Unknown peers and later incarnations are left alone. The same incarnation may be added again. Writes in flight
-        to the peer fail, but like any other no sooner than they are quiescent: that its process has ended is only
-        assumed, it may live, and bytes and notices may still reach it.
+        Unknown peers and later incarnations are not affected. The same incarnation may be added again. Writes in flight
+        to the peer fail, but as always no sooner than they are quiescent: the end of its process is only assumed. The
+        process may be alive, and bytes and notices may still reach it.
         """
 
     @abstractmethod
     def write(self, write: PageWrite, deadline_s: float) -> "Future[WriteDone]":
-        """Posts a write; the future ends with `WriteDone`, or with `TransferFailed` once it is quiescent here.
+        """Post a write.
 
-        Past `deadline_s` (seconds from now) a write that has not begun fails, though not before those in `behind` are
-        over, and one in flight fails when it is quiescent; unless its notice has left, because then the peer continues
-        the request. Cancelling the future has no effect: a posted write is always waited for.
+        The future ends with `WriteDone`, or with `TransferFailed` once the write is quiescent on this side.
+
+        `deadline_s` is in seconds from now. A write that has not begun by then fails, though not before the writes in
+        `behind` have ended. A write that is in flight then fails when it is quiescent, unless its notice has left: the
+        peer then continues the request. Cancelling the future has no effect, because a posted write must be waited for.
         """
 
 
 class Receiver(ABC):
-    """Receives notices of writes into this worker's pages."""
+    """Receives notices of writes to this worker's pages."""
 
     @abstractmethod
     def describe(self) -> PeerDescription:
-        """Returns what peers need to reach this worker's pool."""
+        """Return what peers need to reach this worker's pool."""
 
     @abstractmethod
     def expect(self, leases: int) -> None:
-        """Sets the number of leases that may still see a notice or a write.
+        """Set the number of leases for which a notice or a write may still come.
 
-        With 0 the transport idles, else it polls fast.
-
-        Revoked leases whose writer is not yet quiescent count: over some transports a write completes only while the
-        receiver polls.
+        With 0 the transport polls rarely, otherwise fast. Revoked leases whose writer is not quiescent yet count: over
+        some transports a write completes only while the receiver polls.
         """
 
     @abstractmethod
     def transport_poll_s(self) -> float:
-        """Returns for how long this end has polled for incoming data, in seconds.
+        """Return for how long this side has polled for incoming data, in seconds.
 
-        It grows as monotonic time does, except while nothing polls: data sent by a process that has died stays in this
+        The value grows like monotonic time, except while nothing polls: data of a process that has died stays in this
         host's buffers until the next poll.
         """
 
@@ -118,24 +118,27 @@ class Transport(Sender, Receiver):
 
     @abstractmethod
     def transport_name(self) -> str:
-        """Returns the back end and the UCX transports to its peers, for logs and `tandem status`, e.g. `UCX (cma)`."""
+        """Return the back end and the UCX transports to its peers, e.g. `UCX (cma)`, for logs and `tandem status`."""
 
     def transport_kinds(self) -> str:
-        """Returns the same without peers' names, for metrics: few values, no matter how many peers come and go."""
+        """Return the back end and the UCX transports without peers, for metrics.
+
+        There are few different values, however many peers come and go.
+        """
         return self.backend
 
     def facts(self) -> tuple[tuple[str, str], ...]:
-        """Returns the (name, value) facts for the handshake that two workers' transports must share."""
+        """Return the (name, value) facts that two workers' transports must share, for the handshake."""
         return ()
 
     def open_ports(self) -> tuple[str, ...]:
-        """Returns host:port of each TCP socket on which the transport listens."""
+        """Return host:port of each TCP socket on which the transport listens."""
         return ()
 
     def warnings(self) -> tuple[str, ...]:
-        """Returns sentences about what is slower than it could be and what to do, for logs and `tandem status`."""
+        """Return sentences about what is slower than necessary and what to do, for logs and `tandem status`."""
         return ()
 
     @abstractmethod
     def close(self) -> None:
-        """Waits for writes in flight (bounded), deregisters the pool and stops the thread. Idempotent."""
+        """Wait for writes in flight (bounded), deregister the pool and stop the thread. Idempotent."""

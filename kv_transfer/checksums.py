@@ -1,11 +1,11 @@
-"""Checksums of transferred KV pages: the choice of pages of each transfer, and the thread that sums them.
+"""Checksums of transferred KV pages: the choice of pages of each transfer, and the thread that computes the checksums.
 
-Both workers choose the same pages, from the lease and the rate that they agreed on in the handshake, so a notice cannot
-leave one out. Sums are computed over the pages in place, on either side, by a callable of the engine's.
+Both workers choose the same pages, from the lease and from the rate that they agreed on in the handshake, so a notice
+cannot leave a page out. On either side a callable of the engine computes the checksums over the pages in place.
 
-A dedicated thread does this: a sum waits for memory or for a device, so it would block every stream of the worker on
-the event loop, every other transfer on the transport's thread, and the running step on the engine's. It is a daemon
-thread, since a device may hang and a thread that waits for one cannot be ended.
+A dedicated thread calls it: computing waits for memory or for a device, so it would block every stream of the worker on
+the event loop, every other transfer on the transport's thread, and the running step on the engine thread. It is a
+daemon thread, because a device may hang and a thread that waits for the device cannot be ended.
 """
 
 import hashlib
@@ -32,9 +32,9 @@ METHOD = "sum of 32-bit words times 2 i + 1, mod 2^64"
 
 
 def chosen_pages(lease: Lease, pages: int, rate: float) -> tuple[int, ...]:
-    """Returns the indices of a prompt's `pages` pages that are summed, in order: a `rate` part of them, at least one.
+    """Return which of a prompt's `pages` pages have a checksum, in order: a part `rate` of them, at least one.
 
-    None at rate 0. They are evenly spaced and start at a page that changes with each lease, so that every page is
+    Returns none at rate 0. The pages are evenly spaced, and the first one changes with each lease, so every page is
     covered over time.
     """
     if rate <= 0.0:
@@ -46,14 +46,17 @@ def chosen_pages(lease: Lease, pages: int, rate: float) -> tuple[int, ...]:
 
 
 class PageChecks:
-    """Checksums of this worker's pages, as sender or receiver; any thread may call it, and `close` ends its own thread.
+    """Computes checksums of this worker's pages, as sender or receiver. Any thread may call it.
 
-    That thread keeps the engine's cache alive. It starts with the first sum, so an instance that was never used needs
-    no `close`.
+    `close` ends the checksum thread, which keeps the engine's cache alive. The thread starts with the first checksum,
+    so an instance that was never used needs no `close`. Owned by the worker.
     """
 
     def __init__(self, sums: PageSums, rate: float, kv: KvPages) -> None:
-        """Takes the part `rate` of each transfer's pages to sum, 0 = none; InvalidArgument outside 0 to 1."""
+        """Create the checks; the part `rate` of each transfer's pages has a checksum, 0 = none.
+
+        Raises InvalidArgument if `rate` is not between 0 and 1.
+        """
         if not 0.0 <= rate <= 1.0:
             raise InvalidArgument("kv_checksum_rate", f"{rate:g} is not between 0 and 1")
         self._sums = sums
@@ -65,20 +68,23 @@ class PageChecks:
         self._busy_since: float | None = None
 
     def facts(self) -> tuple[tuple[str, str], ...]:
-        """Returns the facts for the handshake: peers must choose the same pages and sum them alike."""
+        """Return the facts for the handshake: peers must choose the same pages and use the same method."""
         return (("kv_checksums", f"{METHOD}, of {self._rate:.6g} of the pages"),)
 
     def chosen(self, lease: Lease, prompt_tokens: int, skipped: int = 0) -> tuple[int, ...]:
-        """Returns `chosen_pages` of what is sent of the prompt (`KvPages.sent`), as entries."""
+        """Return the entries of the pages that have a checksum, chosen from those that are sent.
+
+        See `KvPages.sent` and `chosen_pages`.
+        """
         sent = self._kv.sent(prompt_tokens, skipped)
         return tuple(sent[number] for number in chosen_pages(lease, len(sent), self._rate))
 
     def begin(
         self, pages: Sequence[int], entries: Sequence[int], prompt_tokens: int
     ) -> "Future[tuple[PageChecksum, ...]]":
-        """Sums the prompt's pages of these `entries` of `pages` (`KvPages`), which must not be written meanwhile.
+        """Begin the checksums of these `entries` of `pages` (`KvPages`), which must not be written meanwhile.
 
-        The future ends with the sums, with what summing raised, or with Unavailable after `close`.
+        The future ends with the checksums, with what computing them raised, or with Unavailable after `close`.
         """
         future: Future[tuple[PageChecksum, ...]] = Future()
 
@@ -102,9 +108,10 @@ class PageChecks:
         prompt_tokens: int,
         on_result: Callable[[str], None],
     ) -> None:
-        """Sums what arrived and calls `on_result` with the mismatch, empty = none, always on the checksum thread.
+        """Compute the checksums of received pages, and call `on_result` with the mismatch, empty if there is none.
 
-        Raises Unavailable after `close`; then `on_result` is not called.
+        `on_result` is always called on the checksum thread. Raises Unavailable after `close`, and then `on_result` is
+        not called.
         """
 
         def work() -> None:
@@ -120,12 +127,12 @@ class PageChecks:
 
     @property
     def busy_s(self) -> float:
-        """The time that the sum being computed has taken so far, in seconds; 0 when none is."""
+        """The seconds that the checksum being computed has taken so far; 0 if none is being computed."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
     def close(self) -> None:
-        """Stops the thread after the sums already requested, without waiting. Later requests are refused.
+        """Stop the thread after the checksums that were requested before, without waiting. Later requests are refused.
 
         Idempotent.
         """

@@ -1,18 +1,19 @@
-"""The time at which pages are safe from a writer that is assumed dead, or that reports a failed write.
+"""The time from which pages are safe from a writer that is assumed dead, or that reports a failed write.
 
-A death is an assumption: a worker that is partitioned looks like a dead one and may go on to write. What is possible
-depends on what this host's kernel says of its process (`processes.py`):
+A death is an assumption: a worker that is partitioned looks dead and may continue to write. What is possible depends on
+what this host's kernel says of the writer's process (`processes.py`):
 
-    alive      nothing is safe, however long it stalls: it may be stopped amid a write, or before it posts one
+    alive      nothing is safe, however long the process stalls: it may be stopped during a write, or before it posts
+               a write
     dead       what it had sent lands within the grace period
-    unknown    permission to write expires (`Fence.window_s`), and the writer begins nothing after that; what it
-               began in time lands within the grace period
+    unknown    its permission to write expires (`Fence.window_s`), after which it begins no write; what it began in
+               time lands within the grace period
 
-The grace period counts only time in which this worker's transport polled: bytes in its socket buffers land when it
-polls. A failed write leaves as much data behind as one of a dead process, though its writer lives and begins nothing
-more. Between processes of one host nothing else can be in transit. Over a network the last case is a bound, not a
-proof: a switch or a retransmission may hold bytes longer than the grace period, which is longer for remote writers for
-that reason; and so may a writer that is stopped after it has read the clock, before or amid its write.
+The grace period counts only time in which this worker's transport polled, because bytes in its socket buffers land when
+it polls. A failed write leaves as much data behind as a dead process, although its writer is alive and begins no
+further write. Between processes of one host nothing else can be in transit. Over a network, the last case is a bound
+and no proof: a switch or a retransmission may hold bytes longer than the grace period, which is therefore longer for
+remote writers. A writer that is stopped after it has read the clock, before or during its write, may exceed it as well.
 """
 
 import math
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from tandem.protocol.messages import PeerRef
 
 ProcessAlive = Callable[[PeerRef], bool | None]
-"""Returns True if the process of this incarnation lives, False if it has ended, None if that is unknown."""
+"""Returns True if the process of this incarnation is alive, False if it has ended, None if that is unknown."""
 
 
 def process_unknown(_peer: PeerRef) -> None:
@@ -31,19 +32,22 @@ def process_unknown(_peer: PeerRef) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """The policy that quarantines pages that a writer may still write."""
+    """How long pages are quarantined that a writer may still write."""
 
     window_s: float
-    """The time for which a permission lets the writer begin writes, in seconds."""
+    """The seconds for which a permission lets the writer begin writes."""
     grace_s: Callable[[PeerRef], float]
-    """The time within which what it has begun lands, in seconds."""
+    """The seconds within which the writes that a writer has begun land."""
     transport_poll_s: Callable[[], float]
     """The clock of the grace period (`Receiver.transport_poll_s`)."""
     process_alive: ProcessAlive = process_unknown
 
 
 class Exposure:
-    """The writes that the writer of one lease may still do to its pages. Times are the lease table's, in seconds."""
+    """The writes that the writer of one lease may still do to its pages. Times are the lease table's, in seconds.
+
+    Owned by the entry of the lease and guarded by the lease table's lock.
+    """
 
     def __init__(self, fence: Fence, writer: PeerRef) -> None:
         self._fence, self._writer = fence, writer
@@ -53,26 +57,27 @@ class Exposure:
         self._writer_stopped = False
 
     def permit(self, now: float) -> None:
-        """Permits the writer to begin writes for `window_s` from now on."""
+        """Permit the writer to begin writes for `window_s` seconds from now on."""
         self._permitted_at = now
 
     def believe_dead(self) -> None:
-        """Marks the writer as dead, which fixes its grace period."""
+        """Assume the writer dead, which fixes its grace period."""
         if self._grace_s is None:
             self._grace_s = self._fence.grace_s(self._writer)
 
     def writer_stopped(self) -> None:
-        """Records the writer's statement that it begins nothing more; what it had begun may still land."""
+        """Record that the writer begins no further write. What it had begun may still land."""
         self.believe_dead()
         self._writer_stopped = True
 
     def is_safe(self, now: float, lives: ProcessAlive) -> bool:
-        """Returns True if nothing of a writer that is dead or begins no more can land.
+        """Return True if no write can land of a writer that is assumed dead or has stopped.
 
-        Starts the grace period when due.
+        Starts the grace period when it is due.
         """
         if self._grace_s is None:
             return False
+        # The grace period starts over: a writer whose process is alive, or whose window is open, may begin a write.
         if not self._writer_stopped and self._may_begin(now, lives(self._writer)):
             self._safe_at = None
             return False
@@ -82,4 +87,5 @@ class Exposure:
         return transport_poll_s >= self._safe_at
 
     def _may_begin(self, now: float, alive: bool | None) -> bool:
+        # If the process cannot be observed, only the end of its permission shows that it begins no write.
         return bool(alive) or (alive is None and now < self._permitted_at + self._fence.window_s)

@@ -1,8 +1,8 @@
-"""The handshake of two workers before any transfer: same protocol, same model and same page layout, or a refusal.
+"""The handshake of two workers before any transfer: they must have the same protocol, model and page layout.
 
-The compatibility hash covers facts, which are (name, value) pairs of text. The engine's facts are passed in (model
-revision, dtype, quantisation of the KV, …); the layout's are added here. The pool's memory kind (host or device) and
-its number of pages are not facts: either side may differ.
+The compatibility hash covers facts, which are (name, value) pairs of text. The caller passes the engine's facts (model
+revision, dtype, quantisation of the KV, …); the layout's facts are added here. The pool's kind of memory (host or
+device) and its number of pages are no facts, because they may differ.
 """
 
 import hashlib
@@ -13,13 +13,13 @@ from tandem.protocol.errors import FailedPrecondition
 from tandem.protocol.messages import Handshake, PeerDescription
 
 PROTOCOL_VERSION = 10
-"""The protocol version, incremented with each change in the meaning of messages or bytes that two workers exchange."""
+"""The protocol version. It is incremented with each change in the meaning of messages or bytes between two workers."""
 
 Facts = tuple[tuple[str, str], ...]
 
 
 def layout_facts(layout: KVLayout) -> Facts:
-    """Returns what two pools must share so that a page of one is a page of the other."""
+    """Return what two pools must have in common so that a page of one fits into the other."""
     return (
         ("layout", "pages, kv_heads, layers, parts, page_tokens, head_dim"),
         ("kv_dtype", layout.dtype),
@@ -36,7 +36,10 @@ def layout_facts(layout: KVLayout) -> Facts:
 
 
 def compatibility_hash(facts: Iterable[tuple[str, str]]) -> str:
-    """Returns the SHA-256 of the facts in hex, in any order. Lengths are hashed too, so no two lists read alike."""
+    """Return the SHA-256 of the facts in hex, independent of their order.
+
+    Lengths are hashed too, so that no two lists of facts give the same input.
+    """
     digest = hashlib.sha256()
     for text in (part for fact in sorted(facts) for part in fact):
         data = text.encode()
@@ -45,7 +48,7 @@ def compatibility_hash(facts: Iterable[tuple[str, str]]) -> str:
 
 
 def make_handshake(description: PeerDescription, engine_facts: Facts, layout: KVLayout) -> Handshake:
-    """Returns this worker's handshake. ValueError when a fact is named twice."""
+    """Return this worker's handshake. Raises ValueError if a fact is named twice."""
     facts = tuple(sorted((*engine_facts, *layout_facts(layout))))
     names = [name for name, _ in facts]
     if len(set(names)) != len(names):
@@ -55,7 +58,7 @@ def make_handshake(description: PeerDescription, engine_facts: Facts, layout: KV
 
 
 def check_compatible(mine: Handshake, theirs: Handshake) -> None:
-    """Raises FailedPrecondition, naming every fact that differs and each side's value, unless the two are compatible.
+    """Raise FailedPrecondition, with every fact that differs and both values, unless the two are compatible.
 
     The version is compared first, then the hash; nothing else of `theirs` is read before both are equal.
     """

@@ -18,7 +18,7 @@ from tandem.protocol.messages import PeerDescription, PeerRef
 
 
 class InMemoryTransport(Transport):
-    """A transport of the fabric. The pool's memory stays the caller's and must outlive `close`."""
+    """A transport of the fabric. The caller owns the pool's memory, which must outlive `close`."""
 
     backend = "in-memory"
 
@@ -35,7 +35,10 @@ class InMemoryTransport(Transport):
         fabric.attach(self)
 
     def add_peer(self, description: PeerDescription) -> None:
-        """Registers a peer, unless a later incarnation is known; FailedPrecondition when its pages differ in size."""
+        """Register a peer, unless a later incarnation is known.
+
+        Raises FailedPrecondition if its pages differ in size.
+        """
         if description.page_bytes != self.layout.page_bytes:
             raise FailedPrecondition(
                 f"pages of {description.peer.worker_id} have {description.page_bytes} bytes, mine"
@@ -48,7 +51,7 @@ class InMemoryTransport(Transport):
             self._peers[description.peer.worker_id] = description
 
     def remove_peer(self, peer: PeerRef) -> None:
-        """Forgets this incarnation of a peer and earlier ones; writes in flight to it will fail."""
+        """Remove this incarnation of a peer and earlier ones; writes in flight to it will fail."""
         known = self._peers.get(peer.worker_id)
         if known is not None and known.peer.incarnation <= peer.incarnation:
             del self._peers[peer.worker_id]
@@ -56,7 +59,7 @@ class InMemoryTransport(Transport):
                 posted.peer_removed |= posted.write.peer == known.peer
 
     def write(self, write: PageWrite, deadline_s: float) -> "Future[WriteDone]":
-        """Posts a write on the fabric, once the writes in `behind` have completed."""
+        """Post a write on the fabric, once the writes in `behind` have completed."""
         future: Future[WriteDone] = Future()
         future.set_running_or_notify_cancel()
         now = self._fabric.now()
@@ -82,7 +85,7 @@ class InMemoryTransport(Transport):
             self._fabric.post(posted)
 
     def describe(self) -> PeerDescription:
-        """Returns the pool's address and page layout."""
+        """Return the pool's address and page layout."""
         layout = self.layout
         return PeerDescription(
             self.me,
@@ -96,19 +99,19 @@ class InMemoryTransport(Transport):
         )
 
     def expect(self, leases: int) -> None:
-        """Records the number of leases for tests."""
+        """Record the number of leases, for tests."""
         self.expected = leases
 
     def transport_poll_s(self) -> float:
-        """Returns the fabric's time: this transport polls always."""
+        """Return the fabric's time: this transport polls all the time."""
         return self._fabric.now()
 
     def transport_name(self) -> str:
-        """Returns `in-memory`."""
+        """Return `in-memory`."""
         return self.backend
 
     def close(self) -> None:
-        """Fails the writes in flight and detaches from the fabric."""
+        """Fail the writes in flight and detach from the fabric."""
         if not self._closed:
             self._closed = True
             self._fabric.detach(self)

@@ -1,7 +1,7 @@
-"""The network of the fake of NIXL: writes between real pools of one process, under a test's control.
+"""The network of the in-memory fake of NIXL: writes between real pools of one process, under a test's control.
 
-A thread of the fabric lands all writes in the order posted and delivers their notices. `wait_until_idle` waits for it,
-so tests need no sleeping. A fabric with `schedule` has no thread: writes land when a virtual clock or a test says so.
+A thread of the fabric lands all writes in the order posted and delivers their notices. `wait_until_idle` waits for the
+thread, so tests need no sleeping. A fabric with `schedule` has no thread: a virtual clock or a test lands the writes.
 
     fabric = InMemoryFabric(clock, schedule=lambda write: None)
     fabric.land(fabric.writes[0], 1)      # one page of the first write
@@ -9,9 +9,9 @@ so tests need no sleeping. A fabric with `schedule` has no thread: writes land w
     fabric.deliver(fabric.notices[0])     # its notice arrives
     fabric.fail(fabric.writes[0])         # a write fails; pages that are still in the network may land until `rest`
 
-There, writes overtake each other, end in the middle, or outlive their writer or their own failure for a while, and
-notices come late, twice or never. The contract (`kv_transfer/base.py`) holds in both: a completed write reads no page
-any more and, if it succeeded, moves no byte; and a notice exists only after every byte of its write.
+Without the thread, writes can overtake each other, end in the middle, or outlive their writer or their own failure for
+a while, and notices can come late, twice or never. The contract (`kv_transfer/base.py`) always holds: a completed write
+reads no page any more and, if it succeeded, moves no byte; and a notice exists only after every byte of its write.
 """
 
 import ctypes
@@ -42,16 +42,20 @@ class InFlightWrite:
     deadline: float
     future: "Future[WriteDone]"
     peer_removed: bool = False
-    """True if its sender has removed the peer: the write fails, no matter how it ends."""
+    """True if its sender has removed the peer: the write then fails in any case."""
     landed: int = 0
     """The number of its pages that have landed."""
     orphan: list[bytes] | None = None
-    """The pages as the network still holds them for a dead sender or a failed write; None otherwise."""
+    """The contents of its pages that the network still holds for a dead sender or a failed write; None otherwise."""
     failed: bool = False
     """True if its sender has seen it fail; its notice is never delivered."""
 
     def complete(self, page_bytes: int, now: float) -> None:
-        """Completes the write after its last byte. Past its deadline it fails, unless it has a notice, which left."""
+        """Complete the write after its last byte.
+
+        A write without a notice fails if its deadline has passed; with a notice it succeeds, because the notice has
+        left.
+        """
         if self.peer_removed:
             self.fail("the peer was removed")
         elif now > self.deadline and self.write.notice is None:
@@ -61,7 +65,7 @@ class InFlightWrite:
             self.future.set_result(WriteDone(moved, int((now - self.begun_at) * 1e9), time.time_ns()))
 
     def fail(self, why: str) -> None:
-        """Fails the write with this reason."""
+        """Fail the write with this reason."""
         self.future.set_exception(TransferFailed(f"the write failed: {why}; prefill again"))
 
 
@@ -91,13 +95,13 @@ class InMemoryFabric:
         schedule: Callable[[InFlightWrite], None] | None = None,
         on_page: Callable[[InFlightWrite, int, int], None] | None = None,
     ) -> None:
-        """Starts the thread, unless there is `schedule`, which is called with each write and plans its landing.
+        """Start the thread, unless `schedule` is given, which is called with each write and plans its landing.
 
-        `clock` returns seconds; None = monotonic ones. `on_page` is called before each page lands, with the write, the
-        local page and the remote one. Without the thread, all calls must come from one thread.
+        `clock` returns seconds; None = monotonic time. `on_page` is called before each page lands, with the write, the
+        local page and the remote page. Without the thread, all calls must come from one thread.
         """
         self.writes: list[InFlightWrite] = []
-        """Writes that are not quiescent, in the order posted, without the one that the thread lands."""
+        """Writes that are not quiescent, in the order posted, without the one that the thread is landing."""
         self.notices: list[PendingNotice] = []
         """Notices that can arrive now."""
         self._clock, self._schedule, self._on_page = clock, schedule, on_page
@@ -117,23 +121,23 @@ class InMemoryFabric:
     # ---- for transports ----
 
     def now(self) -> float:
-        """Returns the fabric's time in seconds, for deadlines."""
+        """Return the fabric's time in seconds, for deadlines."""
         return time.monotonic() if self._clock is None else self._clock()
 
     def attach(self, end: Endpoint) -> None:
-        """Makes a transport reachable under its `me`; it replaces an earlier one of the same incarnation."""
+        """Make a transport reachable under its `me`. It replaces an earlier one of the same incarnation."""
         with self._changed:
             self._ends[end.me] = end
 
     def detach(self, end: Endpoint) -> None:
-        """Makes a transport unreachable, unless another one has replaced it, and fails its writes."""
+        """Make a transport unreachable, unless another one has replaced it, and fail its writes."""
         with self._changed:
             if self._ends.get(end.me) is end:
                 del self._ends[end.me]
         self._drop(lambda posted: posted.sender == end.me, "the transport is closed")
 
     def post(self, posted: InFlightWrite) -> None:
-        """Takes a write that has begun."""
+        """Take a write that has begun."""
         with self._changed:
             self.writes.append(posted)
             self._changed.notify_all()
@@ -143,7 +147,7 @@ class InMemoryFabric:
     # ---- for the clock or the test that schedules writes ----
 
     def land(self, posted: InFlightWrite, pages: int | None = None) -> None:
-        """Lands `pages` more pages, or all; after the last one its notice leaves and the write completes."""
+        """Land `pages` more pages, or all. After the last one its notice leaves and the write completes."""
         sender, receiver = self._ends.get(posted.sender), self._ends.get(posted.write.peer)
         if receiver is None or (sender is None and posted.orphan is None):
             self.fail(posted)
@@ -156,9 +160,9 @@ class InMemoryFabric:
                 posted.complete(receiver.layout.page_bytes, self.now())
 
     def fail(self, posted: InFlightWrite, *, after_notice: bool = False) -> None:
-        """Breaks the connection of a write: its sender sees it fail, and pages that have not landed may until `rest`.
+        """Break the connection of a write: its sender sees it fail, and its other pages may still land until `rest`.
 
-        `after_notice`: all of them have landed and the notice has left.
+        `after_notice`: all of its pages have landed and the notice has left.
         """
         sender, receiver = self._ends.get(posted.sender), self._ends.get(posted.write.peer)
         if after_notice and receiver is not None and not posted.failed:
@@ -172,13 +176,13 @@ class InMemoryFabric:
         posted.fail("its connection broke")
 
     def rest(self, posted: InFlightWrite, why: str = "its connection broke") -> None:
-        """Makes a write quiescent; it fails, unless its sender is dead or has seen it fail."""
+        """Make a write quiescent. It fails, unless its sender is dead or has seen it fail."""
         self._remove(posted)
         if posted.orphan is None:
             posted.fail(why)
 
     def deliver(self, pending: PendingNotice, *, again: bool = False) -> None:
-        """Delivers a notice; with `again` it can arrive once more."""
+        """Deliver a notice. With `again`, it can arrive once more."""
         if not again:
             self.notices.remove(pending)
         receiver = self._ends.get(pending.peer)
@@ -186,13 +190,13 @@ class InMemoryFabric:
             receiver.on_notice(pending.notice)
 
     def lose_notice(self, pending: PendingNotice) -> None:
-        """Loses a notice; its sender assumes that it arrived."""
+        """Lose a notice. Its sender assumes that it arrived."""
         self.notices.remove(pending)
 
     def kill(self, peer: PeerRef) -> None:
-        """Ends the process of `peer`: writes to it fail, and nothing reaches its memory any more.
+        """End the process of `peer`: writes to it fail, and nothing reaches its memory any more.
 
-        Its own fail too; without the thread they may land until `bury`.
+        Its own writes fail too; without the thread they may land until `bury`.
         """
         with self._changed:
             end = self._ends.pop(peer, None)
@@ -207,18 +211,18 @@ class InMemoryFabric:
         self._drop(lost, f"{peer.worker_id} is gone")
 
     def bury(self, peer: PeerRef) -> None:
-        """Drops the pages of a dead process that have not landed; its notices may still arrive."""
+        """Drop the pages of a dead process that have not landed. Its notices may still arrive."""
         self.writes = [posted for posted in self.writes if posted.sender != peer]
 
     # ---- for tests of the thread ----
 
     def hold(self) -> None:
-        """Stops all landing; posted writes stay in flight, past their deadlines too."""
+        """Stop all landing. Posted writes stay in flight, even after their deadlines."""
         with self._changed:
             self._held = True
 
     def release(self, order: Callable[[list[PageWrite]], list[PageWrite]] | None = None) -> None:
-        """Lets held writes land, in the order posted or in the one that `order` returns (`reversed` and so on)."""
+        """Let held writes land, in the order posted or in the order that `order` returns, e.g. `reversed`."""
         with self._changed:
             if order is not None:
                 by_write = {id(posted.write): posted for posted in self.writes}
@@ -227,33 +231,33 @@ class InMemoryFabric:
             self._changed.notify_all()
 
     def delay(self, seconds: float) -> None:
-        """Makes each write from now on take `seconds` to land; 0 = none."""
+        """Make each write from now on take `seconds` to land; 0 = no delay."""
         with self._changed:
             self._delay_s = seconds
 
     def fail_next(self, writes: int = 1, *, after_pages: int = 0) -> None:
-        """Makes the next writes copy `after_pages` pages each, then fail, quiescent, without a notice."""
+        """Make the next writes copy `after_pages` pages each and then fail, quiescent and without a notice."""
         with self._changed:
             self._failures.extend([after_pages] * writes)
 
     def drop_notices(self, notices: int = 1) -> None:
-        """Loses the notices of the next writes that have one; their bytes land."""
+        """Lose the notices of the next writes that have one. Their bytes land."""
         with self._changed:
             self._lost_notices += notices
 
     def damage_next(self, damage: Callable[[Sequence[int]], None]) -> None:
-        """Calls `damage` before the next notice, with the pages that writes have landed on since the last one."""
+        """Call `damage` before the next notice, with the pages that writes have landed on since the last notice."""
         with self._changed:
             self._damages.append(damage)
 
     def wait_until_idle(self, timeout_s: float = 10.0) -> None:
-        """Waits until everything posted has landed and every handler has returned; TimeoutError otherwise."""
+        """Wait until every posted write has landed and every handler has returned. Raises TimeoutError otherwise."""
         with self._changed:
             if not self._changed.wait_for(lambda: not self.writes and not self._landing, timeout_s):
                 raise TimeoutError(f"{len(self.writes)} writes have not landed in {timeout_s} s")
 
     def close(self) -> None:
-        """Stops the thread; writes in flight fail."""
+        """Stop the thread. Writes in flight fail."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -285,7 +289,7 @@ class InMemoryFabric:
     # ---- parts ----
 
     def _copy(self, posted: InFlightWrite, receiver: Endpoint, pages: int | None) -> None:
-        """Copies the next `pages` pages of a write, or all that are left."""
+        """Copy the next `pages` pages of a write, or all that are left."""
         pairs = list(enumerate(zip(posted.write.local_pages, posted.write.remote_pages, strict=True)))
         for index, (local, remote) in pairs[posted.landed :][:pages]:
             if self._on_page is not None:
@@ -296,7 +300,7 @@ class InMemoryFabric:
             self._landed.append(remote)
 
     def _send_notice(self, posted: InFlightWrite) -> None:
-        """Makes the notice of a landed write pending; the thread delivers it at once."""
+        """Make the notice of a landed write pending. With the thread, it is delivered at once."""
         if posted.write.notice is None or posted.failed:
             return
         pending = PendingNotice(posted.write.peer, posted.write.notice)
@@ -322,7 +326,10 @@ class InMemoryFabric:
                 self.writes.remove(posted)
 
     def _drop(self, lost: Callable[[InFlightWrite], bool], why: str) -> None:
-        """Removes the writes for which `lost` is true, and fails those whose sender lives and has not seen it."""
+        """Remove the writes for which `lost` is true.
+
+        Those whose sender is alive and has not seen them fail, fail with `why`.
+        """
         with self._changed:
             dropped = [posted for posted in self.writes if lost(posted)]
             self.writes = [posted for posted in self.writes if posted not in dropped]

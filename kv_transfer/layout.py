@@ -1,4 +1,4 @@
-"""The addresses and strides of a paged cache, as the transfer sees it without the engine."""
+"""The addresses and strides of a paged cache, as the transfer sees it without knowing the engine."""
 
 from dataclasses import dataclass
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 class KVLayout:
     """A pool of pages in block-major order [pages, kv_heads, layers, parts, page_tokens, head_dim].
 
-    One page of one request is one contiguous range over the layers of a group (`tandem/protocol/kv_pages.py`). The
-    memory stays the engine's.
+    One page of a request is one contiguous range over the layers of a group (`tandem/protocol/kv_pages.py`). The engine
+    owns the memory.
     """
 
     base_address: int
@@ -21,7 +21,7 @@ class KVLayout:
     item_bytes: int
     """Bytes of one element, or of one 8-bit code."""
     dtype: str
-    """Type of elements or codes, e.g. `bfloat16`."""
+    """The type of elements or codes, e.g. `bfloat16`."""
     memory: str = "DRAM"
     """`DRAM` or `VRAM`."""
     device_id: int = 0
@@ -29,9 +29,9 @@ class KVLayout:
     parts: int = 2
     """2 for keys and values, 1 for latents."""
     windows: tuple[int | None, ...] = (None,)
-    """The window of each group, None = all positions."""
+    """The sliding window of each group in tokens, None = all positions."""
     scale_bytes: int = 0
-    """Bytes of the scale of one token's codes of a head and part; the scales of a page follow its codes, by head."""
+    """Bytes of the scale of one token's codes, per head and part. The scales of a page follow its codes, by head."""
 
     @property
     def page_bytes(self) -> int:
@@ -45,7 +45,7 @@ class KVLayout:
         return self.pages * self.page_bytes
 
     def page_address(self, page: int) -> int:
-        """Returns the address of `page`; IndexError outside the pool."""
+        """Return the address of `page`. Raises IndexError if it is outside the pool."""
         if not 0 <= page < self.pages:
             raise IndexError(f"page {page} of a pool of {self.pages}")
         return self.base_address + page * self.page_bytes

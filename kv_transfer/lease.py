@@ -1,4 +1,4 @@
-"""The decode side's table of leases: the worker that may write each page, and the time when a page is safe again.
+"""The decode side's table of leases: which worker may write each page, and when a page is safe again.
 
     granted ──advertise──► advertised ──complete──► ended (admit the pages)
        │                       │ revoke, expire, peer_gone, release in doubt, delivered
@@ -7,29 +7,29 @@
        ▼
      ended (no pages)
 
-A lease is granted as a promise of a number of pages and holds none; pages are attached when the writer asks for them.
-From then on the writer may write until it has delivered its notice (its last act, after every byte), or has released
-the lease (its statement that nothing will follow), or is dead. No pages are freed before one of the three. A writer
-whose notice has left sends no release; one that failed or was stopped does. Its release proves quiescence only where
-every write has landed. Where one has failed, the release is in doubt: bytes of a broken connection may be in this
-host's buffers, so the pages stay quarantined for the grace period of a dead writer. Some time after the notice the
-writer reports it as `delivered`, which ends a lease whose notice was lost, as after a release in doubt: a connection
-that has lost a notice was broken.
+A granted lease is a promise of a number of pages and holds none; pages are attached when the writer asks for them. From
+then on the writer may write until it has delivered its notice (its last act, after every byte), or has released the
+lease (its statement that no further write will follow), or is dead. No pages are freed before one of the three. A
+writer whose notice has left sends no release; a writer that failed or was stopped does. Its release proves quiescence
+only if every write has landed. If a write has failed, the release is in doubt: bytes of a broken connection may be in
+this host's buffers, so the pages stay quarantined for the grace period of a dead writer. Some time after the notice the
+writer reports it as `delivered`, which ends a lease whose notice was lost in the same way as a release in doubt,
+because a connection that has lost a notice was broken.
 
-The outcome when events cross; the first column came first:
+The outcome when two events cross; the first column came first:
 
     first            then              outcome
-    abort            allocate_pages request     StaleEpoch: nothing was advertised, the writer stops
+    abort            allocate_pages    StaleEpoch: nothing was advertised, the writer stops
     abort            notice            the notice proves quiescence: fenced, pages freed, request not admitted
     abort            release           pages freed; in doubt: after the grace period
     abort            expiry            nothing: a quarantined lease has no deadline
     abort            writer dies       pages freed once they are safe, see below
-    notice           abort             StaleEpoch: the lease is settled, the caller aborts the running request
+    notice           abort             StaleEpoch: the lease has ended, the caller aborts the running request
     notice           release           StaleEpoch: the pages belong to the request
-    notice           expiry, death     nothing: the lease is over
-    notice           delivered         nothing: the lease is over
+    notice           expiry, death     nothing: the lease has ended
+    notice           delivered         nothing: the lease has ended
     release          notice            StaleEpoch: dropped; its bytes had landed before either was sent
-    rel. in doubt    notice            as after an abort: it follows every write, so the doubt is over
+    rel. in doubt    notice            as after an abort: it follows every write, so nothing is in doubt any more
     rel. in doubt    writer dies       nothing: the grace period continues
     delivered        notice            as after a release in doubt: it was not lost after all, and comes too late
     release          abort, expiry     StaleEpoch, nothing
@@ -49,7 +49,7 @@ The outcome when events cross; the first column came first:
 `fence.py` defines a death and when a dead writer's pages are safe.
 
 The table moves no pages: each call returns what the caller has to do with them. Time comes from the injected clocks
-(seconds, monotonic); only durations cross the wire.
+(seconds, monotonic); only durations are sent between workers.
 """
 
 import threading
@@ -66,11 +66,12 @@ from tandem.protocol.messages import Lease, PeerRef, RequestRef
 
 @dataclass(slots=True)
 class _Entry:
-    """A lease that has not ended; `page_ids` is None while it is a promise."""
+    """A lease that has not ended; `page_ids` is None while no pages are attached."""
 
     lease: Lease
     prefill: PeerRef
     expires_at: float
+    """When the lease is revoked unless a heartbeat renews it, by the table's clock."""
     exposure: Exposure
     page_ids: tuple[int, ...] | None = None
     quarantined: bool = False
@@ -80,13 +81,14 @@ class _Entry:
 
 
 class LeaseTable:
-    """Every lease this worker granted that has not ended. Thread-safe; calls never block.
+    """Every lease that this worker granted and that has not ended. Thread-safe; calls never block.
 
-    It knows leases, not requests: the caller ensures that a request has one lease at a time.
+    Owned by the admission. The table knows leases, not requests: the caller ensures that a request has one lease at a
+    time.
     """
 
     def __init__(self, clock: Callable[[], float], duration_s: float, fence: Fence) -> None:
-        """Takes the lifetime of a lease without a heartbeat, in seconds."""
+        """Create the table. `duration_s` is the lifetime of a lease without a heartbeat, in seconds."""
         self.duration_s = duration_s
         self._fence = fence
         self._clock = clock
@@ -97,7 +99,7 @@ class LeaseTable:
         self._fenced = 0
 
     def grant(self, ref: RequestRef, prefill: PeerRef) -> Lease:
-        """Grants this attempt a lease that `prefill` alone may write. Unavailable when that writer is assumed dead."""
+        """Grant this attempt a lease that only `prefill` may write. Raises Unavailable if `prefill` is assumed dead."""
         with self._lock:
             if prefill in self._gone:
                 raise Unavailable(f"prefill worker {prefill.worker_id} is gone; choose another")
@@ -108,7 +110,10 @@ class LeaseTable:
             return lease
 
     def renew(self, leases: Iterable[Lease]) -> tuple[Lease, ...]:
-        """Restarts the lifetime of each lease; returns those that are over or revoked. They do not count as fenced."""
+        """Restart the lifetime of each lease, and return those that have ended or are revoked.
+
+        Leases that have ended do not count as fenced here.
+        """
         with self._lock:
             expires_at = self._clock() + self.duration_s
             unknown = []
@@ -121,9 +126,9 @@ class LeaseTable:
             return tuple(unknown)
 
     def permit(self, lease: Lease, prefill: PeerRef) -> tuple[int, ...] | None:
-        """Returns a lease's pages and permits `prefill` to begin writes for `window_s`; None while it is a promise.
+        """Permit `prefill` to begin writes for `window_s` seconds, and return the lease's pages.
 
-        StaleEpoch when it is over or not `prefill`'s.
+        Returns None while no pages are attached. Raises StaleEpoch if the lease has ended or belongs to another worker.
         """
         with self._lock:
             entry = self._live_entry(lease, prefill)
@@ -131,9 +136,9 @@ class LeaseTable:
             return entry.page_ids
 
     def prolong(self, leases: Iterable[Lease], prefill: PeerRef) -> tuple[Lease, ...]:
-        """Permits `prefill` to go on for `window_s`; returns leases that are over, revoked, promises or not its own.
+        """Permit `prefill` to begin writes for another `window_s` seconds, and return the leases that are refused.
 
-        They do not count as fenced.
+        Those have ended, are revoked, without pages, or belong to another worker. They do not count as fenced.
         """
         with self._lock:
             now, over = self._clock(), []
@@ -147,9 +152,10 @@ class LeaseTable:
             return tuple(over)
 
     def advertise(self, lease: Lease, prefill: PeerRef, page_ids: Iterable[int]) -> None:
-        """Attaches the pages that the writer is about to receive and may write.
+        """Attach the pages that the writer is about to receive and may write.
 
-        StaleEpoch: the pages stay the caller's, unpublished. ValueError when the lease already advertises pages.
+        Raises StaleEpoch if the lease has ended; the pages then stay the caller's, and the writer does not know them.
+        Raises ValueError if the lease already has pages.
         """
         with self._lock:
             entry = self._live_entry(lease, prefill)
@@ -159,24 +165,26 @@ class LeaseTable:
             entry.exposure.permit(self._clock())
 
     def complete(self, lease: Lease, prefill: PeerRef) -> LeaseChange:
-        """Settles a lease whose notice arrived: ADMIT, or FREE when it was revoked meanwhile (counted as fenced).
+        """End a lease whose notice arrived: ADMIT, or FREE if it was revoked before, which counts as fenced.
 
-        StaleEpoch when it is over, not `prefill`'s, or never advertised pages.
+        Raises StaleEpoch if the lease has ended, belongs to another worker, or never had pages.
         """
         with self._lock:
             entry = self._entry(lease, prefill)
             if entry.page_ids is None:
                 raise self._stale(lease, "a notice came before any pages were asked for")
+            # A notice is the writer's last act, so the pages are safe although the lease was revoked.
             if entry.quarantined:
                 self._fenced += 1
                 return self._end(entry, PageAction.FREE)
             return self._end(entry, PageAction.ADMIT)
 
     def release(self, lease: Lease, prefill: PeerRef, *, in_doubt: bool = False) -> tuple[LeaseChange, ...]:
-        """Ends a lease whose writer gives up and begins nothing more: FREE, or NONE when it never held pages.
+        """End a lease whose writer begins no further write: FREE, or NONE if it never had pages.
 
-        `in_doubt`: a write failed, and what it left behind may still land: QUARANTINE, unless that is so already; it
-        ends (see `expire`) after the grace period of a dead writer. StaleEpoch as in `complete`.
+        `in_doubt`: a write failed, and its data may still land: QUARANTINE, unless the lease is quarantined already;
+        the quarantine ends (see `expire`) after the grace period of a dead writer. Raises StaleEpoch as `complete`
+        does.
         """
         with self._lock:
             entry = self._entry(lease, prefill)
@@ -185,9 +193,9 @@ class LeaseTable:
             return (self._end(entry, PageAction.NONE if entry.page_ids is None else PageAction.FREE),)
 
     def delivered(self, leases: Iterable[Lease], prefill: PeerRef) -> tuple[LeaseChange, ...]:
-        """Ends leases whose notices left long ago and were lost: those still open end as after a release in doubt.
+        """End leases whose notices were sent long ago and have not arrived, in the same way as a release in doubt.
 
-        They do not count as fenced.
+        Leases that have ended do not count as fenced here.
         """
         with self._lock:
             named = {lease.epoch: lease for lease in leases}
@@ -195,15 +203,15 @@ class LeaseTable:
             return tuple(change for entry in unheard if entry.prefill == prefill for change in self._doubt(entry))
 
     def revoke(self, lease: Lease) -> LeaseChange:
-        """Revokes a lease whose request is over before its notice: QUARANTINE, or NONE if it has no pages.
+        """Revoke a lease whose request ended before its notice: QUARANTINE, or NONE if it has no pages.
 
-        StaleEpoch when the lease is over already.
+        Raises StaleEpoch if the lease has ended already.
         """
         with self._lock:
             return self._revoke(self._live_entry(lease, None))
 
     def peer_gone(self, peer: PeerRef) -> tuple[LeaseChange, ...]:
-        """Revokes all that `peer` and its earlier incarnations may write: their process is assumed dead.
+        """Revoke all leases that `peer` and its earlier incarnations may write, because their process is assumed dead.
 
         Their quarantines end (see `expire`) once the pages are safe from it.
         """
@@ -218,17 +226,18 @@ class LeaseTable:
             return tuple(changes)
 
     def peer_back(self, peer: PeerRef) -> None:
-        """Allows leases again for an incarnation that was assumed dead and serves.
+        """Grant leases again to an incarnation that was assumed dead and serves.
 
-        Its quarantines end as they would.
+        Its quarantines end as they would have ended without this call.
         """
         with self._lock:
             self._gone.restore(peer)
 
     def expire(self) -> tuple[LeaseChange, ...]:
-        """Ends what is due now; call it often.
+        """End what is due now; call it often.
 
-        Leases without a heartbeat are revoked; quarantines after a writer's death or a release in doubt end once safe.
+        Leases without a heartbeat are revoked. Quarantines after a writer's death or a release in doubt end once the
+        pages are safe.
         """
         with self._lock:
             now, process_alive = self._clock(), cache(self._fence.process_alive)
@@ -242,20 +251,20 @@ class LeaseTable:
             return tuple(changes)
 
     def silent_writers(self) -> tuple[str, ...]:
-        """Returns the ids of the workers that may still write to quarantined pages."""
+        """Return the ids of the workers that may still write to quarantined pages."""
         with self._lock:
             return tuple(sorted({entry.prefill.worker_id for entry in self._entries.values() if entry.quarantined}))
 
     @property
     def fenced(self) -> int:
-        """The number of messages and notices that named a lease that was over."""
+        """The number of messages and notices that named a lease that had ended."""
         return self._fenced
 
     @property
     def open_leases(self) -> int:
         """The number of leases that have not ended, including quarantined ones.
 
-        It is for `Receiver.expect`, since a write may complete only while the receiver polls.
+        It is passed to `Receiver.expect`, because a write may complete only while the receiver polls.
         """
         with self._lock:
             return len(self._entries)
@@ -282,7 +291,7 @@ class LeaseTable:
         return StaleEpoch(f"{what} was refused: {why}; drop this attempt")
 
     def _doubt(self, entry: _Entry) -> tuple[LeaseChange, ...]:
-        """Quarantines a lease whose writer begins nothing more, but whose begun writes may still land."""
+        """Quarantine a lease whose writer begins no further write, but whose earlier writes may still land."""
         entry.exposure.writer_stopped()
         entry.exposure.is_safe(self._clock(), self._fence.process_alive)  # the grace period starts now
         return () if entry.quarantined else (self._revoke(entry),)

@@ -7,12 +7,12 @@ from tandem.protocol.messages import Lease, PeerRef
 
 
 class PageAction(Enum):
-    """The action of the caller on the pages of a lease that changed."""
+    """What the caller does with the pages of a lease whose state changed."""
 
     NONE = "none"
-    """The lease is over and never held pages; its promise is returned."""
+    """The lease has ended and never held pages; its reserved pages are released."""
     QUARANTINE = "quarantine"
-    """Advertised → quarantined: the request is over, the pages are not yet safe."""
+    """Advertised → quarantined: the request has ended, but a write may still land in the pages."""
     FREE = "free"
     """The writer is quiescent: advertised or quarantined → free."""
     ADMIT = "admit"
@@ -21,9 +21,9 @@ class PageAction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LeaseChange:
-    """A lease that left its state.
+    """A lease whose state changed, and what the caller does with its pages.
 
-    Every lease ends with exactly one of NONE, FREE or ADMIT, perhaps after QUARANTINE.
+    Every lease ends with exactly one of NONE, FREE or ADMIT, possibly after QUARANTINE.
     """
 
     lease: Lease

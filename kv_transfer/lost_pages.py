@@ -6,27 +6,28 @@ from collections.abc import Callable
 log = logging.getLogger(__name__)
 
 READY_AGAIN = 0.8
-"""The part of the allowed loss to which it must fall before the worker is ready again."""
+"""The part of the allowed loss below which the worker becomes ready again."""
 
 
 class LostPages:
-    """The loss of pages, which makes a worker not ready beyond a threshold, and logs each change.
+    """Decides from the number of lost pages whether a worker is ready, and logs each change.
 
-    Such a worker would otherwise look healthy, small and full. Not thread-safe: its owner's lock guards it.
+    A worker that has lost many pages would otherwise look healthy, small and full. Not thread-safe; guarded by the lock
+    of its owner.
     """
 
     def __init__(self, worker_id: str, share_max: float) -> None:
-        """Takes `share_max`: the part of the pool up to which a loss is normal."""
+        """Allow a loss of up to `share_max` of the pool."""
         self._worker_id = worker_id
         self._share_max = share_max
         self.not_ready = ""
-        """The reason why the worker accepts nothing new; empty = it does.
+        """The reason why the worker accepts nothing new, empty if it does.
 
-        It is announced to the whole cluster whenever it changes, so it contains no counts and does not flicker.
+        The reason is announced to the whole cluster whenever it changes, so it contains no counts and does not flicker.
         """
 
     def update(self, lost: int, pool: int, why: Callable[[], str]) -> None:
-        """Updates `not_ready` for `lost` pages of `pool`; `why` completes "too many of its 16 KV pages"."""
+        """Update `not_ready` for `lost` pages of `pool`; `why` completes "too many of its 16 KV pages"."""
         allowed = self._share_max * pool * (READY_AGAIN if self.not_ready else 1.0)
         if lost <= allowed:
             if self.not_ready:

@@ -1,6 +1,6 @@
 """Ordering of writes: each write is held until the writes that it depends on have completed.
 
-The thread that sees the last of them complete begins it, so no other thread has to wake up.
+The thread that sees the last of them complete begins the held write, so no other thread has to wake up.
 """
 
 import threading
@@ -14,7 +14,10 @@ Begin = Callable[[str], None]
 
 
 def hold(behind: "Sequence[Future[WriteDone]]", begin: Begin) -> None:
-    """Calls `begin` once all of `behind` have completed or one has failed: at once, or on the thread that sees it."""
+    """Call `begin` once all writes in `behind` have completed or one has failed.
+
+    The call is made at once, or on the thread that sees the last write complete.
+    """
     if behind:
         _Held(len(behind), begin).watch(behind)
     else:
@@ -22,7 +25,7 @@ def hold(behind: "Sequence[Future[WriteDone]]", begin: Begin) -> None:
 
 
 class _Held:
-    """One write that waits for others."""
+    """A write that waits for other writes."""
 
     def __init__(self, waits_for: int, begin: Begin) -> None:
         self._waits_for = waits_for

@@ -1,1 +1,1 @@
-"""The prefill half of a worker: prompts in chunks, the first token, and the hand-over of both."""
+"""The prefill phase of a worker: computes prompts in chunks, and hands over their KV and first token."""

@@ -1,4 +1,4 @@
-"""The prefill half's interface to a decode worker, remote or in the same process."""
+"""The prefill phase's interface to a decode worker, remote or in the same process."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from tandem.protocol.messages import Destination, Lease, PeerRef, TransferNotice
 class AllocatedPages:
     """Pages in the decode worker's pool that a prefill worker may write to.
 
-    `write_for_s` is the length of the permission, in seconds from the request on.
+    `write_for_s` is the length of the write window in seconds, from when the request was sent.
     """
 
     page_ids: Sequence[int]
@@ -21,9 +21,9 @@ class AllocatedPages:
 
 @dataclass(frozen=True, slots=True)
 class Renewal:
-    """The result of a renewal: the leases that are over, and the write permission of the others.
+    """The reply to a renewal: the leases that have ended, and the write window of the others.
 
-    `write_for_s` is the length of that permission, in seconds from the request on.
+    `write_for_s` is the length of the window in seconds, from when the request was sent.
     """
 
     ended: frozenset[Lease]
@@ -31,71 +31,77 @@ class Renewal:
 
 
 class DecodePeers(ABC):
-    """Decode workers in other processes. Every call has a deadline and ends with a `TandemError` when it fails."""
+    """Decode workers in other processes. Every call has a deadline and raises a `TandemError` if it fails."""
 
     @abstractmethod
     async def connect(self, destination: Destination) -> None:
-        """Make the handshake that writes to this worker need; returns at once if it was made before.
+        """Make the handshake that writes to this worker need, and return at once if it was made before.
 
-        FailedPrecondition if the two workers are incompatible, Unavailable if it does not answer or is known to be
-        gone.
+        Raises FailedPrecondition if the two workers are incompatible, Unavailable if the worker does not answer or is
+        known to be gone.
         """
 
     @abstractmethod
     async def allocate_pages(self, destination: Destination, pages: int) -> AllocatedPages:
-        """Allots the pages that receive the last of the prompt's `pages`; the decode worker has the earlier ones.
+        """Allocate the pages that receive the last of the prompt's `pages`; the decode worker has the earlier ones.
 
-        A repeated call gives the same pages for as long as the first one. StaleEpoch if the lease is over.
+        A repeated call returns the same pages and the same window. Raises StaleEpoch if the lease has ended.
         """
 
     @abstractmethod
     async def renew(self, peer: PeerRef, address: str, leases: Sequence[Lease], within_s: float) -> Renewal:
-        """Renews the permission to write under leases whose pages were allotted.
+        """Renew the permission to write under leases whose pages were allocated.
 
-        A reply that takes longer than `within_s` seconds counts as none.
+        A reply that takes longer than `within_s` seconds counts as no reply.
         """
 
     @abstractmethod
     def delivered(self, destination: Destination) -> None:
-        """Reports that the notice was sent, later and batched with others, in case it was lost in transit."""
+        """Report that the notice was sent, in case it was lost in transit.
+
+        The report is sent later, batched with others.
+        """
 
     @abstractmethod
     async def release(self, destination: Destination, *, in_doubt: bool) -> None:
-        """Reports that no write under the lease is in flight and none will follow.
+        """Report that no write under the lease is in flight and none will follow.
 
-        `in_doubt`: a write failed, and its data may still land. StaleEpoch if the lease is over. If the worker is
-        known to be gone, nothing is sent and the call succeeds.
+        `in_doubt`: a write failed, and its data may still land. Raises StaleEpoch if the lease has ended. If the worker
+        is known to be gone, nothing is sent and the call succeeds.
         """
 
 
 class LocalDecode(Protocol):
-    """The decode half of this process. Every method returns at once and may be called from any thread.
+    """The decode phase of this process. Every method returns at once and may be called from any thread.
 
-    The prompt's pages that `allocate_pages` leaves out are read by the decode half from the shared cache.
+    The decode phase reads the pages that `allocate_pages` leaves out from the shared prefix cache.
     """
 
     def allocate_pages(self, lease: Lease, pages: int, prefill: PeerRef) -> Sequence[int]:
-        """Allots the pages that receive the last of the prompt's `pages`; StaleEpoch if the lease is over."""
+        """Allocate the pages that receive the last of the prompt's `pages`.
+
+        Raises StaleEpoch if the lease has ended.
+        """
         ...
 
     def allocate_chunk_pages(self, lease: Lease, pages: int, position: int, prefill: PeerRef) -> Sequence[int]:
-        """Takes at most `pages` more pages, for groups with a window; no token from `position` on sees those behind it.
+        """Allocate at most `pages` more pages, for groups with a window; fewer if too few are left.
 
-        Fewer if there are no more. StaleEpoch if the lease is over.
+        No token from `position` on attends to the pages before its window. Raises StaleEpoch if the lease has ended.
         """
         ...
 
     def cached_pages(self, lease: Lease) -> int:
-        """Returns the number of the prompt's first pages that are read from the shared cache.
+        """Return how many of the prompt's first pages are read from the shared prefix cache.
 
-        StaleEpoch as `allocate_pages`.
+        Raises StaleEpoch if the lease has ended.
         """
         ...
 
     def release(self, lease: Lease, prefill: PeerRef) -> None:
-        """Reports that no write under the lease is in flight and none will follow."""
+        """Report that no write under the lease is in flight and none will follow."""
         ...
 
     def notice(self, notice: TransferNotice, pages: Sequence[int] = ()) -> None:
-        """Delivers the notice that the prompt's KV is complete, in these `pages` (`KvPages`)."""
+        """Deliver the notice that the prompt's KV is complete, in these `pages` (`KvPages`)."""
         ...

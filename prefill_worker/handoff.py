@@ -1,18 +1,18 @@
 """The transfer of a prompt's KV to the decode worker: one coroutine per request, on the event loop.
 
 1. connect      while the request waits for its first chunk
-2. allocate     as soon as the first chunk is computed or was cached, the pages that the lease reserves are
+2. allocate     as soon as the first chunk is computed or was found in the cache, the reserved pages of the lease are
                 allocated. The reply says which of the prompt's first pages the decode worker already has, and for how
-                long the others may be written (`write_window.py`); that time is renewed with those of other prompts
-3. write        the other full pages of finished chunks, while the next chunk computes; of groups with a window, only
-                those that the first decode step sees
-4. notice       with the last page, which the transport holds until all others have landed: token, draw, what was sent,
-                and checksums of some pages, which were begun as soon as those were final (`page_writes.py`). It goes
-                with a page because NIXL looks after writes to their end, and after a notice alone only until it is
-                handed on
-5. release      whatever happened, the pages are free only when the engine has released them and every write has ended
-6. return       a lease without a delivered notice is returned until the decode worker confirms it, with whether a
-                write failed: if none did, its pages wait for nothing else
+                long the others may be written (`write_window.py`); the window is renewed with those of other prompts
+3. write        the full pages of finished chunks are written while the next chunk is computed; of groups with a
+                sliding window, only the pages that the first decode step attends to
+4. notice       is sent with the last page, and the transport holds it until all other pages have landed. It has the
+                first token, the number of the next draw, what was sent, and checksums of some pages, each of which was
+                begun when its page was final (`page_writes.py`). It goes with a page because NIXL watches over a write
+                until its end, but over a notice alone only until it is handed on
+5. release      in any case, the pages are freed only when the engine has released them and every write has ended
+6. return       a lease without a delivered notice is returned, again and again until the decode worker confirms it.
+                The call says whether a write failed: if none did, its pages need no quarantine
 """
 
 from __future__ import annotations
@@ -48,27 +48,30 @@ from tandem.protocol.messages import (
 log = logging.getLogger(__name__)
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.1, 5.0
-"""The seconds between two attempts to give a lease back; the wait doubles."""
+"""The first and the longest wait between two attempts to return a lease, in seconds; the wait doubles."""
 
 
 class PrefillSchedulerView(Protocol):
-    """The part of the prefill half that a handoff uses."""
+    """The part of the prefill scheduler that a hand-over uses."""
 
     def withdraw(self, request: PrefillRequest) -> None:
-        """Stops the computation of this request."""
+        """Compute no further chunk of this request."""
         ...
 
     def transfer_outlives_request(self, request: PrefillRequest) -> None:
-        """Notes that a request is over while its writes go on: its pages are lost until `free`."""
+        """Note that a request has ended while its writes continue. Its pages are lost until `free`."""
         ...
 
     def free(self, request: PrefillRequest) -> None:
-        """Frees the pages of a request, which the engine has released and no write reads."""
+        """Free the pages of a request that the engine has released and that no write reads."""
         ...
 
 
 class Handoff:
-    """Ends one request: delivers it or gives it up, and frees its pages when nothing touches them any more."""
+    """The hand-over of one request: delivers or aborts it, and frees its pages when nothing uses them any more.
+
+    Started by the prefill scheduler; runs on the event loop.
+    """
 
     def __init__(
         self,
@@ -108,7 +111,7 @@ class Handoff:
         self.ended = asyncio.ensure_future(self._run())
 
     def abort(self) -> None:
-        """Give the request up without an event; `ended` tells when pages and lease are given back. Idempotent."""
+        """Abort the request without an event. `ended` completes when pages and lease are released. Idempotent."""
         self._aborted = True
         self._delivery.cancel()
 
@@ -127,7 +130,8 @@ class Handoff:
         try:
             await self._settle()
         except Exception:
-            # Pages here may be lost with this. Those of the lease must not be, and they wait for the writes alone.
+            # Pages of this worker may be lost by this error. The pages of the lease must not be: they only wait for the
+            # writes.
             await self._writes.settled()
             await self._give_back_unless_delivered()
             raise
@@ -147,7 +151,10 @@ class Handoff:
             await self._give_back(destination)
 
     async def _give_back(self, destination: Destination) -> None:
-        """Until it is heard: as long as this process lives, nothing else ends a quarantine over there."""
+        """Return the lease to the decode worker, again until it confirms.
+
+        As long as this process lives, nothing else ends the quarantine of the pages on the decode worker.
+        """
         request_id, wait_s = self._request.task.ref.request_id, FIRST_RETRY_S
         while True:
             try:
@@ -179,7 +186,7 @@ class Handoff:
             await progress.until_released()
         elif self._request.local:
             await progress.until_released()
-            # The half has told the decode half, whose pages the KV is in, unless it could not.
+            # The scheduler has notified the decode phase, which owns the pages, unless that failed.
             self._delivered = self._goes_on() and progress.failure is None
         else:
             await self._deliver_there(destination)
@@ -201,17 +208,22 @@ class Handoff:
             self._emit_event(RequestEvent(self._request.task.ref, edges=edges, transfer=self._stats()))
 
     async def _write(self, destination: Destination, window: WriteWindow, needed: int) -> None:
-        """All pages, and the notice with the last; `_delivered` says whether there was a reason to."""
+        """Write all pages, the last one with the notice.
+
+        Sets `_delivered` if the answer continues after the first token.
+        """
         remote, tokens = await window.pages(), self._request.prompt_tokens
         skipped = self._kv.skipped(tokens, len(remote))
         if skipped is None:
             raise Internal(f"{destination.peer.worker_id} allotted {len(remote)} pages for {tokens} tokens")
         self._skipped, self._sent = skipped, self._kv.sent(tokens, skipped)
         checksums = OutgoingChecksums(self._checks, destination.lease, self._request.prompt_tokens, self._skipped)
-        token_hash = hash_token_ids(self._request.task.prompt_token_ids)  # takes long, so while chunks are computed
+        # takes long, so it is computed while chunks are computed
+        token_hash = hash_token_ids(self._request.task.prompt_token_ids)
         sent = await self._write_while_computing(destination, window, checksums)
         if not self._goes_on():
             return
+        # The last page is written last, because the notice goes with it.
         last = needed - 1
         self._writes.last_chunk_ended()
         if sent < last:
@@ -225,7 +237,10 @@ class Handoff:
     async def _write_while_computing(
         self, destination: Destination, window: WriteWindow, checksums: OutgoingChecksums
     ) -> int:
-        """Write full pages as chunks finish until the engine lets go; returns how many need no more writing."""
+        """Write full pages as chunks finish, until the engine releases the request.
+
+        Returns the number of the prompt's first pages that were written or need no writing.
+        """
         progress, sent = self._request.progress, self._skipped
         while not progress.released:
             self._writes.raise_failed()  # a prompt that cannot be delivered need not be computed to its end
@@ -246,7 +261,7 @@ class Handoff:
     async def _post(
         self, destination: Destination, window: WriteWindow, first: int, end: int, notice: TransferNotice | None
     ) -> None:
-        """Write what is sent of the prompt's pages number `first` to `end - 1`."""
+        """Write the pages number `first` to `end - 1` of the prompt, as far as they are sent."""
         some = slice(*(bisect_left(self._sent, number * self._kv.groups) for number in (first, end)))
         there = (await window.pages())[some]
         await window.ensure_open()
@@ -254,7 +269,7 @@ class Handoff:
         self._writes.post(destination.peer, here, there, window.closes_at, notice)
 
     async def _computed(self, checksums: OutgoingChecksums) -> tuple[PageChecksum, ...]:
-        """The checksums, or TransferFailed where the device does not come back with them."""
+        """Return the checksums. Raises TransferFailed if they are not computed within the deadline."""
         try:
             async with asyncio.timeout(self._deadline_s):
                 return await checksums.all()
@@ -280,7 +295,7 @@ class Handoff:
 
 
 def _failure_of(delivery: asyncio.Future[None]) -> TandemError | None:
-    """Return the error for the router: typed errors stay, all else is a failed transfer."""
+    """Return the error for the router: a TandemError stays, every other exception becomes TransferFailed."""
     if delivery.cancelled():
         return TransferFailed("the connection to the decode worker was dropped; prefill again elsewhere")
     error = delivery.exception()

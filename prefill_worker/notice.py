@@ -1,4 +1,4 @@
-"""The notice of a prompt whose KV has arrived."""
+"""The notice that a prompt's KV has been transferred."""
 
 from prefill_worker.request import PrefillRequest
 from tandem.protocol.errors import Internal
@@ -14,9 +14,9 @@ def make_notice(
     skipped: int,
     checksums: tuple[PageChecksum, ...] = (),
 ) -> TransferNotice:
-    """The notice that tells a decode worker of a prompt whose KV it has.
+    """Return the notice for the decode worker that has received the KV of a prompt.
 
-    The prompt's first `skipped` pages were there already.
+    The decode worker had the prompt's first `skipped` pages already. Raises Internal if the task has no destination.
     """
     task = request.task
     if task.destination is None:

@@ -1,4 +1,4 @@
-"""The page writes of a hand-over, the checksums of the pages that it sends, and the time that hand-overs write."""
+"""The page writes of a hand-over, the checksums of the pages that it sends, and the time spent writing."""
 
 import asyncio
 import threading
@@ -14,10 +14,10 @@ from tandem.protocol.messages import Lease, PageChecksum, PeerRef, TransferNotic
 
 
 class WritingTime:
-    """Seconds with writes in progress, summed over hand-overs; one that never ends counts as well.
+    """Seconds in which hand-overs have writes in progress, summed over hand-overs. Any thread may call it.
 
-    No timer runs: the sum is brought up to date when a hand-over begins or ends to write, and when it is read. From any
-    thread.
+    There is no timer: the sum is updated when a hand-over begins or ends to write, and when it is read. A write that
+    never ends counts as well.
     """
 
     def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
@@ -27,16 +27,16 @@ class WritingTime:
         self._nanos, self._until = 0, clock_ns()
 
     def begin(self) -> None:
-        """A hand-over begins to write."""
+        """Count a hand-over that begins to write."""
         self._update(1)
 
     def end(self) -> None:
-        """The last write of a hand-over has settled."""
+        """Count a hand-over whose last write has ended."""
         self._update(-1)
 
     @property
     def seconds(self) -> float:
-        """The sum until now; it never decreases."""
+        """The sum until now, in seconds. It never decreases."""
         return self._update(0) / 1e9
 
     def _update(self, begun: int) -> int:
@@ -49,9 +49,9 @@ class WritingTime:
 
 
 class OutgoingWrites:
-    """The writes of one hand-over, in the order in which they were posted, until none is in progress any more.
+    """The writes of one hand-over, in the order in which they were posted.
 
-    The hand-over owns it and frees the pages. Lives on the event loop.
+    The hand-over owns this object and frees the pages when no write is in progress. Used on the event loop.
     """
 
     def __init__(self, sender: Sender, deadline_s: float, writing: WritingTime) -> None:
@@ -61,12 +61,12 @@ class OutgoingWrites:
         self._in_progress = 0
         self._posted: list[Future[WriteDone]] = []
         self._awaited: list[asyncio.Future[WriteDone]] = []
-        """The same, for whoever waits on this loop."""
+        """The same writes as futures of the event loop."""
         self._before_last_chunk = 0
         self._notice_made: tuple[EdgeStamp, ...] = ()
 
     def last_chunk_ended(self) -> None:
-        """The prompt is computed: the request waits for the writes that are posted from now on."""
+        """Note that the prompt is computed: the request waits for the writes that are posted from now on."""
         self._before_last_chunk = len(self._posted)
 
     def post(
@@ -77,7 +77,12 @@ class OutgoingWrites:
         begin_by: Callable[[], float],
         notice: TransferNotice | None = None,
     ) -> None:
-        """Write pages `here` onto those `there`; the write with the notice comes behind all others."""
+        """Write the pages `here` to the pages `there` of `peer`.
+
+        The write with the notice lands after all other writes.
+
+        The write does not begin after the time that `begin_by` returns.
+        """
         behind = () if notice is None else tuple(self._posted)
         if notice is not None:
             self._notice_made = (EdgeStamp.now(Edge.NOTICE_MADE),)
@@ -90,18 +95,18 @@ class OutgoingWrites:
         self._awaited[-1].add_done_callback(self._settled)
 
     def raise_failed(self) -> None:
-        """Raise the oldest failure, if there is any yet."""
+        """Raise the failure of the oldest failed write, if any has failed yet."""
         for write in self._awaited:
             if write.done():
                 write.result()
 
     async def completed(self) -> None:
-        """Wait until all of them have settled; the failure of the oldest that has failed is raised.
+        """Wait until all writes have ended, and raise the failure of the oldest failed write.
 
-        TransferFailed once one exceeds its deadline: the router retries with other workers, while the handoff keeps the
-        pages until `settled`, because a write that stalls cannot be cancelled.
+        Raises TransferFailed if a write exceeds its deadline. The router then retries with other workers, while the
+        hand-over keeps the pages until `settled`, because a stalled write cannot be cancelled.
         """
-        # Not gather: a cancelled wait must leave the writes to `settled`, which waits for them again.
+        # Not gather: if this wait is cancelled, the writes must go on, and `settled` waits for them again.
         _, moving = await asyncio.wait(self._awaited, timeout=self._deadline_s)
         self.raise_failed()
         if moving:
@@ -111,30 +116,30 @@ class OutgoingWrites:
     def in_doubt(self) -> bool:
         """True if any write has not landed completely.
 
-        A failed write reads no more pages here, but data that a broken connection had accepted may still land at the
-        peer later.
+        A failed write no longer reads pages of this worker, but data that a broken connection had accepted may still
+        land at the peer later.
         """
         return any(not write.done() or write.exception() is not None for write in self._posted)
 
     @property
     def in_progress(self) -> bool:
-        """True if any write still reads pages here."""
+        """True if any write still reads pages of this worker."""
         return not all(write.done() for write in self._awaited)
 
     async def settled(self) -> None:
-        """Wait until none of them reads a page here or has the network take more of it, however each ended."""
+        """Wait until no write reads a page of this worker or passes its data to the network, however it ended."""
         if self._awaited:
             done, _ = await asyncio.wait(self._awaited)
             for write in done:
-                write.exception()  # looked at, or asyncio logs each failure that came after an abort or another one
+                write.exception()  # retrieved, or asyncio logs each failure that came after an abort or another failure
 
     def moved(self) -> tuple[int, int]:
-        """Bytes and nanoseconds of writes that have all landed, together."""
+        """Return the bytes and nanoseconds of all writes, summed. All of them must have landed."""
         done = [write.result() for write in self._awaited]
         return sum(each.bytes for each in done), sum(each.duration_nanos for each in done)
 
     def edges(self) -> tuple[EdgeStamp, ...]:
-        """Return the edges of writes that have all landed, the last of them with the notice."""
+        """Return the lifecycle events of writes that have all landed, the last of them with the notice."""
         done = [write.result() for write in self._awaited]
         return (
             EdgeStamp(Edge.TRANSFER_STARTED, done[0].begun_nanos),
@@ -153,27 +158,34 @@ class OutgoingWrites:
 class OutgoingChecksums:
     """The checksums of the chosen pages of one request.
 
-    Each is begun as soon as its page is final, so that nothing waits for it. The hand-over owns it and frees the pages.
+    Each is begun as soon as its page is final, so that nothing waits for it. The hand-over owns this object and the
+    pages.
     """
 
     def __init__(self, checks: PageChecks | None, lease: Lease, prompt_tokens: int, skipped: int) -> None:
-        """Without `checks` no page is chosen, nor is any that is not sent: the first `skipped`, or before a window."""
+        """Choose the pages: none without `checks`, and otherwise some of the pages that are sent.
+
+        The first `skipped` pages are not sent, nor are pages before a sliding window.
+        """
         self._checks = checks
         self._prompt_tokens = prompt_tokens
         self._chosen = () if checks is None else checks.chosen(lease, prompt_tokens, skipped)
         self._begun: list[Future[tuple[PageChecksum, ...]]] = []
 
     def begin(self, pages: Sequence[int], first: int, end: int) -> None:
-        """The prompt's entries `first` to `end - 1` of `pages` (`KvPages`) are final."""
+        """Begin the checksums of the chosen entries `first` to `end - 1` of `pages` (`KvPages`), which are final."""
         entries = [entry for entry in self._chosen if first <= entry < end]
         if self._checks is not None and entries:
             self._begun.append(self._checks.begin(pages, entries, self._prompt_tokens))
 
     async def all(self) -> tuple[PageChecksum, ...]:
-        """The checksums by page number, as they were begun; raises what a checksum has raised."""
+        """Return the checksums by page number, in the order in which they were begun.
+
+        Raises what computing one has raised.
+        """
         sums: list[PageChecksum] = []
         for begun in self._begun:
-            # Those of earlier chunks are there: to await them is a round of the event loop each.
+            # The checksums of earlier chunks are ready; to await each would take a round of the event loop.
             some = begun.result() if begun.done() else await asyncio.wrap_future(begun)
             sums.extend(some)
         return tuple(sums)

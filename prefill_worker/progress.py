@@ -1,4 +1,4 @@
-"""The engine's progress with one prompt, as its hand-over sees it."""
+"""The engine's progress with one prompt, for its hand-over."""
 
 import asyncio
 
@@ -9,9 +9,10 @@ from tandem.protocol.messages import FinishReason
 class Progress:
     """The engine's progress with one prompt.
 
-    It lives on the event loop: the engine thread's updates arrive there as calls, so nothing here is locked.
+    Used on the event loop only. The engine thread's updates arrive there as calls, so nothing here is locked.
 
-    `released` means that the engine never touches this request's pages again.
+    `released` means that the engine never uses this request's pages again. Owned by the prefill request; its hand-over
+    waits for changes.
     """
 
     def __init__(self) -> None:
@@ -23,18 +24,21 @@ class Progress:
         self._changed = asyncio.Event()
 
     def advance(self, computed_tokens: int) -> None:
-        """The KV of the first `computed_tokens` positions is in the pages."""
+        """Note that the KV of the first `computed_tokens` positions is in the pages."""
         self.computed_tokens = computed_tokens
         self._changed.set()
 
     def finish(self, first_token_id: int, finish_reason: FinishReason | None) -> None:
-        """The whole prompt is computed; `finish_reason` is set when the first token is the last as well."""
+        """Note that the whole prompt is computed; `finish_reason` is set if the first token ends the answer."""
         self.first_token_id = first_token_id
         self.finish_reason = finish_reason
         self.release()
 
     def release(self, failure: TandemError | None = None) -> None:
-        """The engine is through with this request; `failure` says why if it did not finish by itself."""
+        """Note that the engine never uses this request's pages again.
+
+        `failure` is the reason if the prompt is not computed completely.
+        """
         self.failure = self.failure or failure
         self.released = True
         self._changed.set()
@@ -46,7 +50,7 @@ class Progress:
             await self._changed.wait()
 
     async def until_released(self) -> None:
-        """Wait until the engine never touches the pages again."""
+        """Wait until the engine has released the request."""
         while not self.released:
             self._changed.clear()
             await self._changed.wait()

@@ -1,7 +1,8 @@
-"""Pages for prompts: what is missing is taken from the pool, or from the decode half where the prompt is local.
+"""Pages for prompts: missing pages come from the pool, or from the decode phase if the prompt is local.
 
-Pages of groups without a window are taken for the whole prompt. Those of groups with a window are promised, as many as
-are needed at a time, and taken chunk by chunk (`cover`), while those that no chunk sees any more are given up.
+Pages of groups without a sliding window are allocated for the whole prompt. For groups with a window, the pages that
+are needed at one time are promised; they are allocated chunk by chunk (`cover`), while pages that no further chunk
+attends to are retired.
 """
 
 from prefill_worker.decode_peers import LocalDecode
@@ -13,9 +14,10 @@ from tandem.protocol.messages import PeerRef
 
 
 class PromptPages:
-    """Allocates the pages of prompts: cached ones are read, the others belong to the request, or to a local lease.
+    """Allocates the pages of prompts.
 
-    Full pages are cached once they are computed.
+    Cached pages are only read; the others belong to the request, or to the lease of a local prompt. Full pages are
+    cached once they are computed. Called under the scheduler's lock. Owned by the prefill scheduler.
     """
 
     def __init__(self, cache: PrefixCache, me: PeerRef, local: LocalDecode) -> None:
@@ -25,9 +27,9 @@ class PromptPages:
         self._local = local
 
     def take(self, request: PrefillRequest) -> bool:
-        """All pages of groups without a window; what was cached counts as computed. False while there is no room.
+        """Allocate all pages of groups without a window, and count cached tokens as computed.
 
-        The `TandemError` of a local lease that is over.
+        Returns False if there are too few free pages. Raises the `TandemError` of a local lease that has ended.
         """
         if request.local:
             self._take_local(request)
@@ -43,10 +45,10 @@ class PromptPages:
         return True
 
     def cover(self, request: PrefillRequest, tokens: int) -> int:
-        """Take the pages for the request's next `tokens` tokens; returns for how many of them there are pages.
+        """Allocate the pages for the request's next `tokens` tokens, and return for how many of them there are pages.
 
-        Fewer, perhaps none, while other requests read pages that this one has given up; they give them up in their
-        turn. Models without windows need no call: `take` has taken all pages.
+        The result may be less, even 0, while other requests read pages that this request has retired; the pages become
+        free when those retire them too. Models without windows need no call, because `take` has allocated all pages.
         """
         kv = self._kv
         if not request.local:
@@ -61,14 +63,17 @@ class PromptPages:
         return max(0, covered - request.launched)
 
     def publish(self, request: PrefillRequest) -> None:
-        """The prompt is computed: others may read its full pages. Those of a lease are the decode half's to publish."""
+        """Let other requests read the full pages of a computed prompt.
+
+        The decode phase publishes the pages of a lease.
+        """
         if not request.local:
             self._cache.publish(request.task.ref, request.prefix, request.pages)
             self._give_up(request, request.prompt_tokens)
             self._unpromise(request)
 
     def release(self, request: PrefillRequest) -> None:
-        """Nothing touches the pages any more."""
+        """Free the pages of a request, which nothing uses any more."""
         if request.local:
             self._cache.release(request.prefix)
         else:
@@ -89,7 +94,7 @@ class PromptPages:
         request.pages = [*request.prefix.pages, *entries]
 
     def _more(self, request: PrefillRequest, count: int) -> list[int]:
-        """Take at most `count` further pages for groups with a window."""
+        """Allocate at most `count` more pages for groups with a window."""
         if not count:
             return []
         if request.local:
@@ -103,9 +108,10 @@ class PromptPages:
             return pool.allocate(request.task.ref, count, from_promise=True)
 
     def _more_of_lease(self, request: PrefillRequest, count: int) -> list[int]:
-        """Take pages of the lease; its own ones that no chunk sees are used again once there are no others.
+        """Take more pages of a local prompt's lease.
 
-        Until then they keep their contents, which the decode half caches.
+        When there are no others, the lease's own pages that no chunk attends to are reused. Until then they keep their
+        contents, which the decode phase caches.
         """
         destination = request.task.destination
         assert destination is not None
@@ -120,7 +126,10 @@ class PromptPages:
         return more
 
     def _give_up(self, request: PrefillRequest, position: int) -> None:
-        """Give up the pages that tokens from `position` on do not see; others may read them while they are cached."""
+        """Retire the pages that tokens from `position` on do not attend to.
+
+        Other requests may read them while they are cached.
+        """
         if not self._kv.dead(request.pages, position):
             return
         cache, ref = self._cache, request.task.ref

@@ -1,12 +1,12 @@
 """The queue of prompts whose prefill is not complete, and of the prefill steps in flight.
 
-The shortest remaining prompt comes first, so a short one does not wait behind the chunks of a long one, and the mean
-time to the first token is the least that any order gives. The oldest prompt has a share of every step to itself, so
-that a stream of short ones slows a long one down and never stops it; it also gets whatever the others leave.
+The prompt with the fewest remaining tokens comes first. A short prompt does not wait for all chunks of a long one, and
+no other order gives a lower mean time to the first token. The oldest prompt has a share of every step to itself, so a
+stream of short prompts slows a long one down but never stops it; it also gets what the others leave.
 
-Pages are taken in the same order. While the first prompt finds no free pages, no other one starts, because pages that
-become free are for it. Local prompts are the exception: their pages are promised to them already, and the prompt that
-waits may be waiting for just these.
+Pages are allocated in the same order. While the first prompt finds too few free pages, no other prompt starts, because
+pages that become free are for it. Local prompts are the exception: their pages are reserved already, and the prompt
+that waits may be waiting for exactly these pages.
 """
 
 from collections import deque
@@ -18,34 +18,38 @@ from operator import attrgetter
 from prefill_worker.request import PrefillRequest
 
 OLDEST_SHARE = 4
-"""One token in so many of a step is for the oldest prompt."""
+"""One in OLDEST_SHARE tokens of a step is for the oldest prompt."""
 
 
 class StartResult(Enum):
-    """The outcome of an attempt to give a prompt its pages."""
+    """The outcome of an attempt to allocate the pages of a prompt."""
 
     STARTED = 1
     NO_PAGES = 2
     FAILED = 3
-    """The request is over, and its hand-over was notified."""
+    """The request has ended, and its hand-over was notified."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingPrompts:
-    """The prompts that wait, as far as the step policy needs to know."""
+    """The waiting prompts, as far as the step policy needs to know them."""
 
     prompts: int = 0
+    """The number of prompts that a step could compute."""
     tokens: int = 0
-    """Prompt tokens that no step was launched for; those that turn out to be cached are still counted."""
+    """Prompt tokens that are in no launched step, including those that will be found in the cache."""
     context: int = 0
-    """Tokens that a chunk attends to: computed or cached ones of the oldest or shortest prompt, the larger count."""
+    """Computed or cached tokens that a chunk attends to, for the oldest or the shortest prompt: the larger count."""
 
 
 NO_PROMPTS = WaitingPrompts()
 
 
 class PromptQueue:
-    """The prompts in order of arrival. It is guarded by the half's lock, and does not own the requests' pages."""
+    """The prompts in order of arrival.
+
+    Guarded by the scheduler's lock; the requests own their pages. Owned by the prefill scheduler.
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[PrefillRequest, None] = {}
@@ -54,7 +58,7 @@ class PromptQueue:
         """Prompts with pages, until the step with their last chunk has completed."""
         self._arrivals = 0
         self.length = 0
-        """Prompts that are not computed to their end; any thread may read it."""
+        """The number of prompts that are not computed completely; any thread may read it."""
 
     def __len__(self) -> int:
         return self.length
@@ -71,27 +75,27 @@ class PromptQueue:
         self._count()
 
     def remove(self, request: PrefillRequest) -> None:
-        """Remove a request that is computed or never will be; nothing happens if it is not queued."""
+        """Remove a request that is computed or will not be; nothing happens if it is not queued."""
         self._waiting.pop(request, None)
         self._computing.pop(request, None)
         self._count()
 
     def waiting(self) -> WaitingPrompts:
-        """The prompts that a step could compute."""
+        """Return the prompts that the next step could compute."""
         ready = [request for request in self if request.remaining and not request.withdrawn]
         if not ready:
             return NO_PROMPTS
-        # These two get most of a step: a policy that counted with the shorter context would make it too long.
+        # These two prompts get most of a step. A policy that assumed the shorter context would make the step too long.
         context = max(min(ready, key=_ARRIVAL).launched, min(ready, key=_REMAINING).launched)
         return WaitingPrompts(len(ready), sum(request.remaining for request in ready), context)
 
     def plan(
         self, budget: int, max_rows: int, start: Callable[[PrefillRequest], StartResult], scored_most: int
     ) -> list[tuple[PrefillRequest, int]]:
-        """The requests of a step of `budget` tokens and `max_rows` rows, each with its number of tokens, at least one.
+        """Return the requests of the next step, each with its number of tokens, at least one.
 
-        Prompts that are scored have at most `scored_most` of the tokens. `start` allocates the pages of a request that
-        comes to its first chunk.
+        The step has at most `budget` tokens and `max_rows` rows. At most `scored_most` of the tokens belong to prompts
+        that are scored. `start` allocates the pages of a request before its first chunk.
         """
         parts: dict[PrefillRequest, int] = {}
         blocked = False
@@ -117,7 +121,7 @@ class PromptQueue:
         return list(parts.items())
 
     def _start(self, request: PrefillRequest, start: Callable[[PrefillRequest], StartResult]) -> bool:
-        """Start a request; returns True if those behind it may start as well."""
+        """Start a request, and return True if the requests after it may start as well."""
         match start(request):
             case StartResult.STARTED:
                 del self._waiting[request]
@@ -133,7 +137,10 @@ class PromptQueue:
         self.length = len(self._waiting) + len(self._computing)
 
     def _service_order(self, budget: int) -> list[tuple[PrefillRequest, int]]:
-        """Requests in the order in which they are served, each with the most tokens that it takes this time."""
+        """Return the requests in the order in which they are served, each with the most tokens that it may take.
+
+        The oldest comes twice: first with its share, then in its place by remaining tokens.
+        """
         ready = [request for request in self if request.remaining and not request.withdrawn]
         if len(ready) < 2:
             return [(request, budget) for request in ready]
@@ -149,21 +156,24 @@ Step = Sequence[tuple[PrefillRequest, int]]
 
 
 class InFlightSteps:
-    """Launched steps with prompts whose results have not arrived, oldest first. Guarded by the half's lock."""
+    """Launched steps with prompt chunks whose results have not arrived, oldest first.
+
+    Guarded by the scheduler's lock. Owned by the prefill scheduler.
+    """
 
     def __init__(self) -> None:
         self._steps: deque[Step] = deque()
 
     def add(self, step: Step) -> None:
-        """A step with at least one request was launched."""
+        """Add a launched step with at least one request."""
         self._steps.append(step)
 
     def complete(self) -> Step:
-        """The results of the oldest step have arrived; returns that step."""
+        """Remove the oldest step, whose results have arrived, and return it."""
         return self._steps.popleft()
 
     def abandon(self) -> list[PrefillRequest]:
-        """None of the steps will complete. Returns their requests, which are in no step any more."""
+        """Remove all steps, none of which will complete, and return their requests."""
         left = {request: None for step in self._steps for request, _ in step}
         self._steps.clear()
         for request in left:

@@ -1,4 +1,4 @@
-"""The prompts that this worker was given: whether it accepts another, and which are over but still transferred."""
+"""The prompts that this worker has accepted, and those that have ended while their transfer continues."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _Key = tuple[str, str]
 
 
 class RequestRegistry:
-    """The newest attempt of each request, by router and name, and replaced ones until their handoffs have ended.
+    """The newest attempt of each request, by router and request id.
 
-    Guarded by the prefill half's lock.
+    Replaced attempts are kept until their hand-over has ended. Owned by the prefill scheduler and guarded by its lock.
+    Decides whether a further prompt is accepted.
     """
 
     def __init__(self, me: PeerRef, max_requests: int) -> None:
@@ -27,36 +28,36 @@ class RequestRegistry:
         self._requests: dict[_Key, PrefillRequest] = {}
         self._replaced: set[PrefillRequest] = set()
         self.closed = ""
-        """The reason why nothing new is accepted; empty if prompts are accepted."""
+        """The reason why no prompt is accepted; empty if prompts are accepted."""
         self.fenced = 0
-        """Attempts that came after newer ones."""
+        """The number of attempts that were refused because a newer attempt was known."""
 
     def __len__(self) -> int:
         return len(self._requests) + len(self._replaced)
 
     def __iter__(self) -> Iterator[tuple[str, PrefillRequest]]:
-        """Those that nobody has replaced, with their routers."""
+        """Iterate over the newest attempts, each with its router."""
         return ((router_id, request) for (router_id, _), request in self._requests.items())
 
     def adapters(self) -> set[str]:
-        """The hashes of the adapters that any of them has; "" = the base model."""
+        """Return the hashes of the adapters of all attempts; "" stands for the base model."""
         return {request.task.adapter for request in (*self._requests.values(), *self._replaced)}
 
     def find(self, router_id: str, ref: RequestRef) -> PrefillRequest | None:
-        """The newest attempt of this request, unless it is newer than `ref`."""
+        """Return the newest attempt of this request, or None if there is none or it is newer than `ref`."""
         request = self._requests.get((router_id, ref.request_id))
         return None if request is None or request.task.ref.attempt > ref.attempt else request
 
     def knows(self, task: PrefillTask) -> bool:
-        """Return True if this very attempt is here already."""
+        """Return True if this same attempt is registered already."""
         known = self._requests.get(_key_of(task))
         return known is not None and known.task.ref.attempt == task.ref.attempt
 
     def check_accepts(self, task: PrefillTask, not_ready: str) -> None:
         """Raise an error unless the task is accepted.
 
-        StaleEpoch if a newer attempt is known, RoleClosed while closed, ResourceExhausted if too many are known or the
-        worker is `not_ready`, which is the reason.
+        Raises StaleEpoch if a newer attempt is known, RoleClosed while closed, and ResourceExhausted if there are too
+        many requests or if the worker is not ready, with the reason `not_ready`.
         """
         known = self._requests.get(_key_of(task))
         if known is not None and known.task.ref.attempt > task.ref.attempt:
@@ -70,7 +71,7 @@ class RequestRegistry:
             raise self._come_back(f"holds {self._max_requests} prompts; come back later")
 
     def add(self, request: PrefillRequest) -> PrefillRequest | None:
-        """Register the newest attempt of a request; returns the one that it replaces."""
+        """Register the newest attempt of a request, and return the attempt that it replaces."""
         key = _key_of(request.task)
         replaced = self._requests.get(key)
         if replaced is not None:
@@ -90,10 +91,11 @@ class RequestRegistry:
 
 
 class PendingTransfers:
-    """Prompts that are over while writes still read their pages.
+    """Prompts that have ended while writes still read their pages.
 
-    The pages stay allocated until nothing reads them any more, for as long as that takes: a decode worker that stands
-    still with its connection intact keeps them. Guarded by the prefill half's lock.
+    The pages stay allocated until nothing reads them any more, however long that takes: a decode worker that stands
+    still with its connection intact keeps a write open. Guarded by the prefill scheduler's lock. Owned by the prefill
+    scheduler.
     """
 
     def __init__(self, lost: LostPages, pool_pages: int) -> None:
@@ -103,21 +105,21 @@ class PendingTransfers:
 
     @property
     def pages(self) -> int:
-        """Pages that the pending transfers keep allocated."""
+        """The number of pages that the pending transfers keep allocated."""
         return len({page for request in self._requests for page in held_pages(request.pages)})
 
     @property
     def not_ready(self) -> str:
-        """The reason why no prompt is accepted for now; empty if prompts are accepted."""
+        """The reason why no prompt is accepted at present, empty if prompts are accepted."""
         return self._lost.not_ready
 
     def add(self, request: PrefillRequest) -> None:
-        """A request is over, and its writes continue."""
+        """Add a request that has ended while its writes continue."""
         self._requests.add(request)
         self._update()
 
     def discard(self, request: PrefillRequest) -> None:
-        """Nothing reads the pages of the request any more."""
+        """Remove a request whose pages no write reads any more."""
         if request in self._requests:
             self._requests.discard(request)
             self._update()

@@ -1,4 +1,4 @@
-"""One prompt in the prefill half."""
+"""One prompt in the prefill phase: its task, its pages and its progress."""
 
 from __future__ import annotations
 
@@ -22,60 +22,68 @@ class Abortable(Protocol):
     """A hand-over that can be aborted."""
 
     def abort(self) -> None:
-        """Aborts the hand-over."""
+        """Abort the hand-over."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class PrefillRequest:
-    """A task and what became of it so far.
+    """A task, and the state of the request that was made for it.
 
-    Its queues:
-      1. waiting       no pages yet (PREFILL_QUEUED)
-      2. computing     has pages for the whole prompt, the first of them perhaps cached ones, which it only reads; the
-                       rest is packed into steps in chunks (PREFILL_STARTED), pages of finished chunks are already
-                       being written to the decode worker
-      3. handing over  all is computed, the first token is out (PREFILL_FINISHED) and others may read its full pages;
-                       the last pages are on their way
-    then `free`: the pages are free or cached. The handoff ends every request, finished or not; nobody else frees.
+    The queues of a request:
 
-    All fields are guarded by the half's lock; `progress` belongs to the event loop.
+      1. waiting       has no pages yet (PREFILL_QUEUED)
+      2. computing     has pages for the whole prompt; the first of them may be cached pages, which it only reads. The
+                       rest is computed in chunks (PREFILL_STARTED), and pages of finished chunks are already being
+                       written to the decode worker
+      3. handing over  the prompt is computed, the first token was sent (PREFILL_FINISHED), and other requests may read
+                       its full pages; the last pages are being written
+
+    Then `free`: the pages are free or cached. The hand-over ends every request, finished or not, and nothing else frees
+    its pages.
+
+    All fields are guarded by the scheduler's lock; `progress` is used on the event loop.
     """
 
     task: PrefillTask
     pages_needed: int
+    """The number of pages that the prompt fills in a group without a sliding window."""
     local: bool
-    """True if the KV is built in pages that this worker's own decode half allotted; the lease owns them."""
+    """True if the KV is computed in pages of this worker's own decode phase; the lease owns the pages."""
     progress: Progress
     prefix: Prefix
-    """The part of the prompt that the prefix cache knows; this request reads `prefix.pages` until it is freed."""
+    """The part of the prompt that is in the prefix cache. The request reads `prefix.pages` until it is freed."""
     token_hash: bytes = b""
     """The hash of the tokens of a local prompt."""
     arrival: int = 0
-    """The number of prompts that the queue had taken when it came."""
+    """The number of prompts that were queued up to and including this one."""
     adapter: int = 0
     """The number of its adapter, as in `StepRow`."""
     handoff: Abortable | None = None
     pages: list[int] = field(default_factory=list)
-    """Its pages as `KvPages` lists them; the entries of groups with a window are filled chunk by chunk."""
+    """The request's pages as `KvPages` lists them. Entries of groups with a sliding window are filled chunk by chunk.
+    """
     claimed: int = 0
-    """Pages of groups with a window that it needs besides those that it holds."""
+    """Pages of groups with a sliding window that the request may still take."""
     promised: int = 0
-    """The part of them that the pool has promised."""
+    """Pages of `claimed` that the pool has promised."""
     cached: int = 0
-    """Tokens of the prompt whose KV was in cached pages: never computed."""
+    """Tokens of the prompt whose KV was in cached pages, so that they are not computed."""
     computed: int = 0
     """Tokens of the prompt whose KV is in the pages."""
     launched: int = 0
-    """Tokens that are cached, computed or in a step that was launched."""
+    """Tokens that are cached, computed or in a launched step."""
     in_flight: int = 0
-    """Launched steps with a chunk of it that have not ended; 0: the engine does not touch its pages now."""
+    """The number of launched steps with a chunk of the request that have not completed; if 0, no step uses its pages.
+    """
     withdrawn: bool = False
+    """True if no further chunk is to be computed."""
     scores: PromptScores | None = None
-    """The log probabilities of the prompt's tokens if the task asks for them, as far as they are computed."""
+    """The log probabilities of the prompt's tokens that are computed so far, if the task asks for them."""
     edges: list[EdgeStamp] = field(default_factory=list)
+    """The lifecycle events so far, sent with the first token."""
     history: History | None = None
-    """The tokens that penalties or a grammar look back on, if there are any such."""
+    """The tokens that penalties or a grammar look back on, if the task has either."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -84,11 +92,11 @@ class PrefillRequest:
 
     @property
     def remaining(self) -> int:
-        """Tokens that no step was launched for."""
+        """The number of prompt tokens that are in no launched step."""
         return self.prompt_tokens - self.launched
 
     def next_chunk(self, budget: int) -> StepRow:
-        """A row of at most `budget` tokens, which are launched now; with a draw if they are the last ones."""
+        """Return a row of at most `budget` tokens, which count as launched. The row with the last tokens draws one."""
         if self.launched == self.cached:
             self.edges.append(EdgeStamp.now(Edge.PREFILL_STARTED))
         start, chunk = self.launched, min(budget, self.remaining)
@@ -111,23 +119,26 @@ class EventThread(Protocol):
     """The event loop on which updates are delivered."""
 
     def call_soon_threadsafe(self, callback: Callable[..., object], *args: Any) -> object:
-        """Schedules a call on the event loop, from any thread."""
+        """Schedule a call on the event loop, from any thread."""
         ...
 
 
 class ProgressUpdates:
-    """Calls to be made on the event loop, in order. Only the engine thread uses it."""
+    """Calls that are to be made on the event loop, in order.
+
+    Used on the engine thread only. Owned by the prefill scheduler.
+    """
 
     def __init__(self, events: EventThread) -> None:
         self._events = events
         self._calls: list[Callable[[], None]] = []
 
     def add(self, call: Callable[[], None]) -> None:
-        """Deliver this call with the next ones."""
+        """Add a call, which is delivered with the next ones."""
         self._calls.append(call)
 
     def take(self) -> Sequence[Callable[[], None]]:
-        """Return all calls, to a caller who delivers them."""
+        """Return all calls to a caller that delivers them."""
         calls, self._calls = self._calls, []
         return calls
 
@@ -138,7 +149,7 @@ class ProgressUpdates:
 
 
 def call_all(calls: Iterable[Callable[[], None]]) -> None:
-    """Make each call, even if others fail: they concern different requests."""
+    """Make each call, even if others raise: they concern different requests."""
     for call in calls:
         try:
             call()

@@ -1,13 +1,17 @@
-"""The prefill half: which prompts are computed in the next step, and what becomes of the results.
+"""The prefill scheduler: chooses the prompt chunks of each step, and takes the step's results.
 
 The path of a request, by its queues (`prefill_worker/request.py`):
-  1. `submit`    appends it to the queue and starts its hand-over
-  2. `schedule`  the queue (`queue.py`) says which prompts are computed, the shortest first, up to the step's token
-                 budget. Pages for the whole prompt (`prompt_pages.py`) are taken as late as this, so that it finds
-                 what earlier prompts have left in the cache; those of groups with a window, chunk by chunk
-  3. `apply`     counts what was computed; with the last chunk, the first token. The step after may be launched by then.
-                 A local prompt is the decode half's before this returns, and is in the next step that is planned
-  4. `take_updates` tells the handoffs, which write the pages of all others, end the request and call `free`
+
+  1. `submit`    appends the request to the queue and starts its hand-over
+  2. `schedule`  the queue (`queue.py`) chooses the prompts that are computed, the shortest first, up to the token
+                 budget of the step. Pages for the whole prompt (`prompt_pages.py`) are allocated only now, so that the
+                 prompt finds what earlier prompts have left in the cache; pages of groups with a sliding window are
+                 allocated chunk by chunk
+  3. `apply`     counts the computed tokens; the last chunk gives the first token of the answer. The next step may be
+                 in flight by then. A local prompt passes to the decode phase before `apply` returns, and decodes from
+                 the next planned step on
+  4. `take_updates` returns the progress updates for the hand-overs, which write the pages of all prompts that are not
+                 local, end the request and call `free`
 
 `schedule`, `apply`, `take_updates` and `deliver_updates` are called on the engine thread, everything else on the event
 loop. One lock guards both, and no call waits for anything but this lock.
@@ -54,7 +58,10 @@ log = logging.getLogger(__name__)
 
 
 class PrefillScheduler:
-    """Owns the prompts it was given and, through their handoffs, the pages it took for them."""
+    """Plans prefill chunks and takes their results.
+
+    Owns the prompts that were submitted and, through their hand-overs, the pages that were allocated for them.
+    """
 
     def __init__(
         self,
@@ -68,7 +75,10 @@ class PrefillScheduler:
         wake: Callable[[], None],
         events: EventThread,
     ) -> None:
-        """`hand_over` starts the coroutine that ends a request; `wake` tells the step loop that there may be work."""
+        """Create the scheduler.
+
+        `hand_over` starts the coroutine that ends a request. `wake` wakes the step loop, as there may be work.
+        """
         self._config = config
         self._me = me
         self._cache = cache
@@ -86,24 +96,25 @@ class PrefillScheduler:
         self.registry = RequestRegistry(me, config.max_prefill_requests)
         """The prompts from their arrival to the end of their hand-over. Changed on the event loop."""
         self.queue = PromptQueue()
-        """The prompts that are not computed to their end. Guarded by the half's lock, but for its `length`."""
+        """The prompts that are not computed completely. Guarded by the scheduler's lock, except for its `length`."""
         self.scored_tokens = ScoredTokens()
-        """The most scored tokens of a step. It belongs to the engine thread."""
+        """The most scored tokens of a step. Used on the engine thread only."""
         self._steps = InFlightSteps()
         self._updates = ProgressUpdates(events)
 
     @property
     def fenced(self) -> int:
-        """Attempts that came after newer ones."""
+        """The number of attempts that were refused because a newer attempt was known."""
         return self.registry.fenced
 
     # ---- event loop: requests come and go ----
 
     def submit(self, task: PrefillTask, adapter: int = 0, history: History | None = None) -> None:
-        """Take a validated task. The same attempt twice is one; an older one is StaleEpoch; a newer one replaces.
+        """Take a validated task. The same attempt twice counts once; a newer attempt replaces an older one.
 
-        `history` has the grammar's state that the first draw needs, None without a grammar. ResourceExhausted when too
-        many are known, RoleClosed while closed, InvalidArgument when the prompt can never fit the page pool.
+        `history` has the grammar's state that the first draw needs, None without a grammar. Raises StaleEpoch if a
+        newer attempt is known, ResourceExhausted if the worker has too many requests or is not ready, RoleClosed while
+        closed, and InvalidArgument if the prompt can never fit the page pool.
         """
         request = self._make(task, adapter, history)
         with self._lock:
@@ -118,7 +129,7 @@ class PrefillScheduler:
         self._wake()
 
     def abort(self, router_id: str, refs: Iterable[RequestRef]) -> None:
-        """Abort these requests, every attempt up to the one named; unknown ones are ignored. No event is sent."""
+        """Abort these requests, in every attempt up to the named one. Unknown ones are ignored; no event is sent."""
         for ref in refs:
             with self._lock:
                 request = self.registry.find(router_id, ref)
@@ -126,19 +137,19 @@ class PrefillScheduler:
                 request.handoff.abort()
 
     def abort_router(self, router_id: str) -> list[RequestRef]:
-        """Abort every request of a router; returns them."""
+        """Abort every request of a router and return their references."""
         with self._lock:
             refs = [request.task.ref for owner, request in self.registry if owner == router_id]
         self.abort(router_id, refs)
         return refs
 
     def refs(self) -> list[tuple[str, RequestRef]]:
-        """Every request that is not leaving, with its router."""
+        """Return every request that was not replaced by a newer attempt and not freed, with its router."""
         with self._lock:
             return [(router_id, request.task.ref) for router_id, request in self.registry]
 
     def close(self, why: str) -> None:
-        """Reject new prompts until `open`; accepted ones continue."""
+        """Reject new prompts until `open`; accepted ones continue. `why` becomes part of the error message."""
         self.registry.closed = why
 
     def open(self) -> None:
@@ -146,31 +157,34 @@ class PrefillScheduler:
         self.registry.closed = ""
 
     def withdraw(self, request: PrefillRequest) -> None:
-        """Compute no more of this request; its progress says when the engine has let go of it."""
+        """Compute no further chunk of this request; `request.progress` reports when the engine has released it."""
         with self._lock:
             request.withdrawn = True
             if request.in_flight:
                 return
+            # A step in flight still writes to the pages of the request: `apply` releases it when the step has
+            # completed.
             self.queue.remove(request)
         request.progress.release()
 
     def transfer_outlives_request(self, request: PrefillRequest) -> None:
-        """Note that a request is over while its writes go on: its pages are lost until `free`."""
+        """Note that a request has ended while its writes continue. Its pages are lost until `free`."""
         with self._lock:
             self._pending_transfers.add(request)
 
     def free(self, request: PrefillRequest) -> None:
-        """Free the pages of a request, which the engine has released and no write reads."""
+        """Free the pages of a request that the engine has released and that no write reads."""
         with self._lock:
             self.registry.remove(request)
             self._pending_transfers.discard(request)
             self._pages.release(request)
-        # Breaks a reference cycle, which would keep both and all their writes until the garbage collector runs.
+        # Breaks a reference cycle, which would keep the request, its hand-over and all its writes until the garbage
+        # collector runs.
         request.handoff = None
         self._wake()
 
     def abandon(self) -> list[tuple[str, RequestRef]]:
-        """Release what the lost engine computed; returns the requests of launched steps, with their routers."""
+        """Withdraw the requests of launched steps, as the engine is lost; return them with their routers."""
         with self._lock:
             left = self._steps.abandon()
         for request in left:
@@ -180,7 +194,7 @@ class PrefillScheduler:
     # ---- engine thread: a step ----
 
     def schedule(self, budget: int) -> list[StepRow]:
-        """Return rows for the next step, of at most `budget` tokens in all; the requests keep their pages."""
+        """Return rows for the next step, of at most `budget` tokens in all. The requests keep their pages."""
         with self._lock:
             planned = self.queue.plan(budget, self._config.max_prefill_rows, self._start, self.scored_tokens.most)
             if self._windowed:
@@ -194,7 +208,7 @@ class PrefillScheduler:
     def apply(
         self, token_ids: Sequence[int | None], logprobs: Sequence[TokenLogprobs | None] = ()
     ) -> list[RoutedEvent]:
-        """Take the results of the oldest step in flight, row by row; returns the events for the routers.
+        """Take the results of the oldest step in flight, row by row, and return the events for the routers.
 
         `logprobs` is empty or has an entry for each row.
         """
@@ -221,6 +235,7 @@ class PrefillScheduler:
                         events.append(event)
                     except Exception as error:
                         self._fail(request, error)
+        # Local prompts are handed over without this lock, because the decode phase takes its own.
         for request, notice, pages in arrived:
             try:
                 self._local.notice(notice, pages)
@@ -229,7 +244,10 @@ class PrefillScheduler:
         return events
 
     def _fail(self, request: PrefillRequest, error: Exception) -> None:
-        """Fail a prompt whose result cannot be handled, and no other; its handoff tells the router."""
+        """Fail a prompt whose result cannot be handled, and no other prompt.
+
+        Its hand-over sends the failure to the router.
+        """
         reason: TandemError
         if isinstance(error, InvalidArgument | NonFiniteLogits):
             reason = error
@@ -240,17 +258,17 @@ class PrefillScheduler:
         self._updates.add(partial(request.progress.release, reason))
 
     def take_updates(self) -> Sequence[Callable[[], None]]:
-        """Return the last step's updates for the handoffs, to be delivered after the step's events."""
+        """Return the last step's updates for the hand-overs, to be delivered after the step's events."""
         return self._updates.take()
 
     def deliver_updates(self) -> None:
-        """Deliver the updates to the event loop without a step's events."""
+        """Deliver the updates on the event loop without a step's events."""
         self._updates.deliver()
 
     # ---- facts ----
 
     def waiting_tokens(self) -> int:
-        """Prompt tokens not yet computed."""
+        """Return the number of prompt tokens that are not computed yet."""
         if not len(self.queue):
             return 0
         with self._lock:
@@ -265,16 +283,16 @@ class PrefillScheduler:
 
     @property
     def not_ready(self) -> str:
-        """The reason why no prompts are accepted for now; empty if they are."""
+        """The reason why prompts are rejected at present, empty if they are accepted."""
         return self._pending_transfers.not_ready
 
     def pending_transfer_pages(self) -> int:
-        """KV pages of prompts that are over, which writes still read."""
+        """Return the number of KV pages of prompts that have ended but whose writes still read the pages."""
         with self._lock:
             return self._pending_transfers.pages
 
     def known_requests(self) -> int:
-        """Requests whose handoff has not ended."""
+        """Return the number of requests whose hand-over has not ended."""
         with self._lock:
             return len(self.registry)
 
@@ -310,11 +328,11 @@ class PrefillScheduler:
         return StartResult.STARTED
 
     def _cover(self, request: PrefillRequest, tokens: int) -> int:
-        """Take the pages of a chunk; returns for how many of its tokens there are any."""
+        """Allocate the pages of a chunk, and return for how many of its tokens there are pages."""
         try:
             return self._pages.cover(request, tokens)
         except TandemError as error:
-            if not request.in_flight:  # else it fails once the step in flight is over
+            if not request.in_flight:  # otherwise it fails when the step in flight has completed
                 self.queue.remove(request)
                 self._updates.add(partial(request.progress.release, error))
             return 0
@@ -343,6 +361,6 @@ class PrefillScheduler:
         return RoutedEvent(task.router_id, event)
 
     def _local_notice(self, request: PrefillRequest, token_id: int) -> TransferNotice:
-        """Return the notice of a prompt whose KV was computed in pages of this worker's decode half."""
+        """Return the notice of a prompt whose KV was computed in pages of this worker's decode phase."""
         skipped = request.cached // self._cache.page_tokens
         return make_notice(request, self._me, token_id, token_hash=request.token_hash, skipped=skipped)

@@ -1,11 +1,11 @@
-"""Write windows: how long a prompt's pages may be written into the decode worker's, and the renewal of that time.
+"""Write windows: until when a prompt's pages may be written to the decode worker, and the renewal of that time.
 
-A decode worker that takes this one for dead cannot take its pages away, because a write is one-sided. It relies on
-this: nothing is posted after the window that it granted has closed, and its pages stay apart until then.
+A write is one-sided, so a decode worker that assumes this prefill worker dead cannot stop its writes. It relies on a
+rule instead: no write is posted after the window that it granted has closed, and it does not reuse the pages before.
 
-Windows are renewed before they close, with one message to each decode worker for all that it has granted. A message
-leaves when the oldest window has used up a part of its time, and names them all. So there is one message for each pair
-of workers in that time however many prompts are handed over, and none where no hand-over takes that long.
+Windows are renewed before they close, with one message to each decode worker for all windows that it has granted. The
+message is sent when the oldest window has used up RENEW_AT of its time. So however many prompts are handed over, there
+is one message for each pair of workers in that time, and none if no hand-over takes that long.
 """
 
 from __future__ import annotations
@@ -25,25 +25,30 @@ from tandem.protocol.messages import Destination, Lease, PeerRef
 log = logging.getLogger(__name__)
 
 RENEW_AT = 1 / 3
-"""The part of its time after which a window is renewed, and within which the answer has to come: one message may be
-lost."""
+"""The part of a window's time after which it is renewed, and within which the reply must arrive.
+
+One message may therefore be lost."""
 MOST_LEASES = 1024
 """The most leases that one message names."""
 
 
 class WriteWindow:
-    """The window of one lease, renewed for the length of a `with`.
+    """The write window of one lease, renewed for the length of a `with` block.
 
-    Its time counts from before the request for it left, so it closes here before it closes at the decode worker.
+    The time of the window counts from before its request was sent, so it closes here before it closes at the decode
+    worker. Owned by the hand-over; used on the event loop, except `closes_at`.
     """
 
     def __init__(self, peers: DecodePeers, renewals: WindowRenewals, destination: Destination, pages: int) -> None:
-        """`pages` are those that the prompt fills. Nothing may be written before `ensure_open` has returned."""
+        """Create the window; the prompt fills `pages` pages.
+
+        Nothing may be written before `ensure_open` has returned.
+        """
         self.destination = destination
         self.asked_at = self.ends_at = -math.inf
-        """The times of the request that last granted the window, and of its end (`time.monotonic`)."""
+        """When the request that last granted the window was sent, and when the window ends (`time.monotonic`)."""
         self.over = False
-        """The decode worker has said that the lease is over."""
+        """True if the decode worker has said that the lease has ended."""
         self._peers, self._renewals, self._pages = peers, renewals, pages
         self._remote: tuple[int, ...] | None = None
 
@@ -61,9 +66,9 @@ class WriteWindow:
         return self.destination.lease
 
     async def pages(self) -> tuple[int, ...]:
-        """The decode worker's pages for the last of the prompt's; asked for once.
+        """Return the decode worker's pages for the last pages of the prompt; they are requested once.
 
-        StaleEpoch when the lease is over, Unavailable or DeadlineExceeded when nobody answers.
+        Raises StaleEpoch if the lease has ended, Unavailable or DeadlineExceeded if there is no reply.
         """
         if self._remote is None:
             asked_at = time.monotonic()
@@ -74,10 +79,10 @@ class WriteWindow:
         return self._remote
 
     async def ensure_open(self) -> float:
-        """Wait until the window is open; returns when it closes (`time.monotonic`). To be used at once.
+        """Wait until the window is open, and return when it closes (`time.monotonic`). Use it at once.
 
-        Windows are renewed in the background; only where that failed, or this process stood still, this renews it.
-        Errors as of `pages`; TransferFailed when the answer took longer than it is good for.
+        Windows are renewed in the background. This call renews the window only if that failed, or if the process stood
+        still. Raises the errors of `pages`, and TransferFailed if the reply took longer than the window lasts.
         """
         if not self.over and time.monotonic() >= self.ends_at:
             await self._renewals.renew(self.destination.peer)
@@ -89,56 +94,71 @@ class WriteWindow:
         return self.ends_at
 
     def closes_at(self) -> float:
-        """The time until which a write may begin, as far as is known (`time.monotonic`). From any thread."""
+        """Return the time until which a write may begin, as far as is known (`time.monotonic`).
+
+        Any thread may call it.
+        """
         return -math.inf if self.over else self.ends_at
 
     def extend(self, asked_at: float, write_for_s: float) -> None:
-        """The window was granted, or renewed, in answer to a request that left at `asked_at`."""
+        """Extend the window to `write_for_s` seconds after `asked_at`, when the request for it was sent."""
+        # The decode worker counts from when it handles the request, which is later: its window closes after this one.
         self.asked_at, self.ends_at = asked_at, asked_at + write_for_s
 
 
 @dataclass(slots=True)
 class _PeerWindows:
-    """The windows that one run of a decode worker has granted to this worker."""
+    """The windows that one incarnation of a decode worker has granted to this worker."""
 
     peer: PeerRef
     address: str
     open: dict[WriteWindow, None] = field(default_factory=dict)
+    """The windows of hand-overs that have not ended, in the order in which they were granted."""
     tried_at: float = 0.0
+    """When the last renewal was sent (`time.monotonic`)."""
     asking: asyncio.Future[None] | None = None
+    """The renewal in flight, None if there is none."""
     timer: asyncio.Future[None] | None = None
+    """The task that renews the windows in time, None if no window is open."""
 
     def asked_for(self) -> list[WriteWindow]:
-        """The windows that a message names, the oldest first."""
+        """Return the windows that a message names, the oldest first."""
         return sorted((each for each in self.open if not each.over), key=lambda each: each.asked_at)
 
     def period_s(self) -> float:
-        """The time between two messages, and the time for the answer to one."""
+        """Return the seconds between two messages, which is also the time for the reply to one."""
         return RENEW_AT * min((each.ends_at - each.asked_at for each in self.open if not each.over), default=0.0)
 
     def due_in_s(self) -> float | None:
-        """The time until the next message; None if no window is open. A closed one is renewed when needed."""
+        """Return the seconds until the next message, or None if no window is open.
+
+        Closed windows are renewed when needed.
+        """
         now = time.monotonic()
         live = [each.asked_at for each in self.open if not each.over and now < each.ends_at]
+        # After a failed attempt, the next one waits for a whole period.
         return max(min(live), self.tried_at) + self.period_s() - now if live else None
 
 
 class WindowRenewals:
-    """Renews all write windows of a prefill worker. Lives on the event loop."""
+    """Renews all write windows of a prefill worker.
+
+    Used on the event loop. Owned by `Handovers`, which passes it to every hand-over.
+    """
 
     def __init__(self, peers: DecodePeers) -> None:
         self._peers = peers
         self._pairs: dict[PeerRef, _PeerWindows] = {}
 
     def watch(self, window: WriteWindow) -> None:
-        """Renew the window until its lease is over or it is forgotten."""
+        """Renew the window until its lease has ended or `forget` is called."""
         destination = window.destination
         pair = self._pairs.setdefault(destination.peer, _PeerWindows(destination.peer, destination.address))
         pair.open[window] = None
         self._schedule(pair)
 
     def forget(self, window: WriteWindow) -> None:
-        """Nothing more will be written under this window."""
+        """Renew the window no longer: no further write is posted under it."""
         pair = self._pairs.get(window.destination.peer)
         if pair is not None:
             pair.open.pop(window, None)
@@ -146,9 +166,9 @@ class WindowRenewals:
                 self._drop_unless_open(pair)
 
     async def renew(self, peer: PeerRef) -> None:
-        """Renew now all windows of this decode worker, or wait for the answer that is in flight.
+        """Renew all windows of this decode worker now, or wait for the renewal that is in flight.
 
-        Unavailable or DeadlineExceeded when there is none.
+        Raises Unavailable or DeadlineExceeded if there is no reply.
         """
         pair = self._pairs.get(peer)
         if pair is not None:
@@ -167,7 +187,7 @@ class WindowRenewals:
             pair.timer = asyncio.ensure_future(self._renew_in_time(pair))
 
     async def _renew_in_time(self, pair: _PeerWindows) -> None:
-        """Renew in time, as long as any window is open."""
+        """Renew the windows in time, as long as any is open."""
         while (due_s := pair.due_in_s()) is not None:
             if due_s > 0:
                 await asyncio.sleep(due_s)
@@ -178,7 +198,7 @@ class WindowRenewals:
                 log.info("write windows of %s are renewed again: %s", pair.peer.worker_id, error.message)
             except Exception:
                 log.exception("write windows of %s are renewed again", pair.peer.worker_id)
-                pair.tried_at = time.monotonic()  # whatever it met before it asked, it is not met again at once
+                pair.tried_at = time.monotonic()  # an error before the message was sent must not be met again at once
         pair.timer = None
         self._drop_unless_open(pair)
 
@@ -190,7 +210,7 @@ class WindowRenewals:
         if pair.asking is None:
             pair.asking = asyncio.ensure_future(self._ask_for_all(pair))
             pair.asking.add_done_callback(_retrieve_exception)
-        # Shielded: several hand-overs may wait for it, and one of them may be cancelled.
+        # Shielded: several hand-overs may wait for the message, and one of them may be cancelled.
         await asyncio.shield(pair.asking)
 
     async def _ask_for_all(self, pair: _PeerWindows) -> None:
@@ -212,6 +232,6 @@ class WindowRenewals:
 
 
 def _retrieve_exception(asked: asyncio.Future[None]) -> None:
-    """Retrieve the exception, or asyncio logs the failure of a renewal that nobody waited for."""
+    """Retrieve the exception; otherwise asyncio logs the failure of a renewal that nobody waited for."""
     if not asked.cancelled():
         asked.exception()

@@ -1,8 +1,8 @@
-"""One NIXL agent over one page pool, for one thread: the only file that calls NIXL.
+"""One NIXL agent over one page pool, used by one thread: the only file that calls NIXL.
 
 The agent has no progress thread: NIXL's spins on a poll without a timeout and costs a whole core when idle (measured:
-1.0 CPU s a second against 0.0001). UCX makes progress when this agent is asked for states or notices, by its one
-caller, so no lock is needed either.
+1.0 CPU s a second against 0.0001). UCX makes progress when the one caller asks this agent for states or notices, so no
+lock is needed either.
 """
 
 import ctypes
@@ -37,25 +37,25 @@ class TransferState(Enum):
 
     MOVING = "moving"
     DONE = "done"
-    """Every byte is in place (NIXL flushes the endpoint after puts) and the notice, if any, has left after them."""
+    """Every byte is in place (NIXL flushes the endpoint after puts), and the notice, if any, has left after them."""
     FAILED = "failed"
     """The endpoint has failed: UCX has completed everything on it with an error and posts nothing more there."""
 
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """A peer's metadata and its pages as a prepared list; ends with `PoolAgent.disconnect`."""
+    """A peer's metadata and its pages as a prepared list. `PoolAgent.disconnect` ends it."""
 
     agent: str
     remote_pages: Any
 
 
 def load_nixl() -> Any:
-    """Returns NIXL's Python module. FailedPrecondition when no build of it can be imported.
+    """Return NIXL's Python module. Raises FailedPrecondition if no build of it can be imported.
 
-    The wheels differ in the CUDA runtime they were built for: the one that fits a loaded torch is preferred. The
-    metapackage `nixl` is not used: it requires both wheels, and refuses the installed one if torch is built for the
-    other.
+    The wheels differ in the CUDA runtime for which they were built; the one that fits a loaded torch is preferred. The
+    metapackage `nixl` is not used: it requires both wheels, and refuses the installed one if torch was built for the
+    other CUDA runtime.
     """
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     cuda = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None) or ""
@@ -72,14 +72,15 @@ def load_nixl() -> Any:
 
 
 def agent_name(peer: PeerRef) -> str:
-    """Returns NIXL's name of one incarnation of a worker, which is never reused."""
+    """Return NIXL's name of one incarnation of a worker, which is never reused."""
     return f"{peer.worker_id}/{peer.incarnation}"
 
 
 class PoolAgent:
-    """The agent of `me`. The pool is registered once, here, and stays the engine's; `close` deregisters it.
+    """The agent of `me`. The pool is registered once, here, and belongs to the engine; `close` deregisters it.
 
-    NIXL's own errors pass through these methods unchanged; the caller converts them to typed ones.
+    NIXL's own errors pass through these methods unchanged; the caller converts them to typed ones. Owned by the
+    transport and used on its thread only.
     """
 
     def __init__(self, layout: KVLayout, me: PeerRef, *, trusted_network: bool = False) -> None:
@@ -105,7 +106,7 @@ class PoolAgent:
         self._local_probe = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", [probe], "DRAM")
 
     def describe(self) -> PeerDescription:
-        """Returns what peers need to reach the pool."""
+        """Return what peers need to reach the pool."""
         layout = self._layout
         metadata = bytes(self._agent.get_agent_metadata())
         return PeerDescription(
@@ -122,7 +123,7 @@ class PoolAgent:
         )
 
     def connect(self, peer: PeerDescription) -> Connection:
-        """Loads a peer's metadata and prepares its page list."""
+        """Load a peer's metadata and prepare its page list."""
         name = self._agent.add_remote_agent(peer.agent_metadata).decode()
         if name != agent_name(peer.peer):
             raise FailedPrecondition(f"metadata of {agent_name(peer.peer)} is {name}'s; introduce the peer again")
@@ -134,7 +135,7 @@ class PoolAgent:
             raise
 
     def disconnect(self, connection: Connection) -> None:
-        """Drops list, metadata and endpoint of a peer.
+        """Release list, metadata and endpoint of a peer.
 
         No transfer of this agent with the peer may be in flight: UCX would follow freed pointers.
         """
@@ -142,10 +143,11 @@ class PoolAgent:
         self._agent.remove_remote_agent(connection.agent)
 
     def fail_if_dead(self, peer: PeerDescription, connection: Connection) -> bool:
-        """Returns True if the peer's process has ended; UCX then fails everything that waits for the peer.
+        """Return True if the peer's process has ended; UCX then fails everything that waits for the peer.
 
-        UCX notices by itself only when it copies pages, not while notices wait in a segment that nothing reads. This
-        call makes it copy: the kernel refuses, and the endpoint fails. On a trusted network UCX's keepalive does this.
+        UCX notices the end by itself only when it copies pages, not while notices wait in a segment that nothing reads.
+        This call makes it copy: the kernel refuses, and the endpoint fails. On a trusted network UCX's keepalive does
+        this.
         """
         if self._trusted_network or not peer.probe_address or lives(peer.process) is not False:
             return False
@@ -160,10 +162,10 @@ class PoolAgent:
         return False
 
     def prepare(self, connection: Connection, local: Sequence[int], remote: Sequence[int], notice: bytes) -> Any:
-        """Returns a handle for `start`, `state` and `release`.
+        """Return a handle for `start`, `state` and `release`.
 
-        The notice goes to the peer once all bytes are in place and may be empty. The pages may not be empty and must be
-        in range.
+        The notice is sent to the peer once all bytes are in place; it may be empty. There must be at least one page,
+        and all pages must be in range.
         """
         return self._agent.make_prepped_xfer(
             "WRITE",
@@ -176,30 +178,30 @@ class PoolAgent:
         )
 
     def start(self, handle: Any) -> TransferState:
-        """Posts a prepared transfer. Over cma and cuda_ipc the copy may be complete when this returns."""
+        """Post a prepared transfer. Over cma and cuda_ipc the copy may be complete when this returns."""
         return self._seen(lambda: self._agent.transfer(handle))
 
     def state(self, handle: Any) -> TransferState:
-        """Makes progress and returns the transfer's state."""
+        """Make progress and return the transfer's state."""
         return self._seen(lambda: self._agent.check_xfer_state(handle))
 
     def release(self, handle: Any) -> None:
-        """Frees a handle. A put in flight goes on, unobserved, because UCX cannot cancel it."""
+        """Free a handle. A put in flight continues, unobserved, because UCX cannot cancel it."""
         try:
             handle.release()
         except Exception as error:
             log.warning("NIXL did not release a transfer handle: %r", error)
 
     def notify(self, connection: Connection, notice: bytes) -> None:
-        """Sends a notice that belongs to no pages."""
+        """Send a notice that belongs to no pages."""
         self._agent.send_notif(connection.agent, notice)
 
     def notices(self) -> list[tuple[str, bytes]]:
-        """Makes progress and returns new notices as (agent name, bytes)."""
+        """Make progress and return new notices as (agent name, bytes)."""
         return [(name, data) for name, several in self._agent.get_new_notifs().items() for data in several]
 
     def close(self) -> None:
-        """Deregisters the pool and destroys the agent. No transfer may be in flight."""
+        """Deregister the pool and destroy the agent. No transfer may be in flight."""
         self._local_pages.release()
         self._local_probe.release()
         self._agent.deregister_memory(self._registration)
@@ -207,10 +209,10 @@ class PoolAgent:
         self._local_pages = self._local_probe = self._registration = self._probe_registration = self._agent = None
 
     def strand(self, handles: list[Any]) -> None:
-        """Replaces `close` when transfers in flight never end: nothing is freed, not even when Python exits.
+        """Keep agent and handles forever, in place of `close`, when transfers in flight never end.
 
-        NIXL's and UCX's destructors would follow the pointers that those transfers still hold. No thread makes progress
-        on them.
+        Nothing is freed, not even when Python exits, because NIXL's and UCX's destructors would follow the pointers
+        that those transfers still hold. No thread makes progress on them.
         """
         immortal = [self, *handles]
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(immortal))
@@ -225,7 +227,7 @@ class PoolAgent:
 
 
 def _page_list(base: int, page_bytes: int, pages: int, device_id: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """Returns [pages, 3]: address, bytes and device of each page."""
+    """Return [pages, 3]: address, bytes and device of each page."""
     table = np.empty((pages, 3), dtype=np.uint64)
     table[:, 0] = np.uint64(base) + np.arange(pages, dtype=np.uint64) * np.uint64(page_bytes)
     table[:, 1] = page_bytes

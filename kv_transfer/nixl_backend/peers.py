@@ -11,7 +11,7 @@ from tandem.protocol.messages import PeerDescription, PeerRef
 log = logging.getLogger(__name__)
 
 WATCH_S = 1.0
-"""The interval between checks that peers' processes live, in seconds."""
+"""The interval between checks that peers' processes are alive, in seconds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +30,7 @@ class Link:
 
 
 class Links:
-    """Known peers by worker id. For the transport's thread alone."""
+    """Known peers by worker id. Used on the transport's thread only. Owned by the transport."""
 
     def __init__(self, agent: PoolAgent) -> None:
         self._agent = agent
@@ -39,21 +39,21 @@ class Links:
         self._watch_at = 0.0
 
     def find(self, peer: PeerRef) -> Link | None:
-        """Returns the link to exactly this incarnation."""
+        """Return the link to exactly this incarnation, or None."""
         link = self._links.get(peer.worker_id)
         return link if link is not None and link.description.peer == peer else None
 
     def find_until(self, peer: PeerRef) -> Link | None:
-        """Returns the link to this incarnation or to an earlier one."""
+        """Return the link to this incarnation or an earlier one, or None."""
         link = self._links.get(peer.worker_id)
         return link if link is not None and link.description.peer.incarnation <= peer.incarnation else None
 
     def replaced_by(self, description: PeerDescription) -> Link | None:
-        """Returns the link that `add` would drop: an earlier incarnation of the same worker."""
+        """Return the link to an earlier incarnation of the same worker, or None. The caller drops it before `add`."""
         return self.find_until(PeerRef(description.peer.worker_id, description.peer.incarnation - 1))
 
     def add(self, description: PeerDescription) -> None:
-        """Registers this peer and connects to it, unless it or a later incarnation is registered."""
+        """Register this peer and connect to it, unless this worker has a link already."""
         if description.peer.worker_id in self._links:
             return
         link = self._links[description.peer.worker_id] = Link(description)
@@ -63,7 +63,7 @@ class Links:
             log.info("%s; the next write tries again", error.message)
 
     def connected(self, link: Link) -> Connection:
-        """Returns the link's connection, rebuilt if necessary; TransferFailed when the peer cannot be reached."""
+        """Return the link's connection, rebuilt if necessary. Raises TransferFailed if the peer cannot be reached."""
         peer = link.description.peer
         if link.broken:
             if link.in_flight:
@@ -71,7 +71,7 @@ class Links:
             self._disconnect(link)
         if link.connection is None:
             if any(leaving.description.peer == peer for leaving in self._leaving):
-                # NIXL knows one agent of a name: the end of the old connection would be that of the new one.
+                # NIXL knows one agent of a name: ending the old connection would end the new one.
                 raise TransferFailed(f"writes to {peer.worker_id} from before its return have not ended; try again")
             try:
                 link.connection = self._agent.connect(link.description)
@@ -80,7 +80,7 @@ class Links:
         return link.connection
 
     def notify(self, link: Link, note: bytes) -> None:
-        """Sends a notification that belongs to no pages. TransferFailed: it has not left."""
+        """Send a notification that belongs to no pages. Raises TransferFailed if it was not sent."""
         connection = self.connected(link)
         try:
             self._agent.notify(connection, note)
@@ -90,19 +90,19 @@ class Links:
             raise TransferFailed(f"a notification to {peer} could not be sent: {error!r}; prefill again") from error
 
     def drop(self, link: Link) -> None:
-        """Forgets a peer; its connection ends when its last write in flight is quiescent (`sweep`)."""
+        """Remove a peer. Its connection ends when its last write in flight is quiescent (`sweep`)."""
         self._links.pop(link.description.peer.worker_id, None)
         self._leaving.append(link)
         self.sweep()
 
     def sweep(self) -> None:
-        """Ends the connections of forgotten peers that no transfer uses any more."""
+        """End the connections of removed peers that no transfer uses any more."""
         for link in [link for link in self._leaving if not link.in_flight]:
             self._leaving.remove(link)
             self._disconnect(link)
 
     def watch(self) -> None:
-        """Breaks the links to peers whose processes have ended; checks once per `WATCH_S`."""
+        """Break the links to peers whose processes have ended; checks once per `WATCH_S`."""
         now = time.monotonic()
         if now < self._watch_at:
             return
@@ -115,12 +115,12 @@ class Links:
             link.broken = self._agent.fail_if_dead(link.description, link.connection)
 
     def drop_all(self) -> None:
-        """Forgets all peers."""
+        """Remove all peers."""
         for link in list(self._links.values()):
             self.drop(link)
 
     def _disconnect(self, link: Link) -> None:
-        self._break_if_dead(link)  # else UCX waits for the dead process to read its notices
+        self._break_if_dead(link)  # otherwise UCX waits for the dead process to read its notices
         connection, link.connection, link.broken, link.reached = link.connection, None, False, False
         if connection is not None:
             try:

@@ -1,4 +1,4 @@
-"""A write from the call that requests it to the end of its future."""
+"""A write, from the call that requests it to the end of its future."""
 
 import time
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from tandem.protocol.errors import TransferFailed
 
 @dataclass(slots=True, eq=False)
 class PendingWrite:
-    """A write in flight or about to be. Times are monotonic seconds."""
+    """A write in flight or about to begin. Times are monotonic seconds."""
 
     write: PageWrite
     begun_at: float
@@ -20,7 +20,7 @@ class PendingWrite:
     deadline: float
     future: "Future[WriteDone]"
     failure: str = ""
-    """The reason why it will fail, no matter how it ends: its peer was removed. Empty = none."""
+    """The reason why the write will fail in any case, because its peer was removed. Empty = none."""
 
     @property
     def done(self) -> bool:
@@ -38,16 +38,16 @@ class PendingWrite:
         return time.monotonic() >= self.write.begin_by()
 
     def fail(self, why: str) -> None:
-        """Fails the future with TransferFailed, unless it is done; `doomed` takes precedence over `why`."""
+        """Fail the future with TransferFailed, unless it is done. `failure` takes precedence over `why`."""
         if not self.done:
             error = TransferFailed(f"write to {self.write.peer.worker_id}: {self.failure or why}; prefill again")
             self.future.set_exception(error)
 
     def complete(self, moved: int) -> None:
-        """Settles the write after all `moved` bytes have landed; it fails when doomed, or when late without a notice.
+        """Complete the write after all `moved` bytes have landed.
 
-        A notice cannot be recalled: once it has left, the peer continues the request, so a late write with one is a
-        success.
+        It fails if it has a `failure`, or if it is late and has no notice. A notice cannot be recalled: once it has
+        left, the peer continues the request, so a late write with a notice succeeds.
         """
         if self.failure:
             self.fail(self.failure)
@@ -58,7 +58,7 @@ class PendingWrite:
             self.future.set_result(WriteDone(moved, int(took_s * 1e9), time.time_ns()))
 
     def invalid_reason(self, link: Link | None, pages_here: int) -> str:
-        """Returns why it cannot begin over the link to its peer from a pool of `pages_here` pages; "" = it can."""
+        """Return why the write cannot begin over `link` from a pool of `pages_here` pages; "" = it can."""
         write = self.write
         if link is None:
             return "that peer is unknown here; introduce it first"
@@ -72,7 +72,7 @@ class PendingWrite:
 
 
 def misfit(local: Sequence[int], pages_here: int, remote: Sequence[int], pages_there: int) -> str:
-    """Returns why pages of this pool and of a peer's cannot be paired one to one; "" = they can."""
+    """Return why pages of this pool and of a peer's pool cannot be paired one to one; "" = they can."""
     if len(local) != len(remote):
         return f"{len(local)} pages do not go onto {len(remote)}"
     for side, pages, total in (("local", local, pages_here), ("remote", remote, pages_there)):

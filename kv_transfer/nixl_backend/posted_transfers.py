@@ -1,17 +1,18 @@
 """NIXL transfers in flight, and the time when each is quiescent.
 
 A put of UCX cannot be cancelled: `release_xfer_handle` frees NIXL's bookkeeping, and even removing the agent closes the
-endpoint with a flush. So a transfer is quiescent only
+endpoint with a flush. So a transfer is quiescent only in these two cases:
 
-- when NIXL says DONE: every byte is in place (NIXL flushes the endpoint after puts);
-- on this side, `ERROR_REST_S` after it failed: UCX completes everything on a failed endpoint and posts no more; a read
-  that a network card or a copy engine had begun ends within microseconds. On the peer's side nothing is proven: bytes
-  that TCP has taken are in the peer's socket buffers and land at its next poll. So after a failure the sender may reuse
-  its own pages, and the decode worker quarantines its pages for a grace period (`fence.py`).
+- NIXL says DONE: every byte is in place (NIXL flushes the endpoint after puts).
+- `ERROR_REST_S` have passed on this side since it failed: UCX completes everything on a failed endpoint and posts no
+  more, and a read that a network card or a copy engine had begun ends within microseconds. On the peer's side nothing
+  is proven: bytes that TCP has taken are in the peer's socket buffers and land at its next poll. So after a failure the
+  sender may reuse its own pages, and the decode worker quarantines its pages for a grace period (`fence.py`).
 
-A deadline therefore ends none in flight; it decides how the transfer ends once it is quiescent. The same holds for the
-removal of its peer, which may be alive. Even when no caller waits for its end, it is polled until UCX has finished with
-it: before that its handle, the peer's metadata and the endpoint may not be freed (UCX still follows their pointers).
+A deadline therefore ends no transfer in flight; it decides how the transfer ends once it is quiescent. The same holds
+for the removal of its peer, which may be alive. Even if no caller waits for its end, a transfer is polled until UCX has
+finished it: before that its handle, the peer's metadata and the endpoint may not be freed, because UCX still follows
+their pointers.
 """
 
 import time
@@ -44,7 +45,7 @@ class _PostedTransfer:
 
 
 class PostedTransfers:
-    """All transfers that this agent has posted. For the transport's thread alone."""
+    """All transfers that this agent has posted. Used on the transport's thread only. Owned by `Writes`."""
 
     def __init__(self, agent: PoolAgent, links: Links, page_bytes: int) -> None:
         self._agent, self._links, self._page_bytes = agent, links, page_bytes
@@ -59,7 +60,7 @@ class PostedTransfers:
 
     @property
     def waited_for(self) -> bool:
-        """True if a caller waits for any of them."""
+        """True if a caller waits for any of the transfers."""
         return any(not move.abandoned for move in self._moves)
 
     @property
@@ -75,10 +76,10 @@ class PostedTransfers:
     def begin(
         self, link: Link, local: Sequence[int], remote: Sequence[int], notice: bytes, on_end: Callable[[bool], None]
     ) -> None:
-        """Posts a transfer; `on_end(whole)` is called once it is quiescent, perhaps before this returns.
+        """Post a transfer. `on_end(whole)` is called once it is quiescent, perhaps before this method returns.
 
-        `whole`: every byte has landed. TransferFailed when the peer is out of reach or NIXL refuses: nothing moved, and
-        `on_end` is not called.
+        `whole`: every byte has landed. Raises TransferFailed if the peer cannot be reached or NIXL refuses; then
+        nothing was moved, and `on_end` is not called.
         """
         connection = self._links.connected(link)
         try:
@@ -94,7 +95,7 @@ class PostedTransfers:
         self._note(move, self._agent.start(handle))
 
     def poll(self) -> None:
-        """Makes progress and ends the transfers that are quiescent."""
+        """Make progress and end the transfers that are quiescent."""
         for move in self._worth_a_look():
             if move.rests_at is None:
                 self._note(move, self._agent.state(move.handle))
@@ -102,9 +103,9 @@ class PostedTransfers:
                 self._end(move, whole=False)
 
     def _worth_a_look(self) -> Iterator[_PostedTransfer]:
-        """Yields the transfers to poll: each link's oldest ones up to the first in flight, then one other in turn.
+        """Yield the transfers to poll: each link's oldest ones up to the first in flight, then one other in turn.
 
-        One poll makes progress on all, and each costs as much as the copy of a page.
+        One poll makes progress on all transfers, and each poll costs as much as the copy of a page.
         """
         going: set[Link] = set()
         others: list[_PostedTransfer] = []
@@ -120,7 +121,7 @@ class PostedTransfers:
             yield others[self._turn % len(others)]
 
     def abandon_all(self) -> None:
-        """Stops reporting the end of all transfers."""
+        """Report the end of no transfer any more."""
         for move in self._moves:
             move.abandoned = True
 

@@ -11,7 +11,7 @@ _STATE, _STARTED_AT = 0, 19
 
 @cache
 def this_process() -> str:
-    """Returns a name of this process for those that share its PID namespace; "" where the kernel does not say."""
+    """Return a name of this process for those that share its PID namespace; "" if the kernel does not say."""
     try:
         namespace, pid = os.readlink(PROC / "self/ns/pid"), os.getpid()
         return f"{namespace} {pid} {_stat(pid)[_STARTED_AT]}"
@@ -20,10 +20,10 @@ def this_process() -> str:
 
 
 def lives(process: str) -> bool | None:
-    """Returns True if the process with this name (`this_process`) lives; None = it cannot be observed from here.
+    """Return True if the process with this name (`this_process`) is alive; None = it cannot be observed from here.
 
-    A stopped process lives. One that has ended and is not yet reaped does not, if none of its threads is left. The
-    absence of a process proves nothing in another PID namespace.
+    A stopped process is alive. A process that has ended and is not reaped yet is not, if none of its threads is left.
+    The absence of a process proves nothing in another PID namespace.
     """
     try:
         namespace, pid, started_at = process.split()
@@ -42,5 +42,5 @@ def lives(process: str) -> bool | None:
 
 
 def _stat(pid: int) -> list[str]:
-    """Returns the fields after the name, which may contain anything."""
+    """Return the fields after the name, which may contain any characters."""
     return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()

@@ -1,10 +1,10 @@
 """KV pages over NIXL and its UCX back end, in host or device memory.
 
-One thread owns the agent; all other threads talk to it through a queue of commands. It waits on that queue, and the
-timeout depends on what is expected:
+One thread owns the agent; all other threads pass commands to it through a queue. The thread waits on the queue with a
+timeout that depends on what is expected:
 
-- writes in flight: polls when the oldest should be over (`kv_transfer/poll_backoff.py`), every 20 µs to 500 µs;
-- a notice is due: polls every `DUE_LISTEN_S`;
+- writes in flight: polls when the oldest should have ended (`kv_transfer/poll_backoff.py`), every 20 µs to 500 µs;
+- a notice is announced: polls every `DUE_LISTEN_S`;
 - notices or a peer's connection expected: polls every `LISTEN_S`, as UCX makes progress only while polled;
 - nothing: polls every `REST_S`, so that a peer in the middle of a transfer is served late, but always.
 """
@@ -33,19 +33,22 @@ from tandem.protocol.errors import FailedPrecondition, TandemError, TransferFail
 from tandem.protocol.messages import PeerDescription, PeerRef, TransferNotice
 
 LOOK_GAP_S = 0.1
-"""Polls that are further apart than this do not count as listening, in seconds."""
+"""Seconds between two polls above which the time between them does not count as listening."""
 
 
 class Listening:
-    """A clock that counts while polls follow each other. For the transport's thread; `seconds` for every thread."""
+    """A clock that counts while polls follow each other.
+
+    Used by the transport's thread; any thread may read `seconds`. Owned by the transport.
+    """
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        """The time that it has listened."""
+        """The time for which the thread has listened, in seconds."""
         self._looked_at = time.monotonic()
 
     def look(self) -> None:
-        """Records that a poll is about to happen."""
+        """Record that a poll is about to happen."""
         now = time.monotonic()
         gap = now - self._looked_at
         if gap <= LOOK_GAP_S:
@@ -67,8 +70,8 @@ _CLOSED = "this worker's transport is closed"
 class NixlTransport(Transport):
     """A registered pool, its agent, and the writes of its pages.
 
-    The pool's memory stays the engine's and must outlive `close`. FailedPrecondition when NIXL is missing;
-    TransferFailed when the pool cannot be registered, or not in time.
+    The engine owns the pool's memory, which must outlive `close`. Raises FailedPrecondition if NIXL is missing, and
+    TransferFailed if the pool cannot be registered, or not in time.
     """
 
     backend = UCX
@@ -105,9 +108,10 @@ class NixlTransport(Transport):
     # ---- for every thread ----
 
     def add_peer(self, description: PeerDescription) -> None:
-        """Registers a peer.
+        """Register a peer.
 
-        FailedPrecondition if its pages differ in size or it is beyond a network that is not trusted.
+        Raises FailedPrecondition if its pages differ in size, or if it is on another host and the network is not
+        trusted.
         """
         if description.page_bytes != self._layout.page_bytes:
             raise FailedPrecondition(
@@ -122,11 +126,11 @@ class NixlTransport(Transport):
         self._command(partial(self._add_peer, description))
 
     def remove_peer(self, peer: PeerRef) -> None:
-        """Forgets this incarnation of a peer and earlier ones; writes in flight to it will fail."""
+        """Remove this incarnation of a peer and earlier ones; writes in flight to it will fail."""
         self._command(partial(self._remove_peer, peer))
 
     def write(self, write: PageWrite, deadline_s: float) -> "Future[WriteDone]":
-        """Posts a write on the transport's thread."""
+        """Post a write on the transport's thread."""
         future: Future[WriteDone] = Future()
         # A running future cannot be cancelled: a posted write is always waited for.
         future.set_running_or_notify_cancel()
@@ -137,42 +141,42 @@ class NixlTransport(Transport):
         return future
 
     def describe(self) -> PeerDescription:
-        """Returns the agent's metadata and the pool's layout."""
+        """Return the agent's metadata and the pool's layout."""
         return self._description
 
     def expect(self, leases: int) -> None:
-        """Sets the number of leases that may see a notice or a write, which decides how often the thread polls."""
+        """Set the number of leases for which a notice or a write may come, which decides how often the thread polls."""
         if leases != self._expected:
             self._expected = leases
             self._command(lambda: None)
 
     def transport_poll_s(self) -> float:
-        """Returns for how long the thread has polled, in seconds."""
+        """Return for how long the thread has polled, in seconds."""
         return self._listening.seconds
 
     def transport_name(self) -> str:
-        """Returns `UCX` and its transports to the peers."""
+        """Return `UCX` and its transports to the peers."""
         return self._wires.name
 
     def transport_kinds(self) -> str:
-        """Returns `UCX` and its transports, without peers."""
+        """Return `UCX` and its transports, without peers."""
         return self._wires.kinds
 
     def facts(self) -> tuple[tuple[str, str], ...]:
-        """Returns whether KV pages may cross a network, which both workers must agree on."""
+        """Return whether KV pages may cross a network, which both workers must agree on."""
         network = "trusted" if self._trusted_network else "none"
         return (("kv_network", network),)
 
     def open_ports(self) -> tuple[str, ...]:
-        """Returns host:port of each TCP socket on which UCX listens."""
+        """Return host:port of each TCP socket on which UCX listens."""
         return self._open_ports
 
     def warnings(self) -> tuple[str, ...]:
-        """Returns the peers that are reached over a slow transport, and what to do."""
+        """Return the peers that are reached over a slow transport, and what to do."""
         return self._wires.warnings
 
     def close(self) -> None:
-        """Waits for writes in flight (bounded), deregisters the pool and stops the thread."""
+        """Wait for writes in flight (bounded), deregister the pool and stop the thread."""
         with self._gate:
             if not self._closing:
                 self._closing = True
@@ -182,7 +186,7 @@ class NixlTransport(Transport):
             log.warning("the transfer thread of %s did not stop; it is abandoned", agent_name(self._me))
 
     def _command(self, command: Callable[[], None]) -> bool:
-        """Queues a command for the thread; False when it accepts none any more."""
+        """Queue a command for the thread, and return False if the thread accepts none any more."""
         with self._gate:
             if not self._closing:
                 self._commands.put(command)
@@ -197,7 +201,7 @@ class NixlTransport(Transport):
         hold(write.behind, partial(self._begin, flight))
 
     def _begin(self, flight: PendingWrite, why_not: str) -> None:
-        """Begins a write after the writes that it depends on, unless it may not begin."""
+        """Begin a write after the writes that it depends on, unless it may not begin."""
         if why_not or self._left:
             flight.fail(why_not or _CLOSED)
             return
@@ -245,7 +249,7 @@ class NixlTransport(Transport):
         return REST_S
 
     def _obey(self, timeout_s: float) -> None:
-        """Runs the queued commands; waits at most so long for the first one."""
+        """Run the queued commands, and wait at most `timeout_s` seconds for the first one."""
         try:
             command = self._commands.get(timeout=timeout_s)
             while True:
@@ -288,7 +292,7 @@ class NixlTransport(Transport):
             self._wires.forget(link.description.peer)
 
     def _finish(self) -> None:
-        """Waits for unfinished transfers, bounded, then closes the agent."""
+        """Wait for unfinished transfers, bounded, and then close the agent."""
         self._obey(0)
         self._left = True
         give_up_at = time.monotonic() + CLOSE_TIMEOUT_S
@@ -307,9 +311,10 @@ class NixlTransport(Transport):
         self._agent.close()
 
     def _guarded(self, act: Callable[[], None], pause_s: float = LISTEN_S) -> bool:
-        """Runs `act` and returns True if it raised nothing.
+        """Run `act`, and return True if it raised nothing.
 
-        The thread survives every error; the pause keeps one that recurs in every step from becoming a busy loop.
+        The thread survives every error. The pause prevents an error that recurs in every step from becoming a busy
+        loop.
         """
         try:
             act()

@@ -7,10 +7,10 @@ With `UCX_PROTO_INFO=y` UCX prints, at the first use of a peer, tables of the pr
     | Range  | Description | Config                                   |
     | 0..inf | zero-copy   | cma/memory                               |
 
-NIXL posts its writes with the `multi` flag, so that table, for our agent's name, is the one of the pages that it
-writes; tables of other operations are not (tcp carries the notices even where cma carries the pages). The log goes to
-an anonymous file in memory, which also keeps UCX's output off the terminal. When the user has set these variables, or
-no table matches, the transport is unknown and is not guessed.
+NIXL posts its writes with the `multi` flag, so the table of that operation under our agent's name is the one of the
+pages that the agent writes. Tables of other operations do not count: tcp carries the notices even where cma carries the
+pages. The log goes to an anonymous file in memory, which also keeps UCX's output off the terminal. If the user has set
+these variables, or no table matches, the transport is unknown and is not guessed.
 """
 
 import ctypes
@@ -29,9 +29,10 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def find_transport(log: str, agent: str, page_bytes: int, *, near: bool | None = None) -> str | None:
-    """Returns the newest table's transports for writes of `page_bytes` by `agent`, e.g. `cma`; None if unknown.
+    """Return the newest table's transports for writes of `page_bytes` by `agent`, e.g. `cma`; None if unknown.
 
-    Tables for peers on this host count if `near`, those for other hosts if not; any if None, or if there is no other.
+    Tables for peers on this host count if `near` is True, those for other hosts if it is False. Any table counts if
+    `near` is None, or if there is no matching one.
     """
     places = () if near is None else _NEAR if near else _FAR
     heads = [*(f"| {agent} {place} " for place in places), f"| {agent} "]
@@ -70,9 +71,10 @@ class UcxLog:
 
     @contextmanager
     def captured(self, settings: Mapping[str, str]) -> Iterator[None]:
-        """Sets the log's variables and `settings`, where the user has none, while agents are created inside.
+        """Set the log's variables and `settings` while agents are created in this context.
 
-        They are in the environment only meanwhile and not inherited by children.
+        Variables that the user has set stay. The others are removed from the environment at the end, so that child
+        processes do not inherit them.
         """
         with self._lock:
             if self._file is None and "UCX_LOG_FILE" not in os.environ:
@@ -89,7 +91,7 @@ class UcxLog:
                     del os.environ[name]
 
     def text(self) -> str:
-        """Returns UCX's log so far; empty when the user sends it elsewhere."""
+        """Return UCX's log so far; empty if the user sends it elsewhere."""
         if self._file is None or self._libc is None:
             return ""
         self._libc.fflush(None)

@@ -1,13 +1,13 @@
 """The transports that UCX may use, so that no stranger can reach a worker's memory.
 
-UCX's TCP transport listens, and so do RDMA's: an incoming active message may ask for a write to any address of the
+UCX's TCP and RDMA transports listen on a network. An incoming active message may request a write to any address of the
 process, and UCX carries it out for any connected peer, without a key. NIXL asks UCX for endpoints that notice a peer's
-death; UCX's shared memory can do that, but says so only where it is configured to, which is why UCX fails without TCP
-when nothing but `UCX_TLS` is set ("no peer failure handler").
+death. UCX's shared memory can do that, but says so only if it is configured to; this is why UCX fails without TCP if
+nothing but `UCX_TLS` is set ("no peer failure handler").
 
-So on one host UCX gets these: `posix` for its messages, whose segments are files without a name that a process reaches
-through /proc, as the same user alone (those of `sysv` would be open to the user's group); `cma` for pages, which the
-kernel allows the same user alone; `cuda` for pages on GPUs. All other transports need a trusted network.
+So on one host UCX gets these transports: `posix` for its messages, whose segments are files without a name that only a
+process of the same user reaches through /proc (those of `sysv` would be open to the user's group); `cma` for pages,
+which the kernel allows only to the same user; and `cuda` for pages on GPUs. All others need a trusted network.
 """
 
 from collections.abc import Mapping
@@ -27,9 +27,9 @@ _WITHIN_A_HOST_SETTINGS = {
     "UCX_TLS": TRANSPORTS,
     "UCX_POSIX_ERROR_HANDLING": "y",
     "UCX_SYSV_ERROR_HANDLING": "y",
-    # With it, a connection begins with a request that UCX answers by opening the sender's segment; if the sender has
-    # ended meanwhile, UCX 1.23 crashes (`ucp_ep_set_lanes_failed` of an endpoint without a configuration). Without it
-    # there is no such request. `PoolAgent.fail_if_dead` replaces it.
+    # With keepalive, a connection begins with a request that UCX answers by opening the sender's segment. If the sender
+    # has ended meanwhile, UCX 1.23 crashes (`ucp_ep_set_lanes_failed` of an endpoint without a configuration). Without
+    # keepalive there is no such request. `PoolAgent.fail_if_dead` replaces it.
     "UCX_KEEPALIVE_INTERVAL": "inf",
 }
 TCP_PORTS = "UCX_TCP_PORT_RANGE"
@@ -37,7 +37,7 @@ TCP_PORTS = "UCX_TCP_PORT_RANGE"
 
 
 def check_transports(environment: Mapping[str, str], *, trusted_network: bool) -> None:
-    """Raises InvalidArgument if the user's `UCX_TLS` asks for a network transport and no network is trusted."""
+    """Raise InvalidArgument if the user's `UCX_TLS` requests a network transport and no network is trusted."""
     chosen = environment.get("UCX_TLS", TRANSPORTS)
     beyond = [name for name in chosen.split(",") if name.strip().lower() not in WITHIN_A_HOST]
     if beyond and not trusted_network:
@@ -49,14 +49,14 @@ def check_transports(environment: Mapping[str, str], *, trusted_network: bool) -
 
 
 def ucx_settings(*, trusted_network: bool) -> dict[str, str]:
-    """Returns the settings for UCX; the user's own take precedence."""
+    """Return the settings for UCX. The user's own settings take precedence."""
     return {} if trusted_network else dict(_WITHIN_A_HOST_SETTINGS)
 
 
 def listening(process: int | None = None) -> frozenset[str]:
-    """Returns host:port of each TCP socket on which a process (default: this one) listens.
+    """Return host:port of each TCP socket on which a process (default: this one) listens.
 
-    Empty where the kernel does not say.
+    Returns none if the kernel does not say.
     """
     try:
         sockets = psutil.Process(process).net_connections("tcp")

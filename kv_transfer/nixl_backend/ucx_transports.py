@@ -1,7 +1,7 @@
 """The UCX transport to each peer, logged once it is known, with a warning if a faster one should be available.
 
-The sender knows it after its first pages, from UCX's own tables (`wire.py`). These do not name peers, but say if they
-are for this host or for others, so the peer's host decides which table applies.
+The sender knows it after its first pages, from UCX's own tables (`ucx_log.py`). The tables do not name peers, but say
+whether they are for this host or for others, so the peer's host decides which table applies.
 """
 
 import logging
@@ -21,7 +21,7 @@ TCP = "tcp"
 
 
 def host_id() -> str:
-    """Returns an id of the running host, equal in all of its containers."""
+    """Return an id of the running host, equal in all of its containers."""
     try:
         return BOOT_ID.read_text().strip()
     except OSError:
@@ -29,9 +29,9 @@ def host_id() -> str:
 
 
 class UcxTransports:
-    """The UCX transports to one transport's peers.
+    """The UCX transports to the peers of one NIXL transport.
 
-    `learn` and `forget` belong to its thread; any thread may read the rest.
+    `learn` and `forget` are called on the transport's thread; any thread may read the attributes.
     """
 
     def __init__(self, backend: str, agent: str, layout: KVLayout, host: str) -> None:
@@ -43,12 +43,13 @@ class UcxTransports:
         self.name = self._backend
         """Back end and UCX transports, e.g. `UCX (cma)`, with the peers where they differ."""
         self.kinds = self._backend
-        """The same without peers, e.g. `UCX (cma, tcp)`: one value per combination of UCX transports."""
+        """Back end and UCX transports without peers, e.g. `UCX (cma, tcp)`: one value per combination of UCX
+        transports."""
         self.warnings: tuple[str, ...] = ()
         """The peers that are reached over a slow UCX transport, and what to do."""
 
     def learn(self, peer: PeerDescription, ucx_log: str, environment: Mapping[str, str] = os.environ) -> None:
-        """Finds and logs the UCX transport to `peer` after its first pages; `ucx_log` is UCX's whole log."""
+        """Find and log the UCX transport to `peer` after its first pages. `ucx_log` is UCX's whole log."""
         near = bool(self._host) and peer.host == self._host
         place = near if peer.host else None
         wire = find_transport(ucx_log, self._agent, self._layout.page_bytes, near=place) or ""
@@ -61,7 +62,7 @@ class UcxTransports:
         self._sum_up()
 
     def forget(self, peer: PeerRef) -> None:
-        """Drops a peer that is gone, or whose connection is."""
+        """Remove a peer that is gone, or whose connection is."""
         if self._known.pop(peer, None) is not None:
             self._sum_up()
 
@@ -78,10 +79,10 @@ class UcxTransports:
 
 
 def slow_transport(wire: str, route: str, *, near: bool, on_gpu: bool, environment: Mapping[str, str]) -> str:
-    """Returns a warning about a `wire` that is TCP where a faster one should exist, or unknown with pages on a GPU.
+    """Return a warning if pages go over TCP where a faster transport should exist, or over an unknown one from a GPU.
 
     "" = no warning. `route`: the direction of the pages, e.g. `go to decode-0`. `near`: both workers are on one host.
-    `on_gpu`: the pages of either are in GPU memory.
+    `on_gpu`: the pages of either worker are in GPU memory.
     """
     if not wire and on_gpu:
         return (

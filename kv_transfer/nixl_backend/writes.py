@@ -1,7 +1,7 @@
-"""Writes of pages into a peer's pool, and the notices after them.
+"""Writes of pages to a peer's pool, and the notices after them.
 
-While a write with a notice waits for others, its receiver is sent an advance notification and polls fast. That only
-saves time: a lost or late one does no harm.
+While a write with a notice waits for other writes, its receiver is sent an advance notification and polls fast. The
+notification only saves time: a lost or late one does no harm.
 """
 
 import logging
@@ -26,13 +26,13 @@ Deliver = Callable[[str, TransferNotice], None]
 NOTICE_DUE = b"\0"
 """The payload of an advance notification: a notice follows soon. No TransferNotice is encoded like this."""
 DUE_S = 5e-3
-"""The time to poll fast after an advance notification, in seconds: the last pages of most prompts take less."""
+"""Seconds for which polls are fast after an advance notification: the last pages of most prompts take less."""
 
 
 class Writes:
     """Carries out writes, each as one transfer of this agent, and receives notices.
 
-    For the transport's thread alone.
+    Used on the transport's thread only. Owned by the transport.
     """
 
     def __init__(self, agent: PoolAgent, links: Links, layout: KVLayout, deliver: Deliver) -> None:
@@ -40,7 +40,7 @@ class Writes:
         self._moves = PostedTransfers(agent, links, layout.page_bytes)
         self._flights: dict[PendingWrite, Link] = {}
         self._due: dict[str, float] = {}
-        """Agents whose notice is due, each with the time at which that ends (`time.monotonic`)."""
+        """Agents that announced a notice, each with the time until which polls are fast (`time.monotonic`)."""
 
     @property
     def unfinished(self) -> bool:
@@ -49,7 +49,7 @@ class Writes:
 
     @property
     def waited_for(self) -> bool:
-        """True if a caller waits for any of those transfers."""
+        """True if a caller waits for any transfer that is not quiescent."""
         return self._moves.waited_for
 
     @property
@@ -68,7 +68,10 @@ class Writes:
         return self._moves.reached
 
     def post(self, flight: PendingWrite) -> None:
-        """Begins a write, or fails it when it is late, impossible or its peer is out of reach: nothing moved then."""
+        """Begin a write, or fail it if it is late or impossible, or if its peer cannot be reached.
+
+        Nothing was moved if it fails here.
+        """
         write, link = flight.write, self._links.find(flight.write.peer)
         invalid = flight.invalid_reason(link, self._layout.pages)
         if invalid or link is None:
@@ -87,11 +90,14 @@ class Writes:
             flight.future.set_exception(error)
 
     def poll(self) -> None:
-        """Makes progress and ends the transfers that are quiescent."""
+        """Make progress and end the transfers that are quiescent."""
         self._moves.poll()
 
     def receive(self, sender: str, data: bytes) -> None:
-        """Takes a notification from the agent `sender`. google.protobuf.message.DecodeError when it cannot be read."""
+        """Take a notification from the agent `sender`.
+
+        Raises google.protobuf.message.DecodeError if it cannot be read.
+        """
         if data == NOTICE_DUE:
             self._due[sender] = time.monotonic() + DUE_S
             return
@@ -99,7 +105,7 @@ class Writes:
         self._deliver(sender, decode_notice(data))
 
     def announce(self, peer: PeerRef) -> None:
-        """Notifies this peer that a notice waits for writes in flight, so that it polls fast."""
+        """Notify this peer that a notice waits for writes in flight, so that it polls fast."""
         link = self._links.find(peer)
         if link is None or not link.reached:
             return
@@ -118,12 +124,12 @@ class Writes:
         return bool(self._due)
 
     def abandon(self, link: Link, why: str) -> None:
-        """Fails every write to a peer that is assumed dead, each when it is quiescent, without notifying the peer."""
+        """Fail every write to a peer that is assumed dead, each when it is quiescent, without notifying the peer."""
         for flight in [flight for flight, its_link in self._flights.items() if its_link is link]:
             flight.failure = why
 
     def abandon_all(self, why: str) -> None:
-        """Fails every write, because the transport closes."""
+        """Fail every write, because the transport closes."""
         self._moves.abandon_all()
         for flight in self._flights:
             flight.fail(why)

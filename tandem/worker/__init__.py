@@ -1,1 +1,1 @@
-"""A worker process: one engine, one page pool, two halves, one gRPC port."""
+"""A worker process: one engine, one page pool, the schedulers of two phases, one gRPC port."""

@@ -1,7 +1,7 @@
-"""The Ray shell around a worker process: what controllers call, and nothing of a request.
+"""The Ray actor around a worker process: what controllers call, and nothing that belongs to a request.
 
-A worker that may outlive its controller is a detached actor: it belongs to nobody but itself, answers any controller of
-its namespace, and ends by itself when none has been heard for long enough.
+A worker that may outlive its controller is a detached actor: it is owned by no other process, answers any controller of
+its namespace, and ends by itself after a given time without contact to a controller.
 """
 
 import asyncio
@@ -23,13 +23,13 @@ log = logging.getLogger(__name__)
 LOOK_S = 1.0
 """The interval at which a worker that may outlive controllers checks for contact with one, in seconds."""
 LAST_GRACE_S = 30.0
-"""The seconds that requests of a worker without controllers have before it ends: their routers are likely gone, too."""
+"""Seconds that requests have before a worker without controllers ends: their routers are probably gone, too."""
 CONTROLLER = "controller-"
 """The prefix of the names of controllers' actors."""
 
 
 class WorkerActor:
-    """The Ray actor that runs a worker; it listens on its node's address, whatever `config` says.
+    """The Ray actor that runs a worker. It listens on its node's address, whatever `config` says.
 
     Its methods are coroutines, so `run` can stay pending while others are called.
     """
@@ -43,7 +43,7 @@ class WorkerActor:
         begin_log(log, config.worker_id, incarnation)
         from ray.util import get_node_ip_address
 
-        # Here, not above: the controller imports this module too, and has no use for torch.
+        # Imported here and not above: the controller imports this module too, and has no use for torch.
         with keep_imports():
             from tandem.worker.process import WorkerProcess
 
@@ -58,40 +58,41 @@ class WorkerActor:
         self._alone = asyncio.ensure_future(self._end_alone()) if config.outlive_s else None
 
     async def pid(self) -> int:
-        """Returns this process's number."""
+        """Return the id of this process."""
         self._called()
         return os.getpid()
 
     async def identity(self) -> str:
-        """Returns the identity of this process, which a controller needs to kill it."""
+        """Return the identity of this process, which a controller needs to kill it."""
         return this_process()
 
     async def works(self) -> None:
-        """Returns when the worker's own event loop has been asked, too; see `WorkerProcess.works`."""
+        """Return when the worker's event loop has checked that the device makes progress (`WorkerProcess.works`)."""
         self._called()
         await self._process.works()
 
     async def start(self) -> str:
-        """See `WorkerProcess.start`; host:port of its metrics."""
+        """Start the process (`WorkerProcess.start`), and return host:port of its metrics."""
         self._called()
         await asyncio.to_thread(self._process.start, self._note)
         freeze_gc()
         return self._process.metrics_address
 
     async def progress(self) -> tuple[str, float]:
-        """The stage of the start in words, and the fraction of it that is done."""
+        """Return the stage of the start in words, and the fraction of it that is done."""
         self._called()
         return self._progress
 
     async def describe(self) -> WorkerDescription:
-        """Returns the identity and state of the worker, for a controller that did not start it."""
+        """Return the identity and state of the worker, for a controller that did not start it."""
         process, config = self._process, self._config
         return WorkerDescription(self._me, process.assignment, process.serves, served_of(config), tuning_of(config))
 
     async def change_controller(self, controller_address: str, outlive_s: float) -> str:
-        """See `WorkerProcess.change_controller`; host:port of its metrics.
+        """Register with another controller, and return host:port of the metrics.
 
-        From now on it lives for `outlive_s` seconds without a controller.
+        From now on the worker lives for `outlive_s` seconds without a controller. Raises the errors of
+        `WorkerProcess.change_controller`.
         """
         self._called()
         await asyncio.to_thread(self._process.change_controller, controller_address)
@@ -100,14 +101,14 @@ class WorkerActor:
         return self._process.metrics_address
 
     async def run(self) -> None:
-        """Pending until the worker was drained or stops; Internal when it had to."""
+        """Wait until the worker was drained or stopped. Raises Internal if it had to end."""
         if self._over is None:
-            # One thread, however many controllers ask.
+            # One thread, however many controllers call `run`.
             self._over = asyncio.ensure_future(asyncio.to_thread(self._process.wait))
         await asyncio.shield(self._over)
 
     async def stop(self) -> None:
-        """See `WorkerProcess.stop`."""
+        """Stop the process (`WorkerProcess.stop`)."""
         await asyncio.to_thread(self._process.stop)
 
     def _note(self, stage: str, fraction: float) -> None:
@@ -117,7 +118,7 @@ class WorkerActor:
         self._called_at = time.monotonic()
 
     async def _end_alone(self) -> None:
-        """Ends the worker when it has had no contact with a controller for `outlive_s` seconds."""
+        """End the worker when it has had no contact with a controller for `outlive_s` seconds."""
         while (silent_s := min(time.monotonic() - self._called_at, self._process.silent_s)) < self._outlive_s:  # noqa: ASYNC110
             await asyncio.sleep(min(LOOK_S, self._outlive_s - silent_s))
         log.warning("%s has heard no controller for %.0f s, and ends", self._me.worker_id, silent_s)
@@ -131,10 +132,10 @@ class WorkerActor:
 
 
 def give_place_back() -> None:
-    """Removes the placement group that this actor is in, and so ends the actor.
+    """Remove the placement group of this actor, which ends the actor.
 
-    If no controller is left that may want them, it first removes the placement groups of its namespace that wait for
-    a node or whose worker has died.
+    If no controller is left that may want them, first remove the placement groups of this namespace that wait for a
+    node or whose worker has died.
     """
     import ray
     from ray.util.placement_group import (
@@ -147,7 +148,7 @@ def give_place_back() -> None:
     actors = ray.util.list_named_actors()
     if not any(name.startswith(CONTROLLER) for name in actors):
         for name in {group["name"] for group in placement_group_table().values()} - {""}:
-            with contextlib.suppress(ValueError):  # another namespace's, or gone
+            with contextlib.suppress(ValueError):  # it belongs to another namespace, or is gone
                 place = get_placement_group(name)
                 there = [actor for actor in actors if actor.rpartition("-")[0] == name]
                 if there and placement_group_table(place).get("state") == "CREATED":
@@ -161,7 +162,10 @@ def give_place_back() -> None:
 
 
 def given_device(asked: str) -> str:
-    """`asked`, or, where that is `cuda`, the one GPU that Ray gave this process, by the number CUDA knows it by."""
+    """Return the device to use: `asked`, but for `cuda` the one GPU that Ray gave this process.
+
+    The number in the result is the one by which CUDA knows the GPU, e.g. `cuda:0`.
+    """
     if asked != "cuda":
         return asked
     import ray
@@ -170,5 +174,5 @@ def given_device(asked: str) -> str:
 
 
 def visible_number(gpu: str, visible: str | None) -> int:
-    """The number of `gpu`, as Ray names it, among the `visible` ones: all of them where that is None."""
+    """Return the number of `gpu`, as Ray names it, among the `visible` GPUs; None = all are visible."""
     return int(gpu) if visible is None else [each.strip() for each in visible.split(",")].index(gpu)

@@ -1,4 +1,4 @@
-"""The adapters of a worker while it serves: what requests may name, and what the controller loads and unloads."""
+"""The adapters of a worker while it serves: which ones requests may name, and loading and unloading them."""
 
 import asyncio
 import logging
@@ -13,10 +13,13 @@ log = logging.getLogger(__name__)
 
 
 class WorkerAdapters:
-    """Loads adapters into the engine's slots, one at a time, in threads of their own. Belongs to the event loop."""
+    """Loads adapters into the engine's slots, one at a time, in worker threads.
+
+    Used on the event loop. Owned by the worker.
+    """
 
     def __init__(self, me: PeerRef, slots: AdapterSlots, used: Callable[[], set[str]]) -> None:
-        """`used` returns the hashes of the adapters that requests use."""
+        """Create the worker's adapters; `used` returns the hashes of those that requests use."""
         self._me = me
         self._slots = slots
         self._used = used
@@ -30,19 +33,19 @@ class WorkerAdapters:
         return self._slots.facts
 
     def number(self, identity: str) -> int:
-        """See `AdapterSlots.number`."""
+        """Return the slot number of the adapter with this hash (`AdapterSlots.number`)."""
         return self._slots.number(identity)
 
     async def load(self, meant: PeerRef, wanted: AdapterFacts, in_use: Collection[str] = ()) -> AdapterFacts:
-        """Loads an adapter, whose hash is `wanted.identity` if that is not empty; returns what was loaded.
+        """Load an adapter and return its facts. Its hash must be `wanted.identity`, unless that is empty.
 
         `in_use` are the hashes of the adapters that requests use on any worker: such a request may have a reservation
-        there, and its prompt is sent here next.
+        there, and its prompt may be sent here next.
 
-        The same adapter twice is loaded once. ModelError or InvalidArgument for one that cannot be served,
-        ResourceExhausted if all slots are in use, FailedPrecondition if its hash or the name's adapter is another,
-        StaleEpoch if another run of a worker is meant. An adapter that is being loaded is loaded to its end, also if
-        the caller no longer waits.
+        Loading the same adapter twice has no effect. Raises ModelError or InvalidArgument if the adapter cannot be
+        served, ResourceExhausted if all slots are in use, FailedPrecondition if its hash differs or the name belongs to
+        another adapter, and StaleEpoch if another incarnation of the worker is meant. Loading continues to its end even
+        if the caller stops waiting.
         """
         self._check(meant)
         return await asyncio.shield(asyncio.ensure_future(self._load(wanted, in_use)))
@@ -63,7 +66,7 @@ class WorkerAdapters:
                 if known.name == adapter.name:
                     if known.identity != adapter.identity:
                         raise FailedPrecondition(f"{adapter.name!r} is another adapter here; unload it first")
-                    self._slots.unload(known.name)  # `claim` finds it again, and it gets its new folder
+                    self._slots.unload(known.name)  # `claim` finds its slot again, and the slot gets the new folder
             number = self._slots.claim(adapter.identity, self._used().union(in_use))
             await asyncio.to_thread(self._slots.fill, number, adapter, folder)
         log.info("adapter %s is loaded from %s", adapter.name, adapter.path)
@@ -71,7 +74,10 @@ class WorkerAdapters:
         return adapter
 
     def unload(self, meant: PeerRef, name: str) -> None:
-        """Takes an adapter off the list, if it is there; requests that have it finish. StaleEpoch as `load`."""
+        """Remove an adapter from the list, if it is there. Requests that use it finish.
+
+        Raises StaleEpoch if another incarnation of the worker is meant.
+        """
         self._check(meant)
         if self._slots.unload(name):
             log.info("adapter %s is unloaded", name)

@@ -1,4 +1,7 @@
-"""The assignment of a worker: the halves that are open, and how its steps are made; it changes while it runs."""
+"""The assignment of a worker: which phases are open, and how its steps are made.
+
+The controller may change it while the worker runs.
+"""
 
 import asyncio
 import contextlib
@@ -17,26 +20,33 @@ log = logging.getLogger(__name__)
 
 DRAIN_LOOK_S = 0.02
 REST_S = 10.0
-"""A half that was given up and is not empty after so long says why: that takes a step and the writes in flight."""
+"""Seconds after which an abandoned phase that is not empty logs a warning.
+
+Emptying normally takes one step and the writes in flight."""
 OTHER_ROLE, DRAINS = "has another role now", "drains"
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseControl:
-    """The calls that open and close one half of a worker; `role` is PREFILL or DECODE."""
+    """The calls that open and close one phase of a worker; `role` is PREFILL or DECODE."""
 
     role: Role
     open: Callable[[], None]
     close: Callable[[str], None]
-    """With the reason that requests are refused with."""
+    """Called with the reason for which requests are refused."""
     refs: Callable[[], list[tuple[str, RequestRef]]]
+    """Returns every request, with its router."""
     abort: Callable[[str, Sequence[RequestRef]], None]
+    """Aborts requests of a router."""
     requests: Callable[[], int]
-    """Returns the number of requests that are not over."""
+    """Returns the number of requests that have not ended."""
 
 
 class WorkerAssignment:
-    """The state of both halves' listeners. Lives on the event loop; `stop` ends what waits."""
+    """Opens and closes the phases of a worker.
+
+    Used on the event loop; `stop` ends the tasks that wait. Owned by the worker.
+    """
 
     def __init__(
         self,
@@ -48,17 +58,18 @@ class WorkerAssignment:
         set_steps: Callable[[Assignment], None],
         emit: Callable[[RoutedEvent], None],
     ) -> None:
-        """`resize` fits the halves' limits to the role, `set_steps` applies an assignment to the steps.
+        """Create the assignment; sizes and steps follow `assignment` already.
 
-        `emit` tells routers which requests are given up. Sizes and steps follow `assignment` already.
+        `resize` adapts the schedulers' limits to the role, `set_steps` applies an assignment to the steps. `emit`
+        reports to routers which requests are abandoned.
         """
         self.assignment = assignment
         """The newest assignment."""
         self.role = assignment.role
-        """The halves that are open or still finish what they have."""
+        """The phases that are open or still finish their requests."""
         self.draining = False
         self.on_change: Callable[[], None] = lambda: None
-        """Called whenever what the worker registers with has changed."""
+        """Called whenever the facts with which the worker registers have changed."""
         self._me = me
         self._halves = halves
         self._resize = resize
@@ -71,16 +82,16 @@ class WorkerAssignment:
 
     @property
     def closing(self) -> Role | None:
-        """The halves among `role` that take nothing new."""
+        """The phases of `role` that accept nothing new, None if there are none."""
         if self.draining:
             return self.role
         closing = list(self._closing)
         return None if not closing else closing[0] if len(closing) == 1 else Role.BOTH
 
     def assume(self, assignment: Assignment, grace_s: float) -> None:
-        """Take over `assignment`; a phase that closes has `grace_s` seconds before others get its requests.
+        """Apply `assignment`. A phase that closes has `grace_s` seconds before other workers get its requests.
 
-        Unavailable while draining: the worker ends.
+        Raises Unavailable while draining, because the worker ends.
         """
         if self.draining:
             raise Unavailable(f"worker {self._me.worker_id} drains and takes no other assignment; start it again")
@@ -100,7 +111,10 @@ class WorkerAssignment:
         self.on_change()
 
     async def drain(self, grace_s: float) -> int:
-        """Take nothing new for good, and wait for what runs; returns how many requests others get after `grace_s`."""
+        """Accept nothing new for good, and wait up to `grace_s` seconds for running requests.
+
+        Returns how many requests other workers get after that.
+        """
         self.draining = True
         self.stop()
         for half in self._halves:
@@ -112,12 +126,12 @@ class WorkerAssignment:
         return len({ref for half in self._halves for ref in self._give_up(half, DRAINS)})
 
     def stop(self) -> None:
-        """Wait for nothing any more."""
+        """Stop waiting for phases that close."""
         for half in self._halves:
             self._cancel(half)
 
     async def _finish(self, half: PhaseControl, grace_s: float) -> None:
-        """Until the half is empty, whatever becomes of its requests; then it leaves the role."""
+        """Wait until the phase is empty, whatever happens to its requests, and remove it from the role."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self._emptied([half])
@@ -130,7 +144,10 @@ class WorkerAssignment:
         self.on_change()
 
     async def _come_to_rest(self, half: PhaseControl) -> None:
-        """Until nothing reads or writes its pages, for as long as that takes: before that they are nobody else's."""
+        """Wait until nothing reads or writes the pages of the phase any more, however long that takes.
+
+        No other request may have the pages before.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(REST_S):
                 await self._emptied([half])
@@ -166,14 +183,17 @@ class WorkerAssignment:
 
 
 def decode_batch(role: Role, engine: EngineConfig) -> int:
-    """Most requests of one decode step: with both halves open, prompts keep at least half of a step's tokens."""
+    """Return the most requests of one decode step.
+
+    With both phases open, prompts keep at least half of a step's tokens.
+    """
     tokens = engine.max_step_tokens
     room = max(1, tokens // 2) if role is Role.BOTH else tokens
     return min(engine.max_batch_requests, room)
 
 
 def prompt_step_tokens(assignment: Assignment, engine: EngineConfig) -> int:
-    """Most prompt tokens of one step: what a long prompt's chunks are cut to."""
+    """Return the most prompt tokens of one step, which is the size of a long prompt's chunks."""
     if assignment.step_policy is not PolicyName.CHUNKED:
         return engine.max_step_tokens
     return min(assignment.step_budget or CHUNKED_BUDGET, engine.max_step_tokens)

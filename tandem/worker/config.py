@@ -1,4 +1,4 @@
-"""What one worker process starts with."""
+"""The configuration with which one worker process starts."""
 
 from dataclasses import dataclass
 
@@ -14,25 +14,25 @@ class WorkerConfig(WorkerSettings):
     """A worker's settings, and what its controller adds: its engine, its role, its identity and its secrets."""
 
     worker_id: str
-    """Its name in the cluster; outlives the process."""
+    """The worker's name in the cluster; it outlives the process."""
     role: Role
     """The schedulers that take work at first."""
     engine: EngineConfig
     """The engine's model and sizes."""
     model_name: str = ""
-    """The name clients use; empty = the model folder's."""
+    """The model name that clients use; empty = the name of the model folder."""
     controller_address: str | None = None
     """host:port of the controller; None = the worker serves without a cluster."""
     token: str = ""
     """The cluster's secret, which components prove by mutual TLS; empty = no authentication and no encryption."""
     host: str = "127.0.0.1"
-    """Address the gRPC server listens on."""
+    """The address on which the gRPC server listens."""
     port: int = 0
-    """Port of the gRPC server; 0 = any free one, published to the controller."""
+    """The port of the gRPC server; 0 = any free port, which is reported to the controller."""
     metrics_port: int = 0
-    """Port of the metrics' HTTP server; 0 = any free one."""
+    """The port of the metrics' HTTP server; 0 = any free port."""
     metrics_key: str = ""
-    """The key of its metrics, beside the one derived from `token`; empty = on loopback none is required."""
+    """The key of the metrics, in addition to the one derived from `token`; empty = none is required on loopback."""
     gather_s: float = 0.0
     """The seconds that an idle worker waits after a first prompt for others that can share its step."""
     outlive_s: float = 0.0
@@ -40,7 +40,7 @@ class WorkerConfig(WorkerSettings):
 
     @property
     def step_deadline(self) -> float:
-        """The effective `step_deadline_s` on this device."""
+        """The effective `step_deadline_s` on this device, in seconds."""
         default = CPU_STEP_DEADLINE_S if self.engine.device == "cpu" else GPU_STEP_DEADLINE_S
         return default if self.step_deadline_s is None else self.step_deadline_s
 

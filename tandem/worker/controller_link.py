@@ -1,10 +1,10 @@
-"""The worker's tie to the controller: it registers, and learns from the membership which other workers are dead.
+"""The worker's registration with the controller, and what it learns from the membership about other workers.
 
-A worker that left the membership may be dead, draining or cut off: it counts as dead once a later incarnation has taken
-its place, or once nobody has answered at its address for a while. Either is a belief, and one that registers again is
-as welcome as any. A worker that appears has taken the place of all its earlier incarnations,
-known here or not: some of them may hold leases that were granted while the membership was out of sight. When another
-controller takes over, what is known of the others stays.
+A worker that has left the membership may be dead, draining or cut off. It counts as dead once a later incarnation has
+taken its place, or once nothing has answered at its address for a while. Either is an assumption, and a worker that
+registers again is accepted again. A worker that appears has taken the place of all its earlier incarnations, whether
+they are known here or not: some of them may hold leases that were granted while this worker got no membership. When
+another controller takes over, what is known of the other workers stays.
 """
 
 import asyncio
@@ -27,26 +27,28 @@ log = logging.getLogger(__name__)
 RECONNECT_S = 0.5
 PROBE_S = 0.5
 DEAD_AFTER_PROBES = 3
-"""So many in a row, `PROBE_S` apart, that nobody has answered: one is lost with any connection that breaks."""
+"""After this number of unanswered probes in a row, `PROBE_S` apart, a worker counts as dead.
+
+One probe may be lost with a connection that breaks."""
 NOBODY_OF_OURS = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.UNIMPLEMENTED,
     grpc.StatusCode.UNAUTHENTICATED,
 )
-"""No worker of this cluster answers so: nobody listens there, or whoever was given the port since is no worker, or
-another cluster's.
-"""
+"""Status codes that no worker of this cluster answers with.
+
+Nothing listens at the address, or the process that has the port now is no worker, or belongs to another cluster."""
 REFRESH_S = 1.0
 """The interval at which the worker's facts are compared with those last sent to the controller, in seconds."""
 
 
 class ControllerLink:
-    """One worker's registration. Lives on the event loop.
+    """One worker's registration with the controller. Used on the event loop; owned by the process.
 
-    `describe` gives the worker's facts as they are now. `on_peer_joined` hears of workers that appear, and once more
-    when they open other halves; `on_peer_gone`
-    of incarnations of other workers that are believed dead, and with each of all before it; `on_superseded` hears that
-    the controller has given this one up.
+    `describe` returns the worker's current facts. `on_peer_joined` is called for workers that appear, and again when
+    they open another phase. `on_peer_gone` is called for incarnations of other workers that are assumed dead, which
+    includes all earlier ones. `on_superseded` is called when the controller refuses this incarnation because it has
+    ended or a later one has registered.
     """
 
     def __init__(
@@ -80,18 +82,18 @@ class ControllerLink:
 
     @property
     def silent_s(self) -> float:
-        """For how long no controller has been heard, in seconds."""
+        """The seconds since a controller was last connected; 0 while one is."""
         return 0.0 if self._silent_since is None else time.monotonic() - self._silent_since
 
     async def register(self) -> None:
-        """Announce this worker and begin to watch the others. Unavailable when the controller does not answer."""
+        """Announce this worker and begin to watch the others. Raises Unavailable if the controller does not answer."""
         await self._announce(self._stub)
         self._begin()
 
     async def change_controller(self, address: str) -> None:
-        """Belong to the controller at `address` from now on.
+        """Register with the controller at `address` from now on.
 
-        Unavailable when it does not answer, or when this worker leaves; then nothing has changed.
+        Raises Unavailable if it does not answer, or if this worker has left; then nothing has changed.
         """
         if self._left:
             raise Unavailable(f"worker {self._me.worker_id} has left; start it again")
@@ -102,7 +104,7 @@ class ControllerLink:
         except BaseException:
             await channel.close()
             raise
-        # Calls of a channel that is closed end as if their tasks had been cancelled.
+        # Calls on a closed channel end as if their tasks had been cancelled, so the tasks are ended first.
         await _cancel(self._tasks)
         before, self._channel, self._stub = self._channel, channel, stub
         self._begin()
@@ -112,11 +114,11 @@ class ControllerLink:
         self._tasks = (asyncio.ensure_future(self._watch_forever()), asyncio.ensure_future(self._refresh_forever()))
 
     def refresh(self) -> None:
-        """The worker's facts have changed: tell the controller now."""
+        """Send the worker's facts, which have changed, to the controller now."""
         self._changed.set()
 
     async def unregister(self) -> None:
-        """Leave the membership; what runs here may end. A controller that is away has forgotten us already."""
+        """Leave the membership. A controller that does not answer has forgotten this worker already."""
         if self._left:
             return
         self._left = True
@@ -127,7 +129,7 @@ class ControllerLink:
             log.info("could not unregister: %s", error.details())
 
     async def close(self) -> None:
-        """Stop watching. Leaves the membership as it is."""
+        """Stop watching. The membership stays as it is."""
         await _cancel([*self._probes.values(), *self._tasks])
         await self._channel.close()
 
@@ -156,7 +158,7 @@ class ControllerLink:
             await self._announce_again()
 
     async def _refresh_forever(self) -> None:
-        """Sends the facts that a worker learns only while it serves, such as the wire of its transfers."""
+        """Send facts that a worker learns only while it serves, such as the transports to its peers."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REFRESH_S):
@@ -169,13 +171,13 @@ class ControllerLink:
                 log.exception("what this worker learned of itself was not told; it is tried again")
 
     async def _announce_again(self) -> None:
-        """A controller that restarted has to hear of us anew."""
+        """Register again, because a controller that restarted does not know this worker."""
         if self._left:
             return
         try:
             await self._announce(self._stub)
         except StaleEpoch as error:
-            # Not when the call crossed our own leave.
+            # not if the call crossed this worker's own `unregister`
             if not self._left:
                 self._on_superseded(error)
         except TandemError as error:
@@ -199,7 +201,7 @@ class ControllerLink:
                 self._probes[peer] = asyncio.ensure_future(self._probe(peer, address))
 
     def _mark_dead(self, gone: PeerRef) -> None:
-        """This incarnation and all before it are dead."""
+        """Forget this incarnation and all earlier ones, and report them as dead."""
         for peer in [peer for peer in self._known if _is_same_or_earlier(peer, gone)]:
             del self._known[peer]
             probe = self._probes.pop(peer, None)
@@ -208,10 +210,10 @@ class ControllerLink:
         self._on_peer_gone(gone)
 
     async def _probe(self, peer: PeerRef, address: str) -> None:
-        """Ask at the address of a worker that left until nobody, or somebody else, answers."""
+        """Probe the address of a worker that left, until nothing answers or another worker does."""
         async with rpc.open_channel(address, self._token) as channel:
             stub = worker_pb2_grpc.WorkerStub(channel)
-            # Nothing tells of a death but the lack of an answer.
+            # The lack of an answer is the only sign of a death.
             unanswered = 0
             while unanswered < DEAD_AFTER_PROBES:
                 if unanswered:
@@ -225,7 +227,7 @@ class ControllerLink:
         self._mark_dead(peer)
 
     async def _answerer(self, stub: worker_pb2_grpc.WorkerStub, peer: PeerRef) -> PeerRef | None:
-        """Returns the worker of this cluster at `peer`'s address; None = none. A silent one counts as `peer`."""
+        """Return the worker of this cluster at `peer`'s address, or None. A worker that is silent counts as `peer`."""
         try:
             reply = await stub.Inspect(worker_pb2.InspectRequest(), timeout=self._timeout_s)
         except grpc.aio.AioRpcError as error:
@@ -234,7 +236,7 @@ class ControllerLink:
 
 
 async def _cancel(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Returns when they have ended."""
+    """Cancel the tasks, and return when they have ended."""
     tasks = tuple(tasks)
     for task in tasks:
         task.cancel()

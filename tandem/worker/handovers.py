@@ -1,4 +1,4 @@
-"""The hand-overs that run in a worker: begun by its prefill half, and waited for when it ends."""
+"""The hand-overs of a worker: started by its prefill scheduler, and awaited when the worker ends."""
 
 import asyncio
 from collections.abc import Callable
@@ -15,12 +15,15 @@ from tandem.protocol.kv_pages import KvPages
 from tandem.protocol.messages import PeerRef, RoutedEvent
 
 SETTLE_S = 2.0
-"""Most seconds `settle` waits for leases to be given back; with the process, what they wait for is over as well."""
+"""Seconds that `wait_until_ended` waits for leases to be returned; when the process ends, so do the leases."""
 
 
 @dataclass(slots=True)
 class Handovers:
-    """Starts every `Handoff` of a worker with what they have in common, and knows those that have not ended."""
+    """Starts every `Handoff` of a worker with what they have in common, and knows those that have not ended.
+
+    Owned by the worker; used on the event loop.
+    """
 
     me: PeerRef
     kv: KvPages
@@ -59,7 +62,7 @@ class Handovers:
         return handoff
 
     async def wait_until_ended(self) -> None:
-        """Wait for all of them to end, and give up those that take too long."""
+        """Wait for all hand-overs to end, and cancel those that take too long."""
         if self._open:
             _, left = await asyncio.wait(self._open, timeout=SETTLE_S)
             for handoff in left:

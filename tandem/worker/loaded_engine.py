@@ -25,11 +25,11 @@ class Runner(Protocol):
         """True if `launch` returns before the step has run."""
 
     def launch(self, batch: StepBatch) -> PendingStep:
-        """Launches one step and returns its pending result."""
+        """Launch one step and return its pending result."""
 
 
 class LoadedEngine(Runner, Protocol):
-    """An engine ready to run."""
+    """An engine that is ready to run."""
 
     @property
     def pool(self) -> PagePool:
@@ -58,12 +58,12 @@ class LoadedEngine(Runner, Protocol):
 
     @property
     def page_sums(self) -> PageSums:
-        """The checksums of KV pages."""
+        """The function that computes the checksums of KV pages."""
         ...
 
     @property
     def cost_guess(self) -> CostParameters:
-        """The predicted cost of steps on this device, before one was measured."""
+        """The predicted cost of steps on this device, before any was measured."""
         ...
 
     @property
@@ -73,29 +73,29 @@ class LoadedEngine(Runner, Protocol):
 
     @property
     def draft_proposer(self) -> MakeProposer | None:
-        """Makes a proposer of drafts with the trained weights that were loaded beside the model; None without."""
+        """Makes a proposer with the trained draft weights that were loaded with the model; None if there are none."""
         ...
 
     def begin_answer(self, history: History, grammar: str, /) -> None:
-        """Compiles a grammar and follows it up to an answer's newest token, before a step needs it.
+        """Compile a grammar and advance it to an answer's newest token, before a step needs it.
 
         Raises InvalidArgument if that fails. Any thread may call it.
         """
         ...
 
     def allowed_drafts(self, history: History, grammar: str, drafts: Sequence[int], /) -> int:
-        """Returns how many of the first drafts may follow an answer by its grammar; the next step may verify those.
+        """Return how many of the first draft tokens may follow an answer by its grammar.
 
-        Engine thread only.
+        The next step may verify those. Called on the engine thread only.
         """
         ...
 
     def compatibility_facts(self) -> Facts:
-        """Returns the facts, as (name, value), that two workers must share before KV may move between them."""
+        """Return the facts, as (name, value), that two workers must share before KV is transferred between them."""
         ...
 
 
 def engine_facts(engine: LoadedEngine, layout: KVLayout) -> Facts:
-    """Return the engine's facts that the layout does not name."""
+    """Return the engine's facts that the layout does not have."""
     stated = {name for name, _ in layout_facts(layout)}
     return tuple((name, value) for name, value in engine.compatibility_facts() if name not in stated)

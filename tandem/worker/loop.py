@@ -1,10 +1,10 @@
-"""The step loop: schedule, launch, postprocess; on a thread of its own that waits only for work and for the engine.
+"""The step loop: schedule, launch, postprocess, on a thread of its own that waits only for work and for the engine.
 
-Where the engine is asynchronous, a step is scheduled and launched while the one before it still runs: the halves plan
-with what is certain, and receive a step's tokens one step late.
+If the engine is asynchronous, a step is scheduled and launched while the previous step still runs: the schedulers plan
+with what is certain, and get a step's tokens one step late.
 
-`scheduler.py` decides what is in a step. A device can hang, and a thread that waits for one cannot be ended: the
-watchdog gives up such a step with `give_up_stuck`, and ends the process.
+`scheduler.py` decides what is in a step. A device can hang, and a thread that waits for a device cannot be ended: the
+watchdog abandons such a step with `give_up_stuck`, and ends the process.
 """
 
 import threading
@@ -23,25 +23,26 @@ from tandem.worker.loaded_engine import Runner
 from tandem.worker.scheduler import StepScheduler
 
 _JOIN_S = 0.1
-"""The interval at which `stop` checks whether the thread is stuck."""
+"""The interval at which `stop` checks whether the thread is stuck, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A launched step; its first `work.decode_rows` rows belong to the decode half."""
+    """A launched step. Its first `work.decode_rows` rows belong to the decode phase."""
 
     result: PendingStep
     work: StepWork
     began: float
-    """The begin of the step by the meter's clock."""
+    """The start of the step by the meter's clock."""
     scored_tokens: int
+    """The number of prompt tokens whose log probabilities are computed."""
 
 
 class StepMeter:
-    """Belongs to the engine thread; any thread may read `parameters`.
+    """Measures the duration of steps and fits the cost model. Engine thread only; any thread may read `parameters`.
 
-    A step that was launched while another ran begins when that one's results are here: the time from result to result
-    is the time between tokens. After a gap a step begins with its own schedule.
+    A step that was launched while another one ran counts from the other one's results: the time between two results is
+    the time between tokens. After an idle time, a step counts from its own scheduling. Owned by the worker.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class StepMeter:
         clock: Callable[[], float] = time.perf_counter,
         on_step: Callable[[StepWork, float, float], None] = lambda _work, _seconds, _predicted_s: None,
     ) -> None:
-        """`guess` is what predictions begin with; `clock` returns seconds.
+        """Create the meter. `guess` is the first prediction of the costs; `clock` returns seconds.
 
         `on_step` is called for each step with its work, the seconds it took and the seconds that were predicted.
         """
@@ -59,7 +60,7 @@ class StepMeter:
         self.on_step = on_step
         self._last_end = float("-inf")
         self._ended: list[tuple[StepWork, float]] = []
-        """Steps that were not learned from yet, each with its seconds."""
+        """Steps from which the cost model has not learned yet, each with its seconds."""
 
     @property
     def parameters(self) -> CostParameters:
@@ -71,13 +72,13 @@ class StepMeter:
         return StepCost(self._fit.parameters)
 
     def begin(self) -> float:
-        """Return the time, for `end`."""
+        """Return the time, to be passed to `end`."""
         return self._clock()
 
     def end(self, work: StepWork, began: float, *, scored: bool = False) -> float:
-        """Note a step whose results are here, and return its seconds.
+        """Record a step whose results are here, and return its seconds.
 
-        One that scores prompts takes longer, and the cost model learns nothing from it.
+        A step that scores prompts takes longer, and the cost model learns nothing from it.
         """
         now = self._clock()
         seconds, self._last_end = now - max(began, self._last_end), now
@@ -86,14 +87,20 @@ class StepMeter:
         return seconds
 
     def learn(self) -> None:
-        """Learn from the steps that have ended. It belongs between steps, when no router waits for their output."""
+        """Fit the cost model to the steps that have ended.
+
+        Call it between steps, when no router waits for their output.
+        """
         for work, seconds in self._ended:
             self.on_step(work, seconds, self._fit.observe(work, seconds))
         self._ended.clear()
 
 
 class StepLoop:
-    """Runs the engine for both halves until `stop`, or until a step fails: a defect that is passed to `on_death`."""
+    """Runs the engine for both schedulers until `stop`, or until a step fails with an error, passed to `on_death`.
+
+    Owned by the worker; it has its own thread, the engine thread.
+    """
 
     def __init__(
         self,
@@ -109,11 +116,12 @@ class StepLoop:
         publish: Callable[[int, Sequence[RoutedEvent], Sequence[RoutedTokens], Sequence[Callable[[], None]]], None],
         on_death: Callable[[BaseException], None],
     ) -> None:
-        """`deadline_s` limits a step, from its schedule to its result: a longer one counts as stuck.
+        """Create the loop.
 
-        `gather_s` is the time that an idle loop waits for more prompts before it computes the first, in seconds.
-        `publish` and `on_death` are called on the loop's thread and return at once; `publish` has the event loop take a
-        step's events and tokens, and then make the calls.
+        `deadline_s` limits a step, from its schedule to its result; a longer step counts as stuck. `gather_s` is the
+        time in seconds that an idle loop waits for more prompts before it computes the first. `publish` and `on_death`
+        are called on the loop's thread and return at once; `publish` has the event loop take a step's events and
+        tokens, and then make the calls.
         """
         self._runner = runner
         self._decode = decode
@@ -128,7 +136,7 @@ class StepLoop:
         self._on_death = on_death
         self._work = threading.Event()
         self._publish_lock = threading.Lock()
-        """Held while results are applied and published: a thread that returns after it was given up does neither."""
+        """Held while results are applied and published. A thread that returns after it was abandoned does neither."""
         self._busy_since: float | None = None
         self._stopping = False
         self._given_up = False
@@ -143,7 +151,7 @@ class StepLoop:
         return self._scheduler.decoding
 
     def set_assignment(self, assignment: Assignment) -> None:
-        """Follow this assignment from the next step on. Any thread may call it."""
+        """Apply this assignment from the next step on. Any thread may call it."""
         self._scheduler.set_assignment(assignment)
 
     def start(self) -> None:
@@ -155,16 +163,16 @@ class StepLoop:
         self._work.set()
 
     def stop(self) -> None:
-        """End after the step in flight; returns when the thread has ended or was given up. Idempotent."""
+        """End after the step in flight. Returns when the thread has ended or was abandoned. Idempotent."""
         self._stopping = True
         self._work.set()
         while self._thread.is_alive() and not self.give_up_stuck():
             self._thread.join(_JOIN_S)
 
     def give_up_stuck(self) -> bool:
-        """Return True if a step exceeds the deadline.
+        """Abandon a step that exceeds the deadline, and return True if one does.
 
-        That step and the thread publish nothing from then on; the memory that the step may still write to must not be
+        The step and the thread publish nothing from then on. The memory that the step may still write to must not be
         used again. Any thread may call it.
         """
         with self._publish_lock:
@@ -194,18 +202,21 @@ class StepLoop:
             self._busy_since = None
 
     def _begin(self) -> bool:
-        """Return True if the loop goes on."""
+        """Note the start of an iteration, and return True if the loop continues."""
         with self._publish_lock:
             self._busy_since = time.monotonic()
             return not self._stopping
 
     def _gather(self) -> None:
-        """Have the first prompt of a burst wait some milliseconds for the others to share its step, if none decodes."""
+        """Let the first prompt of a burst wait some milliseconds for the others, if no request decodes.
+
+        They then share a step.
+        """
         if self._gather_s > 0.0 and self._prefill.queue.length and not self._decode.running_requests():
             time.sleep(self._gather_s)
 
     def _step(self) -> bool:
-        """Launch a step and postprocess the one that has ended; returns False if there was nothing to do."""
+        """Launch a step and postprocess the one that has ended. Returns False if there was nothing to do."""
         launched = finished = self._launch()
         if self._runner.asynchronous:
             finished, self._running = self._running, launched
@@ -214,7 +225,7 @@ class StepLoop:
         return launched is not None or finished is not None
 
     def _launch(self) -> _Step | None:
-        """Launch the next step over both halves' rows, if there are any."""
+        """Launch the next step with the rows of both phases, if there are any."""
         began = self._meter.begin()
         planned = self._scheduler.plan()
         if planned is None:
@@ -223,7 +234,10 @@ class StepLoop:
         return _Step(self._runner.launch(batch), planned.work, began + planned.drafting_s, batch.scored_tokens)
 
     def _postprocess(self, step: _Step, *, waited: bool) -> None:
-        """Hand a step's results back and publish them, once the next step is launched if that `waited` for them."""
+        """Pass a step's results to the schedulers and publish them. If `waited`, launch the next step in between.
+
+        `waited` says that no step was launched before, because its plan needed these results.
+        """
         result = step.result()
         seconds = self._meter.end(step.work, step.began, scored=step.scored_tokens > 0)
         if step.scored_tokens:
@@ -234,6 +248,7 @@ class StepLoop:
             self.steps += 1
             events, decoded = self._scheduler.apply(step.work, result)
             updates = self._prefill.take_updates() if step.work.prefill_tokens else ()
+        # Launched before this step's tokens are published, so that the device does not wait for that.
         if waited:
             self._running = self._launch()
         with self._publish_lock:

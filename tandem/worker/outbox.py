@@ -1,13 +1,13 @@
-"""The way out of a worker: one stream of events for each router.
+"""The output of a worker: one stream of events for each router.
 
-`StepPublisher` takes a step's events from the engine thread; here they are sorted by router, and the streams wake. A
-stream that is slower than the steps sends several of them as one message.
+`StepPublisher` takes a step's events from the engine thread. Here they are sorted by router, and the streams send them.
+A stream that is slower than the steps sends several of them as one message.
 
-What changes in the prefix cache goes to those routers that asked for it, in batches that are numbered: a stream that is
-much too slow loses some of them, which its router sees by the numbers.
+Changes of the prefix cache are sent to the routers that want them, in numbered batches. A stream that is much too slow
+loses some batches, which its router notices by the numbers.
 
-A router's requests live no longer than its stream: when it ends, or when nobody attaches within `attach_grace_s` of a
-router's first request, `on_gone` is told.
+A router's requests live no longer than its stream. When the stream ends, or when no stream is attached within
+`attach_grace_s` seconds of a router's first request, `on_gone` is called.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Outbox:
-    """Every router's stream. Lives on the event loop."""
+    """The event streams of all routers. Used on the event loop. Owned by the worker."""
 
     def __init__(
         self,
@@ -33,9 +33,10 @@ class Outbox:
         attach_grace_s: float,
         changes: Callable[[], PrefixChanges | None] = lambda: None,
     ) -> None:
-        """`on_gone(router_id)` aborts its requests and returns what a stream that replaces the lost one must hear.
+        """Create the outbox.
 
-        `changes` gives the next batch of the prefix cache's, if there is one.
+        `on_gone(router_id)` aborts the router's requests and returns the events that a stream that replaces the lost
+        one must send. `changes` returns the next batch of changes of the prefix cache, or None.
         """
         self._events = events
         self._load = load
@@ -47,22 +48,23 @@ class Outbox:
         self._closed = False
 
     def post(self, routed: RoutedEvent) -> None:
-        """Something happened between steps."""
+        """Send an event that happened between steps."""
         stream = self._streams.get(routed.router_id)
         if stream is not None:
             stream.add(routed.event)
             stream.wake()
 
     def expect(self, router_id: str) -> None:
-        """A request of this router arrives: keep its events for the stream that must follow soon."""
+        """Keep the events of a router whose request arrives, for the stream that must be attached soon."""
         if router_id not in self._streams:
             stream = self._streams[router_id] = RouterStream(router_id, self._snapshot)
             self._events.call_later(self._attach_grace_s, self._lose_unattached, stream)
 
     def attach(self, router_id: str, *, prefixes: bool = False) -> RouterStream:
-        """The stream of one router.
+        """Return the stream of one router.
 
-        A second attach ends the first stream, and its requests with it: the router hears of each on the new one.
+        A second attach ends the first stream and aborts its requests: the router gets an event for each on the new
+        stream.
         """
         known = self._streams.get(router_id)
         stream = RouterStream(router_id, self._snapshot, prefixes=prefixes)
@@ -79,14 +81,14 @@ class Outbox:
         return stream
 
     def detach(self, stream: RouterStream) -> None:
-        """The stream ended: abort its router's requests, unless another stream has taken its place. Idempotent."""
+        """Abort the requests of a router whose stream has ended, unless another stream has replaced it. Idempotent."""
         if self._streams.get(stream.router_id) is stream:
             del self._streams[stream.router_id]
             self._on_gone(stream.router_id)
         stream.close()
 
     def close(self) -> None:
-        """End every stream once it has sent what is pending; later ones end at once."""
+        """End every stream once it has sent what is pending; later streams end at once."""
         self._closed = True
         for stream in self._streams.values():
             stream.close()
@@ -102,7 +104,7 @@ class Outbox:
         tokens: Sequence[RoutedTokens],
         then: Sequence[Callable[[], None]],
     ) -> None:
-        """Take what a step did, and make the calls behind that."""
+        """Take the events and tokens of a step, and then make the calls."""
         self._step = step
         for routed in events:
             stream = self._streams.get(routed.router_id)
@@ -112,7 +114,7 @@ class Outbox:
             stream = self._streams.get(some.router_id)
             if stream is not None:
                 stream.tokens.append(some.tokens)
-        # Behind what the step's end sets going: hand-overs post their last pages before this thread writes messages.
+        # Messages are written after what the end of the step starts: hand-overs post their last pages first.
         self._events.call_soon(self._send_step)
         call_all(then)
 

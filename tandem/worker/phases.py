@@ -1,4 +1,4 @@
-"""Both halves of a worker as one: their limits, their requests, and their end."""
+"""The schedulers of both phases of a worker together: their limits, their requests, and their end."""
 
 import logging
 from collections.abc import Sequence
@@ -16,11 +16,14 @@ from tandem.worker.config import WorkerConfig
 log = logging.getLogger(__name__)
 
 DIES = "has lost its engine"
-"""The reason why nothing new is taken then."""
+"""The reason with which new requests are refused after the engine was lost."""
 
 
 class PhaseSchedulers:
-    """Applies to both halves what is asked of the worker; they own their requests and pages."""
+    """Applies to both schedulers what is requested of the worker.
+
+    The schedulers own their requests and pages. Owned by the worker and called on the event loop.
+    """
 
     def __init__(
         self,
@@ -41,7 +44,7 @@ class PhaseSchedulers:
         self.resize(config.role)
 
     def phase_controls(self) -> tuple[PhaseControl, PhaseControl]:
-        """Return the calls that open and close each half to new requests."""
+        """Return the calls that open and close each phase to new requests."""
         prefill, admission = self.prefill, self.admission
         return (
             PhaseControl(
@@ -62,39 +65,39 @@ class PhaseSchedulers:
         return decode_batch(role, self._engine)
 
     def resize(self, role: Role) -> None:
-        """Fit the decode half to a role: prompts of an open prefill half need pages as well."""
+        """Adapt the decode limits to a role: prompts of an open prefill phase need pages as well."""
         self.decode.limit(self.batch_limit(role))
         self.admission.limit(decode_pages(role, self._pages, self._longest))
 
     @property
     def not_ready(self) -> str:
-        """The reason why either half takes nothing for now; empty if both do."""
+        """The reasons why either phase accepts nothing at present, empty if both do."""
         return "; ".join(why for why in (self.admission.not_ready, self.prefill.not_ready) if why)
 
     def open_requests(self) -> int:
-        """Return the number of requests that either half knows."""
+        """Return the number of requests that either phase knows. A request in both counts twice."""
         return self.prefill.known_requests() + self.admission.open_requests
 
     def refs(self) -> list[tuple[str, RequestRef]]:
-        """Return the requests with their routers; one that both halves know comes twice."""
+        """Return the requests with their routers. A request that both phases know comes twice."""
         return [*self.prefill.refs(), *self.admission.refs()]
 
     def adapters(self) -> set[str]:
-        """Return the hashes of the adapters that requests of either half use; "" = the base model."""
+        """Return the hashes of the adapters that requests of either phase use; "" stands for the base model."""
         return self.prefill.registry.adapters() | self.admission.adapters()
 
     def close(self, why: str) -> None:
-        """Take nothing new."""
+        """Reject new requests in both phases; `why` becomes part of the error message."""
         self.prefill.close(why)
         self.admission.close(why)
 
     def abort(self, router_id: str, refs: Sequence[RequestRef]) -> None:
-        """Abort these requests; unknown ones are ignored."""
+        """Abort these requests. Unknown ones are ignored."""
         self.prefill.abort(router_id, refs)
         self.admission.abort(router_id, refs)
 
     def router_gone(self, router_id: str) -> list[RequestEvent]:
-        """Abort every request of a router; returns the events for an event stream that replaces the lost one."""
+        """Abort every request of a router, and return the events for an event stream that replaces the lost one."""
         refs = {*self.prefill.abort_router(router_id), *self.admission.abort_router(router_id)}
         if refs:
             log.info("router %s is gone: %d requests aborted", router_id, len(refs))
@@ -107,11 +110,11 @@ class PhaseSchedulers:
             self.router_gone(router_id)
 
     def engine_gone(self, reason: TandemError) -> list[RoutedEvent]:
-        """Take nothing new and give up the requests of launched steps; returns the events for their routers."""
+        """Reject new requests and abandon those of launched steps; return the events for their routers."""
         self.close(DIES)
         lost = set(self.refs()).intersection(self.abandon())
         return [RoutedEvent(router_id, failure_event(ref, reason)) for router_id, ref in lost]
 
     def abandon(self) -> list[tuple[str, RequestRef]]:
-        """Give up launched steps, of which none will end; returns their requests, with their routers."""
+        """Abandon launched steps, none of which will end, and return their requests with their routers."""
         return [*self.prefill.abandon(), *self.decode.abandon()]

@@ -1,6 +1,6 @@
-"""A worker process from start to end: engine, transfer, gRPC server, controller.
+"""A worker process from start to end: engine, transfer, gRPC server and registration with the controller.
 
-The caller's thread starts and stops it; the event loop and the engine have threads of their own, and the transfer its.
+The caller's thread starts and stops it; the event loop, the engine and the transfer have threads of their own.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ from tandem.worker.worker import Worker, first_line
 log = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
-"""Hears the stage of the start in words and the fraction of it that is done."""
+"""Called with the stage of the start in words, and the fraction of the stage that is done."""
 
 Result = TypeVar("Result")
 
@@ -48,7 +48,7 @@ STOP_S = 30.0
 
 
 class WorkerProcess:
-    """One incarnation of a worker: `start` once, `stop` once; after it no thread, port or memory is left."""
+    """One incarnation of a worker: `start` once, `stop` once. After `stop`, no thread, port or memory is left."""
 
     def __init__(self, config: WorkerConfig, incarnation: int) -> None:
         self._config = config
@@ -68,9 +68,10 @@ class WorkerProcess:
         self._stopping = threading.Lock()
 
     def start(self, progress: Progress | None = None) -> WorkerInfo:
-        """Load, listen, step, register; returns once requests are welcome. What fails to start leaves nothing behind.
+        """Load the model, listen, begin to step, and register. Returns once the worker takes requests.
 
-        ModelError, InvalidArgument, FailedPrecondition or Unavailable say in words what to change.
+        Raises ModelError, InvalidArgument, FailedPrecondition or Unavailable, whose message says what to change. If the
+        start fails, nothing is left behind.
         """
         set_switch_interval()
         report = progress or (lambda _stage, _fraction: None)
@@ -83,7 +84,7 @@ class WorkerProcess:
             report("opening the transfer", 0.0)
             info = self._call(self._open(self._engine))
         except BaseException as error:
-            # Before it stops: whoever waits for the end must hear why, too.
+            # Before `stop`: a caller of `wait` must get the reason too.
             self._end(self._why_not(error))
             self.stop()
             raise
@@ -92,7 +93,10 @@ class WorkerProcess:
         return info
 
     def wait(self) -> None:
-        """Return when the process was stopped. What `start` raises, or Internal or StaleEpoch when it had to end."""
+        """Return when the process was stopped.
+
+        Raises what `start` raised, or Internal or StaleEpoch if the process had to end.
+        """
         self._ended.result()
 
     @property
@@ -108,34 +112,38 @@ class WorkerProcess:
 
     @property
     def silent_s(self) -> float:
-        """For how long no controller has been heard, in seconds; infinite before the first."""
+        """The seconds since a controller was last connected; infinite before the first."""
         return math.inf if self._controller is None else self._controller.silent_s
 
     async def works(self) -> None:
-        """Returns when the worker's event loop has checked that the device makes progress.
+        """Return when the worker's event loop has checked that the device makes progress.
 
-        The check ends a worker whose device hangs. Returns at once if the worker has ended. It may be called from any
-        event loop but the worker's own.
+        The check ends a worker whose device hangs. Returns at once if the worker has ended. May be called from any
+        event loop except the worker's own.
         """
         if not self._ended.done():
-            with contextlib.suppress(RuntimeError):  # it has closed its event loop in this moment
+            with contextlib.suppress(RuntimeError):  # it is closing its event loop at this moment
                 await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._look(), self._events))
 
     def change_controller(self, controller_address: str) -> None:
-        """See `ControllerLink.change_controller`. Unavailable for a worker that does not serve."""
+        """Register with another controller (`ControllerLink.change_controller`).
+
+        Raises Unavailable if the worker does not serve.
+        """
         if self._controller is None or not self.serves:
             raise Unavailable(f"worker {self._me.worker_id} does not serve; start it again")
         self._call(self._controller.change_controller(controller_address))
 
     def drain(self, grace_s: float) -> int:
-        """Take nothing new, let what runs finish, leave the cluster; returns how many requests others have to finish.
+        """Accept nothing new, wait for running requests, and leave the cluster.
 
-        Then `wait` returns: a drained worker has left for good, and whoever keeps it stops it.
+        Returns how many requests others have to finish after `grace_s` seconds. Then `wait` returns: a drained worker
+        has left for good, and its owner stops it.
         """
         return self._call(self._drain(grace_s))
 
     def stop(self) -> None:
-        """End now; requests that run are aborted. Idempotent, from any thread but the event loop's."""
+        """End now and abort running requests. Idempotent; may be called from any thread except the event loop's."""
         with self._stopping:
             if self._thread.is_alive():
                 self._call(self._close(), STOP_S)
@@ -243,7 +251,7 @@ class WorkerProcess:
         await self._events.shutdown_default_executor()
 
     def _why_not(self, error: BaseException) -> TandemError:
-        """Why it did not start."""
+        """Return the reason why the start failed."""
         if isinstance(error, TandemError):
             return error
         return Internal(f"worker {self._me.worker_id} failed to start: {first_line(error)}")
@@ -264,7 +272,7 @@ class WorkerProcess:
 
 
 def layout_of(cache: PagedCache) -> KVLayout:
-    """Returns the layout of the whole cache, with the spare page after the pool's: see `Peers.warm_up`."""
+    """Return the layout of the whole cache, with the spare page after the pool's pages (see `Peers.warm_up`)."""
     return KVLayout(
         base_address=cache.base_address,
         pages=cache.pages + 1,

@@ -8,20 +8,20 @@ from tandem.protocol.messages import RequestEvent, StepOutput, StepTokens
 from tandem.protocol.prefixes import PrefixChanges
 
 PREFIX_BATCHES_MAX = 64
-"""Batches of one stream that wait to be sent; with more, the oldest is lost."""
+"""The most batches of prefix changes that wait in one stream; if there are more, the oldest is lost."""
 
 Snapshot = Callable[[tuple[RequestEvent, ...], tuple[PrefixChanges, ...], tuple[StepTokens, ...]], StepOutput]
 
 
 class RouterStream:
-    """The events and tokens that wait to be sent to one router."""
+    """The events and tokens that wait to be sent to one router. Made by the outbox; used on the event loop."""
 
     def __init__(self, router_id: str, snapshot: Snapshot, *, prefixes: bool = False) -> None:
-        """`prefixes` is True if the router wants the changes of the prefix cache."""
+        """Create the stream. `prefixes` is True if the router wants the changes of the prefix cache."""
         self.router_id = router_id
         self.pending: list[RequestEvent] = []
         self.tokens: list[StepTokens] = []
-        """Tokens that follow `pending`."""
+        """Tokens to be sent after `pending`."""
         self.prefixes = prefixes
         self.changes: deque[PrefixChanges] = deque(maxlen=PREFIX_BATCHES_MAX)
         self.attached = False
@@ -30,7 +30,7 @@ class RouterStream:
         self._changed = asyncio.Event()
 
     def add(self, event: RequestEvent) -> None:
-        """Append an event behind everything that waits."""
+        """Append an event after everything that waits."""
         for some in self.tokens:
             self.pending.extend(some.events())
         self.tokens.clear()
@@ -41,7 +41,7 @@ class RouterStream:
         self._changed.set()
 
     def close(self) -> None:
-        """Close the stream: the reader ends once it has sent all that is pending."""
+        """Close the stream. The reader ends once it has sent everything that is pending."""
         self.closed = True
         self._changed.set()
 

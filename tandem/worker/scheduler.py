@@ -1,6 +1,7 @@
-"""Plans the next step over both halves and hands its results back to them, without a clock or a device.
+"""Plans the next step with the rows of both phases and passes its results to them, without a clock or a device.
 
-The owner of an engine, real or simulated, asks for a plan, runs it and gives back what was drawn, or plans ahead.
+The owner of an engine, real or simulated, requests a plan, runs it and passes the output to `apply`; it may also
+request the next plan before that.
 """
 
 import math
@@ -21,18 +22,19 @@ from tandem.worker.step_policy import StepPolicy
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """A step's rows, at least one; the first `work.decode_rows` belong to the decode half."""
+    """The rows of a step, at least one. The first `work.decode_rows` belong to the decode phase."""
 
     batch: StepBatch
     work: StepWork
     drafting_s: float = 0.0
-    """Seconds that proposing drafts took while it was planned."""
+    """Seconds that proposing draft tokens took while the step was planned."""
 
 
 class StepScheduler:
-    """Fills steps from both halves.
+    """Fills steps with the rows of both phases.
 
-    `StepPolicy` limits the prompt tokens of a step, `BatchGrowth` the decode rows. One thread uses it.
+    `StepPolicy` limits the prompt tokens of a step, `BatchGrowth` the decode rows. Used by one thread. Owned by the
+    step loop.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class StepScheduler:
         cost: Callable[[], StepCost],
         assignment: Assignment,
     ) -> None:
-        """`cost` returns the newest fit of the cost model."""
+        """Create the scheduler; `cost` returns the newest fit of the cost model."""
         self._decode = decode
         self._prefill = prefill
         self._max_step_tokens = max_step_tokens
@@ -54,12 +56,15 @@ class StepScheduler:
         self.set_assignment(assignment)
 
     def set_assignment(self, assignment: Assignment) -> None:
-        """Follow this assignment from the next plan on. Any thread may call it."""
+        """Apply this assignment from the next plan on. Any thread may call it."""
         self._policy = StepPolicy(assignment, self._cost, self._max_step_tokens)
         self._growth = BatchGrowth(self._cost, assignment.itl_target_s)
 
     def plan(self) -> StepPlan | None:
-        """Return the next step over both halves' rows; None without any, or if all wait for the step in flight."""
+        """Return the next step with the rows of both phases.
+
+        Returns None if there are no rows, or if all of them depend on the step in flight.
+        """
         targets, decode_rows, drafting_s = self._decode.gap_targets, NO_ROWS, 0.0
         if not self._decode.idle:
             budget = self._growth.rows(self.decoding, self._max_step_tokens, targets)
@@ -84,7 +89,7 @@ class StepScheduler:
         return StepPlan(StepBatch(prefill_rows, decode_rows), step_work(decode_rows, prefill_rows), drafting_s)
 
     def _bounds(self, targets: Sequence[float]) -> StepBounds | None:
-        """Return the bounds of a step with drafts; None where prompts wait, which take the rest of the step."""
+        """Return the bounds of a step with draft tokens; None if prompts wait, which use the rest of the step."""
         if self._decode.speculation is None or self._prefill.queue.length:
             return None
         cost = self._cost()
@@ -92,10 +97,10 @@ class StepScheduler:
         return StepBounds(cost, seconds, self._max_step_tokens)
 
     def apply(self, work: StepWork, output: ModelRunnerOutput) -> tuple[Sequence[RoutedEvent], DecodedStep | None]:
-        """Give both halves the output of the oldest plan that was not applied.
+        """Pass the output of the oldest plan that was not applied to both schedulers.
 
-        Returns the events for the routers, and the decode rows with the tokens of all requests without an event, None
-        if no request decoded. The caller delivers `PrefillScheduler.take_updates` after them.
+        Returns the events for the routers, and the decode rows with the tokens of all requests without an event, or
+        None if no request decoded. The caller delivers `PrefillScheduler.take_updates` after them.
         """
         decoded, prefilled = output.split(work.decode_rows)
         step = self._decode.apply(decoded.token_ids, decoded.logprobs) if work.decode_rows else None
@@ -106,14 +111,14 @@ class StepScheduler:
 
 
 class BatchGrowth:
-    """Limits the decode batch to what keeps the inter-token targets of all requests in it.
+    """Limits the decode batch so that the inter-token targets of all its requests are kept.
 
-    Requests beyond the limit wait with their KV until others end, oldest first. Routers place by the same costs and
-    should not have sent them: this is the last line of defense.
+    Requests beyond the limit wait with their KV until others end, oldest first. Routers place requests by the same
+    costs and should not have sent them: this is the last line of defense.
     """
 
     def __init__(self, cost: Callable[[], StepCost], itl_target_s: float | None) -> None:
-        """`cost` returns the newest fit. Without a target here or of a request there is no limit."""
+        """Create the limit; `cost` returns the newest fit. Without a target here or of a request, there is no limit."""
         self._cost = cost
         self.target_s = itl_target_s
         self._context = 0.0
@@ -123,8 +128,8 @@ class BatchGrowth:
         """Return the rows that the next step may have: at least those that run already, at most `most`.
 
         `targets` are those of the running requests, in seconds, ascending, infinite for none. A request that joins is
-        assumed to have the mean context of the rows that run or ran last. A target that a batch of one would miss
-        limits nothing: it could not be met by making all requests wait.
+        assumed to have the mean context of the rows that run or ran last. A target that a batch of one request would
+        miss limits nothing: making all other requests wait would not meet it.
         """
         if running.decode_rows:
             self._context = running.decode_context_tokens / running.decode_rows

@@ -1,4 +1,4 @@
-"""The worker's gRPC listener: translates and calls; every decision is made elsewhere."""
+"""The worker's gRPC service: translates messages and calls the worker, which makes every decision."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, cast
@@ -23,7 +23,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
-    """`tandem.v1.Worker` over a worker; `drain` also takes the process out of the cluster."""
+    """The service `tandem.v1.Worker` over a worker. `drain` also takes the process out of the cluster."""
 
     def __init__(self, worker: Worker, drain: Callable[[float], Awaitable[int]]) -> None:
         self._worker = worker
@@ -34,43 +34,43 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def Attach(
         self, request: worker_pb2.AttachRequest, context: _Context
     ) -> AsyncIterator[worker_pb2.StepOutput]:
-        """Streams the router's step outputs until the call is cancelled."""
+        """Stream the router's step outputs until the call is cancelled."""
         stream = self._worker.attach(request.router_id, prefixes=request.prefixes)
-        # Not a `finally`: a generator that waits to be read is not told that its call was cancelled.
+        # Not a `finally`: a generator that waits to be read does not learn that its call was cancelled.
         context.add_done_callback(cast(Any, lambda _: self._worker.detach(stream)))
         async for step in stream.messages():
             yield conversion.step_output_to_proto(step)
 
     async def Reserve(self, request: worker_pb2.ReserveRequest, _context: _Context) -> worker_pb2.ReserveResponse:
-        """Makes a reservation for a request and returns what was granted."""
+        """Make a reservation for a request and return what was granted."""
         reservation = conversion.from_proto(request, Reservation)
         await self._worker.begin_answer(reservation)
         return conversion.to_proto(self._worker.reserve(reservation), worker_pb2.ReserveResponse)
 
     async def Prefill(self, request: worker_pb2.PrefillRequest, _context: _Context) -> worker_pb2.PrefillResponse:
-        """Queues a prompt for prefill."""
+        """Queue a prompt for prefill."""
         task = conversion.from_proto(request, PrefillTask)
         self._worker.prefill(task, await self._worker.begin_answer(task))
         return worker_pb2.PrefillResponse()
 
     async def Abort(self, request: worker_pb2.AbortWorkRequest, _context: _Context) -> worker_pb2.AbortWorkResponse:
-        """Aborts requests of a router."""
+        """Abort requests of a router."""
         self._worker.abort(request.router_id, [conversion.from_proto(ref, RequestRef) for ref in request.requests])
         return worker_pb2.AbortWorkResponse()
 
     async def Heartbeat(self, request: worker_pb2.HeartbeatRequest, _context: _Context) -> worker_pb2.HeartbeatResponse:
-        """Extends leases; returns those that the worker does not know."""
+        """Extend leases and return those that the worker does not know."""
         unknown = self._worker.admission.heartbeat([conversion.from_proto(lease, Lease) for lease in request.leases])
         return worker_pb2.HeartbeatResponse(unknown=[conversion.to_proto(lease, worker_pb2.Lease) for lease in unknown])
 
     async def Drain(self, request: worker_pb2.DrainRequest, _context: _Context) -> worker_pb2.DrainResponse:
-        """Drains the worker; returns the number of requests that remain."""
+        """Drain the worker and return the number of requests that remain."""
         return worker_pb2.DrainResponse(remaining=await self._drain(request.grace_s))
 
     async def SetAssignment(
         self, request: worker_pb2.SetAssignmentRequest, _context: _Context
     ) -> worker_pb2.SetAssignmentResponse:
-        """Sets the assignment of this run of the worker."""
+        """Set the assignment of this incarnation of the worker."""
         meant = conversion.from_proto(request.peer, PeerRef)
         self._worker.assume(meant, conversion.from_proto(request.assignment, Assignment), request.grace_s)
         return worker_pb2.SetAssignmentResponse()
@@ -78,7 +78,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def LoadAdapter(
         self, request: worker_pb2.LoadWorkerAdapterRequest, _context: _Context
     ) -> worker_pb2.LoadWorkerAdapterResponse:
-        """Loads an adapter; returns when requests may have it."""
+        """Load an adapter and return when requests may use it."""
         meant = conversion.from_proto(request.peer, PeerRef)
         wanted = conversion.from_proto(request.adapter, AdapterFacts)
         loaded = await self._worker.adapters.load(meant, wanted, request.in_use)
@@ -87,18 +87,18 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def UnloadAdapter(
         self, request: worker_pb2.UnloadWorkerAdapterRequest, _context: _Context
     ) -> worker_pb2.UnloadWorkerAdapterResponse:
-        """Lists an adapter no more."""
+        """Remove an adapter from the list of those that new requests may use."""
         self._worker.adapters.unload(conversion.from_proto(request.peer, PeerRef), request.name)
         return worker_pb2.UnloadWorkerAdapterResponse()
 
     async def Inspect(self, _request: worker_pb2.InspectRequest, _context: _Context) -> worker_pb2.InspectResponse:
-        """Returns the identity and state of the worker."""
+        """Return the identity and state of the worker."""
         return conversion.to_proto(self._worker.report.inspect(), worker_pb2.InspectResponse)
 
     async def ListPrefixes(
         self, _request: worker_pb2.ListPrefixesRequest, _context: _Context
     ) -> worker_pb2.ListPrefixesResponse:
-        """Returns the names of all cached pages that can be reused."""
+        """Return the names of all cached pages that can be reused."""
         return conversion.to_proto(self._worker.report.known_prefixes(), worker_pb2.ListPrefixesResponse)
 
     # ---- other workers ----
@@ -106,14 +106,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def ConnectPeer(
         self, request: worker_pb2.ConnectPeerRequest, _context: _Context
     ) -> worker_pb2.ConnectPeerResponse:
-        """Accepts the handshake of a prefill worker and returns this worker's description."""
+        """Accept the handshake of a prefill worker and return this worker's description."""
         mine = self._worker.peers.accept(conversion.from_proto(request, Handshake))
         return worker_pb2.ConnectPeerResponse(description=conversion.to_proto(mine, worker_pb2.PeerDescription))
 
     async def AllotPages(
         self, request: worker_pb2.AllotPagesRequest, _context: _Context
     ) -> worker_pb2.AllotPagesResponse:
-        """Allots pages under a lease to a prefill worker, which may write to them for `write_for_s` seconds."""
+        """Allocate pages under a lease to a prefill worker, which may write them for `write_for_s` seconds."""
         writer = conversion.from_proto(request.prefill, PeerRef)
         lease = conversion.from_proto(request.lease, Lease)
         page_ids = self._worker.admission.allocate_pages(lease, request.pages, writer)
@@ -122,7 +122,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def RenewPermissions(
         self, request: worker_pb2.RenewPermissionsRequest, _context: _Context
     ) -> worker_pb2.RenewPermissionsResponse:
-        """Renews the permission to write under leases; returns those that are over."""
+        """Renew the permission to write under leases, and return those that have ended."""
         writer, admission = conversion.from_proto(request.prefill, PeerRef), self._worker.admission
         over = admission.prolong([conversion.from_proto(lease, Lease) for lease in request.leases], writer)
         return worker_pb2.RenewPermissionsResponse(
@@ -132,7 +132,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def ReleaseLease(
         self, request: worker_pb2.ReleaseLeaseRequest, _context: _Context
     ) -> worker_pb2.ReleaseLeaseResponse:
-        """Releases a lease under which no write is in flight and none will follow."""
+        """Release a lease under which no write is in flight and none will follow."""
         writer = conversion.from_proto(request.prefill, PeerRef)
         lease = conversion.from_proto(request.lease, Lease)
         self._worker.admission.release(lease, writer, in_doubt=request.in_doubt)
@@ -141,7 +141,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def NameDeliveries(
         self, request: worker_pb2.NameDeliveriesRequest, _context: _Context
     ) -> worker_pb2.NameDeliveriesResponse:
-        """Records the leases whose notices were sent."""
+        """Take the report of a prefill worker of leases whose notices were sent."""
         writer = conversion.from_proto(request.prefill, PeerRef)
         self._worker.admission.delivered([conversion.from_proto(lease, Lease) for lease in request.leases], writer)
         return worker_pb2.NameDeliveriesResponse()

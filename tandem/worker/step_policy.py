@@ -1,7 +1,7 @@
 """Limits the prompt tokens of a step that has decode rows.
 
 Prompt tokens in a step delay the next token of every request that decodes in it; a prompt that waits delays its own
-first token. The limits of a step are `tandem.cost_model.chunks.step_limit`, which routers predict with as well.
+first token. The limits of a step come from `tandem.cost_model.chunks.step_limit`, with which routers predict as well.
 """
 
 import math
@@ -28,7 +28,7 @@ Cost = Callable[[], StepCost]
 
 
 class StepPolicy:
-    """Limits the prompt tokens of each step that could have prompts, by the worker's assignment."""
+    """Limits the prompt tokens of each step that could have prompts, according to the worker's assignment."""
 
     def __init__(self, assignment: Assignment, cost: Cost, max_step_tokens: int) -> None:
         self._assignment = assignment
@@ -38,10 +38,10 @@ class StepPolicy:
             self._most = min(assignment.step_budget or CHUNKED_BUDGET, max_step_tokens)
         self._progress = _Progress(self._most)
         self.steps_without_prompts = 0
-        """Steps since the last call of `prefill_tokens` in which no prompt waited."""
+        """Steps without waiting prompts since the last call of `prefill_tokens`."""
 
     def prefill_tokens(self, decode_work: StepWork, waiting: WaitingPrompts, targets: Sequence[float] = ()) -> int:
-        """Return the most prompt tokens of a step with `decode_work`; the engine's own limit applies as well.
+        """Return the most prompt tokens of a step with `decode_work`. The engine's own limit applies as well.
 
         `targets` are the longest gaps between tokens that its decoding requests tolerate, in seconds, ascending.
         """
@@ -63,9 +63,9 @@ class StepPolicy:
     def _fitting(
         self, cost: StepCost, decode_work: StepWork, waiting: WaitingPrompts, target_s: float, most: int
     ) -> int:
-        """Return the most tokens up to `most` whose step is predicted to take at most `target_s` seconds.
+        """Return the most tokens, up to `most`, whose step is predicted to take at most `target_s` seconds.
 
-        The prediction grows with the tokens, so bisection finds them.
+        The prediction grows with the tokens, so bisection finds the number.
         """
         fits, too_many = 0, min(most, waiting.tokens) + 1
         while too_many - fits > 1:
@@ -80,21 +80,21 @@ class StepPolicy:
 class _Progress:
     """Forces a chunk after `FORCED_CHUNK_INTERVAL` steps that gave waiting prompts less than the minimal chunk.
 
-    No prompt starves, and such long steps are too few to matter at the 99th percentile of a request's gaps.
+    So no prompt starves, and such long steps are too few to matter at the 99th percentile of a request's gaps.
     """
 
     def __init__(self, budget: int) -> None:
         self._minimal_chunk = min(MIN_CHUNK_TOKENS, max(1, budget // _BUDGET_CHUNKS))
         self._forced_chunk = min(FORCED_CHUNK_TOKENS, budget)
         self.steps = FORCED_CHUNK_INTERVAL
-        """Steps since the last one with a chunk."""
+        """Steps since the last step with a chunk."""
 
     def is_chunk(self, tokens: int, waiting: WaitingPrompts) -> bool:
-        """Return True if this is at least the minimal chunk, or all prompt tokens that wait."""
+        """Return True if `tokens` is at least the minimal chunk, or all prompt tokens that wait."""
         return tokens >= min(self._minimal_chunk, waiting.tokens)
 
     def at_least(self, tokens: int, waiting: WaitingPrompts) -> int:
-        """Count a step that would have so many prompt tokens; returns how many it gets."""
+        """Count a step that would have `tokens` prompt tokens, and return how many it gets."""
         self.steps += 1
         if not waiting.prompts or self.steps <= FORCED_CHUNK_INTERVAL or self.is_chunk(tokens, waiting):
             return tokens

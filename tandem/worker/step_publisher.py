@@ -1,4 +1,4 @@
-"""The way of a step's events from the engine thread to the event loop."""
+"""Passes a step's events from the engine thread to the event loop."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from tandem.worker.outbox import Outbox
 
 
 class StepPublisher:
-    """Belongs to the engine thread."""
+    """Passes the output of steps to the outbox. Called on the engine thread."""
 
     def __init__(self, events: asyncio.AbstractEventLoop, outbox: Outbox) -> None:
         self._events = events
@@ -21,8 +21,9 @@ class StepPublisher:
         tokens: Sequence[RoutedTokens] = (),
         then: Sequence[Callable[[], None]] = (),
     ) -> None:
-        """Give a step's events to the outbox, and have the calls made on the event loop behind that. Never waits.
+        """Give a step's events and tokens to the outbox, and then have the event loop make the calls. Never waits.
 
-        It wakes the event loop once: between two calls that thread might write messages while this one waits for it.
+        The event loop is woken once: with two wake-ups, it could write messages while the engine thread waits to make
+        the second.
         """
         self._events.call_soon_threadsafe(self._outbox.take_step, step, events, tokens, then)

@@ -1,6 +1,6 @@
-"""The validation of requests at a worker's listener.
+"""The validation of requests at a worker's gRPC service.
 
-Routers validate first, but one bad request must never reach the engine.
+Routers validate requests first, but an invalid request must never reach the engine.
 """
 
 import math
@@ -25,14 +25,14 @@ ID_LENGTH_MAX = 256
 
 
 def check_prefill(task: PrefillTask, model: ModelFacts) -> None:
-    """InvalidArgument names the field and the limit."""
+    """Raise InvalidArgument, with the field and the limit, if the task is invalid."""
     _check(task, model)
     if task.destination is None and task.sampling.max_tokens > task.answered + 1:
         raise InvalidArgument("destination", "is missing, and max_tokens leaves room for more than one token")
 
 
 def check_reservation(reservation: Reservation, model: ModelFacts) -> None:
-    """InvalidArgument names the field and the limit."""
+    """Raise InvalidArgument, with the field and the limit, if the reservation is invalid."""
     _check(reservation, model)
     if not reservation.gap_target_s > 0:
         raise InvalidArgument("gap_target_s", f"{reservation.gap_target_s:g} is not above 0")

@@ -1,8 +1,8 @@
-"""A worker: one engine, its two halves, the step loop between them and the way out, tied together.
+"""A worker: one engine, the schedulers of both phases, the step loop that runs them, and the event streams to routers.
 
-Whatever routers, other workers and the controller change here they change by a method of `Worker`, or of its
-`admission` and `peers`; what they may know is in its `report`. The servicer only translates. Lives on the event loop
-that runs while it is made; the engine has its own thread, the transfer another.
+Routers, other workers and the controller change a worker only through the methods of `Worker` and of its `admission`,
+`peers`, `assignment` and `adapters`; they read its state from its `report`. The servicer only translates messages. A
+worker is used on the event loop on which it is created; the engine and the transfer have threads of their own.
 """
 
 import asyncio
@@ -54,11 +54,14 @@ from tandem.worker.validation import check_prefill, check_reservation
 log = logging.getLogger(__name__)
 
 _GRAMMAR_THREADS = 2
-"""Threads that compile the grammars of new requests; routers admit only those that compile within seconds."""
+"""Threads that compile the grammars of new requests. Routers admit only grammars that compile within seconds."""
 
 
 class Worker:
-    """Owns both halves, the loop and the outbox; `close` ends them. Engine and transport are used, not owned."""
+    """Owns both schedulers, the loop and the outbox, and ends them in `close`.
+
+    Engine and transport are used, not owned.
+    """
 
     def __init__(
         self,
@@ -75,10 +78,10 @@ class Worker:
         self._config = config
         self._events = asyncio.get_running_loop()
         self.died: asyncio.Future[BaseException] = self._events.create_future()
-        """Set when a step failed: the process must end."""
+        """Completes with the error when a step has failed; the process must then end."""
         used = Utilization(engine.roofline, given=config.ceilings)
         self.metrics = WorkerMetrics(engine.facts.name, me.worker_id, used)
-        """The metrics of this worker; export `worker_facts` with them."""
+        """The metrics of this worker. Export `worker_facts` together with them."""
         self._cache = PrefixCache(engine.pool, engine.kv_pages, enabled=config.prefix_cache)
         self._outbox = Outbox(self._events, self._load, self._router_gone, config.attach_grace_s, self._cache.changes)
         self._checks = PageChecks(engine.page_sums, config.kv_checksum_rate, engine.kv_pages)
@@ -98,7 +101,7 @@ class Worker:
             set_steps=loop.set_assignment,
             emit=post,
         )
-        """The assignment of this worker."""
+        """The assignment of this worker: its open phases and how its steps are made."""
         self.adapters = WorkerAdapters(me, engine.adapters, halves.adapters)
         """The adapters of this worker."""
         self._warm_ups = WarmUps(
@@ -119,24 +122,27 @@ class Worker:
         """The report of this worker."""
 
     def start(self) -> None:
-        """Begin to step, and to end what is due."""
+        """Start the step loop and the watchdog."""
         self._loop.start()
         self._watchdog.start()
 
     # ---- routers ----
 
     def attach(self, router_id: str, *, prefixes: bool = False) -> RouterStream:
-        """The stream of a router's events, with the prefix cache's if it wants them; give it back to `detach`."""
+        """Return the stream of a router's events, with changes of the prefix cache if `prefixes`.
+
+        The caller passes it to `detach` when the stream ends.
+        """
         return self._outbox.attach(router_id, prefixes=prefixes)
 
     def detach(self, stream: RouterStream) -> None:
-        """The stream ended: its router's requests are over."""
+        """Abort the requests of a router whose stream has ended, unless another stream has replaced it."""
         self._outbox.detach(stream)
 
     async def begin_answer(self, work: Reservation | PrefillTask) -> History | None:
-        """Return the history of an answer that needs one, its grammar followed so far, before a step needs it.
+        """Return the history of an answer that penalties or a grammar need, or None, before a step needs it.
 
-        Raises InvalidArgument if that fails.
+        Its grammar is compiled and advanced to the newest token. Raises InvalidArgument if that fails.
         """
         if not work.sampling.needs_history:
             return None
@@ -146,7 +152,11 @@ class Worker:
         return history
 
     def reserve(self, reservation: Reservation) -> GrantedLease:
-        """See `DecodeAdmission.reserve`; InvalidArgument for what no worker would take, NotFound for its adapter."""
+        """Grant a lease to a reservation (`DecodeAdmission.reserve`).
+
+        Raises InvalidArgument if no worker would accept the request, NotFound if its adapter is not loaded, and the
+        errors of `DecodeAdmission.reserve`.
+        """
         check_reservation(reservation, self.facts)
         adapter = self.adapters.number(reservation.adapter)
         try:
@@ -158,31 +168,34 @@ class Worker:
         return granted
 
     def prefill(self, task: PrefillTask, history: History | None = None) -> None:
-        """See `PrefillScheduler.submit`; InvalidArgument for what no worker would take, NotFound for its adapter.
+        """Queue a prompt for prefill (`PrefillScheduler.submit`).
 
         `history` is what `begin_answer` returned for the task.
+
+        Raises InvalidArgument if no worker would accept the request, NotFound if its adapter is not loaded, and the
+        errors of `PrefillScheduler.submit`.
         """
         check_prefill(task, self.facts)
         self._halves.prefill.submit(task, self.adapters.number(task.adapter), history)
         self._outbox.expect(task.router_id)
 
     def abort(self, router_id: str, refs: Sequence[RequestRef]) -> None:
-        """Forget these requests in both halves; unknown ones are ignored."""
+        """Abort these requests in both phases. Unknown ones are ignored."""
         self._halves.abort(router_id, refs)
 
     # ---- other workers ----
 
     def peer_joined(self, info: WorkerInfo) -> None:
-        """Another worker serves, perhaps one that was believed dead, or has opened other halves.
+        """Note that another worker serves, or has opened another phase. It may have been assumed dead before.
 
-        Who will hand prompts over to it gets ready for that now, not with a user's prompt.
+        If this worker hands prompts over to it, the connection is warmed up now, and not with a user's prompt.
         """
         self.admission.peer_back(info.peer)
         self.peers.welcome(info.peer)
         self._warm_ups.add(info)
 
     def peer_gone(self, peer: PeerRef) -> None:
-        """Take that run of another worker, and its earlier ones, for dead."""
+        """Assume this incarnation of another worker and its earlier ones dead."""
         log.info("%s is gone up to incarnation %d", peer.worker_id, peer.incarnation)
         self.admission.peer_gone(peer)
         self.peers.forget(peer)
@@ -191,7 +204,7 @@ class Worker:
     # ---- the controller ----
 
     def assume(self, meant: PeerRef, assignment: Assignment, grace_s: float) -> None:
-        """See `WorkerAssignment.assume`; StaleEpoch if another run of a worker is meant."""
+        """Change the assignment (`WorkerAssignment.assume`). Raises StaleEpoch if another incarnation is meant."""
         if meant != self.me:
             raise StaleEpoch(f"{meant.worker_id}, incarnation {meant.incarnation}, is not here; look who serves now")
         self.assignment.assume(assignment, grace_s)
@@ -199,17 +212,17 @@ class Worker:
         self._wake()
 
     def look_for_stuck(self) -> None:
-        """See `Watchdog.check_device`."""
+        """End the worker if its device hangs (`Watchdog.check_device`)."""
         self._watchdog.check_device()
 
     # ---- the end ----
 
     async def drain(self, grace_s: float) -> int:
-        """See `WorkerAssignment.drain`."""
+        """Accept nothing new and wait for running requests (`WorkerAssignment.drain`)."""
         return await self.assignment.drain(grace_s)
 
     async def close(self) -> None:
-        """Abort everything, end the loop, the handoffs and the connections, close the transport. Idempotent."""
+        """Abort all requests, end the loop, the hand-overs and the connections, and close the transport. Idempotent."""
         self._watchdog.stop()
         self.assignment.stop()
         await self._warm_ups.close()
@@ -299,7 +312,7 @@ class Worker:
             on_death=lambda error: self._post_threadsafe(self._die, error),
         )
 
-    # The parts know each other in circles: what one hears of another that is made later goes through here.
+    # The parts refer to each other in circles. A part that is created later is called through these methods.
 
     def _expect(self, leases: int) -> None:
         self.transport.expect(leases)
@@ -326,10 +339,10 @@ class Worker:
         self._events.call_soon_threadsafe(call, value)
 
     def _die(self, error: BaseException) -> None:
-        """The engine is lost: nothing that runs here can end well, and nothing new may come.
+        """Fail the requests that the lost engine was computing, and end all streams.
 
-        Requests that it was computing fail with Internal. Of the others routers hear by the end of their streams: they
-        know which of them need this worker still.
+        The requests of launched steps fail with Internal. For all others, routers notice the end of their streams; they
+        know which of those requests still need this worker.
         """
         if self.died.done():
             return
@@ -344,5 +357,5 @@ class Worker:
 
 
 def first_line(error: BaseException) -> str:
-    """An error's type and the first line of its words: CUDA's are a page."""
+    """Return an error's type and the first line of its message: CUDA's messages are a page long."""
     return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])

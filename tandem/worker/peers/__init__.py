@@ -1,1 +1,1 @@
-"""Connections between workers, and the confirmations that travel over them."""
+"""Connections between workers, and the reports that are sent over them."""

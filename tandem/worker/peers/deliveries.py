@@ -1,7 +1,7 @@
-"""A notice leaves once and is not answered.
+"""Reports to decode workers which notices were sent to them.
 
-So the decode worker hears once more, in words, which have left long ago: where one was lost it would keep the lease's
-pages for as long as this process lives.
+A notice is sent once and is not answered. The decode worker therefore gets a later report of the leases whose notices
+were sent long ago: if a notice was lost, it would otherwise keep the lease's pages for as long as this process lives.
 """
 
 import asyncio
@@ -15,9 +15,9 @@ from tandem.protocol.messages import Destination, Lease, PeerRef
 log = logging.getLogger(__name__)
 
 MOST_LEASES = 1024
-"""The most leases of one call; more wait for the next."""
+"""The most leases of one call; further leases wait for the next call."""
 MOST_WAITING = 16 * MOST_LEASES
-"""The most leases kept for one unreachable peer; older ones are dropped, and end with either process."""
+"""The most leases that are kept for one unreachable peer. Older ones are dropped, and end with either process."""
 
 Tell = Callable[[PeerRef, str, Sequence[Lease]], Awaitable[bool]]
 """A call with (peer, address, leases) that returns True if they were delivered or the peer is gone."""
@@ -25,25 +25,32 @@ Tell = Callable[[PeerRef, str, Sequence[Lease]], Awaitable[bool]]
 
 @dataclass(slots=True)
 class _Peer:
-    """Leases whose notices have left to one run of a worker: `late` before the last call, `fresh` since."""
+    """Leases whose notices were sent to one incarnation of a worker.
+
+    `late` has those from before the last call, `fresh` those from after it.
+    """
 
     address: str
     late: list[Lease] = field(default_factory=list)
     fresh: list[Lease] = field(default_factory=list)
     telling: asyncio.Task[None] | None = None
+    """The task that sends the reports."""
 
 
 class Deliveries:
-    """Tells each peer what was delivered to it, all of one or two periods at once. Lives on the event loop."""
+    """Reports to each peer the leases of the last one or two periods in one call.
+
+    Used on the event loop. Owned by `Peers`.
+    """
 
     def __init__(self, tell: Tell, period_s: float) -> None:
-        """`period_s`: time that a notice has at least before its lease is named, in seconds."""
+        """Create the reports; a lease is reported at least `period_s` seconds after its notice was sent."""
         self._tell = tell
         self._period_s = period_s
         self._peers: dict[PeerRef, _Peer] = {}
 
     def add(self, destination: Destination) -> None:
-        """The notice of this lease has left."""
+        """Add a lease whose notice was sent."""
         peer = self._peers.setdefault(destination.peer, _Peer(destination.address))
         peer.fresh.append(destination.lease)
         if len(peer.late) + len(peer.fresh) > MOST_WAITING and peer.late:
@@ -52,7 +59,7 @@ class Deliveries:
             peer.telling = asyncio.ensure_future(self._tell_all(destination.peer, peer))
 
     async def close(self) -> None:
-        """Tell nobody any more: who loses this worker looks after its leases."""
+        """Stop reporting. A worker that loses this one ends its leases itself."""
         telling = [peer.telling for peer in self._peers.values() if peer.telling is not None]
         for each in telling:
             each.cancel()
@@ -63,7 +70,7 @@ class Deliveries:
             await asyncio.sleep(self._period_s)
             some = peer.late[:MOST_LEASES]
             if not some or await self._heard(ref, peer.address, some):
-                # The oldest may have been forgotten meanwhile.
+                # The oldest leases may have been dropped in the meantime.
                 heard = set(some)
                 peer.late = [*(lease for lease in peer.late if lease not in heard), *peer.fresh]
                 peer.fresh = []
@@ -76,6 +83,6 @@ class Deliveries:
             log.info("%d deliveries to %s are named again: %s", len(leases), peer.worker_id, error.message)
             return False
         except Exception:
-            # Said again, it would be refused again.
+            # The peer would refuse a repeated call as well.
             log.exception("%s does not want to hear of %d deliveries", peer.worker_id, len(leases))
             return True

@@ -1,4 +1,4 @@
-"""The other workers: clients to decode workers, and the answer to prefill workers that introduce themselves."""
+"""The other workers: clients to decode workers, and the reply to prefill workers that connect."""
 
 import asyncio
 import logging
@@ -22,22 +22,25 @@ from tandem.protocol.messages import Destination, Handshake, Lease, PeerDescript
 from tandem.worker.peers.deliveries import MOST_WAITING, Deliveries
 
 RUNS_KEPT = 16
-"""The most runs of each worker that are remembered: pages of earlier ones have long been free."""
+"""The most incarnations of each worker that are remembered: pages of earlier ones have long been free."""
 
 
 class SameHostPeers:
-    """The prefill workers on this host; it knows whether those live whose processes can be seen from here.
+    """The prefill workers on this host, and whether their processes are alive, if those can be observed from here.
 
-    Entries are by run, because an earlier run may live while its successor does.
+    Entries are by incarnation, because an earlier incarnation may be alive while its successor is. Owned by `Peers`.
     """
 
     def __init__(self, host: str) -> None:
-        """`host` is the name of this host; if it is empty, no peer counts as being on it."""
+        """Create the set. `host` is the id of this host; if it is empty, no peer counts as being on it."""
         self._host = host
         self._runs: dict[str, dict[int, str]] = {}
 
     def add(self, them: PeerDescription) -> None:
-        """Record a peer that introduces itself, and so lives; if its process cannot be seen, its death goes unseen."""
+        """Record a peer that has just connected and is therefore alive.
+
+        If its process cannot be observed from here, its death is not noticed either.
+        """
         if not self._host or them.host != self._host:
             return
         runs = self._runs.setdefault(them.peer.worker_id, {})
@@ -49,19 +52,20 @@ class SameHostPeers:
             del runs[min(runs)]
 
     def has(self, peer: PeerRef) -> bool:
-        """Return whether this run said that it is on this host. From any thread."""
+        """Return True if this incarnation said that it is on this host. Any thread may call it."""
         return peer.incarnation in self._runs.get(peer.worker_id, {})
 
     def process_alive(self, peer: PeerRef) -> bool | None:
-        """Return whether the process of this run lives; None if that is unknown. From any thread."""
+        """Return True if the process of this incarnation is alive; None if that is unknown. Any thread may call it."""
         process = self._runs.get(peer.worker_id, {}).get(peer.incarnation)
         return processes.lives(process) if process else None
 
 
 class IncompatiblePeers:
-    """Workers that this one has refused, or was refused by: no KV is transferred between them while both run.
+    """Workers that this worker has refused, or that have refused it: no KV is transferred between them while both run.
 
-    Each is logged once, and reported to the cluster for as long as it is known. Lives on the event loop.
+    Each is logged once, and reported to the cluster for as long as it is known. Used on the event loop. Owned by
+    `Peers`.
     """
 
     def __init__(self) -> None:
@@ -69,7 +73,7 @@ class IncompatiblePeers:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """One sentence for each, as `tandem status` shows it."""
+        """One sentence for each incompatible worker, as `tandem status` shows it."""
         return tuple(f"shares no request with {peer.worker_id}: {why}" for peer, why in self._why.items())
 
     def add(self, peer: PeerRef, why: str) -> None:
@@ -83,7 +87,7 @@ class IncompatiblePeers:
         self._why.pop(peer, None)
 
     def forget(self, peer: PeerRef) -> None:
-        """Forget a run that is over, and its earlier ones."""
+        """Remove this incarnation, which has ended, and all earlier ones."""
         for known in [known for known in self._why if known.worker_id == peer.worker_id]:
             if known.incarnation <= peer.incarnation:
                 del self._why[known]
@@ -94,14 +98,13 @@ log = logging.getLogger(__name__)
 Reply = TypeVar("Reply")
 
 DELIVERY_PERIOD_S = 1.0
-"""The seconds that a notice may be in flight before the decode worker is asked if it has arrived.
+"""Seconds after which the decode worker is asked whether a notice has arrived.
 
-Notices take milliseconds; a later one costs a second prefill.
-"""
+Notices take milliseconds; a lost notice that is reported later costs a second prefill."""
 
 
 class _Connection:
-    """A channel to one run of one worker, and the introduction that must come first."""
+    """A channel to one incarnation of a worker, and the handshake that must come first."""
 
     def __init__(self, address: str, token: str) -> None:
         self.channel = rpc.open_channel(address, token)
@@ -110,7 +113,10 @@ class _Connection:
 
 
 class Peers(DecodePeers):
-    """One connection for each incarnation of a worker, opened when it is needed. Lives on the event loop."""
+    """One connection for each incarnation of a worker, opened when it is needed.
+
+    Used on the event loop. Owned by the worker.
+    """
 
     def __init__(self, mine: Handshake, sender: Sender, token: str, rpc_timeout_s: float) -> None:
         self._mine = mine
@@ -130,14 +136,14 @@ class Peers(DecodePeers):
     # ---- prefill side ----
 
     async def connect(self, destination: Destination) -> None:
-        """Introduces this worker to the decode worker, unless that was done before."""
+        """Make the handshake with the decode worker, unless it was made before."""
         await self._introduced(destination.peer, destination.address)
 
     async def warm_up(self, peer: PeerRef, address: str) -> bool:
-        """Connects to a decode worker and moves a page to it; returns True on success.
+        """Connect to a decode worker and write a page to it. Returns True on success.
 
-        Source and destination are the spare pages after the pools, which no request owns. The first use of a wire is
-        the slowest by far. Errors are logged and never raised.
+        Source and destination are the spare pages after the pools, which no request owns. The first use of a transport
+        is by far the slowest. Errors are logged and never raised.
         """
         try:
             theirs = await self._introduced(peer, address)
@@ -148,7 +154,7 @@ class Peers(DecodePeers):
         except TimeoutError:
             log.info("the way to %s is not warm yet: its first page takes too long", peer.worker_id)
         except FailedPrecondition:
-            log.debug("there is no way to %s", peer.worker_id)  # in which words, is in the log already
+            log.debug("there is no way to %s", peer.worker_id)  # the reason is in the log already
         except TandemError as error:
             log.info("the way to %s is not warm yet: %s", peer.worker_id, error.message)
         except Exception:
@@ -159,7 +165,7 @@ class Peers(DecodePeers):
         return False
 
     async def allocate_pages(self, destination: Destination, pages: int) -> AllocatedPages:
-        """Asks the decode worker for the pages that receive the last of the prompt's `pages`."""
+        """Request the pages that receive the last of the prompt's `pages` from the decode worker."""
         request = worker_pb2.AllotPagesRequest(
             lease=conversion.to_proto(destination.lease, worker_pb2.Lease),
             pages=pages,
@@ -170,7 +176,7 @@ class Peers(DecodePeers):
         return AllocatedPages(tuple(reply.page_ids), reply.write_for_s)
 
     async def renew(self, peer: PeerRef, address: str, leases: Sequence[Lease], within_s: float) -> Renewal:
-        """Asks the decode worker for permission to go on writing under these leases."""
+        """Request permission from the decode worker to continue writing under these leases."""
         request = worker_pb2.RenewPermissionsRequest(
             leases=[conversion.to_proto(lease, worker_pb2.Lease) for lease in leases],
             prefill=conversion.to_proto(self._me, types_pb2.PeerRef),
@@ -181,11 +187,11 @@ class Peers(DecodePeers):
         return Renewal(over, reply.write_for_s)
 
     def delivered(self, destination: Destination) -> None:
-        """Queues the lease for the next report of delivered notices."""
+        """Queue the lease for the next report of sent notices."""
         self._deliveries.add(destination)
 
     async def release(self, destination: Destination, *, in_doubt: bool) -> None:
-        """Reports to the decode worker that no write under the lease is in flight and none will follow."""
+        """Report to the decode worker that no write under the lease is in flight and none will follow."""
         request = worker_pb2.ReleaseLeaseRequest(
             lease=conversion.to_proto(destination.lease, worker_pb2.Lease),
             prefill=conversion.to_proto(self._me, types_pb2.PeerRef),
@@ -211,10 +217,10 @@ class Peers(DecodePeers):
     # ---- decode side ----
 
     def accept(self, theirs: Handshake) -> PeerDescription:
-        """Accepts the handshake of a prefill worker and returns this worker's description.
+        """Accept the handshake of a prefill worker and return this worker's description.
 
-        FailedPrecondition, with the reason, if the two are incompatible; StaleEpoch from a run that is known to be
-        over.
+        Raises FailedPrecondition, with the reason, if the two are incompatible, and StaleEpoch if the incarnation is
+        known to have ended.
         """
         peer = theirs.description.peer
         if peer in self._gone:
@@ -231,23 +237,24 @@ class Peers(DecodePeers):
         return self._mine.description
 
     def same_host(self, peer: PeerRef) -> bool:
-        """True if this run of a prefill worker has reported that it is on this host."""
+        """Return True if this incarnation of a prefill worker has reported that it is on this host."""
         return self._same_host.has(peer)
 
     def process_alive(self, peer: PeerRef) -> bool | None:
-        """True if the process of this run of a prefill worker is alive; None = not visible from here."""
+        """Return True if the process of this incarnation of a prefill worker is alive; None if that is unknown."""
         return self._same_host.process_alive(peer)
 
     # ---- both ----
 
     def warnings(self) -> tuple[str, ...]:
-        """The incompatibilities of other workers with this one, in sentences; for `tandem status`."""
+        """Return the incompatibilities of other workers with this one, in sentences; for `tandem status`."""
         return self._incompatible.warnings
 
     def forget(self, peer: PeerRef) -> None:
-        """Drops the connections to this run of a worker and its earlier ones, which are over.
+        """Drop the connections to this incarnation of a worker and its earlier ones, which have ended.
 
-        None is opened again unless a run is accepted anew: another process may listen at their address by now.
+        None is opened again unless an incarnation is accepted anew, because another process may listen at the address
+        by now.
         """
         self._gone.add(peer)
         for known, connection in list(self._connections.items()):
@@ -259,13 +266,16 @@ class Peers(DecodePeers):
         self._sender.remove_peer(peer)
 
     def welcome(self, peer: PeerRef) -> None:
-        """This run serves. If it was believed dead, all is as it was, and it hears which leases it has back."""
+        """Accept an incarnation that serves. If it was assumed dead, its former state is restored.
+
+        It also gets the reports of leases that were kept back while it was assumed dead.
+        """
         if not self._gone.restore(peer):
             return
         log.info("%s, which was taken for dead, is back", peer.worker_id)
         known = self._accepted.get(peer.worker_id)
         if known is not None and known.peer == peer:
-            # It takes itself for introduced.
+            # It considers the handshake made, and will not make it again.
             self._sender.add_peer(known)
         for destination in self._owed.pop(peer, ()):
             self._deliveries.add(destination)
@@ -280,7 +290,7 @@ class Peers(DecodePeers):
     # ---- inside ----
 
     def _owe(self, peer: PeerRef, leases: Sequence[Destination]) -> None:
-        """A worker that is dead needs no telling; should it live, it has to hear that nothing will follow."""
+        """Keep reports for a worker that is assumed dead: if it is alive, it must learn that no write will follow."""
         if self._gone.is_last(peer):
             self._owed.setdefault(peer, deque(maxlen=MOST_WAITING)).extend(leases)
 
@@ -297,7 +307,7 @@ class Peers(DecodePeers):
         if connection.introduced is None:
             connection.introduced = asyncio.ensure_future(self._introduce(connection, peer))
             connection.introduced.add_done_callback(partial(self._drop_unless_introduced, peer, connection))
-        # Shielded: many requests wait for one introduction, and one of them may be cancelled.
+        # Shielded: many requests wait for one handshake, and one of them may be cancelled.
         return await asyncio.shield(connection.introduced)
 
     async def _introduce(self, connection: _Connection, peer: PeerRef) -> PeerDescription:
@@ -323,7 +333,11 @@ class Peers(DecodePeers):
     def _drop_unless_introduced(
         self, peer: PeerRef, connection: _Connection, introduced: "asyncio.Task[PeerDescription]"
     ) -> None:
-        """Not left to those who wait: all may have been cancelled, and the next one must not hear of an old failure."""
+        """Drop a connection whose handshake failed.
+
+        This is not left to the waiting requests: all may have been cancelled, and the next one must not get an old
+        failure.
+        """
         if introduced.cancelled() or introduced.exception() is not None:
             self._drop(peer, connection)
 
@@ -341,7 +355,7 @@ async def _call(call: Awaitable[Reply], peer: PeerRef) -> Reply:
     except grpc.aio.AioRpcError as error:
         raise rpc.error_of(error, f"worker {peer.worker_id}") from error
     except asyncio.CancelledError as error:
-        # gRPC says the same of a caller that was cancelled and of a channel that was closed under the call.
+        # gRPC raises the same error when the caller was cancelled and when the channel was closed during the call.
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise

@@ -1,4 +1,4 @@
-"""Connections that are made before a user's prompt needs one: from who prefills to everybody who decodes."""
+"""Connections that are made before a user's prompt needs one: from each prefilling worker to every decoding worker."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,14 +8,17 @@ from tandem.protocol.messages import PeerRef, WorkerInfo
 from tandem.worker.peers.peers import Peers
 
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
-"""The seconds between two attempts to warm the same connection; the wait doubles."""
+"""The first and the longest wait between two attempts to warm up the same connection, in seconds; the wait doubles."""
 
 
 class WarmUps:
-    """Follows the other workers as the controller names them. `close` it before the peers."""
+    """Warms up connections to the other workers that the controller names.
+
+    Call `close` before the peers are closed. Owned by the worker.
+    """
 
     def __init__(self, peers: Peers, prefills: Callable[[], bool]) -> None:
-        """`prefills`: whether this worker's own prefill half is open now."""
+        """Create the warm-ups; `prefills` returns True if this worker's own prefill phase is open."""
         self._peers = peers
         self._prefills = prefills
         self._others: dict[str, WorkerInfo] = {}
@@ -23,12 +26,12 @@ class WarmUps:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def add(self, info: WorkerInfo) -> None:
-        """Another worker serves, or has opened other halves."""
+        """Note that another worker serves, or has opened another phase."""
         self._others[info.peer.worker_id] = info
         self.start_due()
 
     def forget(self, peer: PeerRef) -> None:
-        """This run and its earlier ones are believed dead."""
+        """Forget this incarnation and its earlier ones, which are assumed dead."""
         known = self._others.get(peer.worker_id)
         if known is not None and known.peer.incarnation <= peer.incarnation:
             del self._others[peer.worker_id]
@@ -37,7 +40,7 @@ class WarmUps:
                 self._running.pop(other).cancel()
 
     def start_due(self) -> None:
-        """Connect to whoever may get prompts from here and is not connected; one that is costs next to nothing."""
+        """Connect to each worker that may get prompts from here and is not connected. Costs little if all are."""
         for info in self._others.values():
             if self._wanted(info.peer) and info.peer not in self._running:
                 task = asyncio.ensure_future(self._warm_up(info.peer, info.address))
@@ -46,7 +49,7 @@ class WarmUps:
                 task.add_done_callback(partial(self._ended, info.peer))
 
     async def _warm_up(self, peer: PeerRef, address: str) -> None:
-        """Until the way is warm or not wanted any more: what was lost once may have been a packet."""
+        """Try to warm up the connection until it succeeds or is not wanted any more."""
         wait_s = FIRST_RETRY_S
         while not await self._peers.warm_up(peer, address):
             await asyncio.sleep(wait_s)
@@ -55,7 +58,7 @@ class WarmUps:
                 return
 
     def _wanted(self, peer: PeerRef) -> bool:
-        """True if this worker may send KV to this run."""
+        """Return True if this worker may send KV to this incarnation."""
         info = self._others.get(peer.worker_id)
         return info is not None and info.peer == peer and info.takes_answers and self._prefills()
 
@@ -65,7 +68,7 @@ class WarmUps:
             del self._running[peer]
 
     async def close(self) -> None:
-        """Nothing is waited for."""
+        """Cancel all attempts."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -9,14 +9,14 @@ from tandem.protocol.messages import Assignment, PeerRef
 from tandem.worker.config import WorkerConfig
 
 Settings = tuple[tuple[str, str], ...]
-"""Names of settings, and what they are, in words that can be compared."""
+"""Names and values of settings, as text that can be compared."""
 
 _SERVED = (
     *("model", "model_name", "random_weights", "device", "dtype", "page_tokens", "max_model_len", "tokenizer"),
     "adapters",
     *("token", "transfer_backend", "trusted_network", "kv_checksum_rate"),
 )
-"""The settings that decide what a worker serves and which workers it is compatible with."""
+"""The settings that decide what a worker serves and with which workers it is compatible."""
 _PASSING = (
     *("worker_id", "role", "engine", "step_policy", "step_budget", "itl_target_s"),
     *("controller_address", "host", "port", "metrics_port", "outlive_s"),
@@ -27,13 +27,13 @@ _SECRETS = ("token", "metrics_key")
 
 @dataclass(frozen=True, slots=True)
 class WorkerDescription:
-    """One run of a worker as it is now."""
+    """One incarnation of a worker as it is now."""
 
     peer: PeerRef
     assignment: Assignment
     """The last assignment that it received."""
     serves: bool
-    """True if it takes requests; else it starts, drains or has ended."""
+    """True if it takes requests; otherwise it starts, drains or has ended."""
     served: Settings
     """The settings that must be equal for the worker to be taken over."""
     tuning: Settings
@@ -41,17 +41,17 @@ class WorkerDescription:
 
 
 def served_of(config: WorkerConfig) -> Settings:
-    """Returns the settings of `config` that must be equal for a worker to be taken over."""
+    """Return the settings of `config` that must be equal for a worker to be taken over."""
     return _settings(config, lambda name: name in _SERVED)
 
 
 def tuning_of(config: WorkerConfig) -> Settings:
-    """Returns the settings of `config` that may differ when a worker is taken over."""
+    """Return the settings of `config` that may differ when a worker is taken over."""
     return _settings(config, lambda name: name not in _SERVED and name not in _PASSING)
 
 
 def differences(ours: Settings, theirs: Settings) -> tuple[str, ...]:
-    """The names of settings that are not the same; a setting that only one side knows is one of them."""
+    """Return the names of settings that differ, including settings that only one side has."""
     mine, others = dict(ours), dict(theirs)
     return tuple(name for name in {**mine, **others} if mine.get(name) != others.get(name))
 
@@ -62,7 +62,7 @@ def _settings(config: WorkerConfig, wanted: Callable[[str], bool]) -> Settings:
 
 
 def _values(config: Any) -> Iterable[tuple[str, object]]:
-    """Yields the fields of a record, its own before those of its settings."""
+    """Return the fields of a record with their values, its own before those of its base class."""
     own = type(config).__annotations__
     ordered = sorted(fields(config), key=lambda field: field.name not in own)
     return ((field.name, getattr(config, field.name)) for field in ordered)

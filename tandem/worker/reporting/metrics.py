@@ -1,6 +1,6 @@
-"""The metrics of a worker: steps as they end, hand-overs as they are reported, and facts read at a scrape.
+"""The metrics of a worker: steps as they end, hand-overs as they are reported, and facts that are read at a scrape.
 
-The engine's thread reports each step between steps; that costs it a few additions. All else belongs to the event loop.
+The engine thread reports each step between steps, which takes a few additions. Everything else runs on the event loop.
 Any thread may read the numbers.
 """
 
@@ -28,16 +28,17 @@ if TYPE_CHECKING:
     from tandem.worker.reporting.report import WorkerReport
 
 _WINDOW_MARKS, _MARK_S = 20, 0.5
-"""Utilization is of so many stretches of steps, each about so many seconds long: the last ten seconds of computing."""
+"""Utilization is averaged over this number of intervals, each about `_MARK_S` seconds of steps: the last 10 seconds."""
 _NANOS = 1e9
 
 Emit = Callable[[RoutedEvent], None]
 
 
 class Utilization:
-    """The share of the device's ceilings that the newest steps needed.
+    """The share of the device's ceilings that the newest steps used.
 
-    A ceiling below what steps have reached was measured under load, and rises, unless an operator gave it.
+    A ceiling below what steps have reached was measured under load, and is raised, unless an operator has set it. Owned
+    by the worker's metrics; updated on the engine thread.
     """
 
     def __init__(self, roofline: Roofline, given: Ceilings | None = None) -> None:
@@ -58,13 +59,13 @@ class Utilization:
 
     @property
     def bandwidth(self) -> float:
-        """Part of the device's memory bandwidth, 0 before the first step."""
+        """The used part of the device's memory bandwidth; 0 before the first step."""
         busy_s, read, _ = self._lately()
         return read / (busy_s * self.ceilings.bytes_per_s) if busy_s else 0.0
 
     @property
     def compute(self) -> float:
-        """Part of its peak of operations a second."""
+        """The used part of the device's peak operations per second."""
         busy_s, _, done = self._lately()
         return done / (busy_s * self.ceilings.flops) if busy_s else 0.0
 
@@ -82,13 +83,13 @@ class Utilization:
 
 
 class WorkerMetrics:
-    """Owns the worker's registry."""
+    """The metrics of one worker. Owns the worker's registry."""
 
     def __init__(self, model: str, worker: str, utilization: Utilization) -> None:
         self.registry = registry = Registry({"model": model, "worker": worker})
         self.utilization = utilization
         self.writing = WritingTime()
-        """The time of hand-overs' writes."""
+        """The seconds in which hand-overs had writes in progress."""
         self._decode_steps = registry.histogram(f.STEP_SECONDS, "decode")
         self._prefill_steps = registry.histogram(f.STEP_SECONDS, "prefill")
         self._mixed_steps = registry.histogram(f.STEP_SECONDS, "mixed")
@@ -108,7 +109,7 @@ class WorkerMetrics:
         registry.read(lambda: {f.TRANSFER_WRITING: self.writing.seconds})
 
     def step(self, work: StepWork, seconds: float, predicted_s: float) -> None:
-        """Count a step that has ended; the engine thread calls it."""
+        """Count a step that has ended. Called on the engine thread."""
         rows, tokens = work.decode_rows, work.prefill_tokens
         if not tokens:
             times, over = self._decode_steps, self._decode_over
@@ -128,11 +129,11 @@ class WorkerMetrics:
         self.utilization.step(work, seconds)
 
     def refused(self) -> None:
-        """Count a request that found no pages."""
+        """Count a reservation that was refused for lack of pages."""
         self._refusals.add()
 
     def hearing(self, emit: Emit) -> Emit:
-        """`emit` for hand-overs, which tells here as well how each has ended."""
+        """Return a function that calls `emit` and counts how each hand-over has ended."""
 
         def heard(routed: RoutedEvent) -> None:
             event = routed.event
@@ -165,7 +166,7 @@ class WorkerMetrics:
 
 
 def engine_facts(engine: ModelRunner, role: Callable[[], str]) -> Facts:
-    """Return facts that an engine keeps; `role` is read at each scrape, as it may change."""
+    """Return the facts of an engine. `role` is called at each scrape, as the role may change."""
     graphs = engine.graph_use
     return {
         f.WORKER_INFO: {(role(), engine.device_name, engine.facts.dtype): 1.0},
@@ -177,7 +178,7 @@ def engine_facts(engine: ModelRunner, role: Callable[[], str]) -> Facts:
 
 
 def worker_facts(report: WorkerReport, transport: Transport) -> Facts:
-    """Return facts that a worker keeps."""
+    """Return the facts of a worker."""
     load, found = report.load(), report.inspect()
     stored, removed = report.prefix_events
     return {
@@ -206,7 +207,7 @@ def worker_facts(report: WorkerReport, transport: Transport) -> Facts:
 
 
 def speculation_facts(counts: SpeculationCounts | None, speedup: float) -> Facts:
-    """Return what speculative decoding did; nothing without it."""
+    """Return the facts of speculative decoding; empty without it."""
     if counts is None:
         return {}
     return {
@@ -223,7 +224,7 @@ def speculation_facts(counts: SpeculationCounts | None, speedup: float) -> Facts
 
 
 def _by_position(counts: Counter[tuple[DraftSource, int]]) -> Reading:
-    """Return the drafts by position, with all positions from the beginning, so that no client creates a series."""
+    """Return the draft tokens by position. All positions exist from the start, so that no client creates a series."""
     sums = dict.fromkeys(range(DRAFTS_MAX), 0)
     for (_, position), count in list(counts.items()):
         sums[position] += count
@@ -231,7 +232,7 @@ def _by_position(counts: Counter[tuple[DraftSource, int]]) -> Reading:
 
 
 def _by_source(counts: Counter[tuple[DraftSource, int]]) -> Reading:
-    """Return the drafts by proposer and match, likewise with all sources."""
+    """Return the draft tokens by proposer and match. All sources exist from the start."""
     sums = dict.fromkeys(DRAFT_SOURCES, 0)
     for (source, _), count in list(counts.items()):
         sums[source] += count
@@ -239,7 +240,7 @@ def _by_source(counts: Counter[tuple[DraftSource, int]]) -> Reading:
 
 
 def step_costs(cost: CostParameters) -> Facts:
-    """Return the fitted costs of steps; nothing before the first step."""
+    """Return the fitted costs of steps; empty before the first step."""
     if not cost.observed:
         return {}
     parts: Reading = {(name.removesuffix("_s"),): getattr(cost, name) for name in SECONDS}

@@ -1,4 +1,4 @@
-"""The report of a worker: its load, by which routers place, and its inspection."""
+"""The report of a worker: its load, which routers use for placement, and its inspection."""
 
 from decode_worker.speculation import SpeculationCounts
 from tandem.cost_model.step_cost import CostParameters
@@ -31,7 +31,10 @@ def load_of(halves: PhaseSchedulers, cache: PrefixCache, decoding: StepWork, cos
 
 
 class WorkerReport:
-    """Looks at the parts of a worker and changes none; each answer takes microseconds."""
+    """Reads the state of a worker's parts and changes none.
+
+    Each call takes microseconds. Owned by the worker; called on the event loop.
+    """
 
     def __init__(
         self,
@@ -53,46 +56,46 @@ class WorkerReport:
         self._watchdog = watchdog
 
     def load(self) -> WorkerLoad:
-        """Load now."""
+        """Return the current load."""
         return load_of(self._halves, self._cache, self._loop.decoding, self._meter.parameters)
 
     @property
     def not_ready(self) -> str:
-        """Why it takes nothing for now, in words; empty = it does."""
+        """The reason why the worker accepts nothing at present, empty if it does."""
         return self._halves.not_ready
 
     @property
     def batch_limit(self) -> int:
-        """Most requests that decode in one step, in its present role."""
+        """The most requests that decode in one step, in the current role."""
         return self._halves.batch_limit(self._assignment.role)
 
     @property
     def expired_leases(self) -> int:
-        """Leases that ended because nobody renewed them."""
+        """The number of leases that ended because no heartbeat renewed them."""
         return self._halves.admission.expired_leases
 
     @property
     def pending_transfer_pages(self) -> int:
-        """KV pages of prompts that are over, which writes still read."""
+        """The number of KV pages of prompts that have ended but whose writes still read the pages."""
         return self._halves.prefill.pending_transfer_pages()
 
     @property
     def prefix_events(self) -> tuple[int, int]:
-        """Pages that ever became known to the prefix cache, and that were forgotten."""
+        """The numbers of pages that were ever added to the prefix cache, and that were removed from it."""
         return self._cache.events
 
     @property
     def speculation(self) -> SpeculationCounts | None:
-        """Drafts since the worker started; None without speculative decoding."""
+        """The counts of draft tokens since the worker started; None without speculative decoding."""
         speculation = self._halves.decode.speculation
         return None if speculation is None else speculation.counts
 
     def known_prefixes(self) -> PrefixList:
-        """The names of all pages that can be used again."""
+        """Return the names of all cached pages that can be reused."""
         return self._cache.known()
 
     def inspect(self) -> WorkerInspection:
-        """Page counts, open work, and whether the pool was sound whenever this worker was idle."""
+        """Return page counts, open work, and whether the pool was consistent whenever this worker was idle."""
         counts, admission = self._cache.pool.counts(), self._halves.admission
         return WorkerInspection(
             peer=self._me,

@@ -1,4 +1,4 @@
-"""The watchdog of a worker: it ends leases that expired, a device that is stuck, and checks the page pool."""
+"""The watchdog of a worker: ends expired leases, ends the worker if its device hangs, and checks the page pool."""
 
 import asyncio
 import logging
@@ -16,10 +16,10 @@ log = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """A timer on the event loop.
+    """A timer on the event loop that checks leases, device and page pool.
 
-    Leases, quarantines and stuck steps end at most a tenth of their time late; the pool is checked after each busy
-    time.
+    Leases, quarantines and stuck steps end at most a tenth of their time too late. The pool is checked whenever the
+    worker becomes idle. Owned by the worker.
     """
 
     def __init__(
@@ -43,24 +43,24 @@ class Watchdog:
         self._timer: asyncio.Task[None] | None = None
         self._check: asyncio.Future[None] | None = None
         self._checking_since = 0.0
-        """The time at which the check of the pool began, by the monotonic clock; 0 if none runs."""
+        """The time at which the running check of the pool began, by the monotonic clock; 0 if none runs."""
         self.integrity_error = ""
         """The error that was found in the pool, in words; it is never cleared."""
 
     def start(self) -> None:
-        """Starts the periodic checks on the event loop."""
+        """Start the periodic checks on the event loop."""
         self._timer = asyncio.ensure_future(self._run())
 
     def stop(self) -> None:
-        """Idempotent."""
+        """Stop the checks. Idempotent."""
         for task in (self._timer, self._check):
             if task is not None:
                 task.cancel()
 
     def check_device(self) -> bool:
-        """End the worker if its device hangs; returns whether it does.
+        """End the worker if its device hangs, and return True if it does.
 
-        Nothing that is waited for here may keep this from being called.
+        Nothing that waits for the device may prevent this call.
         """
         stuck = self._stuck()
         if stuck:
@@ -79,7 +79,7 @@ class Watchdog:
                 log.exception("the watchdog continues after an error")
 
     def _stuck(self) -> str:
-        """The operation that the device hangs in; empty if it hangs in none."""
+        """Return the operation in which the device hangs; empty if it does not hang."""
         if self._loop.give_up_stuck():
             return "a step"
         if self._checks.busy_s > self._step_deadline_s:
@@ -88,9 +88,9 @@ class Watchdog:
         return "a check of the pool" if since and time.monotonic() - since > self._step_deadline_s else ""
 
     def _check_when_idle(self) -> None:
-        """Check the pool off the event loop and never while the engine needs it.
+        """Check the pool, not on the event loop and never while the engine needs the pool.
 
-        The timer goes on meanwhile: a check that hangs must not hide a device that does.
+        The timer continues meanwhile: a check that hangs must not hide a device that hangs.
         """
         steps = self._loop.steps
         if steps == self._steps_checked or self._halves.open_requests() or self._checking_since:
