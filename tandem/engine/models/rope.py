@@ -9,9 +9,9 @@ from tandem.engine.config.rope import RopeConfig
 
 
 def rope_table(rope: RopeConfig | None, dims: int, max_context: int, device: torch.device) -> Tensor:
-    """Returns [max_context, dims] float32: cos of half the dimensions, then sin, times the attention factor.
+    """Return the table [max_context, dims] float32: cosines of half the dimensions, then sines, times the attention factor.
 
-    Without a `rope` nothing is rotated: each cosine is 1, each sine 0.
+    If `rope` is None nothing is rotated: each cosine is 1, each sine 0.
     """
     if rope is None:
         return torch.cat((torch.ones(max_context, dims // 2), torch.zeros(max_context, dims // 2)), dim=-1).to(device)
@@ -22,10 +22,7 @@ def rope_table(rope: RopeConfig | None, dims: int, max_context: int, device: tor
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Returns radians per position for each pair of dimensions: float32 [head_dim / 2] on the host.
-
-    They are scaled by `rope.kind`.
-    """
+    """Return the radians per position of each pair of dimensions, scaled by `rope.kind`: float32 [head_dim / 2] on the host."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     plain = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
@@ -38,7 +35,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
-    """Scales as Llama 3.1 does: slow frequencies divided by the factor, fast ones kept, a linear blend between."""
+    """Scale as Llama 3.1 does: slow frequencies are divided by the factor, fast ones kept, those between blended linearly."""
     wavelength = 2 * math.pi / plain
     turns = rope.original_context / wavelength
     blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -49,7 +46,7 @@ def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn(plain: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
-    """Scales as YaRN does (arXiv:2309.00071, section 3.2): a ramp over the dimensions, from kept to divided."""
+    """Scale as YaRN does (arXiv:2309.00071, section 3.2): from kept to divided frequencies, with a ramp over dimensions."""
 
     def dimension(rotations: float) -> float:
         inner = rope.original_context / (rotations * 2 * math.pi)
