@@ -58,7 +58,7 @@ class DecoderModel:
         return () if self._updates is None else self._updates.trial_tokens
 
     def run_layer(self, number: int, hidden: Tensor, layouts: Sequence[StepLayout], cache: KvCache) -> None:
-        """Store the KV of layer `number`, and add its attention and feed-forward outputs to `hidden` in place (`forward`)."""
+        """Store the KV of layer `number`, and add its attention and feed-forward outputs to `hidden` in place."""
         layer = self._layers[number]
         layout = layouts[layer.group]
         q = layer.attention.store(hidden, layout, cache)

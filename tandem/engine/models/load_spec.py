@@ -17,11 +17,11 @@ from tandem.engine.models.size_limits import check_limits
 from tandem.protocol.errors import InvalidArgument, ModelError
 
 _QUANTIZED = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
-"""Files in which quantized checkpoints may store their settings instead of config.json, with the method each implies."""
+"""Files in which quantized checkpoints may store their settings, and the method that each file implies."""
 _TOWERS = ("vision_config", "audio_config", "speech_config", "image_config", "video_config", "sound_config")
 """Fields of config.json that describe the non-text parts of a multimodal model."""
 LARGEST_JSON = 24 << 20
-"""The largest size of a JSON file in bytes: an index of more than 200,000 tensor names, which takes a second to read."""
+"""The most bytes of a JSON file: an index of more than 200,000 tensor names, which takes a second to read."""
 _SHARED_FIELDS = ("eos_token_id", "tie_word_embeddings", "dtype", "torch_dtype")
 """Fields that multimodal models may have only outside of `text_config`."""
 

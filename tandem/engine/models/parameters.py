@@ -206,7 +206,7 @@ def expert_places(weights: Experts) -> dict[str, Place]:
 
 
 def renamed(places: dict[str, Place], names: Mapping[str, str]) -> dict[str, Place]:
-    """Return the same places under other names: in each name, the first key of `names` found is replaced by its value."""
+    """Return the same places under other names: the first key of `names` in each is replaced by its value."""
     found = {}
     for name, place in places.items():
         for old, new in names.items():

@@ -1,4 +1,7 @@
-"""Limits of the sizes in config.json: no published model exceeds them, and just checking such a model would take minutes."""
+"""Limits of the sizes in config.json.
+
+No published model exceeds them, and just checking a model beyond them would take minutes.
+"""
 
 from collections.abc import Mapping
 from typing import Any
