@@ -231,7 +231,7 @@ def _start_on_host(
     """Allocate the cache and make the stepper for a CPU, or for kernels that were passed in, which run step by step."""
     spec = model.spec
     # Allocated outside of inference mode, because the transfer and tests write into the cache as well.
-    # The default applies on a GPU as well, where only tests come here.
+    # The capacity is None only on a GPU with kernels that were passed in, that is in tests.
     capacity = _CPU_CACHE_BYTES if config.kv_cache_bytes is None else config.kv_cache_bytes
     cache = PagedCache(
         spec, setting.page_tokens, capacity, setting.kv_dtype, setting.device, step_tokens=config.max_step_tokens

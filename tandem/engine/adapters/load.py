@@ -1,4 +1,4 @@
-"""Loading of a model's adapters: at the start, and into free slots while the engine runs."""
+"""Loads a model's adapters: at the start, and into free slots while the engine runs."""
 
 import contextlib
 from collections import defaultdict

@@ -162,6 +162,7 @@ class PagePool:
         """
         with self.lock:
             self._need_known(pages, [page for page in pages if page not in self._shared and page not in self._cached])
+            # A cached page stops being free when it is retained, so reservations limit how many cached pages may be.
             room = self._unreserved
             for count, page in enumerate(pages):
                 if page in self._cached:

@@ -139,6 +139,7 @@ class PrefixCache:
         with self.pool.lock:
             self._read(prefix, position)
             try:
+                # `aside` is reserved here and returned below, which checks that so many more pages are free.
                 self.pool.promise(pages - prefix.held + aside)
             except TandemError:
                 self._release_prefix(prefix)
@@ -187,8 +188,8 @@ class PrefixCache:
     def retire(self, owner: RequestRef, prefix: Prefix, pages: list[int], position: int) -> int:
         """Release the pages that tokens from `position` on do not see, set their entries to FREED, return their number.
 
-        The caller makes sure that no running step reads them. Pages that the request owns become cached if their digest
-        is indexed without a page of that group, and are freed otherwise; either way they count as free again.
+        The caller makes sure that no running step reads them. Pages that the request owns become cached if the index
+        can use them, and are freed otherwise; either way they count as free again.
         """
         if not self._windowed:
             return 0
@@ -244,6 +245,8 @@ class PrefixCache:
                         self._digests.update(dict.fromkeys(new, digest))
                         self._log.stored(digest, parent)
                 else:
+                    # Another request indexed this digest first: `_retain_path` has retained its pages, and this
+                    # request's own pages stay its own.
                     prefix.pages += [FREED] * groups
                     for group in self._full:
                         prefix.pages[number * groups + group] = node.pages[group]
@@ -381,13 +384,15 @@ class PrefixCache:
                 page = pages[entry]
                 if page == FREED or prefix.pages[entry] != FREED:
                     continue
+                # A page that another request already provides stays the owner's.
                 if self._give(owner, prefix, entry, page):
                     prefix.pages[entry] = page
 
     def _give(self, owner: RequestRef, prefix: Prefix, entry: int, page: int) -> bool:
         """Share a page of the owner as the page of its digest.
 
-        Returns False if the digest is not indexed, or if it has a page in this group already.
+        Returns False if the digest is not indexed, or has a page in this group already. If all groups have windows, a
+        missing digest is indexed here: then no path needs to lead to it.
         """
         number, group = divmod(entry, self.kv.groups)
         if number >= len(prefix.digests):
@@ -426,6 +431,8 @@ class PrefixCache:
         group = node.pages.index(page)
         node.pages[group] = FREED
         others = held_pages(node.pages)
+        # No lookup can use a digest that lost its page in a group without a window, so its other pages are evicted with
+        # it.
         if group in self._full or not others:
             del self._nodes[digest]
             self._log.removed(digest)

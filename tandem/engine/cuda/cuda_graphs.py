@@ -76,8 +76,8 @@ class DecodeGraphs:
         def compute() -> Tensor:
             logits = self._forward(step, Feed(step.sources, self._drawn))
             assert logits is not None
-            # Greedy sampling is part of the graph, so a step of greedy rows needs no launch besides the replay. It
-            # reads no parameters.
+            # The graph samples the most likely tokens too, so greedy rows need no further sampling. It reads no
+            # parameters.
             self._sampler.sample(logits, unread, self._drawn[:rows], greedy_only=True)
             return logits
 

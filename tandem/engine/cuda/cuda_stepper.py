@@ -32,7 +32,7 @@ class _HostMemory:
     done: torch.cuda.Event = field(default_factory=torch.cuda.Event)
 
     def reserve(self, words: int) -> Tensor:
-        # Doubled, so that slowly growing steps rarely allocate: pinning memory is slow.
+        # Twice the size that is needed, so that slowly growing steps rarely allocate pinned memory again.
         if words > len(self.words):
             self.words = _pinned(2 * words)
         return self.words[:words]
@@ -81,7 +81,9 @@ class CudaStepper:
         self._memory.reverse()
         # This memory was last used two steps ago; the device must have read it before it is written again.
         memory.done.synchronize()
+        # Copied now, because this step will overwrite the tokens of the previous one on the device.
         late = self.draws.late_tokens(draws, self._sources(batch)) if draws.looks_back else ()
+        # From here on everything is only launched; the result is read by the function that is returned.
         logits, greedy_is_drawn, scoring = self._compute(batch, sizes, memory)
         read = None
         if logits is not None:

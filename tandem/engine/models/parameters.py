@@ -104,7 +104,7 @@ class Place:
     """Where one tensor of a checkpoint is written to."""
 
     tensor: Weight
-    """A view into the parameters."""
+    """The destination: a view into the parameters."""
     transform: Callable[[Tensor], Tensor] | None = None
     """Computes the values of the destination from those in the checkpoint, which have `shape`; None = they are equal.
 

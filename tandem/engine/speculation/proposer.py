@@ -104,7 +104,7 @@ class BatchProposer(Proposer):
     """
 
     source: DraftSource
-    """The source of its drafts."""
+    """The source that its drafts name."""
     longest: int = DRAFTS_MAX
     """The most tokens in a draft."""
     max_step_tokens: int

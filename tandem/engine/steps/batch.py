@@ -54,7 +54,7 @@ class RowColumns(NamedTuple):
     """
 
     token_ids: NDArray[np.int64]
-    """[n]"""
+    """[n]: the token of each row."""
     position_offset: NDArray[np.int64]
     """[n]: the position of each token, less `step`."""
     step: int

@@ -92,6 +92,7 @@ def _fill_rows(
         pages = into.table[:, index, here // page_tokens]
         into.slots[:, start:end] = pages * np.int64(page_tokens) + here % page_tokens
         start = end
+    # Row r has the tokens from row_starts[r] to row_starts[r + 1], so one more entry ends the last row.
     into.row_starts[first + len(batch.chunks)] = start
     drawn = [index for index, row in enumerate(batch.chunks, first) if row.draw is not None]
     into.drawn[singles : singles + len(drawn)] = into.row_starts[1:][drawn] - 1

@@ -67,7 +67,7 @@ class SamplingMetadata(Sequence[SamplingInput]):
     starts: NDArray[np.uint64]
     """[n]: the start of each seed's sequence, see `seeded.start_of`."""
     indices: NDArray[np.int64]
-    """[n]"""
+    """[n]: the `index` of each draw, see `SamplingInput`."""
     greedy: bool
     """True if no draw is random."""
     looks_back: bool

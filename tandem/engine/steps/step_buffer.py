@@ -233,10 +233,12 @@ def _fill_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a compiled fu
         adapted[row] = adapters[slot]
         used, wrong = min(width, has), 0
         for group in range(groups):
+            # The slot is page id · page_tokens + the position within the page.
             slots[group * group_slots + row] = (table[slot, page * groups + group] - page) * page_tokens + position
             first, seen = group * group_table + row * width, 0
             if windows[group] > 0:
                 seen = max(0, position - windows[group] + 1) // page_tokens
+                # Entries before the window are FREED, so they repeat the first page that the window sees.
                 into[first : first + seen] = table[slot, seen * groups + group]
             for index in range(seen, used):
                 held_page = table[slot, index * groups + group]

@@ -27,15 +27,15 @@ class StoredTensor:
     """One of the tensors in which a checkpoint stores a quantized weight."""
 
     name: str
-    """The name after that of the module (`qweight`)."""
+    """The tensor's name after that of its module (`qweight`)."""
     shapes: tuple[Shape, ...] = ()
-    """The shapes that it may have; () = any."""
+    """The shapes that the tensor may have; () = any."""
     dtypes: frozenset[str] = frozenset()
-    """The dtypes that it may have, as safetensors spells them; empty = any."""
+    """The dtypes that the tensor may have, as safetensors spells them; empty = any."""
     required: bool = True
-    """False if it may be missing."""
+    """False if the tensor may be missing."""
     read: bool = True
-    """False if its values are ignored."""
+    """False if the tensor's values are ignored."""
 
 
 def unread(*names: str) -> tuple[StoredTensor, ...]:
