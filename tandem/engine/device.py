@@ -22,9 +22,9 @@ _KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _FLOAT8_CAPABILITY = (8, 9)
 """The lowest compute capability of GPUs that convert 8-bit floating-point numbers."""
 _KV_SCALE_ITEMS = 4
-"""The divisor of head dimensions in an 8-bit cache: the keys of one token and head must fill whole 32-bit words.
+"""Head dimensions must be a multiple of this in an 8-bit cache, so that the keys of a token and head are 32-bit words.
 
-Checksums and scales are computed over such words.
+Scales are such words too, and checksums are sums over them.
 """
 _CAPABILITY = (8, 0)
 """The lowest supported compute capability: older GPUs lack bfloat16 and asynchronous copies."""

@@ -83,11 +83,9 @@ class PrefixCache:
     """
 
     def __init__(self, pool: PagePool, kv: KvPages, *, enabled: bool = True, names: PageNaming = page_digests) -> None:
-        """Create an empty index over `pool`; if not `enabled`, nothing is indexed.
+        """Create an empty index over `pool`; if not `enabled`, nothing is ever indexed.
 
         `names` computes the digests of full pages.
-
-        If not `enabled`, nothing is indexed.
         """
         self.pool = pool
         self.kv = kv

@@ -1,4 +1,4 @@
-"""Packing of rows with several tokens: checks them, and writes them into the step's buffer."""
+"""Packs rows of several tokens: checks them, and writes them into the step's buffer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ class Sections:
 
     token_ids: Words
     slots: Words
-    """[groups, tokens]"""
+    """[groups, tokens]: where each token's KV is stored; -1 = nowhere."""
     drawn: Words
     positions: Narrow
     sources: Narrow
     row_starts: Narrow
     contexts: Narrow
     table: Narrow
-    """[groups, rows, width]"""
+    """[groups, rows, width]: the page ids of each row."""
     adapters: Narrow
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Packing of a step's rows into tensors: one host buffer per step, which is copied to the device in one piece."""
+"""Packs a step's rows into tensors: one host buffer per step, which is copied to the device in one piece."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

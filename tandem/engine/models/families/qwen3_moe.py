@@ -1,4 +1,4 @@
-"""Qwen3-30B-A3B and Qwen3-235B-A22B: Qwen3's attention, and a mixture of experts in all layers not configured as dense."""
+"""Qwen3-30B-A3B and Qwen3-235B-A22B: Qwen3's attention, and experts in all layers not configured as dense."""
 
 from tandem.engine.config.model import ExpertRouter, MixtureOfExperts, ModelSpec
 from tandem.engine.models.families.family import (

@@ -36,7 +36,7 @@ class _AttentionWithoutNorm(AttentionBlock):
 
     @classmethod
     def of(cls, block: AttentionBlock) -> "_AttentionWithoutNorm":
-        """Return a block with the weights of `block`."""
+        """Return an `_AttentionWithoutNorm` with the weights of `block`."""
         found = object.__new__(cls)
         found.__dict__.update(block.__dict__)
         return found
