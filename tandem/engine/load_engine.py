@@ -76,7 +76,7 @@ class Stepper(Protocol):
     def logits(self, batch: StepBatch, *, every_token: bool = False) -> Tensor | None:
         """Return the logits [draws, vocab] of a step, None if no row has a draw.
 
-        Or, with `every_token`, [tokens, vocab].
+        With `every_token` they are [tokens, vocab].
         """
 
 

@@ -25,10 +25,7 @@ _TRIAL_TOKEN = 0
 
 @dataclass(frozen=True, slots=True)
 class DrawMemory:
-    """Pinned host memory for the copies of one step's draws to and from the device.
-
-    It is in use until the step has run.
-    """
+    """Host memory for the copies of one step's draws to and from the device. It is in use until the step has run."""
 
     params: Tensor
     rows: Tensor
@@ -83,9 +80,11 @@ class TokenDraws:
         return DrawMemory.of(len(self._drawn), self._drawn.device)
 
     def late_tokens(self, draws: Sequence[SamplingInput], sources: Sequence[int | None]) -> list[Tensor | None]:
-        """Return, for each draw with a history, the token [1] that draw `sources[…]` of the previous step samples.
+        """Return the token [1] that each draw with a history takes from draw `sources[…]` of the previous step.
 
-        Else None. The caller must call it before launching anything of this step, which may overwrite these tokens.
+        The entry is None for a draw without a history or a source.
+
+        The caller must call it before launching anything of this step, which may overwrite these tokens.
         """
         if all(draw.history is None or source is None for draw, source in zip(draws, sources, strict=True)):
             return [None] * len(draws)

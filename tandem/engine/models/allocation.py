@@ -203,9 +203,9 @@ def _empty_packed(shape: tuple[int, ...], packing: Packing, device: torch.device
 
 
 def _mapped(found: _T, make: Callable[[str, Tensor], Weight], path: str = "") -> _T:
-    """Return a copy of a tree of dataclasses and tuples with each tensor replaced.
+    """Return a copy of a tree of dataclasses and tuples in which each tensor is replaced by the result of `make`.
 
-    `path` is that of `named_weights`.
+    `path` is the path of the tree's field, as in `named_weights`.
     """
     result: Any = found
     if isinstance(found, Tensor):

@@ -181,10 +181,7 @@ class DraftModel(BatchProposer):
         return list(found.values())
 
     def _own_draws(self, draws: Sequence[SamplingInput]) -> Sequence[SamplingInput]:
-        """Return the draws of a request.
-
-        If they have a history, with a copy of it, to which the draft tokens are appended.
-        """
+        """Return the draws of a request, with a copy of their history, if any, to which draft tokens are appended."""
         history = draws[0].history
         if history is None:
             return draws

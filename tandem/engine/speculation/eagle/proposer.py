@@ -49,10 +49,7 @@ class EagleProposer(DraftModel):
         self._head = runner
         self._target = target
         self._states = target.drawn
-        """The hidden states that the tokens of the next step were sampled from.
-
-        Those of a request are at its `_rows`.
-        """
+        """The hidden states that the next step's tokens were sampled from; `_rows` has the rows of each request."""
         self._rows: dict[Hashable, Sequence[int]] = {}
 
     def begin(self, key: Hashable, token_ids: Sequence[int], cache_salt: str = "") -> None:

@@ -150,7 +150,8 @@ def _same(stored: Tensor) -> Tensor:
 def checked_groups(scheme: WeightScheme, index: Tensor | None, columns: int) -> Tensor | None:
     """Return the group of each column if groups are scattered, else None.
 
-    Raises ModelError for groups that do not exist.
+    Raises ModelError for groups that do not exist, and for columns that are out of order though the scheme is not
+    scattered.
     """
     if index is None:
         return None

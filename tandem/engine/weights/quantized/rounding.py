@@ -7,7 +7,7 @@ from tandem.engine.config.quantization import Codes, Packing
 from tandem.engine.kernels.packed_weight import CENTRE, PackedWeight, pack_nibbles
 
 _LARGEST = {Codes.INT8: 127.5, Codes.INT4: 7.5, Codes.FLOAT8: torch.finfo(torch.float8_e4m3fn).max}
-"""The magnitude that maps to the largest code: half of the range of integers, as in compressed-tensors."""
+"""The magnitude that maps to the largest code; for integers it is half of their range, as in compressed-tensors."""
 
 
 def rounded(weight: Tensor, packing: Packing) -> PackedWeight:
