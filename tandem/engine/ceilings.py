@@ -1,8 +1,9 @@
-"""Peak rates of a device, measured in a fraction of a second: the reference of utilization.
+"""Peak rates of a device, measured in a fraction of a second: the reference for utilization.
 
-They are the rate of a large product in the model's dtype, and the memory bandwidth: on a GPU that of a copy, with read
-and written bytes both counted, on CPUs that of all threads reading together. The operands are random numbers: a product
-of zeros takes less power and is faster. Other users of the device disturb some rounds, so the fast ones count.
+They are the rate of a large matrix product in the model's dtype, and the memory bandwidth. The bandwidth is that of a
+copy on a GPU, counting read and written bytes, and that of all threads reading together on a CPU. The operands are
+random numbers, because a product of zeros takes less power and runs faster. Other users of the device disturb some
+rounds, so only fast rounds count.
 """
 
 import logging
@@ -24,21 +25,25 @@ _COPY_BYTES = 256 << 20
 _COPY_ROUNDS = 24
 _MATRIX = 8192
 _PRODUCTS_S = 0.15
-"""Seconds of products: a chip that has been idle is faster than it can stay, so only the second half counts."""
+"""The duration of the products in seconds.
+
+An idle chip is at first faster than it can stay, so the second half counts.
+"""
 _PRODUCTS_LEAST, _PRODUCTS_MOST = 4, 400
 _FAST_PART = 4
-"""One round in `_FAST_PART` may be faster than the one that counts."""
+"""One in `_FAST_PART` rounds may be faster than the round that counts."""
 _CPU_READ_BYTES = 128 << 20
 _CPU_MATRIX = 512
 _CPU_ROUNDS_S = 0.1
-"""Seconds of each kind of rounds on CPUs."""
+"""The duration of each measurement on a CPU, in seconds."""
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype, threads: int | None = None) -> Ceilings:
-    """Measures the ceilings of `device` for products in `dtype`, on CPUs with `threads` threads (None = all cores).
+    """Measure the ceilings of `device` for products in `dtype`, on a CPU with `threads` threads (None = all cores).
 
-    Nothing else in this process may compute meanwhile. A step's fixed cost is not measured but assumed. If there is no
-    memory for it (about half a GiB on a GPU, an eighth on CPUs), a typical device's ceilings are returned.
+    Nothing else in this process may compute meanwhile. The fixed cost of a step is assumed, not measured. If there is
+    not enough memory to measure (about half a GiB on a GPU, an eighth of a GiB on a CPU), the ceilings of a typical
+    device are returned.
     """
     typical = GPU if device.type == "cuda" else CPU
     began = time.perf_counter()
@@ -55,7 +60,7 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype, threads: int | No
 
 
 def _of_gpu(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """Measures on the current stream; the memory is returned to the device."""
+    """Measure on the current stream, and return the memory to the device."""
     with torch.cuda.device(device), torch.inference_mode():
         try:
             bandwidth, flops = _copy_bandwidth(device), _product_rate(device, dtype)
@@ -83,7 +88,7 @@ def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def event_seconds(run: Callable[[], object], rounds: int) -> list[float]:
-    """Returns the device time of each round, launched back to back, after one warm-up round."""
+    """Return the device time in seconds of each round; rounds are launched back to back, after one warm-up round."""
     run()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]  # type: ignore[no-untyped-call]
     marks[0].record()
@@ -95,9 +100,9 @@ def event_seconds(run: Callable[[], object], rounds: int) -> list[float]:
 
 
 def _of_cpu(dtype: torch.dtype, threads: int | None) -> tuple[float, float]:
-    """Measures with one thread per core, since PyTorch's own threads would go on spinning between the engine's kernels.
+    """Measure with one thread per core: PyTorch's own threads would continue to spin between the engine's kernels.
 
-    A dtype without hardware support is slower than float32, which kernels can compute with as well.
+    A dtype without hardware support is slower than float32, in which kernels can compute too, so the faster one counts.
     """
     count = threads or len(os.sched_getaffinity(0))
     before = torch.get_num_threads()
@@ -112,7 +117,10 @@ def _of_cpu(dtype: torch.dtype, threads: int | None) -> tuple[float, float]:
 
 
 def _readers(pool: ThreadPoolExecutor, count: int) -> list[Callable[[], object]]:
-    """Returns one reader per thread, each of its own part, which some thread of the pool has written first."""
+    """Return one reader for each thread.
+
+    Each reads its own part of the memory, which a thread of the pool wrote first.
+    """
     part = _CPU_READ_BYTES // count // torch.float32.itemsize
     return [values.sum for values in pool.map(torch.ones, [part] * count)]
 
@@ -128,7 +136,7 @@ def _rounds(
     seconds: float = _CPU_ROUNDS_S,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Returns the seconds of the fastest round in which all jobs ran concurrently; at least two rounds."""
+    """Return the seconds of the fastest round in which all jobs ran concurrently, out of at least two rounds."""
     times: list[float] = []
     ends = clock() + seconds
     while len(times) < 2 or clock() < ends:
@@ -139,5 +147,5 @@ def _rounds(
 
 
 def _fast(times: list[float]) -> float:
-    """Returns a time among the fast ones of partly disturbed rounds, but no outlier."""
+    """Return a time among the fast rounds, as some were disturbed, but not the fastest, which may be an outlier."""
     return sorted(times)[len(times) // _FAST_PART]

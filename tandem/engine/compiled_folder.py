@@ -1,4 +1,4 @@
-"""The folder of compiled kernels, kept between starts."""
+"""The folder of compiled kernels, which is kept between starts."""
 
 import os
 import tempfile
@@ -8,7 +8,7 @@ from tandem.engine.user_cache import user_cache
 
 
 def compiled_folder(name: str) -> Path:
-    """Returns a writable folder: kernels/`name` in the user's cache, or a new temporary one where that is read-only."""
+    """Return a writable folder: kernels/`name` in the user's cache, or a temporary one if the cache is read-only."""
     home = user_cache("kernels") / name
     try:
         home.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Resolution of the settings on this machine: device, dtype, page size and kernels."""
+"""Resolves the engine's settings on this machine: the device, the dtypes, the page size and the kernels."""
 
 import importlib.util
 import logging
@@ -20,29 +20,35 @@ log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _FLOAT8_CAPABILITY = (8, 9)
-"""The oldest GPUs that convert 8-bit floating-point numbers."""
+"""The lowest compute capability of GPUs that convert 8-bit floating-point numbers."""
 _KV_SCALE_ITEMS = 4
-"""The keys of one token and head must be whole 32-bit words, as checksums and scales are."""
+"""Head dimensions must be a multiple of this in an 8-bit cache, so that the keys of a token and head are 32-bit words.
+
+Scales are such words too, and checksums are sums over them.
+"""
 _CAPABILITY = (8, 0)
-"""The oldest GPUs supported: bfloat16 and asynchronous copies begin here."""
+"""The lowest supported compute capability: older GPUs lack bfloat16 and asynchronous copies."""
 
 
 def usable_gpus() -> int:
-    """Returns the number of GPUs, in the order of their indices, before the first that `parse_device` refuses."""
+    """Return the number of GPUs, in the order of their indices, before the first that `parse_device` rejects."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     too_old = (index for index in range(count) if torch.cuda.get_device_capability(index) < _CAPABILITY)
     return next(too_old, count)
 
 
 def why_no_gpu_kernels() -> str | None:
-    """Returns what is missing for the kernels of GPUs and how to get it; None if nothing is."""
+    """Return what the GPU kernels lack, and how to install it; None if nothing is missing."""
     if importlib.util.find_spec("triton") is not None:
         return None
     return "its kernels need triton, which is not installed; pip install '.[gpu]' in Tandem's folder, or use cpu."
 
 
 def parse_device(name: str) -> torch.device:
-    """Parses a device; InvalidArgument if it is unknown, absent or too old, or if its kernels are not installed."""
+    """Parse the name of a device.
+
+    Raises InvalidArgument if it is unknown, absent or too old, or if its kernels are not installed.
+    """
     kind, _, ordinal = name.partition(":")
     if kind not in {"cpu", "cuda"} or (ordinal and not (kind == "cuda" and ordinal.isdecimal())):
         raise InvalidArgument("device", f"{name!r} is not known; use cpu, cuda or cuda:N.")
@@ -64,7 +70,7 @@ def parse_device(name: str) -> torch.device:
 
 
 def parse_dtype(config: EngineConfig, device: torch.device, model: ModelSpec) -> torch.dtype:
-    """Returns the dtype of weights and KV; InvalidArgument for an unknown one."""
+    """Return the dtype of weights and KV. Raises InvalidArgument if it is unknown."""
     name = config.dtype
     if name == "auto":
         name = "float32" if device.type == "cpu" else model.dtype or _stored_dtype(config)
@@ -74,7 +80,10 @@ def parse_dtype(config: EngineConfig, device: torch.device, model: ModelSpec) ->
 
 
 def parse_kv_dtype(config: EngineConfig, device: torch.device, model: ModelSpec) -> torch.dtype:
-    """Returns the dtype of the KV cache; InvalidArgument for one that is unknown or not served for this model here."""
+    """Return the dtype of the KV cache.
+
+    Raises InvalidArgument if it is unknown, or not supported for this model and device.
+    """
     dtype = quantized_kv_dtype(config.kv_cache_dtype, model)
     if dtype is None:
         return parse_dtype(config, device, model)
@@ -84,9 +93,9 @@ def parse_kv_dtype(config: EngineConfig, device: torch.device, model: ModelSpec)
 
 
 def quantized_kv_dtype(name: str, model: ModelSpec) -> torch.dtype | None:
-    """Returns the 8-bit dtype that `--kv-cache-dtype` names, None for `auto`.
+    """Return the 8-bit dtype that `--kv-cache-dtype` names, None for `auto`.
 
-    InvalidArgument for an unknown one, or a model whose KV has none.
+    Raises InvalidArgument if it is unknown, or if the model's KV cannot be stored in 8 bits.
     """
     if name == "auto":
         return None
@@ -100,13 +109,13 @@ def quantized_kv_dtype(name: str, model: ModelSpec) -> torch.dtype | None:
 
 
 def check_weights(device: torch.device, model: ModelSpec) -> None:
-    """Raises InvalidArgument for FP8 weights on a GPU that has no conversion of them."""
+    """Raise InvalidArgument for FP8 weights on a GPU that cannot convert them."""
     if device.type == "cuda" and model.quantization is not None and model.quantization.has_float8:
         _check_float8("quantization", device, "weights of the checkpoint in 16 bits, or in 8 or 4 bits as integers")
 
 
 def _check_float8_kv(device: torch.device) -> None:
-    """Raises InvalidArgument for a device without kernels for KV of 8-bit floating-point numbers."""
+    """Raise InvalidArgument for a device without kernels for FP8 KV."""
     if device.type == "cpu":
         raise InvalidArgument("kv_cache_dtype", "fp8 is served on GPUs only; use int8, which is as small, or auto.")
     _check_float8("kv_cache_dtype", device, "int8 or auto")
@@ -122,7 +131,7 @@ def _check_float8(setting: str, device: torch.device, instead: str) -> None:
 
 
 def parse_page_tokens(config: EngineConfig, device: torch.device) -> int:
-    """Returns the tokens of a KV page; InvalidArgument below 1."""
+    """Return the number of tokens in a KV page. Raises InvalidArgument if it is below 1."""
     default = CPU_PAGE_TOKENS if device.type == "cpu" else GPU_PAGE_TOKENS
     page_tokens = default if config.page_tokens is None else config.page_tokens
     if page_tokens < 1:
@@ -141,25 +150,25 @@ def choose_kernels(
     *,
     kv_dtype: torch.dtype,
 ) -> Kernels:
-    """Returns the fastest kernels of the device; InvalidArgument for a model that they cannot compute."""
+    """Return the fastest kernels for the device. Raises InvalidArgument for a model that they cannot compute."""
     if device.type == "cuda":
         from tandem.engine.kernels.cuda import CudaKernels
 
         return CudaKernels(model, device, dtype, page_tokens, config.max_batch_requests, kv_dtype)
     if dtype in {torch.float32, torch.bfloat16}:
-        # Imported here, as compiling takes seconds and processes on GPUs need none of it.
+        # Imported here, because compiling takes seconds and processes on GPUs do not need it.
         from tandem.engine.kernels.cpu.kernels import CpuKernels
 
-        # The kernels bring their own threads; PyTorch's would spin on the same cores after every operation.
+        # These kernels have their own threads; PyTorch's would spin on the same cores after every operation.
         torch.set_num_threads(1)
         return CpuKernels(dtype, config.threads)
     return ReferenceKernels()
 
 
 def choose_updates(device: torch.device) -> LoraUpdates:
-    """Returns the fastest updates of adapters on the device.
+    """Return the fastest implementation of adapter updates for the device.
 
-    On CPUs they are PyTorch's: their products are small, and few of a step's tokens need each.
+    On CPUs it is PyTorch's, because the products are small and each is needed for few tokens of a step.
     """
     if device.type != "cuda":
         return PlainUpdates()
@@ -169,7 +178,7 @@ def choose_updates(device: torch.device) -> LoraUpdates:
 
 
 def device_name(device: torch.device) -> str:
-    """Returns a readable name: `cpu`, or the GPU's number and product name."""
+    """Return a readable name: `cpu`, or the number and product name of the GPU."""
     return "cpu" if device.type == "cpu" else f"{device} {torch.cuda.get_device_name(device)}"
 
 

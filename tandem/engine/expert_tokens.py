@@ -1,4 +1,4 @@
-"""Counters of the tokens that chose each expert, by group of layers: whether routers spread the load."""
+"""Counts how many tokens chose each expert, by group of layers: it shows whether routers spread the load."""
 
 import threading
 
@@ -8,14 +8,14 @@ from torch import Tensor
 from tandem.engine.config.model import MixtureOfExperts, ModelSpec
 
 LAYER_GROUPS = ("first", "middle", "last")
-"""The thirds of a model's layers: each layer by itself would be tens of thousands of time series."""
+"""The thirds of a model's layers. Counters for each single layer would be tens of thousands of time series."""
 
 
 class ExpertTokens:
-    """Counters on the model's device, which its kernels increase. Any thread may read them."""
+    """Counters on the model's device, which its kernels increment. Any thread may read them."""
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
-        """Counts nothing for a model without experts."""
+        """Allocate the counters; a model without experts has none."""
         self._experts = [
             layer.feed_forward.experts if isinstance(layer.feed_forward, MixtureOfExperts) else 0
             for layer in spec.layers
@@ -26,14 +26,15 @@ class ExpertTokens:
         self._host: Tensor | None = None
 
     def of_layer(self, layer: int) -> Tensor | None:
-        """Returns the counters [experts] int64 that a layer increases, None if it has no experts."""
+        """Return the counters [experts] int64 that a layer increments, None if it has no experts."""
         experts = self._experts[layer]
         return self._counters[self._group(layer), :experts] if experts else None
 
     def read(self) -> dict[tuple[str, ...], float]:
-        """Returns the tokens by layer group and number of the expert, empty for a model without experts.
+        """Return the number of tokens by layer group and expert number; empty for a model without experts.
 
-        Steps do not wait: on a GPU the numbers are copied on another stream, some of them from before a running step.
+        Steps do not wait for it: on a GPU the counters are copied on another stream, some of them as they were before a
+        running step.
         """
         if not self._counters.numel():
             return {}
@@ -42,7 +43,7 @@ class ExpertTokens:
         return {(LAYER_GROUPS[group], str(expert)): n for group in groups for expert, n in enumerate(rows[group])}
 
     def reset(self) -> None:
-        """Sets all counters to 0, after the trial steps of a start."""
+        """Set all counters to 0, after the trial steps at the start."""
         with torch.inference_mode():
             self._counters.zero_()
 

@@ -1,7 +1,8 @@
-"""Masks of answers that follow a grammar: tokens that may not come next have no probability, as in vLLM.
+"""Masks for requests whose output follows a grammar: tokens that may not come next get no probability, as in vLLM.
 
-Masks are computed in threads, for which a step waits a bounded time. An answer whose mask takes longer waits alone: its
-rows draw nothing, and are repeated, until the mask is there; if it took too much processor time, the answer fails.
+Threads compute the masks, and a step waits for them a bounded time. A request whose mask takes longer waits alone: its
+rows discard their tokens and are repeated until the mask is ready. If the mask takes too much CPU time, the request
+fails.
 """
 
 import time
@@ -21,23 +22,24 @@ from tandem.protocol.errors import Internal
 from tandem.tokenizers.grammars import AnswerGrammar, LazyGrammars
 
 AllowedDrafts = Callable[[History, str, Sequence[int]], int]
-"""See `GrammarMasks.allowed_drafts`."""
+"""A function like `GrammarMasks.allowed_drafts`."""
 
 STEP_WAIT_S = 0.02
-"""Seconds that a step waits for masks: that of an ordinary grammar takes 0.1 ms, at most 10 ms."""
+"""The seconds that a step waits for masks. The mask of an ordinary grammar takes 0.1 ms, at most 10 ms."""
 _THREADS = 16
-"""Threads that compute masks: with as many answers that wait alone, others with a grammar wait as well."""
+"""The number of threads that compute masks. If as many requests wait alone, other requests with a grammar wait too."""
 
 
 class GrammarMasks:
-    """The tokens that the draws of a step may take. Engine thread only, but for `begin`."""
+    """Computes the tokens that a step's draws may sample. Only the engine's thread calls it, except for `begin`."""
 
     def __init__(
         self, grammars: LazyGrammars, eos_token_ids: Sequence[int], step_wait_s: float | None = STEP_WAIT_S
     ) -> None:
-        """An answer whose grammar fails ends with one of `eos_token_ids`, and `History.failure` says why.
+        """Take the grammars of the model; `step_wait_s` is the time a step waits for masks, None = until all are ready.
 
-        `step_wait_s` is the time that a step waits for masks, None = until all are there.
+        The output of a request whose grammar fails ends with one of `eos_token_ids`, and `History.failure` has the
+        error.
         """
         self._grammars = grammars
         self._eos_token_ids = eos_token_ids
@@ -46,9 +48,9 @@ class GrammarMasks:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammar-masks")
 
     def begin(self, history: History, grammar: str) -> None:
-        """Compile the grammar and compute the mask behind an answer so far, before a step needs it.
+        """Compile the grammar and compute the mask for the next token, before a step needs it.
 
-        Raises InvalidArgument if that fails. Any thread may call it, before any step has a row of the answer.
+        Raises InvalidArgument if that fails. Any thread may call it, before any step has a row of the request.
         """
         answer = _Answer(self._grammars, grammar)
         answer.compute(history.answer)
@@ -56,13 +58,13 @@ class GrammarMasks:
         self._answers[history] = answer
 
     def forbidden(self, draws: SamplingMetadata, vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the rows [n] int64 of draws that follow a grammar, and the tokens [n, vocab] bool that they forbid.
+        """Return the rows [n] int64 of draws with a grammar, and the tokens [n, vocab] bool that they forbid.
 
-        Both are on the device; no launch waits for it.
+        Both are on the device; no launch waits for the device.
         """
         rows = [row for row, sampling in enumerate(draws.samplings) if sampling.grammar]
         first: dict[History, int] = {}
-        # The rows of drafts have the history of the row before the first of them, whose draw they follow.
+        # Rows of draft tokens have the same history as the row of the newest token, which comes before them.
         newest = [first.setdefault(_history(draws, row), row) for row in rows]
         self._compute({history: draws.samplings[row].grammar for history, row in first.items()})
         drafts = (draws.indices[rows] - draws.indices[newest]).tolist()
@@ -74,9 +76,9 @@ class GrammarMasks:
         return _sent(torch.tensor(rows), device), forbidden
 
     def allowed_drafts(self, history: History, grammar: str, drafts: Sequence[int]) -> int:
-        """Return how many of the first `drafts` may follow an answer; the next step may have rows for them.
+        """Return how many of the first `drafts` may follow the output so far.
 
-        None may for an answer whose masks are slow.
+        The next step may then have rows for them. It returns 0 for a request whose masks are slow.
         """
         answer = self._answer(history, grammar)
         if answer.busy or answer.slow:
@@ -92,7 +94,7 @@ class GrammarMasks:
         return answer
 
     def _compute(self, grammars: Mapping[History, str]) -> None:
-        """Have the masks of a step's answers computed, and note those that are not there in time."""
+        """Compute the masks of a step's requests, and mark those that are not ready in time."""
         answers = {history: self._answer(history, grammar) for history, grammar in grammars.items()}
         late = {history for history, answer in answers.items() if answer.busy}
         works = deque(
@@ -101,6 +103,8 @@ class GrammarMasks:
             if history not in late and not answer.known(history.answer)
         )
         self._launch(works)
+        # Requests that are late from an earlier step must not delay this step again, unless all of its requests are
+        # late.
         if late and len(late) < len(answers):
             self._await([answers[history] for history in answers if history not in late])
         else:
@@ -111,7 +115,7 @@ class GrammarMasks:
             history.waiting, history.slow = answer.busy, answer.slow
 
     def _launch(self, works: "deque[_Work]") -> None:
-        """Do the work in one thread, in turn, as nearly all of it is short."""
+        """Compute masks in one thread, one after another, because nearly all of them are short."""
         if not works:
             return
         answers = [work.answer for work in works]
@@ -125,12 +129,12 @@ class GrammarMasks:
         wait([answer.computing for answer in answers if answer.busy and answer.computing], self._step_wait_s)
 
     def _spread(self, works: "deque[_Work]") -> None:
-        """Do what has not begun in threads of its own: the answer that it waits for may take long."""
+        """Compute the masks that were not begun in separate threads: the one they waited for may take long."""
         while (work := _next(works)) is not None:
             work.answer.computing = self._threads.submit(work.do)
 
     def _bits(self, history: History, drafts: int, words: int) -> NDArray[np.int32]:
-        """Return the bits [words] of the tokens that a row may draw behind so many drafts."""
+        """Return the bits [words] of the tokens that a row may sample after `drafts` draft tokens."""
         answer = self._answers[history]
         if not history.waiting:
             try:
@@ -143,7 +147,10 @@ class GrammarMasks:
 
 
 class _Answer:
-    """The state of one answer. It belongs to the thread that computes its mask while `busy`, else to the engine's."""
+    """The grammar state of one request.
+
+    While `busy` it belongs to the thread that computes its mask, else to the engine's.
+    """
 
     def __init__(self, grammars: LazyGrammars, grammar: str) -> None:
         self._grammars = grammars
@@ -152,25 +159,25 @@ class _Answer:
         self._error: Exception | None = None
         self.busy = False
         self.computing: Future[None] | None = None
-        """Done when it is not busy any longer, or later."""
+        """The future of the thread's work; done when the state is no longer busy, or later."""
         self.slow = False
-        """True once its mask took more processor time than a step waits."""
+        """True once a mask took more CPU time than a step waits."""
         self.drafts = 0
-        """The number of drafts that may follow, of those that were last given."""
+        """How many of the draft tokens passed last may follow the output."""
 
     def known(self, tokens: Sequence[int]) -> bool:
         """Return True if `allowed` has nothing to compute."""
         return self._error is not None or (self._state is not None and self._state.known(tokens))
 
     def allowed(self, tokens: Sequence[int], drafts: int = 0) -> NDArray[np.int32]:
-        """See `AnswerGrammar.allowed`."""
+        """Return the mask of the next token (`AnswerGrammar.allowed`), or raise the error of the computation."""
         if self._error is not None:
             raise self._error
         assert self._state is not None
         return self._state.allowed(tokens, drafts)
 
     def compute(self, tokens: Sequence[int], drafts: Sequence[int] = ()) -> None:
-        """Compute the mask behind an answer, and those behind the `drafts` that may follow it; an error is kept."""
+        """Compute the mask of the next token, and those after the `drafts` that may follow; an error is stored."""
         began = time.thread_time()
         try:
             if self._state is None:
@@ -179,7 +186,8 @@ class _Answer:
                 self.drafts = self._state.follow(tokens, drafts)
             else:
                 self._state.allowed(tokens)
-        except BaseException as error:  # a panic of the library is no Exception
+        # A panic in the grammar library raises a BaseException that is no Exception.
+        except BaseException as error:
             self._error = error if isinstance(error, Exception) else Internal(f"the grammar's library failed: {error}")
             self.drafts = 0
         self.slow = self.slow or time.thread_time() - began > STEP_WAIT_S
@@ -196,7 +204,7 @@ class _Work(NamedTuple):
 
 
 def _next(works: deque[_Work]) -> _Work | None:
-    # The engine's thread may take the last one meanwhile.
+    # Another thread may take the last entry between a check and the call.
     try:
         return works.popleft()
     except IndexError:
@@ -215,5 +223,5 @@ def _history(draws: SamplingMetadata, row: int) -> History:
 
 
 def _sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a copy on the device, which to a GPU is made from pinned memory without a wait."""
+    """Return a copy on the device; a copy to a GPU is made from pinned memory, without waiting."""
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

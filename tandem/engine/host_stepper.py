@@ -1,4 +1,4 @@
-"""Steps on the CPU, or on any device in the plainest way: each is computed when it is launched."""
+"""Steps on the CPU, or on any device in the simplest way: each step is computed when it is launched."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,13 +17,13 @@ from tandem.engine.steps.scored_step import with_scoring
 from tandem.engine.steps.step_packer import PackedStep, StepPacker, unpack
 
 Forward = Callable[[PackedStep, Feed | None], Tensor | None]
-"""Stores a step's KV; logits [drawn, vocab], None if nothing is drawn."""
+"""A function that stores a step's KV and returns logits [drawn, vocab], None if no row samples a token."""
 
 _WORDS_AT_FIRST = 4096
 
 
 def forward_over(model: DecoderModel, cache: PagedCache) -> Forward:
-    """The model's steps over one cache."""
+    """Return the function that runs the model's steps over one KV cache."""
 
     def forward(step: PackedStep, feed: Feed | None) -> Tensor | None:
         return model.forward(step.token_ids, step.layouts, cache.tensor, step.drawn, feed, scoring=step.scoring)
@@ -32,7 +32,7 @@ def forward_over(model: DecoderModel, cache: PagedCache) -> Forward:
 
 
 class HostStepper:
-    """Keeps one buffer: tensors of a step are good until the next one is packed."""
+    """Runs steps synchronously. It has one buffer, so the tensors of a step are valid until the next step is packed."""
 
     asynchronous = False
 
@@ -51,7 +51,7 @@ class HostStepper:
         self._words = torch.empty(_WORDS_AT_FIRST, dtype=torch.int64)
 
     def launch(self, batch: StepBatch) -> PendingStep:
-        """See `ModelRunner.launch`."""
+        """Compute a step, and return a function that returns its result (`ModelRunner.launch`)."""
         logits = self.logits(batch)
         self.graph_use.misses += 1
         if logits is None:
@@ -63,7 +63,7 @@ class HostStepper:
         return lambda: result
 
     def logits(self, batch: StepBatch, *, every_token: bool = False) -> Tensor | None:
-        """Logits [draws, vocab] on the device, or [tokens, vocab] of every token."""
+        """Return logits [draws, vocab] on the device, or, with `every_token`, [tokens, vocab]."""
         sizes = self._packer.sizes(batch)
         if sizes.words > len(self._words):
             self._words = torch.empty(2 * sizes.words, dtype=torch.int64)

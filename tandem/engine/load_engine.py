@@ -1,4 +1,4 @@
-"""Loading of an engine: device, weights, paged cache, and the stepper of the device."""
+"""Loading of an engine: the device, the weights, the KV cache, and the stepper for the device."""
 
 import os
 import threading
@@ -60,7 +60,7 @@ _CPU_CACHE_BYTES = 1 << 30
 
 
 class Stepper(Protocol):
-    """The interface through which steps run on one kind of device."""
+    """The interface through which steps run on one kind of device. Only the engine's thread calls it."""
 
     @property
     def asynchronous(self) -> bool:
@@ -71,10 +71,13 @@ class Stepper(Protocol):
         """The counters of CUDA graphs."""
 
     def launch(self, batch: StepBatch) -> PendingStep:
-        """Launches a step and returns a function that waits for its result."""
+        """Launch a step and return a function that waits for its result."""
 
     def logits(self, batch: StepBatch, *, every_token: bool = False) -> Tensor | None:
-        """Returns logits [draws, vocab] of a step, None if no row draws; or [tokens, vocab] of every token."""
+        """Return the logits [draws, vocab] of a step, None if no row has a draw.
+
+        With `every_token` they are [tokens, vocab].
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,27 +87,27 @@ class LoadedParts:
     spec: ModelSpec
     cache: PagedCache
     dtype: torch.dtype
-    """The dtype of the activations, and of weights that are not quantized."""
+    """The dtype of activations, and of weights that are not quantized."""
     facts: ModelFacts
     revision: str
-    """The name of the weights."""
+    """A name that identifies the weights."""
     adapters: AdapterSlots
-    """The adapters of the start, and slots for others."""
+    """The adapters that are loaded at the start, and slots for others."""
     stepper: Stepper
     expert_tokens: ExpertTokens
     begin_answer: Callable[[History, str], None]
-    """See `GrammarMasks.begin`."""
+    """The method `GrammarMasks.begin`."""
     allowed_drafts: AllowedDrafts
-    """See `GrammarMasks.allowed_drafts`."""
+    """The method `GrammarMasks.allowed_drafts`."""
     draft_proposer: MakeProposer | None
-    """Makes a proposer of drafts with the trained weights of `EngineConfig.draft`; None without."""
+    """Makes the proposer for the trained weights of `EngineConfig.draft`; None without such weights."""
     drawn_hidden: Tensor | None
-    """The hidden states of the newest step, see `HiddenStateModel`; None where nobody needs them."""
+    """The buffer `HiddenStateModel.drawn_hidden`; None if nothing reads hidden states."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """The model to load, the device, and what is chosen for both."""
+    """The model to load, the device, and the dtypes and page size chosen for them."""
 
     spec: ModelSpec
     device: torch.device
@@ -114,7 +117,7 @@ class _Setting:
 
     @classmethod
     def of(cls, config: EngineConfig) -> "_Setting":
-        """Check that the device serves the model."""
+        """Check that the device can serve the model, and choose dtypes and page size."""
         device = parse_device(config.device)
         page_tokens = parse_page_tokens(config, device)
         stored = load_spec(config.model) if config.random_weights else check_model(config.model)
@@ -124,7 +127,7 @@ class _Setting:
         return cls(spec, device, page_tokens, dtype, kv_dtype)
 
     def weight_bytes(self, config: EngineConfig) -> int:
-        """Return the bytes of the weights, of the slots for adapters, and of the weights that propose drafts."""
+        """Return the bytes of the weights, the adapter slots, and the weights that propose draft tokens."""
         weights = weight_bytes(self.spec, self.dtype, on_cpu=is_cpu(self.device))
         drafts = draft_bytes(config, self.spec, self.dtype, self.device)
         return weights + slot_bytes(config, self.spec, self.dtype) + drafts
@@ -138,7 +141,10 @@ def load_parts(
     kernels: Kernels | None,
     load_another: LoadModel,
 ) -> LoadedParts:
-    """Loads the parts of a runner; see `ModelRunner.load`, which is `load_another`: it loads a draft model."""
+    """Load the parts of a runner, as `ModelRunner.load` describes.
+
+    `load_another` is that method, and loads a draft model.
+    """
     setting = _Setting.of(config)
     spec, device, page_tokens, kv_dtype = setting.spec, setting.device, setting.page_tokens, setting.kv_dtype
     on_cpu = is_cpu(device)
@@ -153,7 +159,8 @@ def load_parts(
 
     tokenizer, tokens = config.tokenizer or config.model, (spec.vocab_size, tuple(spec.eos_token_ids))
     grammars = LazyGrammars(lambda: shared_grammars(tokenizer, *tokens))
-    # Now, beside the weights: loading holds the GIL for a third of a second or more, which no answer should wait for.
+    # Loaded in parallel with the weights: it holds the GIL for a third of a second or more, which must not delay a
+    # request.
     loading = threading.Thread(target=grammars.load, name="tokenizer", daemon=True)
     loading.start()
     loaded, adapters = _load_model(config, setting, kernels_of, progress)
@@ -221,10 +228,11 @@ def _load_model(
 def _start_on_host(
     config: EngineConfig, setting: _Setting, model: DecoderModel, masks: GrammarMasks
 ) -> tuple[PagedCache, Stepper]:
-    """Allocate the cache, and make the stepper of a CPU, or of given kernels, which run step by step."""
+    """Allocate the cache and make the stepper for a CPU, or for kernels that were passed in, which run step by step."""
     spec = model.spec
-    # Outside of inference mode: the transfer and tests write into the cache as well.
-    capacity = _CPU_CACHE_BYTES if config.kv_cache_bytes is None else config.kv_cache_bytes  # of a GPU, in tests
+    # Allocated outside of inference mode, because the transfer and tests write into the cache as well.
+    # The capacity is None only on a GPU with kernels that were passed in, that is in tests.
+    capacity = _CPU_CACHE_BYTES if config.kv_cache_bytes is None else config.kv_cache_bytes
     cache = PagedCache(
         spec, setting.page_tokens, capacity, setting.kv_dtype, setting.device, step_tokens=config.max_step_tokens
     )

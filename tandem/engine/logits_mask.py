@@ -1,8 +1,8 @@
-"""Changes of logits before penalties and temperature, as in vLLM: biases, early ends of answers, and grammars.
+"""Changes of logits before penalties and temperature, as in vLLM: biases, early ends of outputs, and grammars.
 
-The request's `logit_bias` is added. Until an answer has `min_tokens` tokens, the model's end-of-sequence ids, even
-ignored ones, and the request's stop token ids have no probability. The number of a draw is the number of its token in
-the answer, whichever worker drew those before.
+The request's `logit_bias` is added. Until an output has `min_tokens` tokens, the model's end-of-sequence ids, even
+ignored ones, and the request's stop token ids get no probability. The index of a draw is the index of its token in the
+output, whichever worker sampled the tokens before.
 """
 
 import math
@@ -16,9 +16,9 @@ from tandem.engine.steps.sampling_metadata import SamplingInput, SamplingMetadat
 
 
 def additions(draws: Sequence[SamplingInput], eos_token_ids: Sequence[int]) -> tuple[list[int], list[int], list[float]]:
-    """Return what is added to logits now: rows, token ids and addends, of the same length; each pair occurs once.
+    """Return what is added to the logits now: rows, token ids and addends, of equal length; each pair occurs once.
 
-    The addend of a token that would end an answer too early is -inf.
+    The addend of a token that would end an output too early is -inf.
     """
     found: dict[tuple[int, int], float] = {}
     for row, draw in enumerate(draws):
@@ -30,7 +30,7 @@ def additions(draws: Sequence[SamplingInput], eos_token_ids: Sequence[int]) -> t
 
 
 def masked(logits: Tensor, draws: Sequence[SamplingInput], eos_token_ids: Sequence[int]) -> Tensor:
-    """Return logits [rows, vocab] with all `additions`, in float32, unchanged where there are none."""
+    """Return logits [rows, vocab] with all `additions`, in float32; unchanged if there are none."""
     rows, token_ids, addends = additions(draws, eos_token_ids)
     if not rows:
         return logits
@@ -40,7 +40,7 @@ def masked(logits: Tensor, draws: Sequence[SamplingInput], eos_token_ids: Sequen
 
 
 def within_grammars(logits: Tensor, draws: SamplingMetadata, masks: GrammarMasks) -> Tensor:
-    """Return logits [rows, vocab] with -inf for tokens that the grammars of their rows forbid now."""
+    """Return logits [rows, vocab] with -inf for tokens that the grammars of their rows forbid."""
     rows, forbidden = masks.forbidden(draws, logits.shape[1], logits.device)
     kept = logits.clone()
     kept[rows] = kept[rows].masked_fill(forbidden, -torch.inf)
@@ -48,22 +48,22 @@ def within_grammars(logits: Tensor, draws: SamplingMetadata, masks: GrammarMasks
 
 
 class MaskedLogits:
-    """Logits of a step on the device that are changed while its tokens are drawn.
+    """The logits of a step on the device, changed while its tokens are sampled.
 
-    `restore` makes them the model's own again, for log probabilities. No launch waits for the device.
+    `restore` undoes the change, so that log probabilities are those of the model. No launch waits for the device.
     """
 
     def __init__(
         self, logits: Tensor, draws: SamplingMetadata, eos_token_ids: Sequence[int], masks: GrammarMasks | None
     ) -> None:
-        """Change logits [rows, vocab] in place until `restore`; biases are rounded to their dtype."""
+        """Change logits [rows, vocab] in place until `restore`; biases are rounded to the dtype of the logits."""
         self._constrained: tuple[Tensor, Tensor] | None = None
         if draws.constrained and masks is not None:
             limited, forbidden = masks.forbidden(draws, logits.shape[1], logits.device)
             own = logits[limited]
             self._constrained = limited, own
             logits[limited] = own.masked_fill(forbidden, -torch.inf)
-        # One transfer: float64 holds row numbers and token ids exactly.
+        # Sent in one transfer: float64 represents row numbers and token ids exactly.
         columns = torch.tensor(
             additions(draws, eos_token_ids), dtype=torch.float64, pin_memory=logits.device.type == "cuda"
         ).to(logits.device, non_blocking=True)

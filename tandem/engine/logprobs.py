@@ -1,4 +1,4 @@
-"""Log probabilities of drawn tokens and of the most likely ones, for the draws that ask for them."""
+"""Log probabilities of sampled tokens and of the most likely tokens, for the draws that want them."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,9 @@ _LOW_HALF = (1 << 31) - 1
 
 
 def score(logits: Tensor, draws: Sequence[SamplingInput], tokens: Tensor) -> list[TokenLogprobs | None]:
-    """Return the log probabilities of `tokens` [rows] that `draws` ask for; empty if none asks.
+    """Return the log probabilities of `tokens` [rows] that `draws` want; empty if none wants any.
 
-    logits [rows, vocab] are the model's own.
+    `logits` [rows, vocab] are those of the model, without changes.
     """
     asking = [row for row, draw in enumerate(draws) if wants_logprobs(draw)]
     if not asking:
@@ -25,19 +25,19 @@ def score(logits: Tensor, draws: Sequence[SamplingInput], tokens: Tensor) -> lis
 
 
 def logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Log softmax of logits [rows, vocab] at tokens [rows] int64, and the `top` largest of each row.
+    """Return the log softmax of logits [rows, vocab] at tokens [rows] int64, and each row's `top` likeliest tokens.
 
-    → values [rows, 1 + top] float32, the token's own first, and ids of the largest [rows, top] int64, by falling logit
-    and rising id.
+    The values are [rows, 1 + top] float32, that of the token itself first. The ids of the most likely tokens are [rows,
+    top] int64, by falling logit, then by rising id.
     """
-    # Adding 0 makes one zero of both, which are equal but have other bits.
+    # Adding 0 turns -0 into +0: they are equal, but have different bits.
     wide = logits.float() + 0.0
     bits = wide.view(torch.int32)
     ordered = (bits ^ ((bits >> 31) & _LOW_HALF)).long()
-    # Greater for a greater logit, and for the lower token among equal ones.
+    # Sorts by logit and, among equal logits, puts the lower token id first.
     packed = (ordered << 32) | (_LOW_HALF - torch.arange(wide.shape[-1], device=wide.device))
     ids = packed.topk(min(top, wide.shape[-1]), dim=-1).indices
-    # Of a row without a token nobody reads the result.
+    # Rows without a token (-1) use token 0; their result is not read.
     places = torch.cat((tokens.clamp(min=0).unsqueeze(-1), ids), dim=-1)
     return wide.gather(-1, places) - wide.logsumexp(dim=-1, keepdim=True), ids
 
@@ -45,17 +45,17 @@ def logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor]:
 def scores_of(
     draws: Sequence[SamplingInput], values: Sequence[Sequence[float]], top_ids: Sequence[Sequence[int]]
 ) -> list[TokenLogprobs | None]:
-    """One entry for each draw, None where it asks for no log probabilities.
+    """Return one entry for each draw, None if it wants no log probabilities.
 
-    For those that ask, in their order: `values`, of the drawn token and then of the most likely ones, and the most
-    likely tokens' `top_ids`; as many as any of them asks for.
+    `values` and `top_ids` have one entry for each draw that wants them, in order: the values of the sampled token and
+    then of the most likely ones, and the ids of the latter, as many as the draw that wants the most.
     """
     scores = iter(zip(values, top_ids, strict=True))
     return [_score(each.sampling.logprobs, *next(scores)) if wants_logprobs(each) else None for each in draws]
 
 
 def wants_logprobs(draw: SamplingInput) -> bool:
-    """Return True if log probabilities go with this draw's token."""
+    """Return True if this draw wants log probabilities."""
     return draw.sampling.logprobs is not None
 
 

@@ -1,4 +1,4 @@
-"""Device memory: weights, and on a GPU a KV cache in what they, steps and CUDA graphs leave."""
+"""Device memory: what weights take, and what is left for the KV cache on a GPU after weights, steps and CUDA graphs."""
 
 import contextlib
 import gc
@@ -11,18 +11,18 @@ from tandem.protocol.errors import InvalidArgument
 
 GIB = 1 << 30
 _OUTSIDE_BYTES = 3 * GIB // 4
-"""The process's memory outside PyTorch's allocator: the CUDA context, libraries, loaded kernels."""
+"""The process's GPU memory outside of PyTorch's allocator: the CUDA context, libraries and loaded kernels."""
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns the free bytes of `device`."""
+    """Return the free memory of `device` in bytes."""
     return int(psutil.virtual_memory().available if device.type == "cpu" else torch.cuda.mem_get_info(device)[0])
 
 
 def check_host_memory(weights: int) -> None:
-    """Raises InvalidArgument if `weights` bytes do not fit into the host's free memory.
+    """Raise InvalidArgument if `weights` bytes do not fit into the host's free memory.
 
-    An operating system overcommits, and kills the process that writes there.
+    Without this check the operating system would overcommit, and kill the process once it writes to the memory.
     """
     free = free_bytes(torch.device("cpu"))
     if weights > free:
@@ -34,7 +34,7 @@ def check_host_memory(weights: int) -> None:
 
 
 def measure_peak(device: torch.device, run: Callable[[], object]) -> int:
-    """Returns the bytes that `run` takes beyond what is allocated now, at its peak including what it keeps."""
+    """Return the peak memory in bytes that `run` takes in addition to what is allocated now, including its result."""
     torch.cuda.synchronize(device)
     gc.collect()
     torch.cuda.empty_cache()
@@ -49,10 +49,10 @@ def measure_peak(device: torch.device, run: Callable[[], object]) -> int:
 
 
 def kv_cache_bytes(device: torch.device, fraction: float, step_bytes: int) -> int:
-    """Returns the bytes for the KV cache in a process that may use `fraction` of the GPU.
+    """Return the bytes for the KV cache in a process that may use `fraction` of the GPU's memory.
 
-    The weights are on the GPU already, and `step_bytes` are needed for steps and graphs. InvalidArgument, with the
-    setting to change, if nothing is left.
+    The weights are on the GPU already; `step_bytes` are needed for steps and graphs. Raises InvalidArgument, which
+    names the setting to change, if nothing is left.
     """
     free, total = torch.cuda.mem_get_info(device)
     taken = torch.cuda.memory_reserved(device) + _OUTSIDE_BYTES
@@ -69,7 +69,7 @@ def kv_cache_bytes(device: torch.device, fraction: float, step_bytes: int) -> in
 
 @contextlib.contextmanager
 def naming_the_setting(device: torch.device) -> Iterator[None]:
-    """Raises InvalidArgument with the settings to change when the code inside runs out of `device`'s memory."""
+    """Raise InvalidArgument, which names the settings to change, if code in the context exhausts `device`'s memory."""
     try:
         yield
     except RuntimeError as error:
@@ -79,13 +79,13 @@ def naming_the_setting(device: torch.device) -> Iterator[None]:
 
 
 def ran_out_of_memory(error: RuntimeError) -> bool:
-    """Returns True for the out-of-memory errors of PyTorch, CUDA and cuBLAS, which differ in wording."""
+    """Return True for the out-of-memory errors of PyTorch, CUDA and cuBLAS, whose wording differs."""
     text = str(error).lower()
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "alloc_failed" in text
 
 
 def no_memory(device: torch.device) -> InvalidArgument:
-    """Returns the error of a GPU that ran out of memory at start."""
+    """Return the error for a GPU that ran out of memory at the start."""
     free, total = torch.cuda.mem_get_info(device)
     return InvalidArgument(
         "kv_cache_bytes",

@@ -1,4 +1,4 @@
-"""The engine: one model, one paged cache, one step at a time, on whatever device it was loaded on."""
+"""The model runner: one model and one paged cache, which run one step at a time on the device they were loaded on."""
 
 from dataclasses import replace
 
@@ -21,10 +21,13 @@ from tandem.engine.weights.checkpoint import Progress
 
 
 class ModelRunner:
-    """Computes steps. Not thread-safe but for `pool`: one thread runs it. Owns weights and cache for its lifetime."""
+    """Runs the steps of one model. It owns the weights and the KV cache for its lifetime.
+
+    Not thread-safe, except for `pool`: only the worker's loop thread calls it.
+    """
 
     def __init__(self, loaded: LoadedParts) -> None:
-        """Use `load`."""
+        """Take over loaded parts; callers use `load`."""
         self.spec = spec = loaded.spec
         self.facts, self.adapters, self.dtype = loaded.facts, loaded.adapters, loaded.dtype
         self.cache = cache = loaded.cache
@@ -48,15 +51,16 @@ class ModelRunner:
         name: str | None = None,
         kernels: Kernels | None = None,
     ) -> "ModelRunner":
-        """Read the model and allocate the cache; `name` is what clients call it, by default the folder's name.
+        """Read the model and allocate the KV cache; `name` is the name clients use, by default the name of the folder.
 
-        `kernels` are by default the fastest for the device; given ones run step by step, without CUDA graphs.
-        Raises ModelError for a model that cannot be served, InvalidArgument for a setting that cannot be met.
+        `kernels` are by default the fastest for the device; kernels that are passed in run step by step, without CUDA
+        graphs. Raises ModelError if the model cannot be served, InvalidArgument if a setting cannot be met.
         """
         loaded = load_parts(config, progress, name=name, kernels=kernels, load_another=cls.load)
         runner = cls(loaded)
         with naming_the_setting(loaded.cache.device):
-            if loaded.dtype == torch.float16:  # before anything is drawn
+            # Checked before anything is sampled, because some models overflow in float16.
+            if loaded.dtype == torch.float16:
                 check_activations(runner.logits, loaded.cache, min(runner.facts.max_context, runner.facts.vocab_size))
             warm_up(runner.run, loaded.cache, runner.facts.max_context, progress)
         runner.expert_tokens.reset()
@@ -64,32 +68,35 @@ class ModelRunner:
 
     @property
     def asynchronous(self) -> bool:
-        """True if `launch` returns before the step has run, so that it pays to launch the next one meanwhile."""
+        """True if `launch` returns before the step has run, so that the next step can be prepared meanwhile."""
         return self.stepper.asynchronous
 
     @property
     def graph_use(self) -> GraphUse:
-        """The use of graphs so far; any thread may read it."""
+        """The counts of steps that used CUDA graphs so far; any thread may read them."""
         return self.stepper.graph_use
 
     def run(self, batch: StepBatch) -> ModelRunnerOutput:
-        """Store the KV of every row and sample where a draw is asked for; raises Internal for a malformed batch."""
+        """Run a step: store the KV of every row, and sample a token for each row that has a draw.
+
+        Raises Internal for a malformed batch.
+        """
         return self.launch(batch)()
 
     def launch(self, batch: StepBatch) -> PendingStep:
-        """Launch a step without waiting for it where `asynchronous`; otherwise it is like `run`.
+        """Launch a step without waiting for its result if `asynchronous`; otherwise run it at once, as `run` does.
 
-        At most two steps may be in flight, and their results are asked for in the order of the launches; only then may
-        pages of their rows get another owner.
+        At most two steps may be in flight. The caller reads their results in the order of the launches, and only after
+        that may pages of their rows be given to another owner.
         """
         with torch.inference_mode():
             return self.stepper.launch(batch)
 
     def logits(self, batch: StepBatch, *, every_token: bool = False) -> Tensor:
-        """Return the logits [rows with a draw, vocab] in the model's dtype, on the device.
+        """Return the logits [rows with a draw, vocab] in the model's dtype, on its device.
 
-        With `every_token` they are [tokens, vocab], of each token of each row, to score prompts. They are good until
-        the next step.
+        With `every_token` they are [tokens, vocab], for each token of each row, which scores prompts. They are valid
+        until the next step.
         """
         with torch.inference_mode():
             logits = self.stepper.logits(batch, every_token=every_token)
@@ -98,9 +105,12 @@ class ModelRunner:
             return logits if every_token else logits[: len(batch.draws)]
 
     def measure_ceilings(self, threads: int | None = None) -> None:
-        """Measure the ceilings in `roofline`, on CPUs with `threads`, None = all; nothing else may compute then."""
+        """Measure the ceilings of `roofline`, on a CPU with `threads` threads (None = all).
+
+        Nothing else may compute meanwhile.
+        """
         self.roofline = replace(self.roofline, ceilings=measure_ceilings(self.cache.device, self.dtype, threads))
 
     def compatibility_facts(self) -> tuple[tuple[str, str], ...]:
-        """Return what two workers must share, as (name, value), before KV may move between them."""
+        """Return the properties, as (name, value), that two workers must share before KV moves between them."""
         return (("model", self._revision), ("dtype", self.facts.dtype), *self.cache.facts)

@@ -1,10 +1,10 @@
-"""Choosing the next token of every row at once: greedy, or a seeded draw from the filtered distribution.
+"""Sampling of the next token of all rows at once: greedy, or a seeded draw from the filtered distribution.
 
-Biases and then penalties change the logits before everything else; they mean what they mean in vLLM. The filters run
-in the order of transformers: temperature, top_k, top_p (of what top_k left), min_p. A draw inverts the cumulative
-distribution at one uniform number that depends on the request's seed and the draw's index alone, so the batch a row
-travels in changes nothing. Tokens stand in the order of their ids, or where a filter is set, of falling probability and
-then of their ids: a filter needs that order anyway, and keeps few.
+Biases and then penalties change the logits before everything else, with the meaning they have in vLLM. Filters run in
+the order of transformers: temperature, top_k, top_p (of what top_k left), min_p. A draw inverts the cumulative
+distribution at one uniform number, which depends only on the request's seed and the index of the draw, so the rest of
+the batch does not affect a row. Tokens are ordered by id or, if a filter is set, by falling probability and then by id:
+a filter needs that order anyway, and keeps few tokens.
 """
 
 from collections.abc import Sequence
@@ -22,10 +22,11 @@ from tandem.engine.steps.seeded import uniform
 def sample(
     logits: Tensor, draws: Sequence[SamplingInput], eos_token_ids: Sequence[int] = (), masks: GrammarMasks | None = None
 ) -> Tensor:
-    """Return one token id for each row of logits [rows, vocab] → [rows] int64.
+    """Return one token id for each row of logits [rows, vocab]: [rows] int64.
 
-    Greedy rows take the lowest of equal ids. None of `eos_token_ids` is drawn where an answer may not end yet, no token
-    that a grammar forbids according to `masks`. The id is NO_TOKEN where the largest logit is not finite.
+    Greedy rows take the lowest id among equal logits. It samples none of `eos_token_ids` where an output may not end
+    yet, and no token that a grammar forbids according to `masks`. The id is NO_TOKEN in rows whose largest logit is not
+    finite.
     """
     draws = SamplingMetadata.of(draws)
     if draws.masked:
@@ -53,19 +54,20 @@ def sample(
 
 
 def _soften(logits: Tensor, peaks: Tensor, draws: Sequence[SamplingInput]) -> tuple[Tensor, Tensor]:
-    """Probabilities [rows, vocab] float32 at each row's temperature, and its uniform number [rows, 1] float64.
+    """Return the probabilities [rows, vocab] float32 at each row's temperature, and uniform numbers [rows, 1] float64.
 
     `peaks` [rows, 1] float32 are the largest logits.
     """
     wide = logits.float()
-    # The maximum is taken off first, and the temperature kept off zero: neither may overflow.
+    # The maximum is subtracted first, and the temperature is kept above zero, so that nothing overflows.
     temperature = column([draw.sampling.temperature for draw in draws], wide).float().clamp(min=1e-30)
     probabilities = torch.softmax((wide - peaks) / temperature, dim=-1)
     return probabilities, column([uniform(draw.sampling.seed, draw.index) for draw in draws], wide)
 
 
 def _argmax(logits: Tensor) -> Tensor:
-    # NumPy's is fourteen times as fast on a host; both take the first of equals, and NaN for the largest.
+    # NumPy's argmax is fourteen times as fast on a host. Both take the first of equal values, and treat NaN as the
+    # largest.
     if logits.device.type == "cpu" and logits.dtype == torch.float32:
         return torch.from_numpy(logits.numpy().argmax(axis=-1))
     return logits.argmax(dim=-1)

@@ -1,4 +1,4 @@
-"""Penalties, which mean what they mean in vLLM, and seeded draws from what top_k, top_p and min_p keep."""
+"""Penalties, with the meaning they have in vLLM, and seeded draws from the tokens that top_k, top_p and min_p keep."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,10 @@ from tandem.engine.steps.sampling_metadata import History, SamplingInput, Sampli
 from tandem.protocol.messages import SamplingParams
 
 _CANDIDATES = (128, 1024)
-"""Filters look at so many best tokens, then at more, and sort a vocabulary only where these do not settle them."""
+"""The numbers of best tokens that filters examine, one after the other.
+
+Only if these do not suffice, they sort all tokens.
+"""
 
 
 def has_filters(sampling: SamplingParams) -> bool:
@@ -23,9 +26,11 @@ def draw_filtered(
     numbers: Tensor,
     candidates: Sequence[int] = _CANDIDATES,
 ) -> Tensor:
-    """A token for each row of probabilities [rows, vocab] from what its filters keep, at `numbers` → [rows] int64.
+    """Return a token for each row of probabilities [rows, vocab] from those its filters keep: [rows] int64.
 
-    The answer is the same for any `candidates`: they say how many best tokens are tried first.
+    `numbers` [rows, 1] float64 are the uniform numbers.
+
+    `candidates` are the numbers of best tokens that are tried first; the result does not depend on them.
     """
     rows, vocab = probabilities.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=probabilities.device)
@@ -41,10 +46,11 @@ def draw_filtered(
 
 
 def keep_best(probabilities: Tensor, params: Sequence[SamplingParams], count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The `count` most likely tokens of each row of probabilities [rows, vocab], those that a filter drops weighing 0.
+    """Return the `count` most likely tokens of each row of probabilities [rows, vocab]; filtered ones have weight 0.
 
-    → weights [rows, count] and ids [rows, count], most likely first, equal ones by id; settled [rows] bool, whether no
-    token beyond these can be kept. With `count` the whole vocabulary every row is settled.
+    The results are weights [rows, count] and ids [rows, count], the most likely token first, equal ones by id; and
+    settled [rows] bool, which is True if no token beyond these can be kept. If `count` is the whole vocabulary, every
+    row is settled.
     """
     vocab = probabilities.shape[-1]
     best, ids = _rank(probabilities, count)
@@ -55,19 +61,19 @@ def keep_best(probabilities: Tensor, params: Sequence[SamplingParams], count: in
     of_top_k = cumulative.gather(-1, top_k.clamp(max=count) - 1)
     total = torch.where(top_k < vocab, of_top_k, torch.ones_like(of_top_k))
     kept = (torch.arange(count, device=best.device) < top_k) & (best >= min_p * best[:, :1])
-    # A token stays while those before it have not reached top_p; rounding must not cut a tail nobody asked to cut.
+    # A token is kept while those before it have not reached top_p. If top_p is 1, rounding must not remove any token.
     kept &= (cumulative - best < top_p * total) | (top_p >= 1)
     kept[:, 0] = True
     lowest = best.gather(-1, kept.sum(dim=-1, keepdim=True) - 1)
-    # Beyond the candidates lie tokens as likely as the last of them.
+    # If the last kept token is as likely as the last candidate, tokens beyond the candidates may be equally likely.
     settled = (lowest > best[:, -1:]) & ((top_k <= count) | (top_k == vocab)) | (count == vocab)
     return best * kept, ids, settled.squeeze(-1)
 
 
 def invert(weights: Tensor, numbers: Tensor) -> Tensor:
-    """For each row of weights [rows, n] ≥ 0, the first place whose cumulative weight exceeds number · total.
+    """Return, for each row of weights [rows, n] ≥ 0, the first index whose cumulative weight exceeds number · total.
 
-    numbers [rows, 1] float64 in [0, 1) → [rows] int64; a place of weight 0 is never chosen.
+    `numbers` is [rows, 1] float64 in [0, 1), the result [rows] int64; an index of weight 0 is never chosen.
     """
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1:]
@@ -77,7 +83,7 @@ def invert(weights: Tensor, numbers: Tensor) -> Tensor:
 
 
 def column(values: Sequence[float], like: Tensor) -> Tensor:
-    """[rows, 1] float64 on the device of `like`."""
+    """Return the values as a column [rows, 1] float64 on the device of `like`."""
     return torch.tensor(values, dtype=torch.float64, device=like.device).unsqueeze(-1)
 
 
@@ -86,17 +92,18 @@ def _rank(probabilities: Tensor, count: int) -> tuple[Tensor, Tensor]:
         whole = probabilities.sort(dim=-1, descending=True, stable=True)
         return whole.values, whole.indices
     best, ids = probabilities.topk(count, dim=-1)
-    # topk leaves equal values in any order: order by id, then keep that order among equals.
+    # `topk` leaves equal values in any order: sort by id, then sort stably by value.
     by_id = ids.sort(dim=-1)
     ranked = best.gather(-1, by_id.indices).sort(dim=-1, descending=True, stable=True)
     return ranked.values, by_id.values.gather(-1, ranked.indices)
 
 
 def penalize(logits: Tensor, draws: Sequence[SamplingInput]) -> Tensor:
-    """Logits [rows, vocab] with the penalties of each row, then float32; the very same ones where no row has any.
+    """Return logits [rows, vocab] in float32 with each row's penalties; the same tensor if no row has any.
 
-    A token of the prompt or the answer has its logit divided (above 0) or multiplied (below) by the repetition
-    penalty; one of the answer then loses the frequency penalty for each time, and the presence penalty once.
+    The logit of a token in the prompt or the output is divided (if above 0) or multiplied (if below) by the repetition
+    penalty; for a token of the output, the frequency penalty is then subtracted for each occurrence, and the presence
+    penalty once.
     """
     if not SamplingMetadata.of(draws).looks_back:
         return logits

@@ -1,4 +1,4 @@
-"""The first steps of a loaded engine, so that no user waits for kernels to be compiled or threads to start."""
+"""The first steps of a loaded engine, so that no request waits for kernels to be compiled or threads to start."""
 
 from collections.abc import Callable
 
@@ -15,9 +15,9 @@ _TOKENS = 64
 
 
 def warm_up(run: Callable[[StepBatch], object], cache: PagedCache, max_context: int, progress: Progress | None) -> None:
-    """Run a prompt and a decode step.
+    """Run a prompt step and a decode step.
 
-    They write to page 0 while nobody owns it, and leave it as it was.
+    They write to page 0 while no request owns it, and zero it afterwards.
     """
     if progress is not None:
         progress("compiling kernels", 0.0)
@@ -32,9 +32,9 @@ def warm_up(run: Callable[[StepBatch], object], cache: PagedCache, max_context: 
 
 
 def check_activations(logits: Callable[[StepBatch], Tensor], cache: PagedCache, most_tokens: int) -> None:
-    """Raise ModelError if activations leave float16's range in a prompt, which makes its logits NaN or infinite.
+    """Raise ModelError if activations overflow float16 in a prompt, which makes its logits NaN or infinite.
 
-    Models that were trained in bfloat16 most often do so at the first positions. It uses page 0 as `warm_up` does.
+    In models trained in bfloat16 this mostly happens at the first positions. The check uses page 0, as `warm_up` does.
     """
     tokens = list(range(min(cache.page_tokens, _TOKENS, most_tokens)))
     drawn = SamplingInput(SamplingParams(max_tokens=1, temperature=0.0), 0)

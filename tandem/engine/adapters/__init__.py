@@ -1,1 +1,1 @@
-"""Low-rank adapters (LoRA): their folders, and their place among the weights of a model."""
+"""Low-rank adapters (LoRA): reading their folders, and adding them to a model's products."""

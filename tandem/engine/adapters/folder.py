@@ -1,7 +1,7 @@
-"""An adapter's folder as peft writes it: adapter_config.json and adapter_model.safetensors.
+"""Reader of an adapter's folder in the format of peft: adapter_config.json and adapter_model.safetensors.
 
-`tandem/engine/adapters/reader.py` reads it in a process of its own, which should start quickly: nothing here imports
-torch.
+`tandem/engine/adapters/reader.py` calls it in a process of its own that should start fast, so this module does not
+import torch.
 """
 
 import json
@@ -28,11 +28,11 @@ _UNSUPPORTED: dict[str, tuple[str, tuple[object, ...]]] = {
     "layer_replication": ("replicated layers", (None, [])),
     "alora_invocation_tokens": ("tokens that switch it on (aLoRA)", (None, [])),
 }
-"""Fields of the config that only some values are served of: what others mean, and those values."""
+"""Config fields of which only some values are supported: what the other values mean, and the supported ones."""
 _CHANGE_BASE = ("pissa", "olora", "corda", "loftq")
-"""Initializations that also change the base model's weights, which the adapter's folder does not have."""
+"""Initializations that also change the base model's weights, which are not in the adapter's folder."""
 _HEADER_BYTES = 1 << 20
-"""The largest header and config that are read: a header has about 150 bytes a tensor, of two for each module."""
+"""The largest header and config that are read: a header has about 150 bytes per tensor, and two tensors per module."""
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 
 
@@ -58,19 +58,19 @@ class AdapterFolder:
     identity: str
     """The hash of its two files, in hex."""
     updates: Mapping[str, LowRank]
-    """The pairs of matrices, by the name of the module in the base model's checkpoint."""
+    """The pairs of matrices, by the module's name in the checkpoint of the base model."""
 
     @property
     def rank(self) -> int:
-        """The largest rank."""
+        """The largest rank of its updates."""
         return max(update.rank for update in self.updates.values())
 
 
 def read_updates(path: Path) -> Mapping[str, LowRank]:
-    """Reads the config and the header of the tensors.
+    """Read the config and the header of the tensors.
 
-    ModelError says what is missing, malformed, or more than updates of low rank. A config with costly regular
-    expressions may take any time.
+    Raises ModelError, which says what is missing, malformed, or more than a low-rank update. A config with costly
+    regular expressions may take arbitrarily long.
     """
     for name in (CONFIG, WEIGHTS):
         if not (path / name).is_file():
@@ -121,7 +121,7 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 class _Scales:
-    """The alpha and the rank that a config gives each module."""
+    """The alpha and the rank that a config assigns to each module."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._alpha, self._rank = config.get("lora_alpha"), config.get("r")
@@ -177,5 +177,5 @@ def _compiled(patterns: Mapping[str, object]) -> _Patterns:
 
 
 def _first(module: str, patterns: _Patterns, default: object) -> Any:
-    """Returns the value of the first pattern that the end of the module's name matches, as in peft."""
+    """Return the value of the first pattern that matches the end of the module's name, as peft does."""
     return next((value for pattern, value in patterns if pattern.fullmatch(module)), default)

@@ -1,4 +1,4 @@
-"""Loading of a model's adapters: at the start, and into free slots while the engine runs."""
+"""Loads a model's adapters: at the start, and into free slots while the engine runs."""
 
 import contextlib
 from collections import defaultdict
@@ -24,7 +24,10 @@ from tandem.protocol.messages import AdapterFacts
 
 
 class AdapterTables:
-    """The tables of some products of a model, zeroed at first; ranks are padded to `rank`."""
+    """The matrices of all adapter slots, for some of a model's products.
+
+    They are zero at first; ranks are padded to `rank`.
+    """
 
     def __init__(
         self, products: Mapping[int, Product], slots: int, rank: int, dtype: torch.dtype, device: torch.device
@@ -43,7 +46,10 @@ class AdapterTables:
             self._tables[number] = self.by_weight[product.weight] = LoraTables(a, b, ends)
 
     def write(self, slot: int, updates: Sequence[PlacedUpdate]) -> None:
-        """Replaces what a slot has by these updates; it is complete on return. Any thread may call it."""
+        """Replace the contents of a slot with these updates; complete on return. Any thread may call it.
+
+        No step may use the slot meanwhile.
+        """
         by_product: dict[int, list[PlacedUpdate]] = defaultdict(list)
         for each in updates:
             by_product[each.place.product].append(each)
@@ -55,18 +61,19 @@ class AdapterTables:
 
     @contextlib.contextmanager
     def _beside_steps(self) -> Iterator[None]:
-        """Has the copies inside run on a stream of their own, so that no step waits for them."""
+        """Run the copies in the context on a separate stream, so that no step waits for them."""
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(torch.cuda.default_stream(self._device))  # where the tables were zeroed
+        # Wait for the default stream, on which the tables were zeroed.
+        self._stream.wait_stream(torch.cuda.default_stream(self._device))
         with torch.cuda.stream(self._stream):
             yield
         self._stream.synchronize()
 
 
 def _check_size(placed: PlacedUpdate, a: Tensor, b: Tensor, dtype: torch.dtype) -> None:
-    """Raises ModelError unless A and the scaled B, and what they may make of an input of length 1, are finite."""
+    """Raise ModelError unless A, the scaled B, and the output for any input of norm 1 are finite in `dtype`."""
     gains = [torch.linalg.vector_norm(matrix, dtype=torch.float64).item() for matrix in (a, b)]
     if not max(*gains, gains[0] * gains[1]) <= torch.finfo(dtype).max:
         raise ModelError(
@@ -76,7 +83,10 @@ def _check_size(placed: PlacedUpdate, a: Tensor, b: Tensor, dtype: torch.dtype) 
 
 
 def _matrices(tables: LoraTables, updates: Sequence[PlacedUpdate]) -> tuple[Tensor, Tensor]:
-    """Returns a slot of the tables in host memory: of each update its B, and its A for the parts of its rows."""
+    """Return the contents of a slot in host memory.
+
+    They are B of each update, and its A for each part that the rows of the update overlap.
+    """
     rank = tables.rank
     into_a, into_b = (torch.zeros(each.shape[1:], dtype=each.dtype) for each in (tables.a, tables.b))
     for each in updates:
@@ -98,12 +108,12 @@ def _matrices(tables: LoraTables, updates: Sequence[PlacedUpdate]) -> tuple[Tens
 
 
 LEAST_RANK = 16
-"""The least rank that the matrix units of GPUs multiply; ranks are padded to it, and to powers of two above."""
+"""The smallest rank that the matrix units of GPUs multiply; ranks are padded to it, and to powers of two above it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedAdapters:
-    """The adapters of a model, and the tables of each weight by its `id`."""
+    """The adapter slots of a model, and the tables of each weight by its `id`."""
 
     slots: AdapterSlots = field(default_factory=AdapterSlots)
     tables: Mapping[int, LoraTables] = field(default_factory=dict)
@@ -111,28 +121,29 @@ class LoadedAdapters:
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """The adapters that fit the model, on disk."""
+    """The `AdapterFiles` of a model: reads folders of adapters that fit it, and writes them into the tables."""
 
     modules: AdaptedModules
     tables: AdapterTables
     max_rank: int
 
     def read(self, path: Path) -> AdapterFolder:
-        """See `AdapterFiles`."""
+        """Read a folder and check that the adapter fits the model (`AdapterFiles.read`)."""
         folder = _read(path, self.max_rank)
         self.modules.place(folder)
         return folder
 
     def write(self, slot: int, folder: AdapterFolder) -> None:
-        """See `AdapterFiles`."""
+        """Write the matrices into a slot, and check that the files did not change meanwhile (`AdapterFiles.write`)."""
         self.tables.write(slot, self.modules.place(folder))
         check_unchanged(folder)
 
 
 def load_adapters(config: EngineConfig, spec: ModelSpec, parameters: Parameters) -> LoadedAdapters:
-    """Reads the adapters that `config` names, and keeps slots for others if it says so.
+    """Load the adapters that `config` names, and allocate slots for others if it allows them.
 
-    InvalidArgument for more of them, or a higher rank, than it allows; ModelError for one that does not fit the model.
+    Raises InvalidArgument if there are more adapters, or a higher rank, than it allows; ModelError if one does not fit
+    the model.
     """
     if not config.has_loras:
         return LoadedAdapters()
@@ -156,7 +167,7 @@ def load_adapters(config: EngineConfig, spec: ModelSpec, parameters: Parameters)
 
 
 def check_adapters(config: EngineConfig, spec: ModelSpec) -> None:
-    """Raises what `load_adapters` would, without memory for weights."""
+    """Raise the errors that `load_adapters` would raise, without memory for weights."""
     if config.adapters:
         modules = adapted_modules(spec, allocate_parameters(spec, torch.float32, torch.device("meta")))
         for folder in _read_all(config):
@@ -164,7 +175,7 @@ def check_adapters(config: EngineConfig, spec: ModelSpec) -> None:
 
 
 def slot_bytes(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Returns the bytes of the slots for adapters that are loaded while the engine runs; 0 if there are none."""
+    """Return the bytes of the slots for adapters that are loaded while the engine runs; 0 without such slots."""
     if not config.runtime_loras:
         return 0
     products = adapted_modules(spec, allocate_parameters(spec, torch.float32, torch.device("meta"))).products

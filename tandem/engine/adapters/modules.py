@@ -1,4 +1,4 @@
-"""The modules of a model that adapters may change, and their rows in the stacked products that kernels compute."""
+"""The modules of a model that adapters may change, and their rows in the stacked products that the kernels compute."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +19,7 @@ _SUFFIX = ".weight"
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A stacked weight [N, K] of the parameters by its `id`, and the row at which each of its parts ends."""
+    """A stacked weight [N, K] of the parameters, named by its `id`, and the row at which each of its parts ends."""
 
     weight: int
     shape: tuple[int, int]
@@ -28,7 +28,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class ModulePlace:
-    """A module's rows of a product: those from `first` on."""
+    """The rows of a module in a product: those from `first` on."""
 
     product: int
     """The number of the product."""
@@ -41,7 +41,7 @@ class ModulePlace:
 
 @dataclass(frozen=True, slots=True)
 class PlacedUpdate:
-    """An update of a module at its place."""
+    """An update of a module, and the place of this module."""
 
     module: str
     place: ModulePlace
@@ -50,14 +50,17 @@ class PlacedUpdate:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedModules:
-    """All modules of a model by their names in the checkpoint. Refers to no weight, which kernels may replace."""
+    """All modules of a model by their names in the checkpoint.
+
+    It keeps no reference to weights, which kernels may replace.
+    """
 
     products: tuple[Product, ...]
     modules: Mapping[str, ModulePlace | None]
-    """The place of each module; None = adapters of it are not served."""
+    """The place of each module; None = adapters of this module are not supported."""
 
     def place(self, folder: AdapterFolder) -> list[PlacedUpdate]:
-        """Returns the places of an adapter's updates; ModelError for one that does not fit the model."""
+        """Return the updates of an adapter with their places. Raises ModelError if one does not fit the model."""
         return [self._placed(folder, module, update) for module, update in folder.updates.items()]
 
     def _placed(self, folder: AdapterFolder, module: str, update: LowRank) -> PlacedUpdate:
@@ -79,7 +82,7 @@ class AdaptedModules:
 
 
 def adapted_modules(spec: ModelSpec, parameters: Parameters) -> AdaptedModules:
-    """Returns the modules of a model, before kernels prepare its weights; parameters without memory will do."""
+    """Return the modules of a model, before kernels prepare its weights; parameters without memory suffice."""
     products: list[Product] = []
     by_storage: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
     for weight, part_ends in _stacked(spec, parameters):
@@ -105,7 +108,7 @@ def _module_place(place: Place, stacked: list[tuple[int, Tensor]] | tuple[()]) -
 
 
 def _stacked(spec: ModelSpec, parameters: Parameters) -> Iterator[tuple[Weight, tuple[int, ...]]]:
-    """Yields the weights that adapters may change, of attention and of dense feed-forward networks, and their parts."""
+    """Yield the weights that adapters may change, those of attention and dense networks, with their part ends."""
     for layer, weights in zip(spec.layers, parameters.layers, strict=True):
         attention, inner = weights.attention, weights.feed_forward
         yield attention.output, (len(attention.output),)

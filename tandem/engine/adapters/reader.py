@@ -1,8 +1,8 @@
-"""Reads adapters' folders in a process of its own, which ends at a limit of time.
+"""Reads adapters' folders in a separate process with a time limit.
 
-A regular expression of an adapter's config may take exponential time, and parsing holds the interpreter: neither may
-stop the engine of a worker that serves. The process gets the folder as its argument and prints one JSON object, with
-the `updates` or an `error`.
+A regular expression in an adapter's config may take exponential time, and parsing holds the GIL: neither may stop the
+engine of a worker that serves. The process gets the folder as its argument and prints one JSON object, with the
+`updates` or an `error`.
 """
 
 import hashlib
@@ -22,23 +22,29 @@ from tandem.engine.weights.safetensors_file import TensorEntry
 from tandem.protocol.errors import ModelError
 
 _CPU_S = 5
-"""Seconds of computing that a folder may take, whatever else the host does; the largest headers take less than one."""
+"""The seconds of CPU time that a folder may take, whatever the load of the host.
+
+The largest headers take less than one.
+"""
 _WAIT_S = 120.0
-"""Seconds until the process is killed, which waits for a file system that does not answer."""
+"""The seconds after which the process is killed, for example if the file system does not answer."""
 _READ_BYTES = 1 << 20
 
 
 def read_adapter(path: Path) -> AdapterFolder:
-    """Reads the config and the header of the tensors, and hashes both files. Call it in a thread, as it waits.
+    """Read the config and the header of the tensors, and hash both files. It blocks, so call it in a thread.
 
-    ModelError as `read_updates`, and for a folder that takes too long.
+    Raises ModelError as `read_updates` does, and if the folder takes too long.
     """
     updates = _read_apart(path)
     return AdapterFolder(path, _hash(path), updates)
 
 
 def check_unchanged(folder: AdapterFolder) -> None:
-    """Raises ModelError if the files are not those that `read_adapter` hashed: tensors read meanwhile may be mixed."""
+    """Raise ModelError if the files are not those that `read_adapter` hashed.
+
+    If they changed while the tensors were read, the tensors may be mixed.
+    """
     if _hash(folder.path) != folder.identity:
         raise ModelError(f"{folder.path} changed while it was read; load it once it is written.")
 
@@ -89,7 +95,8 @@ def _reply(path: Path) -> Mapping[str, object]:
         updates = read_updates(path)
     except ModelError as error:
         return {"error": error.message}
-    except Exception as error:  # whatever a malformed file leads to
+    # A malformed file may cause any exception.
+    except Exception as error:
         return {"error": f"{path} cannot be read as an adapter ({type(error).__name__}: {error}); save it again."}
     described = {module: [_described(each.a), _described(each.b), each.scale] for module, each in updates.items()}
     return {"updates": described}
@@ -100,7 +107,7 @@ def _described(entry: TensorEntry) -> Mapping[str, object]:
 
 
 def main() -> None:
-    """Run the process: its arguments are the folder, and the seconds that it may compute."""
+    """Run the process: its arguments are the folder, and the CPU seconds that it may take."""
     seconds = int(time.process_time()) + 1 + int(sys.argv[2])
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,7 +1,7 @@
 """Assigns adapters to the slots of an engine's tables.
 
-A slot is free, or holds an adapter that is listed, or one that was unloaded. The latter keeps its slot, and requests
-that came before its end keep their adapter, until another adapter needs the slot and no request uses the old one.
+A slot is free, or has an adapter, which is listed or was unloaded. An unloaded adapter keeps its slot, and requests
+that were accepted before keep their adapter, until another adapter needs the slot and no request uses the old one.
 """
 
 import threading
@@ -16,28 +16,31 @@ from tandem.protocol.messages import AdapterFacts
 
 
 class AdapterFiles(Protocol):
-    """The adapters on disk, and the tables into which they are written."""
+    """The adapters on disk, and the tables they are written into."""
 
     def read(self, path: Path) -> AdapterFolder:
-        """Reads what a folder says of its adapter; ModelError or InvalidArgument if the engine cannot serve it."""
+        """Read the description of a folder's adapter.
+
+        Raises ModelError or InvalidArgument if the engine cannot serve it.
+        """
 
     def write(self, slot: int, folder: AdapterFolder) -> None:
-        """Writes the matrices into a slot that no step uses; ModelError if they cannot be read."""
+        """Write the matrices into a slot that no step uses. Raises ModelError if they cannot be read."""
 
 
 @dataclass(slots=True)
 class _Slot:
     adapter: AdapterFacts | None = None
-    """None = it is free, or written."""
+    """None = the slot is free, or is being written."""
     listed: bool = False
     taken: bool = False
-    """True while it is written."""
+    """True while the slot is being written."""
 
 
 class AdapterSlots:
-    """The adapters of an engine. A number in steps is that of a slot, from 1.
+    """The adapters of an engine. The adapter number of a row in a step is that of its slot, counted from 1.
 
-    Any thread may call it. Adapters are loaded one after the other, by `read`, `claim` and `fill`.
+    Any thread may call it. Adapters are loaded one after another, by `read`, `claim` and `fill`.
     """
 
     def __init__(self, count: int = 0, files: AdapterFiles | None = None) -> None:
@@ -52,9 +55,9 @@ class AdapterSlots:
             return tuple(slot.adapter for slot in self._slots if slot.adapter is not None and slot.listed)
 
     def number(self, identity: str) -> int:
-        """Returns the number of the adapter with this hash, listed or not, 0 for "", the base model.
+        """Return the number of the adapter with this hash, listed or not; 0 for "", the base model.
 
-        NotFound if no slot holds it.
+        Raises NotFound if no slot has it.
         """
         if not identity:
             return 0
@@ -62,14 +65,14 @@ class AdapterSlots:
             return self._find(identity) + 1
 
     def read(self, path: Path) -> AdapterFolder:
-        """See `AdapterFiles.read`; FailedPrecondition if the engine was started without slots."""
+        """Read a folder (`AdapterFiles.read`). Raises FailedPrecondition if the engine was started without slots."""
         return self._loader.read(path)
 
     def claim(self, identity: str, used: Collection[str]) -> int:
-        """Returns the slot for an adapter: its old one, or one that is free, or one that no request uses any more.
+        """Return the slot for an adapter: its old slot, a free slot, or that of an unloaded adapter without requests.
 
-        `used` are the hashes of the adapters that requests use. From now on no request gets the adapter that a slot
-        held. ResourceExhausted if there is no such slot.
+        `used` has the hashes of the adapters that requests use. From now on no request gets the old adapter of a slot
+        that is taken. Raises ResourceExhausted if there is no such slot.
         """
         with self._lock:
             unlisted = [number for number, slot in enumerate(self._slots) if not slot.listed and not slot.taken]
@@ -87,7 +90,7 @@ class AdapterSlots:
         raise ResourceExhausted(f"all {len(self._slots)} slots for adapters are in use, {loaded} of them loaded{why}")
 
     def fill(self, number: int, adapter: AdapterFacts, folder: AdapterFolder) -> None:
-        """Writes an adapter into the slot that `claim` returned, if need be, and lists it."""
+        """Write an adapter into the slot that `claim` returned, unless it is already there, and list it."""
         written = False
         try:
             if self._slots[number].taken:
@@ -98,7 +101,7 @@ class AdapterSlots:
                 self._slots[number] = _Slot(adapter, listed=True) if written else _Slot()
 
     def unload(self, name: str) -> bool:
-        """Removes an adapter from those listed; returns True if it was listed."""
+        """Remove an adapter from the list; return True if it was listed."""
         with self._lock:
             found = [slot for slot in self._slots if slot.listed and slot.adapter and slot.adapter.name == name]
             for slot in found:

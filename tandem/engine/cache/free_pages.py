@@ -1,25 +1,26 @@
-"""The free pages of the pool, allocated as extents: adjacent pages are transferred as one block."""
+"""The free pages of the pool, kept as extents (runs of adjacent pages), because a run is transferred as one block."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 
 
 class FreePages:
-    """A set of page numbers that knows its extents, the longest runs of adjacent pages. Guarded by its owner's lock.
+    """A set of free page numbers, grouped into extents: the longest runs of adjacent pages.
 
-    Best fit: a request's pages come from the smallest extent that holds them all, so that single pages fill the gaps
-    and long extents stay long. If none is large enough, the largest is taken whole, and the search is repeated for the
-    rest. The cost grows with the number of extents that change, and hardly with the number of pages in them.
+    Allocation is best fit: the pages of a request come from the smallest extent that holds them all, so that requests
+    for single pages fill the gaps and long extents stay long. If no extent is large enough, the largest is taken whole
+    and the search is repeated for the rest. The cost grows with the number of extents that change, and hardly with the
+    number of pages in them. Not thread-safe: `PagePool`, the owner, calls it under its lock.
     """
 
     def __init__(self, pages: Iterable[int]) -> None:
         self._count = 0
         self._ends: dict[int, int] = {}
-        """First page of each extent → the page after its last."""
+        """Maps the first page of each extent to the page after its last."""
         self._starts: dict[int, int] = {}
-        """The page after the last of each extent → its first page."""
+        """Maps the page after the last of each extent to its first page."""
         self._by_size: list[tuple[int, int]] = []
-        """(pages, first page) of each extent, ascending."""
+        """The (size in pages, first page) of each extent, in ascending order."""
         self.give(list(pages))
 
     def __len__(self) -> int:
@@ -31,11 +32,14 @@ class FreePages:
 
     @property
     def extents(self) -> int:
-        """The number of runs of adjacent pages."""
+        """The number of extents."""
         return len(self._ends)
 
     def take(self, count: int) -> list[int]:
-        """Takes `count` pages, at most as many as there are, with adjacent ones in order."""
+        """Remove `count` pages from the set and return them; adjacent pages are returned in order.
+
+        The caller makes sure that the set has at least `count` pages.
+        """
         taken: list[int] = []
         while len(taken) < count:
             missing = count - len(taken)
@@ -48,7 +52,7 @@ class FreePages:
         return taken
 
     def give(self, pages: Sequence[int]) -> None:
-        """Adds pages that are not in the set, each once, in any order."""
+        """Add pages that are not in the set, each named once, in any order."""
         for start, end in _runs(sorted(pages)):
             self._join(start, end)
         self._count += len(pages)
@@ -65,7 +69,7 @@ class FreePages:
         self._add(start, end)
 
     def _cut(self, index: int, pages: int) -> None:
-        """Removes the first `pages` of an extent, which mostly keeps its rank by size."""
+        """Remove the first `pages` pages of the extent with this index in `_by_size`."""
         size, start = self._by_size[index]
         behind = self._ends.pop(start)
         if size == pages:
@@ -73,6 +77,7 @@ class FreePages:
             return
         left = size - pages, start + pages
         self._ends[start + pages], self._starts[behind] = behind, start + pages
+        # The shortened extent mostly keeps its rank by size, so it replaces its old entry without a new search.
         if not index or self._by_size[index - 1] < left:
             self._by_size[index] = left
         else:
@@ -90,11 +95,12 @@ class FreePages:
 
 
 def _runs(ascending: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yields (first, after the last) of each run of adjacent pages."""
+    """Yield the first page, and the page after the last, of each run of adjacent pages."""
     if not ascending:
         return
     start, last = ascending[0], ascending[-1]
-    if last - start == len(ascending) - 1:  # mostly there is one
+    # The common case: all pages form a single run.
+    if last - start == len(ascending) - 1:
         yield start, last + 1
         return
     end = start

@@ -1,4 +1,4 @@
-"""A census of the page pool: the number of pages in each state, and a check that each page is in exactly one."""
+"""A census of the page pool: the number of pages in each state, and a check that each page is in exactly one state."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -9,7 +9,10 @@ from tandem.protocol.messages import Lease, RequestRef
 
 @dataclass(frozen=True, slots=True)
 class PageCounts:
-    """Pages by state; `promised` counts those of `free` and `cached` that are reserved."""
+    """The number of pages in each state.
+
+    `promised` is the number of reserved pages, which `free` and `cached` include.
+    """
 
     total: int
     free: int
@@ -23,7 +26,10 @@ class PageCounts:
 
 @dataclass(frozen=True, slots=True)
 class PageCensus:
-    """A view of the pool's bookkeeping under its lock, without copies."""
+    """A view of the pool's bookkeeping, made and read under the pool's lock.
+
+    It shares the pool's containers, without copies.
+    """
 
     total: int
     free: FreePages
@@ -36,7 +42,7 @@ class PageCensus:
     promised: int
 
     def counts(self) -> PageCounts:
-        """Returns the number of pages in each state."""
+        """Return the number of pages in each state."""
         return PageCounts(
             total=self.total,
             free=len(self.free),
@@ -49,7 +55,10 @@ class PageCensus:
         )
 
     def faults(self) -> Iterator[str]:
-        """Yields each inconsistency as a sentence: a page in no state or several, or promises that cannot be kept."""
+        """Yield each inconsistency as a sentence.
+
+        An inconsistency is a page in no state or in several states, or more reserved pages than free and cached ones.
+        """
         places: dict[int, list[str]] = {page: [] for page in range(self.total)}
         for place, page in self._places():
             places.setdefault(page, []).append(place)
@@ -77,7 +86,7 @@ class PageCensus:
 
 
 def lease_name(lease: Lease) -> str:
-    """Returns a readable name of a lease, for messages."""
+    """Return a readable name of a lease, for error messages."""
     return f"{lease.request_id}#{lease.attempt} (epoch {lease.epoch})"
 
 

@@ -1,12 +1,12 @@
-"""Checksums of KV pages, to verify that a page arrived as it was sent, on any kind of device.
+"""Checksums of KV pages, which verify that a page arrived as it was sent, whatever device each side runs on.
 
 The checksum of a page is the sum of w_i * (2 i + 1) mod 2^64 over the page's 32-bit words w_i, little-endian and
-signed, i being the word's index in the page. Of a partly filled page only the filled token positions count: the memory
-after them is unused, and the decode worker writes there.
+signed, where i is the index of the word in the page. In a partly filled page only the filled token positions count: the
+memory after them is unused, and the decode worker writes new tokens there.
 
-Words differ by less than 2^32 and weights by less than 2^32 as well, so no product of the two is 0 mod 2^64: one
-changed word, or any two that were swapped, always change the sum. Other errors go undetected with a probability of
-about 2^-64. It is no protection against an attacker, who could send any sum as well.
+A changed word changes the sum, because the difference of two words and the weight 2 i + 1 are both below 2^32, so that
+their product is never 0 mod 2^64. For the same reason any two swapped words change it. Other errors go undetected with
+a probability of about 2^-64. The checksum is no protection against an attacker, who could send a matching sum.
 """
 
 from collections.abc import Sequence
@@ -22,17 +22,18 @@ from tandem.engine.kernels.kv_cache import KvCache
 from tandem.engine.kernels.rowwise.triton_checksum import SPLITS, partial_sums
 
 _MOST_PAGES = 64
-"""The number of pages per launch."""
+"""The largest number of pages that one kernel launch sums."""
 
 
 class DeviceChecksums:
-    """`PageChecksums` on a dedicated stream: no step waits for it, and it waits for none.
+    """`PageChecksums` on a GPU, on a stream of its own: engine steps do not wait for it, nor does it wait for them.
 
-    Only the calling thread waits, and soon sleeps. It is compiled at construction and allocates no memory after that.
+    Only the calling thread waits, and sleeps after a short spin. The kernel is compiled and all memory is allocated in
+    the constructor.
     """
 
     def __init__(self, words: PageWords) -> None:
-        """Takes `words` as `tandem.engine.cache.page_words.as_words` returns them, on a GPU."""
+        """Take `words` on a GPU, as returned by `tandem.engine.cache.page_words.as_words`."""
         self._words, device = words, words.words.device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -44,7 +45,10 @@ class DeviceChecksums:
         self([0], [0])
 
     def __call__(self, pages: Sequence[int], filled: Sequence[int]) -> Sequence[int]:
-        """Returns the checksum of each page's first `filled` token positions; IndexError outside the pool."""
+        """Return the checksum of the first `filled` token positions of each page.
+
+        Raises IndexError if a page number is outside the pool.
+        """
         chosen = list(zip(pages, filled, strict=True))
         count = len(self._words.words)
         outside = [page for page in pages if not 0 <= page < count]
@@ -58,7 +62,7 @@ class DeviceChecksums:
     def _sum(self, chosen: Sequence[tuple[int, int]]) -> list[int]:
         count = len(chosen)
         self._chosen_here.numpy()[:count] = chosen
-        # The current device is a setting of each thread; the stream's context sets it as well.
+        # The current device is a property of each thread; entering the stream's context sets it for this one.
         with torch.cuda.stream(self._stream):
             self._chosen[:count].copy_(self._chosen_here[:count], non_blocking=True)
             words = self._words
@@ -74,20 +78,22 @@ _MASK = (1 << 64) - 1
 
 
 class PageChecksums(Protocol):
-    """A function that sums pages in place."""
+    """A function that computes checksums of pages in the cache's own memory, without copying them."""
 
     def __call__(self, pages: Sequence[int], filled: Sequence[int]) -> Sequence[int]:
-        """Returns the checksums, below 2^64, of these pages' first `filled` token positions.
+        """Return the checksums, below 2^64, of the first `filled` token positions of each page.
 
-        It waits for the device, so it belongs on a thread that may block; one thread at a time. Nothing may write these
-        pages meanwhile. IndexError outside the pool.
+        The call waits for the device, so only a thread that may block calls it, and only one thread at a time. Nothing
+        may write to the pages during the call. Raises IndexError if a page number is outside the pool.
         """
 
 
 def page_checksums(cache: KvCache) -> PageChecksums:
-    """Returns checksums over a cache [pages, layers, 2, kv_heads, page_tokens, head_dim] of any dtype, on its device.
+    """Return the checksum function of a cache, for its device and dtype.
 
-    ValueError when one token's keys of one head are not whole 32-bit words.
+    The cache is [pages, layers, 2, kv_heads, page_tokens, head_dim].
+
+    Raises ValueError if the keys of one token and one head do not fill whole 32-bit words.
     """
     words = as_words(cache)
     if words.words.device.type == "cpu":
@@ -97,17 +103,23 @@ def page_checksums(cache: KvCache) -> PageChecksums:
 
 
 class HostChecksums:
-    """`PageChecksums` by NumPy on the calling thread, which releases the GIL meanwhile; about 0.4 ms per megabyte."""
+    """`PageChecksums` on the CPU: NumPy on the calling thread, about 0.4 ms per megabyte.
+
+    NumPy releases the GIL meanwhile.
+    """
 
     def __init__(self, words: PageWords) -> None:
-        """Takes `words` as `as_words` returns them."""
+        """Take `words` on the CPU, as returned by `as_words`."""
         self._words: npt.NDArray[np.int32] = words.words.numpy()
         self._token_words, self._first_scale = words.token_words, words.page_tokens * words.token_words
         shape = self._words.shape[1:]
         self._weights = (2 * np.arange(np.prod(shape), dtype=np.int64) + 1).reshape(shape)
 
     def __call__(self, pages: Sequence[int], filled: Sequence[int]) -> Sequence[int]:
-        """Returns the checksum of each page's first `filled` token positions; IndexError outside the pool."""
+        """Return the checksum of the first `filled` token positions of each page.
+
+        Raises IndexError if a page number is outside the pool.
+        """
         return [self._sum(page, tokens) for page, tokens in zip(pages, filled, strict=True)]
 
     def _sum(self, page: int, tokens: int) -> int:

@@ -1,17 +1,17 @@
-"""Ownership of the KV cache's pages, and the number of pages that are promised.
+"""The page pool: it records the owner of every page of the KV cache, and the number of pages that are reserved.
 
-A page is in exactly one state:
+Each page is in exactly one state:
 
-    free         unowned; only the pool hands it out
-    owned        by one attempt at one request: it alone writes the page, and its scheduler frees it
-    shared       read-only and counted: each `retain` is undone by one `release`, after the last of which it is cached
-    cached       without readers, but the prefix cache knows its contents: free capacity that may still be reused
-    advertised   by a lease: the prefill worker named there may write it at any moment, and nothing else touches it
-    quarantined  of a dead lease whose late writes may still land: free again only by `free_quarantined`
+    free         no one owns it; only the pool hands it out
+    owned        by one attempt at one request: only this attempt writes the page, and its scheduler frees it
+    shared       read-only, with a count of readers: `retain` adds one, `release` removes one, the last makes it cached
+    cached       no request reads it, but the prefix cache knows its contents: it counts as free, and may be reused
+    advertised   by a lease: the prefill worker named in the lease may write it at any moment, so nothing else uses it
+    quarantined  its lease has ended, but late writes may still arrive: only `free_quarantined` makes it free again
 
-A promise is a credit without pages: it withholds a number of free pages from callers without a promise. Cached pages
-count as free, and are evicted when no free page is left, least recently used first: no request is ever refused because
-of them.
+A reservation (`promise`) withholds a number of free pages from callers without a reservation; it names no particular
+pages. Cached pages count as free: when no free page is left they are evicted, least recently used first, so cached
+pages never cause a request to be refused.
 """
 
 import threading
@@ -25,16 +25,19 @@ from tandem.protocol.messages import Lease, RequestRef
 
 
 class PagePool:
-    """The pages 0 .. total - 1. Every method is thread-safe, takes microseconds and changes all or nothing.
+    """The pages 0 .. total - 1 of one KV cache. Every method is thread-safe, takes microseconds, and is all or nothing.
 
-    ResourceExhausted means that there is no free page now; StaleEpoch, that a lease holds no such pages (any more);
-    Internal, that the caller named pages it does not own: a defect.
+    Methods raise ResourceExhausted if too few pages are free at the moment; StaleEpoch if a lease holds no pages in the
+    state concerned, or no longer does; and Internal if the caller names pages that it does not own, which is a defect.
     """
 
     def __init__(self, total: int) -> None:
         self._total = total
         self.lock = threading.RLock()
-        """Held by callers that do several things at once: nothing changes while it is held. Held for microseconds."""
+        """Callers hold it around several calls that must be atomic together.
+
+        It is reentrant, and held for microseconds only.
+        """
         self._free = FreePages(range(total))
         self._promised = 0
         self._owned: dict[RequestRef, dict[int, None]] = {}
@@ -45,29 +48,39 @@ class PagePool:
         self._quarantined: dict[Lease, list[int]] = {}
 
     def on_eviction(self, on_taken: Callable[[int], None]) -> None:
-        """Registers `on_taken(page)`, called under the lock for each cached page that is evicted."""
+        """Register `on_taken(page)`, which is called under the lock for each cached page that is evicted."""
         self._on_taken = on_taken
 
     def promise(self, pages: int) -> None:
-        """Withholds `pages` free pages for a later allocation; undone by `unpromise` or spent page by page."""
+        """Reserve `pages` free pages for a later allocation.
+
+        The caller either spends the reservation, page by page, or returns the rest of it with `unpromise`. Raises
+        ResourceExhausted if fewer pages are free and unreserved.
+        """
         with self.lock:
             self._need(pages)
             self._promised += pages
 
     def promise_up_to(self, pages: int) -> int:
-        """Promises `pages` pages, or as many as are free; returns the number promised."""
+        """Reserve `pages` pages, or as many as are free and unreserved; return the number of pages reserved."""
         with self.lock:
             promised = max(0, min(pages, self._unreserved))
             self._promised += promised
             return promised
 
     def unpromise(self, pages: int) -> None:
-        """Returns the rest of a promise, which the caller keeps count of."""
+        """Return `pages` reserved pages that were not spent.
+
+        The caller keeps count of its reservation; the pool only has a total.
+        """
         with self.lock:
             self._spend(pages)
 
     def allocate(self, owner: RequestRef, pages: int, *, from_promise: bool = False) -> list[int]:
-        """Gives free pages to the owner, who frees them with `free`; `from_promise` spends an earlier promise."""
+        """Allocate free pages to the owner, who returns them with `free`; `from_promise` spends an earlier reservation.
+
+        Raises ResourceExhausted if too few pages are free and unreserved, and Internal if the reservation is too small.
+        """
         with self.lock:
             taken = self._take(pages, from_promise)
             if taken:
@@ -75,7 +88,7 @@ class PagePool:
             return taken
 
     def allocate_each(self, owners: Sequence[RequestRef]) -> list[int]:
-        """Returns one promised page for each owner, as `allocate` would give them one by one."""
+        """Allocate one reserved page to each owner and return the pages, in the order of the owners."""
         with self.lock:
             taken = [self._take(1, from_promise=True)[0] for _ in owners]
             for owner, page in zip(owners, taken, strict=True):
@@ -83,9 +96,11 @@ class PagePool:
             return taken
 
     def advertise(self, lease: Lease, pages: int, *, from_promise: bool = True) -> list[int]:
-        """Gives free pages to the lease, for its prefill worker to write.
+        """Allocate free pages to the lease, for its prefill worker to write.
 
-        Ended by `adopt`, `quarantine` or `free_lease`.
+        The state ends by `adopt`, `quarantine` or `free_lease`.
+
+        Raises StaleEpoch if the lease is already quarantined.
         """
         with self.lock:
             if lease in self._quarantined:
@@ -96,51 +111,58 @@ class PagePool:
             return list(taken)
 
     def adopt(self, lease: Lease, owner: RequestRef) -> list[int]:
-        """Gives a lease's pages, written and quiescent, to the owner, in the order in which they were advertised."""
+        """Pass a lease's pages to the owner, and return them in the order in which they were advertised.
+
+        The caller makes sure that all writes to them have ended.
+        """
         with self.lock:
             pages = self._pop(self._advertised, lease)
             self._owned.setdefault(owner, {}).update(dict.fromkeys(pages))
             return pages
 
     def quarantine(self, lease: Lease) -> list[int]:
-        """Quarantines the pages of a lease that is over while late writes may land: unused until `free_quarantined`."""
+        """Quarantine the pages of an ended lease whose late writes may still arrive; `free_quarantined` frees them."""
         with self.lock:
             pages = self._pop(self._advertised, lease)
             self._quarantined[lease] = pages
             return list(pages)
 
     def free_lease(self, lease: Lease) -> int:
-        """Frees advertised pages that the prefill worker has released and writes no more; returns their number."""
+        """Free the pages of a lease that its prefill worker has released, and return their number.
+
+        The caller knows that the prefill worker will not write to them again.
+        """
         with self.lock:
             return self._give_back(self._pop(self._advertised, lease))
 
     def free_quarantined(self, lease: Lease) -> int:
-        """Frees quarantined pages once their writer is known to be quiescent, or dead for long enough.
+        """Free the quarantined pages of a lease and return their number.
 
-        Returns their number.
+        The caller knows that the writer is quiescent, or has been dead for long enough that no write can arrive.
         """
         with self.lock:
             return self._give_back(self._pop(self._quarantined, lease))
 
     def free(self, owner: RequestRef, pages: Sequence[int] | None = None) -> int:
-        """Frees these pages of the owner, or all it has (perhaps none); returns their number."""
+        """Free these pages of the owner, by default all that it has, perhaps none; return their number."""
         with self.lock:
             held = self._owned.get(owner, {})
             return self._give_back(self._disown(owner, list(held) if pages is None else pages))
 
     def share(self, owner: RequestRef, pages: Sequence[int]) -> None:
-        """Turns the owner's pages into shared ones, read by the caller, who must `release` each."""
+        """Turn pages of the owner into shared pages with one reader, the caller, who must `release` each of them."""
         with self.lock:
             self._shared.update(dict.fromkeys(self._disown(owner, pages), 1))
 
     def retain(self, pages: Sequence[int]) -> int:
-        """Adds one reader to each of these shared or cached pages; the reader must `release` it.
+        """Add one reader to each of these shared or cached pages; the reader must `release` each of them.
 
-        A cached page is not free any longer: only as many of the first pages are retained as promises allow. Returns
-        their number.
+        A cached page counts as free until it is retained, so reservations may forbid to retain all: then only the first
+        pages are retained. Returns the number of retained pages.
         """
         with self.lock:
             self._need_known(pages, [page for page in pages if page not in self._shared and page not in self._cached])
+            # A cached page stops being free when it is retained, so reservations limit how many cached pages may be.
             room = self._unreserved
             for count, page in enumerate(pages):
                 if page in self._cached:
@@ -152,11 +174,9 @@ class PagePool:
             return len(pages)
 
     def release(self, pages: Sequence[int]) -> int:
-        """Removes one reader from each shared page.
+        """Remove one reader from each of these shared pages; return the number of pages that have no readers left.
 
-        Those without readers are cached, the first of them to be evicted first.
-
-        Returns the number of those without readers.
+        Pages without readers become cached. They are evicted in the order in which `pages` lists them.
         """
         with self.lock:
             self._need_known(pages, [page for page in pages if page not in self._shared])
@@ -170,7 +190,10 @@ class PagePool:
             return cached
 
     def drop_cached(self, pages: Sequence[int]) -> None:
-        """Evicts these cached pages, which nobody will look for any more; `on_taken` is not called."""
+        """Evict these cached pages, which no lookup can find any longer.
+
+        The eviction callback is not called for them.
+        """
         with self.lock:
             self._need_known(pages, [page for page in pages if page not in self._cached])
             for page in pages:
@@ -179,34 +202,37 @@ class PagePool:
 
     @property
     def total(self) -> int:
-        """The number of pages in all states."""
+        """The number of pages in all states together."""
         return self._total
 
     @property
     def unreserved(self) -> int:
-        """The number of pages that are unused and not promised; the only one of the counts that is cheap."""
+        """The number of free and cached pages that are not reserved. It is cheap to read, unlike `counts`."""
         with self.lock:
             return self._unreserved
 
     def counts(self) -> PageCounts:
-        """Returns the number of pages in each state, all at one moment."""
+        """Return the number of pages in each state, all read at the same moment."""
         with self.lock:
             return self._census().counts()
 
     def readers(self) -> dict[int, int]:
-        """Returns the number of readers of each shared or cached page; cached ones (0) in the order of eviction."""
+        """Return the number of readers of each shared and cached page.
+
+        Cached pages, with 0 readers, are in the order in which they will be evicted.
+        """
         with self.lock:
             return self._shared | dict.fromkeys(self._cached, 0)
 
     def check_integrity(self) -> None:
-        """Raises Internal with all faults, unless every page is in exactly one state and promises can be kept."""
+        """Raise Internal, with all faults, unless each page is in exactly one state and all reservations can be met."""
         with self.lock:
             faults = list(self.faults())
         if faults:
             raise Internal(f"The page pool is inconsistent: {'; '.join(faults)}.")
 
     def faults(self) -> Iterable[str]:
-        """Returns each inconsistency as a sentence; under the lock."""
+        """Return each inconsistency as a sentence; the caller holds the lock."""
         return self._census().faults()
 
     def _census(self) -> PageCensus:
@@ -226,6 +252,8 @@ class PagePool:
             self._spend(pages)
         else:
             self._need(pages)
+        # Cached pages are evicted only now, when the free ones do not suffice: until then a new prompt may still hit
+        # them.
         while len(self._free) < pages:
             page, _ = self._cached.popitem(last=False)
             self._free.give([page])
@@ -247,7 +275,7 @@ class PagePool:
 
     @property
     def _unreserved(self) -> int:
-        """The number of pages that may be handed out without a promise."""
+        """The number of pages that may be allocated without a reservation."""
         return len(self._free) + len(self._cached) - self._promised
 
     @staticmethod

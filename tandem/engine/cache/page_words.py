@@ -1,4 +1,4 @@
-"""The memory of KV pages as 32-bit words, which checksums are sums of."""
+"""The memory of KV pages, viewed as 32-bit words, over which checksums are computed."""
 
 from dataclasses import dataclass
 
@@ -12,29 +12,30 @@ WORD_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class PageWords:
-    """The memory of a pool of pages as 32-bit words.
+    """The memory of all pages of a cache, viewed as 32-bit words without a copy.
 
-    A row is one head's keys or values of a layer: `token_words` words of each of its `page_tokens` tokens, then a scale
-    of each if there are any. Rows are in the order of the memory, whatever that of the cache's dimensions is.
+    A row holds the keys or the values of one head of one layer: `token_words` words for each of the `page_tokens`
+    tokens, then, in a quantized cache, one scale for each token. Rows are in the order of memory, which may differ from
+    the order of the cache tensor's dimensions.
     """
 
     words: Tensor
-    """[pages, rows, words of a row] int32."""
+    """[pages, rows of a page, words of a row] int32."""
     page_tokens: int
     token_words: int
 
     def tokens(self) -> Tensor:
-        """Returns the token position of each word of a row: [words of a row] int64, on the words' device."""
+        """Return the token position of each word of a row: [words of a row] int64, on the device of the words."""
         place = torch.arange(self.words.shape[2], device=self.words.device)
         codes = self.page_tokens * self.token_words
         return torch.where(place < codes, place // self.token_words, place - codes)
 
 
 def as_words(cache: KvCache) -> PageWords:
-    """Returns the same memory as words. ValueError as for `page_checksums`."""
+    """Return a view of the cache's memory as words. Raises ValueError as `page_checksums` does."""
     codes = codes_of(cache)
     pages, layers, parts, kv_heads, page_tokens, head_dim = codes.shape
-    # The stride of a dimension of size 1 says nothing.
+    # The stride of a dimension of size 1 carries no information, so such dimensions are sorted apart from the others.
     outer = sorted((1, 2, 3), key=lambda each: (codes.shape[each] == 1, codes.stride(each)), reverse=True)
     bytes_of_token = head_dim * codes.element_size()
     if bytes_of_token % WORD_BYTES:

@@ -1,4 +1,4 @@
-"""The KV cache's memory: one block-major allocation, in which a page is one contiguous range over its layers."""
+"""The memory of the KV cache: one allocation, in which each page is one contiguous range that spans all its layers."""
 
 import mmap
 
@@ -13,19 +13,22 @@ from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.kv_pages import KvPages
 
 _SCRATCH_PAGES = 1
-"""The number of pages of a cache that no request owns."""
+"""The number of pages of a cache that are never given to a request."""
 
 
 class PagedCache:
-    """Pages of equal size, each with the KV of one group's layers (`tandem/engine/config/kv.py`), zeroed.
+    """The paged KV cache: zeroed pages of equal size.
 
-    `tensor` [pages + 1, layers, parts, kv_heads, page_tokens, head_dim] is the view for kernels: `layers` are those of
-    a group, whichever owns the page. Index 0 of the third dimension is keys, 1 values; latent attention has one part.
-    Its strides may have any order (`kernel_view`). With an 8-bit dtype it is a `QuantizedKv`. `storage` [pages + 1,
-    elements] is the memory of all pages.
+    Each page has the KV of one group of layers (`tandem/engine/config/kv.py`).
 
-    Page number `pages`, the last one, belongs to no request: other workers write to it to test a connection. This
-    object owns the memory: addresses handed to a transfer are valid as long as it lives.
+    `tensor` [pages + 1, layers, parts, kv_heads, page_tokens, head_dim] is the view for kernels. `layers` are the
+    layers of the group that owns the page. Index 0 of the dimension `parts` is keys and 1 is values; latent attention
+    has one part. Its strides may have any order (`kernel_view`). With an 8-bit dtype `tensor` is a `QuantizedKv`.
+    `storage` [pages + 1, elements] is the memory of all pages.
+
+    Page number `pages`, the last one, belongs to no request: other workers write to it to test a connection. The model
+    runner owns this object, and this object owns the memory: addresses that a transfer has are valid as long as it
+    lives.
     """
 
     def __init__(
@@ -38,12 +41,11 @@ class PagedCache:
         *,
         step_tokens: int = 0,
     ) -> None:
-        """Allocates as many whole pages as fit into `capacity_bytes`, one of them the page of no request.
+        """Allocate as many whole pages as fit into `capacity_bytes`, one of them the page that belongs to no request.
 
-        `dtype` is the elements', or int8 or float8_e4m3fn for codes with scales. `step_tokens` is the most prompt
-        tokens of a step, which the forecast of a request's pages depends on.
-
-        InvalidArgument if that leaves none, or `device` has less memory.
+        `dtype` is the dtype of the elements, or int8 or float8_e4m3fn for codes with scales. `step_tokens` is the most
+        prompt tokens in a step, on which the number of pages that a request needs depends. Raises InvalidArgument if no
+        page is left for requests, or if `device` has too little free memory.
         """
         self.groups = kv_groups(spec)
         group = self.groups[0]
@@ -62,42 +64,42 @@ class PagedCache:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page over its layers."""
+        """The size of one page, with all its layers, in bytes."""
         return self.storage[0].nbytes
 
     @property
     def element_bytes(self) -> float:
-        """Bytes of one element, with its part of a scale."""
+        """The size of one element in bytes, including its share of a scale."""
         return self.item_bytes + self.scale_bytes / self.head_dim
 
     @property
     def base_address(self) -> int:
-        """The address of page 0 in this process; on a GPU, a device address."""
+        """The address of page 0 in this process; for a GPU, a device address."""
         return self.storage.data_ptr()
 
     @property
     def dtype(self) -> str:
-        """Type of elements or codes in torch's spelling, e.g. `bfloat16`."""
+        """The dtype of the elements or codes, as torch spells it, for example `bfloat16`."""
         return str(self.storage.dtype).removeprefix("torch.")
 
     @property
     def device(self) -> torch.device:
-        """The device of the memory."""
+        """The device that the memory is on."""
         return self.storage.device
 
     @property
     def memory(self) -> str:
-        """`DRAM` or `VRAM`."""
+        """The kind of memory: `DRAM` (host) or `VRAM` (GPU)."""
         return "VRAM" if self.storage.is_cuda else "DRAM"
 
     @property
     def device_id(self) -> int:
-        """GPU ordinal; 0 for host memory."""
+        """The GPU's ordinal; 0 for host memory."""
         return self.device.index or 0
 
     @property
     def facts(self) -> tuple[tuple[str, str], ...]:
-        """The facts that two caches must share, as (name, value), before pages may move between them."""
+        """The properties, as (name, value), that two caches must share before pages are transferred between them."""
         return (
             ("kv_cache_dtype", self.dtype),
             (
@@ -110,22 +112,22 @@ class PagedCache:
 
 
 def page_bytes(spec: ModelSpec, page_tokens: int, dtype: torch.dtype) -> int:
-    """Returns the bytes of one page over its layers, scales included."""
+    """Return the size in bytes of one page, with all its layers and scales."""
     group = kv_groups(spec)[0]
     scales = SCALE_BYTES * group.elements // group.dim if is_quantized(dtype) else 0
     return page_tokens * (group.elements * dtype.itemsize + scales)
 
 
 def cache_bytes(spec: ModelSpec, pages: int, page_tokens: int, dtype: torch.dtype) -> int:
-    """Returns the least capacity of a cache of `pages` pages, including the page of no request."""
+    """Return the smallest capacity in bytes of a cache with `pages` pages for requests, and the page of no request."""
     return (pages + _SCRATCH_PAGES) * page_bytes(spec, page_tokens, dtype)
 
 
 def kernel_view(memory: Tensor, group: KvGroup, page_tokens: int) -> KvCache:
-    """Returns `memory` [pages, elements] as [pages, layers, parts, heads, page_tokens, dim].
+    """Return `memory` [pages, elements] as a view [pages, layers, parts, heads, page_tokens, dim].
 
-    In memory a page is head-major, so that any range of heads is one contiguous slice. This is the one place that
-    knows it: kernels take the strides from the tensor.
+    In memory a page is head-major, so that any range of heads is one contiguous slice. No other function depends on
+    this order: kernels take the strides from the tensor.
     """
     outer = (len(memory), group.heads, group.depth, group.parts)
     if not is_quantized(memory.dtype):
@@ -136,12 +138,13 @@ def kernel_view(memory: Tensor, group: KvGroup, page_tokens: int) -> KvCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns zeroed memory; InvalidArgument if there is not enough."""
+    """Return zeroed memory. Raises InvalidArgument if there is not enough."""
     size = torch.Size(shape).numel() * dtype.itemsize
     try:
         if device.type != "cpu":
             return torch.zeros(shape, dtype=dtype, device=device)
-        # The operating system may promise more than it has, and kill the worker once the pages are written.
+        # The operating system may overcommit: it grants more memory than it has, and kills the worker once the pages
+        # are written. So the free memory is checked first.
         if size <= free_bytes(device):
             return _host_zeros(shape, dtype)
     except (OSError, torch.OutOfMemoryError) as error:
@@ -158,7 +161,7 @@ def _too_large(size: int, device: torch.device) -> InvalidArgument:
 
 
 def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Returns new private pages of the operating system: zero, aligned, and resident only once they are touched."""
+    """Return anonymous private memory: zero, page-aligned, and resident only once it is touched."""
     size = torch.Size(shape).numel() * dtype.itemsize
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -1,27 +1,30 @@
-"""The prefix cache: which pages hold the KV of which prefix, so that it is neither computed nor sent again.
+"""The prefix cache: the index of which pages hold the KV of which prefix, so that it is not computed or sent again.
 
-Only full pages are indexed, each by a digest of its tokens and all before them (`tandem/protocol/page_digests.py`).
-The digests of one prefix are a path in a tree. A digest has a page in each group of layers
-(`tandem/protocol/kv_pages.py`). In groups without a window, each reader of a page reads those before it as well, so
-the pages along a path have fewer and fewer readers. A path is released from its end: the page that the pool evicts
-first, the least recently released one, is always a leaf, and no page is ever left that no path leads to. With the page
-of one such group, the digest loses all others.
+Only full pages are indexed, each by a digest of its tokens and of all tokens before them
+(`tandem/protocol/page_digests.py`). The digests of one prompt are a path in a tree. A digest has one page in each group
+of layers (`tandem/protocol/kv_pages.py`).
 
-In groups with a window, a reader of n pages needs only the last ⌈(window - 1) / page⌉ of them. A page behind the window
-is released while its request runs. It stays cached until it is evicted, so that a prefix that ends there is still
-known, whatever follows it in other prompts. Such a page may be evicted before others of its path, or may be missing;
-the next request that computes it gives it back.
+In groups without a window, a reader of a page also reads all pages before it, so the number of readers falls along a
+path. A path is released from its end, so the page that the pool evicts first, the least recently released, is always a
+leaf, and no page is left that no path leads to. A digest that loses its page in such a group loses its pages in all
+groups.
+
+In groups with a window, a reader of n pages needs only the last ⌈(window - 1) / page⌉ of them. A page that the window
+has passed is released while its request still runs. It stays cached until it is evicted, so that a prefix that ends
+there can be reused, whatever follows it in other prompts. Such a page may be evicted before others of its path, or may
+be missing; the next request that computes it adds it to the index again.
 
 The life of a request's `Prefix`:
 
-    promise, allocate   retain the known pages, at most as many as its tokens but one fill: a step has to compute
-                        something. The missing pages are promised to it, or allocated as its own
-    retire              pages that it sees no more are released, or, if they were its own, cached or freed
-    publish             its own full pages are computed and indexed. Where another request was first, the page stays
-                        its own, and the other one is retained as well, unused: the path to later pages stays whole
-    leave               it reads nothing any more; the pages it owns are freed
+    promise, allocate   retain the indexed pages, but never the page of the prompt's last token, because a step has to
+                        compute at least one token; reserve the missing pages, or allocate them to the request
+    retire              release the pages that the window has passed; the request's own become cached or free
+    publish             index the request's own full pages, now computed. If another request has indexed the same digest
+                        first, the page stays the request's own, and the indexed one is retained as well, unused, so
+                        that the path to later pages has no gap
+    leave               release all pages that the request reads, and free those that it owns
 
-A page is never written once it is published: a prefix consists of full pages.
+A page is never written after it is published, because only full pages are indexed.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,72 +39,79 @@ from tandem.protocol.page_digests import page_digests, root_digest
 from tandem.protocol.prefixes import PrefixChanges, PrefixList
 
 PageNaming = Callable[[Sequence[int], int, bytes], list[bytes]]
-"""A function like `tandem.protocol.page_digests.page_digests`, which it is wherever there are tokens."""
+"""A function with the signature of `tandem.protocol.page_digests.page_digests`, which is used wherever tokens exist."""
 
 
 @dataclass(slots=True, eq=False)
 class Prefix:
-    """The path of one request: the digests of its full pages, and the cache's pages that it reads."""
+    """The path of one request: the digests of its full pages, and the indexed pages that it reads.
+
+    The request owns it.
+    """
 
     root: bytes
     digests: list[bytes] = field(default_factory=list)
     readable: int = 0
-    """The number of digests whose pages may be read instead of computed."""
+    """The number of leading digests whose pages may be read instead of computed."""
     known: int = 0
-    """The number of digests, of the first ones, that have entries in `pages`."""
+    """The number of leading digests that have entries in `pages`."""
     pages: list[int] = field(default_factory=list)
-    """The cache's pages of these digests, as `KvPages` lists them, each retained once for this request, or FREED."""
+    """The indexed pages of these digests, in the order of `KvPages`: each retained once for this request, or FREED."""
 
     @property
     def held(self) -> int:
-        """The number of pages that are retained."""
+        """The number of pages that are retained for this request."""
         return len(held_pages(self.pages))
 
 
 @dataclass(slots=True)
 class _Node:
-    """Indexed pages: `number` is their index in their path, `parent` the digest before it, or the root's."""
+    """An indexed digest: `number` is its index in its path, `parent` the digest before it, or the root's digest."""
 
     pages: list[int]
-    """The page of each group, or FREED."""
+    """The page in each group of layers, or FREED."""
     number: int
     parent: bytes
 
 
 class PrefixCache:
-    """The index of cached prefixes.
+    """The index of cached prefixes of one worker, shared by both schedulers.
 
-    It owns no page: the pool holds them, as shared while read and as cached until evicted.
-
-    Thread-safe, under the pool's lock; every call takes time in proportion to its pages.
+    It owns no page: the pool holds the pages, as shared while a request reads them and as cached until they are
+    evicted. It is thread-safe, under the pool's lock. The time of each call is proportional to the number of pages
+    concerned.
     """
 
     def __init__(self, pool: PagePool, kv: KvPages, *, enabled: bool = True, names: PageNaming = page_digests) -> None:
-        """Takes `names`, which computes the digests of full pages; if not `enabled`, nothing is ever indexed."""
+        """Create an empty index over `pool`; if not `enabled`, nothing is ever indexed.
+
+        `names` computes the digests of full pages.
+        """
         self.pool = pool
         self.kv = kv
         self.page_tokens = kv.page_tokens
         self._full = [group for group, window in enumerate(kv.windows) if window is None]
         windows = enumerate(kv.windows)
         self._windowed = [(group, kv.numbers(window - 1)) for group, window in windows if window is not None]
-        """Groups with a window, each with the number of pages before a page's first position that its tokens see."""
+        """The groups with a window, each with the number of earlier pages that the first token of a page sees."""
         self._enabled = enabled
         self._names = names
         self._nodes: dict[bytes, _Node] = {}
         self._digests: dict[int, bytes] = {}
         self._log = PrefixLog()
         self.query_tokens = 0
-        """Tokens of all prompts that were looked up."""
+        """The number of tokens of all prompts that were looked up."""
         self.hit_tokens = 0
-        """Tokens of those prompts whose KV was cached."""
+        """The number of tokens of these prompts whose KV was cached."""
         pool.on_eviction(self._forget)
 
     # ---- a request's path ----
 
     def prefix(self, token_ids: Sequence[int], salt: str, *, reads: bool = True) -> Prefix:
-        """Returns the digests of a prompt's pages; hashes all its tokens and retains nothing yet.
+        """Return the path of a prompt. It hashes all tokens and retains no page yet.
 
-        Without `reads` the request computes all of them, whatever is cached.
+        `salt` separates prefixes that must not be shared. Without `reads` the request computes all pages, even cached
+        ones.
         """
         root = root_digest(salt)
         if not self._enabled:
@@ -110,7 +120,7 @@ class PrefixCache:
         return Prefix(root, digests, (len(token_ids) - 1) // self.page_tokens if reads else 0)
 
     def extend(self, prefix: Prefix, token_ids: Sequence[int]) -> None:
-        """Extends the path by the full pages among `token_ids`, the tokens after the last page with a digest."""
+        """Extend the path by the full pages of `token_ids`, the tokens after the last page that has a digest."""
         if self._enabled:
             parent = prefix.digests[-1] if prefix.digests else prefix.root
             prefix.digests += self._names(token_ids, self.page_tokens, parent)
@@ -118,14 +128,16 @@ class PrefixCache:
     def promise(
         self, prefix: Prefix, pages: int, prompt_tokens: int, *, aside: int = 0, position: int | None = None
     ) -> int:
-        """Retains the known pages and has the rest of `pages` promised; returns the number promised.
+        """Retain the indexed pages of the prompt, and reserve the rest of `pages`; return the number of pages reserved.
 
-        `aside`: pages that must stay free besides. Of groups with a window only the pages are retained that tokens
-        from `position` on see, None = from the end of the known ones. ResourceExhausted: nothing has changed.
+        `aside` is a number of further pages that must be free, but are not reserved. In groups with a window only pages
+        that tokens from `position` on see are retained; None = from the end of the indexed pages on. Raises
+        ResourceExhausted if too few pages are free; nothing has changed then.
         """
         with self.pool.lock:
             self._read(prefix, position)
             try:
+                # `aside` is reserved here and returned below, which checks that so many more pages are free.
                 self.pool.promise(pages - prefix.held + aside)
             except TandemError:
                 self._release_prefix(prefix)
@@ -135,10 +147,11 @@ class PrefixCache:
             return pages - prefix.held
 
     def allocate(self, owner: RequestRef, prefix: Prefix, numbers: int, prompt_tokens: int) -> tuple[list[int], int]:
-        """Returns the entries of `numbers` pages (`KvPages`): known ones, which are read-only, and new ones, its own.
+        """Return the entries (`KvPages`) of `numbers` pages: indexed ones, which are read-only, and new ones.
 
-        Those of groups with a window are FREED but for the known ones: as many as are needed at a time are promised,
-        which the second result counts. ResourceExhausted: nothing has changed.
+        In groups with a window all entries but the indexed ones are FREED: instead of allocating them, it reserves as
+        many pages as the request needs at the same time. The second result is their number. Raises ResourceExhausted if
+        too few pages are free; nothing has changed then.
         """
         with self.pool.lock:
             self._read(prefix, None)
@@ -159,7 +172,10 @@ class PrefixCache:
             return [*prefix.pages, *rest], promised
 
     def join(self, prefix: Prefix, numbers: int) -> None:
-        """Retains the first `numbers` pages, which another request reads as well; StaleEpoch if none does any more."""
+        """Retain the first `numbers` pages of the path, all of which must be indexed.
+
+        Raises StaleEpoch if any of them is not indexed any longer; then none is retained.
+        """
         with self.pool.lock:
             if numbers <= self._hit(prefix.digests[:numbers]):
                 self._retain(prefix, numbers, None)
@@ -168,10 +184,10 @@ class PrefixCache:
                 raise StaleEpoch(f"{numbers} cached pages are there no longer, not all of them; drop this attempt")
 
     def retire(self, owner: RequestRef, prefix: Prefix, pages: list[int], position: int) -> int:
-        """Gives up the pages that tokens from `position` on do not see; returns their number.
+        """Release the pages that tokens from `position` on do not see, set their entries to FREED, return their number.
 
-        Their entries become FREED. The caller has made sure that no step that runs reads them. Its own are cached if
-        their digest is indexed, so that nobody reads them but for the caller: every one of them is free capacity.
+        The caller makes sure that no running step reads them. Pages that the request owns become cached if the index
+        can use them, and are freed otherwise; either way they count as free again.
         """
         if not self._windowed:
             return 0
@@ -188,7 +204,7 @@ class PrefixCache:
             return len(dead)
 
     def retire_read(self, prefix: Prefix, position: int) -> int:
-        """Releases the retained pages that tokens from `position` on do not see; returns their number."""
+        """Release the retained pages that tokens from `position` on do not see; return their number."""
         with self.pool.lock:
             dead = self.kv.dead(prefix.pages, position)
             for entry in dead:
@@ -204,9 +220,9 @@ class PrefixCache:
         *,
         all_groups: bool = True,
     ) -> None:
-        """Indexes `pages`, which hold the KV of the request's first `numbers` digests, None = of all.
+        """Index those of `pages` that hold the KV of the request's first `numbers` digests; None = of all digests.
 
-        Without `all_groups`, pages of groups with a window stay the request's own, until `retire` or another call.
+        Without `all_groups`, pages of groups with a window stay the request's own until `retire` or another call.
         """
         with self.pool.lock:
             end = len(prefix.digests) if numbers is None else min(numbers, len(prefix.digests))
@@ -227,6 +243,8 @@ class PrefixCache:
                         self._digests.update(dict.fromkeys(new, digest))
                         self._log.stored(digest, parent)
                 else:
+                    # Another request indexed this digest first: `_retain_path` has retained its pages, and this
+                    # request's own pages stay its own.
                     prefix.pages += [FREED] * groups
                     for group in self._full:
                         prefix.pages[number * groups + group] = node.pages[group]
@@ -236,7 +254,10 @@ class PrefixCache:
                 self._give_published(owner, prefix, pages)
 
     def leave(self, owner: RequestRef, prefix: Prefix, pages: Sequence[int]) -> None:
-        """Frees those of `pages`, as `KvPages` lists them, that the owner owns, and releases the others."""
+        """Release the pages that the request reads, and free those of `pages` that the owner owns.
+
+        `pages` are in the order of `KvPages`.
+        """
         with self.pool.lock:
             read = prefix.pages
             unread = [page for page, known in zip(pages, read, strict=False) if page != known]
@@ -244,19 +265,19 @@ class PrefixCache:
             self._release_prefix(prefix)
 
     def release(self, prefix: Prefix) -> None:
-        """Releases all pages that the request reads."""
+        """Release all pages that the request reads."""
         with self.pool.lock:
             self._release_prefix(prefix)
 
     # ---- for the router's copy of the index ----
 
     def changes(self) -> PrefixChanges | None:
-        """Returns what was indexed and evicted since the last call, None if nothing."""
+        """Return the digests indexed and evicted since the last call, None if there are none."""
         with self.pool.lock:
             return self._log.take()
 
     def known(self) -> PrefixList:
-        """Returns all that is indexed. Takes a microsecond per page under the pool's lock."""
+        """Return the whole index. It takes about a microsecond per page, during which the pool's lock is held."""
         with self.pool.lock:
             pages = [(digest, node.parent) for digest, node in self._nodes.items()]
             sequence = self._log.sequence
@@ -266,18 +287,18 @@ class PrefixCache:
 
     @property
     def events(self) -> tuple[int, int]:
-        """The number of digests that were ever indexed, and of those that were evicted."""
+        """The number of digests indexed since the start, and the number evicted."""
         return self._log.stored_pages, self._log.removed_pages
 
     def __len__(self) -> int:
-        """Returns the number of indexed digests."""
+        """Return the number of indexed digests."""
         return len(self._nodes)
 
     def check_integrity(self) -> None:
-        """Raises Internal on an inconsistency of the pool or the index.
+        """Raise Internal if the pool or the index is inconsistent.
 
-        It is `PagePool.check_integrity`, and checks that the pool's shared and cached pages are the indexed ones, on
-        paths without gaps, of which the pool evicts leaves first.
+        Besides the checks of `PagePool.check_integrity`, the pool's shared and cached pages must be the indexed ones,
+        on paths without gaps, and the pool must evict the leaves of a path first.
         """
         with self.pool.lock:
             faults = [*self.pool.faults(), *self._faults()]
@@ -290,7 +311,11 @@ class PrefixCache:
         self._retain(prefix, self._hit(prefix.digests[: prefix.readable]), position)
 
     def _hit(self, digests: Sequence[bytes]) -> int:
-        """Returns the most of these digests, from the first on, after which a request could go on."""
+        """Return the length of the longest prefix of these digests after which a request could continue.
+
+        In groups with a window it is not enough that the digests are indexed: the pages that the next token sees must
+        be there.
+        """
         if not self._windowed:
             return self._path(digests)
         runs, hit = dict.fromkeys((group for group, _ in self._windowed), 0), 0
@@ -306,13 +331,13 @@ class PrefixCache:
         return hit
 
     def _path(self, digests: Sequence[bytes]) -> int:
-        """Returns the number of digests up to the first that is not indexed: nothing after it is indexed either."""
+        """Return the number of digests before the first that is not indexed; no digest after it is indexed either."""
         return next((number for number, digest in enumerate(digests) if digest not in self._nodes), len(digests))
 
     def _retain(self, prefix: Prefix, end: int, position: int | None) -> None:
-        """Retains the pages of the digests from `prefix.known` to `end` that are seen from `position` on.
+        """Retain the pages of the digests from `prefix.known` to `end` that tokens from `position` on see.
 
-        If promises do not allow all of them, it retains less, or none in a model with windows.
+        If reservations do not allow to retain all, it retains fewer, and none in a model with windows.
         """
         kv, first = self.kv, prefix.known
         nodes = [self._nodes.get(digest) for digest in prefix.digests[first:end]]
@@ -333,9 +358,9 @@ class PrefixCache:
         prefix.known = max(first, end)
 
     def _retain_path(self, prefix: Prefix, end: int) -> int:
-        """Retains those of the pages without a window that are indexed already, from `prefix.known` to `end`.
+        """Retain the pages in groups without a window that other requests have indexed, from `prefix.known` to `end`.
 
-        Their entries are not written. Returns the end of what may be published after them.
+        The path's entries are not written. Returns the number of digests up to which pages may be published.
         """
         first, full = prefix.known, self._full
         known = self._path(prefix.digests[first:end]) if full else 0
@@ -346,21 +371,27 @@ class PrefixCache:
             return end
         whole = kept // len(full)
         self.pool.release(wanted[whole * len(full) : kept][::-1])
-        return first + whole  # pages after one that could not be retained could not be found
+        # A page after one that could not be retained must not be published: no lookup could find it.
+        return first + whole
 
     def _give_published(self, owner: RequestRef, prefix: Prefix, pages: Sequence[int]) -> None:
-        """Shares the request's own pages of groups with a window whose digest is indexed without them."""
+        """Share the request's own pages in groups with a window whose digest is indexed without such a page."""
         for number in range(prefix.known):
             for group, _ in self._windowed:
                 entry = number * self.kv.groups + group
                 page = pages[entry]
                 if page == FREED or prefix.pages[entry] != FREED:
                     continue
+                # A page that another request already provides stays the owner's.
                 if self._give(owner, prefix, entry, page):
                     prefix.pages[entry] = page
 
     def _give(self, owner: RequestRef, prefix: Prefix, entry: int, page: int) -> bool:
-        """Shares an owner's page as that of its indexed digest; False if there is no such digest, or it has one."""
+        """Share a page of the owner as the page of its digest.
+
+        Returns False if the digest is not indexed, or has a page in this group already. If all groups have windows, a
+        missing digest is indexed here: then no path needs to lead to it.
+        """
         number, group = divmod(entry, self.kv.groups)
         if number >= len(prefix.digests):
             return False
@@ -382,7 +413,7 @@ class PrefixCache:
         self.pool.release([page])
 
     def _release_prefix(self, prefix: Prefix) -> None:
-        """Releases the pages from the end, because the pool evicts in that order and must evict leaves first."""
+        """Release the pages from the end: the pool evicts in the order of release, and must evict leaves first."""
         self.pool.release(held_pages(prefix.pages)[::-1])
         prefix.pages.clear()
         prefix.known = 0
@@ -392,12 +423,14 @@ class PrefixCache:
         self.hit_tokens += prefix.known * self.page_tokens
 
     def _forget(self, page: int) -> None:
-        """Removes a page that the pool has evicted, with its digest if nobody can find that any more."""
+        """Remove a page that the pool has evicted; remove its digest too if no lookup can find it any longer."""
         digest = self._digests.pop(page)
         node = self._nodes[digest]
         group = node.pages.index(page)
         node.pages[group] = FREED
         others = held_pages(node.pages)
+        # No lookup can use a digest that lost its page in a group without a window, so its other pages are evicted with
+        # it.
         if group in self._full or not others:
             del self._nodes[digest]
             self._log.removed(digest)
@@ -419,7 +452,7 @@ class PrefixCache:
     def _path_faults(
         self, node: _Node, group: int, readers: Mapping[int, int], order: Mapping[int, int]
     ) -> Iterator[str]:
-        """Yields the inconsistencies of a node with the one before it in a group without a window."""
+        """Yield the inconsistencies between a node and its parent in a group without a window."""
         if not node.number:
             return
         page, before = node.pages[group], self._nodes.get(node.parent)

@@ -1,4 +1,4 @@
-"""Batches of changes of a prefix cache, for copies of its index elsewhere."""
+"""The log of changes of a prefix cache, which updates the router's copy of its index in batches."""
 
 from collections.abc import Iterable
 
@@ -6,29 +6,33 @@ from tandem.protocol.prefixes import PrefixChanges, PrefixRun
 
 
 class PrefixLog:
-    """The changes since the last batch: the final state of each page, not its history. Guarded by its cache's lock."""
+    """The changes since the last batch: only the last state of each page, not its history.
+
+    Guarded by the prefix cache's lock.
+    """
 
     def __init__(self) -> None:
         self._parents: dict[bytes, bytes | None] = {}
-        """The parent of each digest that changed; None = it was evicted."""
+        """The parent of each digest that was indexed since the last batch; None for a digest that was evicted."""
         self.sequence = 0
-        """The number of the last batch taken."""
+        """The sequence number of the last batch."""
         self.stored_pages = self.removed_pages = 0
-        """The numbers of pages that were ever indexed and evicted."""
+        """The numbers of digests indexed and evicted since the start."""
 
     def stored(self, digest: bytes, parent: bytes) -> None:
-        """Records that a page was indexed."""
-        self._parents.pop(digest, None)  # to the end: after its parent
+        """Record that a digest was indexed."""
+        # Removed and inserted again, the digest moves to the end of the dict, and so comes after its parent.
+        self._parents.pop(digest, None)
         self._parents[digest] = parent
         self.stored_pages += 1
 
     def removed(self, digest: bytes) -> None:
-        """Records that a page was evicted."""
+        """Record that a digest was evicted."""
         self._parents[digest] = None
         self.removed_pages += 1
 
     def take(self) -> PrefixChanges | None:
-        """Returns all changes since the last call, None if there are none."""
+        """Return all changes since the last call as one batch, None if there are none."""
         if not self._parents:
             return None
         changed, self._parents = self._parents, {}
@@ -38,7 +42,7 @@ class PrefixLog:
 
 
 def runs_of(pages: Iterable[tuple[bytes, bytes]]) -> tuple[PrefixRun, ...]:
-    """Groups the (digest, parent) of pages into runs in which each page follows its parent."""
+    """Group the (digest, parent) pairs of pages into runs, in which each page's parent is the page before it."""
     runs: list[tuple[bytes, list[bytes]]] = []
     last = b""
     for digest, parent in pages:

@@ -1,4 +1,4 @@
-"""What one engine starts with."""
+"""The configuration that one engine starts with."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from tandem.settings.engine import EngineSettings
 
 CPU_PAGE_TOKENS, GPU_PAGE_TOKENS = 16, 128
-"""Default tokens of a KV page; on GPUs the size for which prefill attention is fast."""
+"""The default tokens of a KV page. On GPUs this is the size for which prefill attention is fast."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,30 +19,36 @@ class AdapterSource:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig(EngineSettings):
-    """An engine's settings, and what depends on its worker: the device and its share of it, and the weights."""
+    """The settings of an engine, and what depends on its worker: the device, the share of it, and the weights."""
 
     model: Path
-    """Folder in Hugging Face layout: config.json, safetensors, tokenizer."""
+    """The model folder in Hugging Face layout: config.json, safetensors, tokenizer."""
     tokenizer: Path | None = None
-    """Folder with the tokenizer; None = `model`."""
+    """The folder with the tokenizer; None = `model`."""
     device: str = "cpu"
     """`cpu`, `cuda` or `cuda:N`."""
     memory_fraction: float = 0.9
-    """Part of the GPU's memory this process may use for everything, 0 to 1: less where processes share a GPU."""
+    """The fraction of the GPU's memory that this process may use for everything, 0 to 1.
+
+    Lower if processes share a GPU.
+    """
     max_batch_requests: int = 64
-    """Maximum requests of one decode step."""
+    """The most requests in one decode step."""
     quantization: str | None = None
     """`int8`, `fp8` or `int4`: the codes to which the layers' 16-bit weights are rounded at load; None = as stored."""
     adapters: tuple[AdapterSource, ...] = ()
-    """Low-rank adapters that requests may name, in the order of their numbers from 1."""
+    """The adapters that requests may name, in the order of their numbers, from 1."""
     cuda_graphs: bool = True
-    """True to replay steps on a GPU as CUDA graphs, where one fits; off only to measure their benefit."""
+    """True to replay a GPU's steps as CUDA graphs if one fits; turned off only to measure their benefit."""
     draft_graphs: bool = False
-    """True to capture CUDA graphs of steps that verify drafts, which only workers with speculative decoding need."""
+    """True to capture CUDA graphs of steps that verify draft tokens.
+
+    Only workers with speculative decoding need them.
+    """
     keep_hidden: bool = False
-    """True to keep the hidden states of drawn rows without `draft`, as the training of heads needs."""
+    """True to keep the hidden states of sampling rows even without `draft`, for the training of heads."""
 
     @property
     def has_loras(self) -> bool:
-        """True if steps compute updates of adapters."""
+        """True if steps apply adapters."""
         return self.runtime_loras or bool(self.adapters)

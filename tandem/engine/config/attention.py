@@ -1,17 +1,17 @@
-"""The shape of a layer's attention, as kernels need it."""
+"""The shape of a layer's attention, as the kernels need it."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Heads, scale and mask of grouped-query attention; kernels are compiled and tuned by it."""
+    """Heads, scale and mask of grouped-query attention; kernels are compiled and tuned for each shape."""
 
     heads: int
     kv_heads: int
     head_dim: int
     scale: float
-    """Multiplies the scores."""
+    """The factor of the scores."""
     window: int | None = None
     """The number of latest positions that a token sees; None = all."""
     softcap: float | None = None
@@ -21,7 +21,7 @@ class AttentionShape:
 
     @property
     def qkv_size(self) -> int:
-        """Rows of the stacked q/k/v weight."""
+        """The number of rows of the stacked q/k/v weight."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     @property
@@ -34,8 +34,8 @@ class AttentionShape:
 class LatentShape:
     """Heads and dimensions of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
-    The cache holds for each token `latent + rope` values, which all heads share: the normed latent, then the rotated
-    key. A query has `nope` dimensions that are not rotated, then `rope` that are.
+    For each token the KV cache has `latent + rope` values, which all heads share: the normalized latent, then the
+    rotated key. A query has `nope` dimensions that are not rotated, then `rope` dimensions that are.
     """
 
     heads: int
@@ -44,14 +44,14 @@ class LatentShape:
     nope: int
     v_dim: int
     scale: float
-    """Multiplies the scores; YaRN's temperature is included."""
+    """The factor of the scores; includes YaRN's temperature."""
 
     @property
     def cached(self) -> int:
-        """Values of a token in the cache."""
+        """The number of values per token in the KV cache."""
         return self.latent + self.rope
 
     @property
     def query(self) -> int:
-        """Dimensions of one head's query."""
+        """The number of dimensions of one head's query."""
         return self.nope + self.rope

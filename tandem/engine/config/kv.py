@@ -1,7 +1,7 @@
-"""The shape of the KV cache, from a model's specification.
+"""The shape of the KV cache, derived from a model's spec.
 
-Layers whose KV lives equally long, because they have the same window or none, share pages: they form groups. All groups
-have as many layers, so that all pages have as many bytes and one pool serves them.
+Layers whose KV is needed equally long, because they have the same window or none, share pages: they form groups. All
+groups have the same number of layers, so that all pages have the same size and come from one pool.
 """
 
 from collections import defaultdict
@@ -12,35 +12,35 @@ from tandem.engine.config.model import GroupedQueryAttention, LayerSpec, ModelSp
 from tandem.protocol.errors import ModelError
 
 _WASTE = 16
-"""At most one part in so many of a long request's KV is padding: fewer groups are worth that, and no more."""
+"""Fewer groups are chosen if their padding takes at most one part in `_WASTE` of a long request's KV."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvGroup:
-    """Layers whose KV of the same tokens lies in the same pages."""
+    """Layers whose KV of the same tokens is in the same pages."""
 
     layers: tuple[int, ...]
-    """Numbers of the model's layers, in order: at most `depth` of them."""
+    """The numbers of the model's layers in this group, in order: at most `depth`."""
     depth: int
-    """Layers of a page, the same for all groups; those beyond `layers` are padding."""
+    """The number of layers in a page, the same for all groups; those beyond `layers` are padding."""
     heads: int
     parts: int
     """2 for keys and values, 1 for latents."""
     dim: int
-    """Elements of each part and head."""
+    """The number of elements per part and head."""
     window: int | None = None
-    """Positions that a token sees, itself included; None = all before it."""
+    """The number of positions that a token sees, itself included; None = all before it."""
 
     @property
     def elements(self) -> int:
-        """Elements of one token in a page."""
+        """The number of elements per token in a page."""
         return self.depth * self.parts * self.heads * self.dim
 
 
 def kv_groups(spec: ModelSpec) -> tuple[KvGroup, ...]:
-    """Returns the groups of layers: those without a window first, then by window, and by the layers' numbers.
+    """Return the groups of layers: those without a window first, then by window, then by layer number.
 
-    ModelError if the layers' keys and values differ in shape.
+    Raises ModelError if keys and values differ in shape between layers.
     """
     shapes = {_shape_of(layer) for layer in spec.layers}
     if len(shapes) > 1:
@@ -56,23 +56,23 @@ def kv_groups(spec: ModelSpec) -> tuple[KvGroup, ...]:
 
 
 def kv_windows(spec: ModelSpec) -> tuple[int | None, ...]:
-    """Returns the window of each group."""
+    """Return the window of each group."""
     return tuple(group.window for group in kv_groups(spec))
 
 
 def kv_elements(layers: Iterable[LayerSpec]) -> int:
-    """Returns the elements of one token's keys and values in these layers, padding not counted."""
+    """Return the number of elements of one token's keys and values in these layers, without padding."""
     return sum(parts * heads * dim for heads, parts, dim in map(_shape_of, layers))
 
 
 def window_of(layer: LayerSpec) -> int | None:
-    """Returns the number of latest positions that a layer's tokens see; None = all."""
+    """Return the number of latest positions that a token sees in this layer; None = all."""
     attention = layer.attention
     return attention.shape.window if isinstance(attention, GroupedQueryAttention) else None
 
 
 def _classes(layers: Sequence[LayerSpec]) -> Mapping[int | None, list[int]]:
-    """Returns the numbers of the layers of each window, None first."""
+    """Return the numbers of the layers with each window, those without a window first."""
     found: dict[int | None, list[int]] = defaultdict(list)
     for number, layer in enumerate(layers):
         found[window_of(layer)].append(number)
@@ -80,9 +80,10 @@ def _classes(layers: Sequence[LayerSpec]) -> Mapping[int | None, list[int]]:
 
 
 def _depth(sizes: Mapping[int | None, int], max_context: int) -> int:
-    """Returns the layers of a page: the most, hence the fewest groups, whose padding wastes little.
+    """Return the number of layers in a page: as many as possible, for few groups, while padding wastes little memory.
 
-    Padding counts by what it occupies for a request of `max_context` tokens: that of layers with a window costs little.
+    Padding counts by the memory that it takes for a request of `max_context` tokens, so padding of layers with a window
+    is cheap.
     """
 
     def layer_tokens(depth: int) -> int:
@@ -95,7 +96,7 @@ def _depth(sizes: Mapping[int | None, int], max_context: int) -> int:
 
 
 def _shape_of(layer: LayerSpec) -> tuple[int, int, int]:
-    """Returns heads, parts and dimensions of a layer's KV."""
+    """Return the number of heads, parts and dimensions of a layer's KV."""
     attention = layer.attention
     if isinstance(attention, GroupedQueryAttention):
         return attention.shape.kv_heads, 2, attention.shape.head_dim

@@ -1,7 +1,7 @@
-"""The specification of a model: what each of its layers computes, whatever family it belongs to.
+"""The spec of a model: what each of its layers computes, independent of the model's family.
 
-A family's file (`tandem/engine/models/families/`) makes it from config.json. The decoder, its parameters, the KV
-cache, the roofline, the planner and the simulation read it and know no family.
+The file of a family (`tandem/engine/models/families/`) creates it from config.json. The decoder, its parameters, the KV
+cache, the roofline, the planner and the simulation read only the spec, and know no family.
 """
 
 from dataclasses import dataclass
@@ -17,35 +17,35 @@ class GroupedQueryAttention:
 
     shape: AttentionShape
     rope: RopeConfig | None
-    """None = positions are not embedded in this layer."""
+    """None = this layer has no position embedding."""
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: int = 0
-    """RMSNorm of queries and keys before the rotation: 0 = none, else the number of elements that share a norm.
+    """RMSNorm of queries and keys before the rotation: the number of elements normalized together, 0 = no norm.
 
-    `head_dim` norms each head by itself (one weight for all heads); `heads · head_dim` norms the whole row, with a
-    weight for each element.
+    `head_dim` normalizes each head by itself, with the same weights for all heads; `heads · head_dim` normalizes the
+    whole row, with one weight per element.
     """
     sinks: bool = False
-    """True if each head has a learned score that takes part in the softmax and has no value (gpt-oss)."""
+    """True if each head has a learned score that takes part in the softmax but has no value (gpt-oss)."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Multi-head latent attention; `query_rank` None = queries are computed from the hidden state directly."""
+    """Multi-head latent attention. If `query_rank` is None, queries are computed directly from the hidden state."""
 
     shape: LatentShape
     rope: RopeConfig
     query_rank: int | None
     norm_eps: float
-    """The epsilon of the norms of the latents, which is not the model's own."""
+    """The epsilon of the latents' norms, which differs from the model's own."""
     bias: bool = False
-    """Bias of the products that compute the latents and of the output product."""
+    """True if the products that compute the latents, and the output product, have biases."""
 
 
 @dataclass(frozen=True, slots=True)
 class DenseFeedForward:
-    """down · (activation(gate) · up) with `width` inner elements."""
+    """The feed-forward network down · (activation(gate) · up), with `width` inner elements."""
 
     width: int
     activation: str = "silu"
@@ -55,21 +55,21 @@ class DenseFeedForward:
 
 @dataclass(frozen=True, slots=True)
 class ExpertRouter:
-    """The choice of a token's experts from the router's logits, which are computed and kept in float32."""
+    """How a token's experts are chosen from the router's logits, which are computed and kept in float32."""
 
     score: str = "softmax"
-    """`softmax` or `sigmoid` of all experts' logits, or `softmax_of_top_k` of the chosen ones' alone."""
+    """`softmax` or `sigmoid` over all experts' logits, or `softmax_of_top_k` over those of the chosen experts only."""
     renormalize: bool = True
-    """True if the chosen experts' scores are divided by their sum."""
+    """True if the scores of the chosen experts are divided by their sum."""
     scaling: float = 1.0
-    """Multiplies the weights."""
+    """The factor of the experts' weights."""
     groups: int = 1
-    """Experts are divided into so many groups of neighbours, of which only the best `top_groups` are chosen from."""
+    """The number of groups of neighbouring experts; experts are chosen only from the best `top_groups` groups."""
     top_groups: int = 1
     group_score: str = "max"
-    """A group's score is the `max` of its experts', or the sum of its two highest (`top_2_sum`)."""
+    """A group's score is the `max` of its experts' scores, or the sum of the two highest (`top_2_sum`)."""
     choice_bias: bool = False
-    """True if a learned bias is added to the scores to choose experts, but not to weigh them (DeepSeek-V3)."""
+    """True if a learned bias is added to the scores for the choice of experts, not for their weights (DeepSeek-V3)."""
     bias: bool = False
     """True if the router's product has a bias (gpt-oss)."""
 
@@ -80,21 +80,21 @@ SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
 @dataclass(frozen=True, slots=True)
 class MixtureOfExperts:
-    """Each token passes through `top_k` of `experts` feed-forward networks, and through the shared one if it exists."""
+    """A feed-forward network of `experts`, of which each token uses `top_k`, and the shared expert if there is one."""
 
     experts: int
     top_k: int
     width: int
-    """Inner elements of each expert."""
+    """The inner elements of each expert."""
     router: ExpertRouter
     activation: str = "silu"
     """`silu`, or `clamped_swiglu`: gate · sigmoid(1.702 · gate) · (up + 1), with gate ≤ 7 and |up| ≤ 7 (gpt-oss)."""
     bias: bool = False
     """True if the experts' products have biases."""
     shared_width: int = 0
-    """Inner elements of the shared expert, 0 = none."""
+    """The inner elements of the shared expert, 0 = none."""
     shared_gate: bool = False
-    """True if the shared expert's output is multiplied with the sigmoid of a learned product (Qwen2-MoE)."""
+    """True if the shared expert's output is multiplied by the sigmoid of a learned product (Qwen2-MoE)."""
 
 
 Attention = GroupedQueryAttention | LatentAttention
@@ -108,15 +108,15 @@ class LayerSpec:
     attention: Attention
     feed_forward: FeedForward
     output_norms: bool = False
-    """True if the outputs of attention and of the feed-forward network are normed before they are added (Gemma)."""
+    """True if the outputs of attention and of the feed-forward network are normalized before they are added (Gemma)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder; sizes are counts of elements, contexts of tokens."""
+    """The spec of a decoder. Sizes are in elements, contexts in tokens."""
 
     architecture: str
-    """The class of transformers that computes the same, e.g. `LlamaForCausalLM`."""
+    """The transformers class that computes the same model, for example `LlamaForCausalLM`."""
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerSpec, ...]
@@ -125,13 +125,13 @@ class ModelSpec:
     tied_embeddings: bool
     eos_token_ids: tuple[int, ...]
     dtype: str | None
-    """The checkpoint's own dtype, None where it is not stated."""
+    """The dtype that the checkpoint states, None if it states none."""
     wide_norms: bool = False
-    """True if norm weights are kept in float32 and multiply before the result is rounded (Gemma)."""
+    """True if norm weights are kept in float32 and applied before the result is rounded (Gemma)."""
     embedding_scale: float = 1.0
-    """Multiplies the embeddings; rounded to the model's dtype."""
+    """The factor of the embeddings; rounded to the model's dtype."""
     logits_scale: float = 1.0
-    """Multiplies the logits."""
+    """The factor of the logits."""
     logits_softcap: float | None = None
     """Logits are softcap · tanh(logit / softcap), after the scale; None = unchanged."""
     quantization: Quantization | None = None
@@ -139,19 +139,19 @@ class ModelSpec:
 
     @property
     def attention_shapes(self) -> tuple[AttentionShape, ...]:
-        """The shapes of the layers with grouped-query attention, each once, in the order of the layers."""
+        """The distinct shapes of the layers with grouped-query attention, in the order of the layers."""
         found = (layer.attention for layer in self.layers)
         return tuple(dict.fromkeys(each.shape for each in found if isinstance(each, GroupedQueryAttention)))
 
     @property
     def latent_shapes(self) -> tuple[LatentShape, ...]:
-        """The shapes of the layers with latent attention, each once, in the order of the layers."""
+        """The distinct shapes of the layers with latent attention, in the order of the layers."""
         found = (layer.attention for layer in self.layers)
         return tuple(dict.fromkeys(each.shape for each in found if isinstance(each, LatentAttention)))
 
     @property
     def dense_widths(self) -> set[int]:
-        """The inner sizes of the layers' feed-forward networks, without experts."""
+        """The inner sizes of the dense feed-forward networks."""
         found = (layer.feed_forward for layer in self.layers)
         return {each.width for each in found if isinstance(each, DenseFeedForward)}
 
@@ -163,5 +163,5 @@ class ModelSpec:
 
     @property
     def heads(self) -> int:
-        """The largest number of query heads of a layer."""
+        """The largest number of query heads in any layer."""
         return max(layer.attention.shape.heads for layer in self.layers)

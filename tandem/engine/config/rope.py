@@ -13,28 +13,28 @@ _SUPPORTED = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding; `kind` decides which of the other fields count. Contexts are in tokens."""
+    """Rotary embedding; `kind` determines which of the other fields are used. Contexts are in tokens."""
 
     theta: float = 10000.0
     kind: str = "default"
     """`default`, `linear`, `llama3` or `yarn`."""
     factor: float = 1.0
     original_context: int = 0
-    """Context before scaling (llama3, yarn)."""
+    """The context before scaling (llama3, yarn)."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float = 1.0
-    """Multiplies cos and sin (yarn)."""
+    """The factor of cos and sin (yarn)."""
     truncate: bool = True
-    """True if yarn's correction range is rounded to whole dimensions."""
+    """True if YaRN's correction range is rounded to whole dimensions."""
 
 
 def parse_rope(config: Json, scaling: Json | None = None) -> RopeConfig:
-    """Parses `rope_parameters` with the theta inside (transformers 5), or `rope_theta` and `rope_scaling` (4).
+    """Parse `rope_parameters`, which include theta (transformers 5), or `rope_theta` and `rope_scaling` (4).
 
-    `scaling` takes their place where a model has several tables. ModelError for a scaling that is not supported.
+    `scaling` replaces them for a model with several tables. Raises ModelError for a scaling that is not supported.
     """
     found = scaling
     if found is None:
@@ -47,7 +47,7 @@ def parse_rope(config: Json, scaling: Json | None = None) -> RopeConfig:
         raise ModelError(f"rope_theta {theta:g} is not supported; it must be above 0.")
     if kind == "default":
         return RopeConfig(theta=theta)
-    # Phi-style files keep the original context at the top level, which takes precedence in transformers.
+    # Phi-style files have the original context at the top level, where it takes precedence in transformers.
     original = config.get("original_max_position_embeddings") or found.get("original_max_position_embeddings")
     original_context = int(original or config["max_position_embeddings"])
     stretched = int(config["max_position_embeddings"]) / original_context
@@ -68,18 +68,18 @@ def parse_rope(config: Json, scaling: Json | None = None) -> RopeConfig:
 
 
 def rotary_fraction(config: Json) -> float:
-    """Returns the part of each head's dimensions that is rotated, 1 where config.json names none."""
+    """Return the fraction of each head's dimensions that is rotated, 1 if config.json has none."""
     found = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     return float(found.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
 
 
 def yarn_temperature(factor: float, scale: float) -> float:
-    """Returns YaRN's temperature for a context stretched by `factor` (Peng et al. 2023, section 3.4)."""
+    """Return YaRN's temperature for a context extended by `factor` (Peng et al. 2023, section 3.4)."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
 def _attention_factor(found: Json, factor: float) -> float:
-    """Returns YaRN's temperature on attention, folded into cos and sin."""
+    """Return YaRN's temperature of attention, which is applied to cos and sin."""
     if found.get("attention_factor") is not None:
         return float(found["attention_factor"])
     if found.get("mscale") and found.get("mscale_all_dim"):

@@ -1,4 +1,4 @@
-"""Concurrent compilation of kernels before they are needed: one after another they would dominate the start."""
+"""Compiles Triton kernels concurrently before they are needed: one after another, they would dominate the start."""
 
 import contextlib
 import logging
@@ -13,21 +13,21 @@ from triton import knobs
 log = logging.getLogger(__name__)
 
 _COMPILERS = 8
-"""Threads: Triton's compiler releases the GIL for most of its time."""
+"""The number of compiling threads. Threads suffice, because Triton's compiler releases the GIL for most of its time."""
 
 Trial = Callable[[], object]
-"""A function that launches kernels over its own tensors, whose contents are meaningless.
+"""A function that launches kernels on tensors of its own, whose contents have no meaning.
 
-A launch whose kernel another trial is compiling does not happen, and returns None.
+If another trial is compiling the kernel, the launch is skipped and returns None.
 """
 
 
 def run_side_by_side(trials: Mapping[str, Trial], device: torch.device) -> None:
-    """Runs every trial once and waits, so that all their kernels are compiled, each by the first that needs it.
+    """Run every trial once, concurrently, and wait: the first trial that needs a kernel compiles it.
 
-    Trials share scratch memory. Most of their launches are on one stream and use it in turns; those that run on a
-    second stream at the same time do not, so the scratch's final contents are undefined (`Kernels.end_trials`). The
-    results are undefined, too. A failure is logged by name, and is raised again where the kernel is used.
+    Trials share scratch memory. Most launches are on one stream and use it in turns; launches on a second stream at the
+    same time do not, so the final contents of the scratch memory are undefined (`Kernels.end_trials`), and so are the
+    results. A trial's failure is logged with its name, and occurs again where the kernel is used.
     """
 
     def run(trial: Trial) -> None:
@@ -46,9 +46,9 @@ def run_side_by_side(trials: Mapping[str, Trial], device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _each_kernel_once() -> Iterator[None]:
-    """Makes Triton compile each kernel only for its first launch inside.
+    """Make Triton compile each kernel only for its first launch in this context.
 
-    Otherwise each thread would compile it again.
+    Otherwise each thread would compile it.
     """
     begun: set[tuple[str, str, str]] = set()
     lock = threading.Lock()

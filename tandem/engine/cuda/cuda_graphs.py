@@ -1,4 +1,4 @@
-"""CUDA graphs of the decode step: one per batch size, replayed without launching any kernel from the host."""
+"""CUDA graphs of the decode step: one for each padded batch size, replayed without launching kernels from the host."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,19 +17,19 @@ from tandem.engine.weights.checkpoint import Progress
 
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 _BEYOND = 64
-"""The step between sizes after the last of `_SIZES`."""
+"""The distance between batch sizes after the last of `_SIZES`."""
 
 
 class DecodeGraphs:
     """The decode graphs of all batch sizes.
 
-    All share one memory pool, their logits included, because one graph runs at a time and the reader of a step's
-    logits, the sampler, is launched on the same stream after its replay and before the next one: no graph keeps what
-    another may overwrite. At 256 rows of a vocabulary of 128 k, separate logits per size would take gigabytes.
+    All graphs share one memory pool, including the memory of their logits. They can, because one graph runs at a time,
+    and the sampler, which reads a step's logits, is launched on the same stream after the replay and before the next
+    one. At 256 rows and a vocabulary of 128 k, separate logits for each size would take gigabytes.
     """
 
     def __init__(self, packer: StepPacker, forward: Forward, sampler: DeviceSampler, drawn: Tensor, pool: Pool) -> None:
-        """Takes `drawn` [rows] int64, each step's greedy tokens for the next, and the memory `pool` of all graphs."""
+        """Take `drawn` [rows] int64, which passes a step's tokens to the next, and the memory `pool` of all graphs."""
         self._packer = packer
         self._forward = forward
         self._sampler = sampler
@@ -38,7 +38,7 @@ class DecodeGraphs:
         self._pool = pool
 
     def trials(self, sizes: Sequence[int]) -> dict[str, Callable[[], Tensor]]:
-        """Returns runs of the steps of these numbers of rows, for `run_side_by_side`."""
+        """Return trial runs of steps with these numbers of rows, for `run_side_by_side`."""
 
         def run(rows: int) -> Tensor:
             return self._step(rows)[1]()
@@ -46,7 +46,7 @@ class DecodeGraphs:
         return {f"the step of {rows} rows": partial(run, rows) for rows in sizes}
 
     def capture(self, sizes: Sequence[int], progress: Progress | None = None) -> None:
-        """Captures the steps of these numbers of rows, the largest first, so that the others fit into its memory."""
+        """Capture steps with these numbers of rows, the largest first, so that the others fit into its memory."""
         for done, rows in enumerate(sorted(sizes, reverse=True)):
             self._graphs.append(self._capture(rows))
             if progress is not None:
@@ -54,16 +54,16 @@ class DecodeGraphs:
         self._graphs.reverse()
 
     def fitting(self, batch: StepBatch) -> StepGraph | None:
-        """Returns the smallest graph that computes `batch`.
+        """Return the smallest graph that can compute `batch`.
 
-        None if it has too many rows, or rows that do not just decode.
+        Returns None if the batch has too many rows for any graph, or rows that are not decode rows.
         """
         if batch.chunks:
             return None
         return next((graph for graph in self._graphs if graph.sizes.rows >= len(batch)), None)
 
     def _step(self, rows: int) -> tuple[Tensor, Callable[[], Tensor], StepSizes]:
-        """Returns a step of padded rows: its input words, the launch of all its kernels (→ logits), and its sizes."""
+        """Return a padded step: its input words, a function that launches its kernels (→ logits), and its sizes."""
         limits = self._packer.limits
         sizes = StepSizes(
             tokens=rows, rows=rows, width=limits.pages_of(limits.max_context), drawn=rows, groups=limits.groups
@@ -76,6 +76,8 @@ class DecodeGraphs:
         def compute() -> Tensor:
             logits = self._forward(step, Feed(step.sources, self._drawn))
             assert logits is not None
+            # The graph samples the most likely tokens too, so greedy rows need no further sampling. It reads no
+            # parameters.
             self._sampler.sample(logits, unread, self._drawn[:rows], greedy_only=True)
             return logits
 
@@ -87,6 +89,6 @@ class DecodeGraphs:
 
 
 def graph_sizes(max_rows: int) -> list[int]:
-    """Returns the numbers of rows that get a graph, up to `max_rows`, which is the last."""
+    """Return the numbers of rows that get a graph, in ascending order; `max_rows` is the last."""
     beyond = range(_SIZES[-1] + _BEYOND, max_rows, _BEYOND)
     return [*(size for size in (*_SIZES, *beyond) if size < max_rows), max_rows]

@@ -1,4 +1,7 @@
-"""Start of an engine on a GPU after its weights are loaded: measure, size the cache, capture the graphs."""
+"""Start of an engine on a GPU after its weights are loaded.
+
+It compiles kernels, measures the memory of a step, sizes the KV cache and captures the CUDA graphs.
+"""
 
 import contextlib
 import logging
@@ -37,17 +40,17 @@ from tandem.protocol.messages import SamplingParams
 log = logging.getLogger(__name__)
 
 _MARGIN_BYTES = GIB // 4
-"""Reserve for memory fragmentation and for allocations that only some steps need."""
+"""Memory left free for fragmentation and for allocations that only some steps need."""
 _COMPILED_PROMPT = 2048
-"""Tokens of a prompt that uses the kernels of long prompts."""
+"""The length in tokens of a trial prompt that uses the kernels of long prompts."""
 _SHORT_PROMPT = 2
-"""Tokens of a row that is not a decode row."""
+"""The length in tokens of the shortest row that is not a decode row."""
 _ANY = SamplingParams(max_tokens=1)
 
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Rows of the decode steps, and sizes of the prefill and mixed steps and of those with drafts, that get graphs."""
+    """The sizes that get a graph: those of decode steps, of prefill and mixed steps, and of steps with draft tokens."""
 
     rows: list[int]
     prompts: list[PromptSize]
@@ -55,7 +58,7 @@ class _Sizes:
 
     @property
     def largest(self) -> "_Sizes":
-        """The sizes whose memory holds the others."""
+        """The largest sizes: the memory of their graphs is large enough for all others."""
         return _Sizes(self.rows[-1:], largest(self.prompts), self.verify[-1:])
 
 
@@ -69,10 +72,10 @@ def start_on_gpu(
     masks: GrammarMasks,
     progress: Progress | None,
 ) -> tuple[PagedCache, CudaStepper]:
-    """Returns the cache, as large as the settings allow, and the stepper over it with its graphs captured.
+    """Return the KV cache, as large as the settings allow, and the stepper over it with its graphs captured.
 
-    InvalidArgument, naming the setting to change, if there is not enough memory, or if the GPU is too small for the
-    model's kernels.
+    Raises InvalidArgument, which names the setting to change, if there is not enough memory or if the GPU is too small
+    for the model's kernels.
     """
     with naming_the_setting(device), _refusing_small_gpus(device):
         for rows, groups in most_groups(_verify_sizes(config, model)).items():
@@ -84,7 +87,7 @@ def start_on_gpu(
         capacity = config.kv_cache_bytes
         if capacity is None:
             capacity = kv_cache_bytes(device, config.memory_fraction, steps + _MARGIN_BYTES)
-        # Outside of inference mode: the transfer and tests write into the cache as well.
+        # Allocated outside of inference mode, because the transfer and tests write into the cache as well.
         cache = PagedCache(model.spec, page_tokens, capacity, kv_dtype, device, step_tokens=config.max_step_tokens)
         stepper = _make_stepper(config, model, cache, _every_size(config, model), progress, masks=masks)
     log.info("KV cache: %d pages, %.1f GiB", cache.pages, cache.pages * cache.page_bytes / GIB)
@@ -93,7 +96,7 @@ def start_on_gpu(
 
 @contextlib.contextmanager
 def _refusing_small_gpus(device: torch.device) -> Iterator[None]:
-    """Raises InvalidArgument for a GPU with less shared memory than tiles need, which were tuned on larger ones."""
+    """Raise InvalidArgument for a GPU with less shared memory than the kernels' tiles, tuned on larger GPUs, need."""
     try:
         yield
     except OutOfResources as error:
@@ -107,7 +110,7 @@ def _refusing_small_gpus(device: torch.device) -> Iterator[None]:
 def _one_row(
     config: EngineConfig, model: DecoderModel, page_tokens: int, kv_dtype: torch.dtype, device: torch.device
 ) -> PagedCache:
-    """Returns a cache for the longest row of a step, for trial steps."""
+    """Return a cache that holds only the longest row of a step, for trial steps."""
     row_tokens = min(config.max_step_tokens, model.spec.max_context)
     pages = len(kv_groups(model.spec)) * pages_for(row_tokens, page_tokens)
     capacity = cache_bytes(model.spec, pages, page_tokens, kv_dtype)
@@ -115,9 +118,9 @@ def _one_row(
 
 
 def _measure_steps(config: EngineConfig, model: DecoderModel, probe: PagedCache) -> int:
-    """Returns the bytes of the largest prefill step and of the largest graphs, measured over a cache of one row.
+    """Return the memory in bytes of the largest prefill step and the largest graphs, measured over a cache of one row.
 
-    The memory of the largest graphs holds the smaller ones.
+    Smaller graphs share the memory of the largest ones.
     """
     row_tokens, device = min(config.max_step_tokens, model.spec.max_context), probe.device
 
@@ -131,10 +134,11 @@ def _measure_steps(config: EngineConfig, model: DecoderModel, probe: PagedCache)
 
 
 def _compile(config: EngineConfig, model: DecoderModel, probe: PagedCache) -> None:
-    """Compiles most kernels of all steps, while there is memory to run many at a time."""
+    """Compile most kernels of all steps while the GPU still has the memory to run many trials at a time."""
     device = probe.device
     stepper = _make_stepper(config, model, probe, _Sizes([], [], []), None)
-    # Draws first: steps of many rows wait for a library that compiles, and occupy the compiler threads.
+    # Draws come first, because trials with many rows wait for a library that compiles, and occupy the compiling
+    # threads.
     trials: dict[str, Trial] = {**stepper.draws.trials(model.dtype)}
     if config.cuda_graphs:
         trials |= stepper.graphs.trials(graph_sizes(config.max_batch_requests))
@@ -154,9 +158,9 @@ def _compile(config: EngineConfig, model: DecoderModel, probe: PagedCache) -> No
 
 
 def _prompt_rows(tokens: int, row_tokens: int, probe: PagedCache, cached: int = 0) -> list[StepRow]:
-    """Returns rows of `tokens` tokens in total, of which the first `cached` of each row are not computed.
+    """Return prompt rows of `tokens` tokens in total; the first `cached` tokens of each row are not computed.
 
-    They share their pages, as the result is not used.
+    All rows share the same pages, because the results are not used.
     """
     pages = range(probe.pages)
     lengths = [min(row_tokens, tokens - start) for start in range(0, tokens, row_tokens)]
@@ -164,7 +168,7 @@ def _prompt_rows(tokens: int, row_tokens: int, probe: PagedCache, cached: int = 
 
 
 def _mixed_step(answers: int, probe: PagedCache) -> StepBatch:
-    """Returns a mixed step: a short prompt and `answers` decode rows."""
+    """Return a mixed step: a short prompt and `answers` decode rows."""
     return StepBatch([*_prompt_rows(answers, 1, probe), *_prompt_rows(_SHORT_PROMPT, _SHORT_PROMPT, probe)])
 
 
@@ -197,7 +201,7 @@ def _make_stepper(
     device = cache.device
     packer = StepPacker(step_limits(model.spec, cache))
     forward = forward_over(model, cache)
-    # Every row of a step may draw, and a step of prompts may have as many rows as tokens.
+    # Every row of a step may sample a token, and a step of short prompts may have as many rows as tokens.
     drawn = torch.zeros(max(config.max_batch_requests, config.max_step_tokens), dtype=torch.int64, device=device)
     sampler = DeviceSampler(model.spec.vocab_size, config.max_batch_requests, device, overlaps_launches())
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Steps on a GPU: launched without waiting, their tokens read while the next step runs."""
+"""Steps on a GPU, launched without waiting: the tokens of a step are read while the next step runs."""
 
 import itertools
 from dataclasses import dataclass, field, replace
@@ -25,20 +25,24 @@ _WORDS_AT_FIRST = 1 << 16
 
 @dataclass(slots=True)
 class _HostMemory:
-    """Pinned memory of one step in flight."""
+    """Pinned host memory of one step in flight."""
 
     words: Tensor
     draws: DrawMemory
     done: torch.cuda.Event = field(default_factory=torch.cuda.Event)
 
     def reserve(self, words: int) -> Tensor:
+        # Twice the size that is needed, so that slowly growing steps rarely allocate pinned memory again.
         if words > len(self.words):
             self.words = _pinned(2 * words)
         return self.words[:words]
 
 
 class CudaStepper:
-    """Runs steps on a GPU. At most two may be in flight: results are requested in the order of the launches."""
+    """Runs steps on a GPU.
+
+    At most two steps may be in flight, and results must be read in the order of the launches.
+    """
 
     asynchronous = True
 
@@ -53,7 +57,7 @@ class CudaStepper:
         prompts: PromptGraphs,
         verify: VerifyGraphs,
     ) -> None:
-        """Takes `drawn` [rows] int64, in which `draws` leaves every step's tokens for the next one."""
+        """Take `drawn` [rows] int64, in which `draws` leaves the tokens of every step for the next one."""
         self._packer = packer
         self._forward = forward
         self.draws = draws
@@ -64,18 +68,22 @@ class CudaStepper:
         self.graph_use = GraphUse()
         self._memory = [_HostMemory(_pinned(_WORDS_AT_FIRST), draws.make_memory()) for _ in range(2)]
         self._draw_of_row: list[int] = []
-        """The draw of each row of the newest step; empty if every row's draw has the row's number."""
+        """The number of the draw of each row of the newest step; empty if each draw has the number of its row."""
 
     def launch(self, batch: StepBatch) -> PendingStep:
-        """Launches a step (see `ModelRunner.launch`)."""
-        # Triton and graphs use the thread's current device, and steps have a dedicated thread.
+        """Launch a step, as `ModelRunner.launch` describes."""
+        # Triton and CUDA graphs use the current device of the calling thread, and steps have a thread of their own.
         torch.cuda.set_device(self._drawn.device)
-        sizes = self._packer.sizes(batch)  # before anything changes: some malformed batches are refused here
+        # Before any state changes, because this call rejects some malformed batches.
+        sizes = self._packer.sizes(batch)
         draws = batch.draws
         memory = self._memory[0]
         self._memory.reverse()
+        # This memory was last used two steps ago; the device must have read it before it is written again.
         memory.done.synchronize()
+        # Copied now, because this step will overwrite the tokens of the previous one on the device.
         late = self.draws.late_tokens(draws, self._sources(batch)) if draws.looks_back else ()
+        # From here on everything is only launched; the result is read by the function that is returned.
         logits, greedy_is_drawn, scoring = self._compute(batch, sizes, memory)
         read = None
         if logits is not None:
@@ -93,9 +101,9 @@ class CudaStepper:
         return result
 
     def logits(self, batch: StepBatch, *, every_token: bool = False) -> Tensor | None:
-        """Returns logits [draws, vocab] on the device, or [tokens, vocab] of every token, which no graph computes.
+        """Return logits [draws, vocab] on the device, or, with `every_token`, [tokens, vocab], which no graph computes.
 
-        Waits for every earlier step, and no row may have a `source`.
+        Waits for all earlier steps. No row may have a `source`.
         """
         torch.cuda.set_device(self._drawn.device)
         torch.cuda.synchronize()
@@ -110,20 +118,20 @@ class CudaStepper:
         return logits
 
     def _sources(self, batch: StepBatch) -> list[int | None]:
-        """Returns for each draw the draw of the step before that its row's token comes from."""
+        """Return, for each draw, the draw of the previous step that yields its row's token; None if the host has it."""
         rows = [row.source for row in batch.rows if row.draw is not None]
         return [None if row is None else self._draw_of_row[row] if self._draw_of_row else row for row in rows]
 
     def _compute(
         self, batch: StepBatch, sizes: StepSizes, memory: _HostMemory
     ) -> tuple[Tensor | None, bool, StepScoring | None]:
-        """Returns logits [at least draws, vocab], True if the greedy tokens are drawn already, and what is scored.
+        """Return the logits [at least draws, vocab], whether greedy tokens are sampled already, and the prompt scoring.
 
-        Graphs compute the logits of draws only, so none runs a step that scores a prompt.
+        Graphs compute only the logits of draws, so a step that scores a prompt runs without a graph.
         """
         decode = self.verify.fitting(batch) or self.graphs.fitting(batch)
         graph = None if batch.scored else decode or self.prompts.fitting(batch, sizes)
-        # Counted after `pack`, which may refuse the step.
+        # The counters are incremented after `pack`, which may reject the step.
         if graph is not None:
             words = memory.reserve(graph.input_words)
             self._packer.pack(batch, graph.sizes, words.numpy(), self._draw_of_row, graph.chunks_at)
@@ -140,14 +148,14 @@ class CudaStepper:
         return self._forward(step, Feed(step.sources, self._drawn)), False, step.scoring
 
     def _pack(self, batch: StepBatch, sizes: StepSizes, memory: _HostMemory) -> PackedStep:
-        """Returns the step's tensors on the device."""
+        """Return the tensors of the step on the device."""
         words = memory.reserve(sizes.words)
         self._packer.pack(batch, sizes, words.numpy(), self._draw_of_row)
         return unpack(words.to(self._drawn.device, non_blocking=True), sizes, batch)
 
 
 def _draws_of_rows(batch: StepBatch) -> list[int]:
-    """Returns the draw of each row, -1 for rows without; empty if every row draws."""
+    """Return the number of the draw of each row, -1 for rows without; empty if every row has a draw."""
     if all(row.draw is not None for row in batch.chunks):
         return []
     numbers = itertools.count(len(batch.tokens))

@@ -1,10 +1,10 @@
-"""Token counts for penalties, on the device: how often each request's prompt and answer contain each token.
+"""Token counts for penalties, on the device: how often the prompt and the output of each request contain each token.
 
-Steps are launched before the host knows the tokens of the one before, so the sampler itself adds each drawn token to
-its request's row. Rows are neither acquired nor returned by requests: they belong to this store, which lends one to the
-`History` of a draw. A draw whose tokens are not all counted (the request's first here, or one whose row was reused
-meanwhile) has them counted again, from the history and, for a token that the host does not have yet, from the device.
-So an aborted request leaves nothing to clean up, and memory is bounded by the number of rows.
+Steps are launched before the host knows the tokens of the previous step, so the sampler itself adds each sampled token
+to the counts of its request. Requests neither acquire nor return rows of counts: the rows belong to this store, which
+assigns one to the `History` of a draw. If some of its tokens are not counted (the first draw of a request here, or its
+row was reused meanwhile), they are all counted again, from the history and, for a token that the host does not have
+yet, from the device. So an aborted request leaves nothing to clean up, and the number of rows bounds the memory.
 """
 
 from collections import OrderedDict
@@ -20,26 +20,31 @@ from tandem.engine.steps.sampling_metadata import History, SamplingInput
 
 @dataclass(slots=True)
 class _Lent:
-    """A row, and how many tokens of the answer are counted in it once the launched steps have run."""
+    """The row of a request, and how many of its output tokens it counts once all launched steps have run."""
 
     row: int
     counted: int
 
 
 class PenaltyCounts:
-    """Owns `counts` [rows, vocab_size] int32, as `DeviceSampler.sample` takes them: 4 · rows · vocab_size bytes."""
+    """Owns `counts` [rows, vocab_size] int32, which `DeviceSampler.sample` reads and updates.
+
+    The counts take 4 · rows · vocab_size bytes.
+    """
 
     def __init__(self, vocab_size: int, rows: int, device: torch.device) -> None:
         self.counts = torch.zeros(rows, vocab_size, dtype=torch.int32, device=device)
         self._lent: OrderedDict[History, _Lent] = OrderedDict()
-        """Histories with a row, least recently used first."""
+        """The histories that have a row, the least recently used first."""
 
     def place(self, draws: Sequence[SamplingInput], late: Sequence[Tensor | None]) -> list[int]:
-        """Returns the row of each draw, -1 for one without penalties, ready for the sampler, which must run next.
+        """Return the row of each draw, -1 for a draw without penalties, with its counts up to date.
 
-        `late`: for each draw the last token of its answer [1] int64 on the device, None if the history has it. At most
-        as many draws with penalties as there are rows, each of another request. Only launches, never waits.
+        The sampler must run next. `late` has, for each draw, the last token of its output [1] int64 on the device, or
+        None if the history has it. At most as many draws may have penalties as there are rows, each of a different
+        request. The call only launches kernels, and never waits.
         """
+        # Marked as used first, so that no row of this step is reassigned to another of its requests.
         for draw in draws:
             if draw.history is not None and draw.history in self._lent:
                 self._lent.move_to_end(draw.history)
@@ -53,11 +58,12 @@ class PenaltyCounts:
         tokens = len(history.answer) + (late is not None)
         if lent.counted != tokens:
             self._count(self.counts[lent.row], history, late)
+        # The sampler will add the token of this draw.
         lent.counted = tokens + 1
         return lent.row
 
     def _lend(self, history: History) -> _Lent:
-        """Lends a free row, or the least recently used one; its contents are invalid."""
+        """Assign a free row, or the least recently used one; its counts are invalid."""
         full = len(self._lent) == len(self.counts)
         row = self._lent.popitem(last=False)[1].row if full else len(self._lent)
         lent = self._lent[history] = _Lent(row, counted=-1)
@@ -70,7 +76,8 @@ class PenaltyCounts:
         )
         prompt, answer = token_ids.to(device, non_blocking=True).tensor_split([len(history.prompt)])
         if late is not None:
-            answer = torch.cat((answer, late.clamp(min=0)))  # the request of a row without a token ends
+            # A row without a token (NO_TOKEN, -1) counts as token 0, because its request ends anyway.
+            answer = torch.cat((answer, late.clamp(min=0)))
         row.zero_()
         row.index_fill_(0, prompt, IN_PROMPT)
         row.index_add_(0, answer, torch.ones_like(answer, dtype=torch.int32))

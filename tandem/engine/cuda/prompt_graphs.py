@@ -1,7 +1,7 @@
-"""CUDA graphs of prefill and mixed steps that are bound by launches.
+"""CUDA graphs of prefill and mixed steps whose speed the host's launches would limit.
 
-The host would launch their kernels more slowly than the device computes them, or with significant gaps: short steps,
-and longer ones of narrow layers.
+They are short steps, and longer steps of models with narrow layers: the host would launch their kernels more slowly
+than the device computes them, or with significant gaps.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,52 +21,53 @@ from tandem.engine.steps.step_packer import StepPacker
 from tandem.engine.weights.checkpoint import Progress
 
 _HALF_TILES = range(TILE_TOKENS // 2, 4 * TILE_TOKENS, TILE_TOKENS)
-"""Prompt tokens of prefill-only steps that are captured besides whole tiles: they do not saturate the device yet."""
+"""Prompt tokens of prefill-only steps that are captured besides whole tiles, as they do not fill the device."""
 _LEAST_PROMPT = 32
-"""The minimum number of prompt tokens of a mixed step's graph."""
+"""The smallest number of prompt tokens for which a mixed step has a graph."""
 _ROWS = 8
-"""The maximum number of prompts of a step."""
+"""The largest number of prompts in a step with a graph."""
 _TABLE_PAGES = 300_000
-"""Entries of a step's page table: 1.2 MB, which are copied in 25 us.
+"""The largest number of entries in a step's page table: 1.2 MB, which are copied in 25 us.
 
-With pages of 128 tokens that is 145,000 tokens per row in a step with 256 decode rows, and 1.6 million with 16.
+With pages of 128 tokens, that allows 145,000 tokens in each row of a step with 256 decode rows, and 1.6 million with
+16.
 """
 _LONGEST_LAYER_S = 1.5e-3
-"""The longest device time of a layer for which a graph is captured, in seconds.
+"""The longest device time of one layer, in seconds, for which a graph is captured.
 
-The host takes 0.45 ms to launch a layer, twice that next to a busy event loop; and gaps between its kernels cost 45 us,
+The host takes 0.45 ms to launch a layer, and twice that next to a busy event loop. Gaps between its kernels cost 45 us,
 3 % of such a layer.
 """
 _DEVICE_FLOPS = 600e12
-"""A GPU's rate at large products."""
+"""The rate of a GPU at large matrix products, in FLOP/s."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSize:
-    """The maximum numbers of decode rows and of prompt tokens of a step."""
+    """The largest number of decode rows and of prompt tokens of a step."""
 
     answers: int
     tokens: int
 
     @property
     def _total(self) -> int:
-        """The step's total number of tokens, with which its memory grows."""
+        """The total number of tokens of the step, with which its memory grows."""
         return self.answers + self.tokens
 
 
 class PromptGraphs:
-    """Graphs by numbers of decode rows and of prompt tokens.
+    """Graphs by the number of decode rows and of prompt tokens.
 
-    Missing decode rows are padding rows, as in decode graphs; missing prompts are empty and lie after the step's last
-    token, where results are not read and nothing is stored.
+    Missing decode rows are padding, as in decode graphs. Missing prompts are empty rows after the step's last token,
+    whose results are not read and which store nothing.
     """
 
     def __init__(
         self, packer: StepPacker, forward: Forward, drawn: Tensor, pool: Pool, most_pages: int | None = None
     ) -> None:
-        """Takes `drawn` as `DecodeGraphs` does, and the memory `pool` of all graphs, of which one runs at a time.
+        """Take `drawn` as `DecodeGraphs` does, and the memory `pool` of all graphs, of which one runs at a time.
 
-        most_pages: see `Kernels.capturable_pages`.
+        `most_pages` is `Kernels.capturable_pages`.
         """
         self._most_pages = most_pages
         self._packer = packer
@@ -76,7 +77,7 @@ class PromptGraphs:
         self._graphs: dict[PromptSize, StepGraph] = {}
 
     def capture(self, sizes: Sequence[PromptSize], progress: Progress | None = None) -> None:
-        """Captures steps of these sizes, the largest first, so that the others fit into its memory."""
+        """Capture steps of these sizes, the largest first, so that the others fit into its memory."""
         ordered = sorted(sizes, key=lambda size: (size.answers, size.tokens))
         for done, size in enumerate(sorted(ordered, key=lambda size: -size._total)):
             self._graphs[size] = self._capture(size)
@@ -85,9 +86,9 @@ class PromptGraphs:
         self._graphs = {size: self._graphs[size] for size in ordered}
 
     def fitting(self, batch: StepBatch, sizes: StepSizes) -> StepGraph | None:
-        """Returns the graph of the fewest decode rows, then of the fewest tokens, that computes `batch` of `sizes`.
+        """Return the graph of the fewest decode rows, then of the fewest tokens, that can compute `batch` of `sizes`.
 
-        None: the batch or the context of its prompts is too large, or it has no prompt.
+        Returns None if the batch, or the context of its prompts, is too large, or if it has no prompt.
         """
         answers = len(batch.tokens)
         if not batch.chunks or sizes.rows - answers > _ROWS:
@@ -99,15 +100,15 @@ class PromptGraphs:
         if self._most_pages is not None and self._pages_of(batch) > self._most_pages:
             return None
         graph = self._graphs[size]
-        # Graphs of more decode rows have no longer rows.
+        # Graphs with more decode rows have no wider page tables, so none of them would fit either.
         return graph if graph.sizes.width >= sizes.width else None
 
     def _pages_of(self, batch: StepBatch) -> int:
-        """Returns the pages of the prompts of a batch, in each group."""
+        """Return the number of pages, in each group, of the batch's prompts."""
         return sum(self._packer.limits.pages_of(row.start + len(row.token_ids)) for row in batch.chunks)
 
     def step_sizes(self, size: PromptSize) -> StepSizes:
-        """Returns the sizes of the step that the graph of `size` is captured from."""
+        """Return the sizes of the step from which the graph of `size` is captured."""
         limits, rows = self._packer.limits, size.answers + _ROWS
         width = min(limits.pages_of(limits.max_context), _TABLE_PAGES // (rows * limits.groups))
         return StepSizes(size.answers + size.tokens, rows, width, rows, limits.groups)
@@ -117,7 +118,7 @@ class PromptGraphs:
         return capture_step(compute, words, sizes, pool=self._pool, chunks_at=size.answers)
 
     def _step(self, size: PromptSize) -> tuple[Tensor, Callable[[], Tensor], StepSizes]:
-        """Returns a padded step, as `DecodeGraphs._step` does."""
+        """Return a padded step, as `DecodeGraphs._step` does."""
         sizes, limits = self.step_sizes(size), self._packer.limits
         words, step = empty_step(
             self._packer,
@@ -137,9 +138,9 @@ class PromptGraphs:
 
 
 def prompt_graph_sizes(spec: ModelSpec, max_step_tokens: int, max_answers: int) -> list[PromptSize]:
-    """Returns the steps that get a graph, with up to `max_answers` decode rows.
+    """Return the sizes of steps that get a graph, with up to `max_answers` decode rows.
 
-    The narrower the layers are, the more tokens they have.
+    The narrower the layers of the model, the more tokens these steps may have.
     """
     a_layer = (active_weights(spec) - spec.vocab_size * spec.hidden_size) / len(spec.layers)
     most = min(_LONGEST_LAYER_S * _DEVICE_FLOPS / (2 * a_layer), max_step_tokens)
@@ -150,5 +151,5 @@ def prompt_graph_sizes(spec: ModelSpec, max_step_tokens: int, max_answers: int) 
 
 
 def largest(sizes: Sequence[PromptSize]) -> list[PromptSize]:
-    """Returns the size whose memory holds the others, if there is any."""
+    """Return the size whose graph's memory is large enough for all others; empty if `sizes` is."""
     return [max(sizes, key=lambda size: (size._total, size.answers))] if sizes else []

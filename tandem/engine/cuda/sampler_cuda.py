@@ -1,9 +1,9 @@
 """Sampling on the device: the same choice as `tandem.engine.sampler`, without synchronizing with the host.
 
-The host packs each row's parameters and its seeded uniform number into one array, before the logits exist; the device
-does the rest. The order of the filters, ties and the inverse of the cumulative distribution are those of
-`tandem.engine.sampler`; sums are exact in fixed point here, so a token may differ from it only where float32
-probabilities round to another side of a filter's threshold or of the drawn number.
+The host packs the parameters and the seeded random number of each row into one array before the logits exist; the
+device does the rest. The order of the filters, the handling of ties and the inversion of the cumulative distribution
+are those of `tandem.engine.sampler`. Sums are exact here, in fixed point, so a token may differ only where float32
+probabilities round to the other side of a filter's threshold or of the random number.
 """
 
 from collections.abc import Sequence
@@ -24,30 +24,34 @@ CANDIDATES: int = triton_sampling.CANDIDATES.value
 SPLITS: int = triton_sampling.SPLITS.value
 BINS: int = triton_sampling.BINS.value
 IN_PROMPT: int = triton_sampling.IN_PROMPT.value
-"""The bit that marks a token of the prompt (see `DeviceSampler.sample`)."""
+"""The bit of a count that marks a token of the prompt (see `DeviceSampler.sample`)."""
 
 MASS_BITS = 62
-"""A row's whole mass, at most one unit per token, is at most 2**62 and fits into an int64."""
+"""The probability mass of a row, at most one unit per token, is at most 2**62, so that it fits into an int64."""
 TILE, TILE_WARPS = 2048, 4
 CHOICE_TILE, CHOICE_WARPS = 4096, 16
 MANY_ROWS = 16
-"""The number of rows that saturate the device with large blocks; fewer need small ones."""
+"""The number of rows from which on large blocks fill the device; fewer rows need small blocks."""
 LARGE_BLOCK, LARGE_WARPS = 8192, 8
 SMALL_BLOCK, SMALL_WARPS = 2048, 4
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """A step's draws in the device's layout: params [rows, PARAMS] float64; True if every row is greedy."""
+    """The sampling parameters of a step as the device reads them: params [rows, PARAMS] float64.
+
+    `greedy_only` is True if every row is greedy.
+    """
 
     params: NDArray[np.float64]
     greedy_only: bool
 
 
 class DeviceSampler:
-    """Samples up to `max_rows` rows of `vocab_size` logits; owns about 4 · max_rows · vocab_size bytes of scratch.
+    """Samples up to `max_rows` rows of `vocab_size` logits.
 
-    One step at a time uses it: launches of one stream, or of CUDA graphs that follow each other.
+    Owns about 4 · max_rows · vocab_size bytes of scratch memory. Only one step at a time may use it: launches on one
+    stream, or CUDA graphs that run one after another.
     """
 
     def __init__(self, vocab_size: int, max_rows: int, device: torch.device, pdl: bool) -> None:
@@ -58,15 +62,16 @@ class DeviceSampler:
         part = triton.cdiv(vocab_size, SPLITS)
         self._split_tokens = triton.cdiv(part, TILE) * TILE
         self._splits = triton.cdiv(vocab_size, self._split_tokens)
-        # The number of small blocks, for large ones too: kernels after the first then do not depend on the row count.
+        # The number of small blocks is used for large ones too, so that later kernels do not depend on the number of
+        # rows.
         self._padded_blocks = triton.next_power_of_2(triton.cdiv(vocab_size, SMALL_BLOCK))
         self._room = CANDIDATES + triton.cdiv(vocab_size, ALIGNED) * ALIGNED
 
         def scratch(*sizes: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(max_rows, *sizes, dtype=dtype, device=device)
 
-        # Token 0 everywhere: where kernels are compiled side by side, a launch that fills this may not happen, and the
-        # token that the next one reads from it becomes an address.
+        # Token 0 everywhere: while kernels are compiled concurrently, the launch that fills this tensor may be skipped,
+        # and the next kernel uses the token that it reads from it as an address.
         self._best = scratch(triton.cdiv(vocab_size, SMALL_BLOCK), dtype=torch.int64)
         self._best.fill_(triton_sampling.LOW_HALF.value)
         self._weights = scratch(self._room, dtype=torch.float32)
@@ -79,9 +84,9 @@ class DeviceSampler:
     def plan(
         draws: Sequence[SamplingInput], counted: Sequence[int] | None = None, into: NDArray[np.float64] | None = None
     ) -> SamplingPlan:
-        """Packs `draws` row by row, `into` [rows, PARAMS] if that is given. Does not touch the device.
+        """Pack `draws` row by row, into `into` [rows, PARAMS] if given. Does not touch the device.
 
-        `counted`: each draw's row of counts, -1 without penalties; None: no draw has any.
+        `counted` has the row of counts of each draw, -1 without penalties; None if no draw has penalties.
         """
         columns = SamplingMetadata.of(draws)
         params = np.empty((len(draws), PARAMS)) if into is None else into
@@ -95,21 +100,21 @@ class DeviceSampler:
     def sample(
         self, logits: Tensor, params: Tensor, out: Tensor, *, greedy_only: bool, counts: Tensor | None = None
     ) -> None:
-        """Launches the choice of one token per row → out [R] int64.
+        """Launch the choice of one token for each row, into out [R] int64. Never waits for the device.
 
-        logits [R, vocab_size], contiguous rows, any float dtype; params [R, PARAMS] float64 on the device, a plan's
-        `params`; greedy_only: the plan's, which makes it two short launches.
+        logits       [R, vocab_size], contiguous rows, any float dtype
+        params       [R, PARAMS] float64 on the device: the `params` of a plan
+        greedy_only  the plan's value; if True, two short launches suffice
+        counts       [any, vocab_size] int32 contiguous, or None if no row has a penalty. The row that the plan names
+                     has the number of times that the output contains each token so far, plus IN_PROMPT if the prompt
+                     contains it; the token sampled here is added. No two rows may share a row of counts.
 
-        counts [any, vocab_size] int32 contiguous, or None if no row has a penalty: in the row that a plan names, how
-        often the answer has each token so far, plus IN_PROMPT where the prompt has it; the token drawn here is added.
-        No two rows may share one.
-
-        The id is NO_TOKEN where the largest logit is not finite. Nothing here waits for the device.
+        The id is NO_TOKEN in rows whose largest logit is not finite.
         """
         rows, vocab = logits.shape
         assert rows <= self.max_rows, f"{rows} rows: the sampler was made for {self.max_rows}"
         assert vocab == self._vocab, f"{vocab} tokens: the sampler was made for {self._vocab}"
-        # Without penalties nothing reads the counts, but a kernel still needs a pointer.
+        # Without penalties no kernel reads the counts, but each kernel still needs a pointer.
         seen = self._ids if counts is None else counts
         penalties = counts is not None
         blocks = self._find_best(logits, params, seen, penalties=penalties)
@@ -121,7 +126,7 @@ class DeviceSampler:
             self._choose(params, out, seen, blocks, penalties=penalties)
 
     def _find_best(self, logits: Tensor, params: Tensor, seen: Tensor, *, penalties: bool) -> int:
-        """Finds the most likely token of each block of the vocabulary, into `_best`; returns the number of blocks."""
+        """Find the most likely token of each block of the vocabulary, into `_best`; return the number of blocks."""
         large = len(logits) >= MANY_ROWS
         block = LARGE_BLOCK if large else SMALL_BLOCK
         blocks: int = triton.cdiv(self._vocab, block)
@@ -156,7 +161,10 @@ class DeviceSampler:
         )
 
     def _weigh(self, logits: Tensor, params: Tensor, seen: Tensor, blocks: int, *, penalties: bool) -> None:
-        """Computes each token's weight in rows that are drawn, into `_weights`, and each part's mass and histogram."""
+        """Compute the weights of all tokens, into `_weights`, and the mass and histogram of each split.
+
+        Greedy rows are skipped.
+        """
         triton_sampling.weigh[(len(logits), self._splits)](
             logits,
             logits.stride(0),
@@ -180,7 +188,7 @@ class DeviceSampler:
         )
 
     def _collect(self, params: Tensor, rows: int) -> None:
-        """Collects the heaviest tokens of filtered rows, into `_ids`, with their weights in front of all others."""
+        """Collect the heaviest tokens of filtered rows, into `_ids`, with their weights in front of all others."""
         triton_sampling.collect[(rows, self._splits)](
             params,
             self._weights,
@@ -197,7 +205,7 @@ class DeviceSampler:
         )
 
     def _choose(self, params: Tensor, out: Tensor, seen: Tensor, blocks: int, *, penalties: bool) -> None:
-        """Chooses one token per row: its best where it is greedy, else the one that its number draws."""
+        """Choose one token for each row: the most likely one if it is greedy, else the one its number selects."""
         triton_choice.choose[(len(out),)](
             params,
             self._best,

@@ -1,4 +1,4 @@
-"""One step as a CUDA graph: captured once per size, replayed over the contents of its input words."""
+"""One step as a CUDA graph: captured once for each size, and replayed on the contents of its input words."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from tandem.engine.steps.step_buffer import StepSizes
 from tandem.engine.steps.step_packer import PackedStep, StepPacker, view_step
 
 Pool = Any
-"""The return value of `torch.cuda.graph_pool_handle`: memory that graphs share."""
+"""The return value of `torch.cuda.graph_pool_handle`: memory that several graphs share."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepGraph:
-    """A step of up to `sizes`.
+    """The graph of a step of up to `sizes`.
 
-    The next replay reads and writes its tensors; `logits` are in the memory that all graphs share (see
-    `tandem/engine/cuda/cuda_graphs.py`).
+    Every replay reads and writes these tensors. `logits` are in the memory that all graphs share
+    (`tandem/engine/cuda/cuda_graphs.py`).
     """
 
     sizes: StepSizes
@@ -29,9 +29,9 @@ class StepGraph:
     graph: torch.cuda.CUDAGraph
     logits: Tensor
     chunks_at: int | None = None
-    """The `chunks_at` of `StepPacker.pack`."""
+    """The `chunks_at` argument of `StepPacker.pack`."""
     groups: DraftGroupSizes | None = None
-    """The groups of a step that verifies drafts, whose table is behind the words of `sizes`."""
+    """The groups of a step that verifies draft tokens; their table follows the words of `sizes`."""
 
     @property
     def input_words(self) -> int:
@@ -39,7 +39,7 @@ class StepGraph:
         return self.sizes.words if self.groups is None else self.sizes.words + self.groups.words
 
     def replay(self, words: Tensor) -> Tensor:
-        """Runs the step packed into pinned `words` [input_words] → logits [sizes.drawn, vocab].
+        """Run the step packed into pinned `words` [input_words]; return the logits [sizes.drawn, vocab].
 
         The logits are valid until the next replay of any graph.
         """
@@ -58,10 +58,10 @@ def empty_step(
     context: int,
     more_words: int = 0,
 ) -> tuple[Tensor, PackedStep]:
-    """Returns an empty step of `sizes`: its input words on `device`, and its tensors, which are views of them.
+    """Return an empty step of `sizes`: its input words on `device`, and its tensors, which are views of these words.
 
-    Behind the step's words come `more_words` zeros. Its first `singles` rows have one token each, the others up to
-    `max_row_tokens`.
+    The words of the step are followed by `more_words` zeros. Its first `singles` rows have one token each, the others
+    up to `max_row_tokens`.
     """
     host = torch.zeros(sizes.words + more_words, dtype=torch.int64)
     packer.pack(StepBatch([]), sizes, host[: sizes.words].numpy(), chunks_at=singles)
@@ -79,18 +79,19 @@ def capture_step(
     chunks_at: int | None = None,
     groups: DraftGroupSizes | None = None,
 ) -> StepGraph:
-    """Captures the graph of `compute`, which reads `words` and returns logits, in the memory of `pool`."""
-    compute()  # compiles kernels, which a capture cannot
+    """Capture the graph of `compute`, which reads `words` and returns logits; its memory comes from `pool`."""
+    # Run once before, because kernels cannot be compiled during a capture.
+    compute()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
         logits = compute()
-    # The tensor itself would keep its memory from the graphs captured after this one.
+    # Keeping the tensor itself would withhold its memory from the graphs that are captured after this one.
     return StepGraph(sizes, words, graph, borrow(logits), chunks_at, groups)
 
 
 class _Borrowed:
-    """The memory of a tensor without the tensor, for `torch.as_tensor`."""
+    """The memory of a tensor in the form that `torch.as_tensor` takes, without a reference to the tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.__cuda_array_interface__ = {
@@ -102,9 +103,9 @@ class _Borrowed:
 
 
 def borrow(tensor: Tensor) -> Tensor:
-    """Returns a tensor over the memory of a contiguous one on a GPU, without keeping that memory alive.
+    """Return a tensor over the memory of a contiguous tensor on a GPU, without keeping that memory alive.
 
-    The caller ensures that the memory stays mapped and knows when its contents are valid.
+    The caller ensures that the memory stays mapped, and knows when its contents are valid.
     """
     memory = torch.as_tensor(_Borrowed(tensor), device=tensor.device)
     return memory.view(tensor.dtype).view(tensor.shape)

@@ -1,4 +1,4 @@
-"""Tokens and log probabilities from a step's logits, on the device: launches that never wait for it."""
+"""Sampling of tokens and log probabilities from a step's logits, on the device: launches only, which never wait."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -18,14 +18,14 @@ from tandem.engine.steps.sampling_metadata import History, SamplingInput, Sampli
 from tandem.protocol.messages import SamplingParams, TokenLogprobs
 
 Drawn = tuple[list[int], list[TokenLogprobs | None]]
-"""A step's tokens, one per draw, and their log probabilities: one per draw, or none if no draw asked."""
+"""The tokens of a step, one for each draw, and their log probabilities: one for each draw, or none if not wanted."""
 
 _TRIAL_TOKEN = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DrawMemory:
-    """Host memory of the transfers of one step's draws to and from the device; the step's until it has run."""
+    """Host memory for the copies of one step's draws to and from the device. It is in use until the step has run."""
 
     params: Tensor
     rows: Tensor
@@ -35,7 +35,7 @@ class DrawMemory:
 
     @classmethod
     def of(cls, most: int, device: torch.device) -> "DrawMemory":
-        """Allocates memory for up to `most` draws; pinned if `device` is a GPU."""
+        """Allocate memory for up to `most` draws; pinned if `device` is a GPU."""
 
         def memory(*sizes: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(*sizes, dtype=dtype, pin_memory=device.type == "cuda")
@@ -44,14 +44,15 @@ class DrawMemory:
             params=memory(most, PARAMS, dtype=torch.float64),
             rows=memory(most, dtype=torch.int64),
             tokens=memory(most, dtype=torch.int64),
-            # Flat: only contiguous memory is copied without waiting, and its rows are as long as a step asks for.
+            # One-dimensional, because only contiguous memory is copied without waiting, and the number of alternatives,
+            # the length of a row, differs between steps.
             values=memory(most * (1 + MOST_TOP), dtype=torch.float32),
             top_ids=memory(most * MOST_TOP, dtype=torch.int64),
         )
 
 
 class TokenDraws:
-    """Draws every step's tokens into `drawn`, from which the next step reads them."""
+    """Samples the tokens of every step into `drawn`, from which the next step reads them."""
 
     def __init__(
         self,
@@ -63,9 +64,9 @@ class TokenDraws:
         *,
         pdl: bool,
     ) -> None:
-        """Takes `drawn` [most draws of a step] int64, and `counts` with as many rows as `sampler` samples at once.
+        """Take `drawn` [most draws of a step] int64, and `counts` with as many rows as `sampler` samples at once.
 
-        None of `eos_token_ids` is drawn where an answer may not end yet, no token that `masks` forbids.
+        It samples none of `eos_token_ids` where an output may not end yet, and no token that `masks` forbids.
         """
         self._sampler = sampler
         self._counts = counts
@@ -75,13 +76,15 @@ class TokenDraws:
         self._pdl = pdl
 
     def make_memory(self) -> DrawMemory:
-        """Allocates host memory for one step."""
+        """Allocate host memory for one step."""
         return DrawMemory.of(len(self._drawn), self._drawn.device)
 
     def late_tokens(self, draws: Sequence[SamplingInput], sources: Sequence[int | None]) -> list[Tensor | None]:
-        """Returns the token [1] that each draw with penalties takes from draw `sources[…]` of the step before.
+        """Return the token [1] that each draw with a history takes from draw `sources[…]` of the previous step.
 
-        None elsewhere. To be kept before anything of this step is launched, which may overwrite it.
+        The entry is None for a draw without a history or a source.
+
+        The caller must call it before launching anything of this step, which may overwrite these tokens.
         """
         if all(draw.history is None or source is None for draw, source in zip(draws, sources, strict=True)):
             return [None] * len(draws)
@@ -100,10 +103,10 @@ class TokenDraws:
         *,
         greedy_is_drawn: bool,
     ) -> Callable[[], Drawn]:
-        """Draws a token for each row of logits [at least draws, vocab]; `late` is the return value of `late_tokens`.
+        """Sample a token for each row of logits [at least draws, vocab]; `late` is the result of `late_tokens`.
 
-        `greedy_is_drawn`: the most likely tokens are already drawn, which is all that plain greedy rows need. Returns a
-        function that reads the result out of `memory`, once the device has finished.
+        `greedy_is_drawn` says that the most likely tokens are already in `drawn`; plain greedy rows need nothing more.
+        Returns a function that reads the result from `memory`, to be called once the device has finished.
         """
         draws = SamplingMetadata.of(draws)
         if draws.masked or draws.constrained:
@@ -121,11 +124,14 @@ class TokenDraws:
         return lambda: (memory.tokens[:count].tolist(), scores_of(draws, values.tolist(), top_ids.tolist()))
 
     def score_tokens(self, logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor]:
-        """Returns the log probabilities of tokens [n] as `tandem.engine.logprobs.logprobs` does; only launches."""
+        """Return the log probabilities of tokens [n] as `tandem.engine.logprobs.logprobs` does.
+
+        Only launches kernels.
+        """
         return logprobs(logits, tokens, torch.arange(len(tokens), device=tokens.device), top, pdl=self._pdl)
 
     def trials(self, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
-        """Returns draws of every kind, for `run_side_by_side`, so that no request waits for a compiler."""
+        """Return trial draws of every kind, for `run_side_by_side`, so that no request has to wait for the compiler."""
 
         def run(penalty: float) -> None:
             for rows, temperature in itertools.product({1, min(MANY_ROWS, self._sampler.max_rows)}, (0.0, 1.0)):
@@ -136,13 +142,13 @@ class TokenDraws:
                 ]
                 self.launch(logits, draws, [None] * rows, self.make_memory(), greedy_is_drawn=False)
 
-        # Counts are used by one step at a time, so the draws with penalties are one trial.
+        # The draws with penalties are one trial, because only one step at a time may use the counts.
         return {"draws": partial(run, 0.0), "draws with penalties": partial(run, 1.0)}
 
     def _sample(
         self, logits: Tensor, draws: SamplingMetadata, late: Sequence[Tensor | None], memory: DrawMemory
     ) -> None:
-        """Samples in pieces of as many rows as the sampler takes."""
+        """Sample in pieces of at most as many rows as the sampler takes."""
         most = self._sampler.max_rows
         penalized = draws.looks_back
         for first in range(0, len(draws), most):
@@ -161,7 +167,7 @@ class TokenDraws:
     def _score(
         self, logits: Tensor, draws: Sequence[SamplingInput], asking: Sequence[int], memory: DrawMemory
     ) -> tuple[Tensor, Tensor]:
-        """Returns host memory [asking, 1 + top] float32 and [asking, top] int64 of the log probabilities."""
+        """Return host memory for the log probabilities: [asking, 1 + top] float32 and their ids [asking, top] int64."""
         count = len(asking)
         top = min(max(draws[row].sampling.logprobs or 0 for row in asking), logits.shape[1])
         memory.rows[:count] = torch.tensor(asking)

@@ -1,9 +1,9 @@
-"""CUDA graphs of steps that verify drafts, by the number of requests and of rows.
+"""CUDA graphs of steps that verify draft tokens, by the number of rows and of requests.
 
-Their attention computes the rows of a request together (`tandem.engine.kernels.base.DraftGroups`), whose table of
-groups follows the step's words. A step takes the graph of the fewest rows that holds its requests and rows, however
-the drafts are distributed among the requests. Where attention has no groups, steps with drafts are computed by decode
-graphs.
+Attention computes the rows of a request together, as a group (`tandem.engine.kernels.base.DraftGroups`); the table of
+groups follows the step's words. A step uses the graph with the fewest rows that has space for its requests and rows,
+however the draft tokens are distributed over the requests. Where attention does not support groups, decode graphs
+compute these steps.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,9 +27,9 @@ from tandem.engine.steps.step_packer import StepPacker
 from tandem.engine.weights.checkpoint import Progress
 
 DRAFTS = (1, 2, 3, 5, 7)
-"""The drafts of each request, if all have as many, for which there are graphs of each number of requests."""
+"""The numbers of draft tokens per request, equal for all requests, for which graphs are captured."""
 MOST_ROWS = 256
-"""The most rows of a graph: with more, products take so much longer that drafts do not pay."""
+"""The most rows of a graph: with more, matrix products take so much longer that draft tokens do not pay."""
 
 
 class VerifySize(NamedTuple):
@@ -41,15 +41,15 @@ class VerifySize(NamedTuple):
 
     @property
     def groups(self) -> DraftGroupSizes:
-        """The size of the table that holds the groups of any such step."""
+        """The size of a table that holds the groups of any step of this size."""
         return DraftGroupSizes(groups_needed(self.requests, self.rows, self.group_rows), self.group_rows)
 
 
 class VerifyGraphs:
-    """The graphs of all sizes, which share the memory of the decode graphs (see `DecodeGraphs`)."""
+    """The verification graphs of all sizes, which share the memory of the decode graphs (see `DecodeGraphs`)."""
 
     def __init__(self, packer: StepPacker, forward: Forward, sampler: DeviceSampler, drawn: Tensor, pool: Pool) -> None:
-        """See `DecodeGraphs`."""
+        """Take the same arguments as `DecodeGraphs`."""
         self._packer = packer
         self._forward = forward
         self._sampler = sampler
@@ -58,7 +58,7 @@ class VerifyGraphs:
         self._graphs: dict[VerifySize, StepGraph] = {}
 
     def trials(self, sizes: Sequence[VerifySize]) -> dict[str, Callable[[], Tensor]]:
-        """Returns runs of steps of these sizes, for `run_side_by_side`."""
+        """Return trial runs of steps of these sizes, for `run_side_by_side`."""
 
         def run(size: VerifySize) -> Tensor:
             return self._step(size)[1]()
@@ -66,7 +66,7 @@ class VerifyGraphs:
         return {f"the step of {size.rows} rows of {size.requests} requests": partial(run, size) for size in sizes}
 
     def capture(self, sizes: Sequence[VerifySize], progress: Progress | None = None) -> None:
-        """Captures the steps of these sizes, the largest first, so that the others fit into its memory."""
+        """Capture steps of these sizes, the largest first, so that the others fit into its memory."""
         captured = {}
         for done, size in enumerate(sorted(sizes, reverse=True)):
             captured[size] = self._capture(size)
@@ -75,7 +75,10 @@ class VerifyGraphs:
         self._graphs = {size: captured[size] for size in sorted(sizes)}
 
     def fitting(self, batch: StepBatch) -> StepGraph | None:
-        """Returns the smallest graph that computes `batch`; None if it has no drafts, other rows or too many."""
+        """Return the smallest graph that can compute `batch`.
+
+        Returns None if the batch has no draft tokens, has prompt chunks, or is too large.
+        """
         requests = batch.tokens.newest
         if requests is batch.tokens or batch.chunks:
             return None
@@ -88,7 +91,7 @@ class VerifyGraphs:
         return capture_step(compute, words, sizes, pool=self._pool, groups=size.groups)
 
     def _step(self, size: VerifySize) -> tuple[Tensor, Callable[[], Tensor], StepSizes]:
-        """Returns a padded step, as `DecodeGraphs._step` does."""
+        """Return a padded step, as `DecodeGraphs._step` does."""
         limits, rows, groups = self._packer.limits, size.rows, size.groups
         sizes = StepSizes(rows, rows, limits.pages_of(limits.max_context), rows, limits.groups)
         words, step = empty_step(
@@ -100,7 +103,8 @@ class VerifyGraphs:
             context=limits.max_context,
             more_words=groups.words,
         )
-        fill_draft_groups(TokenRows.of(()), groups, np.zeros(groups.words, dtype=np.int64))  # compiles it
+        # Called once here, so that the loop is compiled before the first step.
+        fill_draft_groups(TokenRows.of(()), groups, np.zeros(groups.words, dtype=np.int64))
         entries = groups.groups + 1
         table = words[sizes.words :].view(torch.int32)[: FIELDS * entries].view(entries, FIELDS)
         grouped = DraftGroups(table, groups.rows)
@@ -120,9 +124,9 @@ class VerifyGraphs:
 
 
 def verify_sizes(kernels: Kernels, max_requests: int, max_rows: int) -> list[VerifySize]:
-    """Returns the sizes that get a graph, the smallest first, for steps of up to so many requests and rows.
+    """Return the sizes that get a graph, the smallest first, for at most `max_requests` requests and `max_rows` rows.
 
-    None where attention computes each row by itself.
+    The list is empty if attention computes each row by itself.
     """
     groups = {drafts: kernels.draft_group_rows(drafts) for drafts in DRAFTS}
     sizes = [
@@ -134,7 +138,7 @@ def verify_sizes(kernels: Kernels, max_requests: int, max_rows: int) -> list[Ver
 
 
 def most_groups(sizes: Iterable[VerifySize]) -> dict[int, int]:
-    """Returns the most groups of any of these steps, by the most rows of a group."""
+    """Return the largest number of groups in any of these steps, by the largest number of rows in a group."""
     found: dict[int, int] = {}
     for size in sizes:
         found[size.group_rows] = max(found.get(size.group_rows, 0), size.groups.groups)

@@ -1,1 +1,1 @@
-"""Training of Medusa heads on what the model itself answers."""
+"""Training of Medusa and EAGLE heads on outputs of the model itself."""

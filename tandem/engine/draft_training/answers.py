@@ -1,4 +1,7 @@
-"""Answers of a model with the hidden state that drew each token, which heads are trained and judged on."""
+"""Outputs of a model with the hidden state that each token was sampled from.
+
+Heads are trained and evaluated on them.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,23 +16,23 @@ from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.protocol.messages import SamplingParams
 
 BATCH = 32
-"""Prompts that are answered at once."""
+"""The number of prompts that are decoded at once."""
 
 Drew = Callable[[Sequence[int], Sequence[int]], None]
-"""Called after each step with the numbers of the prompts whose rows it had, in their order, and what they drew."""
+"""A callback after each step: the numbers of the prompts whose rows the step had, in order, and the sampled tokens."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """An answer of at least one token."""
+    """An output of at least one token."""
 
     token_ids: list[int]
     hidden: Tensor
-    """[tokens, H] in the model's dtype, on the host: the states before the final norm that drew each token."""
+    """[tokens, H] in the model's dtype, on the host: the states before the final norm that tokens were sampled from."""
 
 
 class Answering:
-    """Answers prompts on a runner that keeps hidden states. Nobody else may use the runner."""
+    """Decodes prompts on a runner that keeps hidden states. No one else may use the runner."""
 
     def __init__(self, runner: ModelRunner, temperature: float, seed: int, drew: Drew | None = None) -> None:
         if runner.drawn_hidden is None:
@@ -41,9 +44,9 @@ class Answering:
         self._drew = drew
 
     def answers(self, prompts: Sequence[Sequence[int]], most: int) -> Iterator[list[Answer]]:
-        """Yield the answers to `BATCH` prompts at a time, of at most `most` tokens each.
+        """Yield the outputs for `BATCH` prompts at a time, of at most `most` tokens each.
 
-        The token that ends an answer is its last. The seed of a prompt follows from its number.
+        The token that ends an output is its last token. The seed of a prompt follows from its number.
         """
         for start in range(0, len(prompts), BATCH):
             yield self._answer(start, prompts[start : start + BATCH], most)
@@ -76,10 +79,10 @@ class Answering:
 
 
 def tokens_a_step(guesses: Sequence[Sequence[Sequence[int]]], answers: Sequence[Sequence[int]], drafts: int) -> float:
-    """Return the mean tokens that a decode step gains with at most `drafts` guesses, of answers that are known.
+    """Return the mean number of tokens per decode step with at most `drafts` draft tokens, on known outputs.
 
-    `guesses` [answers][tokens][heads] follow from the state that drew each token. The first token of an answer comes
-    with its prompt, and the step behind it has no draft. 1 if no answer has a second token.
+    `guesses` [outputs][tokens][heads] come from the state that each token was sampled from. The first token of an
+    output comes with its prompt, and the step after it has no draft. The result is 1 if no output has a second token.
     """
     steps = gained = 0
     for guessed, tokens in zip(guesses, answers, strict=True):

@@ -1,4 +1,4 @@
-"""The EAGLE head that learns: one decoder layer in float32, and how it guesses several tokens in a row."""
+"""The EAGLE head during training: one decoder layer in float32, and how it guesses several tokens in a row."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,16 +17,19 @@ from tandem.protocol.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class EagleSizes:
-    """The sizes of the layer, which are those of the model's last one as far as it has them."""
+    """The sizes of the layer, which are those of the model's last layer where it has them."""
 
     shape: AttentionShape
     rope: RopeConfig
     width: int
-    """The inner elements of the feed-forward network."""
+    """The number of inner elements of the feed-forward network."""
 
     @classmethod
     def of(cls, spec: ModelSpec) -> "EagleSizes":
-        """Return the sizes for a model; InvalidArgument for one without grouped-query attention, or rotation."""
+        """Return the sizes for a model.
+
+        Raises InvalidArgument if the model has no grouped-query attention, no rotary embedding, or no dense network.
+        """
         attention = spec.layers[-1].attention
         if not isinstance(attention, GroupedQueryAttention) or attention.rope is None or not spec.dense_widths:
             raise InvalidArgument(
@@ -35,20 +38,26 @@ class EagleSizes:
                 " embedding, and a dense feed-forward network; train medusa heads.",
             )
         found = attention.shape
-        # Answers are short, so that the scaling of long contexts means nothing.
+        # Outputs are short, so the RoPE scaling for long contexts is not needed.
         shape = AttentionShape(found.heads, found.kv_heads, found.head_dim, found.head_dim**-0.5)
         return cls(shape, RopeConfig(theta=attention.rope.theta), max(spec.dense_widths))
 
 
 Tokens = Callable[[int, Tensor], Tensor]
-"""Returns the tokens [B, T] int64 behind each position that step `step` takes, from what the step before left."""
+"""A function that returns the token [B, T] int64 after each position that step `step` reads.
+
+It takes the number of the step, and the states that the previous step computed.
+"""
 
 
 class EagleLayer(nn.Module):
-    """The layer without its first norm, and the product before it; see `tandem/engine/speculation/eagle/`."""
+    """The decoder layer without its first norm, and the product before it; see `tandem/engine/speculation/eagle/`."""
 
     def __init__(self, base: BaseWeights, sizes: EagleSizes, token_map: Tensor | None, longest: int) -> None:
-        """`longest`: the most tokens of an answer and of the guesses behind it; `token_map` as in `MedusaHeads`."""
+        """Take `longest`, the most tokens of an output and of the guesses after it.
+
+        `token_map` is that of `MedusaHeads`.
+        """
         super().__init__()
         self.base, self.sizes, self.token_map = base, sizes, token_map
         hidden, shape = base.embedding.shape[1], sizes.shape
@@ -60,9 +69,9 @@ class EagleLayer(nn.Module):
         self.down = nn.Linear(sizes.width, hidden, bias=False)
         device = base.embedding.device
         self.projection = (base.projection if token_map is None else base.projection[token_map]).float()
-        """[V', H]: the rows of the model's projection whose tokens are guessed."""
+        """[V', H]: the rows of the model's projection for the tokens that can be guessed."""
         self._rope = rope_table(sizes.rope, shape.head_dim, longest, device)
-        # At first the layer adds nothing, and the product passes on the state that it is given.
+        # Initially the layer adds nothing, and the product passes on the state that it is given.
         with torch.no_grad():
             self.fc.weight[:, hidden:].copy_(torch.eye(hidden))
             for last in (self.output, self.down):
@@ -70,15 +79,16 @@ class EagleLayer(nn.Module):
         self.to(device)
 
     def guesses(self, states: Tensor) -> Tensor:
-        """Return the tokens that states [..., H] say are the likeliest."""
+        """Return the most likely tokens according to states [..., H]."""
         rows = linear(states, self.projection).argmax(-1)
         return rows if self.token_map is None else self.token_map[rows]
 
     def chain(self, states: Tensor, tokens: Tokens, steps: int) -> list[Tensor]:
-        """Return, for each of so many steps in a row, the states [B, T, H] that are expected behind each position.
+        """Return, for each of `steps` steps in a row, the predicted states [B, T, H] after each position.
 
-        The first step takes the model's own `states` [B, T, H] (normed) and the tokens drawn from them; each later one
-        takes what the step before left. A position attends to the model's states up to it, and to the steps before.
+        The first step reads the model's own normalized `states` [B, T, H] and the tokens sampled from them; each later
+        step reads the result of the step before. A position attends to the model's states up to it, and to its own
+        previous steps.
         """
         found: list[Tensor] = []
         pairs: list[tuple[Tensor, Tensor]] = []
@@ -93,9 +103,9 @@ class EagleLayer(nn.Module):
         return found
 
     def _attend(self, q: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """Return attention's heads [B, T, heads·dim] over the keys and values of each step.
+        """Return the output of the heads [B, T, heads·dim] over the keys and values of all steps.
 
-        A position sees all of the first step's up to it, and its own alone of the later steps.
+        A position sees the first step's keys up to its own, and only its own keys of the later steps.
         """
         (keys, values), *own = pairs
         scores, length = q @ keys.transpose(-1, -2), keys.shape[-2]
@@ -108,7 +118,7 @@ class EagleLayer(nn.Module):
         return mixed.transpose(1, 2).flatten(2)
 
     def _heads(self, x: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values [B, heads, T, dim] of positions that begin at `step`."""
+        """Return queries, keys and values [B, heads, T, dim] of positions from `step` on."""
         shape = self.sizes.shape
         parts = [shape.heads, shape.kv_heads, shape.kv_heads]
         q, k, v = self.qkv(x).unflatten(-1, (-1, shape.head_dim)).transpose(1, 2).split(parts, dim=1)

@@ -1,4 +1,4 @@
-"""The loop that trains heads of either kind."""
+"""The optimization loop that trains heads of either kind."""
 
 from collections.abc import Callable, Iterator
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from tandem.engine.weights.checkpoint import Progress
 
 LEARNING_RATE = 1e-3
-"""The rate at first, as in the published recipes; it falls to zero as a half cosine."""
+"""The initial learning rate, as published; it falls to zero as a half cosine."""
 
 
 def minimize(
@@ -21,10 +21,10 @@ def minimize(
     betas: tuple[float, float] = (0.9, 0.999),
     clip_at: float | None = None,
 ) -> list[float]:
-    """Train `heads` with AdamW; returns the mean loss of each epoch.
+    """Train `heads` with AdamW, and return the mean loss of each epoch.
 
-    `losses` yields the loss of each of the `batches` of an epoch, with its weight in that mean. `clip_at` is the
-    largest element of a gradient; None = any.
+    `losses` yields the loss of each of the `batches` of an epoch, with its weight in the mean. `clip_at` is the largest
+    magnitude of a gradient's element; None = unbounded.
     """
     optimizer = torch.optim.AdamW(heads.parameters(), LEARNING_RATE, betas=betas, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * batches)

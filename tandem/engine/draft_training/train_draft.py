@@ -1,6 +1,6 @@
-"""The whole training: the model answers prompts, and what proposes drafts learns from most answers.
+"""The whole training of heads: the model decodes prompts, and heads are trained on most of the outputs.
 
-It is judged on the others.
+They are evaluated on the other outputs.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,11 +38,11 @@ MEDUSA, EAGLE = "medusa", "eagle"
 KINDS = (MEDUSA, EAGLE)
 """The kinds of heads that can be trained."""
 ANSWER_TOKENS = 128
-"""The most tokens of an answer."""
+"""The most tokens of an output."""
 _HELD_OUT = 10
-"""Every tenth prompt is held out, with all its answers."""
+"""Every tenth prompt is held out, with all its outputs."""
 _ANSWER_MIN = 8
-"""Tokens of an answer that are counted on; prompts are answered again, with other seeds, until there are enough."""
+"""The assumed least tokens of an output; prompts are decoded again, with other seeds, until there are enough tokens."""
 _SPARE_PAGES = 4
 
 
@@ -53,15 +53,15 @@ class Recipe:
     kind: str
     """One of `KINDS`."""
     tokens: int
-    """The tokens that the model answers, those held out included."""
+    """The number of tokens that the model decodes, including those held out."""
     heads: int
-    """Medusa heads, or the guesses in a row on which an EAGLE head is judged."""
+    """The number of Medusa heads, or the number of guesses in a row with which an EAGLE head is evaluated."""
     layers: int
-    """The layers of each Medusa head; an EAGLE head has one."""
+    """The number of layers of each Medusa head; an EAGLE head has one."""
     vocabulary: int
     epochs: int
     temperature: float
-    """The temperature of the answers; 0 answers each prompt once."""
+    """The temperature of the outputs; with 0, each prompt is decoded only once."""
     seed: int
 
 
@@ -70,21 +70,21 @@ class Trained:
     """The result of a training."""
 
     tokens: int
-    """The tokens that were learned from."""
+    """The number of tokens that were trained on."""
     held_out_tokens: int
     losses: Sequence[float]
-    """The loss of each epoch, see `train_heads` and `train_eagle`."""
+    """The mean loss of each epoch, see `train_heads` and `train_eagle`."""
     tokens_a_step: Sequence[float]
-    """The tokens a step on the answers held out, with at most 1, 2, … drafts."""
+    """The tokens per step on the held-out outputs, with at most 1, 2, … draft tokens."""
 
 
 def train_draft(
     config: EngineConfig, output: Path, prompts: Sequence[Sequence[int]], recipe: Recipe, progress: Progress
 ) -> Trained:
-    """Train heads, of either kind, for the model of `config` and write them to `output`.
+    """Train heads of either kind for the model of `config`, and write them to `output`.
 
-    `prompts` are token ids. InvalidArgument if `output` exists, there is no prompt, or a setting cannot be met;
-    ModelError for a model that cannot be served.
+    `prompts` are token ids. Raises InvalidArgument if `output` exists, if there is no prompt, or if a setting cannot be
+    met; ModelError if the model cannot be served.
     """
     if output.exists():
         raise InvalidArgument("out", f"{output} exists; name a folder that does not.")
@@ -105,16 +105,16 @@ def train_draft(
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """The result of a training: its losses, the heads' guesses, and how they are written."""
+    """The trained heads: their losses, their guesses, and how they are written."""
 
     losses: Sequence[float]
     guess: Callable[[Answer], list[list[int]]]
-    """Returns the guesses [tokens][drafts] behind each token of an answer."""
+    """Returns the guesses [tokens][drafts] after each token of an output."""
     write: Callable[[Path, dict[str, object]], None]
     """Writes the folder for `--draft`, with facts about the training."""
 
     def gains(self, answers: Sequence[Answer], drafts: int) -> list[float]:
-        """Return the tokens a step on these answers, with at most 1, 2, … drafts."""
+        """Return the tokens per step on these outputs, with at most 1, 2, … draft tokens."""
         guesses, known = [self.guess(each) for each in answers], [each.token_ids for each in answers]
         return [tokens_a_step(guesses, known, most) for most in range(1, drafts + 1)]
 
@@ -122,7 +122,7 @@ class Learned:
 def learn(
     base: BaseWeights, spec: ModelSpec, answers: Sequence[Answer], recipe: Recipe, progress: Progress | None = None
 ) -> Learned:
-    """Train on answers of the model."""
+    """Train heads on outputs of the model."""
     token_map = frequent_tokens(answers, recipe.vocabulary, spec.vocab_size)
     if token_map is not None:
         token_map = token_map.to(base.projection.device)
@@ -138,9 +138,9 @@ def learn(
 def make_answers(
     config: EngineConfig, spec: ModelSpec, prompts: Sequence[Sequence[int]], recipe: Recipe, progress: Progress
 ) -> tuple[list[Answer], list[Answer]]:
-    """Return the model's answers: those to learn from, and those to judge on."""
+    """Return the model's outputs: those to train on, and those to evaluate on."""
     answers = _answer(config, spec, prompts, recipe, progress)
-    # All answers to a prompt are alike: the prompt is held out, unless it is the only one.
+    # All outputs for a prompt are similar, so a prompt is held out with all of them, unless it is the only prompt.
     different = len(prompts) if len(prompts) > 1 else len(answers)
     taught = [each for number, each in enumerate(answers) if number % different % _HELD_OUT]
     return taught, [each for number, each in enumerate(answers) if number % different % _HELD_OUT == 0]
@@ -178,7 +178,7 @@ def _answer(
 
 
 def base_weights(config: EngineConfig, spec: ModelSpec) -> BaseWeights:
-    """Read the model's weights that what is trained begins with, in the dtype of `config`, and no others."""
+    """Read only those weights of the model that the training starts from, in the dtype of `config`."""
     device = parse_device(config.device)
     dtype = parse_dtype(config, device, spec)
     parameters = allocate_ends(spec, dtype, device)

@@ -1,7 +1,7 @@
-"""Training of an EAGLE head (arXiv 2401.15077) on answers of the model, which stays as it is.
+"""Training of an EAGLE head (arXiv 2401.15077) on outputs of the model, whose weights do not change.
 
-Each position learns the model's own state one token further, and what the model's projection says of it: smooth L1 of
-the states plus a tenth of the cross-entropy with the model's distribution, as in the published recipe.
+Each position learns the model's own state one token later, and the distribution that the model's projection gives it.
+The loss is the smooth L1 distance of the states plus a tenth of the cross-entropy with that distribution, as published.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,20 +22,20 @@ from tandem.engine.weights.checkpoint import Progress
 ANSWERS_A_BATCH = 8
 _CROSS_ENTROPY = 0.1
 _BETAS = 0.9, 0.95
-"""The decay rates of the optimizer's means, as in the published recipe."""
+"""The decay rates of the optimizer's moving averages, as published."""
 _CLIPPED_AT = 0.5
-"""The largest element of a gradient, as in the published recipe."""
+"""The largest magnitude of a gradient's element, as published."""
 
 
 class _Batch(NamedTuple):
-    """Answers of one length, filled up behind their ends."""
+    """Outputs padded to one length."""
 
     states: Tensor
-    """[B, T, H], normed: the state that each token was drawn from."""
+    """[B, T, H], normalized: the state that each token was sampled from."""
     tokens: Tensor
     """[B, T] int64."""
     known: Tensor
-    """[B, T] bool: False behind the end of an answer."""
+    """[B, T] bool: False after the end of an output."""
 
 
 def train_eagle(
@@ -46,7 +46,7 @@ def train_eagle(
     seed: int,
     progress: Progress | None = None,
 ) -> list[float]:
-    """Train on answers; returns the mean loss of each epoch."""
+    """Train on outputs, and return the mean loss of each epoch."""
     dice = torch.Generator().manual_seed(seed)
     learned = [each for each in answers if len(each.token_ids) > 1]
 
@@ -60,9 +60,9 @@ def train_eagle(
 
 @torch.inference_mode()
 def eagle_guesses(layer: EagleLayer, answer: Answer, steps: int) -> list[list[int]]:
-    """Return the guesses [tokens][steps] behind each token of an answer, as a worker makes them.
+    """Return the guesses [tokens][steps] after each token of an output, computed as a worker does.
 
-    The context of the guesses begins with the answer.
+    The context of the guesses begins with the output.
     """
     batch, guessed = _batch(layer, [answer]), list[Tensor]()
 
@@ -78,7 +78,7 @@ def eagle_guesses(layer: EagleLayer, answer: Answer, steps: int) -> list[list[in
 
 
 def write_eagle(layer: EagleLayer, spec: ModelSpec, folder: Path, facts: dict[str, object]) -> None:
-    """Write a folder for `--draft`, in bfloat16; `facts` say how it was made. InvalidArgument if it exists."""
+    """Write a folder for `--draft`, in bfloat16; `facts` tell how it was made. Raises InvalidArgument if it exists."""
     shape, rope = layer.sizes.shape, layer.sizes.rope
     rows = [shape.heads * shape.head_dim] + [shape.kv_heads * shape.head_dim] * 2
     q, k, v = layer.qkv.weight.split_with_sizes(rows)

@@ -1,7 +1,7 @@
-"""Training of Medusa heads (Medusa-1 of arXiv 2401.10774): the model stays as it is.
+"""Training of Medusa heads (Medusa-1 of arXiv 2401.10774): the model's weights do not change.
 
-Head h learns to guess the token h + 1 places behind the one that a hidden state drew. Its layers begin as zeros, so
-that at first it guesses what the model's own projection says of the state.
+Head h learns to guess the token h + 1 positions after the one that was sampled from a hidden state. Its layers start as
+zeros, so that initially it guesses what the model's own projection predicts from the state.
 """
 
 from collections import Counter
@@ -22,26 +22,26 @@ from tandem.engine.speculation.heads.folder import TOKEN_MAP, layer_name, projec
 from tandem.engine.weights.checkpoint import Progress
 
 _IGNORED = -100
-"""The target of positions that teach nothing: behind the end of an answer, or a token that heads cannot guess."""
+"""The target of positions that are not trained: after the end of an output, or for a token that heads cannot guess."""
 TOKENS_A_BATCH = 512
 
 
 @dataclass(frozen=True, slots=True)
 class HeadSizes:
-    """The sizes of what is trained."""
+    """The sizes of the heads."""
 
     heads: int
     layers: int
     vocabulary: int
-    """The number of tokens that heads can guess; the model's own = all."""
+    """The number of tokens that heads can guess; the model's own number = all."""
 
 
 @dataclass(frozen=True, slots=True)
 class BaseWeights:
-    """The model's weights that heads begin with."""
+    """The weights of the model that the training starts from."""
 
     norm: Tensor
-    """[H], the final norm."""
+    """[H]: the final norm."""
     projection: Tensor
     """[V, H]."""
     eps: float
@@ -50,10 +50,10 @@ class BaseWeights:
 
 
 class TrainedHeads(nn.Module):
-    """Heads in float32 that learn."""
+    """Medusa heads in float32, during training."""
 
     def __init__(self, base: BaseWeights, sizes: HeadSizes, token_map: Tensor | None) -> None:
-        """`token_map`: see `MedusaHeads`."""
+        """Start from the model's weights; `token_map` is that of `MedusaHeads`."""
         super().__init__()
         rows = base.projection if token_map is None else base.projection[token_map]
         vocabulary, hidden = rows.shape
@@ -74,7 +74,7 @@ class TrainedHeads(nn.Module):
         self.to(rows.device)
 
     def forward(self, hidden: Tensor) -> list[Tensor]:
-        """Return the logits [tokens, V'] of each head for hidden states [tokens, H] before the final norm."""
+        """Return the logits [tokens, V'] of each head from hidden states [tokens, H] before the final norm."""
         normed, found = rms_norm(hidden.float(), self.base.norm.float(), self.base.eps), []
         for layers, projection in zip(self.layers, self.projections, strict=True):
             x = normed
@@ -86,7 +86,7 @@ class TrainedHeads(nn.Module):
 
     @torch.inference_mode()
     def guess(self, hidden: Tensor) -> list[list[int]]:
-        """Return the guesses [tokens][heads] for hidden states [tokens, H]."""
+        """Return the guesses [tokens][heads] from hidden states [tokens, H]."""
         device, found = self.base.projection.device, []
         for first in range(0, len(hidden), TOKENS_A_BATCH):
             piece = hidden[first : first + TOKENS_A_BATCH].to(device)
@@ -96,9 +96,9 @@ class TrainedHeads(nn.Module):
 
 
 def frequent_tokens(answers: Sequence[Answer], vocabulary: int, model_vocabulary: int) -> Tensor | None:
-    """Return the tokens [vocabulary] int64 that answers have most often, ascending; None if all of the model's count.
+    """Return the most frequent tokens in the outputs, [vocabulary] int64, ascending; None if all tokens can be guessed.
 
-    Tokens that no answer has fill the rest, the smallest ids first.
+    Tokens that are in no output fill the rest, those with the smallest ids first.
     """
     if vocabulary >= model_vocabulary:
         return None
@@ -110,7 +110,7 @@ def frequent_tokens(answers: Sequence[Answer], vocabulary: int, model_vocabulary
 def train_heads(
     heads: TrainedHeads, answers: Sequence[Answer], *, epochs: int, seed: int, progress: Progress | None = None
 ) -> list[float]:
-    """Train on answers; returns the mean loss of each epoch: the sum of the heads' cross-entropies, in nats."""
+    """Train on outputs, and return the mean loss of each epoch: the sum of the heads' cross-entropies, in nats."""
     hidden, targets = _examples(heads, answers)
     dice = torch.Generator().manual_seed(seed)
     device = heads.base.projection.device
@@ -125,7 +125,7 @@ def train_heads(
 
 
 def write_heads(heads: TrainedHeads, spec: ModelSpec, folder: Path, facts: dict[str, object]) -> None:
-    """Write a folder for `--draft`, in bfloat16; `facts` say how it was made. InvalidArgument if it exists."""
+    """Write a folder for `--draft`, in bfloat16; `facts` tell how it was made. Raises InvalidArgument if it exists."""
     sizes, tensors = heads.sizes, dict[str, Tensor]()
     for head, (layers, projection) in enumerate(zip(heads.layers, heads.projections, strict=True)):
         assert isinstance(layers, nn.ModuleList)
@@ -151,7 +151,7 @@ def write_heads(heads: TrainedHeads, spec: ModelSpec, folder: Path, facts: dict[
 
 
 def _examples(heads: TrainedHeads, answers: Sequence[Answer]) -> tuple[Tensor, Tensor]:
-    """Return the states [tokens, H] that teach any head, and what each head is to guess [tokens, heads]."""
+    """Return the states [tokens, H] that any head is trained on, and the targets of each head [tokens, heads]."""
     count = heads.sizes.heads
     rows = torch.arange(heads.base.projection.shape[0])
     if heads.token_map is not None:
@@ -176,6 +176,6 @@ def _shuffled(count: int, dice: torch.Generator) -> Iterator[Tensor]:
 
 
 def _loss(logits: Tensor, wanted: Tensor) -> Tensor:
-    """Return the mean cross-entropy of the positions that teach; 0 if there is none."""
+    """Return the mean cross-entropy of the trained positions; 0 if there are none."""
     taught = (wanted != _IGNORED).sum().clamp(min=1)
     return cross_entropy(logits, wanted, ignore_index=_IGNORED, reduction="sum") / taught

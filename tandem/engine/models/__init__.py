@@ -1,1 +1,1 @@
-"""Model architectures and their parameters."""
+"""Model architectures: families, their weights, and the decoder that runs them."""

@@ -1,4 +1,4 @@
-"""Allocation of a model's weights: plain ones, and packed ones where the specification's quantization says so."""
+"""Allocation of a model's weights: plain ones, and packed ones where the spec's quantization says so."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -36,27 +36,27 @@ Empty = Callable[..., Tensor]
 _T = TypeVar("_T")
 _META = torch.device("meta")
 _MATRIX = 2
-"""Dimensions of a weight that is not one of experts."""
+"""The number of dimensions of a weight matrix; the weights of experts have one more."""
 _PACKED_FIELDS = {"embedding", "lm_head", "qkv", "output", "down", "query_up", "gate_up", "weight"}
-"""Fields that may be packed."""
+"""The fields of `Parameters` whose weights may be packed."""
 _PLAIN_FIELDS = {"router", "shared_gate"}
-"""Fields that no tool quantizes, whatever its configuration says of linear layers."""
+"""The fields that no tool quantizes, even if its configuration includes all linear layers."""
 _CODES = {Codes.INT8: torch.int8, Codes.FLOAT8: torch.float8_e4m3fn, Codes.INT4: torch.uint8}
 
 
 class QuantizedWeights(NamedTuple):
-    """The part of a model that is quantized."""
+    """The quantized part of a model."""
 
     schemes: Mapping[str, WeightScheme]
-    """The schemes of a checkpoint's tensors, by the names that `places_of` has."""
+    """The schemes of the checkpoint's tensors, by their names in `places_of`."""
     packings: Mapping[str, Packing]
-    """The forms of the parameters that are packed, by the names that `named_weights` has."""
+    """The formats of the packed parameters, by their names in `named_weights`."""
     dequantized: tuple[str, ...]
-    """The names among `schemes` whose weights are dequantized at load."""
+    """The names among `schemes` whose weights are dequantized when they are loaded."""
 
 
 def allocate_parameters(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Parameters:
-    """Allocates uninitialised weights on `device`; the `meta` device gives the shapes alone."""
+    """Allocate uninitialized weights on `device`; on the `meta` device they have shapes but no memory."""
     packings = quantized_weights(spec).packings
     if not packings:
         return _plain_parameters(spec, dtype, device)
@@ -75,7 +75,7 @@ def allocate_parameters(spec: ModelSpec, dtype: torch.dtype, device: torch.devic
 
 
 def allocate_ends(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Parameters:
-    """Allocates the embedding, the final norm and the output layer alone; of the other weights there are the shapes."""
+    """Allocate only the embedding, the final norm and the output layer; all other weights have shapes but no memory."""
     shapes = allocate_parameters(spec, dtype, _META)
 
     def empty(weight: Weight) -> Weight:
@@ -91,7 +91,7 @@ def allocate_ends(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> 
 
 
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype, *, on_cpu: bool = False) -> int:
-    """Returns the bytes of all weights, packed ones as the kernels of CPUs or GPUs keep them."""
+    """Return the size of all weights in bytes; packed ones count as the kernels of a CPU or GPU keep them."""
     weights = named_weights(allocate_parameters(spec, dtype, _META))
     return sum(
         held_bytes(weight, dtype.itemsize, on_cpu=on_cpu) if isinstance(weight, PackedWeight) else weight.nbytes
@@ -100,17 +100,17 @@ def weight_bytes(spec: ModelSpec, dtype: torch.dtype, *, on_cpu: bool = False) -
 
 
 class SavedBytes(NamedTuple):
-    """The bytes that packed weights take less than plain ones, as kernels keep them."""
+    """The bytes that packing saves, compared with plain weights, in the format that the kernels keep."""
 
     every_step: int
-    """Those of the matrices that every step reads."""
+    """The bytes saved in matrices that every step reads."""
     experts: int
     table: int
-    """Those of an embedding that is not the output layer as well."""
+    """The bytes saved in the embedding if it is not the output layer as well."""
 
 
 def saved_bytes(spec: ModelSpec, item_bytes: int, *, on_cpu: bool) -> SavedBytes:
-    """Returns the bytes that quantization saves there; `item_bytes` is an element's of a plain weight."""
+    """Return the bytes that quantization saves; a plain weight has `item_bytes` per element."""
     if spec.quantization is None:
         return SavedBytes(0, 0, 0)
     every_step = experts = table = 0
@@ -127,7 +127,7 @@ def saved_bytes(spec: ModelSpec, item_bytes: int, *, on_cpu: bool) -> SavedBytes
 
 
 def packed_weights(spec: ModelSpec) -> PackedWeights:
-    """Returns the packed matrices, tables and experts aside, by how GPUs multiply them."""
+    """Return the sizes of the packed matrices, except tables and experts, by the way GPUs multiply them."""
     if spec.quantization is None:
         return PackedWeights()
     packed = [
@@ -142,9 +142,9 @@ def packed_weights(spec: ModelSpec) -> PackedWeights:
 
 @cache
 def quantized_weights(spec: ModelSpec) -> QuantizedWeights:
-    """Returns the schemes of a checkpoint's tensors, and the parameters that are packed.
+    """Return the schemes of the checkpoint's tensors, and the parameters that are packed.
 
-    A parameter is packed if all tensors that are stacked in it have one form.
+    A parameter is packed if all tensors stacked in it have the same format.
     """
     if spec.quantization is None:
         return QuantizedWeights({}, {}, ())
@@ -169,14 +169,14 @@ def quantized_weights(spec: ModelSpec) -> QuantizedWeights:
 
 
 def packing_of(weight: PackedWeight) -> Packing:
-    """Returns the form of a packed weight."""
+    """Return the format of a packed weight."""
     codes = next(name for name, dtype in _CODES.items() if dtype == weight.codes.dtype)
     scales = str(weight.scales.dtype).removeprefix("torch.")
     return Packing(codes, weight.group, weight.offsets is not None, scales, weight.quantized_inputs)
 
 
 def _scheme(spec: ModelSpec, name: str, place: Place, field: str) -> WeightScheme | None:
-    """Returns the scheme of a tensor; None = it is not quantized."""
+    """Return the scheme of a tensor, None if it is not quantized."""
     assert spec.quantization is not None
     if field in _PLAIN_FIELDS or len(place.tensor.shape) < 2:
         return None
@@ -197,13 +197,16 @@ def _empty_packed(shape: tuple[int, ...], packing: Packing, device: torch.device
         scales(device=device),
         scales(device=device) if packing.offsets else None,
         packing.group,
-        # The products of experts take inputs as they are: an expert has few tokens.
+        # The kernels for experts do not quantize inputs: each expert has few tokens.
         quantized_inputs=packing.quantized_inputs and len(shape) == 2,
     )
 
 
 def _mapped(found: _T, make: Callable[[str, Tensor], Weight], path: str = "") -> _T:
-    """Returns a copy of a tree of dataclasses and tuples with other weights; `path` as in `named_weights`."""
+    """Return a copy of a tree of dataclasses and tuples in which each tensor is replaced by the result of `make`.
+
+    `path` is the path of the tree's field, as in `named_weights`.
+    """
     result: Any = found
     if isinstance(found, Tensor):
         result = make(path, found)

@@ -1,4 +1,4 @@
-"""The kinds of attention and of feed-forward networks that a layer may have, over prepared weights."""
+"""The kinds of attention and of feed-forward network that a layer may have, with weights prepared for the kernels."""
 
 from torch import Tensor
 
@@ -31,26 +31,29 @@ class AttentionBlock:
         kernels: Kernels,
         products: Products,
     ) -> None:
-        """Prepares the weights; `rope` is the table of `AttentionLayer.rope`, `index` the layer's in the cache."""
+        """Prepare the weights.
+
+        `rope` is the table of `AttentionLayer.rope`, `index` the layer's index in the KV cache.
+        """
         self.output = products.prepare(Linear(weights.output, weights.output_bias))
         self._norm, self._kernels, self._products = norm, kernels, products
         self._qkv = products.prepare(Linear(weights.qkv, weights.qkv_bias))
         self._layer = AttentionLayer(index, spec.shape, rope, weights.q_norm, weights.k_norm, norm.eps, weights.sinks)
 
     def store(self, hidden: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
-        """Stores the keys and values of the step's tokens → their queries."""
+        """Store the keys and values of the step's tokens, and return their queries."""
         return self._store(self._products.norm_linear(hidden, self._norm, self._qkv), layout, cache)
 
     def _store(self, qkv: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
         return self._kernels.rope_and_store(qkv, self._layer, cache, layout)
 
     def attend(self, q: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
-        """Returns attention's heads [T, heads·head_dim], before the output product."""
+        """Return the output of the attention heads [T, heads·head_dim], before the output projection."""
         return self._kernels.attention(q, self._layer, cache, layout)
 
 
 class LatentBlock:
-    """Latent attention of one layer."""
+    """Latent attention (MLA) of one layer."""
 
     def __init__(
         self,
@@ -63,7 +66,7 @@ class LatentBlock:
         kernels: Kernels,
         products: Products,
     ) -> None:
-        """Prepares the weights; `rope` is the table of `LatentLayer.rope`, `index` the layer's in the cache."""
+        """Prepare the weights; `rope` is the table of `LatentLayer.rope`, `index` the layer's index in the KV cache."""
         self.output = products.prepare(Linear(weights.output, weights.output_bias))
         self._norm, self._kernels, self._products = norm, kernels, products
         self._down = products.prepare(Linear(weights.down, weights.down_bias))
@@ -72,7 +75,7 @@ class LatentBlock:
         self._layer = LatentLayer(index, spec.shape, rope, Norm(weights.latent_norm, spec.norm_eps), weights.kv_up)
 
     def store(self, hidden: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
-        """Stores the latents of the step's tokens → their queries [T, heads, nope + rope], rotated."""
+        """Store the latents of the step's tokens, and return their rotated queries [T, heads, nope + rope]."""
         cached = self._layer.shape.cached
         down = self._products.norm_linear(hidden, self._norm, self._down)
         q, latents = down[:, :-cached], down[:, -cached:]
@@ -81,12 +84,12 @@ class LatentBlock:
         return self._kernels.latent_store(q, latents, self._layer, unquantized(cache), layout)
 
     def attend(self, q: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
-        """Returns attention's heads [T, heads·v_dim], before the output product."""
+        """Return the output of the attention heads [T, heads·v_dim], before the output projection."""
         return self._kernels.latent_attention(q, self._layer, unquantized(cache), layout)
 
 
 class DenseBlock:
-    """The feed-forward network of one layer."""
+    """The dense feed-forward network of one layer."""
 
     def __init__(
         self, spec: DenseFeedForward, norm: Norm, weights: DenseParameters, *, kernels: Kernels, products: Products
@@ -97,7 +100,7 @@ class DenseBlock:
         self._layer = DenseLayer(norm, gate_up, down, spec.activation)
 
     def add(self, hidden: Tensor, slots: Tensor, output_norm: Norm | None) -> None:
-        """Adds the network's output to `hidden` in place, normed if `output_norm` is given."""
+        """Add the output of the network to `hidden` in place, normalized first if `output_norm` is given."""
         layer, products = self._layer, self._products
         if output_norm is None:
             products.feed_forward(hidden, layer)
@@ -114,6 +117,9 @@ class ExpertsBlock:
         self._layer = ExpertsLayer(norm, kernels.prepare_experts(weights), spec)
 
     def add(self, hidden: Tensor, slots: Tensor, output_norm: Norm | None) -> None:
-        """Adds the experts' output to `hidden` in place. Tokens whose slot is -1 are padding and choose no expert."""
+        """Add the output of the experts to `hidden` in place.
+
+        Tokens whose slot is -1 are padding, and choose no expert.
+        """
         assert output_norm is None
         self._kernels.experts(hidden, self._layer, slots)

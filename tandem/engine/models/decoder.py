@@ -1,4 +1,4 @@
-"""The decoder: a stack of layers that says what is computed and leaves how to the kernels."""
+"""The decoder: a stack of layers that defines what is computed; the kernels define how."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,10 @@ from tandem.engine.steps.prompt_scoring import StepScoring
 
 
 class DecoderModel:
-    """A model of any family. Keeps the prepared weights, no state of requests."""
+    """A model of any family. It owns the prepared weights, and keeps no state of requests.
+
+    The engine's thread calls it.
+    """
 
     def __init__(
         self,
@@ -28,7 +31,7 @@ class DecoderModel:
         *,
         adapted: AdaptedProducts | None = None,
     ) -> None:
-        """Prepares the weights; `adapted` are the products of `kernels` with adapters, None without."""
+        """Prepare the weights; `adapted` wraps the products of `kernels` to apply adapters, None without adapters."""
         self.spec = spec
         self.dtype = parameters.dtype
         """The dtype of the activations."""
@@ -37,11 +40,11 @@ class DecoderModel:
         self._products: Products = kernels if adapted is None else adapted
         self._final_norm = Norm(parameters.final_norm, spec.norm_eps)
         self._lm_head = kernels.prepare(Linear(parameters.lm_head))
-        # A tied table that was rearranged for the last product is not kept twice.
+        # If the kernels rearranged a tied table for the output layer, that copy serves as the embedding too.
         tied = parameters.lm_head is parameters.embedding
         self._embedding = self._lm_head.weight if tied else parameters.embedding
         device = parameters.embedding.device
-        # Rounded once to the model's dtype, as transformers does.
+        # Rounded to the model's dtype before the product, as transformers does.
         scale = torch.tensor(spec.embedding_scale, dtype=parameters.dtype).item()
         self._embedding_scale = None if scale == 1.0 else scale
         self.expert_tokens = ExpertTokens(spec, device)
@@ -51,11 +54,11 @@ class DecoderModel:
 
     @property
     def trial_tokens(self) -> tuple[int, ...]:
-        """See `LoraUpdates.trial_tokens`."""
+        """The token counts of `LoraUpdates.trial_tokens`; empty without adapters."""
         return () if self._updates is None else self._updates.trial_tokens
 
     def run_layer(self, number: int, hidden: Tensor, layouts: Sequence[StepLayout], cache: KvCache) -> None:
-        """Stores the KV of layer `number` and adds both of its halves to `hidden`, in place; see `forward`."""
+        """Store the KV of layer `number`, and add its attention and feed-forward outputs to `hidden` in place."""
         layer = self._layers[number]
         layout = layouts[layer.group]
         q = layer.attention.store(hidden, layout, cache)
@@ -71,11 +74,16 @@ class DecoderModel:
         *,
         scoring: StepScoring | None = None,
     ) -> Tensor | None:
-        """Stores the step's KV and returns logits [len(drawn), vocab] in the model's dtype.
+        """Store the KV of a step and return logits [len(drawn), vocab] in the model's dtype.
 
-        token_ids [T] int64; layouts: of each group of layers; cache as in `Kernels.rope_and_store`; drawn [D] int64:
-        tokens whose logits are returned, None = every one; feed: see `Feed`. Nothing drawn (D = 0) gives None, and
-        saves all that follows the last layer's store. With `scoring`, `drawn` has what it wants as well.
+        token_ids  [T] int64
+        layouts    one for each group of layers
+        cache      as in `Kernels.rope_and_store`
+        drawn      [D] int64: the tokens whose logits are returned; None = all tokens
+        feed       the tokens that only the device knows, see `Feed`
+        scoring    scores prompt tokens; `drawn` then includes the positions it needs
+
+        If no logits are needed (D = 0), it returns None, and skips everything after the KV store of the last layer.
         """
         for layout in reversed(layouts):
             self.kernels.begin_step(cache, layout)
@@ -90,6 +98,7 @@ class DecoderModel:
         layout = layouts[last.group]
         q = last.attention.store(hidden, layout, cache)
         if drawn is not None and len(drawn) == 0:
+            # No row needs logits, so the last layer's attention and feed-forward network have no effect.
             return None
         mixed = last.attention.attend(q, layout, cache)
         slots = layouts[0].slots
@@ -104,13 +113,13 @@ class DecoderModel:
         table = self._embedding
         if isinstance(table, Tensor):
             return self.kernels.embed(token_ids, table, feed)
-        # The rows of a step are few: kernels need not know packed tables.
+        # A step has few rows, so they are dequantized here, and kernels need not know packed tables.
         if feed is not None:
             token_ids = feed.tokens(token_ids)
         return table.rows(token_ids).dequantized(self.dtype)
 
     def _finish(self, layer: DecoderLayer, mixed: Tensor, hidden: Tensor, slots: Tensor) -> None:
-        """Adds attention's output and the feed-forward network to the residual stream, in place."""
+        """Add the outputs of attention and of the feed-forward network to the residual stream, in place."""
         if layer.attention_output_norm is None:
             self._products.linear_add(mixed, layer.attention.output, hidden)
         else:

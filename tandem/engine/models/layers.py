@@ -1,4 +1,4 @@
-"""The layers of a decoder, prepared once for its kernels."""
+"""The layers of a decoder, prepared once for the kernels."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ RopeTable = Callable[[RopeConfig | None, int], Tensor]
 
 
 class CachePlace(NamedTuple):
-    """The place of a layer in the KV cache: its group, and its index in that group's pages."""
+    """Where the KV of a layer is: the number of its group, and its index among the layers in that group's pages."""
 
     group: int
     layer: int
@@ -34,7 +34,7 @@ class CachePlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """The two halves of a layer, the norms of their outputs if it has any, and its group's number in the KV cache."""
+    """The attention and feed-forward blocks of a layer, their output norms if any, and its group in the KV cache."""
 
     attention: AttentionBlock | LatentBlock
     attention_output_norm: Norm | None
@@ -52,9 +52,9 @@ def prepare_layers(
     max_context: int,
     expert_tokens: ExpertTokens,
 ) -> list[DecoderLayer]:
-    """Prepares all layers; those with the same rotary embedding share its table.
+    """Prepare all layers; layers with the same rotary embedding share its table.
 
-    `products` are those of `kernels`, or with adapters.
+    `products` are those of `kernels`, or wrap them to apply adapters.
     """
     device = parameters.embedding.device
     tables: dict[tuple[RopeConfig | None, int], Tensor] = {}

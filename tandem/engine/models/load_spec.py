@@ -1,4 +1,4 @@
-"""Reading of a model's specification from a folder in Hugging Face layout."""
+"""Reads a model's spec from a folder in Hugging Face layout."""
 
 import json
 import re
@@ -17,17 +17,20 @@ from tandem.engine.models.size_limits import check_limits
 from tandem.protocol.errors import InvalidArgument, ModelError
 
 _QUANTIZED = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
-"""Files in which quantized checkpoints may name their method, in place of config.json."""
+"""Files in which quantized checkpoints may store their settings, and the method that each file implies."""
 _TOWERS = ("vision_config", "audio_config", "speech_config", "image_config", "video_config", "sound_config")
-"""Fields of config.json that describe the parts of a multimodal model that are not text."""
+"""Fields of config.json that describe the non-text parts of a multimodal model."""
 LARGEST_JSON = 24 << 20
-"""Bytes of config.json or of an index: more than 200,000 names of tensors, which take a second to read."""
+"""The most bytes of a JSON file: an index of more than 200,000 tensor names, which takes a second to read."""
 _SHARED_FIELDS = ("eos_token_id", "tie_word_embeddings", "dtype", "torch_dtype")
-"""Fields that multimodal models may have beside `text_config` alone."""
+"""Fields that multimodal models may have only outside of `text_config`."""
 
 
 def load_spec(folder: Path) -> ModelSpec:
-    """Reads `config.json` and, if it exists, `generation_config.json`; ModelError names the file and the problem."""
+    """Read config.json and, if it exists, generation_config.json.
+
+    Raises ModelError, which names the file and the problem.
+    """
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder; give a folder in Hugging Face layout or a GGUF file.")
     if not (folder / "config.json").is_file():
@@ -43,7 +46,7 @@ def load_spec(folder: Path) -> ModelSpec:
 
 @contextmanager
 def naming_the_file(file: Path) -> Iterator[None]:
-    """Raises ModelError, which names the file, for what `parse_spec` raises."""
+    """Convert the errors of `parse_spec` into a ModelError that names the file."""
     try:
         yield
     except ModelError as error:
@@ -53,9 +56,10 @@ def naming_the_file(file: Path) -> Iterator[None]:
 
 
 def parse_spec(config: Json, generation: Json | None = None) -> ModelSpec:
-    """Returns the specification from the two parsed files, in the spelling of transformers 4 or 5.
+    """Return the spec from the two parsed files, whose fields are named as in transformers 4 or 5.
 
-    Raises ModelError for what is not supported, KeyError, TypeError or ValueError for a malformed configuration.
+    Raises ModelError if something is not supported, and KeyError, TypeError or ValueError if the configuration is
+    malformed.
     """
     config = text_part(config)
     check_limits(config)
@@ -67,15 +71,16 @@ def parse_spec(config: Json, generation: Json | None = None) -> ModelSpec:
         except re.error as error:
             raise ModelError(f"quantization_config names modules by {error.pattern!r}: {error}.") from error
         spec = replace(spec, quantization=found)
-    # Chat models may end a turn with another token than a text, and the generation configuration names it.
+    # Chat models may end a turn with a different token than a text; generation_config.json names it.
     ends = parse_eos(generation or {})
     return replace(spec, eos_token_ids=ends) if ends else spec
 
 
 def quantized_at_load(spec: ModelSpec, name: str | None) -> ModelSpec:
-    """Returns the specification with the layers' weights quantized at load; `name` is one of `Codes`, None = as stored.
+    """Return the spec with the layers' weights quantized when they are loaded.
 
-    InvalidArgument for another name, and for a checkpoint that is quantized already.
+    `name` is one of `Codes`; None = as stored. Raises InvalidArgument for another name, or if the checkpoint is already
+    quantized.
     """
     if name is None:
         return spec
@@ -91,9 +96,9 @@ def quantized_at_load(spec: ModelSpec, name: str | None) -> ModelSpec:
 
 
 def bounded(spec: ModelSpec, max_model_len: int | None) -> ModelSpec:
-    """Returns the specification with a context of `max_model_len` tokens; None = as it is.
+    """Return the spec with a context of `max_model_len` tokens; None = unchanged.
 
-    InvalidArgument for a context that is longer than the model's, or than what linear RoPE scaling stretches it to.
+    Raises InvalidArgument if that exceeds the model's context, and also what linear RoPE scaling extends it to.
     """
     if max_model_len is None:
         return spec
@@ -106,9 +111,9 @@ def bounded(spec: ModelSpec, max_model_len: int | None) -> ModelSpec:
 
 
 def text_part(config: Json) -> Json:
-    """Returns the configuration of the text model: of a multimodal model its `text_config`, else `config` itself.
+    """Return the configuration of the text model: the `text_config` of a multimodal model, else `config` itself.
 
-    ModelError names the towers of a multimodal model whose text part is not supported.
+    Raises ModelError, which names the towers, for a multimodal model whose text part is not supported.
     """
     towers, text = towers_of(config), config.get("text_config")
     if is_supported(config) or not (towers or text):
@@ -119,7 +124,8 @@ def text_part(config: Json) -> Json:
     outer = (*_SHARED_FIELDS, "quantization_config", "compression_config")
     text = {field: config[field] for field in outer if field in config} | dict(text)
     if config.get("tie_word_embeddings"):
-        # The output layer is the outer model's; the text part then has the default of text models (transformers 5).
+        # Here the setting belongs to the outer model; without this line the text part would get the default of
+        # transformers 5.
         text["tie_word_embeddings"] = True
     try:
         family_of(text)
@@ -129,12 +135,15 @@ def text_part(config: Json) -> Json:
 
 
 def towers_of(config: Json) -> str:
-    """Returns the fields of config.json that describe a multimodal model's towers, "" for a model of text."""
+    """Return the fields of config.json that describe the towers of a multimodal model, "" for a text model."""
     return ", ".join(name for name in _TOWERS if config.get(name))
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the JSON object of a file; ModelError if it has none, or is larger than any that is published."""
+    """Return the JSON object in a file.
+
+    Raises ModelError if there is none, or if the file is larger than any published one.
+    """
     try:
         if (size := path.stat().st_size) > LARGEST_JSON:
             raise ModelError(f"{path} has {size} bytes, more than {LARGEST_JSON}; it is no file of a model.")
@@ -151,7 +160,7 @@ def _quantization(config: Json) -> Any:
 
 
 def _separate_quantization(folder: Path) -> dict[str, Any]:
-    """Returns the `quantization_config` of a folder that has it in a file of its own."""
+    """Return the `quantization_config` of a folder that has it in a separate file."""
     for name, method in _QUANTIZED.items():
         if (folder / name).is_file():
             return {"quantization_config": {"quant_method": method} | read_json(folder / name)}

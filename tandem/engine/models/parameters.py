@@ -1,6 +1,7 @@
-"""A model's weights, layer by layer, with q/k/v and gate/up stacked for the kernels, and their places in a checkpoint.
+"""The weights of a model, layer by layer, and their places in a checkpoint.
 
-H is the hidden size, E the number of experts, I the inner size of a feed-forward network.
+q, k and v are stacked into one matrix for the kernels, and so are gate and up. H is the hidden size, E the number of
+experts, I the inner size of a feed-forward network.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,10 @@ from tandem.engine.kernels.packed_weight import PackedWeight, Weight
 
 @dataclass(frozen=True, slots=True)
 class AttentionParameters:
-    """Grouped-query attention; rows of q, k and v follow one another."""
+    """The weights of grouped-query attention.
+
+    In the stacked matrix the rows of q come first, then those of k and of v.
+    """
 
     qkv: Weight
     """[(heads + 2·kv_heads)·head_dim, H]."""
@@ -25,7 +29,7 @@ class AttentionParameters:
     """[H, heads·head_dim]."""
     output_bias: Tensor | None
     q_norm: Tensor | None
-    """[head_dim] for each head by itself, or [heads·head_dim]."""
+    """[head_dim] if each head is normalized by itself, or [heads·head_dim]."""
     k_norm: Tensor | None
     """[head_dim], or [kv_heads·head_dim]."""
     sinks: Tensor | None
@@ -34,10 +38,13 @@ class AttentionParameters:
 
 @dataclass(frozen=True, slots=True)
 class LatentParameters:
-    """Latent attention. The rotated rows have pairs half a width apart, as for grouped-query attention."""
+    """The weights of latent attention.
+
+    In rotated rows, the two elements of a pair are half a width apart, as in GQA.
+    """
 
     down: Weight
-    """[query_rank + latent + rope, H]: the latents; without a query_rank [heads·(nope + rope) + latent + rope, H]."""
+    """[query_rank + latent + rope, H]; without a query_rank [heads·(nope + rope) + latent + rope, H]."""
     down_bias: Tensor | None
     query_norm: Tensor | None
     """[query_rank]."""
@@ -46,7 +53,7 @@ class LatentParameters:
     latent_norm: Tensor
     """[latent]."""
     kv_up: Tensor
-    """[heads, nope + v_dim, latent]: each head's keys, then its values."""
+    """[heads, nope + v_dim, latent]: the keys of each head, then its values."""
     output: Weight
     """[H, heads·v_dim]."""
     output_bias: Tensor | None
@@ -54,7 +61,7 @@ class LatentParameters:
 
 @dataclass(frozen=True, slots=True)
 class DenseParameters:
-    """A feed-forward network; gate rows come first."""
+    """The weights of a dense feed-forward network; in the stacked matrix the gate rows come first."""
 
     gate_up: Weight
     """[2·I, H]."""
@@ -66,7 +73,7 @@ class DenseParameters:
 
 @dataclass(frozen=True, slots=True)
 class LayerParameters:
-    """One layer. Norms are [H]."""
+    """The weights of one layer. Norms are [H]."""
 
     input_norm: Tensor
     attention: AttentionParameters | LatentParameters
@@ -79,14 +86,14 @@ class LayerParameters:
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """All weights of a model. Allocated once and written in place; this object owns the memory."""
+    """All weights of a model. They are allocated once and written in place; this object owns their memory."""
 
     dtype: torch.dtype
-    """The model's dtype, of activations and of weights that are not packed."""
+    """The model's dtype: that of activations, and of weights that are not packed."""
     embedding: Weight
     """[vocab, H]."""
     lm_head: Weight
-    """[vocab, H]; the very same weight as `embedding` where the model ties them."""
+    """[vocab, H]; the same object as `embedding` if the model ties them."""
     final_norm: Tensor
     """[H]."""
     layers: tuple[LayerParameters, ...]
@@ -94,33 +101,37 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The destination of one tensor of a checkpoint."""
+    """Where one tensor of a checkpoint is written to."""
 
     tensor: Weight
-    """A view into the parameters."""
+    """The destination: a view into the parameters."""
     transform: Callable[[Tensor], Tensor] | None = None
-    """Computes the destination's values from the checkpoint's, which have `shape`; None = they are the same.
+    """Computes the values of the destination from those in the checkpoint, which have `shape`; None = they are equal.
 
-    Where the destination is a matrix of the same shape, it reorders rows, so that it applies to codes and scales, too.
+    If the destination is a matrix of the same shape, the function only reorders rows, so that it applies to codes and
+    scales, too.
     """
     shape: tuple[int, ...] | None = None
-    """The checkpoint's shape; None = the destination's."""
+    """The shape in the checkpoint; None = that of the destination."""
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape in the checkpoint."""
+        """The shape of the tensor in the checkpoint."""
         return tuple(self.tensor.shape) if self.shape is None else self.shape
 
 
 def tensors_of(parameters: object) -> Iterator[tuple[str, Tensor]]:
-    """Yields every tensor once with the name of its field; tied embeddings are one tensor, a packed weight several."""
+    """Yield every tensor once, with the name of its field.
+
+    Tied embeddings are one tensor; a packed weight has several.
+    """
     for path, weight in named_weights(parameters):
         for tensor in weight.parts() if isinstance(weight, PackedWeight) else (weight,):
             yield path.rpartition(".")[2], tensor
 
 
 def named_weights(parameters: object) -> Iterator[tuple[str, Weight]]:
-    """Yields every weight once with the path of its field (`layers.0.attention.qkv`)."""
+    """Yield every weight once, with the path of its field (`layers.0.attention.qkv`)."""
     seen: set[int] = set()
     for path, weight in _walk(parameters, ""):
         if id(weight) not in seen:
@@ -129,7 +140,7 @@ def named_weights(parameters: object) -> Iterator[tuple[str, Weight]]:
 
 
 def standard_places(spec: ModelSpec, parameters: Parameters) -> dict[str, Place]:
-    """Returns the places under the names that Llama's checkpoints, and most others, have."""
+    """Return the places by the tensor names that Llama's checkpoints use, and most others."""
     found = {
         "model.embed_tokens.weight": Place(parameters.embedding),
         "model.norm.weight": Place(parameters.final_norm),
@@ -143,7 +154,7 @@ def standard_places(spec: ModelSpec, parameters: Parameters) -> dict[str, Place]
 
 
 def layer_places(spec: LayerSpec, weights: LayerParameters) -> dict[str, Place]:
-    """Returns one layer's places by their names after `model.layers.N.`."""
+    """Return the places of one layer, by their names after `model.layers.N.`."""
     found = {
         "input_layernorm.weight": Place(weights.input_norm),
         "post_attention_layernorm.weight": Place(weights.feed_forward_norm),
@@ -157,7 +168,7 @@ def layer_places(spec: LayerSpec, weights: LayerParameters) -> dict[str, Place]:
 
 
 def dense_places(prefix: str, weights: DenseParameters) -> dict[str, Place]:
-    """Returns the places of a feed-forward network whose gate and up are stored apart."""
+    """Return the places of a feed-forward network whose gate and up matrices are stored separately."""
     gate, up = weights.gate_up.chunk(2)
     found = {
         f"{prefix}gate_proj.weight": Place(gate),
@@ -175,7 +186,7 @@ def dense_places(prefix: str, weights: DenseParameters) -> dict[str, Place]:
 
 
 def expert_places(weights: Experts) -> dict[str, Place]:
-    """Returns the places of a mixture of experts whose experts are stored one by one."""
+    """Return the places of a mixture of experts whose experts are stored separately."""
     named: dict[str, Weight | None] = {
         "mlp.gate.weight": weights.router,
         "mlp.gate.bias": weights.router_bias,
@@ -195,7 +206,7 @@ def expert_places(weights: Experts) -> dict[str, Place]:
 
 
 def renamed(places: dict[str, Place], names: Mapping[str, str]) -> dict[str, Place]:
-    """Returns the same places under other names: each key of `names` that occurs in one is replaced by its value."""
+    """Return the same places under other names: the first key of `names` in each is replaced by its value."""
     found = {}
     for name, place in places.items():
         for old, new in names.items():

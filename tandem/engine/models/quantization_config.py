@@ -1,6 +1,6 @@
-"""Reading of `quantization_config` in config.json, as each tool writes it.
+"""Reads `quantization_config` from config.json, in the format of each quantization tool.
 
-ModelError names the scheme where it is not supported.
+Raises ModelError, which names the scheme, if a scheme is not supported.
 """
 
 import re
@@ -25,21 +25,24 @@ GGUF_SCHEMES = {
     "Q4_K": WeightScheme(WeightFormat.Q4_K, Codes.INT4, 32, symmetric=False),
     "Q6_K": WeightScheme(WeightFormat.Q6_K, Codes.INT8, 16),
 }
-"""The types of blocks whose codes are kept; weights of other types are dequantized when a file is converted."""
+"""The block types of GGUF whose codes are kept; weights of other types are dequantized when a file is converted."""
 _SERVED = "awq, gptq, compressed-tensors, fp8, modelopt, fbgemm_fp8 and auto-round"
 _AUTO_ROUND_GPTQ = {
     "auto_round:auto_gptq": WeightFormat.GPTQ,
     "auto_round:gptqmodel": WeightFormat.GPTQ_V2,
     "auto_round": WeightFormat.GPTQ_V2,
 }
-"""The packings of AutoRound that are GPTQ's, which differ in how zero points are stored."""
+"""The packings of AutoRound that are those of GPTQ; they differ in how zero points are stored."""
 _MODELOPT_FP8 = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
-"""FP8 with a scale a weight, and with a scale a row."""
+"""FP8 with one scale per weight matrix, and FP8 with one scale per row."""
 
 
 def parse_quantization(config: Json) -> Quantization:
-    """Returns the schemes of a `quantization_config`; ModelError names one that is not supported."""
-    # Exports of ModelOpt may name the tool alone.
+    """Return the schemes of a `quantization_config`.
+
+    Raises ModelError, which names the scheme, if it is not supported.
+    """
+    # Files exported by ModelOpt may name only the tool that wrote them.
     method = config.get("quant_method") or (config.get("producer") or {}).get("name")
     readers: dict[object, Callable[[Json], Quantization]] = {
         "awq": _awq,
@@ -57,7 +60,7 @@ def parse_quantization(config: Json) -> Quantization:
 
 
 def refusal(scheme: str, reason: str) -> ModelError:
-    """Returns the error of a quantized checkpoint that cannot be served."""
+    """Return the error for a quantized checkpoint that cannot be served."""
     return ModelError(f"the checkpoint is quantized ({scheme}), {reason}; use another one, or one in 16 bits.")
 
 
@@ -97,7 +100,7 @@ def _gptq(config: Json) -> Quantization:
 def _fp8(config: Json) -> Quantization:
     if (fmt := config.get("fmt") or "e4m3") != "e4m3":
         raise refusal(f"fp8, {fmt}", "which is not supported; e4m3 is")
-    # Both of its values, static and dynamic, mean 8-bit activations.
+    # Both of its possible values, static and dynamic, mean 8-bit activations.
     scheme = WeightScheme(_FLOAT, Codes.FLOAT8, quantized_inputs=bool(config.get("activation_scheme")))
     if config.get("weight_block_size"):
         rows, columns = _block("fp8", "weight_block_size", config["weight_block_size"])
@@ -106,7 +109,7 @@ def _fp8(config: Json) -> Quantization:
 
 
 def _modelopt(config: Json) -> Quantization:
-    """Reads the two forms of ModelOpt: in config.json, and within `quantization` in hf_quant_config.json."""
+    """Read one of the two forms of ModelOpt: in config.json, or under `quantization` in hf_quant_config.json."""
     found = config.get("quantization") or config
     algorithm = str(found.get("quant_algo") or "").upper()
     if algorithm not in _MODELOPT_FP8:
@@ -120,13 +123,13 @@ def _modelopt(config: Json) -> Quantization:
 
 
 def _fbgemm_fp8(config: Json) -> Quantization:
-    """Reads FP8 with a scale a row; `activation_scale_ub`, a bound of the scales of inputs, is not in use."""
+    """Read FP8 with one scale per row; `activation_scale_ub`, an upper bound of the inputs' scales, is ignored."""
     scheme = WeightScheme(_FLOAT, Codes.FLOAT8, quantized_inputs=True)
     return Quantization("fbgemm_fp8", ((_EVERY, scheme),), _plain(config, _EMBEDDING, _OUTPUT))
 
 
 def _auto_round(config: Json) -> Quantization:
-    """Reads GPTQ's packing; `extra_config` has modules, by name or regular expression, with settings of their own."""
+    """Read GPTQ's packing; `extra_config` has modules, by name or regular expression, with their own settings."""
     packing = config.get("packing_format") or config.get("backend")
     if packing not in _AUTO_ROUND_GPTQ or (config.get("data_type") or "int") != "int":
         packings = ", ".join(_AUTO_ROUND_GPTQ)
@@ -142,7 +145,7 @@ def _auto_round(config: Json) -> Quantization:
 
 
 def _gguf(config: Json) -> Quantization:
-    """Reads what `tandem.engine.weights.gguf` writes: `types`, the names of the modules of each type of blocks."""
+    """Read the configuration that `tandem.engine.weights.gguf` writes: `types` lists the modules of each block type."""
     rules = []
     for kind, modules in config["types"].items():
         if kind not in GGUF_SCHEMES:
@@ -170,7 +173,7 @@ def _compressed_tensors(config: Json) -> Quantization:
     for group in groups.values():
         scheme = _scheme_of_group(group, group.get("format") or config.get("format"))
         rules += [(_target(target), scheme) for target in group.get("targets") or ["Linear"]]
-    # Names count before kinds of modules.
+    # Rules for named modules take precedence over rules for kinds of modules.
     rules.sort(key=lambda rule: rule[0] == _EVERY)
     return Quantization("compressed-tensors", tuple(rules), frozenset(plain))
 
@@ -203,13 +206,19 @@ def _scheme_of_group(group: Json, stored: object) -> WeightScheme:
 
 
 def _quantizes_inputs(weights: Json, inputs: Json) -> bool:
-    """Returns True if activations have 8-bit codes of the weights' type; others stay in 16 bits, which loses less."""
+    """Return True if activations have 8-bit codes of the weights' type.
+
+    Other activations stay in 16 bits, which loses less.
+    """
     types = {(each.get("num_bits"), each.get("type") or "int") for each in (weights, inputs)}
     return types in ({(8, "int")}, {(8, "float")})
 
 
 def _block(scheme: str, name: str, size: object) -> tuple[int, int]:
-    """Returns rows and columns of a block, from two numbers or `128x128`; ModelError unless both are at least 1."""
+    """Return the rows and columns of a block, given as two numbers or as `128x128`.
+
+    Raises ModelError if one is below 1.
+    """
     parts = size.split("x") if isinstance(size, str) else size
     if not isinstance(parts, list) or len(parts) != 2 or min(found := [int(part) for part in parts]) < 1:
         raise refusal(f"{scheme}, {name} {size}", "which is not the size of a block, two numbers from 1 on")
@@ -217,7 +226,7 @@ def _block(scheme: str, name: str, size: object) -> tuple[int, int]:
 
 
 def _group(scheme: str, size: object) -> int | None:
-    """Returns the columns that share a scale, -1 = None; ModelError for others below 1."""
+    """Return the number of columns that share a scale, None for -1. Raises ModelError for other numbers below 1."""
     columns = -1 if size is None else int(str(size))
     if columns < 1 and columns != -1:
         raise refusal(f"{scheme}, group_size {columns}", "which is no size of a group")
@@ -225,17 +234,17 @@ def _group(scheme: str, size: object) -> int | None:
 
 
 def _plain(config: Json, *names: str) -> frozenset[str]:
-    """Returns the modules that are not quantized: `names`, and those of `modules_to_not_convert`."""
+    """Return the modules that are not quantized: `names`, and those of `modules_to_not_convert`."""
     return frozenset({*names, *(config.get("modules_to_not_convert") or ())})
 
 
 def _wildcards(pattern: str) -> str:
-    """Returns a name in which `*` stands for anything as an expression of whole names."""
+    """Convert a name in which `*` stands for anything into a regular expression for whole names."""
     return ".*".join(map(re.escape, pattern.split("*")))
 
 
 def _prefix(pattern: str) -> str:
-    """Returns `re:pattern`, which need only match the beginning of a name, as an expression of whole names."""
+    """Convert `re:pattern`, which matches the beginning of a name, into a regular expression for whole names."""
     return f"(?:{pattern.removeprefix('re:')}).*"
 
 

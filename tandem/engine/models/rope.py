@@ -9,9 +9,11 @@ from tandem.engine.config.rope import RopeConfig
 
 
 def rope_table(rope: RopeConfig | None, dims: int, max_context: int, device: torch.device) -> Tensor:
-    """Returns [max_context, dims] float32: cos of half the dimensions, then sin, times the attention factor.
+    """Return the table [max_context, dims] float32: cosines for half the dimensions, then sines.
 
-    Without a `rope` nothing is rotated: each cosine is 1, each sine 0.
+    Both are multiplied by the attention factor.
+
+    If `rope` is None nothing is rotated: each cosine is 1, each sine 0.
     """
     if rope is None:
         return torch.cat((torch.ones(max_context, dims // 2), torch.zeros(max_context, dims // 2)), dim=-1).to(device)
@@ -22,7 +24,7 @@ def rope_table(rope: RopeConfig | None, dims: int, max_context: int, device: tor
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Returns radians per position for each pair of dimensions: float32 [head_dim / 2] on the host.
+    """Return the radians per position of each pair of dimensions: float32 [head_dim / 2] on the host.
 
     They are scaled by `rope.kind`.
     """
@@ -38,7 +40,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
-    """Scales as Llama 3.1 does: slow frequencies divided by the factor, fast ones kept, a linear blend between."""
+    """Scale as Llama 3.1 does: divide slow frequencies by the factor, keep fast ones, blend linearly in between."""
     wavelength = 2 * math.pi / plain
     turns = rope.original_context / wavelength
     blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -49,7 +51,7 @@ def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn(plain: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
-    """Scales as YaRN does (arXiv:2309.00071, section 3.2): a ramp over the dimensions, from kept to divided."""
+    """Scale as YaRN does (arXiv:2309.00071, section 3.2): from kept to divided, with a ramp over the dimensions."""
 
     def dimension(rotations: float) -> float:
         inner = rope.original_context / (rotations * 2 * math.pi)

@@ -1,4 +1,7 @@
-"""Limits of the sizes in config.json: beyond them no model is published, and to look at one would take minutes."""
+"""Limits of the sizes in config.json.
+
+No published model exceeds them, and just checking a model beyond them would take minutes.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,13 +9,19 @@ from typing import Any
 from tandem.protocol.errors import ModelError
 
 MAX_CONTEXT = 1 << 30
-"""Positions: a hundred times the longest published context. Messages between processes have them in 32 bits."""
+"""The most positions: a hundred times the longest published context.
+
+Messages between processes store them in 32 bits.
+"""
 _LAYERS, _EXPERTS = 1 << 10, 1 << 12
-"""Eight times the most that is published, of either."""
+"""Eight times the largest published number, for both."""
 _EXPERTS_OF_ALL_LAYERS = 1 << 15
-"""The most that is published is 23,040. Each has three tensors, and a hundred thousand names take a second."""
+"""The largest published number is 23,040.
+
+Each expert has three tensors; reading a hundred thousand names takes a second.
+"""
 _WIDTH, _HEADS, _HEAD_WIDTH, _VOCABULARY = 1 << 20, 1 << 12, 1 << 12, 1 << 24
-"""Some thirty times the most that is published. The bytes of no product of them exceed 64 bits."""
+"""About thirty times the largest published numbers. The bytes of no product of them exceed 64 bits."""
 _LIMITS = {
     "num_hidden_layers": _LAYERS,
     "num_nextn_predict_layers": _LAYERS,
@@ -28,7 +37,7 @@ _LIMITS = {
 
 
 def check_limits(config: Mapping[str, Any]) -> None:
-    """Raises ModelError for the first size of a text model's config.json that is above its limit."""
+    """Raise ModelError for the first size in a text model's config.json that exceeds its limit."""
     sizes = {name: _number(config.get(name)) for name in _LIMITS}
     for name, size in sizes.items():
         check_limit(name, size, _LIMITS[name])
@@ -37,13 +46,13 @@ def check_limits(config: Mapping[str, Any]) -> None:
 
 
 def check_limit(name: str, size: float, most: int) -> None:
-    """Raises ModelError if `size` is above `most`."""
+    """Raise ModelError if `size` is above `most`."""
     if size > most:
         raise ModelError(f"{name} {size:.10g} is not supported; it must be at most {most}.")
 
 
 def _number(value: object) -> float:
-    """Returns a size as the families read it, infinite if it is larger than any; 0 if it is none."""
+    """Return a size as the families read it: infinite if it exceeds every float, 0 if it is no number."""
     try:
         return float(value)  # type: ignore[arg-type]
     except OverflowError:

@@ -1,1 +1,1 @@
-"""Compares a candidate's predictions with a reference's: teacher-forced, on the engine that serves."""
+"""Compares the predictions of two models, a candidate and a reference: teacher-forced, on the engine that serves."""

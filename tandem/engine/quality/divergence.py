@@ -1,4 +1,4 @@
-"""Figures that compare two models' predictions of the same tokens."""
+"""Measures of the difference between two models' predictions of the same tokens."""
 
 import math
 from dataclasses import dataclass
@@ -13,32 +13,32 @@ class Divergence:
 
     positions: int
     kl: float
-    """Mean KL(reference ‖ candidate) of the distributions of the next token, in nats."""
+    """The mean KL(reference ‖ candidate) of the distributions of the next token, in nats."""
     kl_error: float
-    """The standard error of that mean, positions taken as independent."""
+    """The standard error of that mean, if positions are independent."""
     top1: float
-    """The part of the positions at which both have the same most likely token."""
+    """The fraction of the positions at which both have the same most likely token."""
     reference_perplexity: float
     """exp of the mean negative log probability of the text's next token."""
     candidate_perplexity: float
 
     @property
     def perplexity_change(self) -> float:
-        """The candidate's perplexity relative to the reference's, less 1."""
+        """The candidate's perplexity relative to the reference's, minus 1."""
         return self.candidate_perplexity / self.reference_perplexity - 1
 
 
 class DivergenceSum:
-    """Adds up positions, in float64."""
+    """Accumulates the measures over positions, in float64."""
 
     def __init__(self) -> None:
         self._positions = 0
         self._sums = torch.zeros(5, dtype=torch.float64)
 
     def add(self, reference: Tensor, candidate: Tensor, following: Tensor) -> None:
-        """Adds the positions of two logits [T, vocab], of any dtype, and the tokens [T] int64 that follow in the text.
+        """Add the positions of two logits [T, vocab], of any dtype, and the tokens [T] int64 that follow in the text.
 
-        They may be on different devices; the work is done on the reference's.
+        The tensors may be on different devices; the computation runs on the reference's.
         """
         device = reference.device
         following = following.to(device)
@@ -50,7 +50,7 @@ class DivergenceSum:
         self._sums += torch.stack([kl.sum(), kl.square().sum(), same.double().sum(), *nll]).cpu()
 
     def result(self) -> Divergence:
-        """Returns the figures of all positions so far, at least one."""
+        """Return the measures over all positions so far, of which there must be at least one."""
         count = self._positions
         kl, squares, same, reference, candidate = (self._sums / count).tolist()
         return Divergence(

@@ -1,4 +1,4 @@
-"""Loading of an engine for a comparison: with KV pages for what is compared, so that two fit onto one device."""
+"""Loads an engine for a comparison, with only as many KV pages as it needs, so that two engines fit on one device."""
 
 from dataclasses import replace
 
@@ -13,15 +13,16 @@ from tandem.engine.quality.teacher_forced import COMPANY
 from tandem.engine.weights.checkpoint import Progress
 
 _SPARE_PAGES = 4
-"""Pages of what answers add to a prompt."""
+"""The number of extra pages, for tokens that outputs add to prompts."""
 
 
 def load_for_comparison(
     config: EngineConfig, tokens: int, progress: Progress | None = None, *, kernels: Kernels | None = None
 ) -> ModelRunner:
-    """Loads an engine whose cache holds `tokens` tokens, over at most `COMPANY` samples; raises as `ModelRunner.load`.
+    """Load an engine whose KV cache holds `tokens` tokens of at most `COMPANY` samples.
 
-    The setting `kv_cache_bytes` is replaced, and so is `max_batch_requests`. `kernels` as for `ModelRunner.load`.
+    It replaces the settings `kv_cache_bytes` and `max_batch_requests`. `kernels` are those of `ModelRunner.load`; the
+    errors are the same, too.
     """
     spec, device = load_spec(config.model), parse_device(config.device)
     page_tokens = parse_page_tokens(config, device)

@@ -1,8 +1,8 @@
 """Teacher-forced comparison of two engines: both read the same text, step by step, and predict each next token.
 
-The first half of each sample is scored as a prompt, in chunks; the second half as decode steps of one known token for
-each of several samples. So the kernels of both phases are compared, over a KV cache that prefill has filled. Both
-engines run the same step one after the other, so that only the logits of one step are held.
+The first half of each sample is scored as a prompt, in chunks; the second half in decode steps, with one known token
+for each of several samples. So the kernels of both phases are compared, over a KV cache that prefill has filled. Both
+engines run the same step one after the other, so that only one step's logits are held.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,28 +20,31 @@ from tandem.protocol.messages import SamplingParams
 
 Sample = Sequence[int]
 Scored = Callable[[float], None]
-"""Called with the completed part, 0 to 1."""
+"""A callback that gets the completed fraction, 0 to 1."""
 
 CHUNK_TOKENS = 256
-"""Prompt tokens of a step: it bounds the logits that are held, 131 MB for 128k tokens of vocabulary in float32."""
+"""The prompt tokens of a step, which bound the logits held: 131 MB in float32 for a vocabulary of 128k tokens."""
 COMPANY = 16
-"""Samples that are decoded in one step."""
+"""The number of samples that are decoded in one step."""
 _DRAW = SamplingInput(SamplingParams(max_tokens=1), 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """The comparison of the positions that were scored in each phase."""
+    """The comparison of the scored positions, for each phase."""
 
     prefill: Divergence
     decode: Divergence
 
 
 class StepRows:
-    """Makes rows of samples, whose pages follow one another in a runner's cache. Nobody else may use the runner."""
+    """Builds the rows of samples, whose pages are consecutive in a runner's cache. No one else may use the runner."""
 
     def __init__(self, runner: ModelRunner, tokens: int, samples: int) -> None:
-        """Room for `samples` samples of `tokens` tokens; InvalidArgument if the cache has fewer pages."""
+        """Reserve pages for `samples` samples of `tokens` tokens.
+
+        Raises InvalidArgument if the cache has fewer pages.
+        """
         self._pages = -(-tokens // runner.page_tokens) * len(runner.cache.groups)
         if self._pages * samples > runner.cache.pages:
             raise InvalidArgument(
@@ -51,7 +54,7 @@ class StepRows:
             )
 
     def row(self, number: int, token_ids: Sample, start: int, *, drawn: bool = True) -> StepRow:
-        """Returns tokens of sample `number` from position `start` on."""
+        """Return a row with tokens of sample `number`, from position `start` on."""
         pages = range(number * self._pages, (number + 1) * self._pages)
         return StepRow(token_ids, start, pages, _DRAW if drawn else None)
 
@@ -59,9 +62,9 @@ class StepRows:
 def compare(
     reference: ModelRunner, candidate: ModelRunner, samples: Sequence[Sample], progress: Scored | None = None
 ) -> Quality:
-    """Compares two engines on samples [tokens], all of one length of at least 4 tokens.
+    """Compare two engines on samples [tokens], all of the same length of at least 4 tokens.
 
-    InvalidArgument if they predict different vocabularies, or a sample does not fit into a context or a cache.
+    Raises InvalidArgument if the vocabularies differ, or if a sample does not fit into a context or a KV cache.
     """
     runners = (reference, candidate)
     length = len(samples[0])
@@ -90,11 +93,11 @@ def compare(
 
 
 Piece = tuple[int, int, Sample]
-"""A sample's number in its group, a position, and the tokens from there on."""
+"""The number of a sample in its group, a position, and the tokens from that position on."""
 
 
 def _steps(samples: Sequence[Sample]) -> Iterator[tuple[str, list[Piece], list[int]]]:
-    """Yields the phase, the pieces and the tokens that follow each token, of every step."""
+    """Yield the phase, the pieces, and the token that follows each token, for every step."""
     half = len(samples[0]) // 2
     for first in range(0, len(samples), COMPANY):
         group = samples[first : first + COMPANY]
@@ -105,7 +108,7 @@ def _steps(samples: Sequence[Sample]) -> Iterator[tuple[str, list[Piece], list[i
 
 
 def _prompt_steps(number: int, prompt: Sample) -> Iterator[tuple[str, list[Piece], list[int]]]:
-    """Yields the steps of a prompt, whose last token is only predicted."""
+    """Yield the steps of a prompt; its last token is only predicted, not read."""
     for start in range(0, len(prompt) - 1, CHUNK_TOKENS):
         end = min(start + CHUNK_TOKENS, len(prompt) - 1)
         yield "prefill", [(number, start, prompt[start:end])], list(prompt[start + 1 : end + 1])

@@ -1,1 +1,1 @@
-"""Quantization of a model's weights into a checkpoint of codes and scales, offline, with or without calibration."""
+"""Offline quantization of a model's weights into a checkpoint of codes and scales, with or without calibration."""

@@ -9,13 +9,13 @@ from tandem.engine.quantizer.rtn import round_to_nearest
 from tandem.engine.quantizer.scheme import OutputScheme
 
 _EXPONENTS = 20
-"""Exponents that are tried, from 0 (nothing is scaled) on in equal steps below 1, as in the paper."""
+"""The number of exponents that are tried, in equal steps from 0 (no scaling) to below 1, as in the paper."""
 
 
 def scale_for_activations(
     fold: Fold, inputs: InputStatistics, scheme: OutputScheme, group: int | None, scale_dtype: torch.dtype
 ) -> None:
-    """Scales inputs by a power of their mean size: the one of least error of the rounded product's outputs."""
+    """Scale the inputs by the power of their mean magnitude that minimizes the output error of the rounded product."""
     sizes = fold.shared(inputs.mean).clamp(min=1e-4)
 
     def scales_of(step: int) -> Tensor:

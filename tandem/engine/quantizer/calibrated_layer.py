@@ -1,4 +1,4 @@
-"""One layer of a model in float32, computed on sample text by the project's own decoder, and its tensors."""
+"""One layer of a model in float32 with its tensors, computed on sample text by the project's own decoder."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,16 +22,16 @@ from tandem.protocol.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A weight of the layer, which may stack several of the checkpoint's: q, k and v, or gate and up."""
+    """A weight of the layer, which may stack several weights of the checkpoint: q, k and v, or gate and up."""
 
     weight: Tensor
-    """[N, K] float32, in place."""
+    """[N, K] float32, modified in place."""
     parts: dict[str, slice]
     """The rows of each tensor of the checkpoint, by its name."""
 
 
 class CalibratedLayer:
-    """The weights of one layer of grouped-query attention and a dense feed-forward network. Owns them."""
+    """The weights of one layer with grouped-query attention and a dense feed-forward network. It owns them."""
 
     def __init__(self, source: Source, number: int, kernels: CalibrationKernels, device: torch.device) -> None:
         spec = source.spec
@@ -53,13 +53,13 @@ class CalibratedLayer:
         self._kernels = kernels
 
     def run(self, hidden: Sequence[Tensor]) -> None:
-        """Adds the layer's output to each sample's hidden states [T, hidden size] float32, in place."""
+        """Add the layer's output to each sample's hidden states [T, hidden size] float32, in place."""
         for sample in hidden:
             layout, cache = _whole(self.spec, len(sample), sample.device)
             self._model.run_layer(0, sample, (layout,), cache)
 
     def statistics(self, hidden: Sequence[Tensor]) -> dict[int, InputStatistics]:
-        """Returns the inputs' statistics of each product by its weight's address; `hidden` stays as it is."""
+        """Return the statistics of each product's inputs, by the address of its weight; `hidden` is not changed."""
         self._kernels.statistics = {
             each.weight.data_ptr(): InputStatistics.zero(each.weight.shape[1], each.weight.device)
             for each in self.products()
@@ -70,7 +70,7 @@ class CalibratedLayer:
         return found
 
     def products(self) -> Iterator[Product]:
-        """Yields the layer's products in the order of the computation."""
+        """Yield the layer's products in the order of the computation."""
         for weight in (self.qkv, self.output, self.gate_up, self.down):
             parts = {}
             for name, place in self._places.items():
@@ -81,19 +81,22 @@ class CalibratedLayer:
             yield Product(weight, parts)
 
     def others(self) -> dict[str, Tensor]:
-        """Returns the checkpoint's tensors of the layer that are not products, with their values now, in float32."""
+        """Return the layer's tensors that are not products, with their current values in float32.
+
+        The keys are their names in the checkpoint.
+        """
         quantized = {name for product in self.products() for name in product.parts}
         return {name: _plain(place.tensor) for name, place in self._places.items() if name not in quantized}
 
 
 def store(product: Product, found: QuantizedWeight) -> dict[str, QuantizedWeight]:
-    """Sets a product's weight to its codes' values, and returns the codes by the checkpoint's names."""
+    """Set a product's weight to the values of its codes, and return the codes by the checkpoint's names."""
     product.weight.copy_(found.values())
     return {name: found.rows(rows.start, rows.stop - rows.start) for name, rows in product.parts.items()}
 
 
 def check_calibrated(spec: ModelSpec, source: Source) -> None:
-    """Raises ModelError for a model whose layers `CalibratedLayer` is not made for."""
+    """Raise ModelError for a model whose layers `CalibratedLayer` does not support."""
     dense = all(isinstance(layer.feed_forward, DenseFeedForward) for layer in spec.layers)
     grouped = all(isinstance(layer.attention, GroupedQueryAttention) for layer in spec.layers)
     if not dense or not grouped or spec.wide_norms:
@@ -103,7 +106,8 @@ def check_calibrated(spec: ModelSpec, source: Source) -> None:
         )
     places = places_of(spec, allocate_parameters(spec, torch.float32, torch.device("meta")))
     changed = sorted(name for name, place in places.items() if place.transform is not None and "layers." in name)
-    if changed:  # what a layer holds could not be written under its name
+    # The values of such a layer could not be written under their names.
+    if changed:
         raise ModelError(
             f"{source.folder} ({spec.architecture}) stores {changed[0]} in another form than layers compute with, for"
             " which there is no calibration; use --method rtn."
@@ -111,14 +115,14 @@ def check_calibrated(spec: ModelSpec, source: Source) -> None:
 
 
 def embedded(source: Source, samples: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
-    """Returns the hidden states [T, hidden size] float32 of samples before the first layer."""
+    """Return the hidden states [T, hidden size] float32 of samples before the first layer."""
     table = source.read("model.embed_tokens.weight")
     scale = torch.tensor(source.spec.embedding_scale, dtype=table.dtype).item()
     return [table[torch.tensor(sample)].to(device).float() * scale for sample in samples]
 
 
 def _whole(spec: ModelSpec, tokens: int, device: torch.device) -> tuple[StepLayout, Tensor]:
-    """Returns the layout of one row of `tokens` tokens and a cache of one page for them."""
+    """Return the layout of one row of `tokens` tokens, and a KV cache of one page for them."""
     (group,) = kv_groups(spec)
     positions = torch.arange(tokens, dtype=torch.int32, device=device)
     layout = StepLayout(
@@ -139,5 +143,5 @@ def _plain(weight: Weight) -> Tensor:
 
 
 def _inside(part: Tensor, whole: Tensor) -> bool:
-    """Returns True if `part` is a view into `whole`."""
+    """Return True if `part` is a view into `whole`."""
     return whole.data_ptr() <= part.data_ptr() < whole.data_ptr() + whole.nbytes

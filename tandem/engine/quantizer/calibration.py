@@ -1,4 +1,7 @@
-"""The inputs of a layer's products on sample text, which calibrated methods minimise the error for."""
+"""Statistics of the inputs of a layer's products on sample text.
+
+Calibrated methods minimize the error for these inputs.
+"""
 
 from dataclasses import dataclass
 
@@ -11,10 +14,12 @@ from tandem.engine.kernels.reference import ReferenceKernels
 
 @dataclass(slots=True)
 class InputStatistics:
-    """Sums over the tokens that a product with K inputs has seen. All float32."""
+    """Sums over the tokens that a product with K inputs has processed. All are float32."""
 
     gram: Tensor
-    """[K, K]: the sum of x · xᵀ. The squared error of the outputs for an error E [N, K] of the weight is tr(E·gram·Eᵀ).
+    """[K, K]: the sum of x · xᵀ.
+
+    For an error E [N, K] of the weight, the squared error of the outputs is tr(E·gram·Eᵀ).
     """
     total: Tensor
     """[K]: the sum of |x|."""
@@ -24,7 +29,7 @@ class InputStatistics:
 
     @classmethod
     def zero(cls, inputs: int, device: torch.device) -> "InputStatistics":
-        """Returns the statistics of no tokens."""
+        """Return the statistics of no tokens."""
         return cls(
             torch.zeros(inputs, inputs, device=device),
             torch.zeros(inputs, device=device),
@@ -37,7 +42,7 @@ class InputStatistics:
         return self.total / self.tokens
 
     def add(self, x: Tensor) -> None:
-        """Adds inputs [T, K] float32."""
+        """Add inputs [T, K] float32."""
         self.gram.addmm_(x.T, x)
         sizes = x.abs()
         self.total += sizes.sum(0)
@@ -45,25 +50,25 @@ class InputStatistics:
         self.tokens += len(x)
 
     def divided(self, scales: Tensor) -> "InputStatistics":
-        """Returns the statistics of the inputs divided by scales [K]."""
+        """Return the statistics of the inputs divided by scales [K]."""
         return InputStatistics(
             self.gram / scales[:, None] / scales, self.total / scales, self.largest / scales, self.tokens
         )
 
     def error(self, difference: Tensor) -> Tensor:
-        """Returns the squared error of the outputs, summed over them and all tokens, for `difference` [N, K]."""
+        """Return the squared error of the outputs for `difference` [N, K], summed over outputs and tokens."""
         return (difference @ self.gram * difference).sum()
 
 
 class CalibrationKernels(ReferenceKernels):
-    """The reference's kernels, which add up the inputs of each weight in `statistics`."""
+    """The reference kernels, which also collect the input statistics of each weight in `statistics`."""
 
     def __init__(self) -> None:
         self.statistics: dict[int, InputStatistics] = {}
-        """The statistics of each product, by its weight's address; empty = nothing is added up."""
+        """The statistics of each product, by the address of its weight; empty = nothing is collected."""
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        """Adds up the inputs and computes the product."""
+        """Add the inputs to the statistics, and compute the product."""
         assert isinstance(linear.weight, Tensor)
         found = self.statistics.get(linear.weight.data_ptr())
         if found is not None:

@@ -13,19 +13,19 @@ from tandem.engine.weights.quantized.rounding import symmetric_scales
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The values that each weight can take: (code - zero) · scale, with a scale for each row and group of columns."""
+    """The values that each weight can take: (code - zero) · scale, with one scale for each row and group of columns."""
 
     scheme: OutputScheme
     scales: Tensor
-    """[N, K / group] float32, whose values the written dtype has exactly."""
+    """[N, K / group] float32, with values that the written dtype represents exactly."""
     zeros: Tensor | None
-    """Likewise, whole numbers; None = all zero."""
+    """[N, K / group], whole numbers; None = all zero."""
     group: int
 
     def codes(self, weight: Tensor, first: int = 0) -> Tensor:
-        """Returns the codes nearest to `weight` [N, columns] float32, columns from number `first` on, as float32.
+        """Return the codes nearest to `weight` [N, columns] float32, as float32; the columns begin at number `first`.
 
-        Float codes are rounded as E4M3 rounds: to the nearest, ties to even.
+        Float codes are rounded as in E4M3: to nearest, ties to even.
         """
         scales, zeros = self._of_columns(first, weight.shape[1])
         scaled = weight / scales
@@ -36,7 +36,7 @@ class Grid:
         return shifted.clamp(self.scheme.lowest, self.scheme.largest)
 
     def values(self, codes: Tensor, first: int = 0) -> Tensor:
-        """Returns the weights [N, columns] float32 of codes, columns from number `first` on."""
+        """Return the weights [N, columns] float32 of codes; the columns begin at number `first`."""
         scales, zeros = self._of_columns(first, codes.shape[1])
         return (codes if zeros is None else codes - zeros) * scales
 
@@ -47,17 +47,17 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight's codes [N, K], float32 with the values of codes, on their grid."""
+    """A weight as codes [N, K], float32 with whole or E4M3 values, on their grid."""
 
     codes: Tensor
     grid: Grid
 
     def values(self) -> Tensor:
-        """Returns the weight [N, K] float32 that the codes stand for."""
+        """Return the weight [N, K] float32 that the codes represent."""
         return self.grid.values(self.codes)
 
     def rows(self, first: int, count: int) -> QuantizedWeight:
-        """Returns some rows, as views."""
+        """Return `count` rows from row `first` on, as views."""
         zeros = None if self.grid.zeros is None else self.grid.zeros[first : first + count]
         scales = self.grid.scales[first : first + count]
         return QuantizedWeight(
@@ -66,7 +66,7 @@ class QuantizedWeight:
 
 
 def fit_grid(weight: Tensor, scheme: OutputScheme, group: int | None, dtype: torch.dtype) -> Grid:
-    """Returns the grid that covers each group's range; scales are rounded to `dtype`, in which they are written."""
+    """Return the grid that covers each group's range; scales are rounded to `dtype`, in which they are written."""
     width = weight.shape[1] if group is None else group
     grouped = weight.view(len(weight), -1, width)
     if scheme.symmetric:
@@ -78,6 +78,6 @@ def fit_grid(weight: Tensor, scheme: OutputScheme, group: int | None, dtype: tor
 
 
 def _rounded(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns scales that `dtype` has; one that would be 0 there, as of a group of zeros alone, is 1."""
+    """Return scales that `dtype` represents. A scale that would be 0, as in a group of zeros, becomes 1."""
     stored = scales.to(dtype).float()
     return torch.where(stored > 0, stored, 1.0)

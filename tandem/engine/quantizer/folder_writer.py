@@ -1,4 +1,4 @@
-"""A model folder that is written tensor by tensor and appears whole."""
+"""Writes a model folder tensor by tensor, which appears only when it is complete."""
 
 import json
 import shutil
@@ -16,14 +16,14 @@ from torch import Tensor
 from tandem.protocol.errors import InvalidArgument
 
 _SHARD_BYTES = 2 << 30
-"""Bytes of tensors that are held until they are written as one file."""
+"""The bytes of tensors that are held before they are written as one file."""
 
 
 class FolderWriter:
-    """Use as a context: without an error `folder` exists at its end, with one nothing is left."""
+    """A context manager that writes a folder: `folder` exists after a success, and nothing is left after an error."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises InvalidArgument if `folder` exists, as nothing is overwritten, or cannot be written."""
+        """Raises InvalidArgument if `folder` exists, because nothing is overwritten, or if it cannot be written."""
         if folder.exists():
             raise InvalidArgument("output", f"{folder} exists; name a folder that does not.")
         self._folder = folder
@@ -38,19 +38,19 @@ class FolderWriter:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors so far."""
+        """The bytes of all tensors so far."""
         return self._bytes + sum(tensor.nbytes for tensor in self._held.values())
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes tensors of any device. InvalidArgument where they cannot be written."""
+        """Add tensors of any device. Raises InvalidArgument if they cannot be written."""
         self._held |= {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
         if sum(tensor.nbytes for tensor in self._held.values()) >= _SHARD_BYTES:
             self._write_shard()
 
     def finish(self, config: Mapping[str, Any], source: Path, side_files: Sequence[Path]) -> None:
-        """Writes the rest: the last tensors, their index, config.json and copies of `side_files`, relative to `source`.
+        """Write the last tensors, their index, config.json, and copies of `side_files`, which are relative to `source`.
 
-        InvalidArgument where that fails.
+        Raises InvalidArgument if that fails.
         """
         if self._held:
             self._write_shard()
@@ -88,7 +88,7 @@ class FolderWriter:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Raises InvalidArgument for errors of the file system, such as a full disk."""
+        """Raise InvalidArgument for errors of the file system, such as a full disk."""
         try:
             yield
         except (OSError, SafetensorError) as error:

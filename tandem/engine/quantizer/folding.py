@@ -1,8 +1,8 @@
-"""Scales of a product's inputs that are undone exactly where the inputs come from, so that the model stays the same.
+"""Scaling of a product's inputs, undone exactly where the inputs are computed, so that the model stays the same.
 
-An input that is divided by s before the product, and whose column of the weight is multiplied by s, changes nothing but
-what rounding loses. The division is folded into the norm before q, k, v and before gate, up; into the rows of v before
-attention's output product; and into the rows of up before down.
+Dividing an input by s, and multiplying the weight's column for it by s, changes nothing except the rounding error. The
+division is folded into the norm before q, k, v and before gate, up; into the rows of v before attention's output
+product; and into the rows of up before down.
 """
 
 from collections.abc import Iterator
@@ -17,28 +17,28 @@ from tandem.engine.quantizer.calibrated_layer import CalibratedLayer
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """A product whose K inputs can be scaled, and what is divided for it."""
+    """A product whose K inputs can be scaled, and the tensors that are divided for it."""
 
     weight: Tensor
-    """[N, K], in place."""
+    """[N, K], modified in place."""
     divided: tuple[Tensor, ...]
-    """Tensors [S] or [S, …], in place; S = K but for attention's output product."""
+    """Tensors [S] or [S, …], modified in place; S = K except for attention's output product."""
     dtype: torch.dtype
     """The dtype in which the divided tensors are stored if they are not quantized."""
     kv_heads: int = 1
     shared_by: int = 1
-    """Heads of attention that read the same values, and so share a scale."""
+    """The number of attention heads that read the same values, and therefore share a scale."""
 
     def shared(self, inputs: Tensor) -> Tensor:
-        """Returns the largest of the figures [K] that belong to each scale [S]."""
+        """Return the largest of the values [K] that belong to each scale [S]."""
         return inputs.view(self.kv_heads, self.shared_by, -1).amax(1).flatten()
 
     def spread(self, scales: Tensor) -> Tensor:
-        """Returns the scales [K] of the inputs from [S]."""
+        """Return the scale [K] of each input from scales [S]."""
         return scales.view(self.kv_heads, 1, -1).expand(-1, self.shared_by, -1).flatten()
 
     def apply(self, scales: Tensor) -> None:
-        """Divides by scales [S], and multiplies the columns of the weight by what the rounded division amounts to."""
+        """Divide by scales [S], and multiply the weight's columns by the factors that the rounded division has."""
         vector = self.divided[0]
         if vector.dim() == 1:
             before = vector.clone()
@@ -51,7 +51,7 @@ class Fold:
 
 
 def folds(layer: CalibratedLayer, dtype: torch.dtype) -> Iterator[Fold]:
-    """Yields the folds of a layer whose norms are stored in `dtype`; each product belongs to one."""
+    """Yield the folds of a layer whose norms are stored in `dtype`; each product has one."""
     attention, feed_forward = layer.attention, layer.feed_forward
     (spec,) = layer.spec.layers
     assert isinstance(spec.attention, GroupedQueryAttention)
@@ -64,5 +64,5 @@ def folds(layer: CalibratedLayer, dtype: torch.dtype) -> Iterator[Fold]:
 
 
 def _rows(weight: Tensor, bias: Tensor | None, last: int) -> tuple[Tensor, ...]:
-    """Returns the last rows of a weight, and of its bias if it has one."""
+    """Return the last rows of a weight, and of its bias if it has one."""
     return (weight[-last:],) if bias is None else (weight[-last:], bias[-last:])

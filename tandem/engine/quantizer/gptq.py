@@ -1,7 +1,7 @@
-"""GPTQ (Frantar et al., arXiv:2210.17323): columns are rounded one by one, and those that follow make up for the error.
+"""GPTQ (Frantar et al., arXiv:2210.17323): columns are rounded one by one, and later columns compensate the error.
 
-Columns come in the order of falling input power, while each keeps the group of its place, whose scale is fitted before:
-so a checkpoint needs no order of its columns.
+Columns are rounded in the order of falling input power. Each keeps the group of its position, whose scale is fitted
+before, so that a checkpoint needs no column order of its own.
 """
 
 import torch
@@ -12,15 +12,15 @@ from tandem.engine.quantizer.codes import QuantizedWeight, fit_grid
 from tandem.engine.quantizer.scheme import OutputScheme
 
 DAMPING = 0.01
-"""Part of the mean of the Gram matrix's diagonal that is added to it, as in the paper."""
+"""The fraction of the mean diagonal of the Gram matrix that is added to the diagonal, as in the paper."""
 _BLOCK = 128
-"""Columns after which the error is passed on to all others by one product."""
+"""The number of columns after which the error is passed on to all later columns by one product."""
 
 
 def gptq(
     weight: Tensor, inputs: InputStatistics, scheme: OutputScheme, group: int | None, scale_dtype: torch.dtype
 ) -> QuantizedWeight:
-    """Returns codes of `weight` [N, K] float32 for inputs of these statistics; `group` as in `fit_grid`."""
+    """Return the codes of `weight` [N, K] float32 for inputs with these statistics; `group` is that of `fit_grid`."""
     grid = fit_grid(weight, scheme, group, scale_dtype)
     order = inputs.gram.diagonal().argsort(descending=True)
     upper = _inverse_root(inputs.gram[order][:, order])
@@ -41,11 +41,11 @@ def gptq(
 
 
 def _inverse_root(gram: Tensor) -> Tensor:
-    """Returns the upper Cholesky factor of the damped Gram matrix's inverse, [K, K] float32."""
+    """Return the upper Cholesky factor of the damped Gram matrix's inverse, [K, K] float32."""
     damped = gram.double()
     diagonal = damped.diagonal()
     diagonal += DAMPING * diagonal.mean()
-    # Inputs that no token has: their columns are rounded to nearest.
+    # Inputs that are zero for all tokens: their columns are rounded to nearest.
     diagonal[diagonal == 0] = 1.0
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
     root: Tensor = torch.linalg.cholesky(inverse, upper=True)

@@ -1,7 +1,7 @@
-"""Quantizes a model folder: reads it layer by layer, and writes a folder in compressed-tensors' formats.
+"""Quantizes a model folder: reads it layer by layer, and writes a folder in the formats of compressed-tensors.
 
-Calibrated methods see each layer's inputs as the layers before it, quantized, compute them from sample text. Held are
-one layer's weights in float32 and the hidden states of all samples.
+Calibrated methods see the inputs of each layer as the quantized layers before it compute them from sample text. Only
+one layer's weights, in float32, and the hidden states of all samples are held.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ from tandem.protocol.errors import InvalidArgument
 
 
 def stored_tensors(name: str, weight: QuantizedWeight, scale_dtype: torch.dtype) -> dict[str, Tensor]:
-    """Returns the tensors of the module whose weight [N, K] was called `name` (`….weight`).
+    """Return the tensors that replace the weight [N, K] called `name` (`….weight`).
 
     pack-quantized: `weight_packed` int32 [N, K / 8 or K / 4], `weight_scale`, `weight_shape` int64 [2] and, with zero
     points, `weight_zero_point` int32 [N / 8, groups]. int-quantized and float-quantized: `weight` and `weight_scale`.
@@ -48,10 +48,10 @@ def stored_tensors(name: str, weight: QuantizedWeight, scale_dtype: torch.dtype)
 
 
 def pack_words(codes: Tensor, bits: int) -> Tensor:
-    """Packs whole numbers [N, K] from -2^(bits - 1) on into words → [N, ceil(K · bits / 32)] int32.
+    """Pack whole numbers [N, K], the lowest being -2^(bits - 1), into words [N, ceil(K · bits / 32)] int32.
 
-    Each becomes its distance from the lowest one; the first of a word has its lowest bits, and a last word that is not
-    full ends in zeros.
+    Each number is stored as its distance from the lowest one. The first number of a word has the lowest bits; a last
+    word that is not full ends in zeros.
     """
     each = 32 // bits
     raised = codes.to(torch.int64) + 2 ** (bits - 1)
@@ -70,9 +70,9 @@ class Recipe:
 
     scheme: OutputScheme
     method: str = "rtn"
-    """One of `METHODS`; all but `rtn` need samples."""
+    """One of `METHODS`; all except `rtn` need samples."""
     group_size: int | None = None
-    """Inputs that share a scale; None = the largest that fits, or all for a scheme without groups."""
+    """The number of inputs that share a scale; None = the largest that fits, or all for a scheme without groups."""
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -89,7 +89,7 @@ class Quantized:
 
     folder: Path
     group: int | None
-    """Inputs that share a scale; None = all of an output."""
+    """The number of inputs that share a scale; None = all inputs of an output."""
     read_bytes: int
     written_bytes: int
 
@@ -103,13 +103,13 @@ def quantize(
     device: torch.device,
     progress: Progress | None = None,
 ) -> Quantized:
-    """Writes `folder` with the weights of its layers' products quantized to `output`, which must not exist.
+    """Quantize the weights of all layers' products of `folder`, and write the model to `output`, which must not exist.
 
-    Embeddings, output layer, norms, biases and routers stay as they are, but for what AWQ and SmoothQuant fold into
-    norms and biases. samples: token ids of the texts that calibration reads.
+    Embeddings, output layer, norms, biases and routers are not quantized, but AWQ and SmoothQuant fold scales into
+    norms and biases. `samples` are the token ids of the texts that calibration reads.
 
-    Raises ModelError for a model that cannot be quantized, InvalidArgument for a setting that cannot be met and where
-    `output` cannot be written.
+    Raises ModelError for a model that cannot be quantized; InvalidArgument if a setting cannot be met or `output`
+    cannot be written.
     """
     with Source(folder) as source, torch.no_grad():
         inputs = {source.shape(name)[1] for name in source.products}
@@ -130,14 +130,14 @@ def quantize(
 
 
 def scale_dtype(scheme: OutputScheme, stored: torch.dtype) -> torch.dtype:
-    """Returns the dtype of scales: the model's where products compute in it, float32 where they compute in 8 bits."""
+    """Return the dtype of scales: that of the model if products compute in it, float32 if they compute in 8 bits."""
     return torch.float32 if scheme.activations else stored
 
 
 def _rounded(
     source: Source, recipe: Recipe, group: int | None, device: torch.device
 ) -> Iterator[tuple[float, Tensors]]:
-    """Yields the completed part and the tensors to write, for each of the checkpoint's."""
+    """Yield the completed fraction and the tensors to write, for each tensor of the checkpoint."""
     products, names = set(source.products), source.names
     for number, name in enumerate(names, 1):
         tensor = source.read(name)
@@ -152,7 +152,7 @@ def _rounded(
 def _calibrated(
     source: Source, recipe: Recipe, group: int | None, samples: Sequence[Sequence[int]], device: torch.device
 ) -> Iterator[tuple[float, Tensors]]:
-    """Yields the completed part and the tensors to write, for each layer."""
+    """Yield the completed fraction and the tensors to write, for each layer."""
     yield 0.0, {name: source.read(name) for name in source.names if layer_of(name) is None}
     hidden, kernels = embedded(source, samples, device), CalibrationKernels()
     layers = len(source.spec.layers)
@@ -180,7 +180,7 @@ def _fold(
     group: int | None,
     stored: torch.dtype,
 ) -> None:
-    """Scales the inputs of the layer's products as AWQ or SmoothQuant chooses."""
+    """Scale the inputs of the layer's products as AWQ or SmoothQuant chooses."""
     for fold in folds(layer, stored):
         inputs = statistics[fold.weight.data_ptr()]
         if recipe.method == "smoothquant":

@@ -1,4 +1,4 @@
-"""The schemes that a checkpoint can be quantized to, under compressed-tensors' names for what they store."""
+"""The schemes that a checkpoint can be quantized to, with the names of compressed-tensors for what they store."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,25 +6,25 @@ from typing import Any
 from tandem.protocol.errors import InvalidArgument
 
 GROUPS = (128, 64, 32)
-"""Group sizes, the default first: the largest that divides the inputs of every product."""
+"""The group sizes in order of preference: the first that divides the inputs of every product is the default."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputScheme:
-    """The form that a linear layer's weight is written in."""
+    """The format in which the weights of linear layers are written."""
 
     name: str
     bits: int
     layout: str
-    """compressed-tensors' `format`."""
+    """The `format` of compressed-tensors."""
     kind: str = "int"
     """`int` or `float` (E4M3)."""
     symmetric: bool = True
-    """False = codes have a zero point for each scale."""
+    """False if codes have a zero point for each scale."""
     grouped: bool = False
-    """True = a scale for each group of inputs, False = one for each output."""
+    """True if each group of inputs has a scale, False if each output has one."""
     activations: bool = False
-    """True = activations are quantized as weights are, with a scale for each token, while serving."""
+    """True if activations are quantized like the weights while serving, with one scale for each token."""
 
     @property
     def largest(self) -> float:
@@ -38,9 +38,9 @@ class OutputScheme:
 
     @property
     def reach(self) -> float:
-        """The steps of the largest weight without zero points: half of the range of integers, of compressed-tensors.
+        """The code of the largest weight without zero points: half of the range of codes, as in compressed-tensors.
 
-        Each weight is then within half a step of a code, whichever its sign.
+        Each weight, of either sign, is then within half a step of a code.
         """
         return (self.largest - self.lowest) / 2
 
@@ -50,7 +50,7 @@ class OutputScheme:
         return self.layout == "pack-quantized"
 
     def config(self, group: int | None, ignore: list[str]) -> dict[str, Any]:
-        """Returns `quantization_config` of config.json; `ignore` names the linear modules that stay as they are."""
+        """Return `quantization_config` of config.json; `ignore` names the linear modules that are not quantized."""
         weights = self._arguments("group" if self.grouped else "channel", dynamic=False) | {"group_size": group}
         inputs = self._arguments("token", dynamic=True) if self.activations else None
         groups = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
@@ -88,16 +88,16 @@ SCHEMES = {
 
 
 def parse_scheme(name: str) -> OutputScheme:
-    """Returns the scheme of this name; InvalidArgument for an unknown one."""
+    """Return the scheme of this name. Raises InvalidArgument if it is unknown."""
     if name not in SCHEMES:
         raise InvalidArgument("scheme", f"{name!r} is not known; use {', '.join(SCHEMES)}.")
     return SCHEMES[name]
 
 
 def choose_group(scheme: OutputScheme, asked: int | None, inputs: set[int]) -> int | None:
-    """Returns the group size for products with these numbers of inputs, None for a scheme without groups.
+    """Return the group size for products with these numbers of inputs, None for a scheme without groups.
 
-    InvalidArgument if `asked` does not divide all of them, or no size does.
+    Raises InvalidArgument if `asked` does not divide all of them, or if no group size does.
     """
     if not scheme.grouped:
         if asked is not None:

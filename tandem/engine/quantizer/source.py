@@ -61,14 +61,15 @@ class Source:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the files of weights."""
+        """The bytes of all weight files."""
         return sum(file.stat().st_size for file in self._paths)
 
     @property
     def side_files(self) -> list[Path]:
-        """The files that a quantized folder has unchanged, relative to this one.
+        """The files that are copied unchanged into the quantized folder, relative to this folder.
 
-        They are tokenizer, chat templates, generation settings, and the code of tokenizers that are not transformers'.
+        They are the tokenizer, chat templates, generation settings, and the code of tokenizers that transformers does
+        not include.
         """
         files = [file for file in self.folder.iterdir() if file.suffix in _SIDE_FILES]
         files += [*self.folder.glob("tokenization_*.py"), *self.folder.glob("additional_chat_templates/*.jinja")]
@@ -76,12 +77,12 @@ class Source:
         return sorted(file for file in kept if file.name not in _OWN_FILES)
 
     def read(self, name: str) -> Tensor:
-        """Returns one tensor in host memory, in its stored dtype."""
+        """Return one tensor in host memory, in its stored dtype."""
         found: Tensor = self._file_of[name].get_tensor(name)
         return found
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of one tensor."""
+        """Return the shape of one tensor."""
         return tuple(self._file_of[name].get_slice(name).get_shape())
 
     def _check(self) -> None:
@@ -97,6 +98,6 @@ class Source:
 
 
 def layer_of(name: str) -> int | None:
-    """Returns the number of the layer that a tensor belongs to, None for one of the whole model."""
+    """Return the number of the layer that a tensor belongs to, None if it belongs to no layer."""
     found = _LAYER.match(name)
     return None if found is None else int(found[1])

@@ -1,1 +1,1 @@
-"""Proposers of drafts: cheap guesses for the tokens that follow, which the model verifies several at a time."""
+"""Speculative decoding: proposers guess the next tokens cheaply, and the model verifies several of them in one step."""

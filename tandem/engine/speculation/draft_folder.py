@@ -1,4 +1,4 @@
-"""The folder of `--draft`: weights that propose drafts; its config.json says of which kind they are."""
+"""The folder of `--draft`: weights that propose draft tokens. Its config.json tells which kind of weights they are."""
 
 from enum import Enum
 from pathlib import Path
@@ -18,18 +18,21 @@ _HEADS_FIELD = "medusa_num_heads"
 
 
 class DraftKind(Enum):
-    """The kinds of trained weights."""
+    """The kinds of trained weights that propose draft tokens."""
 
     HEADS = "heads"
-    """Medusa heads over the model's own hidden states."""
+    """Medusa heads on the model's own hidden states."""
     EAGLE = "eagle"
-    """A layer that goes on from the model's own hidden states."""
+    """An EAGLE head: a decoder layer that continues from the model's own hidden states."""
     MODEL = "model"
-    """A complete model with the same vocabulary."""
+    """A complete, smaller model with the same vocabulary."""
 
 
 def draft_kind(folder: Path) -> DraftKind:
-    """Return the kind of weights that config.json describes; ModelError if there is none that is served."""
+    """Return the kind of weights that config.json describes.
+
+    Raises ModelError if it describes none that is supported.
+    """
     if not (folder / CONFIG).is_file():
         raise ModelError(f"{folder} has no {CONFIG}; --draft needs the folder of a model, or of heads.")
     config = read_json(folder / CONFIG)
@@ -49,7 +52,7 @@ def draft_kind(folder: Path) -> DraftKind:
 
 
 def check_draft_folder(folder: Path, spec: ModelSpec, tokenizer: Path) -> None:
-    """Check the headers of all files; ModelError says what does not fit the model, or is missing.
+    """Check the headers of all weight files. Raises ModelError, which says what is missing or does not fit the model.
 
     `tokenizer` is the folder with the tokenizer of the model.
     """
@@ -63,9 +66,9 @@ def check_draft_folder(folder: Path, spec: ModelSpec, tokenizer: Path) -> None:
 
 
 def drafting_model(folder: Path, spec: ModelSpec) -> ModelSpec | None:
-    """Return the model, for an EAGLE head one of its layer, that has KV of its own for drafts; None for other heads.
+    """Return the draft model or, for an EAGLE head, a model of its one layer; None for Medusa heads, which need no KV.
 
-    `spec` is the model that verifies them.
+    `spec` is the target model, which verifies the draft tokens.
     """
     kind = draft_kind(folder)
     if kind is DraftKind.HEADS:
@@ -74,10 +77,10 @@ def drafting_model(folder: Path, spec: ModelSpec) -> ModelSpec | None:
 
 
 def draft_bytes(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the bytes that the weights of `config.draft` take beside a model with `dtype`; 0 without.
+    """Return the memory in bytes that `config.draft` takes beside a model of `dtype`, without KV; 0 without a draft.
 
-    They are those of a draft model, which has a part of the KV memory as well, or those of heads with the hidden states
-    that they compute on; an EAGLE head has both.
+    It counts the weights of a draft model; the weights of heads and the hidden states that they read; or, for an EAGLE
+    head, its weights and the hidden states of both models.
     """
     if config.draft is None:
         return 0

@@ -1,8 +1,9 @@
-"""A small complete model with the target's vocabulary, which guesses the tokens that follow (arXiv 2211.17192).
+"""A draft model: a small complete model with the target's vocabulary that guesses the next tokens (arXiv 2211.17192).
 
-It has weights, KV pages and steps of its own: a second `ModelRunner`. Its KV of a request is computed where the request
-decodes; nothing of it is handed over. The tokens of the answer whose KV is stored follow from those that were drafted:
-of a draft, the KV of the accepted tokens stays, and that of the others is overwritten.
+It is a second `ModelRunner`, with its own weights, KV pages and steps. Its KV of a request is computed on the worker
+that decodes the request, and is not handed over. After verification, the KV of the accepted draft tokens stays valid,
+and the KV of the others is overwritten, so the length of the valid KV follows from comparing the output with the last
+draft.
 """
 
 import time
@@ -22,48 +23,48 @@ from tandem.protocol.kv_pages import KvPages
 from tandem.protocol.messages import ModelFacts, RequestRef, SamplingParams
 
 _UNUSED = SamplingInput(SamplingParams(max_tokens=1), 0)
-"""The draw of a row behind which the token is known."""
+"""The draw of a row whose next token is known already; the sampled token is ignored."""
 
 
 class DraftRunner(Protocol):
-    """The part of a `ModelRunner` that drafts need."""
+    """The part of a `ModelRunner` that the proposer uses."""
 
     @property
     def pool(self) -> PagePool:
-        """The pages of the model's KV."""
+        """The page pool of the draft model's KV."""
 
     @property
     def kv_pages(self) -> KvPages:
-        """The KV pages that requests hold."""
+        """The layout of the KV pages that requests hold."""
 
     @property
     def facts(self) -> ModelFacts:
-        """The facts of the model."""
+        """The facts of the draft model, among them its longest context."""
 
     @property
     def cost_guess(self) -> CostParameters:
-        """The predicted cost of steps, before one was measured."""
+        """The predicted cost of steps, used before any step was measured."""
 
     def run(self, batch: StepBatch) -> ModelRunnerOutput:
-        """Store the KV of every row and draw where a draw is asked for."""
+        """Store the KV of every row and sample where a row has a draw."""
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """The tokens of a request, and how far their KV is stored."""
+    """The tokens of a request, and the number of positions whose KV is stored."""
 
     owner: RequestRef
     tokens: list[int]
-    """Prompt and answer."""
+    """The prompt and the output."""
     pages: list[int] = field(default_factory=list)
-    """The pages of all positions as `KvPages` lists them: those behind a window stay as well."""
+    """The pages of all positions in the order of `KvPages`; pages that a window has passed are kept too."""
     stored: int = 0
-    """The number of first positions whose KV is that of `tokens` and, behind them, of `drafted`."""
+    """The number of leading positions whose KV is that of `tokens`, followed by that of `drafted`."""
     drafted: Sequence[int] = ()
-    """The newest draft, until tokens join the answer."""
+    """The newest draft, until its tokens are verified."""
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Append tokens; the KV of drafts that they differ from is stored no longer."""
+        """Append verified tokens; the stored KV ends before the first draft token that differs from them."""
         right = 0
         for drafted, token in zip(self.drafted, token_ids, strict=False):
             if drafted != token:
@@ -75,9 +76,10 @@ class _Request:
 
 
 class DraftModel(BatchProposer):
-    """Proposes what the model draws with the number that the target will draw with: equal models draw equal tokens.
+    """A proposer that samples from a draft model, each token with the random number that the target will use for it.
 
-    Owns the pages of its requests; the runner is used, not owned.
+    So two equal models sample equal tokens. It owns the KV pages of its requests, but not the runner. One thread uses
+    it.
     """
 
     source = DraftSource(ProposerName.DRAFT_MODEL)
@@ -88,7 +90,7 @@ class DraftModel(BatchProposer):
         memory: Mapping[str, int] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`memory`: see `BatchProposer`; `clock` returns seconds."""
+        """Take the runner; `memory` is `BatchProposer.memory`, and `clock` returns seconds."""
         self._runner = runner
         self.memory = memory or {}
         self.max_step_tokens = runner.kv_pages.step_tokens
@@ -99,44 +101,48 @@ class DraftModel(BatchProposer):
 
     @property
     def cost(self) -> StepCost:
-        """See `BatchProposer`."""
+        """The cost model of the steps that propose, with the newest fit."""
         return StepCost(self._fit.parameters)
 
     def begin(self, key: Hashable, token_ids: Sequence[int], cache_salt: str = "") -> None:
-        """See `Proposer`; nothing is computed yet."""
+        """Take a new request, as `Proposer.begin` describes; nothing is computed yet."""
         if key in self._requests:
             raise ValueError(f"{key} is known already")
         self._requests[key] = _Request(RequestRef(f"draft {next(self._numbers)}", 1), list(token_ids))
 
     def extend(self, key: Hashable, token_ids: Sequence[int]) -> None:
-        """See `Proposer`."""
+        """Append tokens to the request, as `Proposer.extend` describes."""
         self._requests[key].extend(token_ids)
 
     def leave(self, key: Hashable) -> None:
-        """See `Proposer`; the pages are free."""
+        """Drop the state of a request and free its pages."""
         self._runner.pool.free(self._requests.pop(key).owner)
 
     def missing(self, key: Hashable) -> int:
-        """See `BatchProposer`."""
+        """Return the number of tokens of the request whose KV is not stored, the newest one included."""
         request = self._requests[key]
         return len(request.tokens) - min(request.stored, len(request.tokens) - 1)
 
     def room(self, key: Hashable, drafts: int) -> int:
-        """See `BatchProposer`; pages that are missing are taken from the pool while it has some."""
+        """Return for how many of `drafts` tokens the request has KV pages.
+
+        Allocates missing pages while the pool has some.
+        """
         request, kv, pool = self._requests[key], self._runner.kv_pages, self._runner.pool
-        # The last draft is drawn and not fed: it takes no position.
+        # The last draft token is sampled but not fed to the model, so it takes no position.
         fed = len(request.tokens) - 1
         drafts = min(drafts, self._runner.facts.max_context - fed)
         more = kv.numbers(fed + drafts) * kv.groups - len(request.pages)
         if drafts > 0 and more > 0:
             whole = min(more, pool.unreserved) // kv.groups * kv.groups
-            # A part of the context is of no use.
+            # Pages for only a part of the context would be useless: without KV of the whole context nothing can be
+            # proposed.
             if whole and kv.tokens_of(request.pages) + whole // kv.groups * kv.page_tokens > fed:
                 request.pages += pool.allocate(request.owner, whole)
         return max(0, min(drafts, kv.tokens_of(request.pages) - fed))
 
     def store_context(self, pieces: Mapping[Hashable, int]) -> None:
-        """See `BatchProposer`."""
+        """Store the KV of these numbers of missing tokens of the requests, in one step."""
         rows, pairs = [], 0.0
         for key, tokens in pieces.items():
             request = self._requests[key]
@@ -147,9 +153,10 @@ class DraftModel(BatchProposer):
         self._run(rows, StepWork(sum(pieces.values()), pairs))
 
     def compute(self, wanted: Sequence[WantedDraft]) -> Sequence[Sequence[int]]:
-        """See `BatchProposer`: one step for the first draft of all requests, one for the second of those that have one.
+        """Return the draft of each request.
 
-        Tokens are rows of their own, as drafts are when they are verified.
+        One step of the draft model samples the first token of all drafts, the next step the second, and so on. Each
+        token is a row of its own, as when draft tokens are verified.
         """
         draws = {each.key: self._own_draws(each.draws) for each in wanted}
         found: dict[Hashable, list[int]] = {key: [] for key in draws}
@@ -174,17 +181,21 @@ class DraftModel(BatchProposer):
         return list(found.values())
 
     def _own_draws(self, draws: Sequence[SamplingInput]) -> Sequence[SamplingInput]:
-        """Return a request's draws with a history of their own, if they have one, which drafts are appended to."""
+        """Return the draws of a request, with a copy of their history, if any, to which draft tokens are appended."""
         history = draws[0].history
         if history is None:
             return draws
-        own = History(history.prompt, [*history.answer], may_wait=True)  # a draft may be any token
+        # `may_wait` lets the mask be late: a draft token may be any token, because it is verified.
+        own = History(history.prompt, [*history.answer], may_wait=True)
         return [replace(each, history=own) for each in draws]
 
     def _draw(
         self, fed: Mapping[Hashable, Sequence[tuple[int, int]]], draws: Mapping[Hashable, SamplingInput]
     ) -> dict[Hashable, int]:
-        """Feed tokens behind their positions; returns what is drawn behind the last token of each request."""
+        """Feed these (position, token) pairs to the model.
+
+        Return the token sampled after the last one of each request.
+        """
         rows, last = [], {}
         for key, tokens in fed.items():
             pages = self._requests[key].pages
@@ -193,11 +204,12 @@ class DraftModel(BatchProposer):
             last[key] = len(rows) - 1
         context = sum(row.start + 1 for row in rows)
         drawn = self._run(rows, StepWork(decode_rows=len(rows), decode_context_tokens=context)).token_ids
-        # Where the draft model has no token, any does: it is verified.
+        # If the draft model samples no token (NO_TOKEN), token 0 stands in: any token is allowed, because it is
+        # verified.
         return {key: max(0, cast("int", drawn[row])) for key, row in last.items()}
 
     def _run(self, rows: Sequence[StepRow], work: StepWork) -> ModelRunnerOutput:
-        """Run a step and learn from the time that it takes."""
+        """Run a step, and fit the cost model to the time it takes."""
         began = self._clock()
         result = self._runner.run(StepBatch(rows))
         self._fit.observe(work, self._clock() - began)

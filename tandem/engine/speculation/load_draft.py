@@ -1,4 +1,4 @@
-"""Loading of the weights that propose drafts, beside the model that verifies them."""
+"""Loading of the weights that propose draft tokens, beside the target model, which verifies them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -37,26 +37,26 @@ from tandem.engine.speculation.proposer import Proposer
 from tandem.engine.warm_up import warm_up
 
 MakeKernels = Callable[[EngineConfig, ModelSpec], Kernels]
-"""Returns the kernels of a model."""
+"""A function that returns the kernels of a model."""
 StartModel = Callable[[EngineConfig, DecoderModel], tuple[PagedCache, Launcher]]
-"""Allocates the KV pages of a model; returns them, and what launches its steps."""
+"""A function that allocates the KV pages of a model and returns them, together with the launcher of its steps."""
 MakeProposer = Callable[[], Proposer]
-"""Returns a new proposer, which belongs to the engine's thread."""
+"""A function that returns a new proposer, which belongs to the engine's thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvMemory:
-    """The bytes of KV pages, None = what the GPU has left once everything else is there."""
+    """The memory of the KV pages in bytes; None = what is left on the GPU once everything else is allocated."""
 
     target: int | None
     both: int | None
-    """The bytes of both models' pages."""
+    """The bytes of the target's and the draft's pages together."""
 
 
 def split_kv(
     config: EngineConfig, spec: ModelSpec, page_tokens: int, device: torch.device, default: int | None
 ) -> KvMemory:
-    """Divide the KV memory of `config`, by default `default` bytes, between the model and what drafts with KV."""
+    """Divide the KV memory of `config`, by default `default` bytes, between the target and a draft that has KV."""
     both = default if config.kv_cache_bytes is None else config.kv_cache_bytes
     if both is None:
         return KvMemory(None, None)
@@ -64,9 +64,9 @@ def split_kv(
 
 
 def _kv_share(config: EngineConfig, spec: ModelSpec, page_tokens: int, device: torch.device) -> float:
-    """Return the part of the KV memory with which drafts have KV of as many tokens as the model; 0 if they need none.
+    """Return the share of the KV memory that gives the draft KV for as many tokens as the target; 0 if it has no KV.
 
-    That of an EAGLE head has the dtype of the model's.
+    The KV of an EAGLE head has the dtype of the target's KV.
     """
     kind = None if config.draft is None else draft_kind(config.draft)
     if config.draft is None or kind is DraftKind.HEADS:
@@ -79,12 +79,12 @@ def _kv_share(config: EngineConfig, spec: ModelSpec, page_tokens: int, device: t
 
 @dataclass(frozen=True, slots=True)
 class ModelWithDraft:
-    """A model, and what is loaded beside it for drafts."""
+    """A model, and what is loaded beside it to propose draft tokens."""
 
     model: DecoderModel
     proposer: MakeProposer | None = None
     drawn_hidden: Tensor | None = None
-    """See `HiddenStateModel`; None where nobody needs hidden states."""
+    """The buffer of `HiddenStateModel`; None if nothing reads hidden states."""
     eagle: EagleModel | None = None
     """An EAGLE head, which gets a stepper of its own."""
     states: TargetStates | None = None
@@ -100,9 +100,10 @@ def model_with_draft(
     *,
     adapted: AdaptedProducts | None = None,
 ) -> ModelWithDraft:
-    """Return the model, with the heads of `config.draft` if it has such; ModelError if they do not fit.
+    """Return the model, with the heads of `config.draft` if it has heads.
 
-    `adapted` as in `DecoderModel`. A head with a layer of its own gets other `kernels_of`.
+    Raises ModelError if they do not fit the model. `adapted` is that of `DecoderModel`. An EAGLE head gets its own
+    kernels from `kernels_of`.
     """
     kind = None if config.draft is None else draft_kind(config.draft)
     if kind in {None, DraftKind.MODEL} and not config.keep_hidden:
@@ -125,7 +126,10 @@ def model_with_draft(
 def eagle_proposer(
     loaded: ModelWithDraft, start: StartModel, config: EngineConfig, page_tokens: int, kv: KvMemory
 ) -> MakeProposer | None:
-    """Start the EAGLE head of a model, if it has one, before the model's KV pages; returns its proposer."""
+    """Start the EAGLE head of a model, if it has one, and return a function that makes its proposer.
+
+    It runs before the KV pages of the target are allocated.
+    """
     head, states = loaded.eagle, loaded.states
     if head is None or states is None:
         return None
@@ -142,9 +146,10 @@ def eagle_proposer(
 def draft_model_of(
     load: LoadModel, config: EngineConfig, spec: ModelSpec, page_tokens: int, kv: KvMemory
 ) -> MakeProposer | None:
-    """Load the draft model of `config.draft`, if it has one, before the target's KV pages; returns its proposer.
+    """Load the draft model of `config.draft`, if it is one, and return a function that makes its proposer.
 
-    ModelError for one that cannot be served, or with other tokens.
+    It runs before the KV pages of the target are allocated. Raises ModelError if the draft model cannot be served, or
+    has another vocabulary.
     """
     if config.draft is None or draft_kind(config.draft) is not DraftKind.MODEL:
         return None

@@ -1,4 +1,4 @@
-"""Loading of a draft model: an engine of its own beside the target's, with a part of the KV memory."""
+"""Loading of a draft model: an engine of its own beside the target's, with a share of the KV memory."""
 
 import logging
 from collections.abc import Callable
@@ -25,17 +25,17 @@ from tandem.tokenizers.tokenizer_formats import has_tokenizer, load_tokenizer
 log = logging.getLogger(__name__)
 
 _ITEM_BYTES = 2
-"""The bytes of a plain weight when two models are compared."""
+"""The bytes per weight that are assumed when the sizes of two models are compared."""
 _ROWS_PER_REQUEST = 2
-"""The rows of a request in the first step of a draft, if all of its last draft was accepted."""
+"""The rows of a request in the first step of a draft, if the whole previous draft was accepted."""
 
 
 class LoadedDraft(DraftRunner, Protocol):
-    """The part of a `ModelRunner` that tells its memory."""
+    """The part of a `ModelRunner` that tells how much memory it takes."""
 
     @property
     def spec(self) -> ModelSpec:
-        """The model."""
+        """The spec of the model."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -43,17 +43,18 @@ class LoadedDraft(DraftRunner, Protocol):
 
     @property
     def cache(self) -> PagedCache:
-        """The KV pages."""
+        """The KV cache."""
 
 
 LoadModel = Callable[[EngineConfig], LoadedDraft]
-"""Loads an engine."""
+"""A function that loads an engine."""
 
 
 def check_draft_model(folder: Path, spec: ModelSpec, tokenizer: Path) -> None:
-    """Compare a draft model's vocabulary with that of the target, whose tokenizer lies in a folder.
+    """Compare a draft model's vocabulary with the target's. Raises ModelError, which says how they differ.
 
-    ModelError says how they differ. A draft model needs no tokenizer: then only the sizes are compared.
+    `tokenizer` is the folder of the target's tokenizer. A draft model needs no tokenizer: without one only the sizes of
+    the vocabularies are compared.
     """
     draft = load_spec(folder)
     if draft.vocab_size != spec.vocab_size:
@@ -70,12 +71,13 @@ def check_draft_model(folder: Path, spec: ModelSpec, tokenizer: Path) -> None:
 
 
 def draft_config(config: EngineConfig) -> EngineConfig:
-    """Return the settings of the draft model's engine beside that of the target, but for its KV memory."""
+    """Return the settings of the draft model's engine, derived from those of the target, except for its KV memory."""
     assert config.draft is not None
     return replace(
         config,
         model=config.draft,
-        tokenizer=config.tokenizer or config.model,  # the model's own folder may have none
+        # The folder of the draft model may have no tokenizer.
+        tokenizer=config.tokenizer or config.model,
         draft=None,
         adapters=(),
         runtime_loras=False,
@@ -88,27 +90,30 @@ def draft_config(config: EngineConfig) -> EngineConfig:
 
 
 def draft_model_bytes(config: EngineConfig, device: torch.device) -> int:
-    """Return the bytes of the weights of the draft model of `config`."""
+    """Return the size of the draft model's weights in bytes."""
     mine = draft_config(config)
     draft = load_spec(mine.model)
     return weight_bytes(draft, parse_dtype(mine, device, draft), on_cpu=is_cpu(device))
 
 
 def kv_share(config: EngineConfig, spec: ModelSpec, page_tokens: int, device: torch.device) -> float:
-    """Return the part of the KV memory that the draft model of `config` gets: both hold as many tokens."""
+    """Return the share of the KV memory that the draft model gets, so that both models hold equally many tokens."""
     mine = draft_config(config)
     dtypes = parse_kv_dtype(config, device, spec), parse_kv_dtype(mine, device, draft := load_spec(mine.model))
     return share_of((spec, dtypes[0]), (draft, dtypes[1]), page_tokens)
 
 
 def share_of(target: tuple[ModelSpec, torch.dtype], draft: tuple[ModelSpec, torch.dtype], page_tokens: int) -> float:
-    """Return the part of the KV memory with which the second of two models, with these dtypes, holds as many tokens."""
+    """Return the share of the KV memory with which the draft model holds as many tokens as the target.
+
+    Each model is given with the dtype of its KV.
+    """
     mine, its = (page_bytes(each, page_tokens, dtype) * len(kv_groups(each)) for each, dtype in (target, draft))
     return its / (mine + its)
 
 
 def memory_of(runner: LoadedDraft) -> dict[str, int]:
-    """Return the bytes of a model's `weights`, as far as they are matrices, and of its `kv` pages."""
+    """Return the bytes of a model's `weights`, counting matrices only, and of its `kv` pages."""
     weights = matrix_bytes(runner.spec, runner.dtype.itemsize, on_cpu=is_cpu(runner.cache.device))
     return {"weights": weights, "kv": runner.cache.storage.nbytes}
 
@@ -116,10 +121,10 @@ def memory_of(runner: LoadedDraft) -> dict[str, int]:
 def load_draft_model(
     load: LoadModel, config: EngineConfig, spec: ModelSpec, page_tokens: int, total: int | None
 ) -> LoadedDraft:
-    """Load the model of `config.draft` on the same device, by `load`.
+    """Load the model of `config.draft` with `load`, on the same device.
 
-    `total` is the KV memory of both models in bytes; None = on a GPU that has the target's weights, what they leave.
-    ModelError for a model that cannot be served or has another vocabulary.
+    `total` is the KV memory of both models in bytes; None = what is left on a GPU that already has the weights of the
+    target. Raises ModelError if the model cannot be served or has another vocabulary.
     """
     assert config.draft is not None
     check_draft_model(config.draft, spec, config.tokenizer or config.model)

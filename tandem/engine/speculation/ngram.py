@@ -1,7 +1,7 @@
-"""Prompt look-up: what followed the last tokens when they occurred before in the same request.
+"""Prompt lookup: propose the tokens that followed the last tokens where they occurred before in the same request.
 
-It costs no computation of the model, and answers that repeat their prompt, or themselves, are guessed well: edits,
-summaries, code (https://github.com/apoorvumang/prompt-lookup-decoding).
+Lookup needs no computation by a model. It guesses well where an output repeats its prompt or itself, as in edits,
+summaries and code (https://github.com/apoorvumang/prompt-lookup-decoding).
 """
 
 from collections.abc import Hashable, Sequence
@@ -11,23 +11,26 @@ from tandem.engine.speculation.proposer import NO_DRAFT, Draft
 
 
 class NgramProposer:
-    """Proposes what followed the newest occurrence of the request's last tokens, in its prompt or its answer."""
+    """Proposes the tokens after the newest earlier occurrence of a request's last tokens, in its prompt or output."""
 
     def __init__(self) -> None:
         self._histories: dict[Hashable, NgramHistory] = {}
 
     def begin(self, key: Hashable, token_ids: Sequence[int], cache_salt: str = "") -> None:
-        """See `Proposer`; the n-grams are noted when a draft is first asked for."""
+        """Take a new request, as `Proposer.begin` describes.
+
+        Its n-grams are indexed only when the first draft is requested.
+        """
         if key in self._histories:
             raise ValueError(f"{key} is known already")
         self._histories[key] = NgramHistory(token_ids)
 
     def extend(self, key: Hashable, token_ids: Sequence[int]) -> None:
-        """See `Proposer`."""
+        """Append tokens to the request, as `Proposer.extend` describes."""
         self._histories[key].tokens.extend(token_ids)
 
     def propose(self, key: Hashable, most: int) -> Draft:
-        """See `Proposer`."""
+        """Return a draft of at most `most` tokens, as `Proposer.propose` describes."""
         history = self._histories[key]
         positions = history.positions
         for ngram in history.last():
@@ -36,5 +39,5 @@ class NgramProposer:
         return NO_DRAFT
 
     def leave(self, key: Hashable) -> None:
-        """See `Proposer`."""
+        """Drop the state of a request."""
         del self._histories[key]

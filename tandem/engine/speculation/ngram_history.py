@@ -1,20 +1,23 @@
-"""The tokens of one request, and where its n-grams occurred."""
+"""The tokens of one request, and an index of the positions at which its n-grams occurred."""
 
 from collections.abc import Sequence
 
 from tandem.engine.speculation.proposer import MATCH_MAX, NGRAM_MAX, Draft, DraftSource, ProposerName
 
 NOTED_MAX = 8192
-"""The tokens that are noted when a request begins, the newest: more would delay the step of all requests."""
+"""The most tokens, the newest ones, that are indexed when a request begins: more would delay all requests."""
 _NONE = -1
-"""No token; a history begins with as many as the longest n-gram has, so that each token has an n-gram before it."""
+"""A placeholder for no token. A history begins with NGRAM_MAX of them, so that each token has an n-gram before it."""
 
 Ngram = int | tuple[int, ...]
-"""One token is itself, more are a tuple."""
+"""An n-gram: a single token is an int, several tokens are a tuple."""
 
 
 class NgramHistory:
-    """The tokens of one request and, for each n-gram, the position behind its newest occurrence but the last one."""
+    """The tokens of one request and, for each n-gram, the position after its newest occurrence.
+
+    The n-gram at the end of the tokens is indexed only once a token follows it.
+    """
 
     __slots__ = ("_noted", "positions", "tokens")
 
@@ -25,16 +28,16 @@ class NgramHistory:
         self.positions: dict[Ngram, int] = {}
 
     def last(self) -> tuple[Ngram, Ngram, Ngram]:
-        """Return the n-grams of the last tokens, the longest first, and note the others that are new."""
+        """Return the n-grams at the end of the tokens, the longest first, after indexing all n-grams before them."""
         if self._noted < len(self.tokens):
             self._note()
         x, y, z = self.tokens[-NGRAM_MAX:]
         return (x, y, z), (y, z), z
 
     def draft(self, position: int, most: int) -> Draft:
-        """Return the guess that the tokens from `position` on follow once more, `position` being behind an n-gram.
+        """Return the draft that repeats the tokens from `position` on, which is after an occurrence of the last n-gram.
 
-        Where they end, they go on periodically with the draft itself.
+        If the tokens end before the draft is full, the draft continues periodically with its own tokens.
         """
         tokens = self.tokens
         drafted = tokens[position : position + most]
@@ -44,14 +47,14 @@ class NgramHistory:
         return Draft(drafted, DraftSource(ProposerName.NGRAM, self._match(position)))
 
     def _match(self, position: int) -> int:
-        """Return how many tokens before `position` equal the last ones, at most MATCH_MAX."""
+        """Return how many tokens before `position` equal the last tokens, at most MATCH_MAX."""
         tokens, length = self.tokens, 1
         while length < MATCH_MAX and tokens[position - 1 - length] == tokens[-1 - length]:
             length += 1
         return length
 
     def _note(self) -> None:
-        """Note the n-grams that are followed by tokens which are new."""
+        """Index the n-grams that precede each token added since the last call."""
         tokens, start, end = self.tokens, self._noted, len(self.tokens)
         positions = self.positions
         x, y, z = tokens[start - NGRAM_MAX : start]

@@ -1,4 +1,4 @@
-"""The interface of all proposers."""
+"""The interface of all proposers of draft tokens."""
 
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
@@ -12,31 +12,31 @@ from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.protocol.messages import SamplingParams
 
 DRAFTS_MAX = 7
-"""The most drafts of one request in a step."""
+"""The most draft tokens of one request in a step."""
 NGRAM_MAX = 3
-"""The longest n-gram that is looked up, before those of 2 and 1 tokens."""
+"""The length of the longest n-gram that is looked up, before those of 2 and of 1 tokens."""
 MATCH_MAX = 8
-"""The length at which the comparison of a match with the last tokens stops."""
+"""The number of tokens after which comparing a match with the last tokens stops."""
 
 
 class ProposerName(StrEnum):
-    """The proposers, by which metrics count drafts."""
+    """The proposers; metrics count draft tokens by these names."""
 
     NGRAM = "ngram"
-    """The tokens after an earlier occurrence of the last ones in the same request."""
+    """The tokens after an earlier occurrence of the last tokens in the same request."""
     SUFFIX = "suffix"
-    """The tokens after an occurrence of the last ones in an earlier answer of the same tenant."""
+    """The tokens after an occurrence of the last tokens in an earlier output for the same tenant."""
     MEDUSA = "medusa"
     DRAFT_MODEL = "draft_model"
     EAGLE = "eagle"
 
 
 class DraftSource(NamedTuple):
-    """The source of a draft; drafts of equal sources are assumed to be accepted alike."""
+    """The source of a draft. Drafts of equal sources are assumed to have the same probability of acceptance."""
 
     proposer: ProposerName
     match: int = 0
-    """The number of last tokens that were found, at most `MATCH_MAX`; 0 = the proposer looks up none."""
+    """The number of last tokens that were found, at most `MATCH_MAX`; 0 = the proposer does not look tokens up."""
 
 
 DRAFT_SOURCES = (
@@ -44,14 +44,14 @@ DRAFT_SOURCES = (
     *(DraftSource(ProposerName.SUFFIX, match) for match in range(1, NGRAM_MAX + 1)),
     *(DraftSource(name) for name in (ProposerName.MEDUSA, ProposerName.DRAFT_MODEL, ProposerName.EAGLE)),
 )
-"""All sources."""
+"""All sources of drafts."""
 
 
 class Draft(NamedTuple):
-    """A guess for the tokens that follow the newest one of a request."""
+    """A guess of the tokens that follow the newest token of a request."""
 
     token_ids: Sequence[int]
-    """At most as many as were asked for; may be empty."""
+    """At most as many tokens as the caller wanted; may be empty."""
     source: DraftSource
 
 
@@ -59,22 +59,23 @@ NO_DRAFT = Draft((), DraftSource(ProposerName.NGRAM))
 
 
 class Proposer(Protocol):
-    """Proposes drafts for running requests, each of which has a key. Owned by one thread.
+    """Proposes drafts for running requests, each of which is named by a key. Only one thread uses a proposer.
 
-    The state of a request is the proposer's, from `begin` to `leave`.
+    The proposer owns the state of a request from `begin` to `leave`.
     """
 
     def begin(self, key: Hashable, token_ids: Sequence[int], cache_salt: str) -> None:
-        """Take a new request with the tokens of its prompt and of its answer so far.
+        """Take a new request with the tokens of its prompt and of its output so far.
 
-        Requests of different `cache_salt` never learn from each other. ValueError if the key is known.
+        A proposer never uses the tokens of a request for requests of another `cache_salt`. Raises ValueError if the key
+        is known.
         """
 
     def extend(self, key: Hashable, token_ids: Sequence[int]) -> None:
-        """Append tokens that joined the request's answer."""
+        """Append new tokens of the request's output."""
 
     def propose(self, key: Hashable, most: int) -> Draft:
-        """Return a guess of at most `most` tokens that follow the request's newest one."""
+        """Return a guess of at most `most` tokens that follow the request's newest token."""
 
     def leave(self, key: Hashable) -> None:
         """Drop the state of a request."""
@@ -82,39 +83,39 @@ class Proposer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WantedDraft:
-    """The draft that a step is to have for one request."""
+    """The draft that a step wants for one request."""
 
     key: Hashable
     draws: Sequence[SamplingInput]
-    """The target's draws of the tokens to guess, at least one."""
+    """The sampling inputs with which the target will sample the tokens to guess, at least one."""
     rows: Sequence[int] = ()
-    """The rows of the engine's newest step that drew the request's newest tokens, the newest last.
+    """The rows of the engine's newest step that sampled the request's newest tokens, in the order of the tokens.
 
-    Empty = an earlier step or another worker drew them, as behind a prompt, a hand-over or a preemption.
+    Empty if an earlier step or another worker sampled them, as after a prompt, a hand-over or a preemption.
     """
 
 
 class BatchProposer(Proposer):
-    """A proposer that computes drafts with trained weights, those of all requests of a step at once.
+    """A proposer that computes drafts with trained weights, for all requests of a step at once.
 
-    What computing takes is part of the step that drafts have to pay for, so their number is decided before. A proposer
-    with KV of its own has drafts for a request once the KV of its context is stored; `missing`, `room` and
-    `store_context` are for those.
+    Its computation takes time in the step, which accepted draft tokens have to save again, so the number of draft
+    tokens is decided before it runs. A proposer with KV of its own can propose for a request only once the KV of the
+    request's context is stored; `missing`, `room` and `store_context` serve such proposers.
     """
 
     source: DraftSource
-    """The source of its drafts."""
+    """The source that its drafts name."""
     longest: int = DRAFTS_MAX
-    """The most tokens of a draft."""
+    """The most tokens in a draft."""
     max_step_tokens: int
-    """The most tokens of a step that stores KV, and of the first one that proposes."""
+    """The most tokens of a step that stores KV, and of the first step of a draft."""
     memory: Mapping[str, int] = MappingProxyType({})
-    """The bytes of the `weights` and, of a proposer with KV of its own, of the `kv` pages."""
+    """The bytes of the `weights` and, for a proposer with its own KV, of the `kv` pages."""
 
     @property
     @abstractmethod
     def cost(self) -> StepCost:
-        """The cost model of the steps that propose, one for each token of the longest draft, with the newest fit."""
+        """The cost model, with the newest fit, of the proposer's steps: one for each token of the longest draft."""
 
     def missing(self, key: Hashable) -> int:
         """Return the number of tokens of the request whose KV is not stored, the newest one included."""
@@ -122,28 +123,29 @@ class BatchProposer(Proposer):
         return 1
 
     def missing_at_first(self, tokens: int) -> int:
-        """Return what `missing` will be once a request of so many tokens begins."""
+        """Return the result of `missing` right after a request with `tokens` tokens begins."""
         return tokens
 
     def room(self, key: Hashable, drafts: int) -> int:
-        """Return how many drafts, at most `drafts`, the request has memory for, which is taken. 0 if there is none."""
+        """Return for how many of `drafts` tokens the request has memory, and reserve it; 0 if there is none."""
         del key
         return drafts
 
     def store_context(self, pieces: Mapping[Hashable, int]) -> None:
-        """Store the KV of so many of each request's missing tokens, in one step.
+        """Store the KV of these numbers of missing tokens of each request, in one step.
 
-        Each request has `room`, and more tokens are missing than its piece has.
+        Each request has memory for them (`room`), and is missing more tokens than its number here.
         """
 
     @abstractmethod
     def compute(self, wanted: Sequence[WantedDraft]) -> Sequence[Sequence[int]]:
-        """Return the tokens of each draft, at most one for each draw and as many as `room`; may be empty.
+        """Return the tokens of each draft, at most one for each draw and as many as `room` allows.
 
-        No step of the engine is in flight. The KV of all missing tokens, which should be few, is stored as well.
+        A draft may be empty. The caller ensures that no step of the engine is in flight. The call also stores the KV of
+        all missing tokens, which should be few.
         """
 
     def propose(self, key: Hashable, most: int) -> Draft:
-        """See `Proposer`; drawn greedily, behind tokens that no step of the engine drew."""
+        """Return a greedy draft of `most` tokens, as if no step of the engine had sampled the newest tokens."""
         draws = [SamplingInput(SamplingParams(max_tokens=1), 0)] * most
         return Draft(self.compute([WantedDraft(key, draws)])[0], self.source)

@@ -1,7 +1,8 @@
-"""Look-up in the request and in earlier answers of the same tenant.
+"""Lookup in the request itself and in earlier outputs of the same tenant.
 
-As SuffixDecoding (arXiv 2411.04975), but instead of a suffix tree with counts it has a table of n-grams that knows the
-newest occurrence: over SmolLM2's answers, the most frequent continuation gains at most 2 % more tokens a step.
+It resembles SuffixDecoding (arXiv 2411.04975). Instead of a suffix tree with counts, it has a table that maps each
+n-gram to its newest occurrence: on outputs of SmolLM2, the most frequent continuation gains at most 2 % more tokens per
+step.
 """
 
 from collections import deque
@@ -12,10 +13,10 @@ from tandem.engine.speculation.ngram_history import Ngram, NgramHistory
 from tandem.engine.speculation.proposer import NGRAM_MAX, NO_DRAFT, Draft, DraftSource, ProposerName
 
 ANSWERS_MAX = 65_536
-"""The most tokens of answers that are kept, of all tenants together; the oldest answers are dropped whole."""
+"""The most tokens of earlier outputs that are kept, over all tenants; the oldest outputs are dropped whole."""
 
 _Place = tuple[list[int], int]
-"""An answer's tokens, and the position behind an n-gram in them."""
+"""The tokens of an output, and the position after an n-gram in them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -23,25 +24,28 @@ class _Request:
     history: NgramHistory
     cache_salt: str
     answer: int
-    """The position in the history of the first token that joined after it began."""
+    """The position in the history of the first token appended after `begin`."""
 
 
 class _Answers:
-    """Answers of requests that left, each found only by requests of the same cache salt."""
+    """The outputs of finished requests. Each is found only by requests with the same cache salt."""
 
     def __init__(self) -> None:
         self._answers: deque[tuple[str, list[int]]] = deque()
-        """The oldest first, each with its salt and, before its own tokens, the NGRAM_MAX ones that it follows."""
+        """The outputs, the oldest first, each with its salt.
+
+        Its tokens are preceded by the NGRAM_MAX tokens before them.
+        """
         self._places: dict[str, dict[Ngram, _Place]] = {}
         self.tokens = 0
-        """The tokens of all answers, at most ANSWERS_MAX."""
+        """The number of tokens of all outputs, at most ANSWERS_MAX."""
 
     def places(self, cache_salt: str) -> dict[Ngram, _Place]:
-        """Return the newest place behind each n-gram of a tenant's answers."""
+        """Return, for each n-gram in the tenant's outputs, the newest place after it."""
         return self._places.get(cache_salt, {})
 
     def add(self, cache_salt: str, tokens: list[int]) -> None:
-        """Keep an answer, which takes the place of the oldest ones."""
+        """Keep an output, and drop the oldest ones if there are too many tokens."""
         places = self._places.setdefault(cache_salt, {})
         for position in range(NGRAM_MAX, len(tokens)):
             place = tokens, position
@@ -70,10 +74,11 @@ def _ngrams(tokens: Sequence[int], position: int) -> tuple[Ngram, Ngram, Ngram]:
 
 
 class SuffixProposer:
-    """Proposes what followed the request's last tokens in itself, else in an earlier answer for the same cache salt.
+    """Proposes what followed the request's last tokens, in the request or in earlier outputs for the same cache salt.
 
-    Longer matches go before those of the request. How fast an answer comes tells what is in the answers that it is
-    guessed from; tenants therefore never share them, and requests without a salt are one tenant.
+    The longest match wins; of equally long matches, the one in the request itself. The speed of an output reveals which
+    outputs its draft tokens come from. Tenants therefore never share outputs; all requests without a salt are one
+    tenant.
     """
 
     def __init__(self) -> None:
@@ -81,18 +86,21 @@ class SuffixProposer:
         self._answers = _Answers()
 
     def begin(self, key: Hashable, token_ids: Sequence[int], cache_salt: str) -> None:
-        """See `Proposer`; the n-grams are noted when a draft is first asked for."""
+        """Take a new request, as `Proposer.begin` describes.
+
+        Its n-grams are indexed only when the first draft is requested.
+        """
         if key in self._requests:
             raise ValueError(f"{key} is known already")
         history = NgramHistory(token_ids)
         self._requests[key] = _Request(history, cache_salt, len(history.tokens))
 
     def extend(self, key: Hashable, token_ids: Sequence[int]) -> None:
-        """See `Proposer`."""
+        """Append tokens to the request, as `Proposer.extend` describes."""
         self._requests[key].history.tokens.extend(token_ids)
 
     def propose(self, key: Hashable, most: int) -> Draft:
-        """See `Proposer`."""
+        """Return a draft of at most `most` tokens, as `Proposer.propose` describes."""
         request = self._requests[key]
         history, places = request.history, self._answers.places(request.cache_salt)
         for shorter, ngram in enumerate(history.last()):
@@ -105,7 +113,7 @@ class SuffixProposer:
         return NO_DRAFT
 
     def leave(self, key: Hashable) -> None:
-        """See `Proposer`; what joined the answer since `begin` may serve later requests of the tenant."""
+        """Drop the state of a request, but keep the tokens appended since `begin` for later requests of the tenant."""
         request = self._requests.pop(key)
         tokens = request.history.tokens[request.answer - NGRAM_MAX :]
         if len(tokens) > NGRAM_MAX:

@@ -1,1 +1,1 @@
-"""A step: its rows, its draws, and the buffer they are packed into."""
+"""One step of the engine: its rows, its sampling inputs, and the buffer they are packed into."""

@@ -1,9 +1,8 @@
-"""The work of the engine in one step: rows of tokens, each row a piece of one request.
+"""The batch of one step: rows of tokens, each row a piece of one request.
 
-Rows of one token each are columns that read as objects: a decode step of hundreds of rows is made, packed and sampled
-in a few operations on arrays, and an object for each row would take longer than a small model's step.
-
-A decode row is a piece of one token, a prefill row a chunk of the prompt; the engine tells them apart by length only.
+A decode row has one token; a prefill row is a chunk of a prompt. The engine tells them apart by their length only. Rows
+of one token are stored as columns that can be read like objects: a decode step of hundreds of rows is built, packed and
+sampled in a few array operations, while an object for each row would take longer than a small model's step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,21 +20,22 @@ from tandem.protocol.messages import TokenLogprobs
 _Drawn = TypeVar("_Drawn")
 
 FROM_HOST = -1
-"""The source of a row whose token is known."""
+"""The source of a row whose token id the host knows (`RowColumns.sources`)."""
 
 
 class StepRow(NamedTuple):
-    """A piece of one request.
+    """A row of a step: consecutive tokens of one request.
 
-    `token_ids` take the positions `start`, `start + 1`, …; the KV of positions 0..start-1 is already in `page_ids`,
-    which also have room for the new ones. Page n of group g (`tandem/engine/config/kv.py`) is entry n · groups + g and
-    holds positions n · page_tokens ..; entries of pages that no token of the row sees mean nothing. Pages stay the
-    caller's. `draw` is None for every chunk of a prompt but the last.
+    `token_ids` take the positions `start`, `start + 1`, …; the KV of positions 0 .. start - 1 is already stored in
+    `page_ids`, which also have space for the new tokens. Page n of group g (`tandem/engine/config/kv.py`) is entry n ·
+    groups + g, and holds the positions from n · page_tokens on; entries of pages that no token of the row sees are
+    ignored. The caller keeps ownership of the pages.
 
-    `scores` takes the log probabilities of the row's tokens, if its prompt is scored.
+    `draw` says how to sample the next token; it is None for each chunk of a prompt but the last. `scores` receives the
+    log probabilities of the row's tokens if its prompt is scored. `adapter` counts from 1; 0 is the base model.
 
-    With a `source` the row's only token is the one that row number `source` of the step launched just before draws,
-    which may still be running; the id in `token_ids` then means nothing. `adapter` counts from 1, 0 = the base model.
+    With a `source`, the row's only token is the one that row number `source` of the previous step samples. The previous
+    step may still be running, so the host does not know that token yet, and the id in `token_ids` is ignored.
     """
 
     token_ids: Sequence[int]
@@ -48,41 +48,45 @@ class StepRow(NamedTuple):
 
 
 class RowColumns(NamedTuple):
-    """n rows of one token each, which all draw.
+    """The columns of n rows of one token each, all of which sample a token.
 
-    Their pages are good until the next step is planned, nothing else of them changes.
+    The pages in `table` are valid until the next step is planned; the other arrays do not change.
     """
 
     token_ids: NDArray[np.int64]
-    """[n]"""
+    """[n]: the token of each row."""
     position_offset: NDArray[np.int64]
-    """[n]: positions of the tokens, less `step`."""
+    """[n]: the position of each token, less `step`."""
     step: int
     sources: NDArray[np.int32]
-    """[n], FROM_HOST for rows without."""
+    """[n]: the row of the previous step that samples the row's token (`StepRow.source`); FROM_HOST if it is known."""
     slot_indices: NDArray[np.intp]
-    """[n]: each row's slot in `table`, `page_counts` and `adapters`."""
+    """[n]: the slot of each row in `table`, `page_counts` and `adapters`."""
     table: NDArray[np.int32]
-    """[slots, at least max(page_counts)]: pages as in `StepRow`; entries behind a slot's last one mean nothing."""
+    """[slots, at least max(page_counts)]: page ids as in `StepRow`; entries after a slot's last page are ignored."""
     page_counts: NDArray[np.int32]
-    """[slots]: the number of entries of each slot."""
+    """[slots]: the number of page entries of each slot."""
     adapters: NDArray[np.int32]
-    """[slots], as in `StepRow`."""
+    """[slots]: adapters as in `StepRow`."""
     longest: int
-    """Tokens that the row of most context attends to, itself included; 0 without rows."""
+    """The longest context of any row, in tokens, its own token included; 0 without rows."""
     draws: SamplingMetadata
 
 
 class TokenRows(Sequence[StepRow]):
-    """n rows of one token each.
+    """A sequence of n rows of one token each.
 
-    Their columns are made when they are first asked for, before the next step is planned: a simulation makes none.
+    The columns are built at the first access, before the next step is planned. A simulation never accesses them, so it
+    builds none.
     """
 
     __slots__ = ("_columns", "_make", "_rows", "context_tokens")
 
     def __init__(self, rows: int, context_tokens: int, make: Callable[[], RowColumns]) -> None:
-        """`context_tokens`: that all rows attend to, themselves included."""
+        """Take the number of rows and `context_tokens`, the sum of all rows' contexts, their own tokens included.
+
+        `make` builds the columns.
+        """
         self._rows = rows
         self.context_tokens = context_tokens
         self._make = make
@@ -90,7 +94,7 @@ class TokenRows(Sequence[StepRow]):
 
     @classmethod
     def of(cls, rows: Sequence[StepRow]) -> "TokenRows":
-        """Return the leading rows that have one token and draw, up to the first that does not."""
+        """Return the leading rows that have one token and a draw, up to the first row that does not."""
         first = list(takewhile(lambda row: len(row.token_ids) == 1 and row.draw is not None, rows))
         page_counts = np.array([len(row.page_ids) for row in first], dtype=np.int32)
         table = np.zeros((len(first), page_counts.max(initial=0)), dtype=np.int32)
@@ -113,14 +117,14 @@ class TokenRows(Sequence[StepRow]):
 
     @property
     def columns(self) -> RowColumns:
-        """The rows as arrays, which are built at the first access."""
+        """The rows as arrays, built at the first access."""
         if self._columns is None:
             self._columns = self._make()
         return self._columns
 
     @property
     def newest(self) -> "TokenRows":
-        """The rows of the newest token of each request: all but those that verify drafts."""
+        """The rows that hold the newest token of each request; the other rows verify draft tokens."""
         return self
 
     def __len__(self) -> int:
@@ -150,15 +154,18 @@ class TokenRows(Sequence[StepRow]):
 
 
 class StepBatch:
-    """The rows of one step, at least one; no position of a page is written by two rows.
+    """The rows of one step, at least one. No two rows may write the same position of a page.
 
-    Those of `tokens` come first, and `chunks`, of any length, behind them.
+    The rows of `tokens` come first, followed by `chunks`, which may have any length.
     """
 
     __slots__ = ("chunks", "tokens")
 
     def __init__(self, rows: Sequence[StepRow], tokens: TokenRows | None = None) -> None:
-        """`rows` behind `tokens`; None: the first of `rows` that have one token and draw become columns."""
+        """Take the rows that follow `tokens`.
+
+        If `tokens` is None, the leading `rows` with one token and a draw become columns.
+        """
         self.tokens = TokenRows.of(rows) if tokens is None else tokens
         self.chunks = rows[len(self.tokens) :] if tokens is None else rows
 
@@ -172,33 +179,33 @@ class StepBatch:
 
     @property
     def scored_tokens(self) -> int:
-        """The tokens of rows whose prompts are scored."""
+        """The number of tokens in rows whose prompts are scored."""
         return sum(len(row.token_ids) for row in self.chunks if row.scores is not None)
 
     @property
     def rows(self) -> Sequence[StepRow]:
-        """All of them as objects, made anew each time."""
+        """All rows as objects, built anew at each access."""
         return [*self.tokens, *self.chunks]
 
     @property
     def draws(self) -> SamplingMetadata:
-        """The draws of all rows that have one, in their order."""
+        """The sampling inputs of all rows that sample a token, in the order of the rows."""
         draws = self.tokens.columns.draws
         return draws.followed_by([row.draw for row in self.chunks if row.draw is not None]) if self.chunks else draws
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
-    """The sampled token id of each row of a step, None for rows that sample none.
+    """The sampled token id of each row of a step; None for rows that sample none.
 
-    `logprobs` has one entry for each row, None without log probabilities; it is empty if no row has any.
+    `logprobs` has one entry for each row, None for a row without log probabilities; it is empty if no row has any.
     """
 
     token_ids: Sequence[int | None]
     logprobs: Sequence[TokenLogprobs | None] = ()
 
     def split(self, rows: int) -> tuple["ModelRunnerOutput", "ModelRunnerOutput"]:
-        """Return the output of the first `rows` rows, and that of the others."""
+        """Return the output of the first `rows` rows, and the output of the other rows."""
         if rows == len(self.token_ids):
             return self, NO_OUTPUT
         first, others = slice(rows), slice(rows, None)
@@ -211,11 +218,14 @@ class ModelRunnerOutput:
 NO_OUTPUT = ModelRunnerOutput(())
 
 PendingStep = Callable[[], ModelRunnerOutput]
-"""A step that was launched: called once, waits for its result. Raises what the device reports."""
+"""A launched step. Calling it, once, waits for the step and returns its result; it raises the errors of the device."""
 
 
 def rows_of(drawn: Sequence[int], batch: StepBatch, logprobs: Sequence[TokenLogprobs | None] = ()) -> ModelRunnerOutput:
-    """The tokens of the rows with a draw, in their order, each put at its row; their log probabilities if any asked."""
+    """Return the output of a step: each sampled token, and its log probabilities, placed at its row.
+
+    `drawn` has one token for each row with a draw, in the order of the rows; `logprobs` likewise, or is empty.
+    """
     if not batch.chunks:
         return ModelRunnerOutput(drawn, logprobs)
     singles = len(batch.tokens)

@@ -1,4 +1,4 @@
-"""Checks rows of several tokens and writes them into a step's buffer."""
+"""Packs rows of several tokens: checks them, and writes them into the step's buffer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,23 +14,23 @@ _NOWHERE = -1
 
 @dataclass(slots=True)
 class Sections:
-    """Views into one buffer."""
+    """The sections of a step's buffer (`StepSizes`), as NumPy views."""
 
     token_ids: Words
     slots: Words
-    """[groups, tokens]"""
+    """[groups, tokens]: where each token's KV is stored; -1 = nowhere."""
     drawn: Words
     positions: Narrow
     sources: Narrow
     row_starts: Narrow
     contexts: Narrow
     table: Narrow
-    """[groups, rows, width]"""
+    """[groups, rows, width]: the page ids of each row."""
     adapters: Narrow
 
     @classmethod
     def of(cls, words: Words, sizes: StepSizes) -> "Sections":
-        """Return the sections of `words`, a buffer laid out for `sizes`; nothing is copied."""
+        """Return the sections of `words`, a buffer laid out for `sizes`, without a copy."""
         at = bounds_of(sizes)
         narrow = words[at.wide :].view(np.int32)
         return cls(
@@ -49,7 +49,7 @@ class Sections:
 
 
 def check_chunks(rows: Sequence[StepRow], limits: StepLimits) -> int:
-    """The longest context."""
+    """Return the longest context of any row, in tokens. Raises Internal for a malformed row."""
     longest = 0
     for row in rows:
         if not row.token_ids:
@@ -64,7 +64,10 @@ def check_chunks(rows: Sequence[StepRow], limits: StepLimits) -> int:
 
 
 def fill_chunks(into: Sections, batch: StepBatch, first: int, drawn_before: Sequence[int], limits: StepLimits) -> None:
-    """Write the rows of several tokens from row and token `first` on, and empty rows behind them."""
+    """Write the rows of several tokens from row and token number `first` on, and padding after them.
+
+    `drawn_before` is that of `StepPacker.pack`. Raises Internal if a token id or page id is out of range.
+    """
     tokens, drawn = _fill_rows(into, batch, first, drawn_before, limits)
     _fill_empty_rows(into, first + len(batch.chunks), tokens, drawn)
     _check_ids(into.token_ids[first:], into.table[:, first:], limits)
@@ -73,7 +76,7 @@ def fill_chunks(into: Sections, batch: StepBatch, first: int, drawn_before: Sequ
 def _fill_rows(
     into: Sections, batch: StepBatch, first: int, drawn_before: Sequence[int], limits: StepLimits
 ) -> tuple[int, int]:
-    """Return the end of all rows' tokens, and of their draws."""
+    """Write the rows; return the number of tokens and the number of draws, those of rows of one token included."""
     page_tokens, singles = limits.page_tokens, len(batch.tokens)
     start = first
     for index, row in enumerate(batch.chunks, first):
@@ -89,6 +92,7 @@ def _fill_rows(
         pages = into.table[:, index, here // page_tokens]
         into.slots[:, start:end] = pages * np.int64(page_tokens) + here % page_tokens
         start = end
+    # Row r has the tokens from row_starts[r] to row_starts[r + 1], so one more entry ends the last row.
     into.row_starts[first + len(batch.chunks)] = start
     drawn = [index for index, row in enumerate(batch.chunks, first) if row.draw is not None]
     into.drawn[singles : singles + len(drawn)] = into.row_starts[1:][drawn] - 1
@@ -96,17 +100,18 @@ def _fill_rows(
 
 
 def _fill_table(table: Narrow, row: StepRow, limits: StepLimits) -> None:
-    """Write a row's pages into `table` [groups, width]."""
+    """Write the page ids of a row into `table` [groups, width]."""
     groups, used = limits.groups, limits.pages_of(row.start + len(row.token_ids))
     table[:, :used] = np.reshape(row.page_ids[: used * groups], (used, groups)).T
     table[:, used:] = 0
+    # Before the pages that the window sees, repeat one that it sees: entries of retired pages are FREED, no page id.
     for group in range(groups):
         seen = limits.first_page(group, row.start)
         table[group, :seen] = table[group, seen]
 
 
 def _fill_empty_rows(into: Sections, rows: int, tokens: int, drawn: int) -> None:
-    """Fill the buffer behind these rows, tokens and draws with empty ones, which read and store nothing."""
+    """Fill the buffer after these numbers of rows, tokens and draws with padding, which reads and stores nothing."""
     into.table[:, rows:] = 0
     into.contexts[rows:] = 0
     into.token_ids[tokens:] = into.positions[tokens:] = into.adapters[tokens:] = 0
@@ -117,7 +122,7 @@ def _fill_empty_rows(into: Sections, rows: int, tokens: int, drawn: int) -> None
 
 
 def _check_ids(token_ids: Words, table: Narrow, limits: StepLimits) -> None:
-    # Without their signs, what is negative is too large.
+    # Viewed as unsigned, a negative number is too large as well, so one comparison checks both bounds.
     if token_ids.view(np.uint64).max(initial=0) >= limits.vocab_size:
         raise limits.wrong_token()
     if table.view(np.uint32).max(initial=0) >= limits.pages:

@@ -1,6 +1,7 @@
-"""Groups of a step's rows that verify drafts: those of one request, which attention computes together.
+"""Groups of rows that verify draft tokens: rows of one request, whose KV attention reads once for the whole group.
 
-Their table is filled by a compiled loop, as the other sections of a step are (`tandem/engine/steps/step_buffer.py`).
+A compiled loop fills the table of groups, as it does the other sections of a step
+(`tandem/engine/steps/step_buffer.py`).
 """
 
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from tandem.engine.steps.batch import TokenRows
 from tandem.engine.steps.step_buffer import Words
 
 FIELDS = 3
-"""Numbers of an entry of the table, see `tandem.engine.kernels.base.DraftGroups.table`."""
+"""The numbers in one entry of the table: `tandem.engine.kernels.base.DraftGroups.table`."""
 
 
 class DraftGroupSizes(NamedTuple):
@@ -20,24 +21,24 @@ class DraftGroupSizes(NamedTuple):
 
     groups: int
     rows: int
-    """The most rows of a group."""
+    """The largest number of rows in a group."""
 
     @property
     def words(self) -> int:
-        """The words of 8 bytes that hold the table."""
+        """The number of 8-byte words that hold the table."""
         return (FIELDS * (self.groups + 1) + 1) // 2
 
 
 def groups_needed(requests: int, tokens: int, rows: int) -> int:
-    """Return the most groups of up to `rows` rows that any `requests` with `tokens` rows in total have."""
+    """Return the most groups of up to `rows` rows that `requests` requests with `tokens` rows in total can have."""
     return requests + (tokens - requests) // rows
 
 
 def fill_draft_groups(batch: TokenRows, sizes: DraftGroupSizes, words: Words) -> None:
     """Write the table of a step's groups into `words` [sizes.words].
 
-    The rows of the requests' newest tokens come first. Behind them come those of the drafts, in the order of the
-    requests and of the positions; a draft has the slot of its request.
+    In the batch, the rows of all requests' newest tokens come first, then the rows of draft tokens, ordered by request
+    and by position. The row of a draft token has the slot of its request.
     """
     table = words.view(np.int32)[: FIELDS * (sizes.groups + 1)].reshape(-1, FIELDS)
     _fill(batch.columns.slot_indices, len(batch.newest), sizes.rows, table)
@@ -46,7 +47,7 @@ def fill_draft_groups(batch: TokenRows, sizes: DraftGroupSizes, words: Words) ->
 def _fill_groups(slots, requests, rows, table):  # type: ignore[no-untyped-def]
     """Write groups of up to `rows` rows into table [groups + 1, FIELDS] int32.
 
-    `slots` [n] int64 are those of all rows, of which the first `requests` are the newest tokens'.
+    `slots` [n] int64 are the slots of all rows; the first `requests` rows hold the requests' newest tokens.
     """
     group, follow = 0, requests
     for request in range(requests):
@@ -57,7 +58,8 @@ def _fill_groups(slots, requests, rows, table):  # type: ignore[no-untyped-def]
         while left > 0:
             some = min(rows, left)
             table[group, 0], table[group, 1], table[group, 2] = first, follow, some
-            # A further group begins with the last draft before `follow` of the next one.
+            # The next group of the request begins with its next draft row: number `follow` - 1 once `follow` is
+            # advanced.
             follow += some
             first, left, group = follow - 1, left - some, group + 1
         follow = end

@@ -1,7 +1,7 @@
-"""Log probabilities of a prompt's tokens, computed in the steps that store its KV.
+"""Scoring of prompts: log probabilities of a prompt's tokens, computed in the steps that store its KV.
 
-The logits at a position say how likely the next token of the prompt is. They exist for `PIECE` positions at a time: all
-of a long prompt's would need more memory than the model.
+The logits at a position give the probability of the prompt's next token. Logits exist for only `PIECE` positions at a
+time, because those of a long prompt would need more memory than the model.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,23 +13,26 @@ from torch import Tensor
 from tandem.protocol.messages import PromptLogprobs
 
 PIECE = 64
-"""Positions whose logits exist at the same time."""
+"""The number of positions whose logits exist at the same time."""
 
 Logprobs = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
-"""Logits [n, vocab], tokens [n] int64 and a number of alternatives → as `tandem.engine.logprobs.logprobs`."""
+"""A function like `tandem.engine.logprobs.logprobs`.
+
+It takes logits [n, vocab], tokens [n] int64 and a number of alternatives.
+"""
 
 
 @dataclass(slots=True, eq=False)
 class PromptScores:
-    """The log probabilities of one prompt, as far as its chunks are computed; the request that asks for them owns it.
+    """The log probabilities of one prompt, for the chunks computed so far.
 
-    Engines append to it when a step's result is read.
+    The request that wants them owns this object. The engine appends to it when the result of a step is read.
     """
 
     token_ids: Sequence[int]
     """The whole prompt."""
     top_count: int
-    """Number of alternatives at each position."""
+    """The number of alternatives at each position."""
     chosen: list[float] = field(default_factory=list)
     top_ids: list[int] = field(default_factory=list)
     top: list[float] = field(default_factory=list)
@@ -37,11 +40,11 @@ class PromptScores:
     """False once the logits at any position were not finite."""
 
     def result(self) -> PromptLogprobs:
-        """Return the log probabilities so far, to be sent to the router."""
+        """Return the log probabilities so far, as they are sent to the router."""
         return PromptLogprobs(tuple(self.chosen), self.top_count, tuple(self.top_ids), tuple(self.top))
 
     def next_tokens(self, start: int, count: int) -> Sequence[int]:
-        """Return the tokens that follow those at `start`, `start + 1`, …, one fewer at the prompt's end."""
+        """Return the tokens after those at `start`, `start + 1`, …: `count` of them, one fewer at the prompt's end."""
         return self.token_ids[start + 1 : start + count + 1]
 
     def take(self, values: Tensor, ids: Tensor) -> None:
@@ -54,14 +57,14 @@ class PromptScores:
 
 
 class StepScoring:
-    """The prompt tokens that one step scores, behind its draws."""
+    """The scoring of prompts in one step. The scored positions follow the draws in the step's hidden states."""
 
     def __init__(
         self, rows: Sequence[tuple[PromptScores, Sequence[int]]], targets: Tensor, drawn: int, logprobs: Logprobs
     ) -> None:
-        """`rows` are the scored chunks, each with the tokens that it scores; targets [scored] int64 has all of them.
+        """Take the scored chunks, `rows`, each with the tokens it scores; targets [scored] int64 has all these tokens.
 
-        `drawn` is the number of draws.
+        `drawn` is the number of draws of the step.
         """
         self._rows = rows
         self._targets = targets
@@ -71,9 +74,11 @@ class StepScoring:
         self._read: list[tuple[Tensor, Tensor]] = []
 
     def logits(self, hidden: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor | None:
-        """Score hidden states [D + scored, width], those of draws first; return the draws' logits [D, vocab], if any.
+        """Score hidden states and return the logits of the draws [D, vocab], None without draws.
 
-        `project` computes logits. Launches only; never waits for a device.
+        The hidden states are [D + scored, width]; those of the draws come first.
+
+        `project` computes logits from hidden states. It only launches kernels and never waits for a device.
         """
         scored, targets = hidden[self._drawn :], self._targets
         pieces = [slice(first, first + PIECE) for first in range(0, len(targets), PIECE)]
@@ -82,7 +87,7 @@ class StepScoring:
         return project(hidden[: self._drawn]) if self._drawn else None
 
     def deliver(self) -> None:
-        """Give the rows' requests their scores, once the step has run."""
+        """Append the scores to the `PromptScores` of each request, once the step has run."""
         if not self._read:
             return
         values, ids = (torch.cat(parts) for parts in zip(*self._read, strict=True))
@@ -94,7 +99,7 @@ class StepScoring:
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    """Return a tensor on the host, which is complete once the device has run what was launched so far."""
+    """Return a copy on the host, which is complete once the device has run everything that was launched so far."""
     if tensor.device.type == "cpu":
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

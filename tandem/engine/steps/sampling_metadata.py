@@ -1,4 +1,4 @@
-"""What the sampler reads of a step's rows: an object for one row, and columns that read as such objects for many."""
+"""The sampler's input: one object for a row, or columns for many rows, which can be read like such objects."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,43 +11,44 @@ from tandem.engine.steps.seeded import start_of, uniforms
 from tandem.protocol.messages import SamplingParams
 
 SETTINGS = 8
-"""Columns of `SamplingMetadata.settings`."""
+"""The number of columns of `SamplingMetadata.settings`."""
 TEMPERATURE, NUMBER = 0, 4
-"""Two of them; the second is left free for the drawn number."""
+"""Two of these columns; the sampler writes the random number into the second."""
 NO_TOKEN = -1
-"""The id that is drawn for a row whose largest logit is not finite: NaN, infinite, or no token was left to draw.
+"""The id sampled for a row whose largest logit is not finite: NaN or infinite, or no token was allowed.
 
-A step that is launched before the host has read it takes token 0 in its place.
+The next step, if it was launched before the host has read this id, uses token 0 in its place.
 """
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class History:
-    """The tokens that penalties and grammars look back on; the half that runs a request keeps one for all its draws.
+    """The tokens of a request that penalties and grammars look back on.
 
-    `answer` holds the tokens that are here: one fewer where the row's own token is still in flight (`StepRow.source`).
-    It grows between steps; engines read it while a step is launched. An engine may keep what it counted of a history
-    for the next draw: it is not told when the request ends.
+    The scheduler keeps one for all draws of the request. `answer` holds the output tokens that the host has: one fewer
+    where the row's own token is still in flight (`StepRow.source`). It grows between steps; the engine reads it while a
+    step is launched. The engine may cache what it counted of a history until the next draw, and is not notified when
+    the request ends.
     """
 
     prompt: Sequence[int]
     answer: Sequence[int]
     may_wait: bool = False
-    """True if the half can discard a draw, and repeat its row in the next step, where `waiting` is set."""
+    """True if the scheduler can discard a token sampled while `waiting` is set, and repeat the row in the next step."""
     waiting: bool = False
-    """Set by the engine with each draw: the grammar's mask was not ready, so that the token is to be discarded."""
+    """Set by the engine with each draw: the grammar's mask was not ready, so the sampled token must be discarded."""
     slow: bool = False
-    """Set by the engine once a mask took more time than a step waits: the answer gets no drafts from then on."""
+    """Set by the engine once a mask took longer than a step waits: from then on the request gets no draft tokens."""
     failure: Exception | None = None
-    """Set by the engine if the grammar can go on no more: the request fails when it gets its next token."""
+    """Set by the engine if the grammar cannot continue: the request fails when it gets its next token."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingInput:
-    """Sample the token that follows the row's last one.
+    """How to sample the token that follows the last token of a row.
 
-    `index` is the number of this draw in the request's seeded sequence (0 for the first token of the answer), so
-    that any worker, in any batch, draws the same number. `history` is there if `sampling.needs_history`, else None.
+    `index` is the number of this draw in the request's seeded sequence, 0 for the first output token, so that any
+    worker draws the same random number in any batch. `history` is set if `sampling.needs_history`, else None.
     """
 
     sampling: SamplingParams
@@ -57,28 +58,28 @@ class SamplingInput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingMetadata(Sequence[SamplingInput]):
-    """The sampling inputs of n rows as columns. Its arrays must not change while a step that has it may run."""
+    """The sampling inputs of n rows, as columns. Its arrays must not change while a step that uses them may run."""
 
     samplings: Sequence[SamplingParams]
     histories: Sequence[History | None]
     settings: NDArray[np.float64]
     """[n, SETTINGS], see `settings_of`."""
     starts: NDArray[np.uint64]
-    """[n], of the seeds: `seeded.start_of`."""
+    """[n]: the start of each seed's sequence, see `seeded.start_of`."""
     indices: NDArray[np.int64]
-    """[n]"""
+    """[n]: the `index` of each draw, see `SamplingInput`."""
     greedy: bool
     """True if no draw is random."""
     looks_back: bool
-    """True if any draw has a history: penalties, or a grammar."""
+    """True if any draw has a history, because of penalties or a grammar."""
     scored: bool
     """True if any draw wants log probabilities."""
     masked: bool = False
-    """True if any draw has changed logits: a bias, or ends that come too early (`tandem/engine/logits_mask.py`)."""
+    """True if logits of any draw are changed: by a bias, or to forbid an early end (`tandem/engine/logits_mask.py`)."""
 
     @classmethod
     def of(cls, draws: Sequence[SamplingInput]) -> "SamplingMetadata":
-        """The same as columns; made of columns already, itself."""
+        """Return the columns of these sampling inputs; if they are columns already, return them unchanged."""
         if isinstance(draws, SamplingMetadata):
             return draws
         samplings = [draw.sampling for draw in draws]
@@ -98,15 +99,15 @@ class SamplingMetadata(Sequence[SamplingInput]):
 
     @property
     def constrained(self) -> bool:
-        """True if any answer follows a grammar."""
+        """True if any output follows a grammar."""
         return self.looks_back and any(each.grammar for each in self.samplings)
 
     def numbers(self) -> NDArray[np.float64]:
-        """[n] in [0, 1): each draw's number, 0 for greedy ones."""
+        """Return the random number of each draw: [n] in [0, 1), 0 for greedy draws."""
         return np.where(self.settings[:, TEMPERATURE] > 0, uniforms(self.starts, self.indices), 0.0)
 
     def followed_by(self, others: Sequence[SamplingInput]) -> "SamplingMetadata":
-        """And `others` behind them."""
+        """Return these sampling inputs followed by `others`."""
         if not others:
             return self
         more = SamplingMetadata.of(others)
@@ -146,15 +147,15 @@ class SamplingMetadata(Sequence[SamplingInput]):
 
 
 def all_greedy(settings: NDArray[np.float64]) -> bool:
-    """Return True if none of these `SamplingMetadata.settings` is random."""
+    """Return True if none of these rows of `SamplingMetadata.settings` samples at random."""
     return not settings[:, TEMPERATURE].any()
 
 
 def settings_of(sampling: SamplingParams) -> tuple[float, ...]:
-    """Return a row of `SamplingMetadata.settings`.
+    """Return one row of `SamplingMetadata.settings`.
 
-    It is temperature, top_k, top_p, min_p, space for the drawn number, and the repetition, presence and frequency
-    penalties.
+    Its columns are temperature, top_k, top_p, min_p, space for the random number, and the repetition, presence and
+    frequency penalties.
     """
     return (
         sampling.temperature,

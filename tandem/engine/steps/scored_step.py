@@ -10,7 +10,7 @@ from tandem.engine.steps.step_packer import PackedStep
 
 
 def with_scoring(step: PackedStep, batch: StepBatch, logprobs: Logprobs) -> PackedStep:
-    """Return the step of a batch that is `scored`, with its scoring; `drawn` then has the scored tokens as well."""
+    """Add the scoring of a batch that is `scored` to its packed step; `drawn` then includes the scored positions."""
     rows: list[tuple[PromptScores, list[int]]] = []
     positions: list[int] = []
     first = len(batch.tokens)

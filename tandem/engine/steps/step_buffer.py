@@ -1,8 +1,8 @@
-"""The buffer of a step: where its sections lie, and the loop that fills them for rows of one token each.
+"""The buffer of a step: the layout of its sections, and the compiled loop that fills them for rows of one token.
 
-The loop is compiled. As operations on arrays it was some thirty calls a step, each of which finds its way through numpy
-anew: where ten milliseconds have passed since the last step, nearly all of that is to fetch code. Python's lock is kept
-meanwhile, because whoever takes it makes the step wait for much longer than the loop takes.
+The loop is compiled because the same work as NumPy operations took about thirty calls per step: where ten milliseconds
+had passed since the last step, nearly all of their time went into fetching code. The loop keeps the GIL, because
+another thread that took it would delay the step for much longer than the loop runs.
 """
 
 from dataclasses import dataclass
@@ -22,23 +22,23 @@ Narrow = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The bounds of rows: beyond them memory of other requests would be read or written."""
+    """The bounds that rows are checked against: a row outside them would read or write memory of other requests."""
 
     vocab_size: int
     max_context: int
     pages: int
     page_tokens: int
     windows: tuple[int | None, ...] = (None,)
-    """The window of each group of layers that share pages (`tandem/engine/config/kv.py`)."""
+    """The attention window of each group of layers that share pages (`tandem/engine/config/kv.py`)."""
 
     @property
     def groups(self) -> int:
-        """The number of groups."""
+        """The number of groups of layers."""
         return len(self.windows)
 
     @property
     def row_limits(self) -> Words:
-        """The `limits` of `fill_rows`."""
+        """The `limits` array that `fill_rows` takes."""
         return np.array([self.page_tokens, self.vocab_size, self.pages, *(window or 0 for window in self.windows)])
 
     def first_page(self, group: int, position: int) -> int:
@@ -51,11 +51,11 @@ class StepLimits:
         return -(-context // self.page_tokens)
 
     def wrong_token(self) -> Internal:
-        """Return the error of a token id outside of the vocabulary."""
+        """Return the error for a token id outside the vocabulary."""
         return Internal(f"A token id is outside 0 .. {self.vocab_size - 1}.")
 
     def wrong_page(self) -> Internal:
-        """Return the error of a page id outside of the cache."""
+        """Return the error for a page id outside the cache."""
         return Internal(f"A page id is outside 0 .. {self.pages - 1}.")
 
 
@@ -63,26 +63,26 @@ class StepLimits:
 class StepSizes:
     """The lengths of the buffer's sections, in elements.
 
-    In order: int64 token_ids, slots, drawn; int32 positions, sources, row starts, contexts, page table, adapters. Each
-    begins at a multiple of 16 bytes, as kernels are compiled once more for addresses that do not. Slots and page table
-    have one part for each group, in which tokens and rows are padded to such a multiple as well.
+    The sections in order: int64 token_ids, slots, drawn; int32 positions, sources, row starts, contexts, page table,
+    adapters. Each begins at a multiple of 16 bytes, because Triton would compile kernels again for other alignments.
+    Slots and page table have one part for each group, padded to such a multiple as well.
     """
 
     tokens: int
     rows: int
     width: int
-    """Pages of the page table's rows."""
+    """The number of pages in a row of the page table."""
     drawn: int
     groups: int = 1
 
     @property
     def group_slots(self) -> int:
-        """Elements from one group's slots to the next one's."""
+        """The number of elements from one group's slots to those of the next group."""
         return -(-self.tokens // 2) * 2
 
     @property
     def group_table(self) -> int:
-        """Elements from one group's page table to the next one's."""
+        """The number of elements from one group's page table to that of the next group."""
         return -(-self.rows * self.width // 4) * 4
 
     @property
@@ -97,28 +97,28 @@ class StepSizes:
 
     @property
     def wide_room(self) -> list[int]:
-        """Elements from each int64 section's start to the next one's."""
+        """The number of elements from the start of each int64 section to the start of the next section."""
         return [-(-length // 2) * 2 for length in self.wide]
 
     @property
     def narrow_room(self) -> list[int]:
-        """Elements from each int32 section's start to the next one's."""
+        """The number of elements from the start of each int32 section to the start of the next section."""
         return [-(-length // 4) * 4 for length in self.narrow]
 
     @property
     def words(self) -> int:
-        """The number of words of 8 bytes for all sections."""
+        """The number of 8-byte words of the whole buffer."""
         return bounds_of(self).words
 
     @property
     def starts(self) -> Words:
-        """[12] of all sections and groups, see `_Bounds`."""
+        """[12]: the starts of all sections and the sizes of the groups' parts, see `_Bounds.starts`."""
         return bounds_of(self).starts
 
 
 @dataclass(frozen=True, slots=True)
 class _Bounds:
-    """The place of each section in the buffer, in its own elements."""
+    """The range of each section in the buffer, in the section's own elements."""
 
     token_ids: slice
     slots: slice
@@ -130,18 +130,22 @@ class _Bounds:
     table: slice
     adapters: slice
     wide: int
-    """Words before the first of 32 bits."""
+    """The number of 8-byte words before the int32 sections."""
     words: int
     starts: Words
-    """The starts of token_ids, slots and drawn, then of the words of 32 bits, then, in these, of all other sections.
+    """The starts of token_ids, slots and drawn; of the int32 part, in words; and of each int32 section in this part.
 
-    Then the elements from one group's slots to the next one's, and from one group's page table to the next one's.
+    The last two are the number of elements from one group's slots to the next group's, and from one group's page table
+    to the next group's.
     """
 
 
 @lru_cache(maxsize=256)
 def bounds_of(sizes: StepSizes) -> _Bounds:
-    """Asked for in each step, and the same in most of them."""
+    """Return the ranges of the sections.
+
+    Cached, because it is called in each step and most steps have the same sizes.
+    """
     wide, narrow = sizes.wide_room, sizes.narrow_room
     token_ids, slots, drawn = _slices(wide, sizes.wide)
     positions, sources, row_starts, contexts, table, adapters = _slices(narrow, sizes.narrow)
@@ -161,12 +165,12 @@ def _slices(rooms: list[int], lengths: list[int]) -> list[slice]:
 
 FINE = -1
 SHORT_OF_PAGES, WRONG_TOKEN, WRONG_PAGE = range(3)
-"""The faults of a row."""
+"""The errors of a row that `fill_rows` reports."""
 _FAULTS = 3
 
 
 def fault_of(found: int) -> tuple[int, int]:
-    """Return the fault and the row that `fill_rows` found, unless it found FINE."""
+    """Return the error and the row number encoded in the result of `fill_rows`, which must not be FINE."""
     return found % _FAULTS, found // _FAULTS
 
 
@@ -186,17 +190,23 @@ def _fill_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a compiled fu
     width,
     limits,
 ):
-    """Write n rows of one token each into `words` [int64], and rows up to `end` that read and write nothing.
+    """Write n rows of one token each into `words` [int64], and padding rows up to `end`, which read and write nothing.
 
-    The sections of `words` begin at `at` (`StepSizes.starts`); the page table is `width` wide.
+    The sections of `words` begin at `at` (`StepSizes.starts`); the page table has `width` columns. Pages that a row's
+    window does not see are not read.
 
-    position_offset [n] int64: positions, less `step`; token_ids [n] int64; sources [n] int32: rows of the step before;
-    drawn_before int64: the draw of each of those rows, empty = its own number; slot_indices [n]: each row's slot in
-    table [slots, entries] int32, in page_counts and in adapters [slots] int32: page n of group g is entry n · groups +
-    g, and page_counts has the numbers of entries. limits [3 + groups] int64: tokens of a page, size of the vocabulary,
-    pages of the cache, and each group's window, 0 = none. Pages that the row does not see are not looked at.
+    position_offset [n] int64: the position of each token, less `step`
+    token_ids       [n] int64
+    sources         [n] int32: the row of the previous step that samples the token, -1 if the id is known
+    drawn_before    int64: the number of the draw of each row of the previous step; empty = the same as the row's number
+    slot_indices    [n]: the slot of each row in table, page_counts and adapters
+    table           [slots, entries] int32: page n of group g is entry n · groups + g
+    page_counts     [slots] int32: the number of entries of each slot
+    adapters        [slots] int32
+    limits          [3 + groups] int64: tokens of a page, size of the vocabulary, pages of the cache, and each group's
+                    window, 0 = none
 
-    Returns FINE, or the fault of the last row that has one, for `fault_of`.
+    Returns FINE, or the last error found, encoded for `fault_of`.
     """
     page_tokens, vocab_size, pages, windows = limits[0], limits[1], limits[2], limits[3:]
     groups, group_slots, group_table = len(windows), at[10], at[11]
@@ -223,10 +233,12 @@ def _fill_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a compiled fu
         adapted[row] = adapters[slot]
         used, wrong = min(width, has), 0
         for group in range(groups):
+            # The slot is page id · page_tokens + the position within the page.
             slots[group * group_slots + row] = (table[slot, page * groups + group] - page) * page_tokens + position
             first, seen = group * group_table + row * width, 0
             if windows[group] > 0:
                 seen = max(0, position - windows[group] + 1) // page_tokens
+                # Entries before the window are FREED, so they repeat the first page that the window sees.
                 into[first : first + seen] = table[slot, seen * groups + group]
             for index in range(seen, used):
                 held_page = table[slot, index * groups + group]

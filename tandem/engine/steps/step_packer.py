@@ -1,4 +1,4 @@
-"""Packs rows into tensors: one host buffer a step, which goes to the device in one piece."""
+"""Packs a step's rows into tensors: one host buffer per step, which is copied to the device in one piece."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,10 +31,12 @@ _NO_DRAWS = np.zeros(0, dtype=np.int64)
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
-    """A step's tensors: token_ids [T] int64; drawn [D] int64, the last tokens of rows with a draw, None = all T.
+    """The tensors of a step.
 
-    `sources` [T] int32: the draw of the step before whose token this is, -1 = the id in token_ids counts. `layouts` has
-    one for each group of layers.
+    token_ids  [T] int64
+    sources    [T] int32: the draw of the previous step that yields this token; -1 = the id in token_ids is valid
+    layouts    one for each group of layers
+    drawn      [D] int64: the index of the last token of each row with a draw; None = all T tokens
     """
 
     token_ids: Tensor
@@ -45,27 +47,31 @@ class PackedStep:
 
     @property
     def layout(self) -> StepLayout:
-        """The layout of the first group, and of all layers if there is no other."""
+        """The layout of the first group, which is that of all layers if there is only one group."""
         return self.layouts[0]
 
 
 def step_limits(spec: ModelSpec, cache: PagedCache) -> StepLimits:
-    """Return the limits of a model over a cache: a request that outgrows the whole pool could never finish."""
+    """Return the limits of a model over a cache.
+
+    The context is also bounded by the pool: a longer request cannot finish.
+    """
     reachable = min(spec.max_context, cache.kv_pages.tokens_in(cache.pages))
     return StepLimits(spec.vocab_size, reachable, cache.pages, cache.page_tokens, cache.kv_pages.windows)
 
 
 class StepPacker:
-    """Checks steps and writes them into buffers; holds none itself."""
+    """Checks the rows of steps and writes them into buffers, which the caller owns. The engine's thread calls it."""
 
     def __init__(self, limits: StepLimits) -> None:
         self.limits = limits
         self._row_limits = limits.row_limits
 
     def sizes(self, batch: StepBatch) -> StepSizes:
-        """Return the sizes of `batch`; raises Internal for one that is empty, too long, or malformed in a chunk.
+        """Return the sizes of `batch`. Raises Internal if it is empty, too long, or has a malformed chunk.
 
-        Rows of one token are checked as they are packed. Either way its maker should have rejected the request.
+        Rows of one token are checked only when they are packed. In both cases the scheduler should have rejected the
+        request.
         """
         singles, chunks = len(batch.tokens), batch.chunks
         if not singles and not chunks:
@@ -90,12 +96,12 @@ class StepPacker:
         drawn_before: Sequence[int] = (),
         chunks_at: int | None = None,
     ) -> None:
-        """Fill `words` [sizes.words].
+        """Write the batch into `words` [sizes.words]. Raises Internal for a malformed row.
 
-        `sizes` may have more rows and tokens than `batch`: the rest read and write nothing. The chunks' rows and tokens
-        begin at number `chunks_at`, None = behind the rows of one token: without chunks those are all rows.
-        `drawn_before`: for each row of the step before, which of its draws is this row's; empty if each row's is its
-        own.
+        `sizes` may have more rows and tokens than `batch`: the rest becomes padding, which reads and writes nothing.
+        The rows and tokens of chunks begin at number `chunks_at`; None = after the rows of one token, or, without
+        chunks, after all rows. `drawn_before` has the number of the draw of each row of the previous step; empty = the
+        same as the row's number.
         """
         if chunks_at is None:
             chunks_at = len(batch.tokens) if batch.chunks else sizes.rows
@@ -106,7 +112,7 @@ class StepPacker:
     def _fill_tokens(
         self, words: Words, sizes: StepSizes, rows: RowColumns, drawn_before: Sequence[int], end: int
     ) -> None:
-        """Rows of one token each, the first of every section, and up to `end` such rows of nothing."""
+        """Write the rows of one token, which come first in every section, and padding rows up to `end`."""
         found = fill_rows(
             words,
             sizes.starts,
@@ -136,7 +142,7 @@ class StepPacker:
 
 
 def unpack(words: Tensor, sizes: StepSizes, batch: StepBatch) -> PackedStep:
-    """Views into `words` [sizes.words] int64, on any device."""
+    """Return a packed step whose tensors are views of `words` [sizes.words] int64, on any device."""
     tokens, chunks = batch.tokens, batch.chunks
     longest = max((len(row.token_ids) for row in chunks), default=1)
     context = tokens.columns.longest
@@ -155,7 +161,7 @@ def view_step(
     single_rows: int,
     max_cached: int | None = None,
 ) -> PackedStep:
-    """Return views as `unpack` does, for any batch of these bounds."""
+    """Return views as `unpack` does, for any batch within these bounds."""
     wide = sum(sizes.wide_room)
     token_ids, slots, drawn = _cut(words[:wide], sizes.wide_room, sizes.wide)
     narrow = words[wide:].view(torch.int32)

@@ -1,1 +1,1 @@
-"""Readers of model weights."""
+"""Readers of model weights, and converters of other formats."""

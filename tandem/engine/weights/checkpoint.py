@@ -1,4 +1,4 @@
-"""A model folder in Hugging Face layout: checked by its headers alone, then read directly into its tensors."""
+"""A model folder in Hugging Face layout: checked by its headers alone, then read directly into the model's tensors."""
 
 import hashlib
 import logging
@@ -25,37 +25,43 @@ from tandem.protocol.errors import ModelError
 
 _T = TypeVar("_T")
 _PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
-"""Pairs of prefixes of the text model's tensors: in multimodal checkpoints, and in those of text models."""
+"""Prefixes of the text model's tensors in multimodal checkpoints, and the corresponding ones in text checkpoints."""
 _ATTENTION_SCALES = tuple(f".{part}_{kind}" for part in ("q", "k", "v", "kv") for kind in ("scale", "zero_point"))
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """The names in one folder. Multimodal checkpoints prefix the text model's, and all others are the towers'."""
+    """The tensor names of one folder.
+
+    Multimodal checkpoints prefix the names of the text model's tensors; all their other tensors belong to the towers.
+    """
 
     spec: ModelSpec
     multimodal: bool
     predicting_layers: int
-    """Layers after the model's that predict further tokens (DeepSeek-V3, GLM-4.5), which are not computed."""
+    """The number of layers after the model's own that predict further tokens (DeepSeek-V3, GLM-4.5).
+
+    They are not computed.
+    """
 
     @classmethod
     def of(cls, spec: ModelSpec, config: Mapping[str, Any]) -> "TensorNames":
-        """Returns the names of a folder with this specification and config.json."""
+        """Return the names of a folder with this spec and config.json."""
         text = text_part(config)
         return cls(spec, text is not config, int(text.get("num_nextn_predict_layers") or 0))
 
     def text_model(self, found: Mapping[str, _T]) -> dict[str, _T]:
-        """Returns the tensors of the text model by the names that they have in a checkpoint of text alone."""
+        """Return the tensors of the text model, by their names in a checkpoint that has only text."""
         if not self.multimodal:
             return dict(found)
         return {text: each for name, each in found.items() if (text := _text_name(name)) is not None}
 
     def is_harmless(self, name: str) -> bool:
-        """Returns True for tensors that may be left out.
+        """Return True for a tensor that is ignored.
 
-        They are RoPE's constants and copies of tied embeddings in old exports, the layers that predict further tokens,
-        and the scales with which other servers quantize queries, keys and values.
+        These are RoPE constants and copies of tied embeddings in old exports, layers that predict further tokens, and
+        scales with which other servers quantize queries, keys and values.
         """
         if self.spec.quantization is not None and name.endswith(_ATTENTION_SCALES):
             return True
@@ -66,7 +72,7 @@ class TensorNames:
 
 
 def _text_name(name: str) -> str | None:
-    """Returns the name in a checkpoint of text alone, None for a tensor of a tower."""
+    """Return the tensor's name in a checkpoint that has only text, None for a tensor of a tower."""
     for prefix, text in _PREFIXES:
         if name.startswith(prefix):
             return text + name.removeprefix(prefix)
@@ -76,23 +82,23 @@ def _text_name(name: str) -> str | None:
 log = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
-"""Called with the name of an activity and its completed part, 0 to 1."""
+"""A callback that gets the name of an activity and its completed fraction, 0 to 1."""
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _NAMED_AT_MOST = 3
 _MOST_FILES = 10_000
-"""Files of weights: the largest models that are published have a few hundred."""
+"""The most weight files of a folder; the largest published models have a few hundred."""
 _REVISION_BYTES = 4096
-"""Bytes of each tensor that go into the revision: 1.2 MB for a model of 32 layers."""
+"""The leading bytes of each tensor that the revision depends on: 1.2 MB in total for a model of 32 layers."""
 
 
 def check_model(folder: Path) -> ModelSpec:
-    """Returns the specification of a model that can be served; no weights are read.
+    """Return the spec of a model after checking that it can be served; no weights are read.
 
-    Modules that a quantized checkpoint stores in 16 bits are not quantized, whatever config.json says. Raises
-    ModelError, in one sentence: no folder or configuration, an unsupported architecture, a truncated or corrupt file,
-    tensors missing, extra or of the wrong shape.
+    Modules that a quantized checkpoint stores in 16 bits count as not quantized, even if config.json says otherwise.
+    Raises ModelError, with one sentence, if there is no folder or configuration, if the architecture is not supported,
+    if a file is truncated or corrupt, or if tensors are missing, unknown or of the wrong shape.
     """
     spec = load_spec(folder)
     places = places_of(spec, allocate_parameters(spec, torch.float32, torch.device("meta")))
@@ -105,11 +111,10 @@ def check_model(folder: Path) -> ModelSpec:
 
 
 def load_weights(folder: Path, spec: ModelSpec, parameters: Parameters, progress: Progress | None = None) -> None:
-    """Copies every tensor of the folder to its place in `parameters`, cast to the place's dtype during the copy.
+    """Copy every tensor of the folder to its place in `parameters`, cast to the place's dtype on the way.
 
-    Places on the `meta` device are left out.
-    Raises ModelError as `check_model` does. The host holds no second copy, see `tensor_reader`, but of one tensor at a
-    time among those whose values are transformed.
+    Places on the `meta` device are skipped. Raises ModelError as `check_model` does. The host holds no second copy (see
+    `tensor_reader`), except of one tensor at a time among those whose values are transformed.
     """
     places = places_of(spec, parameters)
     config = read_json(folder / "config.json")
@@ -150,10 +155,10 @@ def load_weights(folder: Path, spec: ModelSpec, parameters: Parameters, progress
 
 
 def revision_hash(folder: Path) -> str:
-    """Returns the name of this revision of the model, in hex.
+    """Return a name of this revision of the model, in hex.
 
-    It is the SHA-256 over config.json, every tensor's name, dtype and shape, and the first bytes of each, so that a
-    fine-tuned model of equal shapes has another name, at little cost.
+    It is the SHA-256 of config.json, of every tensor's name, dtype and shape, and of the first bytes of each tensor. So
+    a fine-tuned model of equal shapes has another name, at little cost.
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for name, entry in sorted(read_entries(folder).items()):
@@ -165,7 +170,7 @@ def revision_hash(folder: Path) -> str:
 
 
 def stored_dtype(folder: Path) -> str:
-    """Returns the dtype of the folder's largest tensor that is not one of codes, in torch's spelling."""
+    """Return the dtype of the folder's largest tensor that is not quantized, as torch spells it."""
     entries = read_entries(folder).values()
     floats = [entry for entry in entries if entry.dtype in FLOATS]
     largest = max(floats or entries, key=lambda entry: _elements(entry.shape))
@@ -173,7 +178,7 @@ def stored_dtype(folder: Path) -> str:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Returns the files of the folder's weights, those of its index if it has one; ModelError if any is missing."""
+    """Return the weight files of a folder, those of its index if it has one. Raises ModelError if any is missing."""
     index = folder / _INDEX
     if not index.is_file():
         if not (folder / _SINGLE).is_file():
@@ -193,7 +198,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_entries(folder: Path) -> dict[str, TensorEntry]:
-    """Returns all tensors of a folder's weight files by their names; ModelError for files that cannot be read."""
+    """Return all tensors of a folder's weight files, by name. Raises ModelError for files that cannot be read."""
     found: dict[str, TensorEntry] = {}
     for file in weight_files(folder):
         for name, entry in read_header(file).items():
@@ -209,7 +214,7 @@ def _as_stored(
     quantized: QuantizedWeights,
     entries: Mapping[str, TensorEntry],
 ) -> Quantization:
-    """Returns the quantization without the modules that are stored in 16 bits, or in more."""
+    """Return the quantization without the modules that the checkpoint stores in 16 bits or more."""
     found = set()
     for name, scheme in quantized.schemes.items():
         codes = next(iter(stored_tensors(name, places[name], scheme)))
@@ -226,13 +231,13 @@ def _match(
     names: TensorNames,
     found: Mapping[str, TensorEntry],
 ) -> dict[str, TensorEntry]:
-    """Returns the entries to load, all of them wanted, none missing, each of its shape."""
+    """Return the entries to load, after checking that none is missing, unknown, or of the wrong shape or dtype."""
     schemes = quantized_weights(spec).schemes
     wanted: dict[str, StoredTensor] = {}
     of: dict[str, WeightScheme | None] = {}
     for name, place in places.items():
         stored = stored_tensors(name, place, schemes.get(name))
-        # A bias that the model has stands before one that its format allows.
+        # A bias that the model has takes precedence over a bias tensor that the weight's format allows.
         wanted |= {each: tensor for each, tensor in stored.items() if tensor.read or each not in places}
         of |= dict.fromkeys(stored, schemes.get(name))
     missing = [name for name, tensor in wanted.items() if tensor.required and name not in found]
@@ -258,7 +263,7 @@ def _match(
 
 
 def _named(scheme: WeightScheme | None) -> str:
-    """Returns the scheme of a weight for a message, "" for none."""
+    """Return the scheme of a weight for an error message, "" if there is none."""
     if scheme is None:
         return ""
     group = "a scale a row" if scheme.group is None else f"groups of {scheme.group}"
@@ -266,7 +271,7 @@ def _named(scheme: WeightScheme | None) -> str:
 
 
 def _read_transformed(name: str, entry: TensorEntry, place: Place, count: Callable[[int], None]) -> None:
-    """Reads one tensor into the host's memory, and writes the values that are computed from it to their place."""
+    """Read one tensor into host memory, and write the transformed values to their place."""
     assert isinstance(place.tensor, Tensor)
     stored = torch.empty(entry.shape, dtype=place.tensor.dtype)
     read_tensors({name: entry}, {name: stored}, count)

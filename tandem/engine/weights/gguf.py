@@ -1,7 +1,6 @@
-"""Conversion of a GGUF file to a model folder, once, in the user's cache, so that there is one loader.
+"""Converts a GGUF file into a model folder, once, in the user's cache, so that there is only one loader.
 
-All weights become float32, or where codes are kept, all but blocks of the types in `GGUF_SCHEMES`, which keep their
-bytes.
+All weights become float32. If codes are kept, blocks of the types in `GGUF_SCHEMES` keep their bytes instead.
 """
 
 import fcntl
@@ -31,23 +30,23 @@ Bytes = npt.NDArray[np.uint8]
 
 _MAGIC = b"GGUF"
 _VERSION = b"1"
-"""Part of the cache's key: a change of the output makes older folders stale."""
+"""A part of the cache key: it changes when the output changes, so that older folders are no longer used."""
 _DTYPE = "bfloat16"
-"""The dtype of a quantized model's activations and KV on GPUs; the file states none."""
+"""The dtype of a quantized model's activations and KV on GPUs; the file does not state one."""
 _HASHED_BYTES = 1 << 20
 _PLAIN_TYPES = {"F64", "F32", "F16", "BF16"}
-"""The types of weights that are no codes."""
+"""The types of weights that are not quantized."""
 
 
 def prepare_model(
     path: Path, cache_dir: Path | None = None, progress: Progress | None = None, *, codes: bool = False
 ) -> Path:
-    """Returns a checked folder in Hugging Face layout: `path` itself, or the conversion of its GGUF file.
+    """Return a checked folder in Hugging Face layout: `path` itself, or the converted GGUF file.
 
-    `codes`: the conversion keeps the file's codes, which only Tandem reads; else all weights are float32.
+    With `codes`, the folder keeps the file's codes, which only Tandem can read; otherwise all weights are float32.
 
-    The conversion is kept below `cache_dir` (default: tandem/models in the XDG cache folder), in a folder named as the
-    file, and appears there atomically. Raises ModelError for anything that cannot be served.
+    The folder is kept below `cache_dir` (by default tandem/models in the XDG cache folder), has the name of the file,
+    and appears there atomically. Raises ModelError for anything that cannot be served.
     """
     if path.is_dir():
         check_model(path)
@@ -62,7 +61,7 @@ def prepare_model(
     try:
         home.mkdir(parents=True, exist_ok=True)
         with (home / "lock").open("w") as lock:
-            # Two starts at once must not convert twice; the second waits for the first.
+            # Two simultaneous starts must not convert twice: the second waits for the first.
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not _is_sound(folder):
                 _convert(path, folder, progress, codes=codes)
@@ -72,9 +71,9 @@ def prepare_model(
 
 
 def refuse_codes(path: Path) -> None:
-    """Raises ModelError for a GGUF file whose weights are codes: rounded once more they would lose much more.
+    """Raise ModelError for a GGUF file with quantized weights: quantized again they would lose much more.
 
-    Its header alone is read. What else may be wrong with a path, `prepare_model` says.
+    Only its header is read. Other problems with the path are reported by `prepare_model`.
     """
     if not path.is_file() or _beginning(path)[: len(_MAGIC)] != _MAGIC:
         return
@@ -90,12 +89,12 @@ def refuse_codes(path: Path) -> None:
 
 
 def default_cache() -> Path:
-    """Returns the folder of conversions."""
+    """Return the folder of converted models."""
     return user_cache("models")
 
 
 def _fingerprint(path: Path, *, codes: bool) -> str:
-    """Returns a name of the conversion without reading all of the file: by its size, time of change and first MiB."""
+    """Return a name for the converted file from its size, modification time and first MiB, without reading the rest."""
     status = path.stat()
     version = _VERSION + (b" codes" if codes else b"")
     digest = hashlib.blake2b(version + f"{status.st_size} {status.st_mtime_ns}".encode(), digest_size=8)
@@ -112,7 +111,7 @@ def _beginning(path: Path) -> bytes:
 
 
 def _is_sound(folder: Path) -> bool:
-    """Returns True if an earlier conversion is complete; one that a full disk or a power cut broke is repeated."""
+    """Return True if an earlier conversion is complete; one that a full disk or a power cut interrupted is repeated."""
     if not folder.is_dir():
         return False
     try:
@@ -123,7 +122,7 @@ def _is_sound(folder: Path) -> bool:
 
 
 def _convert(path: Path, folder: Path, progress: Progress | None, *, codes: bool) -> None:
-    """Writes into a hidden sibling folder and renames it. The caller holds the lock, so leftovers have no owner."""
+    """Write a hidden sibling folder, then rename it. The caller holds the lock, so no process uses leftover folders."""
     for leftover in [*folder.parent.glob(".partial-*"), folder]:
         shutil.rmtree(leftover, ignore_errors=True)
     partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder.parent))
@@ -165,7 +164,7 @@ def _write_folder(path: Path, folder: Path, progress: Progress | None, *, codes:
 
 
 def _modules_by_type(tensors: Iterable[ReaderTensor]) -> dict[str, list[str]]:
-    """Returns the names of the tensors' modules, by the type of their blocks."""
+    """Return the module names of the tensors, by block type."""
     found: dict[str, list[str]] = {}
     for tensor in tensors:
         found.setdefault(tensor.tensor_type.name, []).append(huggingface_name(tensor.name).removesuffix(".weight"))
@@ -173,21 +172,21 @@ def _modules_by_type(tensors: Iterable[ReaderTensor]) -> dict[str, list[str]]:
 
 
 def _has_codes(tensor: ReaderTensor) -> bool:
-    """Returns True for blocks that can be kept."""
+    """Return True for a tensor whose blocks can be kept."""
     return tensor.tensor_type.name in GGUF_SCHEMES and tensor.name.endswith(".weight") and len(tensor.shape) == 2
 
 
 def _described(tensor: ReaderTensor, kept: bool) -> tuple[str, tuple[int, ...]]:
-    """Returns the dtype and the shape in which a tensor is written."""
-    # GGUF counts dimensions from the fastest; files from the slowest.
+    """Return the dtype and the shape in which a tensor is written."""
+    # GGUF lists dimensions from the fastest-varying one, safetensors from the slowest-varying one.
     shape = tensor.data.shape if kept else tensor.shape[::-1]
     return "U8" if kept else "F32", tuple(map(int, shape))
 
 
 class _Reader(GGUFReader):  # type: ignore[misc]  # its package has no types
-    """A reader that checks the file's size against its header: fields while it reads, tensors before they are mapped.
+    """A reader that checks the file's size against its header: fields as it reads them, tensors before they are mapped.
 
-    The library itself reads nothing after the end of the file, and that as many times as an array's length says.
+    The library itself reads past the end of a file without an error, as often as an array's stated length says.
     """
 
     def _get(self, offset: int, dtype: npt.DTypeLike, count: int = 1, **more: Any) -> npt.NDArray[Any]:
@@ -209,7 +208,7 @@ class _Reader(GGUFReader):  # type: ignore[misc]  # its package has no types
 
 
 def _end(field: ReaderField) -> int:
-    """Returns the end of a tensor, in bytes after the start of all tensors."""
+    """Return the end of a tensor, in bytes from the start of the first tensor."""
     _, _, _, dims, raw_type, offset = field.parts
     block_size, type_size = GGML_QUANT_SIZES[GGMLQuantizationType(raw_type[0])]
     return int(offset[0]) + int(math.prod(map(int, dims)) * type_size) // int(block_size)
@@ -220,7 +219,8 @@ def _open(path: Path) -> GGUFReader:
         return _Reader(path)
     except ModelError:
         raise
-    except Exception as error:  # the reader has no error of its own: a cut file ends in whatever came next
+    # The library defines no error of its own: a truncated file may cause any exception.
+    except Exception as error:
         size = path.stat().st_size
         raise ModelError(
             f"the file is truncated or corrupt: its header cannot be read, it has {size} bytes; download it again."
@@ -254,22 +254,23 @@ def _dequantize(tensor: ReaderTensor) -> Float32:
 
 
 def _unpermute(weight: Float32 | Bytes, heads: int) -> Float32 | Bytes:
-    """Reorders Llama's q and k rows: GGUF interleaves RoPE's pairs, checkpoints keep the halves apart."""
+    """Reorder the q and k rows of Llama: GGUF interleaves the pairs of RoPE, checkpoints keep the halves apart."""
     half = weight.shape[0] // heads // 2
     return weight.reshape(heads, half, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
 def _write_tokenizer(path: Path, folder: Path, progress: Progress | None) -> None:
-    # Imported here, as it takes seconds and only conversions need it.
+    # Imported here, because it takes seconds and only conversions need it.
     from transformers import AutoTokenizer
 
     if progress is not None:
         progress("converting tokenizer", 0.0)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        # The chat template belongs into tokenizer_config.json, which every reader reads.
+        # The chat template goes into tokenizer_config.json, which every reader reads.
         tokenizer.save_pretrained(folder, save_jinja_files=False)
-    except Exception as error:  # any part of another library may fail on a foreign file
+    # Code of another library may fail in any way on an unknown file.
+    except Exception as error:
         raise ModelError(f"its tokenizer cannot be converted ({error}).") from error
     if progress is not None:
         progress("converting tokenizer", 1.0)

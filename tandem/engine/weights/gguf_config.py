@@ -1,4 +1,4 @@
-"""Translation of GGUF's metadata and tensor names to Hugging Face's."""
+"""Translates GGUF metadata and tensor names to those of Hugging Face."""
 
 import math
 import re
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from tandem.protocol.errors import ModelError
 
 Read = Callable[[str], Any]
-"""Returns the value of a metadata key, None where the file lacks it."""
+"""A function that returns the value of a metadata key, None if the file lacks it."""
 
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _TOP_LEVEL = {
@@ -33,11 +33,11 @@ _IN_LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 ROPE_FACTORS = "rope_freqs.weight"
-"""Llama 3's RoPE scaling, which GGUF keeps as a tensor of divisors instead of its parameters."""
+"""The tensor of Llama 3's RoPE scaling: GGUF stores the divisors instead of the parameters."""
 
 
 def huggingface_name(name: str) -> str:
-    """Returns the checkpoint name of a GGUF tensor; ModelError for one that no supported model has."""
+    """Return the checkpoint's name of a GGUF tensor. Raises ModelError for a tensor that no supported model has."""
     if name in _TOP_LEVEL:
         return _TOP_LEVEL[name]
     found = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
@@ -49,9 +49,10 @@ def huggingface_name(name: str) -> str:
 def huggingface_config(
     read: Read, vocab_size: int, tensors: Collection[str], rope_factors: npt.NDArray[np.float32] | None
 ) -> dict[str, Any]:
-    """Returns the contents of config.json; ModelError for a model that is not supported.
+    """Return the contents of config.json. Raises ModelError for a model that is not supported.
 
-    vocab_size counts rows of the embedding; rope_factors are the values of `ROPE_FACTORS` where the file has them.
+    `vocab_size` is the number of rows of the embedding, `rope_factors` the values of `ROPE_FACTORS` if the file has
+    them.
     """
     kind = read("general.architecture")
     if kind not in _ARCHITECTURES or read(f"{kind}.expert_count"):
@@ -94,7 +95,7 @@ def huggingface_config(
 
 
 def eos_token_ids(read: Read) -> list[int]:
-    """Returns the ids of end of sequence and, for chat models, end of turn."""
+    """Return the ids of the end-of-sequence token and, for chat models, the end-of-turn token."""
     keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
     return sorted({int(value) for value in map(read, keys) if value is not None})
 
@@ -111,7 +112,7 @@ def _rope_scaling(read: Read, kind: str, factors: npt.NDArray[np.float32] | None
 
 
 def _llama3_scaling(factors: npt.NDArray[np.float32], theta: float) -> dict[str, Any]:
-    """Returns the parameters that give the divisors: every Llama 3.x blends between 1 and 4 turns in 8192 tokens."""
+    """Return the parameters that yield these divisors. Every Llama 3.x blends between 1 and 4 turns in 8192 tokens."""
     scaling = {
         "rope_type": "llama3",
         "factor": float(factors.max()),

@@ -1,4 +1,4 @@
-"""Loading of quantized weights: a few at a time are read on the device, repacked there and copied to their places."""
+"""Loads quantized weights: a few at a time are read to the device, repacked there, and copied to their places."""
 
 from collections.abc import Callable, Iterator, Mapping
 from types import EllipsisType
@@ -18,11 +18,11 @@ from tandem.engine.weights.tensor_reader import DTYPES, FLOATS, MAX_THREADS, PIE
 from tandem.protocol.errors import ModelError
 
 _BATCH_BYTES = MAX_THREADS * PIECE_BYTES
-"""Bytes that are read at once, one piece a thread; nothing else of a checkpoint is held twice."""
+"""The bytes that are read at once, one piece per thread. No other part of a checkpoint is held twice."""
 
 
 def stored_tensors(name: str, place: Place, scheme: WeightScheme | None) -> dict[str, StoredTensor]:
-    """Returns the tensors in which a checkpoint stores the weight `name`, by their names; the first is its codes."""
+    """Return the tensors in which a checkpoint stores the weight `name`, by their names; the first has its codes."""
     if scheme is None or scheme.format is WeightFormat.ROUND_TO_NEAREST:
         return {name: StoredTensor(name, (place.stored_shape,), frozenset(FLOATS))}
     module = name.removesuffix("weight")
@@ -36,7 +36,10 @@ def load_quantized(
     entries: Mapping[str, TensorEntry],
     on_read: Callable[[int], None],
 ) -> None:
-    """Loads the weights that `schemes` names; `on_read` as in `read_tensors`, with all elements of all tensors."""
+    """Load the weights that `schemes` names.
+
+    `on_read` is that of `read_tensors`, and counts all elements of all tensors.
+    """
     for batch in _batches(places, schemes, entries):
         wanted = {name: entries[name] for names in batch.values() for name in names}
         device = next(iter(places.values())).tensor.device
@@ -54,7 +57,7 @@ def load_quantized(
 def _batches(
     places: Mapping[str, Place], schemes: Mapping[str, WeightScheme], entries: Mapping[str, TensorEntry]
 ) -> Iterator[dict[str, list[str]]]:
-    """Yields weights with the names of their tensors, in the order of the files, so many that they are read quickly."""
+    """Yield batches of weights with the names of their tensors, in file order, large enough to be read fast."""
     stored = {name: _to_read(name, places, scheme, entries) for name, scheme in schemes.items()}
     batch: dict[str, list[str]] = {}
     size = 0
@@ -72,7 +75,7 @@ def _batches(
 def _to_read(
     name: str, places: Mapping[str, Place], scheme: WeightScheme, entries: Mapping[str, TensorEntry]
 ) -> list[str]:
-    """Returns the tensors to read of a weight; the model's own biases have places of their own."""
+    """Return the names of the tensors to read for a weight; the model's own biases have places of their own."""
     found = stored_tensors(name, places[name], scheme)
     own = {each for each in found if each == name or each not in places}
     return [each for each, stored in found.items() if stored.read and each in own and each in entries]
@@ -83,13 +86,13 @@ def _bytes(entry: TensorEntry) -> int:
 
 
 def _place(place: Place, scheme: WeightScheme, stored: Mapping[str, Tensor], name: str) -> None:
-    """Writes a weight to its place, packed or dequantized."""
+    """Write a weight to its place, packed or dequantized."""
     target = place.tensor
     if scheme.format is WeightFormat.ROUND_TO_NEAREST:
         assert isinstance(target, PackedWeight)
         weight = next(iter(stored.values()))
         weight = weight if place.transform is None else place.transform(weight)
-        # Stacked experts one by one, as rounding holds several copies in float32.
+        # Stacked experts are rounded one by one, because rounding holds several float32 copies of a matrix.
         experts = range(len(weight)) if weight.dim() > 2 else (...,)
         for index in experts:
             _copy(rounded(weight[index], packing_of(target)), target, index)

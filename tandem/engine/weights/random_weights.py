@@ -1,4 +1,4 @@
-"""Random weights for performance runs: a real model's shapes, generated on the device in seconds."""
+"""Random weights for performance runs: the shapes of a real model, generated on the device in seconds."""
 
 import hashlib
 from pathlib import Path
@@ -10,14 +10,14 @@ from tandem.engine.models.parameters import Parameters, named_weights
 
 _SEED = 20_240_601
 _SPREAD = 0.02
-"""Standard deviation, as models are initialised for training."""
+"""The standard deviation, as in models that are initialized for training."""
 _ROWS = 1024
 
 
 def fill_randomly(parameters: Parameters) -> None:
-    """Fills with normal numbers from a fixed seed; norms are 1, biases 0.
+    """Fill the weights with normal numbers from a fixed seed; norms are 1, biases 0.
 
-    Two processes on one kind of device get the same weights.
+    Two processes on the same kind of device get the same weights.
     """
     generator = torch.Generator(parameters.embedding.device).manual_seed(_SEED)
     for name, weight in named_weights(parameters):
@@ -32,10 +32,10 @@ def fill_randomly(parameters: Parameters) -> None:
 
 
 def _fill_packed(weight: PackedWeight, generator: torch.Generator) -> None:
-    """Draws every code with the same probability, with scales that give the weights their standard deviation."""
+    """Choose every code with equal probability, and set scales that give the weights their standard deviation."""
     codes = weight.codes
     if codes.dtype == torch.float8_e4m3fn:
-        # A part at a time: random numbers are drawn in float32, of four times the bytes.
+        # One part at a time, because normal numbers are generated in float32, which takes four times the bytes.
         for part in torch.split(codes.view(-1, codes.shape[-1]), _ROWS):
             part.copy_(torch.empty(part.shape, device=part.device).normal_(generator=generator))
         spread = 1.0
@@ -52,5 +52,5 @@ def _fill_packed(weight: PackedWeight, generator: torch.Generator) -> None:
 
 
 def random_revision(folder: Path) -> str:
-    """Returns the name of these weights: the same for the same config.json, never that of a real model."""
+    """Return the name of these weights: the same for the same config.json, and never that of a real model."""
     return "random-" + hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()

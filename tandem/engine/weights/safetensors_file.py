@@ -1,6 +1,6 @@
-"""The safetensors format, read and written without holding a file in memory.
+"""The safetensors format, read and written without holding a whole file in memory.
 
-A file is an 8-byte little-endian header length, the header (JSON: name → dtype, shape, byte range), then the tensors.
+A file has an 8-byte little-endian header length, the header (JSON: name → dtype, shape, byte range), then the tensors.
 """
 
 import json
@@ -15,19 +15,20 @@ import numpy.typing as npt
 from tandem.protocol.errors import ModelError
 
 _LARGEST_HEADER = 8 << 20
-"""Bytes of a header: some 60,000 tensors. A published file has a few thousand; the reference reads 100 million bytes,
-which takes many seconds.
+"""The most bytes of a header: about 60,000 tensors, while a published file has a few thousand.
+
+The reference implementation reads up to 100 million bytes, which takes many seconds.
 """
 _MOST_DIMENSIONS = 8
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1, "F8_E4M3": 1}
 
 _WRITTEN = {"F32": np.float32, "BF16": np.uint16, "I64": np.int64, "U8": np.uint8}
-"""The dtypes that are written, each with that of its array; bfloat16 comes as its bits."""
+"""The dtypes that can be written, each with the dtype of its array; bfloat16 is passed as its bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor in its file's header: `dtype` in the format's spelling, `start` its first byte in the file."""
+    """A tensor in a file's header: `dtype` as safetensors spells it, `start` is its first byte in the file."""
 
     file: Path
     dtype: str
@@ -36,9 +37,9 @@ class TensorEntry:
 
 
 def read_header(file: Path, largest: int = _LARGEST_HEADER) -> dict[str, TensorEntry]:
-    """Returns all tensors of a file, checked against the file's size.
+    """Return all tensors of a file, checked against the file's size.
 
-    ModelError names a truncated or corrupt file, and one whose header has more than `largest` bytes.
+    Raises ModelError if the file is truncated or corrupt, or if its header has more than `largest` bytes.
     """
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -79,7 +80,7 @@ def _entry(file: Path, data_start: int, described: Mapping[str, object]) -> Tens
 def write_float32(
     file: Path, shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[npt.NDArray[np.float32]]
 ) -> None:
-    """Writes `tensors`, which come one at a time in the order of `shapes`."""
+    """Write `tensors`, which are passed one at a time in the order of `shapes`."""
     write_tensors(file, {name: ("F32", shape) for name, shape in shapes.items()}, tensors)
 
 
@@ -88,7 +89,7 @@ def write_tensors(
     described: Mapping[str, tuple[str, tuple[int, ...]]],
     tensors: Iterable[npt.NDArray[np.float32 | np.uint16 | np.int64 | np.uint8]],
 ) -> None:
-    """Writes tensors of `_WRITTEN` dtypes, which come one at a time in the order of `described`: dtype, shape."""
+    """Write tensors with dtypes of `_WRITTEN`, passed one at a time in the order of `described` (dtype, shape)."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, (dtype, shape) in described.items():
@@ -96,7 +97,8 @@ def write_tensors(
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
     raw = json.dumps(header).encode()
-    raw += b" " * (-len(raw) % 8)  # readers map the file: keep the data aligned
+    # Padded so that the data is aligned for readers that map the file.
+    raw += b" " * (-len(raw) % 8)
     with file.open("wb") as stream:
         stream.write(len(raw).to_bytes(8, "little") + raw)
         for (dtype, shape), tensor in zip(described.values(), tensors, strict=True):

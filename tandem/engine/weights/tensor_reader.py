@@ -1,8 +1,8 @@
-"""Tensors of safetensors files, read directly into their destination by a few threads.
+"""Reads tensors of safetensors files directly into their destination, with a few threads.
 
-Bytes go from the file into the tensor itself if it is in host memory and stored in the same dtype; else through small
-staging buffers, pinned for a GPU, of which each thread fills one while the other is copied. So the host never holds a
-second copy of the weights, and a file in the page cache is read at the speed of memory.
+A tensor in host memory that is stored in its own dtype is read in place. Others pass through small staging buffers,
+which are pinned for a GPU; each thread fills one of its buffers while the other is copied. So the host never holds a
+second copy of the weights, and a file in the page cache is read at memory speed.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from tandem.engine.weights.safetensors_file import TensorEntry
 from tandem.protocol.errors import ModelError
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""The dtypes of weights that are not quantized, by the format's spelling."""
+"""The dtypes of weights that are not quantized, as safetensors spells them."""
 DTYPES = FLOATS | {
     "I64": torch.int64,
     "I32": torch.int32,
@@ -29,23 +29,24 @@ DTYPES = FLOATS | {
     "U8": torch.uint8,
     "F8_E4M3": torch.float8_e4m3fn,
 }
-"""The dtypes that can be read, by the format's spelling; those of codes are never cast."""
+"""The dtypes that can be read, as safetensors spells them; those of codes are never cast."""
 PIECE_BYTES = 8 << 20
-"""Bytes per read."""
+"""The bytes of one read."""
 MAX_THREADS = 8
 _BUFFERS = 2
 _LARGEST_FLOAT16 = 65504.0
 _WIDER = {torch.float64, torch.float32, torch.bfloat16}
-"""Dtypes with numbers beyond it."""
+"""The dtypes that can hold larger numbers than float16."""
 
 
 def read_tensors(
     entries: Mapping[str, TensorEntry], into: Mapping[str, Tensor], on_read: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Copies every entry to `into[name]`, contiguous and of its shape, cast to that dtype during the copy.
+    """Copy every entry to `into[name]`, which is contiguous and has its shape, cast to that tensor's dtype on the way.
 
-    All of `into` is on one device; the copies are complete on return. `on_read` is called on the caller's thread with
-    the elements of each piece. ModelError for a file that cannot be read to its end, and as of `check_range`.
+    All tensors of `into` are on one device; the copies are complete on return. `on_read` is called on the caller's
+    thread with the number of elements of each piece. Raises ModelError for a file that cannot be read to its end, and
+    as `check_range` does.
     """
     devices = {into[name].device for name in entries}
     if len(devices) != 1:
@@ -64,7 +65,7 @@ def read_tensors(
 
 
 def check_range(values: Tensor, dtype: torch.dtype, subject: str) -> None:
-    """Raises ModelError if weights would become infinite as float16; `subject` names them in the message."""
+    """Raise ModelError if weights would become infinite in float16; `subject` names them in the message."""
     if dtype != torch.float16 or values.dtype not in _WIDER or not len(values):
         return
     low, high = (float(each) for each in torch.aminmax(values))
@@ -77,7 +78,10 @@ def check_range(values: Tensor, dtype: torch.dtype, subject: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Bytes of the tensor `name` in a file from `start` on, stored as `dtype`, with the destination `place`."""
+    """A piece of the tensor `name`: its bytes in `file` begin at `start`, stored as `dtype`.
+
+    `place` is the destination.
+    """
 
     name: str
     file: Path
@@ -87,7 +91,7 @@ class _Piece:
 
 
 class _Staging(threading.local):
-    """Each thread's buffers, and on a GPU its stream."""
+    """The staging buffers of each thread and, on a GPU, its stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -99,7 +103,7 @@ class _Staging(threading.local):
             self._free = [torch.cuda.Event() for _ in range(_BUFFERS)]  # type: ignore[no-untyped-call]
 
     def take(self, size: int) -> Tensor:
-        """Returns a buffer [size] uint8 whose last copy has ended."""
+        """Return a buffer [size] uint8 whose last copy has ended."""
         if not self._buffers:
             count = _BUFFERS if self._on_gpu else 1
             self._buffers = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=self._on_gpu) for _ in range(count)]
@@ -110,13 +114,13 @@ class _Staging(threading.local):
         return self._buffers[0][:size]
 
     def copy(self, source: Tensor, place: Tensor) -> None:
-        """Copies from the buffer taken last; on a GPU it does not wait."""
+        """Copy from the buffer that was taken last; on a GPU it does not wait for the copy."""
         if not self._on_gpu:
             place.copy_(source)
             return
         with torch.cuda.stream(self.stream):
             if source.dtype != place.dtype:
-                # Cast on the device: on the host it would take longer than the copy.
+                # Cast on the device, because casting on the host would take longer than the copy.
                 source = source.to(place.device, non_blocking=True)
             place.copy_(source, non_blocking=True)
             self._free[0].record()
@@ -136,7 +140,7 @@ def _open(file: Path, until: contextlib.ExitStack) -> int:
 
 
 def _pieces(entries: Mapping[str, TensorEntry], into: Mapping[str, Tensor]) -> Iterator[_Piece]:
-    """Yields the pieces in the order of the files, so that a disk reads ahead."""
+    """Yield the pieces in the order of the files, so that the disk can read ahead."""
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].file, item[1].start)):
         dtype, flat = DTYPES[entry.dtype], into[name].view(-1)
         step = PIECE_BYTES // dtype.itemsize
@@ -145,9 +149,9 @@ def _pieces(entries: Mapping[str, TensorEntry], into: Mapping[str, Tensor]) -> I
 
 
 def _read(piece: _Piece, opened: int, staging: _Staging) -> int:
-    """Reads a piece; returns its number of elements."""
+    """Read a piece and return its number of elements."""
     place = piece.place
-    # Threads do not inherit the mode in which weights are allocated and may be written.
+    # Threads do not inherit inference mode, in which the weights were allocated and must be written.
     with torch.inference_mode():
         if place.device.type == "cpu" and place.dtype == piece.dtype:
             _fill(place.view(torch.uint8).numpy(), piece, opened)
@@ -161,7 +165,7 @@ def _read(piece: _Piece, opened: int, staging: _Staging) -> int:
 
 
 def _fill(target: Any, piece: _Piece, opened: int) -> None:
-    """Reads until `target`, an array of bytes, is full."""
+    """Read until `target`, an array of bytes, is full."""
     done, size = 0, len(target)
     try:
         while done < size:

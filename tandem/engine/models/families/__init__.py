@@ -1,4 +1,4 @@
-"""The model families: each file of this folder is one, and is found by being there."""
+"""The model families: each file in this folder, except the shared ones, is a family, and is found by being here."""
 
 import importlib
 import pkgutil
@@ -11,20 +11,20 @@ from tandem.engine.models.parameters import Parameters, Place
 from tandem.protocol.errors import ModelError
 
 _SHARED = {"family", "rows"}
-"""Files of the folder that are no family."""
+"""Files in this folder that are not families."""
 
 
 @cache
 def families() -> tuple[Family, ...]:
-    """Returns the families, in the order of their files' names."""
+    """Return the families, in the order of their file names."""
     names = sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in _SHARED)
     return tuple(importlib.import_module(f"{__name__}.{name}").FAMILY for name in names)
 
 
 def family_of(config: Json) -> Family:
-    """Returns the family of a config.json, by its `architectures`, or by its `model_type` where it has none.
+    """Return the family of a config.json, found by its `architectures`, or by its `model_type` if it has none.
 
-    ModelError names the architecture and lists the supported ones.
+    Raises ModelError, which names the architecture and lists the supported ones.
     """
     found = next((family for family in families() if _matches(family, config)), None)
     if found is not None:
@@ -38,12 +38,12 @@ def family_of(config: Json) -> Family:
 
 
 def is_supported(config: Json) -> bool:
-    """Returns True if a family reads this config.json."""
+    """Return True if any family reads this config.json."""
     return any(_matches(family, config) for family in families())
 
 
 def places_of(spec: ModelSpec, parameters: Parameters) -> dict[str, Place]:
-    """Returns the destination of each tensor of a checkpoint of this model by its name."""
+    """Return where each tensor of a checkpoint of this model is written to, by the tensor's name."""
     return family_of({"architectures": [spec.architecture]}).places(spec, parameters)
 
 

@@ -26,9 +26,12 @@ from tandem.engine.models.parameters import LatentParameters, Parameters, Place,
 from tandem.protocol.errors import ModelError
 
 _QUERY_RANK = 1536
-"""transformers' rank of queries where config.json names none; null means that there is none."""
+"""The query rank that transformers uses if config.json has none.
+
+Null means that queries have no low-rank projection.
+"""
 _NORM_EPS = 1e-6
-"""The epsilon of the norms of the latents, whatever config.json says of the others."""
+"""The epsilon of the norms of latents; config.json only sets that of the other norms."""
 
 
 def _parse(config: Json) -> ModelSpec:
@@ -42,7 +45,7 @@ def _parse(config: Json) -> ModelSpec:
 
 
 def latent_model(config: Json, architecture: str, router: ExpertRouter) -> ModelSpec:
-    """Returns a model with latent attention, whose first layers are dense."""
+    """Return the spec of a model with latent attention, whose first layers are dense."""
     attention = _attention(config)
     dense = parse_dense(config)
     first = int(config.get("first_k_dense_replace") or 0)
@@ -106,7 +109,7 @@ def _temperature(config: Json, rope: RopeConfig) -> float:
 
 
 def latent_places(spec: ModelSpec, parameters: Parameters) -> dict[str, Place]:
-    """Returns the places of a model with latent attention; rotated rows are stored in neighbouring pairs."""
+    """Return the places of a model with latent attention; its checkpoints store rotated rows in neighbouring pairs."""
     found = standard_places(spec, parameters)
     for number, (layer, weights) in enumerate(zip(spec.layers, parameters.layers, strict=True)):
         assert isinstance(layer.attention, LatentAttention)

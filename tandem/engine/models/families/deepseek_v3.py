@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1, and Kimi K2, which has their form."""
+"""DeepSeek-V3 and R1, and Kimi K2, which has the same architecture."""
 
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.models.families.deepseek_v2 import latent_model, latent_places

@@ -1,4 +1,4 @@
-"""The interface of a model family, and what most of them read from config.json in the same way."""
+"""The interface of a model family, and the parts of config.json that most families read in the same way."""
 
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -22,28 +22,28 @@ from tandem.protocol.errors import ModelError
 
 Json = Mapping[str, Any]
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
-"""The spelling of an activation in config.json → in `DenseFeedForward`."""
+"""Maps the name of an activation in config.json to that in `DenseFeedForward`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A model family: how its config.json and the names of its checkpoints are read.
+    """A model family: how its config.json and its tensor names are read.
 
-    `parse` raises ModelError for what is not supported, and KeyError, TypeError or ValueError for a configuration that
+    `parse` raises ModelError if something is not supported, and KeyError, TypeError or ValueError if the configuration
     is incomplete.
     """
 
     architectures: tuple[str, ...]
-    """Classes of transformers, as `architectures` in config.json names them."""
+    """The transformers classes, as `architectures` in config.json names them."""
     model_types: tuple[str, ...]
-    """`model_type` in config.json, which counts where `architectures` is missing."""
+    """The values of `model_type` in config.json, which decides if `architectures` is missing."""
     parse: Callable[[Json], ModelSpec]
     places: Callable[[ModelSpec, Parameters], dict[str, Place]] = standard_places
-    """Returns the destination of each tensor of a checkpoint by its name."""
+    """Returns where each tensor of a checkpoint is written to, by its name."""
 
 
 def parse_activation(config: Json, default: str = "silu") -> str:
-    """Returns the activation of the feed-forward networks; ModelError for one that is not supported."""
+    """Return the activation of the feed-forward networks. Raises ModelError if it is not supported."""
     named = config.get("hidden_act") or config.get("hidden_activation") or default
     if named not in ACTIVATIONS:
         raise ModelError(f"hidden_act {named!r} is not supported; supported are {', '.join(ACTIVATIONS)}.")
@@ -51,12 +51,12 @@ def parse_activation(config: Json, default: str = "silu") -> str:
 
 
 def parse_dense(config: Json, *, bias: bool = False, activation: str = "silu") -> DenseFeedForward:
-    """Returns the feed-forward network of a layer without experts; `activation` is the default of the family."""
+    """Return the feed-forward network of a layer without experts; `activation` is the default of the family."""
     return DenseFeedForward(int(config["intermediate_size"]), parse_activation(config, activation), bias)
 
 
 def with_dense(config: Json, layers: Sequence[LayerSpec], numbers: Container[int]) -> list[LayerSpec]:
-    """Returns the layers of a mixture of experts, of which those with these numbers have no experts."""
+    """Return the layers of a mixture-of-experts model with those of these numbers made dense."""
     dense = [number for number in range(len(layers)) if number in numbers]
     if not dense:
         return list(layers)
@@ -67,7 +67,7 @@ def with_dense(config: Json, layers: Sequence[LayerSpec], numbers: Container[int
 
 
 def parse_sigmoid_router(config: Json) -> ExpertRouter:
-    """Returns the router of DeepSeek-V3, which GLM-4.5 has as well: sigmoid scores, and a bias to choose by."""
+    """Return the router of DeepSeek-V3 and GLM-4.5: sigmoid scores, and a bias that affects only the choice."""
     return ExpertRouter(
         score="sigmoid",
         renormalize=bool(config.get("norm_topk_prob", True)),
@@ -80,15 +80,15 @@ def parse_sigmoid_router(config: Json) -> ExpertRouter:
 
 
 def parse_expert_count(config: Json) -> int:
-    """Returns the number of experts, which transformers 4 and 5 name differently; KeyError if none is named."""
+    """Return the number of experts, whose field differs in transformers 4 and 5. Raises KeyError if there is none."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     return int(next((config[name] for name in names if config.get(name)), None) or config[names[0]])
 
 
 def parse_shape(config: Json, *, head_dim: int | None = None, scale: float | None = None) -> AttentionShape:
-    """Returns heads, dimensions and scale, without a window; `head_dim` is the default of the family.
+    """Return heads, dimensions and scale of attention, without a window; `head_dim` is the default of the family.
 
-    ModelError if the numbers do not fit together.
+    Raises ModelError if the numbers do not fit together.
     """
     heads = int(config["num_attention_heads"])
     kv_heads = int(config.get("num_key_value_heads") or heads)
@@ -105,14 +105,14 @@ def parse_shape(config: Json, *, head_dim: int | None = None, scale: float | Non
 
 
 def check_sizes(**sizes: int) -> None:
-    """Raises ModelError for the first of the sizes, by the names of their fields, that is below 1."""
+    """Raise ModelError for the first of these sizes, named by their fields, that is below 1."""
     for name, size in sizes.items():
         if size < 1:
             raise ModelError(f"{name} {size} is not supported; it must be at least 1.")
 
 
 def parse_window(config: Json) -> int | None:
-    """Returns `sliding_window`; ModelError below 1."""
+    """Return `sliding_window`. Raises ModelError if it is below 1."""
     window = config.get("sliding_window")
     if window is not None and int(window) < 1:
         raise ModelError(f"sliding_window {window} is not supported; a token sees at least itself.")
@@ -120,7 +120,10 @@ def parse_window(config: Json) -> int | None:
 
 
 def parse_softcap(config: Json, name: str, default: float | None = None) -> float | None:
-    """Returns the soft cap of scores or logits in the field `name`, null = None; ModelError unless it is above 0."""
+    """Return the soft cap of scores or logits in the field `name`, None for null.
+
+    Raises ModelError unless it is above 0.
+    """
     cap = config.get(name, default)
     if cap is not None and not float(cap) > 0:
         raise ModelError(f"{name} {cap} is not supported; it must be above 0, or null for none.")
@@ -128,7 +131,7 @@ def parse_softcap(config: Json, name: str, default: float | None = None) -> floa
 
 
 def windows_by_type(config: Json, window: int | None, default: Callable[[int], str]) -> tuple[int | None, ...]:
-    """Returns each layer's window from `layer_types`, or by `default` of its number where the file has none."""
+    """Return each layer's window according to `layer_types`, or to `default` of the layer's number if it is missing."""
     layers = int(config["num_hidden_layers"])
     kinds: Sequence[str] = config.get("layer_types") or [default(number) for number in range(layers)]
     if len(kinds) != layers:
@@ -142,7 +145,7 @@ def windows_by_type(config: Json, window: int | None, default: Callable[[int], s
 
 
 def parse_eos(config: Json) -> tuple[int, ...]:
-    """Returns the ids of end of sequence."""
+    """Return the ids of the end-of-sequence tokens."""
     found = config.get("eos_token_id")
     if found is None:
         return ()
@@ -158,11 +161,9 @@ def make_model(
     tied_by_default: bool = False,
     **changes: Any,
 ) -> ModelSpec:
-    """Returns a specification with the fields that all families read alike.
+    """Return a spec with the fields that all families read alike; `changes` are further fields of `ModelSpec`.
 
-    ModelError for sizes below 1, and for experts that cannot be chosen or computed.
-
-    `changes` are further fields of `ModelSpec`.
+    Raises ModelError for sizes below 1, and for experts that cannot be chosen or computed.
     """
     ropes = [rope for layer in layers if (rope := layer.attention.rope) is not None]
     spec = ModelSpec(
@@ -202,7 +203,7 @@ def grouped_layers(
     output_bias: bool = False,
     qk_norm: int = 0,
 ) -> list[LayerSpec]:
-    """Returns layers of grouped-query attention that differ in their windows alone; `rope` None = config.json's."""
+    """Return layers of grouped-query attention that differ only in their windows; `rope` None = that of config.json."""
     rope = parse_rope(config) if rope is None else rope
     return [
         LayerSpec(
@@ -220,7 +221,7 @@ def grouped_layers(
 
 
 def _max_context(config: Json, ropes: Sequence[RopeConfig]) -> int:
-    """Returns the largest context; files with YaRN may still state the context before stretching."""
+    """Return the longest context; with YaRN, config.json may still state the context before scaling."""
     stated = int(config["max_position_embeddings"])
     stretched = (int(rope.original_context * rope.factor) for rope in ropes if rope.kind == "yarn")
     longest = max([stated, *stretched])

@@ -1,4 +1,4 @@
-"""Gemma 2: soft caps, norms of outputs, and a window in every other layer."""
+"""Gemma 2: soft caps, norms of block outputs, and a window in every other layer."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +21,7 @@ from tandem.engine.models.parameters import Parameters, Place, renamed, standard
 
 
 def gemma_model(config: Json, architecture: str, layers: Sequence[LayerSpec]) -> ModelSpec:
-    """Returns a model whose norms multiply with 1 + weight in float32 and whose embeddings are scaled."""
+    """Return a model whose embeddings are scaled, and whose norms multiply by 1 + weight in float32."""
     return make_model(
         config,
         architecture,
@@ -34,7 +34,7 @@ def gemma_model(config: Json, architecture: str, layers: Sequence[LayerSpec]) ->
 
 
 def gemma_places(spec: ModelSpec, parameters: Parameters) -> dict[str, Place]:
-    """Returns the places of a model with norms of outputs, whose norms are stored minus 1."""
+    """Return the places of a model with output norms, whose norm weights are stored minus 1."""
     found = standard_places(spec, parameters)
     named = renamed(found, {"post_attention_layernorm": "pre_feedforward_layernorm"})
     for number, weights in enumerate(parameters.layers):

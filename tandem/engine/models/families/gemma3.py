@@ -1,4 +1,4 @@
-"""Gemma 3, the text model: five layers with a window and a rope of their own to each one without."""
+"""Gemma 3, text only: five layers with a window, which have their own RoPE, alternate with one layer without."""
 
 from dataclasses import replace
 
@@ -24,9 +24,9 @@ _DEFAULTS = {
     "max_position_embeddings": 131_072,
     "sliding_window": 4096,
 }
-"""transformers' values of the fields that published files leave out."""
+"""The defaults of transformers for fields that published files leave out."""
 _GLOBAL_THETA, _LOCAL_THETA = 1e6, 1e4
-"""The thetas of layers without and with a window, where config.json names none."""
+"""The RoPE thetas of layers without and with a window, if config.json has none."""
 
 
 def _parse(given: Json) -> ModelSpec:
@@ -49,14 +49,14 @@ def _parse(given: Json) -> ModelSpec:
 
 
 def _with_rope(layer: LayerSpec, local: RopeConfig) -> LayerSpec:
-    """Returns the layer with the rope of layers that have a window, if it has one."""
+    """Return the layer with the RoPE of windowed layers, if it has a window."""
     attention = layer.attention
     assert isinstance(attention, GroupedQueryAttention)
     return layer if attention.shape.window is None else replace(layer, attention=replace(attention, rope=local))
 
 
 def _ropes(config: Json) -> tuple[RopeConfig, RopeConfig]:
-    """Returns the ropes of layers without and with a window."""
+    """Return the RoPE of layers without a window, and that of layers with one."""
     named = config.get("rope_parameters") or {}
     if "full_attention" in named:
         full = {"rope_theta": _GLOBAL_THETA} | dict(named["full_attention"] or {})

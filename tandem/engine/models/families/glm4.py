@@ -1,4 +1,4 @@
-"""GLM-4 and GLM-Z1: norms of outputs, and heads of which a half is rotated."""
+"""GLM-4 and GLM-Z1: norms of block outputs, and rotary embedding of only half of each head."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""GLM-4.5 and GLM-4.6: a mixture of experts whose router is DeepSeek-V3's."""
+"""GLM-4.5 and GLM-4.6: a mixture of experts with the router of DeepSeek-V3."""
 
 from tandem.engine.config.model import MixtureOfExperts, ModelSpec
 from tandem.engine.models.families.family import (

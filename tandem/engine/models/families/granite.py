@@ -1,14 +1,14 @@
-"""Granite 3: multipliers of embeddings, residuals, scores and logits."""
+"""Granite 3: multipliers of embeddings, residuals, attention scores and logits."""
 
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.models.families.family import Family, Json, grouped_layers, make_model, parse_dense, parse_shape
 
 
 def _parse(config: Json) -> ModelSpec:
-    """Returns a model without a multiplier of residuals.
+    """Return an equivalent model that needs no multiplier of residuals.
 
-    With hidden = m · h, the layers of hidden += m · f(norm(hidden)) are h += f(norm(h)), if the epsilon of each norm is
-    divided by m².
+    With multiplier m and hidden = m · h, a layer hidden += m · f(norm(hidden)) becomes h += f(norm(h)), if the epsilon
+    of each norm is divided by m².
     """
     biased = bool(config.get("attention_bias"))
     layers = grouped_layers(

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, SmolLM2, and the models that are published in their form."""
+"""Llama 2 and 3, SmolLM2, and other models that are published in Llama's format."""
 
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.models.families.family import Family, Json, grouped_layers, make_model, parse_dense, parse_shape

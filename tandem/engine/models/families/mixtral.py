@@ -1,4 +1,4 @@
-"""Mixtral 8x7B and 8x22B."""
+"""Mixtral 8x7B and 8x22B: a mixture of experts in every layer."""
 
 from tandem.engine.config.model import ExpertRouter, MixtureOfExperts, ModelSpec
 from tandem.engine.models.families.family import (

@@ -1,4 +1,4 @@
-"""OLMoE: queries and keys are normed over all heads."""
+"""OLMoE: queries and keys are normalized over all heads together."""
 
 from tandem.engine.config.model import ExpertRouter, MixtureOfExperts, ModelSpec
 from tandem.engine.models.families.family import (

@@ -13,11 +13,11 @@ from tandem.engine.models.families.family import (
 )
 
 _FULL_LAYERS = 28
-"""The number of lower layers without a window of a config.json that names none, as in transformers."""
+"""The number of lower layers without a window if config.json has none, as in transformers."""
 
 
 def qwen_windows(config: Json) -> tuple[int | None, ...]:
-    """Returns each layer's window, which Qwen's models have only with `use_sliding_window`."""
+    """Return each layer's window. Qwen models have windows only if `use_sliding_window` is set."""
     if not config.get("use_sliding_window"):
         return (None,) * int(config["num_hidden_layers"])
     window = parse_window({"sliding_window": 4096} | dict(config))

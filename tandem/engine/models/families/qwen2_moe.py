@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-57B-A14B: a shared expert with a gate of its own."""
+"""Qwen1.5-MoE and Qwen2-57B-A14B: a mixture of experts whose shared expert has its own gate."""
 
 from tandem.engine.config.model import ExpertRouter, MixtureOfExperts, ModelSpec
 from tandem.engine.models.families.family import (

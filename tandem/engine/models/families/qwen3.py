@@ -1,11 +1,11 @@
-"""Qwen3: each head's queries and keys are normed."""
+"""Qwen3: the queries and keys of each head are normalized."""
 
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.models.families.family import Family, Json, grouped_layers, make_model, parse_dense, parse_shape
 from tandem.engine.models.families.qwen2 import qwen_windows
 
 HEAD_DIM = 128
-"""The dimensions of a head of a config.json that names none, as in transformers."""
+"""The head dimension if config.json has none, as in transformers."""
 
 
 def _parse(config: Json) -> ModelSpec:

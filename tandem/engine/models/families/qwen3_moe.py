@@ -1,4 +1,4 @@
-"""Qwen3-30B-A3B and Qwen3-235B-A22B."""
+"""Qwen3-30B-A3B and Qwen3-235B-A22B: Qwen3's attention, and experts in all layers not configured as dense."""
 
 from tandem.engine.config.model import ExpertRouter, MixtureOfExperts, ModelSpec
 from tandem.engine.models.families.family import (
@@ -15,7 +15,7 @@ from tandem.engine.models.families.qwen3 import HEAD_DIM
 
 
 def dense_layers(config: Json) -> list[int]:
-    """Returns the numbers of the layers that have no experts."""
+    """Return the numbers of the layers that have no experts."""
     named, step = config.get("mlp_only_layers") or (), int(config.get("decoder_sparse_step") or 1)
     return [number for number in range(int(config["num_hidden_layers"])) if number in named or (number + 1) % step]
 

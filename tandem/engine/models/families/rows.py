@@ -1,4 +1,4 @@
-"""Rows of weights that a checkpoint stores in another order than the kernels read them."""
+"""Reordering of weight rows that checkpoints store in another order than the kernels read them."""
 
 from dataclasses import replace
 
@@ -9,9 +9,9 @@ from tandem.engine.models.parameters import Place
 
 
 def permute_rope_rows(place: Place, heads: int, dims: int, rotated: slice) -> Place:
-    """Returns a place whose rotated rows are stored in neighbouring pairs, as kernels have pairs half a width apart.
+    """Return a place that reorders rotated rows from neighbouring pairs into pairs half a width apart, as kernels need.
 
-    The rows belong to `heads` heads of `dims` rows each, of which `rotated` are rotated.
+    The rows belong to `heads` heads of `dims` rows each; in each head, the rows `rotated` are reordered.
     """
 
     def reorder(stored: Tensor) -> Tensor:

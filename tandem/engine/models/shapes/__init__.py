@@ -1,4 +1,4 @@
-"""Shapes of well-known models, as their config.json: for performance runs with random weights."""
+"""The shapes of well-known models, as config.json files, for performance runs with random weights."""
 
 import json
 from pathlib import Path
@@ -11,24 +11,24 @@ _HERE = Path(__file__).parent
 
 
 def shape_names() -> list[str]:
-    """Returns the names that `shape_file` accepts."""
+    """Return the names that `shape_file` accepts."""
     return sorted(file.stem for file in _HERE.glob("*.json"))
 
 
 def shape_file(name: str) -> Path:
-    """Returns the config.json of `name` ("llama-3-8b"); InvalidArgument lists the known ones."""
+    """Return the config.json of `name` ("llama-3-8b"). Raises InvalidArgument, which lists the known names."""
     if name not in shape_names():
         raise InvalidArgument("random_weights", f"{name!r} is no known shape; choose {', '.join(shape_names())}.")
     return _HERE / f"{name}.json"
 
 
 def shape_config(name: str) -> ModelSpec:
-    """Returns the specification of the model of this shape; InvalidArgument as `shape_file`."""
+    """Return the spec of the model of this shape. Raises InvalidArgument as `shape_file` does."""
     return parse_spec(json.loads(shape_file(name).read_text(encoding="utf-8")))
 
 
 def write_shape(name: str, folder: Path) -> Path:
-    """Makes `folder` a model folder of this shape, without weights and tokenizer → `folder`."""
+    """Make `folder` a model folder of this shape, without weights and tokenizer, and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(shape_file(name).read_text(encoding="utf-8"), encoding="utf-8")
     return folder

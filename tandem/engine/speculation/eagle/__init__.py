@@ -1,1 +1,1 @@
-"""EAGLE heads: a decoder layer that goes on from the model's hidden states, with KV of its own."""
+"""EAGLE heads: one decoder layer, with its own KV, that continues from the hidden states of the target model."""

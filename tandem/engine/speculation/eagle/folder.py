@@ -1,10 +1,10 @@
-"""The folder of an EAGLE head, in the layout of published checkpoints (https://github.com/SafeAILab/EAGLE).
+"""Reader of an EAGLE head's folder, in the layout of published checkpoints (https://github.com/SafeAILab/EAGLE).
 
-config.json is that of a model of one layer. `fc.weight` [H, 2·H], and `fc.bias` [H] if there is one, make the layer's
-input from the embedding of a token and the hidden state that drew it; `layers.0.…` are the layer's weights under their
-usual names, without `input_layernorm`. Embedding and projection are the model's own, so that `embed_tokens.weight` is
-not read. As in later layouts, `d2t` [`draft_vocab_size`] int64 limits the tokens that the head can guess: guess n is
-the token n + d2t[n].
+config.json is that of a model with one layer. `fc.weight` [H, 2·H], and `fc.bias` [H] if present, compute the input of
+the layer from the embedding of a token and the hidden state that the token was sampled from. `layers.0.…` are the
+weights of the layer under their usual names, without `input_layernorm`. Embedding and output projection are those of
+the target model, so `embed_tokens.weight` is not read. As in later layouts, `d2t` [`draft_vocab_size`] int64 limits the
+tokens that the head can guess: guess n is the token n + d2t[n].
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ CONFIG = "config.json"
 PICKLED = "pytorch_model.bin"
 PRODUCT, BIAS, TOKEN_OFFSETS = "fc.weight", "fc.bias", "d2t"
 STATES_A_ROW = 2
-"""Hidden states for each row of a step of the head: what it takes, and what it leaves."""
+"""The hidden states per row of a step of the head: its input and its output."""
 _EMBEDDING = "embed_tokens.weight"
 _LAYER, _FIRST_NORM = "layers.0.", "layers.0.input_layernorm.weight"
 
@@ -39,21 +39,21 @@ class EagleFolder:
     """An EAGLE head on disk."""
 
     spec: ModelSpec
-    """The one layer, as a model with the target's vocabulary."""
+    """The one layer, as the spec of a model with the target's vocabulary."""
     entries: Mapping[str, TensorEntry]
-    """The tensors to read."""
+    """The tensors to read, by name."""
     vocabulary: int | None
-    """The number of tokens that the head can guess; None = all of the model's."""
+    """The number of tokens that the head can guess; None = the model's whole vocabulary."""
 
     def memory_bytes(self, item_bytes: int) -> int:
-        """Return the bytes of what the head does not share with the model; `item_bytes` are an element's."""
+        """Return the bytes of the weights that the head does not share with the model, at `item_bytes` per element."""
         found = sum(prod(entry.shape) * item_bytes for name, entry in self.entries.items() if name != TOKEN_OFFSETS)
         rows = self.vocabulary or 0
         return found + rows * (self.spec.hidden_size * item_bytes + torch.int64.itemsize)
 
 
 def is_eagle(folder: Path, config: Mapping[str, Any]) -> bool:
-    """Return True if a folder with this config.json has an EAGLE head, of whatever layout."""
+    """Return True if the folder with this config.json has an EAGLE head, in any layout."""
     named = " ".join(map(str, config.get("architectures") or ()))
     if "eagle" in named.lower():
         return is_supported(_layer_config(config)) or _is_third(config, {})
@@ -63,7 +63,10 @@ def is_eagle(folder: Path, config: Mapping[str, Any]) -> bool:
 
 
 def read_eagle(folder: Path, target: ModelSpec) -> EagleFolder:
-    """Read config and headers; ModelError says what is missing, malformed, or does not fit the model."""
+    """Read the config and the headers.
+
+    Raises ModelError, which says what is missing, malformed, or does not fit the model.
+    """
     config = read_json(folder / CONFIG)
     if not any(folder.glob("*.safetensors")) and (folder / PICKLED).is_file():
         raise ModelError(
@@ -93,18 +96,18 @@ def read_eagle(folder: Path, target: ModelSpec) -> EagleFolder:
 
 
 def empty_layer(spec: ModelSpec, dtype: torch.dtype = torch.float32, device: torch.device | str = "meta") -> Parameters:
-    """Allocate the layer's weights, with an embedding and a projection of one token."""
+    """Allocate the weights of the layer, with an embedding and a projection of one token only."""
     return allocate_parameters(replace(spec, vocab_size=1, tied_embeddings=True), dtype, torch.device(device))
 
 
 def layer_places(spec: ModelSpec, parameters: Parameters) -> dict[str, Place]:
-    """Return the places of the layer's tensors by their names in the folder."""
+    """Return the places of the layer's tensors, by their names in the folder."""
     named = {name.removeprefix("model."): place for name, place in places_of(spec, parameters).items()}
     return {name: place for name, place in named.items() if name.startswith(_LAYER) and name != _FIRST_NORM}
 
 
 def _layer_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json of a model with such layers."""
+    """Return the config.json of a model whose layers are like the head's."""
     named = [str(each).replace("Eagle", "") for each in config.get("architectures") or ()]
     return {**config, "architectures": named, "tie_word_embeddings": False}
 
@@ -135,7 +138,7 @@ def _spec(folder: Path, config: Mapping[str, Any], target: ModelSpec) -> ModelSp
             f"{folder / CONFIG}: heads of {spec.architecture} are not supported; supported are layers as Llama's, with"
             " grouped-query attention and a dense feed-forward network that are not quantized."
         )
-    # What the model does with its logits is done with those of the head.
+    # The target's scaling of logits applies to the head's logits too, because both use the same projection.
     return replace(spec, logits_scale=target.logits_scale, logits_softcap=target.logits_softcap)
 
 

@@ -1,8 +1,8 @@
-"""The EAGLE head (arXiv 2401.15077) as a decoder of one layer.
+"""The EAGLE head (arXiv 2401.15077) as a decoder with one layer.
 
-Its input at a position is a product of the embedding of the token there and of the hidden state that drew the token;
-its output is the hidden state that is expected to draw the next one, for the model's own projection. Hidden states are
-those behind the model's final norm, so that the layer has none before it and none behind it.
+Its input at a position is a product of the token's embedding and of the hidden state that the token was sampled from.
+Its output predicts the hidden state from which the next token will be sampled, by the model's own projection. Hidden
+states are taken after the model's final norm, so the layer has no norm before it and none after it.
 """
 
 from dataclasses import replace
@@ -32,22 +32,22 @@ from tandem.protocol.errors import ModelError
 
 
 class _AttentionWithoutNorm(AttentionBlock):
-    """Attention over an input that is not normed."""
+    """Attention whose input is not normalized."""
 
     @classmethod
     def of(cls, block: AttentionBlock) -> "_AttentionWithoutNorm":
-        """Return a block with the weights of another one."""
+        """Return an `_AttentionWithoutNorm` with the weights of `block`."""
         found = object.__new__(cls)
         found.__dict__.update(block.__dict__)
         return found
 
     def store(self, hidden: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
-        """See `AttentionBlock`."""
+        """Project the input without a norm, and store its KV, as `AttentionBlock.store` does."""
         return self._store(self._products.linear(hidden, self._qkv), layout, cache)
 
 
 class EagleModel(HiddenStateModel):
-    """Computes steps like any model, whose tokens each have a hidden state in `states`; see `HiddenStateModel`."""
+    """Computes steps like any model, but each token comes with a hidden state, in `states`. See `HiddenStateModel`."""
 
     def __init__(
         self,
@@ -59,10 +59,16 @@ class EagleModel(HiddenStateModel):
         token_map: Tensor | None,
         rows: int,
     ) -> None:
-        """`parameters.lm_head` has a row for each token that can be guessed, which `token_map` names if not all can."""
+        """Take `parameters`, whose `lm_head` has one row for each token that can be guessed.
+
+        `token_map` has the ids of these tokens; None = the whole vocabulary can be guessed.
+        """
         super().__init__(spec, parameters, kernels, spec.max_context, rows)
         self.states = torch.zeros_like(self.drawn_hidden)
-        """[rows, H]: the state that drew each token of the next step, in their order; its owner fills it in before."""
+        """[rows, H]: the hidden states that the next step's tokens were sampled from, in the order of the tokens.
+
+        `EagleRunner` writes them before each step.
+        """
         self._product = kernels.prepare(product)
         self._token_map = token_map
         layer = self._layers[0]
@@ -81,15 +87,16 @@ class EagleModel(HiddenStateModel):
             logits.div_(spec.logits_softcap).tanh_().mul_(spec.logits_softcap)
         if self._token_map is None:
             return logits
-        # Tokens that the head cannot guess are never drawn.
+        # Tokens that the head cannot guess get a logit of -inf, so that they are never sampled.
         every = logits.new_full((len(logits), self.spec.vocab_size), -torch.inf)
         return every.index_copy_(1, self._token_map, logits)
 
 
 def load_eagle(folder: Path, target: ModelSpec, parameters: Parameters, kernels: Kernels, rows: int) -> EagleModel:
-    """Read the head of a folder, in the model's dtype, on its device; ModelError says what does not fit.
+    """Read the head of a folder, in the model's dtype and on its device.
 
-    `parameters` are the model's, `kernels` the head's own, and `rows` the most tokens of one of its steps.
+    Raises ModelError, which says what does not fit. `parameters` are the target model's, `kernels` the head's own, and
+    `rows` is the most tokens in one of its steps.
     """
     found = read_eagle(folder, target)
     device, hidden = parameters.embedding.device, target.hidden_size

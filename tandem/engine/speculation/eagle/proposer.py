@@ -1,8 +1,8 @@
-"""Drafts of an EAGLE head, from the hidden states that the engine's newest step left.
+"""The proposer of an EAGLE head: drafts from the hidden states that the engine's newest step left.
 
-The head's context are the tokens of the answer whose hidden states were here when a draft was computed: those of a
-prompt, and of steps without drafts, are missing. Positions count the tokens of the context alone, as far as they are
-there, so that its KV has no gaps.
+The head's context consists of the output tokens whose hidden states were available when a draft was computed. The
+tokens of the prompt, and of steps without drafts, are missing from it. Positions count the tokens of this context only,
+so that the KV has no gaps.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -22,20 +22,21 @@ from tandem.engine.steps.sampling_metadata import SamplingInput
 
 
 class TargetStates(NamedTuple):
-    """The hidden states of the model that verifies drafts."""
+    """The hidden states of the target model."""
 
     drawn: Tensor
-    """See `HiddenStateModel.drawn_hidden`."""
+    """The buffer `HiddenStateModel.drawn_hidden`."""
     norm: Tensor
-    """[H], the final norm."""
+    """[H]: the weights of the final norm."""
     eps: float
 
 
 class EagleProposer(DraftModel):
-    """A draft model whose context are hidden states: `_Request.tokens` are the context and what was drawn since.
+    """A draft model whose input includes hidden states. `_Request.tokens` are its context and the tokens sampled since.
 
-    Where another step or worker drew the newest token there is no hidden state, and the request's next step has no
-    draft. Drafts add nothing to the context: once they are verified, it gets the model's own states instead.
+    If another step or worker sampled the newest token, its hidden state is missing, and the request gets no draft in
+    the next step. Draft tokens are not added to the context: after verification, the context gets the target's own
+    hidden states instead.
     """
 
     source = DraftSource(ProposerName.EAGLE)
@@ -43,30 +44,37 @@ class EagleProposer(DraftModel):
     def __init__(
         self, runner: EagleRunner, target: TargetStates, memory: Mapping[str, int] = MappingProxyType({})
     ) -> None:
-        """`memory`: see `BatchProposer`."""
+        """Take the head's runner and the target's states; `memory` is `BatchProposer.memory`."""
         super().__init__(runner, memory)
         self._head = runner
         self._target = target
         self._states = target.drawn
-        """The states that the tokens of the next step are drawn from, those of a request at `_rows`."""
+        """The hidden states that the next step's tokens were sampled from; `_rows` has the rows of each request."""
         self._rows: dict[Hashable, Sequence[int]] = {}
 
     def begin(self, key: Hashable, token_ids: Sequence[int], cache_salt: str = "") -> None:
-        """See `Proposer`; the context is empty."""
+        """Take a new request, as `Proposer.begin` describes; its context is empty."""
         super().begin(key, token_ids[-DRAFTS_MAX - 1 :], cache_salt)
 
     def extend(self, key: Hashable, token_ids: Sequence[int]) -> None:
-        """See `Proposer`; a step draws at most one token more than drafts, and older ones have no state any more."""
+        """Append tokens, as `Proposer.extend` describes.
+
+        Only the newest tokens are kept: a step samples at most one token more than there were drafts, and older tokens
+        that are not stored have no hidden states any longer.
+        """
         super().extend(key, token_ids)
         request = self._requests[key]
         del request.tokens[request.stored : -DRAFTS_MAX - 1]
 
     def missing_at_first(self, tokens: int) -> int:
-        """See `BatchProposer`: what came before is not computed."""
+        """Return what `missing` will return once the request begins: tokens before the newest ones are not computed."""
         return min(tokens, DRAFTS_MAX + 1)
 
     def room(self, key: Hashable, drafts: int) -> int:
-        """See `BatchProposer`; a context that is as long as the head's begins anew."""
+        """Return for how many of `drafts` tokens there is memory.
+
+        A context that has reached the head's length starts again.
+        """
         request = self._requests[key]
         if len(request.tokens) + drafts > self._head.facts.max_context:
             del request.tokens[: -self.missing(key)]
@@ -74,14 +82,15 @@ class EagleProposer(DraftModel):
         return super().room(key, drafts)
 
     def compute(self, wanted: Sequence[WantedDraft]) -> Sequence[Sequence[int]]:
-        """See `BatchProposer`."""
+        """Return the draft of each request, empty if the hidden state of its newest token is missing."""
         known = [each for each in wanted if each.rows and max(each.rows) < len(self._target.drawn)]
         if not known:
             return [()] * len(wanted)
         rows: list[int] = []
         for each in known:
             request = self._requests[each.key]
-            # The tokens of steps between this one and the last draft have no states: the context goes on without them.
+            # Tokens of steps between the last draft and this one have no hidden states: the context continues without
+            # them.
             del request.tokens[request.stored : -len(each.rows)]
             first = len(rows)
             rows += each.rows[-self.missing(each.key) :]
@@ -96,14 +105,14 @@ class EagleProposer(DraftModel):
         return [found.get(each.key, ()) for each in wanted]
 
     def _own_draws(self, draws: Sequence[SamplingInput]) -> Sequence[SamplingInput]:
-        """See `DraftModel`; the head follows no grammar."""
+        """Return the draws without the grammar and the history: the head does not follow a grammar."""
         sampling = replace(draws[0].sampling, grammar="")
         return [SamplingInput(sampling, each.index) for each in draws]
 
     def _draw(
         self, fed: Mapping[Hashable, Sequence[tuple[int, int]]], draws: Mapping[Hashable, SamplingInput]
     ) -> dict[Hashable, int]:
-        """See `DraftModel`; the tokens come with their states, and leave those of the next ones."""
+        """Feed tokens with their hidden states to the head; keep its output as the hidden states of the next tokens."""
         with torch.inference_mode():
             rows = [row for key in fed for row in self._rows[key]]
             self._head.give(self._states[torch.tensor(rows, device=self._states.device)])

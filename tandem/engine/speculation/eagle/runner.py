@@ -1,4 +1,4 @@
-"""The steps of an EAGLE head over KV pages of its own."""
+"""Runs the steps of an EAGLE head over its own KV pages."""
 
 from typing import Protocol
 
@@ -18,14 +18,14 @@ class Launcher(Protocol):
     """The part of a stepper that runs steps."""
 
     def launch(self, batch: StepBatch) -> PendingStep:
-        """Launches a step and returns a function that waits for its result."""
+        """Launch a step and return a function that waits for its result."""
 
 
 class EagleRunner:
-    """A `DraftRunner` whose tokens come with hidden states. Owns the cache and its pool."""
+    """A `DraftRunner` whose tokens come with hidden states. Owns the KV cache and its page pool."""
 
     def __init__(self, model: EagleModel, cache: PagedCache, stepper: Launcher) -> None:
-        """`stepper` runs the model over the cache."""
+        """Take `stepper`, which runs the model over the cache."""
         self._states, self.drawn_hidden = model.states, model.drawn_hidden
         self._stepper = stepper
         self.pool = PagePool(cache.pages)
@@ -35,10 +35,10 @@ class EagleRunner:
         self.facts = ModelFacts("EAGLE head", model.spec.vocab_size, limits.max_context, (), dtype)
 
     def give(self, states: Tensor) -> None:
-        """Take the hidden states [n, H] that drew the tokens of the next step's n rows of one token."""
+        """Set the hidden states [n, H] that the tokens of the next step, n rows of one token, were sampled from."""
         self._states[: len(states)] = states
 
     def run(self, batch: StepBatch) -> ModelRunnerOutput:
-        """See `DraftRunner`."""
+        """Run a step and wait for its result."""
         with torch.inference_mode():
             return self._stepper.launch(batch)()

@@ -1,1 +1,1 @@
-"""Medusa heads: each guesses a token further ahead from the hidden state that drew the newest one."""
+"""Medusa heads: head h guesses the token h + 1 positions ahead, from the hidden state of the newest token's step."""

@@ -1,9 +1,9 @@
-"""The folder of Medusa heads, in the layout of published checkpoints (https://github.com/FasterDecoding/Medusa).
+"""Reader of a folder of Medusa heads, in the published layout (https://github.com/FasterDecoding/Medusa).
 
-With L layers a head h has, by name, `{h}.{l}.linear.weight` [H, H] and `{h}.{l}.linear.bias` [H] for each layer l, and
-`{h}.{L}.weight` [V, H], its projection to the vocabulary. As in vLLM, `original_lm_head` in config.json says that heads
-use the model's own projection instead, and the tensor `token_map` [`truncated_vocab_size`] int64 names the tokens that
-heads can guess, in the order of their rows; without it V is the model's vocabulary.
+With L layers, head h has the tensors `{h}.{l}.linear.weight` [H, H] and `{h}.{l}.linear.bias` [H] for each layer l, and
+`{h}.{L}.weight` [V, H], its projection to the vocabulary. As in vLLM, `original_lm_head` in config.json says that the
+heads use the model's own projection instead. The tensor `token_map` [`truncated_vocab_size`] int64 has the ids of the
+tokens that the heads can guess, in the order of their rows; without it V is the model's vocabulary.
 """
 
 import math
@@ -20,7 +20,7 @@ from tandem.protocol.errors import ModelError
 
 CONFIG = "config.json"
 WEIGHTS = ("medusa_lm_head.safetensors", "model.safetensors")
-"""The names of the file with the tensors; the first one is that of published heads."""
+"""The possible names of the file with the tensors; the first is that of published heads."""
 PICKLED = "medusa_lm_head.pt"
 TOKEN_MAP = "token_map"
 _TOKEN_BYTES = 8
@@ -34,17 +34,17 @@ class HeadsFolder:
     """The tensors of all heads, and the token map if there is one."""
     heads: int
     layers: int
-    """The layers of each head before its projection."""
+    """The number of layers in each head before its projection."""
     vocabulary: int | None
-    """The number of tokens that heads can guess; None = all of the model's."""
+    """The number of tokens that the heads can guess; None = the model's whole vocabulary."""
     own_projection: bool
-    """True if each head has a projection of its own."""
+    """True if each head has its own projection to the vocabulary."""
 
     def memory_bytes(self, spec: ModelSpec, item_bytes: int) -> int:
-        """Return the bytes that the heads take beside the model, in weights of `item_bytes`."""
+        """Return the bytes that the heads take beside the model, with `item_bytes` per weight."""
         sizes = {name: math.prod(entry.shape) for name, entry in self.entries.items()}
         token_map = sizes.pop(TOKEN_MAP, 0)
-        # The rows of the model's own projection are copied for a smaller vocabulary, once for all heads.
+        # For a smaller vocabulary, the rows of the model's own projection are copied, once for all heads.
         copied = 0 if self.own_projection else (self.vocabulary or 0) * spec.hidden_size
         return (sum(sizes.values()) + copied) * item_bytes + token_map * _TOKEN_BYTES
 
@@ -60,7 +60,10 @@ def projection_name(head: int, layers: int) -> str:
 
 
 def read_heads(folder: Path, spec: ModelSpec) -> HeadsFolder:
-    """Read config and headers; ModelError says what is missing, malformed, or does not fit the model."""
+    """Read the config and the headers.
+
+    Raises ModelError, which says what is missing, malformed, or does not fit the model.
+    """
     config = read_json(folder / CONFIG)
     heads, layers = _count(folder, config, "medusa_num_heads", None), _count(folder, config, "medusa_num_layers", 1)
     own = config.get("original_lm_head", False) is not True

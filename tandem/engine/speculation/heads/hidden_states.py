@@ -1,4 +1,4 @@
-"""A model that keeps the hidden states of the rows that drew tokens, for heads that guess the tokens behind them."""
+"""A model that keeps the hidden states of the rows that sample tokens, for heads that guess the following tokens."""
 
 import torch
 from torch import Tensor
@@ -12,12 +12,12 @@ from tandem.engine.models.parameters import Parameters
 
 
 def hidden_rows(config: EngineConfig) -> int:
-    """Return the most rows that a step draws from: with prompts, as many as it has tokens."""
+    """Return the most rows of a step that sample a token: a step of prompts may have as many rows as tokens."""
     return max(config.max_batch_requests, config.max_step_tokens)
 
 
 class HiddenStateModel(DecoderModel):
-    """Computes the same as `DecoderModel`; each step also leaves its hidden states, CUDA graphs included."""
+    """A `DecoderModel` whose steps, those of CUDA graphs included, also leave their hidden states in a buffer."""
 
     def __init__(
         self,
@@ -29,11 +29,11 @@ class HiddenStateModel(DecoderModel):
         *,
         adapted: AdaptedProducts | None = None,
     ) -> None:
-        """`rows`: the most drawn rows of a step of which any is kept."""
+        """Take `rows`, the number of a step's sampling rows whose hidden states are kept."""
         super().__init__(spec, parameters, kernels, max_context, adapted=adapted)
         device = parameters.embedding.device
         self.drawn_hidden = torch.zeros(rows, spec.hidden_size, dtype=parameters.dtype, device=device)
-        """[rows, H]: the residual stream before the final norm, by the drawn row of the newest step that drew any.
+        """[rows, H]: the residual stream before the final norm, for each sampling row of the newest step that had any.
 
         The next step overwrites it.
         """

@@ -1,7 +1,8 @@
-"""Medusa heads (arXiv 2401.10774) over hidden states of the model, computed by its own kernels.
+"""Medusa heads (arXiv 2401.10774) on hidden states of the model, computed by the model's kernels.
 
-The hidden state that drew a token goes through the model's final norm; head h then guesses the token h + 1 places
-behind the drawn one: x + SiLU(W·x + b) for each layer, and a projection to the vocabulary, of which the largest counts.
+The hidden state that a token was sampled from goes through the model's final norm. Head h then guesses the token h + 1
+positions after the sampled one: x + SiLU(W·x + b) for each layer, then a projection to the vocabulary, whose largest
+logit is the guess.
 """
 
 from collections.abc import Sequence
@@ -32,12 +33,15 @@ class MedusaHead:
 
 
 class MedusaHeads:
-    """All heads of one folder. Engine thread only; keeps no state of requests."""
+    """All heads of one folder. Only the engine's thread uses them; they keep no state of requests."""
 
     def __init__(
         self, heads: Sequence[MedusaHead], token_map: Tensor | None, norm: Tensor, eps: float, kernels: Kernels
     ) -> None:
-        """`token_map` [V'] int64 names the token of each row of the projections; None = the row itself."""
+        """Take the heads.
+
+        `token_map` [V'] int64 has the token id of each row of the projections, None = the row number.
+        """
         self._heads = heads
         self._token_map = token_map
         self._norm = norm
@@ -49,7 +53,7 @@ class MedusaHeads:
         return len(self._heads)
 
     def guess(self, hidden: Tensor, drafts: int) -> Tensor:
-        """Return the guesses [rows, drafts] int64 of the first heads for hidden states [rows, H] before the norm."""
+        """Return the guesses [rows, drafts] int64 of the first heads, from hidden states [rows, H] before the norm."""
         normed, found = rms_norm(hidden, self._norm, self._eps), []
         for head in self._heads[:drafts]:
             x = normed
@@ -61,7 +65,10 @@ class MedusaHeads:
 
 
 def load_medusa_heads(folder: Path, spec: ModelSpec, parameters: Parameters, kernels: Kernels) -> MedusaHeads:
-    """Read the heads of a folder, in the model's dtype, on its device; ModelError says what does not fit."""
+    """Read the heads of a folder, in the model's dtype and on its device.
+
+    Raises ModelError, which says what does not fit.
+    """
     found = read_heads(folder, spec)
     tensors = _read(found, parameters)
     token_map = tensors.get(TOKEN_MAP)

@@ -1,4 +1,4 @@
-"""Drafts of Medusa heads, from the hidden states that the engine's newest step left."""
+"""The proposer of Medusa heads: drafts from the hidden states that the engine's newest step left."""
 
 import time
 from collections.abc import Hashable, Sequence
@@ -11,19 +11,20 @@ from tandem.engine.speculation.heads.medusa import MedusaHeads
 from tandem.engine.speculation.proposer import DRAFTS_MAX, BatchProposer, DraftSource, ProposerName, WantedDraft
 
 _NEWEST_WEIGHT = 0.1
-"""Weight of the newest duration in the mean time that computing a token of a draft takes."""
+"""The weight of the newest measurement in the moving average of the time that one draft token takes."""
 
 
 class HeadsProposer(BatchProposer):
-    """Guesses from the hidden state that drew a request's newest token; it keeps no state of requests.
+    """Guesses from the hidden state that a request's newest token was sampled from; it keeps no state of requests.
 
-    Where another step or worker drew that token there is no hidden state, and the request's next step has no draft.
+    If another step or worker sampled that token, the hidden state is missing, and the request gets no draft in the next
+    step.
     """
 
     source = DraftSource(ProposerName.MEDUSA)
 
     def __init__(self, heads: MedusaHeads, drawn_hidden: Tensor, memory_bytes: int = 0) -> None:
-        """`drawn_hidden`: see `HiddenStateModel`; `memory_bytes` is the memory of both."""
+        """Take the heads and the buffer `HiddenStateModel.drawn_hidden`; `memory_bytes` is the size of both."""
         self._heads = heads
         self._drawn_hidden = drawn_hidden
         self._token_s = 0.0
@@ -33,24 +34,24 @@ class HeadsProposer(BatchProposer):
 
     @property
     def cost(self) -> StepCost:
-        """See `BatchProposer`: the learned time of each head, whatever the rows."""
+        """The measured time of one head, which does not depend on the number of rows."""
         return StepCost(CostParameters(base_s=self._token_s, token_s=0.0, pair_s=0.0, row_s=0.0, context_s=0.0))
 
     def begin(self, key: Hashable, token_ids: Sequence[int], cache_salt: str = "") -> None:
-        """See `Proposer`."""
+        """Do nothing: the proposer keeps no state of requests."""
 
     def extend(self, key: Hashable, token_ids: Sequence[int]) -> None:
-        """See `Proposer`."""
+        """Do nothing: the proposer keeps no state of requests."""
 
     def leave(self, key: Hashable) -> None:
-        """See `Proposer`."""
+        """Do nothing: the proposer keeps no state of requests."""
 
     def missing_at_first(self, tokens: int) -> int:
-        """See `BatchProposer`: no context is stored."""
+        """Return the number of missing tokens of a new request: at most one, because no KV of the context is needed."""
         return min(tokens, 1)
 
     def compute(self, wanted: Sequence[WantedDraft]) -> Sequence[Sequence[int]]:
-        """See `BatchProposer`."""
+        """Return the draft of each request, empty if the hidden state of its newest token is missing."""
         rows = [each.rows[-1] for each in wanted if self._has_hidden(each)]
         if not rows:
             return [()] * len(wanted)

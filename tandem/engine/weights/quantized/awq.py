@@ -1,4 +1,4 @@
-"""AWQ (`version: gemm`): 4-bit codes with zero points, the columns of the stored matrices being the outputs.
+"""AWQ (`version: gemm`): 4-bit codes with zero points. The columns of the stored matrices are the outputs.
 
 qweight  I32 [K, N / 8]; the codes of a word belong to outputs 0, 2, 4, 6, 1, 3, 5, 7 of its eight, lowest bits first
 qzeros   I32 [K / g, N / 8], in the same order
@@ -26,7 +26,7 @@ from tandem.engine.weights.quantized.format import (
 
 _WORD = 8
 _ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
-"""The place in a word of each of its outputs."""
+"""The position in a word of each of its eight outputs."""
 
 
 def _tensors(scheme: WeightScheme, rows: int, columns: int) -> tuple[StoredTensor, ...]:
@@ -45,7 +45,7 @@ def _read(scheme: WeightScheme, tensors: Mapping[str, Tensor], shape: Shape) -> 
 
 
 def _in_order(words: Tensor) -> Tensor:
-    """Returns the codes [K, N] of words [K, N / 8]."""
+    """Return the codes [K, N] of words [K, N / 8]."""
     codes = nibbles(words)
     return codes.view(len(codes), -1, _WORD)[..., _ORDER].flatten(-2)
 

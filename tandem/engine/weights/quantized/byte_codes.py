@@ -1,11 +1,11 @@
-"""Weights of a byte each: FP8 and INT8 of compressed-tensors, the FP8 of DeepSeek and Qwen3, ModelOpt and FBGEMM.
+"""Weights of one byte each: FP8 and INT8 of compressed-tensors, and FP8 of DeepSeek, Qwen3, ModelOpt and FBGEMM.
 
-weight           [N, K] F8_E4M3 or I8
-weight_scale     one, [N, 1], [N, G], or one a block of rows and columns [⌈N / b⌉, ⌈K / g⌉]; weight_scale_inv likewise,
-                 which is multiplied by, too
-weight_zero_point  I8, as weight_scale, where zero points are in use
+weight             [N, K] F8_E4M3 or I8
+weight_scale       one, [N, 1], [N, G], or one for each block of rows and columns [⌈N / b⌉, ⌈K / g⌉];
+                   weight_scale_inv has the same shapes, and is a factor as well
+weight_zero_point  I8, with the shape of weight_scale, if zero points are used
 
-The scales of activations (`input_scale`) are not in use: activations are not quantized with stored scales.
+The scales of activations (`input_scale`) are ignored: activations are not quantized with stored scales.
 """
 
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ def _read(scheme: WeightScheme, tensors: Mapping[str, Tensor], shape: Shape) -> 
 
 
 def _matrix(values: Tensor, scheme: WeightScheme, rows: int) -> Tensor:
-    """Returns values [N, G], those of a block repeated for each of its rows."""
+    """Return values [N, G]; the value of a block is repeated for each of its rows."""
     if scheme.group is None:
         return values.reshape(-1, 1).expand(rows, 1)
     return values.repeat_interleave(scheme.block_rows, dim=0)[:rows]

@@ -1,4 +1,7 @@
-"""The common parts of the formats of quantized weights. N are rows (outputs), K columns (inputs), G groups of a row."""
+"""The common parts of the formats of quantized weights.
+
+A weight has N rows (outputs), K columns (inputs), and G groups in each row.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +14,7 @@ from tandem.engine.kernels.packed_weight import CENTRE, PackedWeight, pack_nibbl
 from tandem.protocol.errors import ModelError
 
 FLOATS = frozenset({"F16", "BF16", "F32"})
-"""The dtypes of scales, in the spelling of safetensors."""
+"""The dtypes of scales, as safetensors spells them."""
 WORDS = frozenset({"I32"})
 BYTE_CENTRE = 128
 """The unsigned 8-bit code of a weight of zero."""
@@ -24,39 +27,39 @@ class StoredTensor:
     """One of the tensors in which a checkpoint stores a quantized weight."""
 
     name: str
-    """The name after that of the module (`qweight`)."""
+    """The tensor's name after that of its module (`qweight`)."""
     shapes: tuple[Shape, ...] = ()
-    """The shapes that it may have; () = any."""
+    """The shapes that the tensor may have; () = any."""
     dtypes: frozenset[str] = frozenset()
-    """The dtypes that it may have, in the spelling of safetensors; empty = any."""
+    """The dtypes that the tensor may have, as safetensors spells them; empty = any."""
     required: bool = True
-    """False if it may be missing."""
+    """False if the tensor may be missing."""
     read: bool = True
-    """False if its values do not matter."""
+    """False if the tensor's values are ignored."""
 
 
 def unread(*names: str) -> tuple[StoredTensor, ...]:
-    """Returns tensors that a format may have and whose values do not matter."""
+    """Return tensors that a format may have and whose values are ignored."""
     return tuple(StoredTensor(name, required=False, read=False) for name in names)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedCodes:
-    """A weight as read: weight[n, k] = codes[n, k] · scales[n, g] + offsets[n, g] for the group g of column k."""
+    """A weight as read: weight[n, k] = codes[n, k] · scales[n, g] + offsets[n, g], where g is the group of column k."""
 
     codes: Tensor
-    """[N, K]: int8, float8_e4m3fn, or uint8 of 0 to 15."""
+    """[N, K]: int8, float8_e4m3fn, or uint8 with values 0 to 15."""
     scales: Tensor
     """[N, G]."""
     offsets: Tensor | None
-    """Likewise; None = zero, and -8 · scales for codes of 0 to 15."""
+    """[N, G]; None = zero, or -8 · scales if the codes are 0 to 15."""
     group: int
-    """Columns of a group."""
+    """The number of columns in a group."""
     groups: Tensor | None = None
-    """[K] int64: each column's group; None = column // group."""
+    """[K] int64: the group of each column; None = column // group."""
 
     def packed(self, packing: Packing, transform: Callable[[Tensor], Tensor] | None) -> PackedWeight:
-        """Returns the weight in the form of `packing`; `transform` reorders the rows."""
+        """Return the weight in the format of `packing`; `transform` reorders the rows."""
         reorder = transform or _same
         codes = reorder(self.codes)
         scales, offsets = (
@@ -69,7 +72,7 @@ class GroupedCodes:
         )
 
     def matrix(self) -> Tensor:
-        """Returns the weight [N, K] in float32."""
+        """Return the weight [N, K] in float32."""
         columns = self.codes.shape[1]
         groups = torch.arange(columns, device=self.codes.device) // self.group if self.groups is None else self.groups
         codes = self.codes.to(torch.float32)
@@ -79,46 +82,52 @@ class GroupedCodes:
         return (codes - CENTRE if self.codes.dtype == torch.uint8 else codes) * scales
 
     def _of_groups(self, values: Tensor, group: int) -> Tensor:
-        """Returns [N, K / group] values, each repeated for the smaller groups that it has."""
+        """Return values [N, K / group]: each is repeated for the smaller groups that its group is divided into."""
         count = self.codes.shape[1] // group
         return values.repeat_interleave(self.group // group, dim=1)[:, :count]
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format of quantized weights in checkpoints: the tensors, and how they are read."""
+    """A format of quantized weights in checkpoints: its tensors, and how they are read."""
 
     tensors: Callable[[WeightScheme, int, int], tuple[StoredTensor, ...]]
     """Returns the tensors that store a weight of N rows and K columns, the one with the codes first."""
     read: Callable[[WeightScheme, Mapping[str, Tensor], Shape], GroupedCodes]
-    """Returns the weight [N, K] from its tensors; ModelError, which does not name the module, for impossible values."""
+    """Returns the weight [N, K] from its tensors.
+
+    Raises ModelError for impossible values, without the module's name.
+    """
 
 
 def nibbles(words: Tensor) -> Tensor:
-    """Returns the 4-bit codes [..., 8·W] uint8 of words [..., W] int32, the lowest bits first."""
+    """Return the 4-bit codes [..., 8·W] uint8 of words [..., W] int32, the lowest bits first."""
     pairs = words.contiguous().view(torch.uint8)
     return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2)
 
 
 def codes_of(words: Tensor, codes: Codes) -> Tensor:
-    """Returns unsigned codes [..., 8·W] of 4 bits or [..., 4·W] of 8 bits, uint8, the lowest bits first."""
+    """Return unsigned codes, 4-bit [..., 8·W] or 8-bit [..., 4·W], as uint8, the lowest bits first."""
     return nibbles(words) if codes is Codes.INT4 else words.contiguous().view(torch.uint8)
 
 
 def centred(codes: Tensor) -> Tensor:
-    """Returns unsigned 8-bit codes as int8 around zero."""
+    """Return unsigned 8-bit codes as int8 around zero."""
     return (codes ^ BYTE_CENTRE).view(torch.int8)
 
 
 def in_word(codes: Codes) -> int:
-    """Returns the number of codes in a word of 32 bits."""
+    """Return the number of codes in a 32-bit word."""
     return 8 if codes is Codes.INT4 else 4
 
 
 def integers(
     scheme: WeightScheme, codes: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None = None
 ) -> GroupedCodes:
-    """Returns weights (code - zero) · scale of unsigned codes; `zeros` [N, G] uint8, None = the centre of the codes."""
+    """Return the weights (code - zero) · scale of unsigned codes.
+
+    `zeros` [N, G] uint8, None = the centre of the codes.
+    """
     columns = codes.shape[1]
     group = columns if scheme.group is None else scheme.group
     four = scheme.codes is Codes.INT4
@@ -130,7 +139,7 @@ def integers(
 
 
 def group_count(scheme: WeightScheme, columns: int) -> int:
-    """Returns the number of groups of a row."""
+    """Return the number of groups in a row."""
     return 1 if scheme.group is None else -(-columns // scheme.group)
 
 
@@ -139,7 +148,11 @@ def _same(stored: Tensor) -> Tensor:
 
 
 def checked_groups(scheme: WeightScheme, index: Tensor | None, columns: int) -> Tensor | None:
-    """Returns each column's group where they are scattered; ModelError for groups that do not exist."""
+    """Return the group of each column if groups are scattered, else None.
+
+    Raises ModelError for groups that do not exist, and for columns that are out of order though the scheme is not
+    scattered.
+    """
     if index is None:
         return None
     found, count = index.long(), group_count(scheme, columns)

@@ -1,4 +1,4 @@
-"""Blocks of GGUF: the bytes of a row as they are in the file, `weight` U8 [N, K / elements · bytes].
+"""GGUF blocks: the bytes of a row as they are in the file, `weight` U8 [N, K / elements · bytes].
 
 type  elements  bytes  contents of a block
 Q8_0        32     34  d f16; 32 codes i8: weight = d · code
@@ -8,7 +8,7 @@ Q4_K       256    144  d f16; dmin f16; 8 scales and 8 minima of 6 bits in 12 by
                        first: d · scale · code - dmin · minimum
 Q6_K       256    210  128 bytes of lower and 64 of upper bits; 16 scales i8; d f16: d · scale · (code - 32)
 
-N rows, B blocks of a row.
+N is the number of rows, B the number of blocks in a row.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,10 +27,10 @@ BLOCKS = {
     WeightFormat.Q4_K: (256, 144),
     WeightFormat.Q6_K: (256, 210),
 }
-"""Elements and bytes of a block."""
+"""The elements and the bytes of a block."""
 
 Parts = tuple[Tensor, Tensor, Tensor | None]
-"""Codes [N, B, elements], scales [N, B, groups] and offsets of blocks."""
+"""The codes [N, B, elements], scales [N, B, groups] and offsets of blocks."""
 
 
 def _tensors(scheme: WeightScheme, rows: int, columns: int) -> tuple[StoredTensor, ...]:
@@ -80,17 +80,17 @@ def _q6_k(blocks: Tensor) -> Parts:
 
 
 def _split(values: Tensor, *shape: int) -> Tensor:
-    """Returns values whose last dimension is divided into `shape`."""
+    """Return the values with their last dimension divided into `shape`."""
     return values.reshape(*values.shape[:-1], *shape)
 
 
 def _half(blocks: Tensor, start: int) -> Tensor:
-    """Returns the float16 number at a byte of each block [N, B, 1]."""
+    """Return the float16 number at byte `start` of each block: [N, B, 1]."""
     return blocks[..., start : start + 2].contiguous().view(torch.float16)
 
 
 def _halves(pairs: Tensor) -> Tensor:
-    """Returns the 4-bit codes [..., 2 · bytes] of bytes: all lower halves, then all upper ones."""
+    """Return the 4-bit codes [..., 2 · bytes] of bytes: first all lower halves, then all upper halves."""
     return torch.cat((pairs & 15, pairs >> 4), dim=-1)
 
 

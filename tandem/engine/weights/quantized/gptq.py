@@ -1,12 +1,13 @@
-"""GPTQ: codes of 4 or 8 bits, the columns of the stored matrices being the outputs.
+"""GPTQ: codes of 4 or 8 bits. The columns of the stored matrices are the outputs.
 
-qweight  I32 [K / c, N], c codes a word: inputs c·r to c·r + c - 1, lowest bits first
-qzeros   I32 [G, N / c], outputs in their order; format `gptq` stores zero - 1, `gptq_v2` the zero itself
+qweight  I32 [K / c, N], c codes per word: inputs c·r to c·r + c - 1, lowest bits first
+qzeros   I32 [G, N / c], outputs in order; format `gptq` stores zero - 1, `gptq_v2` the zero itself
 scales   [G, N]
-g_idx    I32 [K]: each input's group; it may be missing where columns are not scattered
+g_idx    I32 [K]: the group of each input; may be missing if columns are not scattered
 
-weight = (code - zero) · scale. A symmetric scheme has the centre of the codes as every zero, and checkpoints of either
-format have been published under the other's name: there the values tell. Of asymmetric ones nothing tells.
+weight = (code - zero) · scale. In a symmetric scheme every zero is the centre of the codes. Checkpoints of either
+format have been published under the name of the other; the values of a symmetric scheme tell which it is, those of an
+asymmetric one do not.
 """
 
 from collections.abc import Mapping
@@ -39,7 +40,7 @@ def _tensors(scheme: WeightScheme, rows: int, columns: int) -> tuple[StoredTenso
         StoredTensor("qzeros", ((groups, -(-rows // word)),), WORDS),
         StoredTensor("scales", ((groups, rows),), FLOATS),
         StoredTensor("g_idx", ((columns,),), WORDS, required=scheme.scattered),
-        # Old exports have a bias of zeros for each module of a model without biases.
+        # Old exports have a bias of zeros for each module, even if the model has no biases.
         StoredTensor("bias", ((rows,),), FLOATS, required=False),
     )
 
@@ -54,7 +55,7 @@ def _read(scheme: WeightScheme, tensors: Mapping[str, Tensor], shape: Shape) -> 
 
 
 def _zeros(scheme: WeightScheme, stored: Tensor) -> Tensor | None:
-    """Returns the zero points [N, G], None where all are the centre; ModelError for others of a symmetric scheme."""
+    """Return the zero points [N, G], None if all are the centre. Raises ModelError if a symmetric scheme has others."""
     four = scheme.codes is Codes.INT4
     if scheme.symmetric:
         centre = CENTRE if four else BYTE_CENTRE
@@ -63,7 +64,7 @@ def _zeros(scheme: WeightScheme, stored: Tensor) -> Tensor | None:
         return None
     if scheme.format is WeightFormat.GPTQ_V2:
         return stored
-    # Zero - 1 has wrapped around where the zero is 0.
+    # Where the zero is 0, the stored zero - 1 has wrapped around.
     return (stored + 1) & 15 if four else stored + 1
 
 

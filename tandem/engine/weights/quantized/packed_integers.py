@@ -1,9 +1,9 @@
-"""`pack-quantized` of compressed-tensors: integers of 4 or 8 bits in words of 32, around the centre of the codes.
+"""`pack-quantized` of compressed-tensors: 4-bit or 8-bit integers in 32-bit words, around the centre of the codes.
 
-weight_packed      I32 [N, ⌈K / c⌉], c codes a word, the lowest bits first
+weight_packed      I32 [N, ⌈K / c⌉], c codes per word, the lowest bits first
 weight_scale       [N, G]
-weight_zero_point  I32 [⌈N / c⌉, G], packed along the rows, where zero points are in use
-weight_g_idx       I32 [K]: each column's group, where columns are scattered
+weight_zero_point  I32 [⌈N / c⌉, G], packed along the rows, if zero points are used
+weight_g_idx       I32 [K]: the group of each column, if columns are scattered
 """
 
 from collections.abc import Mapping

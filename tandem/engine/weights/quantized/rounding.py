@@ -1,4 +1,4 @@
-"""Quantization of 16-bit weights while they are loaded, by rounding to the nearest code."""
+"""Quantizes 16-bit weights while they are loaded, by rounding to the nearest code."""
 
 import torch
 from torch import Tensor
@@ -7,13 +7,13 @@ from tandem.engine.config.quantization import Codes, Packing
 from tandem.engine.kernels.packed_weight import CENTRE, PackedWeight, pack_nibbles
 
 _LARGEST = {Codes.INT8: 127.5, Codes.INT4: 7.5, Codes.FLOAT8: torch.finfo(torch.float8_e4m3fn).max}
-"""The largest magnitude that is rounded to a code: half of the range of integers, as compressed-tensors has it."""
+"""The magnitude that maps to the largest code; for integers it is half of their range, as in compressed-tensors."""
 
 
 def rounded(weight: Tensor, packing: Packing) -> PackedWeight:
-    """Returns a weight [..., N, K] in codes whose scales map the largest magnitude of a group to the largest code.
+    """Return a weight [..., N, K] as codes, with scales that map the largest magnitude of a group to the largest code.
 
-    Copies in float32 exist of one matrix at a time.
+    Float32 copies exist of only one matrix at a time.
     """
     if weight.dim() > 2:
         each = [rounded(matrix, packing) for matrix in weight]
@@ -33,7 +33,8 @@ def rounded(weight: Tensor, packing: Packing) -> PackedWeight:
 
 
 def symmetric_scales(groups: Tensor, reach: float) -> Tensor:
-    """Returns the scales [..., 1] by which the largest magnitude of groups [..., columns] is `reach`; 1 for zeros."""
+    """Return scales [..., 1] that map the largest magnitude of each group [..., columns] to `reach`; 1 for zeros."""
     largest = groups.abs().amax(-1, keepdim=True)
-    # GPUs would multiply by the reciprocal of a number, and a last bit of a scale decides over the codes at its ends.
+    # GPUs would multiply by the reciprocal of a scalar, whose last bit may change codes at the ends of the range; a
+    # tensor is divided exactly.
     return torch.where(largest > 0, largest / torch.full_like(largest, reach), 1.0)
