@@ -1,8 +1,8 @@
-"""Shares the slots of decode batches among tenants: takes running answers back for a tenant that finds none free.
+"""Shares the slots of decode batches among tenants: preempts running answers for a tenant that finds no free slot.
 
-The queue is fair among waiting tenants, but an answer holds its slot and its KV pages to its end, and a tenant may hold
-all of them before another one comes. Then its youngest answers return to the queue and continue later: their tokens are
-kept, and are prefilled with the prompt.
+The queue is fair among waiting tenants, but an answer keeps its slot and its KV pages until it ends, and one tenant may
+hold all slots before another tenant's request arrives. Then the newest answers of the first tenant return to the queue
+and continue later: their tokens are kept, and are prefilled with the prompt.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from router.requests.ends import RequestEnds
 from router.requests.request import RoutedRequest
 
 WAIT_S = 1.0
-"""The time for which a request waits for a free slot first, in seconds: most slots become free by themselves."""
+"""The time that a request waits before answers are preempted for it, in seconds; most slots become free by then."""
 _SHARE = 2
-"""A tenant keeps its slots unless it holds this many for each one of the tenant that waits.
+"""A tenant loses slots only if it holds at least this many times those of the waiting tenant, the new one included.
 
-Equal shares would take answers back whenever two busy tenants differ by one, and each costs a prefill.
+With a factor of 1, answers would be preempted whenever two busy tenants differ by one slot, and each preemption costs a
+prefill.
 """
 _PROGRESS_TOKENS = 16
-"""Tokens that an attempt must have brought before it is taken back, so that every answer comes to its end."""
+"""Number of tokens that an attempt must have generated before it may be preempted, so that every answer progresses."""
 
 
 class SlotShares:
-    """Preempts at most one answer each time that it is asked. Belongs to the event loop."""
+    """Preempts at most one answer on each call. The dispatcher owns it and calls it on the event loop."""
 
     def __init__(self, policy: PlacementPolicy, fleet: Fleet, ends: RequestEnds) -> None:
         self._policy, self._fleet, self._ends = policy, fleet, ends
 
     def make_room(self, waiting: RoutedRequest, live: Iterable[RoutedRequest]) -> None:
-        """Preempt one of the `live` requests for the one at the head of the queue, if another tenant holds too much."""
+        """Preempt one of the `live` requests for `waiting`, the head of the queue, if a tenant holds too many slots."""
         if time.monotonic() - waiting.waiting_since < WAIT_S:
             return
         if not self._policy.waits_for_decode(waiting.queued, self._fleet):
@@ -45,7 +46,10 @@ class SlotShares:
 
 
 def answer_to_preempt(waiting: RoutedRequest, live: Iterable[RoutedRequest]) -> RoutedRequest | None:
-    """Return the newest answer of the tenant with most slots; None if `waiting` has its share or none may be taken."""
+    """Return the answer to preempt for `waiting`: the newest of the lowest priority of the tenant with most slots.
+
+    None if the tenant of `waiting` already has its share, or no answer has generated enough tokens.
+    """
     running = [each for each in live if each.decode is not None and not each.generated]
     held = Counter(each.admitted.tenant for each in running)
     tenant, most = held.most_common(1)[0] if held else ("", 0)
