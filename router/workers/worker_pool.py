@@ -154,7 +154,10 @@ class WorkerPool:
         return self._links[peer]
 
     def sweep(self) -> None:
-        """Expire old load reports and excluded pairs, and close idle links of departed workers; called periodically."""
+        """Expire old load reports and excluded pairs, and close the links of workers that left and have no requests.
+
+        Called periodically.
+        """
         self.fleet.changes += self.fleet.incompatible.forget_old()
         for link in self.links:
             link.state.expire_report()

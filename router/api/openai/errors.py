@@ -21,7 +21,7 @@ MESSAGE_CHARS = 2048
 
 
 def error_body(error: TandemError) -> str:
-    """Return OpenAI's error object; `param` is the field that is wrong, if any."""
+    """Return OpenAI's error object; its `param` is the wrong field, if there is one."""
     return json_error(
         error.http_status,
         error.message,
