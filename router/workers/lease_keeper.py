@@ -14,8 +14,7 @@ from tandem.protocol.messages import GrantedLease, Lease
 log = logging.getLogger(__name__)
 
 Beat = Callable[[Sequence[Lease], float], Awaitable[frozenset[Lease]]]
-"""A function that sends one heartbeat with a deadline in seconds, and returns the leases that the worker does not hold.
-"""
+"""A function that sends one heartbeat with a deadline in seconds; it returns the leases that the worker lacks."""
 
 _ROUNDS_TO_BELIEVE = 3
 """Number of consecutive heartbeats that must report a lease as unknown; they take one lease duration together."""
