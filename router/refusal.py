@@ -6,7 +6,7 @@ from tandem.protocol.errors import InvalidArgument, NotFound, RateLimited, Resou
 
 
 class Refusal(StrEnum):
-    """The values of the metric label `reason`."""
+    """The reason for which a request is rejected; its values are those of the metric label `reason`."""
 
     QUEUE_FULL = "queue_full"
     TENANT_QUEUE_FULL = "tenant_queue_full"

@@ -42,7 +42,7 @@ class AnswerParsers:
 
 @dataclass(frozen=True, slots=True)
 class CompleteAnswer:
-    """One complete answer of a request that is not streamed."""
+    """One complete answer of a call that is not streamed. An immutable value."""
 
     text: str
     token_ids: Sequence[int]

@@ -1,4 +1,7 @@
-"""The application of the HTTP listener: OpenAI's and Anthropic's APIs, metrics, traces and probes."""
+"""The application of the HTTP listener: OpenAI's and Anthropic's APIs, metrics, traces and probes.
+
+It is a FastAPI application inside ASGI middleware; from the outside in: CORS, audit log, request ids, keys, call limit.
+"""
 
 from __future__ import annotations
 

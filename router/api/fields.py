@@ -22,7 +22,7 @@ def bounded(low: float | None = None, high: float | None = None, **more: Any) ->
 
 
 Count = Annotated[int, bounded(1, INT32_MAX)]
-"""A limit of tokens."""
+"""A limit on the number of tokens."""
 Natural = Annotated[int, bounded(0)]
 Logprobs = Annotated[int, bounded(0, LOGPROBS_MAX)]
 Temperature = Annotated[float, bounded(0, TEMPERATURE_MAX)]

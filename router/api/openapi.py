@@ -62,12 +62,12 @@ _HEADERS = {
 
 
 class Problem(BaseModel):
-    """OpenAI's description of an error; Anthropic's has the first two fields."""
+    """An error in OpenAI's form; Anthropic's form has the first two fields."""
 
     message: str
     type: str
     param: str | None = None
-    """The field that is wrong."""
+    """The name of the wrong field."""
     code: str | None = None
 
 

@@ -19,7 +19,10 @@ from tandem.settings.slo import SloClass
 
 
 class Outcome(StrEnum):
-    """The values of the metric label `outcome`; goodput counts MET."""
+    """How a request ended with regard to its SLO class; the values are those of the metric label `outcome`.
+
+    Goodput counts MET.
+    """
 
     MET = "met"
     MISSED_TTFT = "missed_ttft"

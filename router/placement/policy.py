@@ -142,11 +142,13 @@ class PlacementPolicy:
             allowed = not reserved or worker.slot in reserved or not worker.decodes
             return allowed and _takes_prefill(worker, request)
 
+        # Decode candidates first: they are also the prefill candidates if a prompt must stay on its decode worker.
         if request.decodes:
             found = _first(fleet.decodes.with_capacity(), takes_answer, most)
             prefills = _with_holders(match, fleet, found, takes_answer)
             answers = [AnswerPrediction(worker, held, request) for worker, held in prefills]
         if answers and (apart or not request.decodes):
+            # A worker that counts as full because of other tenants may still take a prompt of this tenant.
             found = _first(fleet.prefills.with_capacity(), takes_prompt, most) or _first(
                 fleet.prefills, takes_prompt, most
             )

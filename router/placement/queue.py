@@ -163,6 +163,8 @@ class RequestQueue:
             return
         mine = self._tenants[request.tenant]
         del mine[bisect_left(mine, _key(request), key=_key)]
+        # The level follows the lowest waiting counter, and counters at or below it are forgotten: a tenant that returns
+        # would start at the level anyway.
         if not mine:
             del self._tenants[request.tenant]
             lowest = min((self._given[each] for each in self._tenants), default=self._given[request.tenant])

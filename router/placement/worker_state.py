@@ -73,7 +73,8 @@ class WorkerState:
         self.on_change: Callable[[WorkerState], None] | None = None
         """Callback after a change of `prompt_rank` or `answer_rank`; the fleet sets it."""
         self.cost = StepCost()
-        self.decode_speedup = 1.0  # see WorkerLoad
+        self.decode_speedup = 1.0
+        """The same as `WorkerLoad.decode_speedup`."""
         self.page_transfer_s = 0.0
         """Mean time to transfer one KV page to this worker, in seconds; 0 before the first transfer."""
         self._transfer_s = self._pages_received = 0.0
@@ -154,6 +155,8 @@ class WorkerState:
         """Apply a load report, which the worker sends after a step."""
         self._fresh, self.decode_speedup = True, load.decode_speedup
         reported = load.prefill_tokens, load.decode_requests, load.pages_used
+        # The report includes the prompts that were known to be accepted before it came. The others stay unreported: the
+        # worker may have made the report before it accepted them.
         unreported = {each: False for each, accepted in self._unreported.items() if not accepted}
         if (load.cost, reported, unreported) != (self.cost.parameters, self._reported, self._unreported):
             self.cost, self._reported, self._unreported = StepCost(load.cost), reported, unreported

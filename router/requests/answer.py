@@ -28,7 +28,7 @@ class AnswerChunk:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The outcome of a complete answer; counts are in tokens."""
+    """The outcome of a complete answer, which the reply shows after the last chunk; counts are in tokens."""
 
     finish_reason: FinishReason
     matched_stop: str
@@ -134,9 +134,9 @@ class Answer:
             self.fail(Cancelled("the client left"))
 
     def push(self, text: str, token_ids: list[int], scores: list[TokenScore], *, waited: bool = False) -> None:
-        """Router side: add text and tokens, with a score for each token or none at all.
+        """Router side: add final text and tokens, with a score for each token or none at all.
 
-        `waited` is true if the tokens were held back to be sent together with later ones.
+        `waited` is True if the tokens were delayed to be sent together with later tokens.
         """
         self.token_count += len(token_ids)
         if self._chunk is None:

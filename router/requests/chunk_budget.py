@@ -1,4 +1,7 @@
-"""A rate limit for answer chunks: a token bucket of chunks per second with a small burst."""
+"""The rate limit for answer chunks: a token bucket of chunks per second with a small burst.
+
+Sending a chunk costs CPU time, which an engine on the same machine may need.
+"""
 
 import math
 

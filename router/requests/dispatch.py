@@ -212,6 +212,7 @@ class Dispatcher:
         if not self._serves_or_waits:
             for request in list(self.waiting_requests()):
                 self._ends.fail(request, self._no_worker())
+        # The head of the queue is placed or skipped in each iteration, until one must wait.
         while (queued := self._scheduler.head()) is not None:
             request = self._live[queued.wire_id]
             try:

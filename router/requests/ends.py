@@ -190,6 +190,7 @@ class RequestEnds:
         yielded |= request.queued.yielded and request.assembler.count == request.answered
         self._leave_workers(request)
         request.edges.append(EdgeStamp.now(Edge.REQUEUED))
+        # Events of the old attempt may still arrive; the new number makes the stream drop them as stale.
         request.transfer = None
         request.attempt += 1
         request.preempted_at = None
@@ -201,6 +202,7 @@ class RequestEnds:
     def _leave_workers(self, request: RoutedRequest) -> None:
         """Release the load of the attempt, and abort it on its workers unless they have generated the whole answer."""
         ref = request.ref
+        # A set, because prefill and decode worker may be the same.
         for link in {link for link in (request.prefill, request.decode) if link is not None}:
             if not request.generated:
                 link.abort(ref)

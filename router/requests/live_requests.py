@@ -22,18 +22,18 @@ class LiveRequests(Mapping[str, RoutedRequest]):
     """
 
     def __init__(self, tokens: TokenText) -> None:
-        """`tokens` turns token ids into text."""
+        """`tokens` turns the token ids of answers into text."""
         self._tokens = tokens
         self._by_wire_id: dict[str, RoutedRequest] = {}
         self._by_client_id: dict[tuple[str, str], list[RoutedRequest]] = {}
-        """Requests by tenant and client id, so that tenants may use equal ids."""
+        """Requests by tenant and client id, so that two tenants may use the same id."""
         self._emptied = asyncio.Event()
         self.arrivals = 0
         """Number of requests ever made, accepted or not."""
         self.held = 0
         """Number of requests that are held until the first answer to their prompt is admitted by its decode worker."""
         self._held_of: Counter[str] = Counter()
-        """`held` by tenant."""
+        """The number of held requests, by tenant."""
 
     @property
     def by_wire_id(self) -> Mapping[str, RoutedRequest]:

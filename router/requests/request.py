@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from router.workers.worker_link import WorkerLink
 
 SILENCE_S = 1e-3
-"""Workers whose last event is more recent than this count as responsive, in seconds."""
+"""The shortest time without an event of its workers that is recorded as silence of a request, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Options:
 
     @property
     def answer_limit(self) -> tuple[str, int | None]:
-        """The name of the field that limits the answer, and its limit in tokens (None = not given)."""
+        """The name of the field that limits the answer's length, and the limit in tokens; None if not given."""
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", self.max_tokens
@@ -134,7 +134,7 @@ class ClientRequest:
 
     @property
     def operation(self) -> str:
-        """The operation name of OpenTelemetry's semantic conventions."""
+        """The name of the operation in OpenTelemetry's semantic conventions for generative AI."""
         return "chat" if isinstance(self.prompt, Conversation) else "text_completion"
 
 

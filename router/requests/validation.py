@@ -182,7 +182,7 @@ class RequestValidator:
         )
 
     def close(self) -> None:
-        """Stop the tokenizer threads."""
+        """Stop the tokenizer threads and the grammar processes."""
         self._pool.close()
         self._formats.close()
 
@@ -320,7 +320,7 @@ class RequestValidator:
         )
 
     def _served(self) -> ServedModel:
-        """Return the served model; raises Unavailable while it is unknown."""
+        """Return the served model. Raises Unavailable while it is not known."""
         if (served := self._model()) is not None:
             return served
         message = "the cluster is starting, no worker of each role has been seen yet; try again in a moment"

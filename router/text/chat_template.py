@@ -1,4 +1,7 @@
-"""A model's chat template: sandboxed Jinja with the environment of Hugging Face templates."""
+"""A model's chat template: sandboxed Jinja with the functions and filters that Hugging Face templates expect.
+
+Templates are programs that clients' input drives, so that the time and the size of each rendering are limited.
+"""
 
 import json
 import secrets

@@ -145,7 +145,7 @@ class Tokenizer:
         return text
 
     def spellings(self, ids: Sequence[int]) -> list[str]:
-        """Return the tokenizer's own spelling of each id."""
+        """Return the tokenizer's own string for each id, such as "Ġthe"; "" for an unknown id."""
         return [self._inner.id_to_token(i) or "" for i in ids]
 
     def token_bytes(self, token_id: int) -> bytes:

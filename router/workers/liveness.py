@@ -80,5 +80,5 @@ class LivenessProbe:
         try:
             await self._call()
         except TandemError:
-            return  # a dead worker is detected by its event stream
+            return  # the event stream detects a dead worker
         self._heartbeat.beat()

@@ -36,7 +36,7 @@ class PrefixFeed:
         """Apply the worker's next batch; a repeated batch is ignored, and one after a gap is kept for `load`."""
         if self._sequence is not None:
             if changes.sequence <= self._sequence:
-                return
+                return  # the full list already includes this batch
             if changes.sequence == self._sequence + 1:
                 self._apply(changes)
                 return

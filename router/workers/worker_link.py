@@ -105,7 +105,7 @@ class WorkerLink:
 
     @property
     def info(self) -> WorkerInfo:
-        """The worker's latest registration."""
+        """The worker's latest registration at the controller."""
         return self.state.info
 
     @property

@@ -96,7 +96,7 @@ class WorkerPool:
 
     @property
     def staffed(self) -> bool:
-        """True if compatible workers of both roles are live, ready or not."""
+        """True if compatible workers of both roles are live, whether or not they are ready."""
         return self._serve(self._live())
 
     @property

@@ -162,7 +162,7 @@ class CallFacts:
 
 @dataclass(frozen=True, slots=True)
 class InferenceCall:
-    """A parsed call of Generate or Chat."""
+    """A parsed call of Generate or Chat. An immutable value."""
 
     requests: tuple[ClientRequest, ...]
     """One request for each prompt, at least one; they differ only in their prompts."""

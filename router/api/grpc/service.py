@@ -40,7 +40,7 @@ _A = TypeVar("_A", types_pb2.LoadAdapterRequest, types_pb2.UnloadAdapterRequest)
 
 @dataclass(frozen=True, slots=True)
 class _Caller:
-    """The caller of one gRPC method."""
+    """The facts of one gRPC call, and a future by which its work is cancelled."""
 
     facts: CallFacts
     gone: asyncio.Future[None]

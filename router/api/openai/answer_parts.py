@@ -1,4 +1,4 @@
-"""The parsed parts of an answer in the form of OpenAI's chat API."""
+"""Turns the parsed parts of an answer into the fields of OpenAI's chat API."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ _OLDER = {
     "regex": GrammarKind.REGEX,
     "ebnf": GrammarKind.EBNF,
 }
-"""The fields of older versions of vLLM (`guided_…`) and of SGLang."""
+"""The kinds of format that the fields of older versions of vLLM (`guided_…`) and of SGLang set, by field."""
 
 
 def answer_format(body: Formats) -> AnswerFormat | None:

@@ -1,4 +1,4 @@
-"""The prompts of a text completion: one or several, each a string or a list of token ids."""
+"""The prompts of a text completion: one prompt or several, each a string or a list of token ids."""
 
 from __future__ import annotations
 

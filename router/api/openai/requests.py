@@ -22,7 +22,7 @@ from tandem.protocol.lifecycle.timeline import EdgeStamp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAICall(ApiCall):
-    """A call of chat completions or completions."""
+    """A parsed call of chat completions or completions. An immutable value."""
 
     include_usage: bool
     """True if an event after the answers has their usage."""

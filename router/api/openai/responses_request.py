@@ -113,7 +113,7 @@ _FORMAT = "text.format"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponsesCall(ApiCall):
-    """A call of the Responses API."""
+    """A parsed call of the Responses API. An immutable value."""
 
     echo: str
     """The members of the JSON reply that repeat the request, each followed by a comma."""

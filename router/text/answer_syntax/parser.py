@@ -48,11 +48,11 @@ class AnswerParts:
         """Number of tool calls so far, including those that are not kept."""
 
     def content(self, text: str) -> None:
-        """Add content."""
+        """Add text of the answer's content."""
         self._content.append(text)
 
     def reasoning(self, text: str) -> None:
-        """Add reasoning."""
+        """Add text of the reasoning."""
         self._reasoning.append(text)
 
     def begin_call(self, name: str) -> None:
@@ -88,7 +88,10 @@ class AnswerParts:
 
 
 class AnswerParser:
-    """The parser of one answer; its result does not depend on how the text is cut into pieces."""
+    """The parser of one answer; its result does not depend on how the text is cut into pieces.
+
+    The reply owns one for each answer, on the event loop.
+    """
 
     def __init__(self, parts: AnswerParts, syntax: Callable[[AnswerReader, AnswerParts], Steps[None]]) -> None:
         """`syntax` is a generator that reads the whole answer; text that it does not read is content."""

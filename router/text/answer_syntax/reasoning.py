@@ -1,4 +1,4 @@
-"""The syntaxes in which models write their reasoning."""
+"""The syntaxes in which models write their reasoning: `<think>` blocks, and the channels of gpt-oss."""
 
 from __future__ import annotations
 
