@@ -27,9 +27,9 @@ OPERATORS_PATHS = frozenset({LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH})
 
 
 class AuditedHttp:
-    """The outermost ASGI middleware, which makes the `ClientCall` of each request and writes it to the audit log.
+    """ASGI middleware that makes the `ClientCall` of each request and writes it to the audit log.
 
-    Probes are not logged.
+    It is outside of all other middleware except CORS, so that rejected requests are logged, too. Probes are not logged.
     """
 
     def __init__(self, app: ASGIApp, audit: AuditLog | None) -> None:

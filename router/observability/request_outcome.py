@@ -35,7 +35,7 @@ class Outcome(StrEnum):
 
 @dataclass(slots=True)
 class GapTracker:
-    """The timing of one answer's tokens as they leave the router, in seconds of one clock."""
+    """The timing of one answer's tokens as they leave the router, in seconds. All times must be of the same clock."""
 
     target_s: float = math.inf
     """The ITL target; longer gaps miss it."""

@@ -85,7 +85,7 @@ class PlacementPolicy:
         return bool(able) and all(worker.refusing or not _takes_decode(worker, request) for worker in able)
 
     def waits_for_own_prompts(self, request: QueuedRequest, fleet: Fleet) -> bool:
-        """Return True if the prompt waits only for prompts of its tenant, on every worker that could compute it.
+        """Return True if every worker that could compute the prompt has as many prompts of its tenant as it takes.
 
         `WorkerState.full_tenants` bounds the prompt tokens of one tenant that wait at a worker.
         """

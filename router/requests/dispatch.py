@@ -302,7 +302,7 @@ class Dispatcher:
         self._end_attempts(link, "went away while it served the request", retry=self._serves_or_waits)
 
     def _leave_silent_workers(self) -> None:
-        """Retry the requests of workers that do not respond on other workers; they stay if no other can serve them."""
+        """Move the requests of silent workers to other workers; requests that no other worker can serve stay."""
         for link in self.pool.links:
             if link.silent and link.request_ids:
                 self._end_attempts(link, "does not respond", retry=True, where=self._has_other_worker)

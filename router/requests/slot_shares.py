@@ -19,7 +19,7 @@ from router.requests.request import RoutedRequest
 WAIT_S = 1.0
 """The time that a request waits before answers are preempted for it, in seconds; most slots become free by then."""
 _SHARE = 2
-"""A tenant loses slots only if it holds at least this many times those of the waiting tenant, the new one included.
+"""A tenant loses slots only if it holds at least this many times the slots that the waiting tenant would have then.
 
 With a factor of 1, answers would be preempted whenever two busy tenants differ by one slot, and each preemption costs a
 prefill.

@@ -39,7 +39,7 @@ class TokenizerPool:
         retry_after_s: float,
         waits: str = "prompts wait to be tokenized",
     ) -> None:
-        """`retry_after_s` is the retry hint of rejections; their message says what the bytes are by `waits`."""
+        """`retry_after_s` is the retry hint of rejections; `waits` is the part of their message that names the jobs."""
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="router-tokenizer")
         self._waits = waits
         self._idle = threads

@@ -1,6 +1,7 @@
 """The workers of the cluster as the controller lists them, with one link to each.
 
-The router watches the controller's membership stream. Without a controller it keeps the last membership and serves on.
+The router watches the controller's membership stream. Without a controller it keeps the last membership and continues
+to serve.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ CODER_TAGS = (_CALL, _CALL_END)
 GLM_TAGS = (_CALL, _CALL_END, _KEY, _KEY_END, _VALUE, _VALUE_END)
 _STRING = frozenset({"string"})
 _WORDS = {"boolean": {"True": "true", "False": "false"}, "null": {"None": "null"}}
-"""Python's spellings of values, which models also write, with their JSON, by JSON type."""
+"""Python's spellings of JSON values, which models also write, and the JSON for each, by JSON type."""
 _TYPES: Mapping[type, tuple[str, ...]] = {
     str: ("string",),
     bool: ("boolean",),
