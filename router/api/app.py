@@ -78,7 +78,7 @@ def make_app(
     callers: Callers,
     audit: AuditLog | None = None,
 ) -> ASGIApp:
-    """Return the whole application, with the checks of `callers` and the audit log; None writes no log."""
+    """Return the whole application, with the checks of `callers`; `audit` is None if there is no audit log."""
     app = FastAPI(title="Tandem", docs_url=None, redoc_url=None, openapi_url=None)
     calls = HttpCalls(config, validator, dispatcher, IgnoredLog())
     chat, text = partial(OpenAIReply, chat=True), partial(OpenAIReply, chat=False)

@@ -9,9 +9,10 @@ from tandem.cost_model.chunks import breaks_target
 
 
 def must_not_wait(target_s: float, predicted_s: float, step_s: float, delay_max_s: float) -> bool:
-    """Return True if a delay of `delay_max_s` would break an ITL target that is met without it.
+    """Return True if a delay of `delay_max_s` would break an ITL target that placement predicted to be met.
 
-    `predicted_s` is the step time predicted at placement, `step_s` the current step time; all are in seconds.
+    `predicted_s` is the step time predicted at placement, `step_s` the current step time; the delay is added to the
+    longer one. All are in seconds.
     """
     return breaks_target(target_s, predicted_s, max(predicted_s, step_s) + delay_max_s)
 

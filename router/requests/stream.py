@@ -232,9 +232,9 @@ class EventStream:
         return first or held is not None or finished is not None or self._delay_breaks_target(request)
 
     def _delay_breaks_target(self, request: RoutedRequest) -> bool:
-        """Return True if a delay of the tokens would break an ITL target that is otherwise met.
+        """Return True if a delay of the tokens would break an ITL target that placement predicted to be met.
 
-        Whether it is met follows from the step time predicted at placement, or the current one if that is longer.
+        The delay is added to the predicted step time, or to the current one if steps have become longer since then.
         """
         slo, prediction, decode = request.queued.slo, request.prediction, request.decode
         if prediction is None or decode is None or not slo.has_gap_target:
