@@ -1,4 +1,4 @@
-"""What one router starts with."""
+"""The configuration with which one router starts."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,34 +12,37 @@ from tandem.settings.router import RouterSettings
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig(RouterSettings):
-    """A router's settings, and what its controller adds: the model, its identity, its controller and its secrets."""
+    """A router's settings, with what the controller adds: model, identity, the controller's address and secrets.
+
+    An immutable value; every part of the router reads it.
+    """
 
     router_id: str
-    """The router's id on workers; unique in the cluster."""
+    """The router's id on workers, which is unique in the cluster."""
     model: Path
-    """The model folder: tokenizer.json, tokenizer_config.json, config.json, generation_config.json."""
+    """The model folder, with tokenizer.json, tokenizer_config.json, config.json and generation_config.json."""
     model_name: str
-    """The model name in answers, by which clients call it."""
+    """The model's name in requests and answers."""
     controller_address: str
     """host:port of the controller's gRPC server."""
     token: str = ""
-    """The cluster's secret, which components prove by mutual TLS; empty = no authentication and no encryption."""
+    """The cluster's secret, which components prove by mutual TLS; "" = no authentication and no encryption."""
     name: str = "router"
-    """The router's name in metrics; the same after a restart."""
+    """The router's name in metrics, which stays the same after a restart."""
     model_aliases: tuple[str, ...] = ()
-    """Other names by which clients may call the model."""
+    """Further names of the model that requests may use."""
     tokenizer: Path | None = None
-    """A folder with the tokenizer, its configuration and chat templates; None = `model`."""
+    """The folder with the tokenizer, its configuration and chat templates; None = `model`."""
     mode: Mode = Mode.ADAPTIVE
-    """The placement mode: prefill on prefill workers, on the worker that decodes, or by predicted cost."""
+    """The placement mode: prefill on prefill workers, on the decoding worker, or where the predicted cost is lowest."""
     metrics_key: str = ""
     """The key for `/metrics`.
 
-    Empty = the key derived from `token` if API keys are required or `host` is not loopback, else no key.
+    "" = a key derived from `token` if API keys are required or `host` is not loopback, else no key.
     """
 
     def __post_init__(self) -> None:
-        """Raise InvalidArgument with the name of a wrong setting."""
+        """Validate the settings. Raises InvalidArgument with the name of a wrong setting."""
         self.check()
         check_guarded("host", self.host, guarded=self.guarded, insecure=self.insecure)
 
@@ -50,19 +53,22 @@ class RouterConfig(RouterSettings):
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """All names of the model, the one of answers first."""
+        """All names of the model; the first is the one in answers."""
         return self.model_name, *self.model_aliases
 
     @property
     def key_source(self) -> KeySource:
-        """The origin of all accepted keys."""
+        """The source of all API keys and metrics keys that the router accepts."""
         loopback = is_loopback(self.host)
         readers = reading_keys(self.metrics_key, self.token, guarded=self.guarded, loopback=loopback)
         return KeySource(self.api_keys, self.api_key_file, readers)
 
     @property
     def tenant_queue_limit(self) -> int:
-        """Most waiting requests of one tenant, with the default of `max_queued_per_tenant` applied."""
+        """Limit of the waiting requests of one tenant, with the default of `max_queued_per_tenant` applied.
+
+        The default is half of the queue if there are several API keys, else the whole queue.
+        """
         if self.max_queued_per_tenant is not None:
             return self.max_queued_per_tenant
         in_file = read_keys("api_key_file", self.api_key_file) if self.api_key_file else ()

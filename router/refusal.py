@@ -6,24 +6,24 @@ from tandem.protocol.errors import InvalidArgument, NotFound, RateLimited, Resou
 
 
 class Refusal(StrEnum):
-    """The values of the metric label `reason`."""
+    """The reason for which a request is rejected; its values are those of the metric label `reason`."""
 
     QUEUE_FULL = "queue_full"
     TENANT_QUEUE_FULL = "tenant_queue_full"
     SLO_TTFT = "slo_ttft"
-    """The predicted TTFT exceeds the target of its SLO class."""
+    """The predicted TTFT exceeds the target of the request's SLO class."""
     SLO_ITL = "slo_itl"
-    """The predicted ITL exceeds the target of its SLO class."""
+    """The predicted ITL exceeds the target of the request's SLO class."""
     NO_WORKER = "no_worker"
-    """No worker serves, or no worker is ready."""
+    """No worker serves, or none is ready."""
     QUOTA = "quota"
-    """The quota of its API key is used up."""
+    """The quota of the API key is used up."""
     INVALID = "invalid"
-    """The request itself is wrong."""
+    """The request itself is invalid."""
 
 
 class Refused(ResourceExhausted):
-    """Rejected for lack of capacity, or because the SLO cannot be met; `reason` has the cause."""
+    """The error for a request that is rejected because capacity is missing or its SLO cannot be met; see `reason`."""
 
     def __init__(self, reason: Refusal, message: str, *, retry_after_s: float = 0.0) -> None:
         super().__init__(message, retry_after_s=retry_after_s)

@@ -1,4 +1,4 @@
-"""The router process: gRPC and HTTP listeners and one dispatcher on one event loop."""
+"""The router process: the gRPC and HTTP listeners and one dispatcher on one event loop."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ log = logging.getLogger(__name__)
 
 
 class RouterServer:
-    """One router. Start it once and stop it once, on the same event loop."""
+    """One router, which owns all its parts. Start it once and stop it once, on the same event loop."""
 
     def __init__(self, config: RouterConfig, policy: PlacementPolicy | None = None) -> None:
-        """`policy` chooses workers; None = the policy of predicted cost."""
+        """`policy` chooses workers; None creates one in the configured mode."""
         self._config = config
         self._policy = policy or PlacementPolicy(config.mode)
         self._text: tuple[Tokenizer, GenerationDefaults] | None = None
@@ -48,15 +48,15 @@ class RouterServer:
         self._operations: HttpServer | None = None
 
     async def prepare(self) -> None:
-        """Load the tokenizer, which takes most of the time of `start`, and do nothing else. Idempotent."""
+        """Load the tokenizer and nothing else, because it takes most of the time of `start`. Idempotent."""
         if self._text is None:
             self._text = await asyncio.to_thread(_load, self._config)
 
     async def start(self) -> RouterEndpoints:
         """Load the tokenizer, watch the cluster, and open the listeners.
 
-        Workers may register later: until then requests get `Unavailable`. Raises ModelError for an unusable model
-        folder and FailedPrecondition for a port that is taken.
+        Workers may register later; until then requests fail with Unavailable. Raises ModelError if the model folder is
+        unusable, and FailedPrecondition if a port is taken.
         """
         config = self._config
         await self.prepare()
@@ -86,7 +86,7 @@ class RouterServer:
         return endpoints
 
     async def stop(self, grace_s: float) -> None:
-        """Set NOT_SERVING, let requests run for `grace_s` seconds, then fail the rest with `Unavailable`."""
+        """Set NOT_SERVING, let requests run for `grace_s` seconds, then fail the remaining ones with Unavailable."""
         assert self._opened is not None
         await self._opened.leave(grace_s)
         await self._dispatcher.drain(grace_s)
@@ -109,7 +109,7 @@ class RouterServer:
                 await asyncio.to_thread(each.close)
 
     async def _open(self, app: ASGIApp) -> RouterEndpoints:
-        """Open the listeners; with TLS there is one more, for probes and the scrapers of the cluster."""
+        """Open the listeners; with TLS also a plain HTTP listener for probes, metrics and traces."""
         config = self._config
         if config.tls is None:
             return await self._open_listeners(app)

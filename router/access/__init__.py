@@ -1,1 +1,1 @@
-"""Tenants, their roles and quotas, and the audit log of their calls."""
+"""Access of clients: tenants, their roles and quotas, and the audit log of their calls."""

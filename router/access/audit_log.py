@@ -1,4 +1,4 @@
-"""The audit log: one JSON object a line for each call of a client, without keys, prompts and answers."""
+"""The audit log: one line with a JSON object for each call of a client, without keys, prompts or answers."""
 
 from __future__ import annotations
 
@@ -22,41 +22,42 @@ from tandem.protocol.errors import FailedPrecondition
 log = logging.getLogger(__name__)
 
 _WAITING_MAX = 16_384
-"""Most records that wait to be written; further ones are lost."""
+"""Limit of the records that wait to be written; further records are lost."""
 _CLOSE_S = 5.0
-"""Longest time to write the last records, in seconds."""
+"""The longest time that `close` waits for the last records, in seconds."""
 
 
 class AuditLog:
-    """Writes records in a thread of its own, so that no caller waits for the disk. Close it to write the last ones.
+    """Writes records in its own thread, so that no caller waits for the disk; `close` writes the last records.
 
-    A file that was moved or deleted is created again, so that tools which rotate it by its name need no signal. A
-    record that cannot be written, because the disk is full or slow, is lost and counted.
+    The router's server owns it, and the event loop calls `write`. A file that was moved or deleted is created again, so
+    that log rotation needs no signal. A record that cannot be written because the disk is full or slow is lost and
+    counted.
     """
 
     def __init__(self, path: Path, registry: Registry) -> None:
-        """Open the file, which is readable by this user alone; FailedPrecondition if that is impossible."""
+        """Open the file, which only this user can read. Raises FailedPrecondition if it cannot be written."""
         self._path = path
         try:
             self._file = _open(path)
         except OSError as error:
             raise FailedPrecondition(f"audit_log: cannot write {path} ({error.strerror}); give another file") from error
         self._waiting: SimpleQueue[tuple[ClientCall, float] | None] = SimpleQueue()
-        # One writer each: the thread, the thread, and the event loop.
+        # Each counter has one writer and needs no lock: the thread counts the first two, the event loop the last.
         self._written = self._failed = self._overflowed = 0
         registry.read(lambda: {f.AUDIT_RECORDS: self._written, f.AUDIT_RECORDS_LOST: self._failed + self._overflowed})
         self._thread = threading.Thread(target=self._run, name="audit-log", daemon=True)
         self._thread.start()
 
     def write(self, call: ClientCall) -> None:
-        """Write the record of a call that is over; never blocks and never raises."""
+        """Queue the record of a call that has ended; never blocks and never raises."""
         if self._waiting.qsize() >= _WAITING_MAX:
             self._overflowed += 1
         else:
             self._waiting.put((call, time.monotonic()))
 
     def close(self) -> None:
-        """Write what waits, and end; blocks for some seconds at most."""
+        """Write the waiting records and end the thread; blocks for at most `_CLOSE_S`."""
         self._waiting.put(None)
         self._thread.join(_CLOSE_S)
 
@@ -73,14 +74,14 @@ class AuditLog:
         self._file.close()
 
     def _append(self, line: bytes) -> None:
-        """Append a line; a disk that is full may take a part of it, which is removed again."""
+        """Append a line; if a full disk takes only a part of it, that part is removed again."""
         written = self._file.write(line)
         if written != len(line):
             os.ftruncate(self._file.fileno(), os.fstat(self._file.fileno()).st_size - written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _follow_rotation(self) -> None:
-        """Open the file again if another one, or none, has its name now."""
+        """Open the file again if its path now names another file or none."""
         try:
             same = os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
         except FileNotFoundError:
@@ -92,7 +93,7 @@ class AuditLog:
 
 
 def _open(path: Path) -> IO[bytes]:
-    # Unbuffered, so that a record that failed is not written again later, behind others.
+    # Unbuffered, because a buffer would write a failed record again later, after other records.
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "ab", buffering=0)
 
 

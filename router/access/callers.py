@@ -1,4 +1,4 @@
-"""The callers of one router: the key that a call presents, the tenant it stands for, and what it may do."""
+"""The callers of one router: the key that a call presents, the tenant to which it belongs, and what it may do."""
 
 from __future__ import annotations
 
@@ -14,26 +14,29 @@ from tandem.protocol.errors import RateLimited, TandemError
 Headers = Iterable[tuple[str | bytes, str | bytes]]
 
 _NAME_DIGITS = 12
-"""Number of digits of a tenant's id that name it in the audit log if its key has no name."""
+"""Number of digits of the tenant's id that the audit log shows if the key has no name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The tenant that a call belongs to."""
+    """The tenant to which a call belongs, with its quota."""
 
     tenant: str = ""
-    """The tenant's id, a hash; empty if no key is required."""
+    """The tenant's id, a hash; "" if no key is required."""
     name: str = ""
-    """The name for people, never the key."""
+    """The tenant's readable name for the audit log; never the key."""
     quota: Quota | None = None
 
 
 ANYONE = Caller()
-"""The caller where no key is required, and before the key of a call was checked."""
+"""The caller of calls that need no key, and of calls whose key has not been checked yet."""
 
 
 class Callers:
-    """Checks the keys of calls and keeps the quotas of all tenants of this router. Belongs to the event loop."""
+    """Checks the keys of calls, and keeps the quotas of all tenants of this router.
+
+    The router's server owns it; all calls are on the event loop.
+    """
 
     def __init__(
         self,
@@ -41,38 +44,44 @@ class Callers:
         refused: Callable[[str, TandemError], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raise InvalidArgument for a key file that cannot be used.
+        """`refused` is called with "" and the error of each request that exceeds its quota.
 
-        `refused` is called with "" and the error of each request that exceeds its quota.
+        Raises InvalidArgument if a key file cannot be used.
         """
         self._refused = refused
         self._keys = ApiKeys(source, clock)
         self.check = self._keys.check
-        """Raises Unauthenticated for a call that needs a key and presents no valid one."""
+        """A function that raises Unauthenticated for a call that needs a key and presents no valid key."""
         self._metrics_closed = bool(source.readers)
         self._clock = clock
         self._known: dict[ApiKey, Caller] = {}
         self._quotas: dict[tuple[str, int, int], Quota] = {}
 
     def tenant(self, headers: Headers) -> Caller:
-        """Return the caller of a request for an answer; Unauthenticated or PermissionDenied if it may not ask."""
+        """Return the caller of a request for an answer.
+
+        Raises Unauthenticated without a valid key, and PermissionDenied if the key's role is not allowed.
+        """
         return self._caller(headers, KeyRole.TENANT, KeyRole.OPERATOR)
 
     def any_role(self, headers: Headers) -> Caller:
-        """Return the caller of what every valid key gives access to."""
+        """Return the caller of a method that every valid key may call."""
         return self._caller(headers, *KeyRole)
 
     def reader(self, headers: Headers, *, metrics: bool = False) -> Caller:
-        """Return the caller that reads the router's state, or its `metrics`, which a metrics key alone closes, too."""
+        """Return the caller that reads the router's state, or its metrics if `metrics` is True.
+
+        Metrics need a key if a metrics key is configured, even if API keys are not required.
+        """
         closed, kind = (self._metrics_closed, "metrics key") if metrics else (self._keys.required, "API key")
         return self._caller(headers, KeyRole.OPERATOR, KeyRole.READER, closed=closed, kind=kind)
 
     def operator(self, headers: Headers) -> Caller:
-        """Return the caller that changes the cluster, which takes an operator's key where keys are required."""
+        """Return the caller that changes the cluster; it needs an operator's key if keys are required."""
         return self._caller(headers, KeyRole.OPERATOR)
 
     def admit(self, caller: Caller) -> None:
-        """Take one request from the caller's quota; raises RateLimited if there is none."""
+        """Take one request from the caller's quota. Raises RateLimited if the quota is used up."""
         if caller.quota is None:
             return
         try:

@@ -1,4 +1,4 @@
-"""One call of a client: its caller, and what it has used so far, for quotas and the audit log."""
+"""One call of a client: its caller, and the tokens it has used so far, for quotas and the audit log."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from router.access.callers import ANYONE, Caller
 
 @dataclass(slots=True)
 class ClientCall:
-    """A call at either listener, from its arrival to its end."""
+    """A call at the HTTP or gRPC listener, from its arrival to its end. The task that serves it owns it."""
 
     endpoint: str = ""
-    """Method and path of HTTP without the query, or the gRPC method."""
+    """The HTTP method and path without the query, or the gRPC method."""
     client: str = ""
     """The client's address."""
     caller: Caller = ANYONE
     request_id: str = ""
-    """The request's id in the router, as in its traces; else that of the response."""
+    """The request's id in the router, as in traces; else the id of the response."""
     model: str = ""
     status: int | str = ""
-    """The HTTP status, or the name of the gRPC status; empty until it is known."""
+    """The HTTP status, or the name of the gRPC status; "" until it is known."""
     error: str = ""
-    """The code of the error with which the call ended, `CANCELLED` if its client left; empty if there was none."""
+    """The code of the error with which the call ended, `CANCELLED` if the client disconnected; "" without an error."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     received_unix_s: float = field(default_factory=time.time)
     received_s: float = field(default_factory=time.monotonic)
 
     def queued(self, request_id: str, model: str, prompt_tokens: int) -> None:
-        """Record the request of the call, and take its prompt from the tenant's quota."""
+        """Record the queued request of the call, and take its prompt tokens from the tenant's quota."""
         self.request_id, self.model = request_id, model
         self.prompt_tokens += prompt_tokens
         self._spend(prompt_tokens)
 
     def answered(self, tokens: int) -> None:
-        """Record tokens that leave for the client, and take them from the tenant's quota."""
+        """Record tokens that are sent to the client, and take them from the tenant's quota."""
         self.completion_tokens += tokens
         self._spend(tokens)
 
@@ -54,10 +54,10 @@ _SERVED: ContextVar[ClientCall] = ContextVar("served")
 
 
 def served_call() -> ClientCall:
-    """Return the call that the running task serves; a new one of nobody outside of any call."""
+    """Return the call that the running task serves; outside of any call, a new call of `ANYONE`."""
     return _SERVED.get(None) or ClientCall()
 
 
 def serve_call(call: ClientCall) -> None:
-    """Make `call` the one that the running task serves, and every task that it starts from now on."""
+    """Make `call` the call that the running task serves, and all tasks that it starts from now on."""
     _SERVED.set(call)

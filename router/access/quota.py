@@ -1,4 +1,4 @@
-"""The quota of one tenant in one router: requests and tokens a minute, each a token bucket."""
+"""The quota of one tenant in one router: requests and tokens per minute, each with a token bucket."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from tandem.protocol.errors import RateLimited
 QUOTA_HEADERS = tuple(
     f"x-ratelimit-{value}-{kind}" for kind in ("requests", "tokens") for value in ("limit", "remaining", "reset")
 )
-"""The headers of responses to keys with quotas, as OpenAI has them."""
+"""The response headers for keys with quotas, as in OpenAI's API."""
 _MINUTE_S = 60.0
 
 
 class Bucket:
-    """A token bucket that holds a minute's amount and fills continuously; it may be overdrawn."""
+    """A token bucket that holds the amount of one minute and fills continuously; it may be overdrawn."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
-        """`clock` gives seconds."""
+        """`clock` returns the time in seconds."""
         self.per_minute = per_minute
         self._clock = clock
         self._level = float(per_minute)
@@ -35,29 +35,29 @@ class Bucket:
         return self._level
 
     def take(self, amount: int) -> None:
-        """Take `amount`, more than there is if need be."""
+        """Take `amount`, even if the bucket holds less."""
         self._level = self.level - amount
 
     def seconds_until(self, level: float) -> float:
-        """Return the time until the bucket holds `level`, 0 if it does now."""
+        """Return the time until the bucket holds `level`, in seconds; 0 if it holds `level` now."""
         return max(0.0, level - self.level) * _MINUTE_S / self.per_minute
 
 
 class Quota:
-    """The rest of a tenant's quota. Belongs to the event loop.
+    """The remaining quota of a tenant. `Callers` own it; all calls are on the event loop.
 
-    A request is admitted while both buckets have at least 1. It takes 1 from the requests at once, the tokens of its
-    prompt when it is queued, and those of its answer as they are sent. So no request is too large for a quota, and
-    requests in flight may overdraw the tokens; the next request then waits until the debt is filled up.
+    A request is admitted while both buckets hold at least 1. It takes 1 request at once, the tokens of its prompt when
+    it is queued, and those of its answer as they are sent. So no request is too large for a quota, and requests in
+    flight may overdraw the tokens; further requests are rejected until the bucket has filled up again.
     """
 
     def __init__(self, requests: int, tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`requests` and `tokens` are per minute, 0 = no limit."""
+        """`requests` and `tokens` are limits per minute; 0 = no limit."""
         self._requests = Bucket(requests, clock) if requests else None
         self._tokens = Bucket(tokens, clock) if tokens else None
 
     def admit(self) -> None:
-        """Take one request; raises RateLimited with the time until it would be admitted."""
+        """Take one request. Raises RateLimited, with the time until the request would be admitted, if none is left."""
         for bucket, kind in ((self._requests, "requests"), (self._tokens, "tokens")):
             if bucket is not None and (wait_s := bucket.seconds_until(1.0)):
                 raise RateLimited(
@@ -74,7 +74,7 @@ class Quota:
             self._tokens.take(tokens)
 
     def headers(self) -> dict[str, str]:
-        """Return OpenAI's headers: limits, what is left, and the time until all is left, as in 1.5s or 2m0s."""
+        """Return OpenAI's headers: limit, remaining amount, and time until the quota is full again (1.5s, 2m0s)."""
         found: dict[str, str] = {}
         for bucket, kind in ((self._requests, "requests"), (self._tokens, "tokens")):
             if bucket is not None:

@@ -1,1 +1,1 @@
-"""The router's listeners for clients: gRPC, OpenAI's and Anthropic's APIs over HTTP, probes and metrics."""
+"""The router's listeners for clients: the gRPC API, OpenAI's and Anthropic's APIs over HTTP, probes and metrics."""

@@ -1,4 +1,4 @@
-"""The HTTP routes by which operators load and unload adapters (LoRA), as in vLLM."""
+"""The HTTP routes by which operators load and unload LoRA adapters, as in vLLM."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LoadLoraAdapterRequest(UnloadLoraAdapterRequest):
 
 
 def add_adapters(app: FastAPI, calls: HttpCalls, adapters: AdapterCalls) -> None:
-    """Add both routes to `app`; `HttpAccess` lets operators in alone."""
+    """Add both routes to `app`; `HttpAccess` admits only operators."""
 
     async def load(request: Request) -> PlainTextResponse:
         body = await calls.read(request, _parse_load)

@@ -1,4 +1,4 @@
-"""An answer as server-sent events: its headers, its events, and keep-alive comments between them."""
+"""A streamed HTTP response of server-sent events: headers, the events of a reply, and keep-alive comments."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from router.requests.choices import Choices
 from tandem.protocol.errors import TandemError
 
 COMMENT = b": waiting\n\n"
-"""A comment that clients skip and that shows proxies that the connection is alive."""
+"""A comment, which clients skip; it shows proxies that the connection is alive."""
 
 
 class AnswerStream(Response):
     """The streamed response to a request that has been validated and queued.
 
-    The headers are sent at once, so a later failure is an event that no DONE follows; rejections happen before and have
-    an HTTP status of their own. The first events are sent with the first token, because clients measure TTFT there.
+    The headers are sent at once, so that a later failure can only be an event, after which no DONE follows; rejections
+    happen before and have an HTTP error status. The first events are sent with the first token, because clients measure
+    TTFT by them.
 
-    Closes `choices` and cancels `watch` at its end, in every case.
+    It owns `choices` and `watch`: at its end it closes `choices` and cancels `watch`, in every case.
     """
 
     def __init__(
@@ -38,7 +39,10 @@ class AnswerStream(Response):
         headers: Mapping[str, str],
         comment_s: float,
     ) -> None:
-        """`comment_s` is the time without an event after which a comment is sent, in seconds."""
+        """`watch` is the task that waits for the client to disconnect.
+
+        `comment_s` is the time without an event after which a comment is sent, in seconds.
+        """
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache", **headers})
         del self.headers["content-length"]
         self._choices = choices
@@ -46,7 +50,7 @@ class AnswerStream(Response):
         self._watch = watch
         self._prompts = prompts
         self._prompted: set[int] = set()
-        """The answers whose prompt was sent, or need not be."""
+        """The numbers of the answers whose prompt was sent or need not be sent."""
         self._comment_s = comment_s
         self._endings: dict[int, Ending] = {}
         self._opened = False
@@ -80,9 +84,9 @@ class AnswerStream(Response):
         self._sending = False
 
     async def _comment(self, send: Send) -> None:
-        """Send comments; none while an event is being sent to a slow client."""
+        """Send comments, but none while an event is being sent to a slow client."""
         clock = asyncio.get_running_loop().time
-        # The task that sends the events meets the same failure and reports it.
+        # A failed send is not reported here, because the task that sends the events fails and reports it, too.
         with contextlib.suppress(Exception):
             while True:
                 wait_s = self._comment_s if self._sending else self._sent_s + self._comment_s - clock()
@@ -107,7 +111,10 @@ class AnswerStream(Response):
         return opening + self._reply.ending(index, event) + closing
 
     async def _prompt(self, index: int) -> bytes:
-        """Return the event with the prompt of an answer, made in a thread, as its scores may be megabytes of text."""
+        """Return the event with the prompt of answer number `index`.
+
+        A thread makes it, because the scores of a prompt may be megabytes of text.
+        """
         self._prompted.add(index)
         prompt = await self._prompts.of(index)
         return b"" if prompt is None else await asyncio.to_thread(self._reply.prompt, index, prompt)

@@ -1,4 +1,4 @@
-"""The answers to a call: the parsers of their text, the complete ones, and the best of them."""
+"""The answers to a call: the parsers of their text, complete answers, and the choice of the best answers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from router.text.token_scores import TokenScore
 
 
 class AnswerParsers:
-    """One parser for each answer to a request; without a syntax all text is content."""
+    """One parser for each answer to a call; without a syntax all text is content. The reply owns it."""
 
     def __init__(self, syntax: AnswerSyntax | None) -> None:
         self._syntax = syntax
         self._parsers: dict[int, AnswerParser] = {}
 
     def feed(self, index: int, text: str) -> AnswerDelta:
-        """Parse the next text of answer number `index`."""
+        """Parse the next text of answer number `index`, and return the new parts."""
         if self._syntax is None:
             return AnswerDelta(text)
         if index not in self._parsers:
@@ -30,7 +30,7 @@ class AnswerParsers:
         return self._parsers[index].feed(text)
 
     def finish(self, index: int) -> AnswerDelta:
-        """Return the rest of an answer that has ended."""
+        """Return the parts of an ended answer that the parser still held back."""
         parser = self._parsers.get(index)
         return AnswerDelta() if parser is None else parser.finish()
 
@@ -42,23 +42,23 @@ class AnswerParsers:
 
 @dataclass(frozen=True, slots=True)
 class CompleteAnswer:
-    """One complete answer of a request that is not streamed."""
+    """One complete answer of a call that is not streamed. An immutable value."""
 
     text: str
     token_ids: Sequence[int]
     scores: Sequence[TokenScore]
     ending: Ending
     prompt: PromptReply | None = None
-    """The prompt as its choice shows it."""
+    """The prompt as the choice shows it; None if it does not."""
 
     @property
     def mean_logprob(self) -> float:
-        """The mean log probability of its tokens."""
+        """The mean log probability of the answer's tokens; 0 without scores."""
         return sum(score.chosen.logprob for score in self.scores) / max(1, len(self.scores))
 
 
 async def collected(choices: Choices, form: PromptForm) -> list[CompleteAnswer]:
-    """Read all answers to their ends; raises the first `TandemError` of any of them."""
+    """Read all answers until they end. Raises the first `TandemError` of any of them."""
     texts: dict[int, list[str]] = defaultdict(list)
     ids: dict[int, list[int]] = defaultdict(list)
     scores: dict[int, list[TokenScore]] = defaultdict(list)
@@ -78,7 +78,7 @@ async def collected(choices: Choices, form: PromptForm) -> list[CompleteAnswer]:
 
 
 def best_of(answers: Sequence[CompleteAnswer], kept: int, made: int) -> list[CompleteAnswer]:
-    """Return for each prompt the `kept` of its `made` answers whose tokens have the highest mean log probability."""
+    """Return, for each prompt, the `kept` answers with the highest mean log probability of its `made` answers."""
     if kept == made:
         return [*answers]
     best: list[CompleteAnswer] = []

@@ -1,4 +1,7 @@
-"""The application of the HTTP listener: OpenAI's and Anthropic's APIs, metrics, traces and probes."""
+"""The application of the HTTP listener: OpenAI's and Anthropic's APIs, metrics, traces and probes.
+
+It is a FastAPI application inside ASGI middleware; from the outside in: CORS, audit log, request ids, keys, call limit.
+"""
 
 from __future__ import annotations
 
@@ -47,13 +50,13 @@ class CallLimit:
     """An ASGI application that rejects requests while too many are in progress, before it reads their bodies."""
 
     def __init__(self, app: ASGIApp, limit: int, apart: Collection[str]) -> None:
-        """`apart` lists the paths that are exempt, such as probes and metrics, which operators need under overload."""
+        """`apart` has the paths that are exempt: probes and metrics, which operators need under overload."""
         self._app = app
         self._count = CallCount(limit)
         self._apart = apart
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request, or reject it with `ResourceExhausted`."""
+        """Serve one request, or reject it with ResourceExhausted."""
         if scope["type"] != "http" or scope["path"] in self._apart:
             await self._app(scope, receive, send)
             return
@@ -75,7 +78,7 @@ def make_app(
     callers: Callers,
     audit: AuditLog | None = None,
 ) -> ASGIApp:
-    """Return the whole application, with the checks of `callers` and an audit log."""
+    """Return the whole application, with the checks of `callers`; `audit` is None if there is no audit log."""
     app = FastAPI(title="Tandem", docs_url=None, redoc_url=None, openapi_url=None)
     calls = HttpCalls(config, validator, dispatcher, IgnoredLog())
     chat, text = partial(OpenAIReply, chat=True), partial(OpenAIReply, chat=False)
@@ -96,10 +99,10 @@ def make_app(
 
 
 def _open_to_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Add CORS for web pages of these `origins`.
+    """Add CORS for web pages of the given `origins`.
 
-    Browsers send the preflight request without a key, so CORS comes before the key check; its rejections then have
-    the headers that let pages read them.
+    Browsers send the preflight request without a key, so that CORS must come before the key check. A rejection by the
+    key check then also has the headers that let a web page read it.
     """
     if not origins:
         return app
@@ -120,7 +123,7 @@ def _add_metrics(app: FastAPI, dispatcher: Dispatcher) -> None:
         return Response(body, media_type=content_type)
 
     async def recent_traces(request: Request) -> Response:
-        """Return the trace `?id=` of one request, or the slowest ones with `?slow`; else the newest."""
+        """Return the trace of one request (`?id=`), the slowest traces (`?slow`), or the newest traces."""
         query = request.query_params
         traces = store.find(query["id"]) if "id" in query else store.slow() if "slow" in query else store.newest()
         return Response(traces_to_json(traces, store.kept), media_type="application/json")

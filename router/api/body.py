@@ -1,4 +1,7 @@
-"""The base of request bodies as pydantic models, and the one reader of them: bytes to a model."""
+"""Request bodies as pydantic models: their base class, and the one reader that turns bytes into a model.
+
+Unknown fields are handled by the reader and not by pydantic, so that a client gets a reason for each rejected field.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ _NAME_CHARS = 64
 _UNSAFE = re.compile(r"[^\w.\[\]-]", re.ASCII)
 _NUMBERED = re.compile(r"\[\d+\]")
 TEXT, ITEMS = "<text>", "<items>"
-"""Tags of the alternatives of a field that is a string or a list; the brackets tell tags from fields in errors."""
+"""The tags of the alternatives of a field that is a string or a list.
+
+The brackets distinguish tags from names of fields in pydantic's errors.
+"""
 _PROBLEMS = {
     "missing": "is missing",
     "string_type": "must be a string",
@@ -37,10 +43,10 @@ _PROBLEMS = {
 
 
 class UnknownFields:
-    """Handles unknown fields: `strict` rejects them, otherwise their names are recorded.
+    """Records the unknown fields of one body; with `strict` they are rejected instead.
 
-    At most 16 names are kept, each cut at 64 characters; question marks replace characters that a header cannot hold,
-    and an empty name.
+    At most 16 names are kept, each cut to 64 characters. Characters that a header cannot hold become question marks, as
+    does an empty name.
     """
 
     def __init__(self, *, strict: bool = False) -> None:
@@ -49,7 +55,7 @@ class UnknownFields:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the ignored fields, each once."""
+        """The names of the ignored fields, without duplicates."""
         return tuple(self._names)
 
     def ignore(self, name: str) -> None:
@@ -59,28 +65,28 @@ class UnknownFields:
 
 
 class Body(BaseModel):
-    """An object of a request body; null counts as absent for each field that has a default.
+    """The base of all objects in a request body; null counts as absent for each field that has a default.
 
-    Types are strict, as a number is no string. The fields that the model does not have are left to `read_body`.
+    Types are strict, so that a number is not accepted as a string. `read_body` handles fields that the model lacks.
     """
 
     model_config = ConfigDict(strict=True, protected_namespaces=())
 
     refused: ClassVar[Mapping[str, Unserved]] = {}
-    """The fields that this server does not implement."""
+    """The fields that this server does not implement; they are rejected unless their value has no effect."""
     inert: ClassVar[frozenset[str]] = frozenset()
-    """The fields without effect here; they are ignored silently."""
+    """The fields that have no effect on this server; they are ignored silently."""
     lenient: ClassVar[bool] = False
-    """True if all fields that the model does not have are ignored silently."""
+    """True if all fields that the model lacks are ignored silently."""
 
 
 def read_body(kind: type[_B], data: bytes, unknown: UnknownFields) -> _B:
-    """Return the model of a JSON body; InvalidArgument names the first field that is wrong."""
+    """Parse and validate a JSON body. Raises InvalidArgument, which names the first wrong field."""
     return read_object(kind, parse_object(data), unknown)
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
-    """Return the object of a JSON body; raises InvalidArgument if it has none."""
+    """Return the object of a JSON body. Raises InvalidArgument if the body is not a JSON object."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -91,10 +97,10 @@ def parse_object(data: bytes) -> dict[str, Any]:
 
 
 def read_object(kind: type[_B], value: Mapping[str, Any], unknown: UnknownFields, path: str = "") -> _B:
-    """Return the model of an object in a body, `path` being the prefix of its fields' names.
+    """Validate an object of a body; `path` is the prefix of its fields' names in errors.
 
-    Unknown fields are handled by `unknown`. Raises InvalidArgument for a field that is wrong, or that is not supported
-    and has a value with an effect.
+    `unknown` records or rejects unknown fields. Raises InvalidArgument for a wrong field, and for an unsupported field
+    whose value would change the answer.
     """
     try:
         body = kind.model_validate(value)
@@ -105,7 +111,7 @@ def read_object(kind: type[_B], value: Mapping[str, Any], unknown: UnknownFields
 
 
 def _sort_unknown(body: Body, value: Mapping[str, Any], unknown: UnknownFields, path: str) -> None:
-    """Handle the fields of `value`, the object of which `body` was made, that the model does not have."""
+    """Handle the fields that the model lacks; `value` is the JSON object from which `body` was made."""
     names, nesting = _fields(type(body))
     if not value.keys() <= names and not body.lenient:
         for name in value:
@@ -136,7 +142,10 @@ def _sort(body: Body, name: str, value: Any, unknown: UnknownFields, path: str) 
 
 @cache
 def _fields(kind: type[Body]) -> tuple[frozenset[str], tuple[str, ...]]:
-    """Return the names of a model's fields, and of those whose values may have other models, which have no alias."""
+    """Return the names of a model's fields, and the names of those fields whose values may contain other models.
+
+    Fields with nested models must have no alias.
+    """
     fields = kind.model_fields
     nesting = tuple(name for name, field in fields.items() if _has_names(field.annotation))
     return frozenset(field.alias or name for name, field in fields.items()), nesting
@@ -149,8 +158,8 @@ def _has_names(annotation: Any) -> bool:
 
 
 def _named(error: ErrorDetails, path: str) -> InvalidArgument:
-    """Return an error of pydantic with the client's name of the field; tags of alternatives are no part of it."""
-    # An error of a validator in Python may name, after a colon, the place within the value that is wrong.
+    """Turn an error of pydantic into an InvalidArgument with the client's field name, without tags of alternatives."""
+    # The type of an error that a Python validator raises may end with a colon and the wrong place within the value.
     kind, _, within = error["type"].partition(":")
     name = ""
     for part in error["loc"]:
@@ -166,15 +175,15 @@ def _named(error: ErrorDetails, path: str) -> InvalidArgument:
 
 
 # ---- the types of fields that several APIs have ----
-# A choice between alternatives is made by a function in Python and not by pydantic itself: pydantic validates a body in
-# one call that holds the GIL, and gives it to other threads only where it calls Python.
+# A Python function and not pydantic itself chooses between alternatives: pydantic validates a body in one call that
+# holds the GIL, and other threads can run only while it calls Python.
 
 
 def by_type(tags: Mapping[str, str], served: str, *, absent: str = "", other: str = "") -> Discriminator:
-    """Return the choice among objects by their field `type`; `tags` has the tag of each value of it.
+    """Return a discriminator of objects by their field `type`; `tags` maps the values of the field to tags.
 
-    `served` names the values for the error; `absent` is the tag of an object without a type, `other` that of one with
-    another type. Without them, such an object is an error.
+    `served` lists the values in the error message. `absent` is the tag of an object without a type, and `other` that of
+    an object with another type; if they are "", such an object is an error.
     """
 
     def tag(value: Any) -> str | None:
@@ -189,35 +198,35 @@ def by_type(tags: Mapping[str, str], served: str, *, absent: str = "", other: st
 
 
 def choice(tag: Callable[[Any], str | None], problem: str, *, field: str = "") -> Discriminator:
-    """Return the choice among alternatives by their tags; `tag` returns None for a value that is none of them.
+    """Return a discriminator of alternatives; `tag` returns the tag of a value, None if it is no alternative.
 
-    The error about such a value has `problem`, and names its field `field` if there is one.
+    The error about such a value says `problem`, and names the field `field` of the value if that is not "".
     """
     return Discriminator(tag, custom_error_type=f"choice:.{field}" if field else "choice", custom_error_message=problem)
 
 
 def text_or_items(value: Any) -> str | None:
-    """Return the tag of a field that is a string or a list; None for another type."""
+    """Return the tag of a value that is a string or a list; None for another type."""
     return TEXT if isinstance(value, str) else ITEMS if isinstance(value, list) else None
 
 
 TEXT_OR_ITEMS = choice(text_or_items, "must be a string or a list of objects")
-"""The choice between `Text` and a list that has the tag `ITEMS`."""
+"""The discriminator between `Text` and a list with the tag `ITEMS`."""
 Text = Annotated[str, Tag(TEXT)]
 
 
 class _FirstError(FailFast):
-    """`FailFast` with a hash, which alternatives of a field need."""
+    """`FailFast` with a hash, which pydantic needs for alternatives of a field."""
 
     __hash__ = object.__hash__
 
 
 LIST = _FirstError()
-"""Stops at the first wrong entry of a list, so that the errors of one body are few."""
+"""Stops validation at the first wrong entry of a list, so that one body has few errors."""
 
 
 def list_of(kind: type, problem: str) -> BeforeValidator:
-    """Return the check of a list whose entries are all of one type; the error names the list and not the entry."""
+    """Return a validator of a list whose entries all have type `kind`; its error names the list, not the entry."""
 
     def check(value: Any) -> Any:
         if not isinstance(value, list) or not all(type(item) is kind for item in value):

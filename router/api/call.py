@@ -1,4 +1,4 @@
-"""A parsed body of any API: the requests, and the form of the reply."""
+"""A parsed body of any API: its requests, the form of its reply, and the client's names of fields for errors."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _MESSAGE = re.compile(r"messages\[(\d+)\]")
 
 @dataclass(frozen=True, slots=True)
 class FieldNames:
-    """The client's names of the fields that errors of the internal chat request name."""
+    """Maps field names of the internal chat request to those of the client's body, for error messages."""
 
     turns: tuple[str, ...] = ()
-    """The field from which each message of the internal request was made; () = the client's messages are the same."""
+    """The client's field from which each message of the internal request was made; () = both have the same messages."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """The client's names of other fields."""
+    """The client's names of other fields, by their internal names."""
 
     def error(self, error: InvalidArgument) -> InvalidArgument:
-        """Return the same error about the client's field."""
+        """Return the same error with the client's field name."""
         message = _MESSAGE.match(error.field)
         if message and int(message[1]) < len(self.turns):
             field = self.turns[int(message[1])] + error.field[message.end() :]
@@ -39,47 +39,47 @@ class FieldNames:
 
 
 SAME_NAMES = FieldNames()
-"""The names of an API whose fields are those of the internal request."""
+"""The field names of an API that has the same names as the internal request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiCall:
-    """A parsed body: the internal requests, and the requested form of the reply."""
+    """A parsed body: the internal requests, and the requested form of the reply. An immutable value."""
 
     requests: tuple[ClientRequest, ...]
-    """One for each prompt, at least one; they differ in their prompts alone."""
+    """One request for each prompt, at least one; they differ only in their prompts."""
     stream: bool = False
     """True if the answer is streamed."""
     ignored: tuple[str, ...] = ()
-    """Names of the ignored fields, fit for a header (`UnknownFields`)."""
+    """The names of the ignored fields, in characters that a header allows (`UnknownFields`)."""
     names: FieldNames = SAME_NAMES
     prompts: PromptForm = NO_PROMPTS
 
     @property
     def request(self) -> ClientRequest:
-        """The first prompt's request."""
+        """The request of the first prompt."""
         return self.requests[0]
 
 
 class Turns:
-    """Collects the messages of the internal chat request, and the field of the body of which each one is made."""
+    """Collects the messages of the internal chat request, and the field of the body from which each was made."""
 
     def __init__(self) -> None:
         self.turns: list[ChatTurn] = []
         self.fields: list[str] = []
         self._functions: dict[str, str] = {}
-        """The functions of the calls so far, by the calls' ids."""
+        """The names of the functions called so far, by call id."""
 
     def add(self, field: str, role: str, content: str, **extras: Any) -> None:
-        """Add a message; `extras` that are empty are left out."""
+        """Add a message made from `field`; empty `extras` are left out."""
         self.turns.append(ChatTurn(role, content, {name: value for name, value in extras.items() if value}))
         self.fields.append(field)
 
     def call(self, call_id: str, function: str, arguments: Any) -> dict[str, Any]:
-        """Return one of the `tool_calls` of an assistant's message."""
+        """Return an entry of an assistant message's `tool_calls`, and remember its function for `result`."""
         self._functions[call_id] = function
         return {"id": call_id, "type": "function", "function": {"name": function, "arguments": arguments}}
 
     def result(self, field: str, call_id: str, content: str) -> None:
-        """Add the result of a call; the message names the function, as some chat templates show it."""
+        """Add the result of a tool call as a message; it names the function, because some chat templates show that."""
         self.add(field, "tool", content, tool_call_id=call_id, name=self._functions.get(call_id))

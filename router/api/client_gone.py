@@ -1,4 +1,4 @@
-"""Cancels work for a client that has left."""
+"""Cancels the work for a client that has disconnected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _T = TypeVar("_T")
 
 
 async def unless_gone(work: Coroutine[Any, Any, _T], gone: asyncio.Future[None]) -> _T:
-    """Return what `work` returns or raise what it raises; if `gone` is done first, cancel it and raise `Cancelled`."""
+    """Await `work` and return its result; if `gone` is done first, cancel `work` and raise `Cancelled`."""
     working = asyncio.ensure_future(work)
     try:
         await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)

@@ -1,6 +1,6 @@
-"""The fields of sampling and placement, which every API has, by vLLM's names and Tandem's own.
+"""The fields of sampling and placement that every HTTP API has, under vLLM's names and Tandem's own.
 
-The bounds of their types are for the OpenAPI page alone: the validator checks them, for requests over gRPC too.
+The bounds of their types are only shown in the OpenAPI page: the validator checks them, for gRPC requests, too.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from tandem.protocol.messages import FREQUENCY_MAX, LOGPROBS_MAX, PRESENCE_MAX, 
 
 
 def bounded(low: float | None = None, high: float | None = None, **more: Any) -> Any:
-    """Return the metadata of a type whose schema has bounds, which the model does not check."""
+    """Return pydantic metadata that puts bounds into the schema of a type, without checking them."""
     bounds = {"minimum": low, "maximum": high, **more}
     return Field(json_schema_extra={name: value for name, value in bounds.items() if value is not None})
 
 
 Count = Annotated[int, bounded(1, INT32_MAX)]
-"""A limit of tokens."""
+"""A limit on the number of tokens."""
 Natural = Annotated[int, bounded(0)]
 Logprobs = Annotated[int, bounded(0, LOGPROBS_MAX)]
 Temperature = Annotated[float, bounded(0, TEMPERATURE_MAX)]
@@ -39,14 +39,14 @@ def _without_default(schema: dict[str, Any]) -> None:
 
 
 INCOMPLETE: Any = Field({}, validate_default=True, json_schema_extra=_without_default)
-"""The default of an object that is required, by which an error names the field that is missing in it.
+"""The default of a required object: {} is validated instead, so that the error names the field missing in the object.
 
-Its model names it among the required ones by `required`, for the page.
+The model must list the field in `required`, because the default makes it optional in the schema.
 """
 
 
 def required(*fields: str) -> Any:
-    """Return the extension of a model's schema by which these fields are required."""
+    """Return the extension of a model's schema that lists these fields as required."""
     return {"required": [*fields]}
 
 
@@ -74,7 +74,7 @@ class Sampling(Body):
     )
 
     def options(self, **given: Any) -> Options:
-        """Return the options of a request; `given` are those with names of their own in an API."""
+        """Return the options of a request; `given` are the options that the API has under its own names."""
         return Options(
             temperature=self.temperature,
             top_p=self.top_p,

@@ -1,4 +1,4 @@
-"""What all APIs over HTTP share: a call's body is read, its requests are submitted, and the response is returned."""
+"""The part that all HTTP APIs share: it reads a call's body, submits its requests and returns the response."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tandem.protocol.lifecycle.request_trace import TRACEPARENT, only
 from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
 
 _DRAIN_BYTES = 64 << 20
-"""A body over the limit is read up to this size, so that the client gets the error instead of a broken pipe."""
+"""A body over the limit is still read up to this size, so that the client gets the error and not a broken pipe."""
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 _T_co = TypeVar("_T_co", covariant=True)
@@ -39,15 +39,18 @@ _C = TypeVar("_C", bound=ApiCall)
 
 
 class Parse(Protocol[_T_co]):
-    """Parses a body; InvalidArgument names a wrong field."""
+    """A function that parses the body of one API."""
 
     def __call__(self, data: bytes, received: EdgeStamp, /, *, strict: bool) -> _T_co:
-        """Return the call that a body describes; `strict` rejects unknown fields."""
+        """Return the parsed call. Raises InvalidArgument for a wrong field, and with `strict` for an unknown one."""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpCalls:
-    """Reads the bodies of calls, submits their requests and returns the responses. Belongs to the event loop."""
+    """Reads the bodies of calls, submits their requests and returns the responses.
+
+    The HTTP application owns it; all calls are on the event loop.
+    """
 
     config: RouterConfig
     validator: RequestValidator
@@ -62,7 +65,10 @@ class HttpCalls:
         parse: Parse[_C],
         reply_to: Callable[[_C, Sequence[Admitted], ReplyFacts], Reply],
     ) -> None:
-        """Add the route of an API that generates answers: the model and the parser of its body, and its reply."""
+        """Add the route of an API that generates answers.
+
+        `body` is the model of its body for the OpenAPI page, `parse` its parser, and `reply_to` makes its reply.
+        """
 
         async def answer(request: Request) -> Response:
             return await self._answer(request, parse, reply_to)
@@ -71,14 +77,17 @@ class HttpCalls:
         app.add_api_route(path, answer, methods=["POST"], name=name, openapi_extra=extra)
 
     async def read(self, request: Request, parse: Parse[_T]) -> _T:
-        """Return what `parse` makes of the body of a request; a rejected one is counted."""
+        """Read and parse the body of a request; a rejected body is counted in the metrics."""
         received = EdgeStamp.now(Edge.RECEIVED)
         return await self._parsed(await self._data(request), parse, received)
 
     async def served(
         self, request: Request, parse: Parse[_T], use: Callable[[_T], Coroutine[Any, Any, _R]]
     ) -> tuple[_T, _R]:
-        """Return what `parse` makes of a body, and what `use` returns for it; a client that leaves ends both."""
+        """Read and parse the body of a request, call `use` with the result, and return both results.
+
+        The work is cancelled if the client disconnects.
+        """
         received = EdgeStamp.now(Edge.RECEIVED)
         data = await self._data(request)
         gone = asyncio.create_task(disconnected(request.receive))
@@ -88,12 +97,12 @@ class HttpCalls:
             gone.cancel()
 
     def requests_of(self, request: Request, call: ApiCall) -> list[ClientRequest]:
-        """Return the requests of a call, with the tenant and the trace of its HTTP request."""
+        """Return the requests of a call, with the tenant and the traceparent of its HTTP request."""
         tenant, traceparent = served_call().caller.tenant, only(request.headers.getlist(TRACEPARENT))
         return [replace(one, tenant=tenant, traceparent=traceparent) for one in call.requests]
 
     def ignored_header(self, call: ApiCall) -> dict[str, str]:
-        """Log the ignored fields, and return the header that names them."""
+        """Log the ignored fields of a call, and return the response header that names them."""
         self.ignored.note(call.ignored)
         return {IGNORED_HEADER: ", ".join(call.ignored)} if call.ignored else {}
 
@@ -140,7 +149,7 @@ class HttpCalls:
             raise
 
     async def _parsed(self, data: bytes, parse: Parse[_T], received: EdgeStamp) -> _T:
-        """Parse a body, a large one in a thread of the tokenizer."""
+        """Parse a body, a large one in a tokenizer thread; a rejected body is counted in the metrics."""
         tenant, strict = served_call().caller.tenant, self.config.strict_requests
         try:
             return await self.validator.reader.json(tenant, data, lambda data: parse(data, received, strict=strict))
@@ -156,9 +165,10 @@ class HttpCalls:
 
 
 async def read_data(request: Request, limit: int) -> bytes:
-    """Return the whole body; raises InvalidArgument if it exceeds `limit` bytes, Cancelled if the client leaves.
+    """Return the whole body of a request.
 
-    Nothing is kept of a body over the limit, and one that says that it is longer than `_DRAIN_BYTES` is not read.
+    Raises InvalidArgument if it exceeds `limit` bytes, and Cancelled if the client disconnects. Nothing is kept of a
+    body over the limit, and a body whose content-length exceeds `_DRAIN_BYTES` is not read.
     """
     declared = int(request.headers.get("content-length", 0))
     if declared > _DRAIN_BYTES:
@@ -181,6 +191,6 @@ async def read_data(request: Request, limit: int) -> bytes:
 
 
 async def disconnected(receive: Receive) -> None:
-    """Return when the client has left; the request's body must have been read before."""
+    """Return when the client has disconnected; the request's body must have been read before."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""The checks of HTTP requests before their handlers: key, role and quota; and their records in the audit log."""
+"""The checks of HTTP requests before their handlers run: key, role and quota; and their records in the audit log."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from tandem.metrics.metrics_server import METRICS_PATH, TRACES_PATH
 from tandem.protocol.errors import NotFound, TandemError, clipped
 
 READERS_PATHS = frozenset({METRICS_PATH, TRACES_PATH})
-"""The paths that show the load of all tenants: for operators and readers, but not for tenants."""
+"""The paths that show the load of all tenants; operators and readers may use them, tenants may not."""
 LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 OPERATORS_PATHS = frozenset({LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH})
-"""The paths that change the cluster: for operators alone."""
+"""The paths that change the cluster; only operators may use them."""
 
 
 class AuditedHttp:
-    """ASGI middleware around all others that makes the `ClientCall` of each request and writes it to the audit log.
+    """ASGI middleware that makes the `ClientCall` of each request and writes it to the audit log.
 
-    Probes are left out.
+    It is outside of all other middleware except CORS, so that rejected requests are logged, too. Probes are not logged.
     """
 
     def __init__(self, app: ASGIApp, audit: AuditLog | None) -> None:
@@ -59,9 +59,9 @@ class AuditedHttp:
 
 
 class HttpAccess:
-    """ASGI middleware that lets a request in if its key has the role, and the tenant the quota, for its path.
+    """ASGI middleware that admits a request if its key has a role for the path and its tenant has quota left.
 
-    Probes and the pages about the routes need no key.
+    Probes and the OpenAPI pages need no key.
     """
 
     def __init__(self, app: ASGIApp, callers: Callers) -> None:
@@ -108,7 +108,7 @@ def only_operations(app: ASGIApp) -> ASGIApp:
 
 
 def _with_quota(send: Send, quota: Quota) -> Send:
-    """Add the headers about the quota, as it is when the response begins."""
+    """Return a `send` that adds headers with the quota at the time when the response begins."""
 
     async def send_more(message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -23,22 +23,25 @@ from tandem.settings.tls import TlsFiles
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 GOODBYE_S = 2.0
-"""Time to send the last messages after every request has ended, in seconds."""
+"""The time to send the last messages after every request has ended, in seconds."""
 _HEALTH_METHODS = "/grpc.health.v1.Health/"
 
 
 @dataclass(frozen=True, slots=True)
 class RouterEndpoints:
-    """The addresses of the listeners, host:port each."""
+    """The addresses of the listeners, each as host:port."""
 
     grpc_address: str
     http_address: str
     operations_address: str = ""
-    """The address of the router's metrics over plain HTTP if those of `http_address` are over TLS, else empty."""
+    """The address of the metrics over plain HTTP if `http_address` uses TLS, else ""."""
 
 
 class Listeners:
-    """Both listeners, as servers of this process. Call `open` once, then `leave` once, then `gone`."""
+    """The gRPC and the HTTP server of this process. Call `open` once, then `leave` once, then `gone`.
+
+    The router's server owns it; all calls are on the event loop.
+    """
 
     def __init__(
         self,
@@ -52,11 +55,11 @@ class Listeners:
         limits: ListenerLimits = DEFAULT_LIMITS,
         tls: TlsFiles | None = None,
     ) -> None:
-        """`ports` are those of gRPC and HTTP, 0 = any free one.
+        """`ports` are the ports of gRPC and HTTP; 0 = any free port.
 
-        `check` is applied to the metadata of gRPC calls, and `rejected` is called with those that it does not allow;
-        `app` checks HTTP requests itself. `add_inference` adds `tandem.v1.Inference` to a server. Raises
-        InvalidArgument for `tls` that cannot be used.
+        `check` is applied to the metadata of gRPC calls, and `rejected` is called with each call that it rejects; `app`
+        checks HTTP requests itself. `add_inference` adds `tandem.v1.Inference` to a server. Raises InvalidArgument if
+        the files of `tls` cannot be used.
         """
         self._host, (self._grpc_port, self._http_port) = host, ports
         self._check = check
@@ -70,7 +73,7 @@ class Listeners:
         self._background: set[asyncio.Task[None]] = set()
 
     async def open(self) -> RouterEndpoints:
-        """Start to accept clients; FailedPrecondition names the setting of a port that is taken."""
+        """Start to accept clients. Raises FailedPrecondition, which names the setting, if a port is taken."""
         listener = Listener(self._host, self._http_port, "http_port")
         self._grpc = open_server(
             check=self._check,
@@ -90,19 +93,19 @@ class Listeners:
         return RouterEndpoints(address_of(self._host, grpc_port), listener.address)
 
     def set_serving(self, serving: bool) -> None:
-        """Set the status of gRPC's health service: True if a request could be served now."""
+        """Set the status of the gRPC health service; `serving` is True if a request could be served now."""
         replies = health_pb2.HealthCheckResponse
         self._status = replies.SERVING if serving else replies.NOT_SERVING
         self._spawn(asyncio.create_task(self._health.set(SERVICE, self._status)))
 
     async def leave(self, grace_s: float) -> None:
-        """Accept no more calls; running calls may take `grace_s` seconds and `GOODBYE_S` for their last messages."""
+        """Stop accepting calls; running calls get `grace_s` seconds, and `GOODBYE_S` for their last messages."""
         await self._health.enter_graceful_shutdown()
         self._http.leave(math.ceil(grace_s + GOODBYE_S))
         self._spawn(asyncio.create_task(self._grpc.stop(grace_s + GOODBYE_S)))
 
     async def gone(self) -> None:
-        """Wait for the last call; call it after `leave`."""
+        """Wait until the last call has ended; must be called after `leave`."""
         await asyncio.gather(*self._background, return_exceptions=True)
         await self._http.gone()
 

@@ -1,4 +1,4 @@
-"""Log probabilities as OpenAI clients expect them, in the two shapes of the two APIs."""
+"""Log probabilities as OpenAI clients expect them, in the forms of chat completions and of completions."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 from router.text.token_scores import ScoredToken, TokenScore
 
 _LEAST = -9999.0
-"""The value in place of -inf and NaN, which JSON has no number for."""
+"""The smallest log probability in replies; it also replaces -inf and NaN, for which JSON has no number."""
 
 
 def chat_logprobs(scores: Sequence[TokenScore]) -> dict[str, Any]:
-    """Return `logprobs` of a choice of /v1/chat/completions: one entry per token, end of sequence included."""
+    """Return `logprobs` of a choice of /v1/chat/completions: one entry per token, including the end of sequence."""
     content = [{**_entry(score.chosen), "top_logprobs": [_entry(token) for token in score.top]} for score in scores]
     return {"content": content, "refusal": None}
 
@@ -32,7 +32,7 @@ def _entry(token: ScoredToken) -> dict[str, Any]:
 
 
 def entry_text(utf8: bytes) -> str:
-    """Return the text of a token; a partial character becomes its bytes in hex, so that tokens stay distinct."""
+    """Return the text of a token; an incomplete character is written as hex bytes, so that tokens stay distinct."""
     try:
         return utf8.decode()
     except UnicodeDecodeError:
@@ -40,5 +40,5 @@ def entry_text(utf8: bytes) -> str:
 
 
 def finite(logprob: float) -> float:
-    """Return a log probability that JSON has a number for."""
+    """Return a log probability that JSON can represent: at least `_LEAST`, also for NaN."""
     return logprob if logprob > _LEAST else _LEAST  # NaN compares false

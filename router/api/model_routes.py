@@ -1,4 +1,4 @@
-"""The HTTP routes about the server itself: `/version`, and `/v1/models` as in OpenAI and vLLM or as in Anthropic."""
+"""The HTTP routes about the server itself: `/version`, and `/v1/models` in OpenAI's and vLLM's form or Anthropic's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from router.requests.validation import find_adapter
 
 _METHODS = ["GET", "HEAD"]
 _ANTHROPIC = "anthropic-version"
-"""The header that all of Anthropic's clients send, and no other."""
+"""The header that all clients of Anthropic's API send, and no other clients."""
 
 
 def add_models(app: FastAPI, config: RouterConfig, dispatcher: Dispatcher) -> None:
@@ -55,9 +55,9 @@ def model_card(
 ) -> dict[str, Any]:
     """Return one entry of /v1/models.
 
-    As in vLLM, `root` is the model's folder, where load generators on this host find the tokenizer, or that of the
-    adapter whose base model is `parent`, and `max_model_len` is its context in tokens, None until a worker has loaded
-    it.
+    As in vLLM, `root` is the folder of the model, where load generators on this host find the tokenizer, or the folder
+    of the adapter whose base model is `parent`. `max_model_len` is the context in tokens, None until a worker has
+    loaded the model.
     """
     return {
         "id": name,
@@ -78,7 +78,7 @@ def _anthropic_model(card: dict[str, Any]) -> dict[str, Any]:
 
 
 def _anthropic_list(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return all entries as the one page of a list."""
+    """Return all entries in Anthropic's form of a list with a single page."""
     return {"data": entries, "has_more": False, "first_id": entries[0]["id"], "last_id": entries[-1]["id"]}
 
 

@@ -1,7 +1,7 @@
-"""The description of all HTTP routes: `/openapi.json`, and `/docs`, a page of Swagger UI for browsers.
+"""The description of all HTTP routes: `/openapi.json`, and `/docs`, a Swagger UI page for browsers.
 
-Both need no key, because a browser that opens a page sends none, and say nothing about the server but its routes. The
-browser loads nothing from other hosts: the wheel of fastapi-offline has Swagger UI's files.
+Neither needs a key, because a browser that opens a page sends none, and both tell only the server's routes. The browser
+loads nothing from other hosts: the wheel of fastapi-offline contains Swagger UI's files.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from router.api.probes import PROBE_PATHS
 from tandem.protocol.errors import NotFound
 
 REFERENCE = "#/components/schemas/{model}"
-"""The place of a model in the page."""
+"""The reference to a model within the page."""
 _KEY = "API key"
 _MADE_BY_FASTAPI = ("HTTPValidationError", "ValidationError")
-"""The models of replies that FastAPI would give if it parsed the requests."""
+"""The error models that FastAPI adds to the page; this server never replies with them, as it parses requests itself."""
 OPENAPI_PATH = "/openapi.json"
 DOCS_PATH = "/docs"
 _FILES = ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png")
@@ -62,12 +62,12 @@ _HEADERS = {
 
 
 class Problem(BaseModel):
-    """OpenAI's description of an error; Anthropic's has the first two fields."""
+    """An error in OpenAI's form; Anthropic's form has the first two fields."""
 
     message: str
     type: str
     param: str | None = None
-    """The field that is wrong."""
+    """The name of the wrong field."""
     code: str | None = None
 
 
@@ -85,14 +85,14 @@ _FAILED = {
 
 @cache
 def json_body(*models: type[BaseModel]) -> dict[str, Any]:
-    """Return the `openapi_extra` of a route that takes any of `models`, which it parses itself."""
+    """Return the `openapi_extra` of a route whose body is one of `models`; the route parses the body itself."""
     schemas = [model.model_json_schema(ref_template=REFERENCE) for model in models]
     schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def add_pages(app: FastAPI) -> None:
-    """Add the routes to `app`; the page has all routes that `app` has at the first request for it."""
+    """Add the routes to `app`; the page describes all routes that `app` has when the page is first requested."""
 
     @cache
     def page() -> bytes:
@@ -119,7 +119,7 @@ def add_pages(app: FastAPI) -> None:
 
 
 def openapi_page(app: FastAPI) -> dict[str, Any]:
-    """Return the page; `json_body` has described those routes of `app` that parse their requests."""
+    """Return the OpenAPI page of `app`; `json_body` describes the bodies of routes that parse them themselves."""
     routes = [one for route in app.routes if isinstance(route, APIRoute) for one in _by_method(route)]
     page = get_openapi(title=app.title, version=installed_version(), routes=routes)
     named: dict[str, Any] = page.setdefault("components", {}).setdefault("schemas", {})
@@ -140,7 +140,7 @@ def openapi_page(app: FastAPI) -> dict[str, Any]:
 
 
 def _by_method(route: APIRoute) -> list[APIRoute]:
-    """Return a route for each method but HEAD, because each operation needs an id of its own."""
+    """Return one route for each method except HEAD, because each operation needs its own id."""
     routes = []
     for method in sorted((route.methods or set()) - {"HEAD"}):
         one = copy(route)
@@ -150,12 +150,12 @@ def _by_method(route: APIRoute) -> list[APIRoute]:
 
 
 def _operation_id(method: str, route: APIRoute) -> str:
-    """Return a name that generated clients can give their function, as `post_v1_chat_completions`."""
+    """Return a name that generated clients can use for a function, such as `post_v1_chat_completions`."""
     return re.sub(r"\W+", "_", f"{method.lower()}{route.path_format}").strip("_")
 
 
 def _named(schema: dict[str, Any], named: dict[str, Any]) -> dict[str, Any]:
-    """Move models out of a schema to `named`; return the schema with references to them."""
+    """Move the models of a schema to `named`, and return the schema with references to them."""
     named.update(schema.pop("$defs", {}))
     if "anyOf" in schema:
         return {**schema, "anyOf": [_named(one, named) for one in schema["anyOf"]]}

@@ -1,7 +1,7 @@
 """The probes of the HTTP listener, which need no key.
 
-`/health`, `/ready` and `/ping` succeed if a request would be served, `/live` while this process responds. Their status
-is "degraded" while requests wait for a worker that is being started.
+`/health`, `/ready` and `/ping` succeed if a request would be served, and `/live` succeeds while this process responds.
+The status of the first three is "degraded" while requests wait for a worker that is being started.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from router.requests.dispatch import Dispatcher
 LIVE_PATH = "/live"
 READY_PATHS = ("/health", "/ready")
 PING_PATH = "/ping"
-"""SageMaker's probe, by GET or POST."""
+"""The path of SageMaker's probe, which uses GET or POST."""
 PROBE_PATHS = frozenset({LIVE_PATH, PING_PATH, *READY_PATHS})
 _METHODS = ["GET", "HEAD"]
 _NOT_STORED = {"cache-control": "no-store"}
@@ -24,7 +24,7 @@ _NOT_STORED = {"cache-control": "no-store"}
 def add_probes(app: FastAPI, dispatcher: Dispatcher) -> None:
     """Add the routes to `app`.
 
-    Readiness is 503 with the reason and Retry-After while `dispatcher.refusal` has one; liveness is always 200.
+    Readiness is 503 with the reason and Retry-After while `dispatcher.refusal` is not None; liveness is always 200.
     """
 
     async def live() -> JSONResponse:

@@ -1,4 +1,4 @@
-"""The prompts in a reply: the text that `echo` repeats, and the scores of `prompt_logprobs` in vLLM's shape."""
+"""The prompts in a reply: the text that `echo` repeats, and `prompt_logprobs` in vLLM's form."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from tandem.protocol.messages import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class PromptForm:
-    """The form in which a reply has its prompts."""
+    """What a reply shows of its prompts. An immutable value of the parsed call."""
 
     echo: bool = False
     """True if the text of each choice begins with its prompt."""
     echo_top: int | None = None
-    """Number of alternatives at each token of the echo; None = the echo has no log probabilities."""
+    """Number of alternatives per token of the echoed prompt; None = the echo has no log probabilities."""
     listed: int | None = None
-    """Number of alternatives in vLLM's `prompt_logprobs`; None = the reply does not have them."""
+    """Number of alternatives per token in vLLM's `prompt_logprobs`; None = the reply does not have this field."""
     only: bool = False
-    """True if the reply has the prompt alone (`max_tokens` 0): the token that is sampled after it is left out."""
+    """True if the reply has only the prompt (`max_tokens` 0): one token is sampled, but left out of the reply."""
 
     @classmethod
     def of(cls, options: Options, *, echo: bool) -> PromptForm:
-        """Return the form that the client's `options` ask for."""
+        """Return the form that the client's `options` and `echo` request."""
         alone = options.max_tokens == 0 and options.max_completion_tokens is None
         return cls(echo, options.logprobs if echo else None, options.prompt_logprobs, only=echo and alone)
 
     def options(self, given: Options) -> Options:
-        """Return the options of the request, of the client's own ones."""
+        """Return the client's options `given`, changed so that the request makes what the form needs."""
         return replace(given, prompt_logprobs=self.top, max_tokens=1 if self.only else given.max_tokens)
 
     def shown(self, event: AnswerChunk | Ending) -> AnswerChunk | Ending:
-        """Return an event of an answer as the reply has it."""
+        """Return an event of an answer as the reply shows it: without the sampled token if `only` is set."""
         if not self.only:
             return event
         if isinstance(event, AnswerChunk):
@@ -49,30 +49,33 @@ class PromptForm:
 
     @property
     def needed(self) -> bool:
-        """True if a reply says anything about its prompts."""
+        """True if the reply shows its prompts."""
         return self.echo or self.listed is not None
 
     @property
     def top(self) -> int | None:
-        """The number of alternatives with which the prompt is scored; None = it is not scored."""
+        """The number of alternatives per token with which the prompt is scored; None = it is not scored."""
         return max((top for top in (self.echo_top, self.listed) if top is not None), default=None)
 
 
 NO_PROMPTS = PromptForm()
-"""The form of replies without their prompts."""
+"""The form of replies that do not show their prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptReply:
-    """The part of a choice about its prompt."""
+    """The prompt of one choice as the reply shows it."""
 
     form: PromptForm
     text: str
     scores: Sequence[TokenScore] = ()
-    """The scores of all tokens, the first one without a log probability; empty if the prompt is not scored."""
+    """The scores of all tokens, of which the first has no log probability; empty if the prompt is not scored."""
 
     def listed(self) -> dict[str, Any]:
-        """Return vLLM's field `prompt_logprobs` if the form has it; the rank is null after the most likely tokens."""
+        """Return vLLM's field `prompt_logprobs` if the form has it, else {}.
+
+        The rank of a token is null if the token is not among the most likely ones.
+        """
         top = self.form.listed
         if top is None:
             return {}
@@ -80,7 +83,10 @@ class PromptReply:
         return {"prompt_logprobs": [None, *listed] if self.scores else None}
 
     def echo(self, choice: Mapping[str, Any], answer: Sequence[TokenScore]) -> dict[str, Any]:
-        """Return a choice of a text completion with the prompt before the answer, whose scores are given."""
+        """Return a choice of a text completion with the prompt put before the answer, if the form echoes it.
+
+        `answer` has the scores of the answer's tokens.
+        """
         if not self.form.echo:
             return {**choice}
         top = self.form.echo_top
@@ -95,7 +101,10 @@ class PromptReply:
 
 
 class PromptReplies:
-    """Makes the `PromptReply` of each prompt of a call, once the first event of its answers has arrived."""
+    """Makes the `PromptReply` of each prompt of a call once the first event of its answers has arrived.
+
+    The response owns it; all calls are on the event loop.
+    """
 
     def __init__(
         self,
@@ -113,7 +122,7 @@ class PromptReplies:
         self._made: dict[int, PromptReply] = {}
 
     async def of(self, index: int) -> PromptReply | None:
-        """Return what choice number `index` says about its prompt; None if nothing."""
+        """Return the prompt of choice number `index` as the reply shows it; None if the reply shows no prompts."""
         if not self._form.needed:
             return None
         number = index // self._admitted[0].n

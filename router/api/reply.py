@@ -1,4 +1,7 @@
-"""The interface of replies, whole or streamed, and the replies whose events have names."""
+"""The interface of replies, whole or streamed, and the base of replies whose stream events have names.
+
+A reply turns answers into bytes in the form of one API; it knows nothing of HTTP.
+"""
 
 from __future__ import annotations
 
@@ -18,34 +21,34 @@ from tandem.protocol.errors import TandemError
 
 
 class Reply(Protocol):
-    """The reply to one call: a body, or the events of a stream as bytes ready to send, empty where there is none."""
+    """The reply to one call: a body, or stream events as bytes that are ready to send (b"" if there is no event)."""
 
     answer_id: str
-    """The id of the reply, which its header has, too."""
+    """The id of the reply, which is also in a response header."""
 
     def opening(self, choices: int = 1) -> bytes:
-        """Return the first events, for this number of answers."""
+        """Return the first events of a stream of `choices` answers."""
 
     def event(self, event: AnswerChunk | Ending) -> AnswerChunk | Ending:
-        """Return an event of an answer as the reply has it."""
+        """Return the event as the reply shows it; a reply of the prompt alone removes the answer's tokens."""
 
     def prompt(self, index: int, prompt: PromptReply) -> bytes:
         """Return the event with the prompt of answer number `index`; may run in any thread."""
 
     def chunk(self, index: int, chunk: AnswerChunk) -> bytes:
-        """Return the events for the next part of answer number `index`."""
+        """Return the events for the next chunk of answer number `index`."""
 
     def ending(self, index: int, ending: Ending) -> bytes:
-        """Return the last events of an answer."""
+        """Return the last events of answer number `index`."""
 
     def closing(self, endings: Mapping[int, Ending]) -> bytes:
-        """Return the events after the last answer."""
+        """Return the events after the end of all answers; `endings` has the ending of each answer."""
 
     def failure(self, error: TandemError) -> bytes:
         """Return the events that end the stream with an error."""
 
     async def whole(self, choices: Choices, prompts: PromptReplies) -> bytes:
-        """Read all answers to their ends and return the body of a reply that is not streamed.
+        """Read all answers until they end, and return the body of a reply that is not streamed.
 
         Raises the first `TandemError` of any answer.
         """
@@ -53,7 +56,7 @@ class Reply(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReplyFacts:
-    """The facts of a reply that no answer changes."""
+    """The facts that are the same in all events of a reply."""
 
     request_id: str
     model: str
@@ -62,9 +65,9 @@ class ReplyFacts:
 
 
 class NamedEventsReply(ABC):
-    """A `Reply` with one answer, whose stream has events with names.
+    """A `Reply` with one answer, whose stream events have names: the Responses and the Messages API.
 
-    A reply that is not streamed is built in the same way, from the same parts, but has no events.
+    A reply that is not streamed is built by the same steps, but its events are discarded.
     """
 
     answer_id: str
@@ -119,14 +122,17 @@ class NamedEventsReply(ABC):
 
     @abstractmethod
     def _add(self, delta: AnswerDelta, tokens: int) -> bytes:
-        """Add the next parts of the answer, parsed when `tokens` more had arrived; return their events."""
+        """Add the next parsed parts of the answer, and return their events; `tokens` more tokens have arrived."""
 
     @abstractmethod
     def _finish(self, ending: Ending, *, called: bool) -> bytes:
-        """Add the end of the answer, in which a tool is `called` or not; return its events."""
+        """Add the end of the answer, and return its events; `called` is True if the answer has a tool call."""
 
     def _events(self, events: Iterable[dict[str, Any]]) -> bytes:
-        """Return events ready to send, if the reply is streamed; each is made in any case."""
+        """Return the events as bytes if the reply is streamed, else b"".
+
+        The iterator is always consumed, because it builds the reply while it makes the events.
+        """
         if self._streamed:
             return b"".join(map(self._event, events))
         for _ in events:
@@ -134,12 +140,12 @@ class NamedEventsReply(ABC):
         return b""
 
     def _event(self, event: dict[str, Any]) -> bytes:
-        """Return an event ready to send; its name is its `type`."""
+        """Return an event as bytes; its name is its `type`."""
         return sse_event(dumped(event), name=event["type"])
 
 
 def sse_event(data: str, *, name: str = "") -> bytes:
-    """Return a server-sent event with `data`, which has no line break."""
+    """Return a server-sent event with `data`, which must have no line break."""
     return (f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n").encode()
 
 

@@ -1,4 +1,4 @@
-"""The X-Request-Id header, by which clients and gateways find their request in both sides' logs."""
+"""The X-Request-Id header, by which a request can be found in the logs of the client, its gateway and the router."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from router.api.anthropic.api_key import is_messages_path
 
 REQUEST_ID_HEADER = "x-request-id"
 _ANTHROPICS_HEADER = "request-id"
-"""The name of the same header in the Messages API; its responses have both."""
+"""The name of this header in the Messages API, whose responses have both headers."""
 _VALID = re.compile(rb"[ -~]{1,128}")
 
 
 class RequestIds:
     """ASGI middleware that gives every response an X-Request-Id.
 
-    It is the request's own, if that is one header of 1 to 128 printable ASCII characters; else the id of the answer,
-    if the response has set it; else a fresh one. The client's id is only echoed: a gateway repeats it when it tries
-    again, so it never names the request inside the cluster.
+    The id is that of the request if the request has exactly one such header with 1 to 128 printable ASCII characters;
+    else the id of the answer if the response has set it; else a new id. The client's id is only echoed and never names
+    the request inside the cluster, because a gateway sends the same id again with a retry.
     """
 
     def __init__(self, app: ASGIApp) -> None:

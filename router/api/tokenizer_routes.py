@@ -1,6 +1,6 @@
-"""The HTTP routes to the tokenizer: `/tokenize`, `/detokenize`, `/tokenizer_info` as in vLLM, and Anthropic's count.
+"""The HTTP routes of the tokenizer: `/tokenize`, `/detokenize` and `/tokenizer_info` as in vLLM, and Anthropic's count.
 
-Their work shares threads, limits and fair order with requests for answers.
+They use the same threads, limits and fair order between tenants as the tokenization of requests for answers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.lifecycle.timeline import EdgeStamp
 
 Tokenized = tuple[list[int], list[str] | None, int]
-"""Token ids, their spellings if they are wanted, and the model's context in tokens."""
+"""Token ids, the text of each token if requested, and the model's context in tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """The fields of OpenAI's API, and of vLLM's and SGLang's extensions, that this server does not implement.
 
-There are three classes. A field that would change the answer is rejected by name with the reason, unless its value
-equals the default behavior (`UNSERVED`). A field without effect is accepted silently (`INERT`). Every other field is
-ignored, with a log line and a response header, or rejected if requests are strict (`RouterConfig.strict_requests`).
+A field that would change the answer is rejected by name with a reason, unless its value equals the default behavior
+(`UNSERVED`). A field without effect is accepted silently (`INERT`). Every other field is ignored, with a log line and a
+response header, or rejected if `RouterConfig.strict_requests` is set.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ log = logging.getLogger(__name__)
 IGNORED_HEADER = "x-tandem-ignored"
 """The response header with the names of the ignored fields, separated by commas."""
 _LOGGED_MAX = 256
-"""Most names of ignored fields that one router logs, one line each, because clients choose the names."""
+"""Limit of the names of ignored fields that one router logs, one line each; clients choose the names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unserved:
-    """A field that is rejected, and its values that equal the default behavior."""
+    """The reason why a field is rejected, and the values that are accepted because they equal the default behavior."""
 
     reason: str
     neutral: tuple[Any, ...] = ()
     empty: bool = True
-    """True if "", [], {} and false equal the default behavior, too."""
+    """True if "", [], {} and false also equal the default behavior."""
 
     def asks_nothing(self, value: Any) -> bool:
         """Return True if the answer to a request with this `value` is the same as without the field."""
@@ -80,7 +80,7 @@ UNSERVED: Mapping[str, Unserved] = {
     "vllm_xargs": Unserved("it speaks to extensions of another server"),
     "kv_transfer_params": Unserved("the cluster itself decides where KV is moved", empty=False),
 }
-"""The rejected fields by name."""
+"""The rejected fields of all APIs, by name."""
 CHAT_UNSERVED: Mapping[str, Unserved] = {
     **UNSERVED,
     "echo": Unserved("prompts are repeated by completions alone"),
@@ -112,7 +112,7 @@ CHAT_ONLY: Mapping[str, Unserved] = {
     "truncate_prompt_tokens": Unserved(_CHAT, empty=False),
     "add_generation_prompt": Unserved(_CHAT, (True,), empty=False),
 }
-"""The fields of chat completions and completions that would change the answer and that no other API has."""
+"""The rejected fields of the Responses and the Messages API, which lack some fields of chat completions."""
 MESSAGE_UNSERVED: Mapping[str, Unserved] = {"function_call": Unserved(_FUNCTIONS)}
 """The rejected fields inside messages."""
 
@@ -122,13 +122,13 @@ INERT = frozenset(
         "prediction", "verbosity", "include_reasoning", "spaces_between_special_tokens",
     }
 )  # fmt: skip
-"""Fields without effect here, such as hints and the client's own metadata; they are accepted silently."""
+"""The fields that have no effect on this server, such as hints and client metadata; they are accepted silently."""
 MESSAGE_INERT = frozenset({"name", "refusal", "annotations", "audio"})
-"""The fields without effect inside messages."""
+"""The fields inside messages that have no effect on this server."""
 
 
 class IgnoredLog:
-    """Logs each ignored field name once. Belongs to the event loop."""
+    """Logs each ignored field name once. The `HttpCalls` own it; all calls are on the event loop."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()

@@ -1,1 +1,1 @@
-"""Observability of requests: verdicts by SLO class, goodput, recent traces, OpenTelemetry spans."""
+"""Observability of requests: outcomes by SLO class, goodput, recent traces, OpenTelemetry spans."""

@@ -7,10 +7,13 @@ _BINS = 60
 
 
 class Goodput:
-    """A sliding window over a virtual or monotonic clock, with a count for each sixtieth of it."""
+    """The goodput of each SLO class over a sliding window of 60 bins. The `RouterMetrics` own it.
+
+    `met` is called on the event loop; `per_second` may be called from any thread.
+    """
 
     def __init__(self, classes: Iterable[str], window_s: float, clock: Callable[[], float]) -> None:
-        """`window_s` is the window's length in seconds; before that much time has passed, the window is shorter."""
+        """`window_s` is the length of the window in seconds by `clock`; until it has passed, the window is shorter."""
         self._window_s = window_s
         self._bin_s = window_s / _BINS
         self._clock = clock
@@ -18,7 +21,7 @@ class Goodput:
         self._bins: dict[str, deque[tuple[int, int]]] = {name: deque() for name in classes}
 
     def met(self, slo_class: str) -> None:
-        """Count a request that met its class now."""
+        """Count a request that has met its SLO class now."""
         number, bins = int(self._clock() / self._bin_s), self._bins[slo_class]
         if bins and bins[-1][0] == number:
             bins[-1] = (number, bins[-1][1] + 1)

@@ -1,11 +1,11 @@
 """Exports ended requests as OpenTelemetry spans by OTLP/gRPC: a root span, and a child span for each phase.
 
-Spans are made from the timeline when a request is over; no other module depends on OpenTelemetry. Attributes follow
-the semantic conventions for generative AI (`gen_ai.*`); those without a conventional name begin with `tandem.`. Spans
-contain no text of prompts or answers.
+Spans are made from the timeline when a request has ended; no other module depends on OpenTelemetry. Attributes follow
+the semantic conventions for generative AI (`gen_ai.*`); attributes without a conventional name begin with `tandem.`.
+Spans contain no text of prompts or answers.
 
-opentelemetry-sdk and its exporter come with `pip install 'tandem[otlp]'`. Spans are made on a thread of their own, as
-that takes some tenths of a millisecond per request, and sent by the SDK's thread. If the collector is absent or too
+opentelemetry-sdk and its exporter come with `pip install 'tandem[otlp]'`. A separate thread makes the spans, because
+that takes some tenths of a millisecond per request, and the SDK's thread sends them. If the collector is absent or too
 slow, spans are dropped with a log line: requests never wait.
 """
 
@@ -32,7 +32,7 @@ _ENDED_WELL = ("stop", "length", "abort")
 _CLOSE_MS = 2000
 """Timeout for sending the last spans, in milliseconds."""
 _PENDING_MAX = 1024
-"""Most requests that wait for their spans to be made; further ones are dropped."""
+"""Limit of the requests whose spans wait to be made; the spans of further requests are dropped."""
 
 log = logging.getLogger(__name__)
 
@@ -41,16 +41,16 @@ class TraceExporter(Protocol):
     """The interface of an exporter of traces."""
 
     def export(self, trace: RequestTrace) -> None:
-        """Export an ended request without waiting."""
+        """Export an ended request; never blocks."""
 
     def close(self) -> None:
         """Send the remaining spans, with a short timeout; nothing may be exported afterwards."""
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raise InvalidArgument for a malformed endpoint, FailedPrecondition if OpenTelemetry's SDK is not installed.
+    """Raise InvalidArgument if `endpoint` is malformed, FailedPrecondition if OpenTelemetry's SDK is missing.
 
-    An empty endpoint disables the export.
+    "" disables the export and is valid.
     """
     router_settings.check_endpoint(SETTING, endpoint)
     if not endpoint:
@@ -64,7 +64,7 @@ def check_endpoint(endpoint: str) -> None:
 
 
 def otlp_exporter(endpoint: str, router_id: str) -> TraceExporter:
-    """Return an exporter to `endpoint`; its environment variables (OTEL_EXPORTER_OTLP_HEADERS, …) apply too."""
+    """Return an exporter to `endpoint`; the SDK's environment variables (OTEL_EXPORTER_OTLP_HEADERS, …) apply too."""
     check_endpoint(endpoint)
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -74,9 +74,9 @@ def otlp_exporter(endpoint: str, router_id: str) -> TraceExporter:
 
 
 class SpanMaker:
-    """Makes spans of traces and passes them to `processor`, which it owns.
+    """Turns traces into spans and passes them to `processor`, which it owns.
 
-    Its methods must be called from one thread; spans are made on a thread of its own.
+    Its methods must be called from one thread, the event loop's; it makes the spans in its own thread.
     """
 
     def __init__(self, processor: SpanProcessor, router_id: str) -> None:
@@ -85,7 +85,7 @@ class SpanMaker:
         from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
         class Ids(RandomIdGenerator):
-            """A trace that begins here has the id by which the router knows it."""
+            """An id generator that gives a trace that begins here the trace id of the router."""
 
             trace_id = 0
 
@@ -148,7 +148,7 @@ class SpanMaker:
         root.end(spans[-1].end_nanos)
 
     def flush(self) -> bool:
-        """Wait until everything exported so far is sent; returns False after a short timeout."""
+        """Wait until all traces exported so far are sent; return False after a short timeout."""
         self._thread.submit(int).result()
         return self._provider.force_flush(_CLOSE_MS)
 

@@ -1,16 +1,16 @@
-"""Compares what placement predicted with what was observed: one record per request, and running means."""
+"""The accuracy of placement's predictions: one record per request, and running means of the errors."""
 
 from dataclasses import dataclass
 
 from router.placement.policy import Placement
 
 _PART_MIN = 0.01
-"""The least weight of the newest record in the means."""
+"""The smallest weight of the newest record in the running means."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementRecord:
-    """One placement whose request got all its tokens; seconds. `itl_s` is the mean gap, None of a single token."""
+    """The predicted and the observed latencies of a placement whose request received all its tokens, in seconds."""
 
     request_id: str
     prefill_worker: str
@@ -20,16 +20,17 @@ class PlacementRecord:
     ttft_s: float
     """The time from placement to the first token at the router."""
     itl_s: float | None
+    """The mean gap between tokens; None for an answer of one token."""
     cached_tokens: int
 
     @property
     def surprise_s(self) -> float:
-        """The time by which the first token came later than predicted; negative if it came sooner."""
+        """Observed minus predicted TTFT, in seconds; negative if the first token came sooner than predicted."""
         return self.ttft_s - self.prediction.ttft_s
 
     @property
     def regret_s(self) -> float:
-        """The excess of the observed cost over the runner-up's predicted cost.
+        """The excess of the observed cost over the predicted cost of the second best placement, in seconds.
 
         It is `max(0, cost_s + surprise_s - runner_up_s)`.
         """
@@ -37,18 +38,21 @@ class PlacementRecord:
 
 
 class PredictionQuality:
-    """Running means over about the newest hundred records. Errors are |predicted - actual| ÷ actual."""
+    """Running means over about the newest hundred records. Errors are |predicted - actual| ÷ actual.
+
+    The dispatcher owns it and writes on the event loop.
+    """
 
     def __init__(self) -> None:
         self.recorded = 0
         self.ttft_error = 0.0
         self.itl_error = 0.0
         self.surprise_s = 0.0
-        """The mean of `PlacementRecord.surprise_s`; above 0, predictions are optimistic."""
+        """The mean of `PlacementRecord.surprise_s`; predictions are optimistic if it is above 0."""
         self.last: PlacementRecord | None = None
 
     def record(self, record: PlacementRecord) -> None:
-        """Add the record of a request that got all its tokens."""
+        """Add the record of a request that received all its tokens."""
         self.recorded += 1
         self.last = record
         part = max(_PART_MIN, 1 / self.recorded)

@@ -1,7 +1,7 @@
 """Judges whether a request met its SLO class, and which phase caused a miss.
 
-Token times are taken as tokens leave the router. The percentile of the gaps is by nearest rank, so it needs only the
-number of gaps above the target.
+Token times are the times at which tokens leave the router. The percentile of the gaps is by nearest rank, so that only
+the number of gaps above the target must be counted.
 """
 
 from __future__ import annotations
@@ -19,35 +19,41 @@ from tandem.settings.slo import SloClass
 
 
 class Outcome(StrEnum):
-    """The values of the metric label `outcome`; goodput counts MET."""
+    """How a request ended with regard to its SLO class; the values are those of the metric label `outcome`.
+
+    Goodput counts MET.
+    """
 
     MET = "met"
     MISSED_TTFT = "missed_ttft"
     MISSED_ITL = "missed_itl"
     SHED = "shed"
-    """Rejected at once."""
+    """The request was rejected at once."""
     FAILED = "failed"
-    """Ended without a complete answer."""
+    """The request ended without a complete answer."""
 
 
 @dataclass(slots=True)
 class GapTracker:
-    """The timing of one answer's tokens as they leave the router, in seconds of one clock."""
+    """The timing of one answer's tokens as they leave the router, in seconds. All times must be of the same clock."""
 
     target_s: float = math.inf
-    """The ITL target: longer gaps count as missed."""
+    """The ITL target; longer gaps miss it."""
     tokens: int = 0
     first_s: float = 0.0
     last_s: float = 0.0
     worst_s: float = 0.0
     over: int = 0
-    """Number of gaps above the target, the first gap excluded."""
+    """Number of gaps above the target, not counting the first gap."""
     first_over: bool = False
     """True if the gap after the first token, which contains the KV transfer, is above the target."""
     first_gap_s: float = 0.0
 
     def leave(self, tokens: int, now: float) -> float | None:
-        """Record `tokens` >= 1 tokens that leave together; return the gap before them, None for the first ones."""
+        """Record `tokens` >= 1 tokens that leave together; return the gap before them in seconds.
+
+        None for the first tokens of the answer.
+        """
         before, self.tokens = self.tokens, self.tokens + tokens
         if not before:
             self.first_s = self.last_s = now
@@ -67,13 +73,13 @@ class GapTracker:
 
     @property
     def mean_gap_s(self) -> float | None:
-        """Mean gap between tokens, None for fewer than two tokens."""
+        """Mean gap between tokens, in seconds; None for fewer than two tokens."""
         return (self.last_s - self.first_s) / self.gaps if self.gaps else None
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseTimes:
-    """The time a request spent in each phase over all attempts, in seconds; None = never in it."""
+    """The time that a request spent in each phase over all attempts, in seconds; None if it was never in the phase."""
 
     queue_s: float | None
     prefill_s: float | None
@@ -83,9 +89,9 @@ class PhaseTimes:
 
     @classmethod
     def of(cls, spans: Iterable[Span], until: int | None = None) -> PhaseTimes:
-        """Sum up the spans of an ended request, up to `until` in Unix nanoseconds.
+        """Sum up the spans of an ended request by phase, up to the time `until` in Unix nanoseconds.
 
-        Without `until` the times add up to its latency.
+        Without `until` the times add up to the latency of the request.
         """
         found = seconds_by_phase(spans, until)
         return cls(*(found.get(phase) for phase in Phase))
@@ -93,7 +99,7 @@ class PhaseTimes:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutcome:
-    """An outcome, and the phase that caused any outcome but MET."""
+    """An outcome, with the phase that caused it; None for MET."""
 
     outcome: Outcome
     phase: Phase | None = None
@@ -104,17 +110,20 @@ _GRAVEST_FIRST = (Outcome.FAILED, Outcome.MISSED_TTFT, Outcome.MISSED_ITL)
 
 
 class JointOutcome:
-    """The verdict on a client's request with several answers: that on the worst of them."""
+    """The outcome of a client's request with several answers, which is that of its worst answer.
+
+    All `RoutedRequest`s of the client's request share it, on the event loop.
+    """
 
     def __init__(self, answers: int = 1) -> None:
         self._answers = answers
         self._found: list[RequestOutcome | None] = []
 
     def add(self, verdict: RequestOutcome | None) -> RequestOutcome | None:
-        """Add the verdict on one answer; None means that the client cancelled it before a target was missed.
+        """Add the outcome of one answer; None if the client cancelled the answer before it missed a target.
 
-        Returns the verdict on the request with the last answer, or None if the request does not count; None before
-        that.
+        Return the outcome of the request when its last answer is added, and None before. It is also None if no answer
+        missed a target and the client cancelled one, because the request does not count then.
         """
         found = self._found
         found.append(verdict)
@@ -130,10 +139,10 @@ class JointOutcome:
 def judge(
     slo: SloClass, pace: GapTracker, ttft_s: float | None, times: PhaseTimes, first: PhaseTimes | None = None
 ) -> RequestOutcome:
-    """Judge one answer, which may have ended early.
+    """Return the outcome of one answer, which may have ended early.
 
-    `ttft_s` is the time to the first token, or the time waited without one. `first` has the phase times before the
-    first token, if they differ from `times`.
+    `ttft_s` is the time to the first token, or the time waited if there was none. `first` has the phase times before
+    the first token; None if they are the same as `times`.
     """
     first = first or times
     if ttft_s is not None and ttft_s > slo.ttft_s:
@@ -150,14 +159,14 @@ def judge(
 
 
 def rejected(error: TandemError) -> RequestOutcome:
-    """Return the verdict on a request that was rejected with `error`: SHED, or FAILED if no worker could serve it."""
+    """Return the outcome of a request that was rejected with `error`: SHED, or FAILED if no worker could serve it."""
     if not isinstance(error, ResourceExhausted):
         return RequestOutcome(Outcome.FAILED, Phase.QUEUE)
     return RequestOutcome(Outcome.SHED, Phase.DECODE if reason_of(error) is Refusal.SLO_ITL else Phase.QUEUE)
 
 
 def failed(timeline: Timeline) -> RequestOutcome:
-    """Return the verdict on a request that ended with an error: FAILED in the phase of its last attempt."""
+    """Return the outcome of a request that ended with an error: FAILED, in the phase that its last attempt reached."""
     timeline = last_attempt(timeline)
     if timeline.at(Edge.PLACED) is None:
         return RequestOutcome(Outcome.FAILED, Phase.QUEUE)

@@ -1,4 +1,7 @@
-"""The live workers in the order in which placement considers them, and what they are known to hold and to reject."""
+"""The workers of the router in the order in which placement considers them, their cached prefixes, and excluded pairs.
+
+Workers are kept sorted by load, so that placement reads its few candidates without scanning the fleet.
+"""
 
 import heapq
 import time
@@ -12,13 +15,13 @@ from router.placement.worker_state import WorkerState
 from tandem.protocol.messages import PeerRef
 
 REMEMBERED_S = 300.0
-"""The time for which a pair counts as incompatible; it bounds the harm of an accidental rejection."""
+"""The time for which a pair counts as incompatible, in seconds; it bounds the harm of an accidental rejection."""
 Rank = tuple[bool, float]
-"""True for a worker that is full, and its load."""
+"""A sort key: True for a worker that is full, then its load."""
 
 
 class Ranking:
-    """Workers sorted by a key: those that are full last. Moving one takes microseconds, however many there are."""
+    """Workers sorted by `Rank`, full ones last. To move a worker takes microseconds, whatever the size of the fleet."""
 
     def __init__(self) -> None:
         self._order: list[tuple[Rank, int, WorkerState]] = []
@@ -28,15 +31,15 @@ class Ranking:
         return len(self._order)
 
     def __iter__(self) -> Iterator[WorkerState]:
-        """Iterate from the smallest key; the ranking must not be changed meanwhile."""
+        """Iterate from the smallest key; the ranking must not change during the iteration."""
         return map(itemgetter(2), self._order)
 
     def with_capacity(self) -> Iterator[WorkerState]:
-        """Iterate over those that are not full, in this order."""
+        """Iterate over the workers that are not full, from the smallest key."""
         return map(itemgetter(2), takewhile(lambda entry: not entry[0][0], self._order))
 
     def put(self, worker: WorkerState, key: Rank | None) -> None:
-        """Set the key of `worker`; None removes it."""
+        """Set the key of `worker`; None removes the worker."""
         old = self._keys.get(worker.slot)
         if old == key:
             return
@@ -48,9 +51,10 @@ class Ranking:
 
 
 class IncompatiblePairs:
-    """Pairs of workers that rejected each other: other releases, models or KV settings, as in a rolling update.
+    """Pairs of workers that rejected each other because of different releases, models or KV settings.
 
-    A worker that registers again is another run (`PeerRef`), of which nothing is known.
+    Such pairs occur during a rolling update. A pair names two incarnations (`PeerRef`): nothing is known of a worker
+    that has restarted.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -61,57 +65,60 @@ class IncompatiblePairs:
         return len(self._pairs)
 
     def learn(self, prefill: PeerRef, decode: PeerRef, why: str) -> None:
-        """Add a pair that rejected each other for this reason."""
+        """Add a pair that rejected each other for the reason `why`; it expires after `REMEMBERED_S`."""
         self._pairs[prefill, decode] = self._clock() + REMEMBERED_S, why
 
     def fit(self, prefill: PeerRef, decode: PeerRef) -> bool:
-        """Return True if these two may serve a request together, as far as is known."""
+        """Return True unless the two workers are known to be incompatible."""
         return (prefill, decode) not in self._pairs
 
     def forget_old(self) -> bool:
-        """Forget expired pairs; return True if there were any. Called periodically."""
+        """Remove expired pairs, and return True if there were any. Called periodically."""
         before = len(self._pairs)
         self._pairs = {pair: known for pair, known in self._pairs.items() if known[0] > self._clock()}
         return len(self._pairs) < before
 
     def why(self, prefills: Iterable[PeerRef], decodes: Iterable[PeerRef]) -> str:
-        """Return the reason of the first rejection between these; "" without one."""
+        """Return the reason of the first known rejection between a prefill and a decode worker; "" if there is none."""
         known = (self._pairs.get(pair) for pair in product(prefills, decodes))
         return next((each[1] for each in known if each is not None), "")
 
 
 class Fleet:
-    """The workers: each may be live between `join` and `leave`."""
+    """All workers that this router knows; each may be live between `join` and `leave`.
+
+    The `WorkerPool` owns it; all calls come on the event loop.
+    """
 
     def __init__(self) -> None:
         self.prefixes = PrefixIndex()
         self.incompatible = IncompatiblePairs()
         self.live: list[WorkerState] = []
-        """The live workers, in no order."""
+        """The live workers, unsorted."""
         self._by_slot: dict[int, WorkerState] = {}
         self._free_slots: list[int] = []
         self.prefills = Ranking()
-        """The live workers that prefill, by the prompt tokens that wait there and the decode rows."""
+        """The live workers that take prompts, sorted by their number of waiting prompt tokens and decode rows."""
         self.decodes = Ranking()
-        """The live workers that decode, by `step seconds / free share of pages`."""
+        """The live workers that take answers, sorted by `step seconds / free share of pages`."""
         self.both_roles = 0
         """The number of live workers with both roles."""
         self.changes = 0
-        """The number of times that workers came, went, changed or became compatible again."""
+        """A counter that grows when a worker joins, leaves or changes, or a pair counts as compatible again."""
 
     def worker(self, slot: int) -> WorkerState | None:
-        """Return the live worker with this number in the prefix index, None if it is not live."""
+        """Return the live worker with the number `slot` in the prefix index; None if it is not live."""
         worker = self._by_slot.get(slot)
         return worker if worker is not None and worker.live else None
 
     def join(self, worker: WorkerState) -> None:
-        """Give `worker` a number. It is not live before `set_live`."""
+        """Add `worker` and give it the lowest free slot; it is not live before `set_live`."""
         worker.slot = heapq.heappop(self._free_slots) if self._free_slots else len(self._by_slot)
         self._by_slot[worker.slot], worker.on_change = worker, self.rank
         self.prefixes.open(worker.slot, worker.info.pages_total)
 
     def leave(self, worker: WorkerState) -> None:
-        """Remove `worker` and what it held."""
+        """Remove `worker` and its pages in the prefix index; its slot becomes free."""
         self.set_live(worker, live=False)
         worker.on_change = None
         self.prefixes.drop(worker.slot)
@@ -119,7 +126,7 @@ class Fleet:
         heapq.heappush(self._free_slots, worker.slot)
 
     def set_live(self, worker: WorkerState, *, live: bool) -> None:
-        """Set whether `worker` takes new work; called again when its facts have changed."""
+        """Set whether `worker` takes new work; also called after each change of its registration."""
         self.changes += 1
         worker.live = live
         self.live = [each for each in self._by_slot.values() if each.live]
@@ -127,6 +134,6 @@ class Fleet:
         worker.refresh()
 
     def rank(self, worker: WorkerState) -> None:
-        """Set the order of `worker` among the others."""
+        """Sort `worker` into both rankings by its current keys, or remove it where it takes no work."""
         self.prefills.put(worker, worker.prompt_rank if worker.live and worker.prefills else None)
         self.decodes.put(worker, worker.answer_rank if worker.live and worker.decodes else None)

@@ -1,7 +1,8 @@
-"""Predicts the latencies of a request at a worker and what it costs all requests there.
+"""Predicts the latencies of a request on a worker, and the cost to all requests on that worker.
 
-    prompt: cost = ttft + decode rows · delay of their tokens            misses = 1 if ttft misses its target
-    answer: cost = tokens · (step + rows · growth of the step) / speedup misses = gap targets broken, its own included
+    prompt: cost = ttft + decode rows · delay of their tokens             misses = 1 if ttft misses its target
+    answer: cost = tokens · (step + rows · growth of the step) / speedup  misses = gap targets broken, with its own
+
 Every prediction of the router is made here, from the step costs that the worker itself fits
 (`tandem/cost_model/step_cost.py`).
 """
@@ -15,17 +16,23 @@ from tandem.cost_model.step_work import chunk_pairs
 
 
 class PromptPrediction:
-    """A prompt at one worker: `ttft_s`, the part `compute_s` of it for its own computation, `cost_s` and `misses`."""
+    """The predicted prefill of one prompt on one worker, in seconds and tokens.
+
+    `ttft_s` is the time to the first token, and `compute_s` the part of it that the prompt's own computation takes.
+    `cached` and `computed` are the numbers of its tokens from the prefix cache and to compute. `cost_s` is the cost to
+    all requests, and `misses` is 1 if the first token comes too late.
+    """
 
     __slots__ = ("cached", "compute_s", "computed", "cost_s", "misses", "ttft_s", "worker")
 
     def __init__(self, worker: WorkerState, tokens: int, cached: int, left_s: float = math.inf) -> None:
-        """Predict a prompt of `tokens`, the first `cached` of which `worker` holds, behind all that waits there.
+        """Predict a prompt of `tokens` tokens, of which `worker` has cached the first `cached`.
 
-        Its first token is due in `left_s`.
+        All prompts that wait on the worker are assumed to be computed before it. Its first token is due in `left_s`
+        seconds.
         """
         self.worker = worker
-        # The last token is computed whatever is cached: its logits choose the first token of the answer.
+        # The last token is always computed, even if it is cached: its logits choose the first token of the answer.
         self.cached = cached = min(cached, tokens - 1)
         self.computed = fresh = tokens - cached
         waiting, pairs = worker.prefill_tokens, worker.prefill_pairs
@@ -40,18 +47,19 @@ class PromptPrediction:
 
 
 class AnswerPrediction:
-    """An answer at one worker, in seconds.
+    """The predicted decoding of one answer on one worker, in seconds.
 
-    `step_s` is a decode step with it, `target_s` the longest step that keeps its class, `alone_s` the step if nothing
-    else ran there, `cost_s` the cost to all requests, and `missing` the tokens of the prompt that are not there.
+    `step_s` is the time of a decode step with the answer in the batch, `target_s` the longest step that keeps the gap
+    target of its class, `alone_s` the time of a step with this answer only, `cost_s` the cost to all requests, `misses`
+    the number of gap targets broken, and `missing` the number of the prompt's tokens whose KV the worker does not hold.
     """
 
     __slots__ = ("alone_s", "cost_s", "misses", "missing", "step_s", "target_s", "worker")
 
     def __init__(self, worker: WorkerState, cached: int, request: QueuedRequest, ahead: float = 0.0) -> None:
-        """Predict the answer of `request`, of whose prompt `worker` holds `cached` tokens.
+        """Predict the answer of `request` on `worker`, which has cached `cached` tokens of its prompt.
 
-        `ahead` others like it begin before, as far as these fit into the batch.
+        `ahead` similar answers are assumed to begin before it, as far as they fit into the batch.
         """
         self.worker = worker
         self.missing = max(1, request.prefill_tokens - cached)
@@ -63,14 +71,18 @@ class AnswerPrediction:
         if request.slo.has_gap_target:
             self.alone_s = cost.decode_step_seconds(1, own)
             self.target_s = worker.step_target(request.slo)
+            # Only the safety margin says that the answer misses its target even alone: accept it on an idle worker.
             if self.target_s < self.alone_s <= worker.gap_target(request.slo):
-                self.target_s = self.alone_s  # only the margin is why it would miss its target alone
+                self.target_s = self.alone_s
         self.cost_s = request.mean_tokens * (step_s + rows * (step_s - worker.step_s)) / worker.decode_speedup
         self.misses = worker.answers_broken(step_s) + (step_s > self.target_s)
 
 
 def prefill_time(worker: WorkerState, tokens: int, pairs: float) -> tuple[float, int]:
-    """Return the seconds and steps until `worker` has computed `tokens` > 0 with these attention pairs."""
+    """Return the seconds and the steps that `worker` needs to compute `tokens` > 0 prompt tokens.
+
+    `pairs` is the number of (query, key) pairs that these tokens attend to. The current decode rows share the steps.
+    """
     cost, rows, context = worker.cost, worker.decode_requests, worker.decode_context
     decode = ConcurrentDecode(rows, context)
     chunk, pause = chunks_within(worker.step_limit, cost, worker.max_step_tokens, decode, pairs / tokens)
@@ -78,9 +90,10 @@ def prefill_time(worker: WorkerState, tokens: int, pairs: float) -> tuple[float,
 
 
 def exposed_transfer_s(prompt: PromptPrediction, answer: AnswerPrediction) -> float:
-    """Return the seconds that the answer waits for its KV.
+    """Return the part of the KV transfer that prefill does not hide: the seconds that the answer waits for its KV.
 
-    The pages of all chunks but the last are in transfer while later ones are computed.
+    The pages of a chunk are transferred while the next chunk is computed, so that the last chunk's transfer is never
+    hidden: max(transfer of the last chunk, whole transfer - computation).
     """
     receiver, missing = answer.worker, answer.missing
     whole_s = receiver.kv.sent_pages(missing) * receiver.page_transfer_s

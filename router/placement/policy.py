@@ -19,44 +19,56 @@ from tandem.protocol.messages import PeerRef
 from tandem.protocol.mode import Mode
 
 _CANDIDATES = 2
-"""The workers of each role that are compared for their load, and as many for the prefix that they hold."""
+"""Number of candidates per role by load, and number of further candidates by length of the cached prefix."""
 _WORST = (math.inf, math.inf)
 Takes = Callable[[WorkerState], bool]
 
 
 class Placement(NamedTuple):
-    """The chosen workers, and the predicted latencies and cost, in seconds from the placement on."""
+    """The workers chosen for a request, with the predicted latencies and cost in seconds, counted from the placement.
+
+    An immutable value that `PlacementPolicy` makes and the dispatcher keeps with the request.
+    """
 
     prefill: PeerRef
     decode: PeerRef | None
-    """None = no token follows the one that prefill generates."""
+    """The decode worker; None if the answer is only the one token that prefill generates."""
     ttft_s: float
     itl_s: float
     cached_tokens: int
     computed_tokens: int
     cost_s: float
-    """The cost to all requests together (docs/decisions/placement.md)."""
+    """The predicted time that all requests together lose because of this placement (docs/decisions/placement.md)."""
     runner_up_s: float = math.inf
-    """The cost of the next best placement, infinite without one that misses no more targets."""
+    """The cost of the second cheapest placement that misses as few targets; infinite if there is none."""
 
 
 class PlacementPolicy:
-    """Compares the least loaded workers and those that hold most of the prompt."""
+    """Compares the least loaded workers with the workers that have cached most of the prompt, and picks the cheapest.
+
+    The dispatcher owns it and calls it on the event loop; it does no I/O.
+    """
 
     def __init__(self, mode: Mode = Mode.ADAPTIVE) -> None:
         self.mode = mode
         self._reserve = PrefillReserve()
 
     def place(self, request: QueuedRequest, fleet: Fleet, waited_s: float) -> Placement | None:
-        """Return the cheapest placement with capacity now for a request of this age; None = it waits."""
+        """Return the cheapest placement on workers that have capacity now; None if there is none: the request waits.
+
+        `waited_s` is the time since the request arrived, in seconds.
+        """
         found = self._cheapest(request, fleet, waited_s, _CANDIDATES)
         if found is None and fleet.incompatible:
-            # The few that were compared may be of one release here and of another there.
+            # During a rolling update the few candidates may all be in incompatible pairs: compare all live workers.
             found = self._cheapest(request, fleet, waited_s, len(fleet.live))
         return found
 
     def could_serve(self, request: QueuedRequest, fleet: Fleet) -> bool:
-        """Return True if live workers that this mode may choose are large enough and compatible, at any load."""
+        """Return True if the live workers could serve the request once they are idle.
+
+        They must be ready, large enough for it, compatible with each other, and allowed by the current mode.
+        """
         ready = [worker for worker in fleet.live if not worker.info.not_ready]
         prefills = [worker for worker in ready if _can_prefill(worker, request)]
         if not request.decodes:
@@ -65,29 +77,45 @@ class PlacementPolicy:
         return any(allowed(prefill, decode) for prefill, decode in product(prefills, decodes))
 
     def waits_for_decode(self, request: QueuedRequest, fleet: Fleet) -> bool:
-        """Return True if workers could decode its answer, and none of them has a slot and pages for it now."""
+        """Return True if some workers are large enough to decode the answer, but none has a slot and pages for it now.
+
+        A worker that is refusing requests counts as one without capacity.
+        """
         able = [worker for worker in fleet.live if request.decodes and _can_decode(worker, request)]
         return bool(able) and all(worker.refusing or not _takes_decode(worker, request) for worker in able)
 
     def waits_for_own_prompts(self, request: QueuedRequest, fleet: Fleet) -> bool:
-        """Return True if workers could compute its prompt, and each has as many prompts of its tenant as it takes."""
+        """Return True if every worker that could compute the prompt has as many prompts of its tenant as it takes.
+
+        `WorkerState.full_tenants` bounds the prompt tokens of one tenant that wait at a worker.
+        """
         able = [worker for worker in fleet.live if _can_prefill(worker, request)]
         return bool(able) and not any(_takes_prefill(worker, request) for worker in able)
 
     def prefill_workers(self, request: QueuedRequest, fleet: Fleet) -> int:
-        """Return the number of workers that share prompts like that of `request`."""
+        """Return the number of workers that compute prompts of this request's class.
+
+        While workers are reserved for prefill, workers of both roles that are not reserved do not count.
+        """
         reserved = self._reserved(request, fleet)
         return len(fleet.prefills) - (fleet.both_roles - len(reserved) if reserved else 0)
 
     def predict_prompt(self, request: QueuedRequest, fleet: Fleet) -> PromptPrediction | None:
-        """Predict the soonest first token, with capacity now or not; None without a worker for it."""
+        """Return the prediction with the lowest TTFT, whether or not that worker has capacity now.
+
+        None if no live worker can prefill the request.
+        """
         match, takes = fleet.prefixes.match(request.digests), partial(_can_prefill, request=request)
         found = _with_holders(match, fleet, _first(fleet.prefills, takes, 1), takes)
         prompts = (PromptPrediction(worker, request.prefill_tokens, held) for worker, held in found)
         return min(prompts, key=lambda prompt: prompt.ttft_s, default=None)
 
     def predict_answer(self, request: QueuedRequest, fleet: Fleet, ahead: int) -> AnswerPrediction | None:
-        """Predict the answer where its class is kept best, after `ahead` others; None = no measured worker."""
+        """Predict the answer at the worker with the lowest ratio of step time to longest tolerated step time.
+
+        `ahead` other answers are assumed to begin first, spread evenly over the decode workers. Workers that could not
+        keep the target even alone count only if no other worker can. None if no worker has measured its steps yet.
+        """
         reserved = self._reserved(request, fleet)
         measured = (each for each in fleet.decodes if each.slot not in reserved and each.cost.parameters.observed)
         each_ahead = ahead / max(1, len(fleet.decodes) - len(reserved))
@@ -97,10 +125,10 @@ class PlacementPolicy:
         return min(able, key=lambda each: each.step_s / each.target_s, default=None)
 
     def _cheapest(self, request: QueuedRequest, fleet: Fleet, waited_s: float, most: int) -> Placement | None:
-        """Compare the `most` least loaded workers of each role, and those that hold more of the prompt.
+        """Compare the `most` least loaded workers of each role, and workers that have cached more of the prompt.
 
-        A worker for the answer may compute the prompt as well. While workers are reserved, only these and the workers
-        that do not decode compute prompts.
+        A decode candidate is also a prefill candidate if the mode allows local prefill. While workers are reserved for
+        prefill, only they and workers without the decode role compute prompts.
         """
         apart, reserved = self._apart(fleet), self._reserved(request, fleet)
         match = fleet.prefixes.match(request.digests)
@@ -114,11 +142,13 @@ class PlacementPolicy:
             allowed = not reserved or worker.slot in reserved or not worker.decodes
             return allowed and _takes_prefill(worker, request)
 
+        # Decode candidates first: they are also the prefill candidates if a prompt must stay on its decode worker.
         if request.decodes:
             found = _first(fleet.decodes.with_capacity(), takes_answer, most)
             prefills = _with_holders(match, fleet, found, takes_answer)
             answers = [AnswerPrediction(worker, held, request) for worker, held in prefills]
         if answers and (apart or not request.decodes):
+            # A worker that counts as full because of other tenants may still take a prompt of this tenant.
             found = _first(fleet.prefills.with_capacity(), takes_prompt, most) or _first(
                 fleet.prefills, takes_prompt, most
             )
@@ -132,13 +162,17 @@ class PlacementPolicy:
     def _choose(
         self, prompts: list[PromptPrediction], answers: Sequence[AnswerPrediction | None], fleet: Fleet
     ) -> Placement | None:
-        """Return the allowed pair that misses the fewest targets, the cheapest of these; no answer needs no worker."""
+        """Return the cheapest of the allowed pairs that miss the fewest targets; None if no pair is allowed.
+
+        `answers` is `[None]` for a request that needs no decode worker.
+        """
         allowed = self._allowed(fleet)
         chosen, best, runner_up = None, _WORST, _WORST
         for answer, prompt in product(answers, prompts):
             misses, cost_s = prompt.misses, prompt.cost_s
             if answer is not None:
                 misses, cost_s = misses + answer.misses, cost_s + answer.cost_s
+                # The transfer only adds cost: a pair that is no better than the runner-up without it is skipped.
                 if (misses, cost_s) >= runner_up or not allowed(prompt.worker, answer.worker):
                     continue
                 if prompt.worker is not answer.worker:
@@ -164,7 +198,10 @@ class PlacementPolicy:
         )
 
     def _allowed(self, fleet: Fleet) -> Callable[[WorkerState, WorkerState], bool]:
-        """Return whether the mode and the workers' releases let a prefill and a decode worker serve one request."""
+        """Return a predicate that is True if a prefill and a decode worker may form a pair.
+
+        The mode must allow it, and the workers must not have rejected each other.
+        """
         local, apart, incompatible = self._local(fleet), self._apart(fleet), fleet.incompatible or None
 
         def allowed(prefill: WorkerState, decode: WorkerState) -> bool:
@@ -175,51 +212,54 @@ class PlacementPolicy:
         return allowed
 
     def _apart(self, fleet: Fleet) -> bool:
-        """Return True if a prompt and its answer may go to two workers."""
+        """Return True if a prompt and its answer may be placed on two different workers."""
         return self.mode is not Mode.COLOCATED or not fleet.both_roles
 
     def _local(self, fleet: Fleet) -> bool:
-        """Return True if both may go to one."""
+        """Return True if a prompt and its answer may be placed on the same worker."""
         return self.mode is not Mode.DISAGGREGATED or len(fleet.live) == 1
 
     def _reserved(self, request: QueuedRequest, fleet: Fleet) -> frozenset[int]:
-        """Return the workers that this answer may not use."""
+        """Return the slots of the workers that are reserved for prefill and may not decode this answer."""
         if self.mode is not Mode.ADAPTIVE or not request.decodes or not request.slo.has_gap_target:
             return NO_WORKERS
         return self._reserve.workers(request, fleet)
 
 
 def _takes_prefill(worker: WorkerState, request: QueuedRequest) -> bool:
-    """Return True if the prompt may go there now."""
+    """Return True if `worker` takes the prompt now."""
     return request.tenant not in worker.full_tenants and _can_prefill(worker, request)
 
 
 def _can_prefill(worker: WorkerState, request: QueuedRequest) -> bool:
-    """Return True if it could take the prompt if nothing else were there."""
+    """Return True if `worker` could take the prompt while idle."""
     return worker.prefills and request.prefill_tokens <= worker.kv_tokens_total
 
 
 def _takes_decode(worker: WorkerState, request: QueuedRequest) -> bool:
-    """Return True if it has capacity for the expected answer now, and ever for the longest one."""
+    """Return True if `worker` has capacity for the expected answer now, and could hold the longest one while idle."""
     if worker.decode_full or not _can_decode(worker, request):
         return False
     return worker.kv.held(request.reserved_tokens, decoding=not worker.prefills) <= worker.pages_free
 
 
 def _can_decode(worker: WorkerState, request: QueuedRequest) -> bool:
-    """Return True if it could decode the answer if nothing else were there."""
+    """Return True if `worker` could decode the answer while idle."""
     return worker.decodes and request.kv_tokens <= worker.answer_tokens_total
 
 
 def _first(workers: Iterable[WorkerState], takes: Takes, most: int) -> list[WorkerState]:
-    """Return the first in this order that take the request."""
+    """Return the first `most` of `workers` that take the request and are not refusing requests."""
     return list(islice((each for each in workers if takes(each) and not each.refusing), most))
 
 
 def _with_holders(
     match: PrefixMatch, fleet: Fleet, workers: list[WorkerState], takes: Takes
 ) -> list[tuple[WorkerState, int]]:
-    """Return these workers, and those that hold more of the prompt than one of them, each with the tokens it holds."""
+    """Return `workers`, and others that have cached more of the prompt than the least of them, with the cached tokens.
+
+    At most `_CANDIDATES` workers are considered for their cache.
+    """
     held = [(worker, match.pages(worker.slot)) for worker in workers]
     for slot, pages in match.longest(_CANDIDATES, min((pages for _, pages in held), default=0)):
         worker = fleet.worker(slot)

@@ -1,12 +1,12 @@
-"""Reserves workers for prefill while the gap targets of answers leave no time for chunks in their steps.
+"""Reserves workers for prefill while the gap targets of answers leave no time for prefill chunks in decode steps.
 
-Such answers, placed one by one, would spread over all workers and leave prompts only forced chunks. So as many workers
-are reserved as let the largest share of the requests be served (docs/decisions/placement.md):
+Placed one by one, such answers would spread over all workers, and prompts would get only forced chunks. Therefore n
+workers take no such answers, where n maximizes the share of requests that are served (docs/decisions/placement.md):
 
     served(n) = min(1, prefill rate of n reserved workers / arrival rate, answers that the others decode in time / all)
 
-and none where the chunks that the answers tolerate suffice. Placement works without this file, at 0.82 of the goodput
-of strict requests.
+No worker is reserved where the chunks that the answers tolerate suffice. Placement works without this file, at 0.82 of
+the goodput of strict requests.
 """
 
 import math
@@ -23,27 +23,30 @@ from tandem.settings.slo import SloClass
 _WINDOW_S = 10.0
 """The time constant of the mean arrival rate of prompt tokens, in seconds."""
 _REFRESH_S = _WINDOW_S / 200
-"""The interval at which the reserved set is computed again."""
+"""The shortest interval between two computations of the reserved set, in seconds."""
 NO_WORKERS: frozenset[int] = frozenset()
 
 
 class PrefillReserve:
-    """Learns the arrival rate of prompt tokens from placements. Measured workers are taken as equal."""
+    """Chooses the reserved workers of each SLO class, from the arrival rate of prompt tokens that it learns.
+
+    The `PlacementPolicy` owns it and calls it on the event loop. All measured workers are assumed to be equally fast.
+    """
 
     def __init__(self) -> None:
         self._reserved: dict[SloClass, tuple[frozenset[int], float]] = {}
-        """The workers that answers of a class may not use, and when they were chosen."""
+        """The slots that answers of a class may not use, and the time at which they were chosen."""
         self._tokens = self._known_s = 0.0
-        """Prompt tokens, and seconds, of about the last `_WINDOW_S`."""
+        """Sums of placed prompt tokens and of elapsed seconds, both decayed with the time constant `_WINDOW_S`."""
         self._at_s = -math.inf
 
     def observe(self, prompt: PromptPrediction) -> None:
-        """Count a prompt that was placed."""
+        """Add a placed prompt to the arrival rate."""
         self._fade(prompt.worker.clock())
         self._tokens += prompt.computed
 
     def workers(self, request: QueuedRequest, fleet: Fleet) -> frozenset[int]:
-        """Return the numbers of the workers that the answer of `request` may not use."""
+        """Return the slots of the workers that the answer of `request` may not use."""
         reserved, chosen_s = self._reserved.get(request.slo, (NO_WORKERS, -math.inf))
         now = next((worker.clock() for worker in fleet.live), -math.inf)
         if now - chosen_s >= _REFRESH_S:
@@ -61,7 +64,8 @@ class PrefillReserve:
         arriving = self._tokens / self._known_s
         alone = _prefill_rate(both[0], request, Chunks(both[0].max_step_tokens), ConcurrentDecode(0, 0))
         elsewhere = alone * (len(measured) - len(decoding))
-        # Workers are released only when twice as many answers would leave enough: answers begin and end at random.
+        # Reserved workers are released only if twice as many answers would still leave enough time for prefill: the
+        # number of answers fluctuates, and the reserved set would otherwise change all the time.
         shared = _shared_prefill_rate(decoding, request, 2.0 if before else 1.0)
         served, count = (elsewhere + len(both) * shared) / arriving, 0
         if served >= 1.0:
@@ -86,7 +90,7 @@ class PrefillReserve:
 
 
 def _prefill_rate(worker: WorkerState, request: QueuedRequest, chunk: Chunks, decode: ConcurrentDecode) -> float:
-    """Return the prompt tokens per second that `worker` computes in such chunks with these decode rows."""
+    """Return the prompt tokens per second that `worker` computes in chunks of `chunk` beside the rows of `decode`."""
     tokens, (rows, context, _) = chunk.tokens, decode
     pairs = tokens * request.prefill_tokens / 2
     seconds, _ = worker.cost.prefill_seconds(
@@ -96,7 +100,10 @@ def _prefill_rate(worker: WorkerState, request: QueuedRequest, chunk: Chunks, de
 
 
 def _shared_prefill_rate(decoding: Sequence[WorkerState], request: QueuedRequest, times: float) -> float:
-    """Return the prompt tokens per second of each worker that decodes, if all share `times` as many answers evenly."""
+    """Return the prompt tokens per second of one decode worker, if all workers share the answers evenly.
+
+    The number of answers is assumed to be `times` the present one, plus that of `request`.
+    """
     like, target_s = decoding[0], decoding[0].gap_target(request.slo)
     rows = 1 + int(times * sum(worker.decode_requests for worker in decoding) / len(decoding))
     context = request.decode_context + int(times * sum(worker.decode_context for worker in decoding) / len(decoding))
@@ -105,6 +112,7 @@ def _shared_prefill_rate(decoding: Sequence[WorkerState], request: QueuedRequest
     chunk = chunks_within(limit, like.cost, like.max_step_tokens, decode, request.prefill_tokens / 2)
     now_s = sum(worker.step_s for worker in decoding) / len(decoding)
     if times > 1.0 and breaks_target(target_s, now_s, like.cost.decode_step_seconds(rows, context)):
-        # A broken target bounds no steps, but the answers that are there would keep theirs.
+        # `step_limit` ignores a target that even a plain decode step misses, as it would with `times` the answers. The
+        # answers of today keep theirs, so that prompts must be assumed to get forced chunks only.
         chunk = forced_chunk(max(1, like.max_step_tokens - rows))
     return _prefill_rate(like, request, chunk, decode)

@@ -1,6 +1,6 @@
-"""The prefix cache of all workers: which of them hold a KV page, and how many pages of a prompt each holds.
+"""The prefix index: which workers have cached which KV pages, and how many pages of a prompt each has.
 
-Workers are small numbers (`slot`), sets of them the bits of integers: one look-up serves all workers.
+A worker is a small number (`slot`) and a set of workers the bits of an integer, so that one look-up serves all workers.
 """
 
 from bisect import bisect_left
@@ -10,22 +10,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """The number of a prompt's first pages that each worker holds.
+    """How many of a prompt's first pages each worker has cached. An immutable result of `PrefixIndex.match`.
 
-    `levels` are pairs of pages, rising, and the set of workers that hold at least as many.
+    `levels` has pairs (number of pages, bit set of the workers that hold at least so many), ascending in pages.
     """
 
     levels: tuple[tuple[int, int], ...] = ()
 
     def pages(self, slot: int) -> int:
-        """Return the pages that worker `slot` holds, from the first on without a gap."""
+        """Return the number of pages that worker `slot` holds, counted from the first page without a gap."""
         for pages, holders in reversed(self.levels):
             if holders >> slot & 1:
                 return pages
         return 0
 
     def longest(self, count: int, beyond: int = 0) -> list[tuple[int, int]]:
-        """Return up to `count` workers that hold more than `beyond` pages, with their pages, most first."""
+        """Return up to `count` pairs (slot, pages) of workers with more than `beyond` pages, most pages first."""
         found: list[tuple[int, int]] = []
         seen = 0
         for pages, holders in reversed(self.levels):
@@ -41,11 +41,11 @@ class PrefixMatch:
 
 
 class PrefixIndex:
-    """Maps page names (`tandem.protocol.page_digests`) to the workers that hold the page.
+    """Maps page digests (`tandem.protocol.page_digests`) to the workers that have cached the page.
 
-    A worker that holds a page holds the pages before it, as caches evict from the leaves: the holders along a prompt
-    only become fewer, and a look-up bisects for each time that they do. Memory: about 200 bytes a page; a worker counts
-    for no more pages than its pool has.
+    The fleet owns it; all calls come on the event loop. A worker that holds a page also holds the pages before it,
+    because caches evict from the leaves. So the set of holders only shrinks along a prompt, and a look-up bisects once
+    for each time that it shrinks. Memory: about 200 bytes a page; no worker counts for more pages than its pool has.
     """
 
     def __init__(self) -> None:
@@ -54,16 +54,16 @@ class PrefixIndex:
         self._limits: dict[int, int] = {}
 
     def __len__(self) -> int:
-        """Return the number of different pages that are held."""
+        """Return the number of distinct pages that any worker holds."""
         return len(self._holders)
 
     def open(self, slot: int, pages_max: int) -> None:
-        """Add worker `slot`, which holds nothing yet and never more than `pages_max` pages."""
+        """Add worker `slot`, which holds no pages yet and never more than `pages_max`."""
         self._pages[slot] = set()
         self._limits[slot] = pages_max
 
     def store(self, slot: int, digests: Iterable[bytes]) -> None:
-        """Add pages that worker `slot` holds; more than its pool has are ignored."""
+        """Add pages that worker `slot` has cached; pages beyond its `pages_max` are ignored."""
         mine, limit, bit, holders = self._pages[slot], self._limits[slot], 1 << slot, self._holders
         for digest in digests:
             if digest not in mine and len(mine) < limit:
@@ -81,22 +81,23 @@ class PrefixIndex:
                     del holders[digest]
 
     def clear(self, slot: int) -> None:
-        """Forget the pages of worker `slot`, which stays."""
+        """Remove all pages of worker `slot`; the worker itself stays in the index."""
         self.remove(slot, tuple(self._pages[slot]))
 
     def drop(self, slot: int) -> None:
-        """Remove worker `slot` and all that it held; its number may be given again."""
+        """Remove worker `slot` and all its pages; its number may be used again."""
         self.clear(slot)
         del self._pages[slot], self._limits[slot]
 
     def match(self, digests: Sequence[bytes]) -> PrefixMatch:
-        """Return how many of a prompt's full pages `digests` each worker holds."""
+        """Return how many of a prompt's full pages, named by `digests` in order, each worker holds."""
         find, levels, pages = self._holders.get, [], 0
         holders = find(digests[0], 0) if digests else 0
 
         def held_by_fewer(digest: bytes) -> bool:
             return find(digest, 0) & holders != holders
 
+        # Each round finds how far the same set of workers goes, then drops the workers that lack the next page.
         while holders:
             pages = bisect_left(digests, True, pages, key=held_by_fewer)
             levels.append((pages, holders))

@@ -1,10 +1,11 @@
-"""The queue of requests that wait for workers: fair between tenants, by priority and slack within each.
+"""The queue of requests that wait for workers: fair between tenants, ordered by priority and slack within each tenant.
 
-Retried and preempted requests go first: their client reads already, and has been charged for them. Those that gave
-their slot to another tenant wait among their tenant's. Then the tenant that
-was given the fewest tokens is next (virtual token counters: Sheng et al., Fairness in Serving Large Language Models,
-OSDI 2024); one that comes, or comes back, begins level with those that wait. A tenant's requests are ordered by
-priority, lower first as in vLLM, then by the time at which their prompt must start to meet the target.
+Retried and preempted requests go first, because their clients already read an answer and their tenants have been
+charged. An answer that was preempted for another tenant waits among the requests of its own tenant instead. After them,
+the tenant that has been served the fewest tokens is next (virtual token counters: Sheng et al., Fairness in Serving
+Large Language Models, OSDI 2024); the counter of a new or returning tenant starts at the lowest of the waiting tenants.
+The requests of a tenant are ordered by priority, lower first as in vLLM, then by the time at which their prefill must
+start to meet the TTFT target.
 """
 
 from bisect import bisect_left, insort
@@ -17,69 +18,72 @@ from tandem.settings.slo import BEST_EFFORT, SloClass
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """The sizes and targets of a request that waits for workers. Seconds are those of the router's clock."""
+    """The sizes and targets of a request that waits for workers. Seconds are those of the router's clock.
+
+    The `RoutedRequest` owns it; queue, scheduler and placement read and write it on the event loop.
+    """
 
     wire_id: str
-    """Its name among workers, used once."""
+    """The request's unique id on workers."""
     sequence: int
-    """The order of arrival."""
+    """The request's number in order of arrival."""
     arrived_s: float
-    """The time at which it was received."""
+    """The time at which the router received the request."""
     prompt_tokens: int
     max_tokens: int
     to_the_limit: bool = False
-    """True if nothing but `max_tokens` ends the answer, as far as is known."""
+    """True if, as far as the router knows, only `max_tokens` ends the answer."""
     digests: tuple[bytes, ...] = ()
-    """The names of the prompt's full pages (`tandem.protocol.page_digests`); () = unknown."""
+    """The digests of the prompt's full pages (`tandem.protocol.page_digests`); () = unknown."""
     tenant: str = ""
     priority: int = 0
-    """Lower goes first, among its tenant's."""
+    """Requests with lower values go first among those of their tenant."""
     slo: SloClass = BEST_EFFORT
-    """The class it is served under: the requested one, or best effort if that could not be kept."""
+    """The SLO class under which the request is served: the requested one, or best effort after a downgrade."""
     answered: int = 0
-    """Answer tokens that an earlier attempt generated; they are prefilled behind the prompt."""
+    """Number of answer tokens from earlier attempts, which this attempt prefills after the prompt."""
     resumed: bool = False
-    """True for a retried or preempted request whose client has received tokens: it goes first."""
+    """True for a retried or preempted request whose answer has tokens: it goes before new requests."""
     yielded: bool = False
-    """True for a resumed request whose slot another tenant needs: it does not go first."""
+    """True for a request that was preempted because another tenant needs its slot: it does not go first."""
     expected_tokens: int | None = None
-    """The forecast of the answer's length, which one answer in five exceeds; None = `max_tokens`."""
+    """The forecast of the answer's length, which one answer in five exceeds; None means `max_tokens`."""
     mean_tokens: float = 0.0
-    """The mean length of such answers."""
+    """The mean length of similar answers, in tokens."""
     start_by_s: float = 0.0
-    """The latest start of its prefill that meets the target; constant while it is queued."""
+    """The latest start of prefill that meets the TTFT target; it must not change in the queue, as it is a sort key."""
     service_s: float = 0.0
-    """The predicted seconds to compute its prompt."""
+    """The predicted time to compute the prompt, in seconds."""
     charged: int = 0
-    """The prompt tokens that its tenant was charged for."""
+    """The number of prompt tokens that the tenant was charged for this request."""
     charged_answer: int = 0
-    """The answer tokens that its tenant was charged for."""
+    """The number of answer tokens that the tenant was charged for this request."""
 
     @property
     def prefill_tokens(self) -> int:
-        """The tokens that this attempt prefills."""
+        """The number of tokens that this attempt prefills: the prompt and the answer so far."""
         return self.prompt_tokens + self.answered
 
     @property
     def decodes(self) -> bool:
-        """True if tokens follow the one that prefill generates."""
+        """True if the answer may have more tokens than the one that prefill generates."""
         return self.max_tokens > self.answered + 1
 
     @property
     def kv_tokens(self) -> int:
-        """The most KV that it ever stores, in tokens."""
+        """The most tokens whose KV the request ever stores; the KV of the last answer token is never stored."""
         return self.prompt_tokens + self.max_tokens - 1
 
     @property
     def reserved_tokens(self) -> int:
-        """The KV that a decode worker must have free when it begins, in tokens: that of the expected answer."""
+        """The number of tokens whose KV a decode worker must have free at the start: prompt and expected answer."""
         if self.expected_tokens is None:
             return self.kv_tokens
         return max(self.prefill_tokens, self.prompt_tokens + self.expected_tokens - 1)
 
     @property
     def decode_context(self) -> int:
-        """The tokens that a decode step of it attends to, on average over the answer."""
+        """The number of tokens that a decode step of the request attends to, on average over the answer."""
         return self.prefill_tokens + int(self.mean_tokens) // 2
 
 
@@ -88,36 +92,40 @@ def _key(request: QueuedRequest) -> tuple[int, float, int]:
 
 
 class RequestQueue:
-    """Its caller bounds the number of requests. `head` looks at every waiting tenant."""
+    """The waiting requests of all tenants. The `RequestScheduler` owns it and bounds the number of requests.
+
+    All calls come on the event loop. `head` takes time proportional to the number of waiting tenants.
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[str, QueuedRequest] = {}
         self._tenants: dict[str, list[QueuedRequest]] = {}
-        """The waiting requests by tenant, sorted, without those of the next two dictionaries."""
+        """The waiting requests by tenant, sorted, without those in `_resumed` and `_skipped`."""
         self._resumed: dict[str, QueuedRequest] = {}
-        """Requests that go first."""
+        """Resumed requests, which go before all others, by wire id."""
         self._skipped: dict[str, QueuedRequest] = {}
-        """Requests that no worker can serve until the fleet changes."""
+        """Requests that no worker can serve until the fleet changes, by wire id."""
         self._given: dict[str, float] = {}
-        """The tokens of each tenant that waits or is above the level."""
+        """The virtual token counter of each tenant that waits or whose counter is above `_level`."""
         self._level = 0.0
+        """The counter at which a new or returning tenant starts if no other tenant waits."""
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def __iter__(self) -> Iterator[QueuedRequest]:
-        """Iterate over the waiting requests, in no order."""
+        """Iterate over all waiting requests, unsorted."""
         return iter(list(self._waiting.values()))
 
     def count_of(self, tenant: str) -> int:
-        """Return the number of waiting requests of `tenant`, without resumed ones."""
+        """Return the number of waiting requests of `tenant`, not counting resumed ones."""
         return len(self._tenants.get(tenant, ())) + sum(each.tenant == tenant for each in self._skipped.values())
 
     def ahead(self, request: QueuedRequest) -> tuple[float, int]:
-        """Estimate the work before a request that is about to be queued: seconds of prefill, and answers.
+        """Estimate the work that goes before a request about to be queued: seconds of prefill, and number of answers.
 
-        It is at most all that is more urgent, and at most its tenant's own times the number of tenants. Answers of
-        resumed requests count as well.
+        The estimate is the smaller of two bounds: the work of all more urgent requests, and that of the more urgent
+        requests of its own tenant times the number of tenants. The answers of resumed requests are added.
         """
         own = [each for each in self._tenants.get(request.tenant, ()) if _key(each) < _key(request)]
         turns, waiting = len({*self._tenants, request.tenant}), chain.from_iterable(self._tenants.values())
@@ -128,11 +136,12 @@ class RequestQueue:
         return min(seconds, own_s * turns), len(self._resumed) + min(answers, own_answers * turns)
 
     def push(self, request: QueuedRequest) -> None:
-        """Add `request`; one that comes back has its old position."""
+        """Add `request`; a request that returns to the queue gets its old position."""
         self._waiting[request.wire_id] = request
         if request.resumed and not request.yielded:
             self._resumed[request.wire_id] = request
             return
+        # A tenant that was absent must not have saved up credit: its counter is raised to the lowest waiting one.
         if request.tenant not in self._tenants:
             level = min((self._given[tenant] for tenant in self._tenants), default=self._level)
             self._given[request.tenant] = max(self._given.get(request.tenant, 0.0), level)
@@ -140,20 +149,22 @@ class RequestQueue:
         insort(self._tenants[request.tenant], request, key=_key)
 
     def head(self, passed: Collection[str] = ()) -> QueuedRequest | None:
-        """Return the next request, which stays in the queue, without those of the tenants in `passed`."""
+        """Return the next request, which stays in the queue; tenants in `passed` are left out unless resumed."""
         if self._resumed:
             return min(self._resumed.values(), key=lambda request: request.sequence)
         heads = [waiting[0] for tenant, waiting in self._tenants.items() if tenant not in passed]
         return min(heads, key=lambda each: (self._given[each.tenant], each.start_by_s, each.sequence), default=None)
 
     def remove(self, request: QueuedRequest) -> None:
-        """Remove `request`; nothing happens if it does not wait."""
+        """Remove `request`; nothing happens if it is not in the queue."""
         if self._waiting.pop(request.wire_id, None) is None:
             return
         if any(some.pop(request.wire_id, None) is not None for some in (self._resumed, self._skipped)):
             return
         mine = self._tenants[request.tenant]
         del mine[bisect_left(mine, _key(request), key=_key)]
+        # The level follows the lowest waiting counter, and counters at or below it are forgotten: a tenant that returns
+        # would start at the level anyway.
         if not mine:
             del self._tenants[request.tenant]
             lowest = min((self._given[each] for each in self._tenants), default=self._given[request.tenant])
@@ -163,16 +174,16 @@ class RequestQueue:
             }
 
     def skip(self, request: QueuedRequest) -> None:
-        """Let others pass `request`, which waits on, until `restore_skipped`."""
+        """Keep `request` in the queue, but do not return it from `head` until `restore_skipped`."""
         self.remove(request)
         self._waiting[request.wire_id] = self._skipped[request.wire_id] = request
 
     def restore_skipped(self) -> None:
-        """Queue all skipped requests again, at their old positions."""
+        """Return all skipped requests to their old positions in the queue."""
         skipped, self._skipped = self._skipped, {}
         for request in skipped.values():
             self.push(request)
 
     def charge(self, tenant: str, tokens: float) -> None:
-        """Count `tokens` that `tenant` was given."""
+        """Add `tokens` that were served to `tenant` to its virtual token counter."""
         self._given[tenant] = max(self._given.get(tenant, 0.0), self._level) + tokens

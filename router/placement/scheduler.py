@@ -1,6 +1,6 @@
-"""Takes a request from arrival to a pair of workers: admission, the queue, late binding.
+"""The router's scheduler, which takes a request from arrival to a pair of workers: admission, queue, late binding.
 
-It does no I/O: the dispatcher, real or simulated, asks it for the next request and reports how each one ends.
+It does no I/O: the dispatcher, real or simulated, gets the next request from it and reports how each request ends.
 """
 
 from router.config import RouterConfig
@@ -17,19 +17,23 @@ _RETRY_MIN_S = 2 * BACK_OFF_S
 
 
 class AdmissionController:
-    """Decides at arrival whether a request can be served within its targets, by the predictions of placement."""
+    """Decides at arrival whether a request can meet its targets, from the predictions of placement.
+
+    The `RequestScheduler` owns it and calls it on the event loop.
+    """
 
     def __init__(
         self, policy: PlacementPolicy, fleet: Fleet, queue: RequestQueue, clock: Clock, deferral_s: float
     ) -> None:
-        """`deferral_s` is the time after which a request without a target goes before new ones."""
+        """`deferral_s` is the time, in seconds, that serves as TTFT target in the queue's order where there is none."""
         self._policy, self._fleet, self._queue, self._clock, self._deferral_s = policy, fleet, queue, clock, deferral_s
 
     def admit(self, request: QueuedRequest, others: int = 0) -> None:
-        """Set the request's position in the queue. `others` arrive with it or before it and are not queued yet.
+        """Set the request's position in the queue, and check that its targets can be kept.
 
-        Where its targets cannot be kept, its class decides: it is served without targets, or `Refused` says when to
-        retry.
+        `others` is the number of requests that arrived with it or before it and are not queued yet. If its targets
+        cannot be kept, its SLO class decides: the request is served without targets, or raises `Refused` with the time
+        of a retry. Nothing is checked as long as the predicted worker has not measured its steps.
         """
         prediction = self._policy.predict_prompt(request, self._fleet)
         if prediction is not None:
@@ -44,19 +48,19 @@ class AdmissionController:
             self.degrade(request)
 
     def degrade(self, request: QueuedRequest) -> None:
-        """Serve it without targets, after the requests that have some."""
+        """Serve the request without targets, after the requests that have targets."""
         request.slo = BEST_EFFORT
         self.schedule(request)
 
     def schedule(self, request: QueuedRequest) -> None:
-        """Set when its prefill must start: `arrival + target - computation`; without a target `arrival + deferral`."""
+        """Set the latest start of prefill: `arrival + target - computation`, without a target `arrival + deferral`."""
         ttft_s, deferral_s = request.slo.ttft_s, self._deferral_s
         request.start_by_s = request.arrived_s + (ttft_s - request.service_s if ttft_s < deferral_s else deferral_s)
 
     def _check_ttft(self, request: QueuedRequest, prediction: PromptPrediction) -> Refused | None:
-        """Return a rejection if its first token would be late.
+        """Return a rejection if the first token would be late, else None.
 
-        time since arrival + work ahead / prefill workers + ttft > target / margin of the prefill worker
+        It is late if `time since arrival + work ahead / prefill workers + ttft > target / margin of the worker`.
         """
         target_s, slo = request.slo.ttft_s, request.slo.name
         if target_s > self._deferral_s:
@@ -81,16 +85,17 @@ class AdmissionController:
         )
 
     def _check_itl(self, request: QueuedRequest, others: int) -> Refused | None:
-        """Return a rejection if its gaps would be too long at every worker.
+        """Return a rejection if the gaps between tokens would be too long on every worker, else None.
 
-        The hint is when enough answers will have ended: `(step - target) / (step - alone) · mean tokens · step`.
+        The retry hint is the time until enough answers have ended:
+        `(step - target) / (step - alone) · mean tokens · step`.
         """
         if not request.decodes or not request.slo.has_gap_target:
             return None
         ahead = self._queue.ahead(request)[1] + others
         answer = self._policy.predict_answer(request, self._fleet, ahead)
         if answer is None or not answer.step_s > answer.target_s >= answer.alone_s:
-            return None  # it meets its target, or would miss it alone as well: rejecting it would help no one
+            return None  # the request meets its target, or would miss it even alone: a rejection would help no one
         excess = (answer.step_s - answer.target_s) / (answer.step_s - answer.alone_s)
         hint_s = max(excess * request.mean_tokens * answer.step_s, _RETRY_MIN_S)
         return Refused(
@@ -102,25 +107,29 @@ class AdmissionController:
 
 
 class RequestScheduler:
-    """Binds requests to workers as late as possible: when a worker has capacity for the next one."""
+    """Binds requests to workers as late as possible: when a worker has capacity for the next request.
+
+    The dispatcher owns it; all calls come on the event loop.
+    """
 
     def __init__(self, config: RouterConfig, policy: PlacementPolicy, fleet: Fleet, clock: Clock) -> None:
         self._limit, self._tenant_limit = config.max_queued_requests, config.tenant_queue_limit
         self._retry_after_s = config.retry_after_s
         self._policy, self._fleet, self._clock = policy, fleet, clock
         self.queue = RequestQueue()
-        """The waiting requests; one whose attempt failed or was refused is pushed again, at its old position."""
+        """The waiting requests; a request whose attempt failed or was refused returns to its old position."""
         self._admission = AdmissionController(policy, fleet, self.queue, clock, config.max_deferral_s)
         self._lengths = AnswerLengths()
         self._passed = set[str]()
-        """The tenants whose next request waits for earlier prompts of its tenant."""
+        """The tenants whose next request waits for earlier prompts of the same tenant."""
         self._seen_changes = 0
         """The value of `Fleet.changes` when skipped requests were last restored."""
 
     def enter(self, request: QueuedRequest, *, more: int = 0, held: int = 0, held_own: int = 0) -> None:
-        """Queue a new request; raise `Refused` if the queue is full or its targets cannot be kept.
+        """Queue a new request. Raises `Refused` if the queue is full or the request's targets cannot be kept.
 
-        `more` of its kind will follow; `held` others, `held_own` of its tenant, are not queued yet.
+        `more` is the number of further answers of the same call that are not queued yet, `held` that of earlier calls,
+        of which `held_own` belong to the same tenant. They count towards the limits of the queue.
         """
         if len(self.queue) + more + held >= self._limit:
             message = f"{self._limit} requests are waiting, the most this router queues; try again later"
@@ -133,7 +142,11 @@ class RequestScheduler:
         self.queue.push(request)
 
     def head(self) -> QueuedRequest | None:
-        """Return the next request. One that has missed its target goes behind those that can still meet theirs."""
+        """Return the next request, None if the queue is empty or only passed tenants wait.
+
+        A request that has already missed its TTFT target loses its targets, so that it goes after requests that can
+        still meet theirs.
+        """
         now = self._clock()
         if self._seen_changes != self._fleet.changes:
             self._seen_changes = self._fleet.changes
@@ -148,22 +161,24 @@ class RequestScheduler:
         return None
 
     def bind(self, request: QueuedRequest) -> Placement | None:
-        """Place the request at the head, which leaves the queue; None = no worker has capacity for it now."""
+        """Place the request at the head and remove it from the queue; None if no worker has capacity for it now."""
         self.expect_answer(request)
         placement = self._policy.place(request, self._fleet, self._clock() - request.arrived_s)
         if placement is None:
             return None
         self.queue.remove(request)
-        if not request.resumed:  # charged once: a request that a worker refused has been given nothing more
+        # The tenant is charged once for a prompt: a request that a worker refused has received no further service.
+        if not request.resumed:
             self.queue.charge(request.tenant, max(0, placement.computed_tokens - request.charged))
             request.charged = max(placement.computed_tokens, request.charged)
         return placement
 
     def may_pass(self, request: QueuedRequest) -> bool:
-        """Return True if others may go before the request at the head, which `bind` could not place.
+        """Return True if other requests may go before the request at the head, which `bind` could not place.
 
-        A request that no worker could serve is skipped until the fleet changes. One that waits only for earlier
-        prompts of its tenant lets the other tenants pass until `head` has returned None.
+        A request that no worker could serve is skipped until the fleet changes. A request that waits only for earlier
+        prompts of its tenant lets the other tenants pass until `head` has returned None. Any other request blocks the
+        queue until it can be placed.
         """
         if not self._policy.could_serve(request, self._fleet):
             self.queue.skip(request)
@@ -175,26 +190,26 @@ class RequestScheduler:
         return False
 
     def generated(self, request: QueuedRequest, answer_tokens: int) -> None:
-        """Charge the tokens of an answer that runs, `answer_tokens` so far: they count before it ends."""
+        """Charge the tenant for a running answer of `answer_tokens` tokens so far; only new tokens are charged."""
         if answer_tokens > request.charged_answer:
             self.queue.charge(request.tenant, answer_tokens - request.charged_answer)
             request.charged_answer = answer_tokens
 
     def ended(self, request: QueuedRequest, answer_tokens: int) -> None:
-        """Charge and learn from an answer that has ended."""
+        """Charge the tenant for an answer that has ended, and update the statistics of answer lengths."""
         if answer_tokens:
             self.generated(request, answer_tokens)
             self._lengths.learn(request.max_tokens, answer_tokens)
 
     def expect_answer(self, request: QueuedRequest) -> None:
-        """Set the mean and the forecast of the answer's length by the answers that have ended."""
+        """Set the mean and the forecast of the answer's length from the lengths of answers that have ended."""
         limit, to_the_limit = request.max_tokens, request.to_the_limit
         request.mean_tokens = self._lengths.mean(limit, to_the_limit=to_the_limit)
         request.expected_tokens = self._lengths.expect(limit, request.answered, to_the_limit=to_the_limit)
 
 
 def record(request: QueuedRequest, placement: Placement, prefill: WorkerState, decode: WorkerState | None) -> None:
-    """Count a placed request at its workers, with half of the expected answer as context."""
+    """Count a placed request in the state of its workers; its decode context is the prompt and half of the answer."""
     cached = placement.cached_tokens
     prefill.add_prompt(request.wire_id, PromptWork(request.prefill_tokens - cached, cached, request.tenant))
     if decode is not None:

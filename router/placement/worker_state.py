@@ -1,4 +1,7 @@
-"""The state of one worker as this router knows it: requests in flight, load reports, learned costs, gap targets."""
+"""The state of one worker as this router knows it: requests in flight, load reports, learned costs, gap targets.
+
+The router adds its own requests at once, and the worker's load reports add those of other routers a step later.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,13 @@ from tandem.protocol.messages import WorkerInfo, WorkerLoad
 from tandem.settings.slo import SloClass
 
 BACK_OFF_S = 0.05
-"""The time for which a worker that refused a request is not asked again while others can serve."""
+"""The time for which a worker that refused a request gets no new ones, in seconds."""
 _STEPS_AHEAD = 2
-"""The steps of a tenant's prompts that may wait at a worker: its device never idles, and few are bound to a slow one.
+"""The number of full steps of one tenant's prompt tokens that may wait at a worker.
 
-Each tenant has its own, because a worker computes the shortest prompts first: long ones of one tenant that fill a
-worker would keep the short ones of the others in the router for as long as they take.
+Two keep the worker's device busy, and leave most prompts in the router, where they can still go to a faster worker.
+Each tenant has its own limit, because a worker computes the shortest prompts first: with a common limit, long prompts
+of one tenant would fill a worker and keep the short prompts of other tenants in the router until they are computed.
 """
 
 Clock = Callable[[], float]
@@ -29,7 +33,7 @@ Clock = Callable[[], float]
 
 
 class PromptWork(NamedTuple):
-    """A prompt of `tenant` to compute: `tokens` tokens after `cached` ones."""
+    """The prefill work of one request of `tenant`: `tokens` tokens to compute after `cached` tokens from the cache."""
 
     tokens: int
     cached: int = 0
@@ -37,7 +41,10 @@ class PromptWork(NamedTuple):
 
 
 class AnswerWork(NamedTuple):
-    """An answer to decode: `pages` by its forecast, and about `context` tokens to attend to."""
+    """The decode work of one request.
+
+    `pages` is the number of KV pages for its forecast length, `context` the mean number of tokens a step attends to.
+    """
 
     pages: int
     context: int
@@ -48,47 +55,52 @@ _NOTHING = (0, 0, 0)
 
 
 class WorkerState:
-    """One run of one worker.
+    """The load, costs and targets of one incarnation of a worker, as placement sees them.
 
-    Decode rows and pages are the larger of this router's own and those of the worker's load report, which includes
-    other routers'; prompt tokens are the report's and those of own prompts that it does not include yet.
-    Placement reads plain attributes, which are computed when something changes: reads are far more frequent.
+    Its `WorkerLink` owns it; all calls come on the event loop. The number of decode rows and of pages is the larger of
+    this router's own count and that of the worker's load report, which includes the requests of other routers. The
+    number of prompt tokens is that of the report plus those of own prompts that the report does not include yet.
+    Placement reads plain attributes, computed on each change, because reads are far more frequent than changes.
     """
 
     def __init__(self, info: WorkerInfo, clock: Clock) -> None:
         self.peer, self.clock = info.peer, clock
         self.update(info)
         self.slot = -1
-        """Its number in the fleet; -1 before it joins."""
+        """The worker's number in the fleet and the prefix index; -1 before it joins the fleet."""
         self.live = False
-        """True if it is connected and takes new work."""
+        """True if the worker is connected and takes new work."""
         self.on_change: Callable[[WorkerState], None] | None = None
-        """Called after a change of the ranks."""
+        """Callback after a change of `prompt_rank` or `answer_rank`; the fleet sets it."""
         self.cost = StepCost()
-        self.decode_speedup = 1.0  # see WorkerLoad
+        self.decode_speedup = 1.0
+        """The same as `WorkerLoad.decode_speedup`."""
         self.page_transfer_s = 0.0
-        """The mean time in which a KV page comes here from another worker, in seconds; 0 before the first transfer."""
+        """Mean time to transfer one KV page to this worker, in seconds; 0 before the first transfer."""
         self._transfer_s = self._pages_received = 0.0
         self.gap_targets: tuple[float, ...] = ()
-        """The longest gaps that the answers there tolerate, one per class, in seconds, sorted."""
+        """The gap targets of the answers on this worker, in seconds, one per SLO class, ascending."""
         self._prompts: dict[str, PromptWork] = {}
-        """Prompts with what is left to compute; nothing of those whose KV may still be in transfer."""
+        """The work left of each prompt, by wire id; 0 tokens if it is computed and its KV may still be in transfer."""
         self._unreported: dict[str, bool] = {}
-        """Prompts that the last load report did not include: True if the worker has accepted the prompt since then."""
+        """Prompts that the last load report did not include, by wire id.
+
+        The value is True once the worker has accepted the prompt, so that the next load report includes it.
+        """
         self.prefill_tokens, self.prefill_full = 0, False
-        """Prompt tokens that wait there, and True if the prompts of several tenants together fill it."""
+        """Prompt tokens that wait at this worker; True if the prompts of all tenants together reach its limit."""
         self.full_tenants: frozenset[str] = frozenset()
-        """The tenants from which it takes no further prompt now."""
+        """The tenants from which the worker takes no further prompt now."""
         self._answers: dict[str, AnswerWork] = {}
         self._classes: dict[SloClass, int] = {}
-        """The number of answers by class."""
+        """The number of this router's answers on the worker, by SLO class."""
         self._pages = self._context = 0
         self._reported = _NOTHING
-        """Prompt tokens, decode requests and pages in use, by the last load report."""
+        """Prompt tokens, decode requests and pages in use, as the last load report gave them."""
         self._fresh = False
-        """True if a report came since `expire_report` was called."""
+        """True if a load report has arrived since the last call of `expire_report`."""
         self.backlog: tuple[float, int] | None = None
-        """Seconds and steps that the waiting prompts take; None = `latency_model` computes it when needed."""
+        """Seconds and steps that the waiting prompts take; None until `latency_model` computes them."""
         self._refused_until_s = -math.inf
         self._step_limit: StepLimit | None = None
         self._margin: LearnedMargin | None = None
@@ -96,76 +108,83 @@ class WorkerState:
         self.refresh()
 
     def add_prompt(self, request_id: str, work: PromptWork) -> None:
-        """Count a prompt that is sent there."""
+        """Count a prompt that the router is about to send to the worker."""
         self._prompts[request_id], self._unreported[request_id] = work, False
         self._refresh_prompts()
 
     def prompt_accepted(self, request_id: str) -> None:
-        """Note that the next load report includes the prompt."""
+        """Record that the worker has accepted the prompt, so that its next load report includes the prompt."""
         if request_id in self._unreported:
             self._unreported[request_id] = True
 
     def prompt_computed(self, request_id: str) -> None:
-        """Note that nothing of the prompt is left to compute; its KV may still be in transfer."""
+        """Record that the whole prompt is computed; its KV may still be in transfer."""
         if request_id in self._prompts and self._prompts[request_id].tokens:
             self._prompts[request_id] = PromptWork(0)
             self._unreported.pop(request_id, None)
             if not any(work.tokens for work in self._prompts.values()):
-                self._reported = (0, *self._reported[1:])  # it may be idle now, and then sends no further report
+                # Set to 0 here, because a worker that is idle now sends no further report.
+                self._reported = (0, *self._reported[1:])
             self._refresh_prompts()
 
     def remove_prompt(self, request_id: str) -> None:
-        """Remove a prompt with which the worker's prefill half is done."""
+        """Remove a prompt that the worker's prefill scheduler has finished and handed over."""
         self.prompt_computed(request_id)
         self._prompts.pop(request_id, None)
 
     def add_answer(self, request_id: str, work: AnswerWork) -> None:
-        """Count an answer that is going to be decoded there."""
+        """Count an answer that the worker is going to decode."""
         self._answers[request_id] = work
         self._count_answer(work, 1)
 
     def remove_answer(self, request_id: str) -> None:
-        """Remove an answer of which nothing is left there."""
+        """Remove an answer whose state the worker has released."""
         work = self._answers.pop(request_id, None)
         if work is not None:
-            prompts, rows, pages = self._reported  # the last report still counts it
+            # The last load report still counts the answer: subtract it, or it would occupy a row until the next one.
+            prompts, rows, pages = self._reported
             self._reported = (prompts, rows - 1, max(0, pages - work.pages)) if rows > 1 else (prompts, 0, 0)
             self._count_answer(work, -1)
 
     @property
     def request_ids(self) -> set[str]:
-        """The requests that this worker is still needed for."""
+        """The wire ids of the requests that still depend on this worker."""
         return {*self._prompts, *self._answers}
 
     def report(self, load: WorkerLoad) -> None:
-        """Take a load report, which the worker sends after a step."""
+        """Apply a load report, which the worker sends after a step."""
         self._fresh, self.decode_speedup = True, load.decode_speedup
         reported = load.prefill_tokens, load.decode_requests, load.pages_used
+        # The report includes the prompts that were known to be accepted before it came. The others stay unreported: the
+        # worker may have made the report before it accepted them.
         unreported = {each: False for each, accepted in self._unreported.items() if not accepted}
         if (load.cost, reported, unreported) != (self.cost.parameters, self._reported, self._unreported):
             self.cost, self._reported, self._unreported = StepCost(load.cost), reported, unreported
             self.refresh()
 
     def learn_transfer(self, transfer: TransferStats) -> None:
-        """Learn from a transfer to this worker that has ended; one of no pages is ignored."""
+        """Update `page_transfer_s` from a completed transfer to this worker; a transfer of no pages is ignored."""
         if transfer.pages:
             self._transfer_s += transfer.duration_nanos / 1e9
             self._pages_received += transfer.pages
             self.page_transfer_s = self._transfer_s / self._pages_received
 
     def update(self, info: WorkerInfo) -> None:
-        """Take the facts with which the same process registered; `refresh` applies them."""
+        """Store the worker's latest registration; the derived attributes change with the next `refresh`."""
         self.info = info
         self.prefills, self.decodes = info.takes_prompts, info.takes_answers
         self.kv = info.kv_pages
         self.kv_tokens_total = self.kv.tokens_in(info.pages_total)
-        """Tokens that its pages hold."""
+        """The number of tokens whose KV fits into the worker's pages."""
         self.answer_tokens_total = answer_tokens(info)
-        """Tokens of these that answers may reserve."""
+        """The part of `kv_tokens_total` that answers may reserve."""
         self.max_step_tokens, self.max_batch_requests = info.max_step_tokens, info.max_batch_requests
 
     def expire_report(self) -> None:
-        """Drop a load report older than the last call, as a worker without work sends none. Called periodically."""
+        """Drop the load report if none has arrived since the last call; called periodically.
+
+        A worker without work sends no reports, so that an old one would make it look busy.
+        """
         if not self._fresh:
             self._reported = _NOTHING
             known = self._unreported
@@ -174,52 +193,59 @@ class WorkerState:
         self._fresh = False
 
     def back_off(self) -> None:
-        """Note that it refused a request."""
+        """Record that the worker refused a request; see `refusing`."""
         self._refused_until_s = self.clock() + BACK_OFF_S
 
     @property
     def refusing(self) -> bool:
-        """True if it refused a request within `BACK_OFF_S` or reports that it is not ready."""
+        """True if the worker refused a request within the last `BACK_OFF_S` or reports that it is not ready."""
         return bool(self.info.not_ready) or self.clock() < self._refused_until_s
 
     @property
     def margin(self) -> float:
-        """Gap at the client ÷ predicted decode step, 99.5th percentile; the worker's own margin before any gap came."""
+        """The 99.5th percentile of gap at the client ÷ predicted decode step.
+
+        Before a gap has been observed it is the margin that the worker itself has learned.
+        """
         return self.cost.margin if self._margin is None else self._margin.value
 
     def observe_gap(self, gap_s: float) -> None:
-        """Learn the margin from a gap of one of the answers there, unless prompts waited or steps had drafts."""
+        """Learn the margin from a gap between two tokens of an answer on this worker, in seconds.
+
+        A gap is ignored if prompts waited at the worker in that time or steps had draft tokens: the prediction is that
+        of a plain decode step.
+        """
         quiet = not self.prefill_tokens and self.clock() - gap_s >= self._last_prompt_s and self.decode_speedup == 1.0
         if quiet and self.step_s > 0.0 and self.cost.parameters.observed:
             self._margin = self._margin or LearnedMargin(self.cost.margin)
             self._margin.observe(gap_s / self.step_s, 1.0 / self.decode_requests)
 
     def gap_target(self, slo: SloClass) -> float:
-        """Return the longest gap that `slo` tolerates there, in seconds; infinite = any, or not known yet."""
+        """Return the longest gap that `slo` tolerates on this worker, in seconds; infinite if any, or not known yet."""
         return slo.gap_target(self.idle_step_s) or math.inf
 
     def step_target(self, slo: SloClass) -> float:
-        """Return the longest predicted decode step that keeps this gap: `gap_target / margin`."""
+        """Return the longest predicted decode step that keeps the gap target, in seconds: `gap_target / margin`."""
         return self.gap_target(slo) / self.margin
 
     def answers_broken(self, step_s: float) -> int:
-        """Return the number of answers whose target a step of `step_s` instead of `self.step_s` would break."""
+        """Return the number of answers whose gap target a step of `step_s` seconds instead of `self.step_s` breaks."""
         if not self.gap_targets or step_s <= self.gap_targets[0]:
             return 0
         return sum(n for slo, n in self._classes.items() if breaks_target(self.gap_target(slo), self.step_s, step_s))
 
     @property
     def step_limit(self) -> StepLimit:
-        """The bounds of its steps that have both prompt tokens and decode rows."""
+        """The bounds of the worker's mixed steps, which have both prompt tokens and decode rows."""
         if self._step_limit is None:
             decode = ConcurrentDecode(self.decode_requests, self.decode_context, self.gap_targets)
             self._step_limit = step_limit(self.cost, self.info.assignment, decode)
         return self._step_limit
 
     def refresh(self) -> None:
-        """Compute all derived attributes."""
+        """Compute all derived attributes again."""
         self.idle_step_s = self.cost.idle_step_s
-        """A decode step of one request with little context."""
+        """Predicted time of a decode step of one request with little context, in seconds."""
         self._refresh_targets()
         self._refresh_answers()
         self._refresh_prompts()
@@ -229,7 +255,7 @@ class WorkerState:
         self._context += sign * work.context
         before = self._classes.get(work.slo, 0)
         self._classes[work.slo] = before + sign
-        if max(before, before + sign) == 1:  # the first of its class came, or the last one left
+        if max(before, before + sign) == 1:  # this is the first answer of its class, or was the last one
             self._classes = {slo: count for slo, count in self._classes.items() if count}
             self._refresh_targets()
         self._refresh_answers()
@@ -246,13 +272,15 @@ class WorkerState:
         if self.prefill_tokens and not waiting:
             self._last_prompt_s = self.clock()
         self.prefill_tokens, self.backlog = waiting, None
-        # It takes a prompt of any length from a tenant that has none there.
+        # A tenant without prompts on this worker is never full: the worker takes one prompt of any length from it.
         limit = _STEPS_AHEAD * self.max_step_tokens
         self.prefill_full = own > 0 and waiting >= limit
         self.full_tenants = frozenset(
             tenant for tenant, tokens in by_tenant.items() if tokens and waiting - (own - tokens) >= limit
         )
-        if waiting < own:  # the last tokens of a prompt attend to the most
+        # Attention pairs of the waiting tokens. The rest of a prompt has more pairs per token than its beginning, as
+        # later tokens attend to more: with a share c computed, about 1 - c² of the pairs are left.
+        if waiting < own:
             self.prefill_pairs = own_pairs * (1 - (1 - waiting / own) ** 2)
         else:
             self.prefill_pairs = own_pairs * waiting / own if own else chunk_pairs(waiting, 0)
@@ -260,7 +288,10 @@ class WorkerState:
 
     def _rank(self) -> None:
         self.prompt_rank = self.prefill_full, self.prefill_tokens + self.decode_requests
-        """Its order for prompts: those with capacity first. Decode rows count as well: a prompt delays them."""
+        """The worker's sort key for prompts: workers with capacity first, then those with the fewest waiting tokens.
+
+        Each decode row counts as one more token, because a prompt delays it.
+        """
         if self.on_change is not None:
             self.on_change(self)
 
@@ -271,15 +302,16 @@ class WorkerState:
         pages_used = max(self._pages, pages)
         self.pages_free = self.info.pages_total - pages_used
         """Pages that are neither reserved nor in use; may be negative."""
-        # The contexts of other routers' requests are not known: as long as the own ones', else as their pages.
+        # The contexts of other routers' requests are unknown: they are assumed to be as long as those of this router's
+        # requests, or, without any, to fill the pages in use.
         other = pages_used * self.kv.page_tokens // self.kv.groups if rows else 0
         self.decode_context = self._context * rows // own if own else other
         self.step_s = self.cost.decode_step_seconds(rows, self.decode_context)
-        """A decode step there, in seconds."""
+        """Predicted time of a decode step of the current batch, in seconds."""
         step_s, free = max(self.step_s, self.idle_step_s), self.pages_free
         self.decode_full = free <= 0 or rows >= self.max_batch_requests
-        """True if it takes no further answer now."""
+        """True if the worker takes no further answer now."""
         self.answer_rank = self.decode_full, step_s * self.info.pages_total / max(1, free)
-        """Its order for answers: those with capacity first, then by step seconds / free share of pages."""
+        """The worker's sort key for answers: workers with capacity first, then `step seconds / free share of pages`."""
         self.backlog = None
         self._rank()

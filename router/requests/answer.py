@@ -1,4 +1,8 @@
-"""The client side of a request: answer chunks as their text becomes certain, then an ending or an error."""
+"""The client side of a request: chunks of the answer as their text becomes final, then an ending or an error.
+
+The text of a token is final once no later token can change it: a character may be spread over several tokens, and a
+stop string may begin in one.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -12,9 +16,9 @@ from tandem.protocol.messages import FinishReason, PromptLogprobs
 
 @dataclass(slots=True)
 class AnswerChunk:
-    """The next chunk of the answer: text that is certain (may be "") and the tokens since the last chunk.
+    """The next chunk of the answer: its final text (may be "") and the tokens since the last chunk.
 
-    `scores` has one entry for each token if log probabilities were asked for, else none.
+    `scores` has one entry for each token if log probabilities were requested, else none.
     """
 
     text: str
@@ -24,7 +28,7 @@ class AnswerChunk:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The outcome of a complete answer; counts are in tokens."""
+    """The outcome of a complete answer, which the reply shows after the last chunk; counts are in tokens."""
 
     finish_reason: FinishReason
     matched_stop: str
@@ -35,10 +39,11 @@ class Ending:
 
 
 class Answer:
-    """A buffer of one answer between the text thread and one reader. Belongs to the event loop.
+    """The buffer of one answer between the router, which pushes chunks, and one reader.
 
-    A reader slower than the model gets larger chunks, so the buffer never holds more than the answer's tokens. The
-    owner must call `close` in every case: it cancels the request if it still runs.
+    All calls are on the event loop. A reader that is slower than the model gets larger chunks, so that the buffer never
+    holds more than the answer's tokens. The reader owns the answer and must call `close` in every case: `close` aborts
+    the request if that still runs.
     """
 
     __slots__ = (
@@ -60,9 +65,9 @@ class Answer:
         self.token_count = 0
         """Number of tokens pushed so far."""
         self.at_once = False
-        """True if the newest chunk was delivered without batching or back-pressure: the reader was waiting for it."""
+        """True if the newest chunk reached the reader at once: not batched with others, and the reader was waiting."""
         self.prompt_logprobs: PromptLogprobs | None = None
-        """The log probabilities of the prompt if it is scored, set before the first chunk is pushed."""
+        """The log probabilities of the prompt if they were requested; set before the first chunk is pushed."""
         self._leave: Callable[[int], None] | None = None
         self._close: Callable[[], None] | None = None
         self._chunk: AnswerChunk | None = None
@@ -70,25 +75,25 @@ class Answer:
         self._error: TandemError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._begun: asyncio.Future[None] | None = None
-        """The future of the caller that waits for the first token beside the reader."""
+        """The future of the caller of `scores_of_prompt` that waits for the first token."""
 
     def connect(self, leave: Callable[[int], None], close: Callable[[], None]) -> None:
         """Router side: set the callbacks of the request.
 
-        `leave` is called with the number of tokens of each chunk that is read, `close` once when the reader is gone or
-        has received an error.
+        `leave` is called with the number of tokens of each chunk that is read, `close` once when the reader closes the
+        answer or has received an error.
         """
         self._leave, self._close = leave, close
 
     @property
     def over(self) -> bool:
-        """True if the end of the answer is known, so that nothing may be pushed any more."""
+        """True if the end of the answer is known, after which nothing may be pushed."""
         return self._ending is not None or self._error is not None
 
     async def scores_of_prompt(self) -> PromptLogprobs | None:
-        """Return the log probabilities of a prompt that is scored, once the first token is there, for one caller.
+        """Wait for the first token, and return the log probabilities of the prompt; only one caller may wait.
 
-        None if the answer ends without a token; raises Internal if the worker sent the token without them.
+        None if the answer ends without a token. Raises Internal if the worker sent the first token without them.
         """
         while self.prompt_logprobs is None and not self.token_count and not self.over:
             self._begun = asyncio.get_running_loop().create_future()
@@ -101,7 +106,7 @@ class Answer:
         return self.prompt_logprobs
 
     async def next(self) -> AnswerChunk | Ending:
-        """Return the next chunk, or the ending, which is the last.
+        """Wait for the next chunk and return it, or the ending after the last chunk.
 
         Raises the request's `TandemError`, or `Cancelled` once the answer is closed.
         """
@@ -123,15 +128,15 @@ class Answer:
                 self._waiter = None
 
     def close(self) -> None:
-        """Reader side: end reading, whether the answer is complete or not. Idempotent."""
+        """Reader side: stop reading, whether or not the answer is complete. Idempotent."""
         if self._close is not None:
             self._disconnect()
             self.fail(Cancelled("the client left"))
 
     def push(self, text: str, token_ids: list[int], scores: list[TokenScore], *, waited: bool = False) -> None:
-        """Router side: add text and tokens, with a score for each token or none at all.
+        """Router side: add final text and tokens, with a score for each token or none at all.
 
-        `waited` is true if the tokens were held back to be sent together with later ones.
+        `waited` is True if the tokens were delayed to be sent together with later tokens.
         """
         self.token_count += len(token_ids)
         if self._chunk is None:
@@ -144,7 +149,7 @@ class Answer:
         self._wake()
 
     def finish(self, ending: Callable[[], Ending]) -> None:
-        """Router side: complete the answer; `ending` is called when the last message is read."""
+        """Router side: complete the answer; `ending` is called when the reader reads the ending."""
         self._ending = ending
         self._wake()
 
@@ -157,7 +162,7 @@ class Answer:
         close, self._close = self._close, None
         if close is not None:
             close()
-        self._leave = self._ending = None  # they hold the request
+        self._leave = self._ending = None  # the callbacks would keep the request alive
 
     def _wake(self) -> None:
         if self._begun is not None and not self._begun.done():

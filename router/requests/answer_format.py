@@ -1,4 +1,7 @@
-"""The format that a client wants of an answer (structured output), and the grammar made of it."""
+"""Structured output: the format that a client requests for an answer, and its compilation to a grammar.
+
+Grammars are compiled in processes of their own, because one may take seconds.
+"""
 
 from __future__ import annotations
 
@@ -17,32 +20,35 @@ from tandem.tokenizers.grammar_process import GrammarKind, GrammarProcess, Gramm
 from tandem.tokenizers.grammars import GRAMMAR_CHARS_MAX
 
 _PROCESSES = 2
-"""Processes that compile grammars, so that one that takes its two seconds does not stop the others."""
+"""Number of processes that compile grammars: with two, a grammar that takes two seconds does not block the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """A format as a client gave it, unchecked."""
+    """The format of an answer as a client gave it, not validated. An immutable part of `Options`."""
 
     field: str
-    """The client's name of the field, for errors."""
+    """The name of the request field that sets the format, for error messages."""
     kind: GrammarKind
     value: Mapping[str, Any] | bool | str | Sequence[str]
-    """A JSON schema, or its text; a pattern; a grammar; the choices; or schemas of parameters by function."""
+    """By `kind`: a JSON schema or its text, a pattern, a grammar, the choices, or parameter schemas by function."""
     text_only: bool = False
-    """True if only the text of an answer follows it: a call that `tool_choice` forces has none."""
+    """True if the format applies only to an answer's text: then it does not conflict with a forced tool call."""
 
     @property
     def chars(self) -> int:
-        """Return about how many characters it has."""
+        """The approximate size of the format in characters."""
         return len(self.value) if isinstance(self.value, str) else len(str(self.value))
 
 
 class FormatCompiler:
-    """Makes grammars of formats in processes of their own, fairly between tenants. Belongs to the event loop."""
+    """Compiles formats to grammars in separate processes, fairly between tenants.
+
+    The `RequestValidator` owns it. All calls are on the event loop; `close` ends the processes.
+    """
 
     def __init__(self, config: RouterConfig) -> None:
-        """`config.tokenizer_folder` has the model's tokenizer."""
+        """`config.tokenizer_folder` contains the model's tokenizer, which the grammars need."""
         self._folder = config.tokenizer_folder
         waits = "formats of answers wait to be compiled"
         # A tenant whose grammars take all of their time leaves a process to the others.
@@ -50,13 +56,13 @@ class FormatCompiler:
         self._pool = TokenizerPool(_PROCESSES, config.max_tokenizing_bytes, config.retry_after_s, waits, per_tenant)
         self._processes: _Processes | None = None
         self._unwanted: set[threading.Event] = set()
-        """Set to end the compilation of a request; one for each that waits or is compiled."""
+        """One event for each format that waits or is being compiled; setting it ends the compilation."""
 
     async def grammar(self, tenant: str, wanted: AnswerFormat, facts: ModelFacts) -> str:
-        """Return the checked grammar. Cancelling the caller ends its compilation.
+        """Compile the format and return the checked grammar; if the caller is cancelled, the compilation ends.
 
-        Raises InvalidArgument with the format's field for one that is malformed, not supported or too large, Refused
-        if too many wait.
+        Raises InvalidArgument, which names the format's field, if the format is malformed, not supported or too large,
+        and Refused if too many formats wait.
         """
         tokens = GrammarTokens(self._folder, facts.vocab_size, tuple(facts.eos_token_ids))
         processes = self._processes
@@ -73,7 +79,7 @@ class FormatCompiler:
             self._unwanted.discard(unwanted)
 
     def close(self) -> None:
-        """End the processes that make grammars."""
+        """End all compilations and the processes."""
         self._pool.close()
         for unwanted in self._unwanted:
             unwanted.set()
@@ -82,16 +88,16 @@ class FormatCompiler:
 
 
 class _Processes:
-    """The processes that compile for one set of tokens. Thread-safe."""
+    """The processes that compile grammars for one vocabulary. The threads of the `FormatCompiler`'s pool call it."""
 
     def __init__(self, tokens: GrammarTokens) -> None:
         self.tokens = tokens
         self._all = [GrammarProcess(tokens) for _ in range(_PROCESSES)]
         self._idle = [*self._all]
-        """The last one is used next: another one starts only for grammars at the same time."""
+        """The idle processes; the last is used first, so that the second starts only if two formats come together."""
 
     def make(self, wanted: AnswerFormat, unwanted: threading.Event) -> str:
-        """Return the checked grammar; raises InvalidArgument with the format's field."""
+        """Compile the format and return the checked grammar; InvalidArgument names the format's field."""
         process = self._idle.pop()
         try:
             return process.make(wanted.kind, _value(wanted), unwanted)
@@ -101,13 +107,13 @@ class _Processes:
             self._idle.append(process)
 
     def close(self) -> None:
-        """End the processes; each waits for the grammar that it compiles."""
+        """End the processes, each after the grammar that it compiles."""
         for process in self._all:
             process.close()
 
 
 def _value(wanted: AnswerFormat) -> Any:
-    """Return the value of which the grammar is made; raises ValueError for an empty or malformed one."""
+    """Return the value to compile, with a JSON schema parsed. Raises ValueError if it is empty or malformed."""
     value = wanted.value
     if isinstance(value, str) and not value:
         raise ValueError("is empty")

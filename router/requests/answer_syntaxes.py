@@ -1,4 +1,4 @@
-"""Chooses the syntax in which the answers to a request are parsed."""
+"""Chooses the syntax by which the answers to a request are parsed into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from tandem.protocol.errors import InvalidArgument
 from tandem.tokenizers.grammar_process import GrammarKind
 
 _TAIL_TOKENS = 8
-"""Tokens at the prompt's end that can contain `<think>` and a line break: one for each character but "think"."""
+"""Number of tokens at the prompt's end that are searched for `<think>`: enough for one per character and a newline."""
 
 
 class AnswerSyntaxes:
-    """Knows the model's syntaxes."""
+    """The model's syntaxes of tool calls and of reasoning. The `RequestValidator` owns it."""
 
     def __init__(self, config: RouterConfig, tokenizer: Tokenizer) -> None:
-        """Raises InvalidArgument if `config` names an unknown parser."""
+        """Choose the parsers by `config`, else by the chat template; InvalidArgument if an unknown one is named."""
         self._tokenizer = tokenizer
         self._calls = choose_calls(config.tool_call_parser, tokenizer.template_source)
         self._reasoning = choose_reasoning(config.reasoning_parser, tokenizer.template_source)
 
     def check(self, request: ClientRequest) -> None:
-        """Raise InvalidArgument if calls of tools are wanted that this server or the model cannot make."""
+        """Raise InvalidArgument if tool calls are requested that this server cannot parse or force."""
         tools, wanted = _tools(request), request.options.answer_format
         if tools.forced and wanted is not None and not wanted.text_only:
             raise InvalidArgument("tool_choice", f"cannot force a call beside {wanted.field}; send one of them")
@@ -45,7 +45,7 @@ class AnswerSyntaxes:
         if tools.forced:
             return AnswerSyntax(FORCED_CALLS, tools=tools.schemas, forced=True)
         calls = self._calls if tools.choice is not ToolChoice.NONE else ""
-        # A format begins with the first token, so that nothing before it is reasoning.
+        # With a format, the grammar constrains the answer from its first token, so that there is no reasoning.
         reasoning = self._reasoning if request.options.answer_format is None else ""
         if not calls and not reasoning:
             return None
@@ -56,7 +56,7 @@ class AnswerSyntaxes:
 
 
 def wanted_format(request: ClientRequest) -> AnswerFormat | None:
-    """Return the format that the answers must follow: a call if `tool_choice` forces one; None = any text."""
+    """Return the format that the answers must follow: a tool call if `tool_choice` forces one; None = any text."""
     tools = _tools(request)
     if not tools.forced:
         return request.options.answer_format

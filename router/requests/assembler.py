@@ -1,17 +1,18 @@
-"""Puts the tokens of one answer in order, each once, whatever order and however often workers report them."""
+"""Puts the tokens of one answer in order, each exactly once, even if workers report them out of order or twice."""
 
 from tandem.protocol.errors import Unavailable
 from tandem.protocol.messages import FinishReason, TokenLogprobs
 
 
 class TokenAssembler:
-    """Orders tokens by index.
+    """Orders the tokens of one answer by index. The `RoutedRequest` owns it; all calls are on the event loop.
 
-    The first token comes from the prefill worker, the others from the decode worker, and the two streams race. A
+    The first token comes from the prefill worker and the others from the decode worker, and the two streams race. A
     second attempt continues after the tokens already sent, or repeats some of them.
 
-    A repeated token must be the same token. Sampling is seeded, but another attempt runs in another batch, whose
-    rounding can change a close choice; the tokens after it would then continue an answer that the client never saw.
+    A repeated token must equal the first one. Sampling is seeded, but another attempt runs in another batch, whose
+    rounding can change the choice between tokens of almost equal probability; the tokens that follow would then
+    continue an answer that the client never saw.
     """
 
     __slots__ = ("_early", "_finish", "_finish_at", "_token_ids")
@@ -24,20 +25,21 @@ class TokenAssembler:
 
     @property
     def count(self) -> int:
-        """Number of tokens in order so far, which is the index of the next one."""
+        """Number of tokens in order so far, which is also the index of the next token."""
         return len(self._token_ids)
 
     def first(self, count: int) -> tuple[int, ...]:
-        """Return the first `count` tokens; all of them must be in order already."""
+        """Return the first `count` tokens, all of which must have arrived in order."""
         return tuple(self._token_ids[:count])
 
     def add(
         self, first_index: int, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...] = ()
     ) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:
-        """Add tokens that start at `first_index`; return those that are next in order, () if they repeat or come early.
+        """Add tokens that begin at `first_index`; return the tokens that are now next in order, with their logprobs.
 
-        `logprobs` has one entry for each token or none at all; the entries of the returned tokens are returned too.
-        Raises Unavailable if a repeated token differs from the one already sent.
+        Tokens that arrive early are kept until the gap before them is filled, and repeated tokens are dropped.
+        `logprobs` has one entry for each token or none at all. Raises Unavailable if a repeated token differs from the
+        one already sent.
         """
         if first_index == len(self._token_ids) and not self._early:
             return self.extend(token_ids), logprobs
@@ -59,24 +61,24 @@ class TokenAssembler:
         return tuple(self._token_ids[start:]), tuple(scores)
 
     def only_continues_at(self, index: int) -> bool:
-        """Return True if `index` is next, and neither early tokens nor the end of the answer are known."""
+        """Return True if `index` is next in order, no early tokens wait, and the end of the answer is not known."""
         return index == len(self._token_ids) and not self._early and self._finish is None
 
     def extend(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Add tokens that are next in order; return them."""
+        """Add tokens that are known to be next in order; return the same tokens."""
         self._token_ids += token_ids
         return token_ids
 
     def finish_at(self, end: int, reason: FinishReason) -> None:
-        """Record that the generation ended for `reason` with `end` tokens."""
+        """Record that the workers ended the answer for `reason` after `end` tokens."""
         self._finish, self._finish_at = reason, end
 
     @property
     def finished(self) -> FinishReason | None:
-        """The finish reason, once every token of the answer is in order; None before."""
+        """The finish reason once all tokens of the answer are in order; None before."""
         return self._finish if self._finish is not None and self.count >= self._finish_at else None
 
     def restart(self) -> None:
-        """Begin a new attempt: keep the tokens in order, drop the early ones."""
+        """Begin a new attempt: keep the tokens that are in order, and drop the early ones."""
         self._early.clear()
         self._finish = None

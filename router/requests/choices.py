@@ -1,8 +1,8 @@
-"""Several answers to one request (n > 1, several prompts): their seeds, their order of start, one reader for all.
+"""Several answers to one client request (n > 1 or several prompts): their seeds, and one reader for all of them.
 
-The first answer to a prompt is placed like any other request. The others are held back until its decode worker has
-admitted it: by then both workers have the prompt's full pages in their prefix caches, and compute and send only the
-rest.
+The first answer to a prompt is placed like any other request. The other answers are held until the decode worker has
+admitted the first: by then both workers have the prompt's full pages in their prefix caches, so that for the others
+they compute and transfer only the rest.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _DOMAIN = b"tandem.choice.1"
 
 
 def choice_of(admitted: Admitted, index: int) -> Admitted:
-    """Return the request for answer number `index`: the same request with a seed of its own.
+    """Return the request for answer number `index`: a copy with its own seed.
 
-    Number 0 is the unchanged request, the answer that n = 1 would give; it alone scores the prompt.
+    Number 0 is the unchanged request, so that its answer is that of n = 1; only number 0 scores the prompt.
     """
     if not index:
         return admitted
@@ -33,16 +33,16 @@ def choice_of(admitted: Admitted, index: int) -> Admitted:
 
 
 def _seeded(sampling: SamplingParams, index: int) -> SamplingParams:
-    """Derive a seed: 64-bit BLAKE2b over seed and answer number, each 8 bytes little-endian."""
+    """Return `sampling` with a derived seed: 64-bit BLAKE2b over seed and answer number, each 8 bytes little-endian."""
     data = sampling.seed.to_bytes(_SEED_BYTES, "little") + index.to_bytes(_SEED_BYTES, "little")
     digest = blake2b(data, digest_size=_SEED_BYTES, person=_DOMAIN).digest()
     return replace(sampling, seed=int.from_bytes(digest, "little"), prompt_logprobs=None)
 
 
 class Choices:
-    """The numbered answers to one request, merged for one reader. Belongs to the event loop.
+    """The numbered answers to one request, merged for one reader. All calls are on the event loop.
 
-    The owner must call `close` in every case: it cancels all answers that still run.
+    The reader owns it and must call `close` in every case: it aborts all answers that still run.
     """
 
     def __init__(self, answers: Sequence[Answer]) -> None:
@@ -63,9 +63,9 @@ class Choices:
         return not self._open
 
     async def next(self) -> tuple[int, AnswerChunk | Ending]:
-        """Return the next chunk of any open answer, or its ending, with the answer's number.
+        """Wait for the next chunk or ending of any open answer, and return it with the answer's number.
 
-        Raises the first `TandemError` of any answer, or `Cancelled` once closed.
+        Raises the first `TandemError` of any answer, or `Cancelled` once the answers are closed.
         """
         try:
             index, event = await (self._alone() if len(self.answers) == 1 else self._any())
@@ -79,13 +79,13 @@ class Choices:
         return index, event
 
     def close(self) -> None:
-        """End reading, whether the answers are complete or not. Idempotent."""
+        """Stop reading, whether or not the answers are complete. Idempotent."""
         reading, self._reading = self._reading, {}
         for task in reading.values():
             if task.done() and not task.cancelled():
                 task.exception()  # retrieved, or asyncio logs it
             task.cancel()
-        # The first answer is closed last: the others may be held behind it.
+        # The first answer is closed last: its end would start the others, which may be held until then.
         for answer in reversed(self.answers):
             answer.close()
 
@@ -98,7 +98,7 @@ class Choices:
                 self._reading[index] = asyncio.ensure_future(self.answers[index].next())
         reading = self._reading
         await asyncio.wait(reading.values(), return_when=asyncio.FIRST_COMPLETED)
-        # Round robin: an answer that was read moves to the end of the order.
+        # Round robin: an answer that was read moves to the end of `_reading`.
         index = next(index for index, task in reading.items() if task.done())
         task = reading.pop(index)
         if task.cancelled():

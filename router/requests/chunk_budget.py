@@ -1,4 +1,7 @@
-"""A rate limit for answer chunks: a token bucket of chunks per second with a small burst."""
+"""The rate limit for answer chunks: a token bucket of chunks per second with a small burst.
+
+Sending a chunk costs CPU time, which an engine on the same machine may need.
+"""
 
 import math
 
@@ -6,31 +9,32 @@ from tandem.cost_model.chunks import breaks_target
 
 
 def must_not_wait(target_s: float, predicted_s: float, step_s: float, delay_max_s: float) -> bool:
-    """Return True if delaying these tokens would break an ITL target that is met without the delay.
+    """Return True if a delay of `delay_max_s` would break an ITL target that placement predicted to be met.
 
-    `predicted_s` is the step as predicted at placement, `step_s` the present one, in seconds.
+    `predicted_s` is the step time predicted at placement, `step_s` the current step time; the delay is added to the
+    longer one. All are in seconds.
     """
     return breaks_target(target_s, predicted_s, max(predicted_s, step_s) + delay_max_s)
 
 
 class ChunkBudget:
-    """A token bucket of chunks.
+    """A token bucket that limits the chunks of all answers together. The `EventStream` owns it, on the event loop.
 
-    While fewer chunks are due than the budget allows, none waits, whichever worker its tokens come from; above the
-    budget, tokens wait and are batched with later tokens of their request.
+    While fewer chunks are due than the budget allows, none waits. Above the budget, tokens wait and are batched with
+    later tokens of their request.
     """
 
     def __init__(self, chunks_per_s: float, delay_max_s: float) -> None:
-        """`delay_max_s` is the longest wait, and the time for which unspent budget accumulates."""
+        """`delay_max_s` is the longest wait and the time over which unspent budget accumulates, in seconds."""
         self._per_s, self.delay_max_s = chunks_per_s, delay_max_s
         self._saved, self._at = 0.0, -math.inf
 
     def wait_s(self, now: float, chunks: int) -> float:
-        """Return the seconds that `chunks` chunks due `now` have to wait."""
+        """Return how long `chunks` chunks that are due at `now` must wait, in seconds."""
         return min(max(0.0, (chunks - self._saved_by(now)) / self._per_s), self.delay_max_s)
 
     def spend(self, now: float, chunks: int) -> None:
-        """Record that `chunks` chunks are sent `now`."""
+        """Record that `chunks` chunks are sent at `now`."""
         self._saved, self._at = max(0.0, self._saved_by(now) - chunks), now
 
     def _saved_by(self, now: float) -> float:

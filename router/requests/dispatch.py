@@ -1,9 +1,9 @@
-"""Takes one request through the router: queue, placement, Reserve and Prefill. `ends.py` has its end.
+"""The dispatcher, which takes requests through the router: queue, placement, Reserve and Prefill.
 
-The request's queues, in order:
-1. waiting: admitted, in the queue (`router/placement/scheduler.py`) until a worker has capacity.
-2. dispatching: the Reserve and Prefill calls are in flight (`worker_calls.py`), one short task per request.
-3. running: the workers have accepted it; their step events (`stream.py`) advance it until it ends.
+The queues of a request, in order (its end is in `ends.py`):
+1. waiting: the request is admitted and in the queue (`router/placement/scheduler.py`) until a worker has capacity.
+2. dispatching: its Reserve and Prefill calls are in flight (`worker_calls.py`), one short task per request.
+3. running: the workers have accepted it, and their step events (`stream.py`) advance it until it ends.
 """
 
 from __future__ import annotations
@@ -49,7 +49,11 @@ _SHORTEST = QueuedRequest("", 0, 0.0, prompt_tokens=1, max_tokens=2)
 
 
 class Dispatcher:
-    """Owns every request in flight. Belongs to the event loop; `WorkerLink`s report to it (`LinkObserver`)."""
+    """Owns every request in flight, and connects the queue, placement, the worker links and the answers.
+
+    The router has one. All calls come on the event loop, also those of the `WorkerLink`s, which report to it
+    (`LinkObserver`).
+    """
 
     def __init__(
         self,
@@ -58,7 +62,7 @@ class Dispatcher:
         tokens: TokenText,
         on_readiness: Callable[[], None],
     ) -> None:
-        """`tokens` turns token ids into text; `on_readiness` is called when `refusal` may have changed."""
+        """`tokens` turns token ids into text; `on_readiness` is called when the value of `refusal` may have changed."""
         self._config = config
         self._on_readiness = on_readiness
         self._live = LiveRequests(tokens)
@@ -91,11 +95,11 @@ class Dispatcher:
     # ---- calls of the listeners ----
 
     def submit(self, *admitted: Admitted) -> Choices:
-        """Queue a request and return its future answers, which the caller must close.
+        """Queue a client's request and return its future answers, which the caller must close.
 
-        Each of `admitted` is one prompt of the request, all with the same id. All are queued or none is. Raises
-        Unavailable if no worker can serve it and none is coming, and `Refused` if the queue is full or its SLO cannot
-        be met.
+        Each element of `admitted` is one prompt of the request; all have the same id. Either all are queued or none.
+        Raises InvalidArgument if a request with this id is running, Unavailable if no worker can serve it and none is
+        expected, and `Refused` if the queue is full or its SLO cannot be met.
         """
         try:
             return self._submit(admitted)
@@ -123,7 +127,10 @@ class Dispatcher:
         return Choices([request.answer for request in requests])
 
     def _enter(self, firsts: Sequence[QueuedRequest], answers: int, tenant: str, n: int) -> None:
-        """Queue the first answers to all prompts of a request, or none; it has `answers` answers, `n` to a prompt."""
+        """Queue the first answer to each prompt of a request, or none of them.
+
+        `answers` is the number of answers of the whole request, `n` that of one prompt. Raises the first rejection.
+        """
         held, held_own = self._live.held, self._live.held_of(tenant)
         for queued in firsts:
             self._scheduler.expect_answer(queued)
@@ -137,7 +144,7 @@ class Dispatcher:
                 raise
 
     def abort(self, tenant: str, request_id: str) -> bool:
-        """End a running request by its client's id; returns False if there is none.
+        """Abort a client's request by its id; return False if there is none.
 
         Its answers complete with finish reason `abort`.
         """
@@ -148,7 +155,7 @@ class Dispatcher:
 
     @property
     def waiting(self) -> int:
-        """Number of requests in the queue or held behind their first answer."""
+        """Number of requests that are in the queue, or held until the first answer to their prompt is admitted."""
         return len(self._scheduler.queue) + self._live.held
 
     @property
@@ -158,7 +165,7 @@ class Dispatcher:
 
     @property
     def refusal(self) -> Unavailable | None:
-        """The reason why even the shortest request could not be served; None if it could, now or after a recovery.
+        """The error for even the shortest request; None if that could be served, now or after a recovery.
 
         Rejections by the queue limits or by an SLO class depend on the request and are not considered.
         """
@@ -168,13 +175,13 @@ class Dispatcher:
 
     @property
     def degraded(self) -> str:
-        """The reason why requests wait for a worker that is coming; "" if they are served."""
+        """The reason why requests wait for a worker that is being replaced; "" if they are served."""
         if not self._recovery.waits:
             return ""
         return f"{self._missing()}; requests wait until it does: {', '.join(sorted(self.pool.coming))}"
 
     async def drain(self, grace_s: float) -> None:
-        """Reject new requests, wait up to `grace_s` seconds for the running ones, then fail the rest."""
+        """Reject new requests, wait up to `grace_s` seconds for the running ones, then fail those that still run."""
         self._draining = True
         self._on_readiness()
         if self._live and grace_s > 0:
@@ -200,26 +207,28 @@ class Dispatcher:
             asyncio.get_running_loop().call_soon(self._pump)
 
     def _pump(self) -> None:
-        """Place requests while a worker has capacity for the next one."""
+        """Place waiting requests in order, until no worker has capacity for the next one."""
         self._pump_scheduled = False
         if not self._serves_or_waits:
             for request in list(self.waiting_requests()):
                 self._ends.fail(request, self._no_worker())
+        # The head of the queue is placed or skipped in each iteration, until one must wait.
         while (queued := self._scheduler.head()) is not None:
             request = self._live[queued.wire_id]
             try:
                 goes_on = self._bind(request)
             except Exception as error:
-                # It is at the head of the queue: left there, it would block every request behind it.
+                # Left at the head of the queue, the request would block every request after it.
                 self._ends.fail_internal(request, error)
                 goes_on = self._scheduler.head() is not queued
             if not goes_on:
                 return
 
     def _bind(self, request: RoutedRequest) -> bool:
-        """Place the request at the head of the queue, or set it aside; False if none behind it may be tried now."""
+        """Place the request at the head of the queue, or skip it; return False if no request after it may be tried."""
         queued = request.queued
-        # Computed here because the largest prefill worker may have died while the request waited.
+        # A retry prefills its answer tokens with the prompt, at most as many as the largest prefill worker can hold.
+        # The limit is computed here, because that worker may have died while the request waited.
         capacity = max(0, self.pool.prefill_capacity - queued.prompt_tokens)
         queued.answered = min(request.assembler.count, capacity)
         placement = self._scheduler.bind(queued)
@@ -243,7 +252,7 @@ class Dispatcher:
         self._calls.start(request)
 
     def _itl_target(self, request: RoutedRequest, placement: Placement) -> float:
-        """Return the ITL target of its class on these workers, in seconds."""
+        """Return the ITL target of the request's SLO class on the chosen workers, in seconds."""
         state = self.pool.link(placement.decode or placement.prefill).state
         return request.admitted.slo.itl_target(state.idle_step_s)
 
@@ -256,11 +265,18 @@ class Dispatcher:
         return self._live.values()
 
     def waited_s(self, request: RoutedRequest) -> float:
-        """Return for how many seconds a request has been in the queue while others were served."""
+        """Return how long the request has been in the queue, in seconds, since the last recovery if there was one.
+
+        During a recovery it is 0, because no request could be served.
+        """
         return self._recovery.waited_s(request.waiting_since)
 
     def swept(self) -> None:
-        """Expire old load reports, share slots among tenants, and place waiting requests that fit now."""
+        """Finish a round of the sweeper.
+
+        Expire old load reports, charge tenants for the tokens of running answers, preempt an answer if a tenant holds
+        too many slots, and place waiting requests that fit now.
+        """
         self.pool.sweep()
         for request in self._live.values():
             self._scheduler.generated(request.queued, request.assembler.count)
@@ -278,12 +294,15 @@ class Dispatcher:
         self._schedule_pump()
 
     def on_lost(self, link: WorkerLink) -> None:
-        """Retry every request of a worker whose event stream broke; they fail if no other is live or coming."""
+        """Retry every request of a worker whose event stream broke.
+
+        The requests fail instead if no other worker is live or expected.
+        """
         self._update_recovery()
         self._end_attempts(link, "went away while it served the request", retry=self._serves_or_waits)
 
     def _leave_silent_workers(self) -> None:
-        """Retry the requests of workers that do not respond on others; requests that only these can serve stay."""
+        """Move the requests of silent workers to other workers; requests that no other worker can serve stay."""
         for link in self.pool.links:
             if link.silent and link.request_ids:
                 self._end_attempts(link, "does not respond", retry=True, where=self._has_other_worker)
@@ -294,7 +313,7 @@ class Dispatcher:
     def _end_attempts(
         self, link: WorkerLink, why: str, *, retry: bool, where: Callable[[RoutedRequest], bool] = lambda _: True
     ) -> None:
-        """End the attempts of the requests of a worker for which `where` is true, as failed ones."""
+        """Fail the attempts of all requests of a worker for which `where` returns True; `retry` as in `RequestEnds`."""
         lost = Unavailable(f"{link.name} {why}; send it again", retry_after_s=self._config.retry_after_s)
         for request_id in link.request_ids:
             request = self._live.get(request_id)
@@ -307,7 +326,7 @@ class Dispatcher:
                 self._ends.fail_internal(request, error)
 
     def on_lease_lost(self, link: WorkerLink, lease: Lease) -> None:
-        """Fail the attempt whose lease its decode worker no longer holds."""
+        """Fail the attempt whose lease the decode worker no longer holds; a lease of an earlier attempt is ignored."""
         request = self._live.get(lease.request_id)
         if request is not None and request.lease == lease and request.decode is link:
             self._ends.fail_attempt(
@@ -331,7 +350,7 @@ class Dispatcher:
         self._on_readiness()
 
     def _update_recovery(self) -> bool:
-        """Update whether requests wait for workers that are coming; returns True if that has changed."""
+        """Update whether requests wait for workers that are being replaced; return True if that has changed."""
         changed = self._recovery.update(recovering=self.pool.recovering)
         if changed and self._recovery.waits:
             log.warning("%s", self.degraded)
@@ -339,7 +358,7 @@ class Dispatcher:
 
     @property
     def _serves_or_waits(self) -> bool:
-        """True if queued requests can be served, now or once a worker that is coming serves."""
+        """True if queued requests can be served, now or once an expected worker serves."""
         return self.pool.staffed or self._recovery.waits
 
     # ---- small parts ----
@@ -351,25 +370,27 @@ class Dispatcher:
         )
 
     def _leave(self, request: RoutedRequest, tokens: int) -> None:
-        """Record that a chunk of its answer was read for the client."""
+        """Record that the client's reader has taken a chunk of `tokens` tokens of the answer."""
         if tokens and not request.pace.tokens:
             request.edges.append(EdgeStamp.now(Edge.FIRST_TOKEN))
         gap_s = self.metrics.tokens_leave(request, tokens)
+        # Only the decode worker's own steps teach the margin: not a gap that contains the hand-over, nor one that
+        # batching or a slow reader made longer.
         handed_over = request.pace.tokens - tokens <= request.answered + 1
         if gap_s is not None and not handed_over and request.answer.at_once and request.decode is not None:
             request.decode.state.observe_gap(gap_s)
 
     def _close(self, request: RoutedRequest) -> None:
-        """Abort the request, because its reader is gone."""
+        """Abort the request, because its reader has closed the answer."""
         self._ends.finish(request, FinishReason.ABORT, "")
         self.metrics.left(request)
 
     def _send_error(self, request: RoutedRequest, error: TandemError) -> None:
-        """End its answer with `error`, after the tokens that are still in the text thread."""
+        """End the request's answer with `error`, after the tokens that are still in the text thread."""
         self._events.fail(request, error)
 
     def _forget(self, request: RoutedRequest) -> None:
-        """Drop the undelivered tokens of a request that is over."""
+        """Drop the undelivered tokens of a request that has ended."""
         self._events.forget(request)
 
     def _facts(self) -> Facts:
@@ -382,7 +403,7 @@ class Dispatcher:
         }
 
     def _closed(self) -> Unavailable | None:
-        """Return the reason why no new request is accepted; None if requests are accepted."""
+        """Return the error for a new request while none is accepted; None if requests are accepted."""
         if self._draining:
             return self._leaving()
         return None if self.pool.ready or self._recovery.waits else self._no_worker()

@@ -1,4 +1,7 @@
-"""The end of requests and attempts: a retry with other workers, or the release of all their resources."""
+"""The end of requests and attempts: a retry of the attempt, or the release of all resources of the request.
+
+Everything that can end a request calls `RequestEnds`: the answer's end, errors, lost workers, timeouts and the client.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +35,14 @@ from tandem.protocol.messages import FinishReason
 log = logging.getLogger(__name__)
 
 _RETRYABLE = (TransferFailed, StaleEpoch, Unavailable, DeadlineExceeded)
-"""Failures of an attempt that a retry can fix, with the same workers or with others."""
+"""Errors of an attempt that a retry can fix, on the same workers or on others."""
 
 
 class RequestEnds:
-    """Ends requests: completes the answer, and removes the request from the queue, the workers and their state."""
+    """Ends requests: completes the answer, and removes the request from the queue, the workers and their state.
+
+    The dispatcher owns it; all calls come on the event loop.
+    """
 
     def __init__(
         self,
@@ -54,7 +60,7 @@ class RequestEnds:
         """Set the callbacks.
 
         `pump` is called when a waiting request may fit on a worker, `tell` to end an answer with an error after its
-        tokens in the text thread, and `forget` when a request is over for any reason.
+        tokens in the text thread, and `forget` when a request has ended for any reason.
         """
         self._config = config
         self._live = live
@@ -67,7 +73,7 @@ class RequestEnds:
         self._forget = forget
 
     def finish(self, request: RoutedRequest, reason: FinishReason, matched_stop: str) -> None:
-        """Complete the answer."""
+        """Complete the answer with `reason`; nothing happens if the request has ended."""
         if request.ended:
             return
         if reason is FinishReason.ABORT:
@@ -80,7 +86,10 @@ class RequestEnds:
         self._end(request)
 
     def fail(self, request: RoutedRequest, error: TandemError) -> None:
-        """End the answer with `error`; one of its grammar names the field of the client's request."""
+        """End the answer with `error`; nothing happens if the request has ended.
+
+        An error of a worker about the grammar is changed to name the field of the client's request.
+        """
         if request.ended:
             return
         if isinstance(error, InvalidArgument) and error.field == "grammar" and request.admitted.format_field:
@@ -91,10 +100,10 @@ class RequestEnds:
         self._end(request)
 
     def fail_attempt(self, request: RoutedRequest, error: TandemError, *, retry: bool | None = None) -> None:
-        """End a failed attempt: retry if attempts are left and the error is retryable, else fail the request.
+        """End a failed attempt: retry the request if the error allows it and attempts are left, else fail the request.
 
-        `retry` overrides the error type's default; None keeps it. An attempt that ended because a worker changes its
-        role or drains does not count as a failure.
+        `retry` says whether the error allows a retry; None leaves it to the error's type. An attempt that ended because
+        a worker changes its role or drains does not count as a failure.
         """
         failed = not isinstance(error, RoleClosed)
         request.failures += failed
@@ -113,10 +122,10 @@ class RequestEnds:
         self.requeue(request)
 
     def fail_internal(self, request: RoutedRequest, error: Exception) -> None:
-        """Fail a request with Internal after an unexpected exception that concerns this request alone.
+        """Fail a request with Internal after an unexpected exception while it was processed.
 
-        It fails at once, since tokens of it may be lost; other requests go on. Never raises: each cleanup step runs
-        even if an earlier one failed.
+        The answer fails at once, because some of its tokens may be lost; other requests go on. Never raises: each
+        cleanup step runs even if an earlier one failed.
         """
         log.error("internal error in request %s", request.wire_id, exc_info=error, extra=about(request.wire_id))
         reason = Internal("the router could not go on with this request; its log has the details")
@@ -159,7 +168,7 @@ class RequestEnds:
         self.release(request)
 
     def release(self, request: RoutedRequest) -> None:
-        """Queue the other answers to its client's request, once its prompt is cached or it is over."""
+        """Queue the answers that are held until the prompt of `request` is cached or `request` has ended."""
         for each in self._live.release_held(request):
             each.waiting_since = time.monotonic()
             each.queued.start_by_s, each.queued.slo = request.queued.start_by_s, request.queued.slo
@@ -167,7 +176,7 @@ class RequestEnds:
             self._pump()
 
     def preempt(self, request: RoutedRequest) -> None:
-        """Return a running answer to the queue, because another tenant needs its slot."""
+        """Return a running answer to the queue, because another tenant needs its slot in the decode batch."""
         log.info("request %s gives its slot to another tenant", request.wire_id, extra=about(request.wire_id))
         request.waiting_since = time.monotonic()
         self.requeue(request, yielded=True)
@@ -175,11 +184,13 @@ class RequestEnds:
     def requeue(self, request: RoutedRequest, *, yielded: bool = False) -> None:
         """Return the request to the queue for another attempt, which continues after the tokens in order so far.
 
-        `yielded` is that of `QueuedRequest`; it stays true while attempts bring nothing, as a worker refused them.
+        `yielded` sets `QueuedRequest.yielded`, which stays True after an attempt that brought no token because a worker
+        refused it.
         """
         yielded |= request.queued.yielded and request.assembler.count == request.answered
         self._leave_workers(request)
         request.edges.append(EdgeStamp.now(Edge.REQUEUED))
+        # Events of the old attempt may still arrive; the new number makes the stream drop them as stale.
         request.transfer = None
         request.attempt += 1
         request.preempted_at = None
@@ -189,8 +200,9 @@ class RequestEnds:
         self._pump()
 
     def _leave_workers(self, request: RoutedRequest) -> None:
-        """Release the worker state of the attempt, and abort it on the workers unless they have finished it."""
+        """Release the load of the attempt, and abort it on its workers unless they have generated the whole answer."""
         ref = request.ref
+        # A set, because prefill and decode worker may be the same.
         for link in {link for link in (request.prefill, request.decode) if link is not None}:
             if not request.generated:
                 link.abort(ref)
@@ -199,7 +211,7 @@ class RequestEnds:
         self._pump()
 
     def release_load(self, request: RoutedRequest) -> None:
-        """Release the attempt's load in the state of its workers, which compute nothing more for it."""
+        """Remove the attempt from the state of its workers, as placement sees it, and stop renewing its lease."""
         if request.prefill is not None:
             request.prefill.state.remove_prompt(request.wire_id)
         if request.decode is not None:

@@ -1,9 +1,9 @@
-"""Decides how long the first token of an answer is held, to be sent together with the second.
+"""Decides how long the first token of an answer is held, to be sent together with the second token.
 
-The gap between the first two tokens is the longest one: it contains the KV transfer to the decode worker, or the
-mixed steps that were already planned. An answer that is long enough to have one gap above its ITL target allowed
-spends it there, unless its class limits every gap. Else the first token is held until the second arrives, at most until
-shortly before its TTFT target.
+The gap between the first two tokens is the longest: it contains the KV transfer to the decode worker, or mixed steps
+that were already planned. The ITL target is a percentile, so that a long answer may have a gap above the target: it
+spends that gap here, unless its class limits every gap. Otherwise the first token is held until the second arrives, at
+most until shortly before the TTFT target.
 """
 
 import math
@@ -15,9 +15,9 @@ _EARLY = 0.05
 
 
 def hold_s(slo: SloClass, waited_s: float, tokens: float) -> float:
-    """Return the seconds for which the first token may be held; 0 = not at all, infinite without a TTFT target.
+    """Return the longest time for which the first token is held, in seconds; 0 = not held, infinite = no TTFT target.
 
-    The request is of class `slo`, arrived `waited_s` seconds ago, and its answer is expected to have `tokens` tokens.
+    `waited_s` is the time since the request arrived, in seconds, `tokens` the expected number of answer tokens.
     """
     spare_gaps = int((1 - slo.itl_percent / 100) * max(0.0, tokens - 1) + 1e-6)
     if not slo.has_gap_target or (spare_gaps and slo.worst_gap_s == math.inf):

@@ -1,4 +1,4 @@
-"""All requests that are not over, by wire id and by client id, with the answers held behind a first answer."""
+"""All requests that have not ended, by wire id and by client id, and those held until their prompt is cached."""
 
 from __future__ import annotations
 
@@ -16,25 +16,28 @@ from router.text.answer_text import AnswerText, TokenText
 
 
 class LiveRequests(Mapping[str, RoutedRequest]):
-    """Maps wire ids to requests; a client's request for n answers is n requests here. Belongs to the event loop."""
+    """Maps wire ids to requests; a client's request for n answers is n requests here.
+
+    The dispatcher owns it; all calls are on the event loop.
+    """
 
     def __init__(self, tokens: TokenText) -> None:
-        """`tokens` turns token ids into text."""
+        """`tokens` turns the token ids of answers into text."""
         self._tokens = tokens
         self._by_wire_id: dict[str, RoutedRequest] = {}
         self._by_client_id: dict[tuple[str, str], list[RoutedRequest]] = {}
-        """Requests by tenant and client id, so that tenants may use equal ids."""
+        """Requests by tenant and client id, so that two tenants may use the same id."""
         self._emptied = asyncio.Event()
         self.arrivals = 0
         """Number of requests ever made, accepted or not."""
         self.held = 0
-        """Number of requests held behind the first answer to their client's request."""
+        """Number of requests that are held until the first answer to their prompt is admitted by its decode worker."""
         self._held_of: Counter[str] = Counter()
-        """`held` by tenant."""
+        """The number of held requests, by tenant."""
 
     @property
     def by_wire_id(self) -> Mapping[str, RoutedRequest]:
-        """The same as a dict, whose lookups cost less."""
+        """The same mapping as a plain dict, whose lookups are faster."""
         return self._by_wire_id
 
     def __getitem__(self, wire_id: str) -> RoutedRequest:
@@ -47,7 +50,7 @@ class LiveRequests(Mapping[str, RoutedRequest]):
         return len(self._by_wire_id)
 
     def of_client(self, tenant: str, request_id: str) -> Sequence[RoutedRequest]:
-        """Return all answers to a client's request, ended ones included; empty when all have ended."""
+        """Return all answers to a client's request, also those that have ended; () once all have ended."""
         return self._by_client_id.get((tenant, request_id), ())
 
     def held_of(self, tenant: str) -> int:
@@ -55,14 +58,17 @@ class LiveRequests(Mapping[str, RoutedRequest]):
         return self._held_of[tenant]
 
     def make(self, admitted: Admitted, joint: JointOutcome) -> list[RoutedRequest]:
-        """Return one request for each answer to a prompt, the first answer first; `add` makes them live.
+        """Return one new request for each answer to a prompt, in order; `add` must make them live.
 
-        `joint` is the verdict on the client's request, which may have other prompts, too.
+        `joint` collects the SLO outcome of the client's request, which may have further prompts.
         """
         return [self._make(choice_of(admitted, index), joint) for index in range(admitted.n)]
 
     def add(self, requests: Sequence[RoutedRequest]) -> None:
-        """Add all answers to one prompt of a client's request; the others are held behind the first."""
+        """Add all answers to one prompt of a client's request; the first holds the others until its prompt is cached.
+
+        See `router/requests/choices.py`.
+        """
         first, *others = requests
         first.held = tuple(others)
         if others:
@@ -72,7 +78,7 @@ class LiveRequests(Mapping[str, RoutedRequest]):
         self._by_client_id.setdefault(_name(first), []).extend(requests)
 
     def release_held(self, request: RoutedRequest) -> list[RoutedRequest]:
-        """Stop holding the requests behind `request`; return those that are not over."""
+        """Stop holding the other answers to the prompt of `request`; return those that have not ended."""
         held, request.held = request.held, ()
         if held:
             self.held -= len(held)

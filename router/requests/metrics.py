@@ -1,7 +1,4 @@
-"""The router's metrics: every request from the listener to its end, judged by its SLO class.
-
-Written on the event loop; the values may be read from any thread.
-"""
+"""The router's metrics: counters and histograms of every request, and its outcome by the targets of its SLO class."""
 
 from __future__ import annotations
 
@@ -27,10 +24,13 @@ _TTFT, _ITL = "ttft", "itl"
 
 
 class RouterMetrics:
-    """Owns the router's registry."""
+    """Owns the router's metric registry, the goodput and the trace store.
+
+    The dispatcher owns it and writes on the event loop; the values may be read from any thread.
+    """
 
     def __init__(self, config: RouterConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` gives the seconds in which token timings are measured."""
+        """`clock` returns the time in seconds, by which the gaps between tokens are measured."""
         labels = {"model": config.model_name, "role": _ROLE, "worker": config.name}
         self.registry = registry = Registry(labels)
         self.clock = clock
@@ -58,13 +58,13 @@ class RouterMetrics:
     # At the listener
 
     def offered(self, answers: int, prompt_tokens: int, answer_tokens: float) -> None:
-        """Count a request for `answers` answers to one prompt, each expected to have `answer_tokens` tokens."""
+        """Count a request for `answers` answers to one prompt; `answer_tokens` is the expected length of each."""
         self.registry.counter(f.OFFERED_REQUESTS).add(answers)
         self.registry.counter(f.OFFERED_PROMPT_TOKENS).add(prompt_tokens)
         self.registry.counter(f.OFFERED_ANSWER_TOKENS).add(answers * answer_tokens)
 
     def refused(self, slo_class: str, error: TandemError) -> None:
-        """Count a rejection by reason; unless the request was invalid, it also counts against its SLO class."""
+        """Count a rejection by its reason; unless the request was invalid, it also counts against its SLO class."""
         reason = reason_of(error)
         self.registry.counter(f.ADMISSION_REJECTIONS, reason).add()
         if reason is not Refusal.INVALID and slo_class in self._classes:
@@ -77,9 +77,9 @@ class RouterMetrics:
         self._retries.add()
 
     def tokens_leave(self, request: RoutedRequest, tokens: int) -> float | None:
-        """Count a chunk of `tokens` tokens that leaves for the client.
+        """Count a chunk of `tokens` tokens that is sent to the client.
 
-        Returns the gap between its first token and the token before, in seconds; None if the chunk has text only or
+        Return the gap between its first token and the token before, in seconds; None if the chunk has text only or
         starts the answer.
         """
         if not tokens:
@@ -113,7 +113,7 @@ class RouterMetrics:
     # At the end: only the first of these calls counts
 
     def finished(self, request: RoutedRequest, reason: FinishReason) -> None:
-        """Count an answer whose last message leaves for the client."""
+        """Count an answer whose last message is sent to the client."""
         if request.counted:
             return
         if reason is FinishReason.ABORT:
@@ -146,9 +146,10 @@ class RouterMetrics:
         self.traces.add(request.trace(self._model, reason.name.lower()), whole=True)
 
     def left(self, request: RoutedRequest) -> None:
-        """Count a request whose client left; it counts against its SLO class only if a target was missed before.
+        """Count a request whose client disconnected.
 
-        Also stores the trace of a failed request, once its client has received the error.
+        The request counts against its SLO class only if it had missed a target before. If the request has failed, only
+        its trace is stored, as its client has now received the error.
         """
         if request.failure:
             outcome, request.failure = request.failure, ""
@@ -177,7 +178,7 @@ class RouterMetrics:
         self._ended(request, verdict if met_counts or verdict.outcome is not Outcome.MET else None)
 
     def _ended(self, request: RoutedRequest, verdict: RequestOutcome | None) -> None:
-        """Add the verdict on one answer; the SLO is counted once per client request, with its last answer."""
+        """Add the outcome of one answer; the SLO is counted once per client request, at the end of its last answer."""
         joint = request.joint.add(verdict)
         if joint is not None:
             self._count(request.admitted.slo.name, joint)
@@ -190,7 +191,7 @@ class RouterMetrics:
             self.goodput.met(slo_class)
 
     def _begin_at_zero(self) -> None:
-        """Create all series at 0, so that the first event of each is an increase."""
+        """Create all series at 0, so that Prometheus sees the first event of each as an increase."""
         registry = self.registry
         for reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT):
             registry.counter(f.REQUEST_SUCCESS, reason.name.lower())
@@ -213,5 +214,5 @@ class RouterMetrics:
 
 
 def _codes(kind: type[TandemError]) -> set[str]:
-    """Return the error codes of all subclasses."""
+    """Return the error codes of all subclasses of `kind`."""
     return {code for each in kind.__subclasses__() for code in (each.code, *_codes(each))}

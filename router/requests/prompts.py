@@ -1,4 +1,4 @@
-"""Turns a client's prompt into token ids and page digests, in the tokenizer's threads."""
+"""Turns a client's prompt into token ids and page digests, in the tokenizer threads."""
 
 from __future__ import annotations
 
@@ -20,20 +20,23 @@ from tandem.protocol.page_digests import page_digests, root_digest
 
 _ROLES = ("system", "user", "assistant", "tool")
 _PAGES_INLINE = 64
-"""Most pages hashed on the event loop, at a microsecond each; longer prompts use the tokenizer's threads."""
+"""Largest number of pages hashed on the event loop, at a microsecond each; longer prompts use a tokenizer thread."""
 
 
 class PromptEncoder:
-    """Checks prompts and encodes them."""
+    """Checks prompts, tokenizes them and computes their page digests.
+
+    The `RequestValidator` owns it. Its coroutines run on the event loop and pass the work to the tokenizer threads.
+    """
 
     def __init__(self, tokenizer: Tokenizer, pool: TokenizerPool, max_messages: int) -> None:
-        """`max_messages` is the limit of a conversation."""
+        """`max_messages` is the largest number of messages in a conversation."""
         self._tokenizer = tokenizer
         self._pool = pool
         self._max_messages = max_messages
 
     def check(self, request: ClientRequest) -> None:
-        """Raise InvalidArgument for every error that is found at once; messages are checked when they are rendered."""
+        """Raise InvalidArgument for errors that are cheap to find; messages are checked when they are rendered."""
         prompt = request.prompt
         if isinstance(prompt, Conversation):
             if not prompt.turns:
@@ -46,9 +49,9 @@ class PromptEncoder:
             check_text("prompt", prompt)
 
     async def token_ids(self, request: ClientRequest, served: ServedModel, last: int | None) -> tuple[int, ...]:
-        """Return the prompt's token ids, the `last` ones if it has more.
+        """Return the prompt's token ids, only the last `last` of them if that is not None.
 
-        Raises InvalidArgument if there are none or too many, ResourceExhausted if too many prompts wait.
+        Raises InvalidArgument if there are no tokens or too many, and ResourceExhausted if too many prompts wait.
         """
         prompt = request.prompt
         if isinstance(prompt, tuple):
@@ -65,7 +68,7 @@ class PromptEncoder:
         return tuple(ids)
 
     def _encode(self, request: ClientRequest, served: ServedModel, last: int | None) -> list[int]:
-        """Encode the prompt if it can fit the context at all; runs in a tokenizer thread."""
+        """Return the prompt's token ids; runs in a tokenizer thread. Raises for a text that cannot fit the context."""
         prompt, special = request.prompt, request.options.add_special_tokens
         assert not isinstance(prompt, tuple)
         if isinstance(prompt, Conversation):
@@ -93,11 +96,10 @@ class PromptEncoder:
     async def tokenized(
         self, request: ClientRequest, served: ServedModel, last: int | None, *, spell: bool
     ) -> tuple[list[int], list[str] | None]:
-        """Return the ids of a text or a conversation, and each token's spelling if `spell`; for /tokenize.
+        """Return the token ids of a text or a conversation, and the text of each token if `spell`; for /tokenize.
 
-        `last` is that of `token_ids`.
-
-        Raises InvalidArgument for a prompt that no context holds, ResourceExhausted if too many prompts wait.
+        `last` is the same as in `token_ids`. Raises InvalidArgument for a prompt that cannot fit the context, and
+        ResourceExhausted if too many prompts wait.
         """
         prompt = request.prompt
         assert not isinstance(prompt, tuple)
@@ -112,21 +114,27 @@ class PromptEncoder:
         return await self._pool.run(request.tenant, _prompt_chars(prompt), encode)
 
     async def text(self, tenant: str, ids: tuple[int, ...], served: ServedModel) -> str:
-        """Return the text of token ids, special tokens included; the number of ids is limited by the context."""
+        """Return the text of token ids, including special tokens.
+
+        Raises InvalidArgument if there are more ids than the context has tokens, or one is not in the vocabulary.
+        """
         if len(ids) > served.facts.max_context:
             raise InvalidArgument("tokens", f"has {len(ids)} ids, the limit is {served.facts.max_context}, the context")
         check_token_ids("tokens", ids, served.facts.vocab_size)
         return await self._pool.run(tenant, len(ids), partial(self._tokenizer.decode_all, ids))
 
     async def spelled(self, tenant: str, ids: tuple[int, ...], logprobs: PromptLogprobs) -> list[TokenScore]:
-        """Return the scores of a prompt's tokens with their texts, see `format_prompt_logprobs`."""
+        """Return the log probabilities of a prompt's tokens with their texts; see `format_prompt_logprobs`."""
         values = len(ids) * (1 + logprobs.top_count)
         return await self._pool.run(
             tenant, values, partial(format_prompt_logprobs, ids, logprobs, self._tokenizer.token_bytes)
         )
 
     async def page_digests(self, tenant: str, ids: tuple[int, ...], salt: str, page_tokens: int) -> tuple[bytes, ...]:
-        """Return the digests of the prompt's full pages, the keys of the prefix caches; () if page sizes differ."""
+        """Return the digests of the prompt's full pages, which are the keys of the prefix caches.
+
+        Return () if the prompt has no full page, or if `page_tokens` is 0 because the workers' page sizes differ.
+        """
         if not 0 < page_tokens <= len(ids):
             return ()
         if len(ids) <= _PAGES_INLINE * page_tokens:
@@ -143,10 +151,10 @@ def field_of(request: ClientRequest) -> str:
 def too_long(
     wrong: str, *, field: str, prompt: int, answer: int, limit: int, context: int, least: str = ""
 ) -> ContextLengthExceeded:
-    """Return the error for a request that exceeds the context; its text is the one that OpenAI clients match.
+    """Return the error for a request that exceeds the context, with the text that OpenAI clients look for.
 
-    `wrong` is the field to change, `field` the prompt's field. `prompt`, `answer`, `limit` (the limit for both) and
-    `context` are in tokens; `least` is "at least " if the prompt may be longer.
+    `wrong` is the field to change, `field` the field of the prompt. `prompt`, `answer`, `limit` (that of prompt and
+    answer together) and `context` are in tokens; `least` is "at least " if the prompt may be longer than `prompt`.
     """
     held = "" if limit == context else f" The workers' KV cache holds no more of the model's context of {context}."
     return ContextLengthExceeded(
@@ -167,10 +175,11 @@ def _check_turn(field: str, turn: ChatTurn) -> None:
 
 
 def check_json(field: str, value: Any) -> None:
-    """Raise InvalidArgument if a string in a JSON value is no text that `check_text` accepts."""
+    """Raise InvalidArgument if `check_text` rejects a string in the JSON value, or the value is nested too deeply."""
     if value:
         try:
-            # Without escaped backslashes, what is left of \u0000 stands for a NUL and not for these six characters.
+            # JSON escapes NUL as \u0000. With escaped backslashes removed first, any \u0000 left is such an escape and
+            # not the six characters of a string.
             text = json.dumps(value, ensure_ascii=False).replace("\\\\", "")
             check_text(field, text.replace("\\u0000", "\0"))
         except RecursionError:
@@ -178,7 +187,7 @@ def check_json(field: str, value: Any) -> None:
 
 
 def check_text(field: str, text: str) -> None:
-    """Raise InvalidArgument if a text has a NUL character or is not valid Unicode."""
+    """Raise InvalidArgument if `text` has a NUL character or is not valid Unicode."""
     if "\0" in text:
         raise InvalidArgument(field, "contains a NUL character; remove it")
     try:

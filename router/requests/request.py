@@ -1,4 +1,7 @@
-"""A request inside the router: as the client sent it, as validated, and the object that holds its state."""
+"""The forms of a request inside the router: as the client sent it, as validated, and in flight with its state.
+
+A `ClientRequest` becomes an `Admitted` in validation, and one `RoutedRequest` per answer in the dispatcher.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +30,16 @@ if TYPE_CHECKING:
     from router.workers.worker_link import WorkerLink
 
 SILENCE_S = 1e-3
-"""Workers whose last event is more recent than this count as responsive, in seconds."""
+"""The shortest time without an event of its workers that is recorded as silence of a request, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Generation options as a client gave them, unchecked; None = not given."""
+    """Generation options as a client gave them, not validated; None means not given."""
 
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    """OpenAI's newer name for `max_tokens`; wins if both are given."""
+    """OpenAI's newer name for `max_tokens`; it takes precedence if both are given."""
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -47,14 +50,14 @@ class Options:
     logprobs: int | None = None
     """Number of most likely tokens to report with each chosen one; None = no log probabilities."""
     top_logprobs: int | None = None
-    """The name of `logprobs` in OpenAI's chat API; wins if both are given."""
+    """The name of `logprobs` in OpenAI's chat API; it takes precedence if both are given."""
     prompt_logprobs: int | None = None
     """Number of most likely tokens to report with each token of the prompt; None = the prompt is not scored."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Token ids and what is added to their logits."""
+    """Pairs (token id, bias that is added to its logit)."""
     seed: int | None = None
     n: int | None = None
-    """Number of answers."""
+    """Number of answers to return."""
     best_of: int | None = None
     """Number of answers to generate, of which the `n` most likely ones are returned; None = `n`."""
     stop: tuple[str, ...] = ()
@@ -64,22 +67,25 @@ class Options:
     """True if the stop string that ends the answer is included in its text."""
     ignore_eos: bool = False
     speculate: bool = True
-    """False if the answer is decoded one token a step."""
+    """False if the answer is decoded without draft tokens, one token a step."""
     priority: int = 0
     """Lower values are served first among the requests of one tenant."""
     slo_class: str = ""
     cache_salt: str = ""
-    """Cached KV is reused only between requests of the same salt."""
+    """Cached KV pages are reused only between requests with the same salt."""
     answer_format: AnswerFormat | None = None
     """The format that every answer follows; None = any text."""
     add_special_tokens: bool | None = None
-    """True if a prompt of text gets the model's special tokens; None = yes, but not beside those of a chat template."""
+    """True to add the model's special tokens to the prompt; None adds them to plain text, but not after a template."""
     truncate_prompt_tokens: int | None = None
-    """The number of the prompt's last tokens to keep; -1 = as many as the context leaves beside the answer."""
+    """Number of the prompt's last tokens to keep; -1 keeps as many as fit into the context with the answer."""
 
     @property
     def alternatives(self) -> int | None:
-        """Number of most likely tokens to report with each chosen one, from either field; None = none."""
+        """Number of most likely tokens to report with each chosen one, from `top_logprobs` or `logprobs`.
+
+        None means that no log probabilities are reported.
+        """
         return self.logprobs if self.top_logprobs is None else self.top_logprobs
 
     @property
@@ -89,7 +95,7 @@ class Options:
 
     @property
     def answer_limit(self) -> tuple[str, int | None]:
-        """The name of the field that limits the answer, and its limit in tokens (None = not given)."""
+        """The name of the field that limits the answer's length, and the limit in tokens; None if not given."""
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", self.max_tokens
@@ -97,7 +103,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A prompt of several messages, for the chat template."""
+    """A prompt that consists of chat messages, which the chat template renders."""
 
     turns: tuple[ChatTurn, ...]
     variables: Mapping[str, Any] = field(default_factory=dict)
@@ -114,7 +120,7 @@ Prompt = str | tuple[int, ...] | Conversation
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """A request as either listener parsed it, unchecked. An empty `request_id` lets the router make one."""
+    """A request as the HTTP or gRPC listener parsed it, not validated. The router makes an id if `request_id` is ""."""
 
     request_id: str
     model: str
@@ -124,17 +130,17 @@ class ClientRequest:
     tenant: str = ""
     """The tenant that owns the request (`router/access/tenants.py`)."""
     traceparent: str = ""
-    """The client's traceparent header (`tandem/protocol/lifecycle/request_trace.py`); "" = none."""
+    """The client's traceparent header (`tandem/protocol/lifecycle/request_trace.py`); "" if it sent none."""
 
     @property
     def operation(self) -> str:
-        """The operation name of OpenTelemetry's semantic conventions."""
+        """The name of the operation in OpenTelemetry's semantic conventions for generative AI."""
         return "chat" if isinstance(self.prompt, Conversation) else "text_completion"
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A validated request: token ids, complete sampling values, stop strings."""
+    """A validated prompt of a request, ready for dispatch: token ids, complete sampling values, stop strings."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -143,37 +149,41 @@ class Admitted:
     priority: int
     edges: tuple[EdgeStamp, ...]
     include_stop: bool = False
-    """The same as in `Options`."""
+    """The same as `Options.include_stop`."""
     cache_salt: str = ""
-    """The salt of this tenant and adapter (`router/access/tenants.py`)."""
+    """The prefix cache salt derived from tenant, adapter and the client's salt (`router/access/tenants.py`)."""
     adapter: AdapterFacts | None = None
-    """The adapter of the base model; None = the base model itself."""
+    """The LoRA adapter to use; None = the base model."""
     tenant: str = ""
     slo: SloClass = BEST_EFFORT
     digests: tuple[bytes, ...] = ()
-    """Digests of the prompt's full pages, () = unknown."""
+    """Digests of the prompt's full pages; () = unknown."""
     n: int = 1
-    """Number of answers (`router/requests/choices.py`)."""
+    """Number of answers to generate (`router/requests/choices.py`)."""
     context: TraceContext = field(default_factory=TraceContext.fresh)
-    """The client's trace context, or a new one."""
+    """The client's trace context, or a new one if it sent none."""
     operation: str = "text_completion"
-    """The same as in `ClientRequest`."""
+    """The same as `ClientRequest.operation`."""
     syntax: AnswerSyntax | None = None
-    """The syntax in which the answers are parsed; None = they are text."""
+    """The syntax by which the answers are parsed into reasoning, content and tool calls; None = plain text."""
     format_field: str = ""
-    """The client's name of the field of the answers' format, for errors; "" without a format."""
+    """The name of the request field that sets the answer format, for error messages; "" without a format."""
 
     def model_name(self, base: str) -> str:
-        """Return the name of the model that answers: `base`, or that of the adapter."""
+        """Return the name of the adapter, or `base` if the base model answers."""
         return base if self.adapter is None else self.adapter.name
 
     @property
     def waited_s(self) -> float:
-        """Return the seconds since it was received: TTFT counts from there, its tokenization included."""
+        """The seconds since the router received the request; TTFT counts from there and includes tokenization."""
         return max(0.0, (time.time_ns() - self.edges[0].unix_nanos) / 1e9) if self.edges else 0.0
 
     def queued(self, wire_id: str, sequence: int, arrived_s: float) -> QueuedRequest:
-        """Return the request as placement policies see it."""
+        """Return the sizes and targets of the request for the queue and placement.
+
+        `arrived_s` is its time of arrival in seconds by the router's clock. The digests are left out if the prompt is
+        scored, because every token must be computed then.
+        """
         return QueuedRequest(
             wire_id=wire_id,
             sequence=sequence,
@@ -190,27 +200,29 @@ class Admitted:
 
 @dataclass(slots=True, eq=False)
 class RoutedRequest:
-    """The state of one request in flight. The dispatcher owns it until the request ends."""
+    """The state of one answer in flight. The dispatcher owns it until it ends; only the event loop changes it."""
 
     wire_id: str
-    """The id of the request on workers: unique, whatever ids clients choose."""
+    """The id of the request on workers, which is unique even if clients reuse ids."""
     admitted: Admitted
     queued: QueuedRequest
-    """The request as placement policies see it."""
+    """The sizes and targets of the request for the queue and placement."""
     text: AnswerText
     answer: Answer
     waiting_since: float
-    """Monotonic time at which it entered the queue, in seconds."""
+    """Monotonic time at which the request last entered the queue, in seconds."""
     last_event_s: float = 0.0
-    """Monotonic time of the last event from its workers, in seconds, once placed."""
+    """Monotonic time of its placement or the last event from its workers, in seconds."""
     attempt: int = 1
     failures: int = 0
     prediction: Placement | None = None
-    """The latencies predicted for the current attempt."""
+    """The placement of the current attempt, with its predicted latencies."""
     placed_s: float = 0.0
-    """Monotonic times in seconds: placement, the attempt's first token in the router, its last token."""
+    """Monotonic time of the current placement, in seconds."""
     first_token_s: float = 0.0
+    """Monotonic time at which the attempt's first token reached the router, in seconds."""
     last_token_s: float = 0.0
+    """Monotonic time at which the answer's last token reached the router, in seconds."""
     prefill: WorkerLink | None = None
     decode: WorkerLink | None = None
     lease: Lease | None = None
@@ -227,17 +239,17 @@ class RoutedRequest:
     prefill_worker: str = ""
     decode_worker: str = ""
     pace: GapTracker = field(default_factory=GapTracker)
-    """The timing of its tokens as they leave for the client."""
+    """The timing of the answer's tokens as they leave for the client."""
     counted: bool = False
-    """True if its end is counted in the metrics."""
+    """True if the end of the request is counted in the metrics."""
     failure: str = ""
-    """The code of its error while it waits to be sent after the last tokens; "" = no error, or already sent."""
+    """The code of an error that waits to be sent after the last tokens; "" if there is none or it is sent."""
     joint: JointOutcome = field(default_factory=JointOutcome)
-    """The verdict on the client's request, shared by all its answers."""
+    """The SLO outcome of the client's request, shared by all its answers."""
     generated: bool = False
-    """True if the workers have generated the whole answer and hold no state of it."""
+    """True if the workers have generated the whole answer and hold no state of the request."""
     held: tuple[RoutedRequest, ...] = ()
-    """Further answers to the same client request, which start when this one's prompt is cached."""
+    """Further answers to the same prompt, which enter the queue once this answer's prompt is cached."""
     ended: bool = False
 
     @property
@@ -247,18 +259,19 @@ class RoutedRequest:
 
     @property
     def answered(self) -> int:
-        """Number of answer tokens from earlier attempts, which this attempt sends to its workers with the prompt."""
+        """Number of answer tokens from earlier attempts, which this attempt prefills with the prompt."""
         return self.queued.answered
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The token ids to prefill: the prompt and the `answered` tokens."""
+        """The token ids to prefill: the prompt and the first `answered` tokens of the answer."""
         return self.admitted.prompt_token_ids + self.assembler.first(self.answered)
 
     def only_continues_at(self, index: int) -> bool:
-        """Return True if tokens from number `index` on continue its answer and change nothing else.
+        """Return True if tokens that begin at `index` are next in the answer and change no other state.
 
-        That is so once both workers have the attempt's first token behind them, until its end or preemption is known.
+        This holds after the attempt's first token and its admission on the decode worker, until the end or a preemption
+        of the answer is known.
         """
         return (
             index > self.queued.answered
@@ -268,17 +281,17 @@ class RoutedRequest:
         )
 
     def note_silence(self, now: float) -> None:
-        """Record since when its workers were silent, as they are given up at the monotonic time `now`."""
+        """Record a SILENT edge at the last event from the workers, as the attempt is abandoned at `now` (monotonic)."""
         silent_s = now - self.last_event_s
         if self.prefill is not None and silent_s > SILENCE_S:
             self.edges.append(EdgeStamp(Edge.SILENT, time.time_ns() - int(silent_s * 1e9)))
 
     def timeline(self) -> Timeline:
-        """Return its edges so far."""
+        """Return the timeline of the request's edges so far."""
         return Timeline(tuple(self.edges), self.transfer, self.prefill_worker, self.decode_worker)
 
     def ending(self, reason: FinishReason, matched_stop: str) -> Ending:
-        """Return the ending of its answer for the client."""
+        """Return the ending of the answer for the client, and record the FINISHED edge."""
         self.edges.append(EdgeStamp.now(Edge.FINISHED))
         return Ending(
             finish_reason=reason,
@@ -290,7 +303,7 @@ class RoutedRequest:
         )
 
     def trace(self, model: str, outcome: str) -> RequestTrace:
-        """Return the trace that is kept of it; `model` is the base model, `outcome` a finish reason or error code."""
+        """Return the trace of the request; `model` is the base model, `outcome` a finish reason or an error code."""
         if self.edges[-1].edge is not Edge.FINISHED:
             self.edges.append(EdgeStamp.now(Edge.FINISHED))
         admitted = self.admitted
@@ -310,7 +323,7 @@ class RoutedRequest:
         )
 
     def placement_record(self) -> PlacementRecord | None:
-        """Return its placement's predicted and actual latencies; None without a prediction or after a retry."""
+        """Return the predicted and actual latencies of the placement; None without a prediction or after a retry."""
         if self.prediction is None or self.attempt > 1 or not self.first_token_s:
             return None
         gaps = self.assembler.count - 1

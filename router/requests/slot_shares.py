@@ -20,24 +20,24 @@ from router.requests.ends import RequestEnds
 from router.requests.request import RoutedRequest
 
 WAIT_S = 1.0
-"""The time for which a request waits for a free slot first, in seconds: most slots become free by themselves."""
+"""The time that a request waits before answers are preempted for it, in seconds; most slots become free by then."""
 _SHARE = 2
 """A tenant keeps its answers unless its share is this many times that of the tenant that waits.
 
 Equal shares would preempt an answer whenever two busy tenants differ by one, and each preemption costs a prefill.
 """
 _PROGRESS_TOKENS = 16
-"""Tokens that an attempt must have brought before it is taken back, so that every answer comes to its end."""
+"""Number of tokens that an attempt must have generated before it may be preempted, so that every answer progresses."""
 
 
 class SlotShares:
-    """Preempts at most one answer each time that it is asked. Belongs to the event loop."""
+    """Preempts at most one answer on each call. The dispatcher owns it and calls it on the event loop."""
 
     def __init__(self, policy: PlacementPolicy, fleet: Fleet, ends: RequestEnds) -> None:
         self._policy, self._fleet, self._ends = policy, fleet, ends
 
     def make_room(self, waiting: RoutedRequest, live: Iterable[RoutedRequest]) -> None:
-        """Preempt one of the `live` requests for the one at the head of the queue, if another tenant holds too much."""
+        """Preempt one of the `live` requests for `waiting`, the head of the queue, if a tenant holds too many slots."""
         if time.monotonic() - waiting.waiting_since < WAIT_S:
             return
         if not self._policy.waits_for_decode(waiting.queued, self._fleet):

@@ -1,8 +1,8 @@
-"""Turns step events of workers into the client's answer: orders tokens, makes text of them, ends the answer.
+"""Turns the step events of workers into the client's answer: orders tokens, detokenizes them, ends the answer.
 
-Every token is sent at once as long as all answers together stay within a budget of chunks per second, so that sending
-never takes the CPU from an engine on the same machine. Above the budget a chunk carries the tokens of several steps,
-except for answers whose ITL target the delay would break.
+Every token is sent at once while all answers together stay within a budget of chunks per second; the budget keeps the
+CPU free for an engine on the same machine. Above the budget a chunk carries the tokens of several steps, except for
+answers whose ITL target would break by the delay.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RequestOwner(Protocol):
         """Fail the request after an unexpected exception."""
 
     def release(self, request: RoutedRequest) -> None:
-        """Queue the answers held behind this one."""
+        """Queue the answers that are held until the prompt of `request` is cached."""
 
     def requeue(self, request: RoutedRequest) -> None:
         """Return the request to the queue for another attempt."""
@@ -50,7 +50,10 @@ class RequestOwner(Protocol):
 
 
 class EventStream:
-    """Processes the step events of both workers of every request. Belongs to the event loop."""
+    """Processes the step events of both workers of every request.
+
+    The dispatcher owns it; all calls come on the event loop. It owns the text thread, which detokenizes.
+    """
 
     def __init__(self, config: RouterConfig, owner: RequestOwner) -> None:
         self._owner = owner
@@ -59,9 +62,9 @@ class EventStream:
         self._budget = ChunkBudget(config.chunks_per_s, config.chunk_delay_max_s)
         self._timer: asyncio.TimerHandle | None = None
         self._held: dict[str, RequestText] = {}
-        """First tokens held to be sent with the second, by wire id."""
+        """First tokens that are held to be sent with the second token, by wire id."""
         self.stale = 0
-        """Number of dropped events and tokens' messages of attempts that were over."""
+        """Number of dropped events and token rows of requests or attempts that had ended."""
 
     async def close(self) -> None:
         """Stop the text thread."""
@@ -72,7 +75,8 @@ class EventStream:
     def take(self, step: StepOutput, live: Mapping[str, RoutedRequest]) -> None:
         """Process one step output of a worker.
 
-        Events of finished requests and of earlier attempts are dropped. An event that raises ends its own request only.
+        Events of finished requests and of earlier attempts are dropped. An event whose processing raises fails only its
+        own request.
         """
         now = time.monotonic()
         urgent: list[RequestText] = []
@@ -85,8 +89,8 @@ class EventStream:
                 self._take_event(request, event, urgent, now)
             except Exception as error:
                 self._break_off(request, error)
-        # Most tokens come so; an event for each of them would cost more than all the rest. While tokens wait to be sent
-        # together, most change nothing but their answer, and wait with those before them.
+        # Most tokens arrive as plain rows, because one event object per token would cost more than everything else.
+        # The fast path: while a job of the request waits to be sent, a row that only continues the answer joins it.
         for request_id, attempt, first_index, token_ids in chain.from_iterable(each.rows() for each in step.tokens):
             request = live.get(request_id)
             if request is None or attempt != request.attempt or request.prefill is None:
@@ -106,7 +110,10 @@ class EventStream:
             self._flush_when_due(now)
 
     def _take_event(self, request: RoutedRequest, event: RequestEvent, urgent: list[RequestText], now: float) -> None:
-        """Process one event. `urgent` collects the jobs to send at once; it is sent early to keep them in order."""
+        """Process one event.
+
+        `urgent` collects the jobs to send at once; it is sent before an error, so that tokens precede the error.
+        """
         request.last_event_s = now
         if event.edges or event.transfer is not None:
             self._note(request, event)
@@ -115,7 +122,7 @@ class EventStream:
         if event.preempted:
             request.preempted_at = event.first_index
         if event.finish_reason is FinishReason.ERROR or event.finish_reason is FinishReason.ABORT:
-            self._send(urgent, now)  # its own last tokens may be among them
+            self._send(urgent, now)  # the last tokens of this request may be among them
             if not request.generated:
                 self._owner.fail_attempt(request, _error(event))
         elif event.token_ids or event.finish_reason is not None:
@@ -137,7 +144,7 @@ class EventStream:
         logprobs: tuple[TokenLogprobs, ...] = (),
         finish: FinishReason | None = None,
     ) -> None:
-        """Process tokens from number `first_index` on, and the end of the answer if `finish` is not None."""
+        """Process the tokens that begin at index `first_index`, and the end of the answer if `finish` is not None."""
         request.last_event_s = now
         try:
             must_not_wait = self._add_tokens(request, first_index, token_ids, now, logprobs=logprobs, finish=finish)
@@ -150,7 +157,7 @@ class EventStream:
         self._requeue_if_preempted(request, now)
 
     def _requeue_if_preempted(self, request: RoutedRequest, now: float) -> None:
-        """Return a preempted request to the queue once all tokens of its attempt have arrived."""
+        """Return a preempted request to the queue once all tokens of the attempt have arrived."""
         if request.preempted_at is not None and request.assembler.count >= request.preempted_at:
             request.waiting_since = now
             self._owner.requeue(request)
@@ -160,12 +167,12 @@ class EventStream:
         self._owner.fail_internal(request, error)
 
     def forget(self, request: RoutedRequest) -> None:
-        """Drop the unsent tokens of a request that is over."""
+        """Drop the unsent tokens of a request that has ended."""
         self._jobs.pop(request.wire_id, None)
         self._held.pop(request.wire_id, None)
 
     def fail(self, request: RoutedRequest, error: TandemError) -> None:
-        """End the answer with `error`, after all its tokens that are in order."""
+        """End the answer with `error`, after all tokens that are in order have been delivered."""
         if not request.assembler.count or request.answer.over:
             request.answer.fail(error)
             return
@@ -190,12 +197,18 @@ class EventStream:
         logprobs: tuple[TokenLogprobs, ...],
         finish: FinishReason | None,
     ) -> bool:
-        """Add the tokens that are next in order to the request's job; return True if the job must be sent at once."""
+        """Add the tokens that are next in order to the request's job, and update its state on the workers.
+
+        Return True if the job must be sent at once. Raises Unavailable if a repeated token differs from the one already
+        sent.
+        """
         assembler = request.assembler
         first = assembler.count == 0
         fresh, scores = assembler.add(first_index, token_ids, logprobs)
         if finish is not None:
             assembler.finish_at(first_index + len(token_ids), finish)
+        # The token at index `answered` is sampled by the prefill worker, so that the prompt is computed. A later token
+        # comes from the decode worker, which must have admitted the request, even if that event is still to come.
         if first_index == request.answered:
             assert request.prefill is not None
             request.prefill.state.prompt_computed(request.wire_id)
@@ -219,9 +232,9 @@ class EventStream:
         return first or held is not None or finished is not None or self._delay_breaks_target(request)
 
     def _delay_breaks_target(self, request: RoutedRequest) -> bool:
-        """Return True if delaying tokens would break an ITL target that was predicted to be met at placement.
+        """Return True if a delay of the tokens would break an ITL target that placement predicted to be met.
 
-        The prediction is replaced by the current step time where steps have become longer since then.
+        The delay is added to the predicted step time, or to the current one if steps have become longer since then.
         """
         slo, prediction, decode = request.queued.slo, request.prediction, request.decode
         if prediction is None or decode is None or not slo.has_gap_target:
@@ -230,7 +243,7 @@ class EventStream:
         return must_not_wait(tolerated_gap_s, prediction.itl_s, decode.state.step_s, self._budget.delay_max_s)
 
     def _hold(self, job: RequestText, now: float) -> bool:
-        """Hold the first token for the second if its class allows that; return True if it is held."""
+        """Hold the first token until the second arrives if `hold_s` says so; return True if it is held."""
         request = job.request
         if request.decode is None:
             return False
@@ -270,7 +283,7 @@ class EventStream:
             self._jobs.clear()
 
     def _generated(self, request: RoutedRequest) -> None:
-        """Release the workers' load of a finished request, before its last text is made."""
+        """Release the load of a request in the state of its workers, before its last tokens are detokenized."""
         request.generated = True
         self._owner.release_load(request)
 
@@ -285,7 +298,7 @@ class EventStream:
             self._admitted(request)
 
     def _admitted(self, request: RoutedRequest) -> None:
-        """Stop the heartbeats of a lease whose request the decode worker has admitted."""
+        """Stop renewing the lease, because the decode worker has admitted the request; queue the held answers."""
         request.lease = None
         if request.held:
             self._owner.release(request)
@@ -294,12 +307,15 @@ class EventStream:
         self._handed_over(request)
 
     def _handed_over(self, request: RoutedRequest) -> None:
-        """Release the prefill worker once its token has arrived: the request no longer depends on it."""
+        """Release the prefill worker if its token has arrived, because the request no longer depends on that worker."""
         if request.prefill is not None and request.assembler.count > request.answered:
             request.prefill.state.remove_prompt(request.wire_id)
 
     def _deliver(self, jobs: list[RequestText]) -> None:
-        """Deliver a batch of jobs that the text thread has completed. A job that raises ends its own answer only."""
+        """Deliver a batch of jobs that the text thread has completed.
+
+        A job whose delivery raises fails only its own request.
+        """
         for job in jobs:
             if job.request.answer.over:
                 continue
@@ -312,7 +328,7 @@ class EventStream:
         request, answer = job.request, job.request.answer
         if job.failed:
             error = Internal("the answer could not be decoded; the router's log has the details")
-            answer.fail(error)  # at once: later tokens must not follow a gap
+            answer.fail(error)  # at once, because later tokens must not follow a gap in the text
             self._owner.fail(request, error)
             return
         if job.token_ids or job.text:

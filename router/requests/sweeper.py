@@ -1,4 +1,4 @@
-"""Periodic timeouts: ends requests that wait or are silent for too long, and expires old load reports."""
+"""Periodic timeouts: ends requests that wait too long or whose workers are silent, and expires old load reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tandem.protocol.errors import DeadlineExceeded
 log = logging.getLogger(__name__)
 
 SWEEP_S = 0.25
-"""The interval of the rounds, in seconds."""
+"""The pause between two rounds of the sweeper, in seconds."""
 
 
 class SweptRequests(Protocol):
@@ -29,14 +29,17 @@ class SweptRequests(Protocol):
         """Return all requests, waiting and running."""
 
     def waited_s(self, request: RoutedRequest) -> float:
-        """Return for how many seconds a waiting request has waited while others were served."""
+        """Return how long a waiting request has waited, in seconds, without times in which no request was served."""
 
     def swept(self) -> None:
-        """Called after each round: expire old load reports, and place waiting requests that fit now."""
+        """Finish a round: expire old load reports, and place waiting requests that fit now."""
 
 
 class Sweeper:
-    """Runs a round every quarter of a second. Belongs to the event loop."""
+    """Checks the timeouts of all requests every quarter of a second, in a task on the event loop.
+
+    The dispatcher owns it and must `close` it.
+    """
 
     def __init__(
         self, config: RouterConfig, owner: SweptRequests, ends: RequestEnds, clock: Callable[[], float]
@@ -68,14 +71,14 @@ class Sweeper:
         self._owner.swept()
 
     def _each(self, sweep: Callable[[RoutedRequest], None], request: RoutedRequest) -> None:
-        """Sweep one request; if that raises, the request ends, so that it does not stop every later round."""
+        """Call `sweep` for one request; if it raises, fail the request, which would otherwise break every round."""
         try:
             sweep(request)
         except Exception as error:
             self._ends.fail_internal(request, error)
 
     def _end_wait(self, request: RoutedRequest) -> None:
-        # An answer that gave its slot to another tenant waits for answers of its own tenant, which run.
+        # An answer that was preempted for another tenant has no queue timeout: it waits for its own tenant's answers.
         if not request.queued.yielded and self._owner.waited_s(request) > self._config.queue_timeout_s:
             message = f"no worker had capacity for {self._config.queue_timeout_s:g} s; try again later"
             self._ends.fail(request, DeadlineExceeded(message, retry_after_s=self._config.retry_after_s))
@@ -85,6 +88,6 @@ class Sweeper:
         if placed and now - request.last_event_s > self._config.stall_timeout_s:
             silent = f"{request.prefill_worker} and {request.decode_worker or 'no decode worker'}"
             message = f"the workers ({silent}) were silent for {self._config.stall_timeout_s:g} s; send it again"
-            # Once all tokens are generated only the text is late, so that a retry cannot help.
+            # Once all tokens are generated, only their detokenization is late, which a retry cannot help.
             retry = False if request.generated else None
             self._ends.fail_attempt(request, DeadlineExceeded(message), retry=retry)

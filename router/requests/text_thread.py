@@ -1,4 +1,4 @@
-"""Detokenizes outside the event loop: one thread, one batch for all requests of a step."""
+"""Detokenizes outside the event loop, in one thread, with one batch of jobs for all requests of a step."""
 
 import asyncio
 import logging
@@ -17,18 +17,25 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class RequestText(TextJob):
-    """A text job of one request."""
+    """The tokens of one request to detokenize, with what happens to the answer after them.
+
+    The event loop makes it, the text thread fills in the text, and the event loop delivers it.
+    """
 
     request: RoutedRequest
     failed: bool = False
+    """True if detokenization raised."""
     waited: bool = False
-    """True if its tokens were held back to be sent with later ones."""
+    """True if the tokens waited to be sent together with later ones."""
     error: TandemError | None = None
-    """The error that ends the answer after these tokens; None = none."""
+    """The error that ends the answer after these tokens; None if there is none."""
 
 
 class TextThread:
-    """Runs jobs in order and delivers them on the event loop, where it must be started and stopped."""
+    """The thread that runs the jobs in order and delivers them on the event loop.
+
+    The `EventStream` owns it; it must be created and stopped on the event loop.
+    """
 
     def __init__(self, deliver: Callable[[list[RequestText]], None]) -> None:
         self._deliver = deliver
@@ -38,11 +45,11 @@ class TextThread:
         self._thread.start()
 
     def submit(self, jobs: list[RequestText]) -> None:
-        """Queue the jobs of one step."""
+        """Queue a batch of jobs, which is delivered as a whole."""
         self._work.put(jobs)
 
     async def stop(self) -> None:
-        """Stop the thread after the queued jobs."""
+        """Stop the thread after all queued jobs have run."""
         self._work.put(None)
         await asyncio.to_thread(self._thread.join)
 

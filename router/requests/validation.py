@@ -1,4 +1,4 @@
-"""Validates client requests of both listeners and turns them into the form that workers take.
+"""Validates the client requests of both listeners (HTTP and gRPC), and completes them with token ids and defaults.
 
 Every error names the field and its limit. Cheap checks come before the prompt is tokenized.
 """
@@ -48,11 +48,14 @@ SEED_MAX = 2**64 - 1
 SALT_MAX = 256
 TEMPERATURE_MAX = 100.0
 _GREEDY_BELOW = 1e-5
-"""Temperatures below this would overflow float32; the most likely token has all the probability there anyway."""
+"""A lower temperature is set to 0: it would overflow float32, and the most likely token has all probability anyway."""
 
 
 def find_adapter(name: str, config: RouterConfig, served: ServedModel | None) -> AdapterFacts | None:
-    """Return the adapter that clients call `name`, None for the base model; NotFound if it is none of their names."""
+    """Return the adapter with the name `name`; None if it is a name of the base model.
+
+    Raises NotFound if neither has this name.
+    """
     adapters = {} if served is None else {adapter.name: adapter for adapter in served.facts.adapters}
     if name in config.model_names:
         return None
@@ -63,7 +66,10 @@ def find_adapter(name: str, config: RouterConfig, served: ServedModel | None) ->
 
 
 class RequestValidator:
-    """Checks requests against the model's and the router's limits. Close it to end its threads."""
+    """Checks requests against the limits of the model and of the router, and tokenizes their prompts.
+
+    The router has one. All calls come on the event loop; `close` ends its tokenizer threads and grammar processes.
+    """
 
     def __init__(
         self,
@@ -75,8 +81,8 @@ class RequestValidator:
     ) -> None:
         """Set the callbacks.
 
-        `model` returns the model that the workers serve now, None if that is not known yet; `refused` is called with
-        the SLO class and the error of each rejection.
+        `model` returns the model that the workers serve, None if it is not known yet. `refused` is called with the SLO
+        class and the error of each rejection.
         """
         self._config = config
         self._classes = classes_by_name(config.slo_classes)
@@ -90,10 +96,10 @@ class RequestValidator:
         self._syntaxes = AnswerSyntaxes(config, tokenizer)
         self._formats = FormatCompiler(config)
         self.reader = RequestReader(config, self._pool, self._context)
-        """The parser of requests, which uses the same threads."""
+        """The parser of request bodies, which runs in the tokenizer threads for large ones."""
 
     async def admit_all(self, requests: Sequence[ClientRequest]) -> list[Admitted]:
-        """Admit the requests of one call, which differ in their prompts alone, and share one id and grammar."""
+        """Validate the requests of one call, which differ only in their prompts; they share one id and one grammar."""
         admitted: list[Admitted] = []
         for each in requests:
             first = admitted[0] if admitted else None
@@ -102,9 +108,10 @@ class RequestValidator:
         return admitted
 
     async def admit(self, request: ClientRequest, like: Admitted | None = None) -> Admitted:
-        """Return the request with token ids and complete sampling values; raises the `TandemError` for a bad one.
+        """Return the request with token ids and complete sampling values.
 
-        `like` is another prompt of the same call, whose grammar this one gets.
+        `like` is another prompt of the same call, whose grammar is reused. Raises InvalidArgument, NotFound or another
+        `TandemError` if the request cannot be served.
         """
         try:
             return await self._admit(request, like)
@@ -113,7 +120,7 @@ class RequestValidator:
             raise
 
     async def tokenize(self, request: ClientRequest, *, spell: bool) -> tuple[list[int], list[str] | None, int]:
-        """Return a prompt's ids, their spellings if `spell`, and the model's context in tokens."""
+        """Return a prompt's token ids, the text of each token if `spell`, and the model's context in tokens."""
         self._adapter(request.model)
         served = self._served()
         self._prompts.check(request)
@@ -123,11 +130,11 @@ class RequestValidator:
         return ids, spelled, served.facts.max_context
 
     async def spelled(self, tenant: str, ids: tuple[int, ...], logprobs: PromptLogprobs) -> list[TokenScore]:
-        """Return the scores of a prompt's tokens with their texts, see `format_prompt_logprobs`."""
+        """Return the log probabilities of a prompt's tokens with their texts; see `format_prompt_logprobs`."""
         return await self._prompts.spelled(tenant, ids, logprobs)
 
     async def detokenize(self, tenant: str, model: str, ids: tuple[int, ...]) -> str:
-        """Return the text of token ids, special tokens included."""
+        """Return the text of token ids, including special tokens."""
         self._adapter(model)
         return await self._prompts.text(tenant, ids, self._served())
 
@@ -175,7 +182,7 @@ class RequestValidator:
         )
 
     def close(self) -> None:
-        """Stop the tokenizer threads."""
+        """Stop the tokenizer threads and the grammar processes."""
         self._pool.close()
         self._formats.close()
 
@@ -186,7 +193,11 @@ class RequestValidator:
         return 0 if served is None else served.facts.max_context
 
     def _checked_length(self, field: str, prompt: int, options: Options, served: ServedModel) -> int:
-        """Return the answer's limit in tokens; raises if the context or every worker's page pool is too small."""
+        """Return the answer's limit in tokens.
+
+        Raises ContextLengthExceeded if the context, or the page pool of every worker, is too small for prompt and
+        answer.
+        """
         context = served.facts.max_context
         limited_by, max_tokens = options.answer_limit
         limit, prompt_limit = _limits(max_tokens, served)
@@ -201,7 +212,7 @@ class RequestValidator:
         return max_tokens
 
     def _last(self, options: Options, served: ServedModel) -> int | None:
-        """Return the number of the prompt's last tokens that are kept; None = all."""
+        """Return the number of the prompt's last tokens to keep; None keeps all."""
         count = options.truncate_prompt_tokens
         _check_range("truncate_prompt_tokens", count, -1, INT32_MAX)
         if count == 0:
@@ -213,10 +224,10 @@ class RequestValidator:
         return max(1, min(prompt_limit - 1, limit - (max_tokens or 1)))
 
     def _unnamed_length(self, prompt: int, limit: int, served: ServedModel) -> int:
-        """Return the answer's limit in tokens for a client that gives none.
+        """Return the answer's limit in tokens if the client gives none.
 
-        It is what every decode worker can hold after the prompt, or what the largest can if that is more than twice as
-        much.
+        It is the number of tokens that every decode worker can hold after the prompt, or that the largest one can hold
+        if that is more than twice as much; `default_max_tokens` bounds it.
         """
         largest, everywhere = limit - prompt, min(limit, served.decode_tokens_min + 1) - prompt
         fits = largest if largest > 2 * everywhere else everywhere
@@ -256,7 +267,7 @@ class RequestValidator:
         self._check_stop(options, served)
 
     def _check_variables(self, request: ClientRequest) -> None:
-        """Raise InvalidArgument if the template variables are not JSON, too large, or no text for a tokenizer."""
+        """Raise InvalidArgument if the template variables are not JSON, too large, or contain invalid text."""
         variables = request.prompt.variables if isinstance(request.prompt, Conversation) else None
         if not variables:
             return
@@ -309,7 +320,7 @@ class RequestValidator:
         )
 
     def _served(self) -> ServedModel:
-        """Return the served model; raises Unavailable while it is unknown."""
+        """Return the served model. Raises Unavailable while it is not known."""
         if (served := self._model()) is not None:
             return served
         message = "the cluster is starting, no worker of each role has been seen yet; try again in a moment"
@@ -317,8 +328,9 @@ class RequestValidator:
 
 
 def _limits(max_tokens: int | None, served: ServedModel) -> tuple[int, int]:
-    """Return the most tokens of prompt and answer together, and the number that a prompt stays below."""
-    # The last token's KV is never stored, and if it is the first, none is decoded.
+    """Return the limit of prompt and answer together, and the exclusive limit of the prompt, both in tokens."""
+    # Both limits exceed the page pool by one, because the KV of the answer's last token is never stored. An answer of
+    # one token comes from prefill, so that no decode worker limits it.
     limit = served.facts.max_context if max_tokens == 1 else min(served.facts.max_context, served.decode_tokens_max + 1)
     return limit, min(limit, served.prefill_tokens_max + 1)
 

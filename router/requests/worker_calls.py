@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 _UNAVAILABLE = (Unavailable, FailedPrecondition, DeadlineExceeded)
 """Errors of a worker that is gone or does not respond; another worker may take the request."""
 _BUSY = (ResourceExhausted, RoleClosed)
-"""Errors of a worker that is full, changes its role or drains: the request returns to the queue, not failed."""
+"""Errors of a worker that is full, changes its role or drains: the request returns to the queue without a failure."""
 
 
 class DispatchOwner(Protocol):
@@ -41,7 +41,7 @@ class DispatchOwner(Protocol):
 
 
 class DispatchCalls:
-    """Runs one short task for each request that is being dispatched."""
+    """Runs one short task on the event loop for each request that is being dispatched. The dispatcher owns it."""
 
     def __init__(self, config: RouterConfig, owner: DispatchOwner) -> None:
         self._config = config
@@ -52,20 +52,23 @@ class DispatchCalls:
         return len(self._tasks)
 
     def start(self, request: RoutedRequest) -> None:
-        """Start the dispatch of the current attempt of `request`, whose workers are chosen."""
+        """Start the dispatch of the current attempt of `request`, whose workers must have been chosen."""
         assert request.prefill is not None
         task = asyncio.create_task(self._dispatch(request, request.ref, request.prefill, request.decode))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Wait until every dispatch has ended and released unused leases."""
+        """Wait until every dispatch has ended and has released a lease that it does not need."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _dispatch(
         self, request: RoutedRequest, ref: RequestRef, prefill: WorkerLink, decode: WorkerLink | None
     ) -> None:
-        """Call Reserve and Prefill; runs to its end even if the request ends, to release what was granted."""
+        """Call Reserve, then Prefill.
+
+        The task is never cancelled: if the request ends meanwhile, it must still release a lease that was granted.
+        """
         asked = prefill if decode is None else decode
         admitted, token_ids, answered = request.admitted, request.token_ids, request.answered
         sampling, salt = admitted.sampling, admitted.cache_salt
@@ -107,7 +110,8 @@ class DispatchCalls:
         except Exception as error:
             log.exception("dispatching request %s failed", ref.request_id, extra=about(ref.request_id))
             self._refused(request, ref, asked, Internal(f"dispatching failed ({type(error).__name__}); see the log"))
-        # Abort even if a later attempt has completed the answer by now: this attempt has resources of its own.
+        # The attempt has ended during the calls: abort it, since it may hold a lease or a queued prompt. This is needed
+        # even if a later attempt has completed the answer: each attempt has resources of its own.
         if not _current(request, ref) and not (request.generated and request.attempt == ref.attempt):
             for link in {prefill, decode or prefill}:
                 link.abort(ref)

@@ -1,4 +1,4 @@
-"""Turns the tokens of one answer into text, up to a stop string."""
+"""Turns the tokens of one answer into text, and cuts it at a stop string."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from tandem.protocol.messages import FinishReason, TokenLogprobs
 
 
 class TokenText(Protocol):
-    """The interface for decoding tokens, implemented by the tokenizer and safe from any thread."""
+    """The interface for decoding tokens, implemented by the tokenizer; any thread may call it."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`."""
@@ -23,9 +23,10 @@ class TokenText(Protocol):
 
 @dataclass(slots=True)
 class TextJob:
-    """The next tokens of one answer, and its finish reason if it ends with them. `text` is the result.
+    """The next tokens of one answer to detokenize, with its finish reason if it ends with them.
 
-    `logprobs` has one entry for each token if they were requested, else none; `scores` is made of them.
+    `AnswerText.run` fills in `text`, `scores` and `matched_stop`. `logprobs` has one entry for each token if log
+    probabilities were requested, else none; `scores` are made from it.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -37,7 +38,7 @@ class TextJob:
 
 
 class AnswerText:
-    """The detokenizer and the stop strings of one answer. Used by the text thread only."""
+    """The detokenizer and the stop strings of one answer. The request owns it, and only the text thread calls it."""
 
     __slots__ = ("_chars", "_count", "_detokenizer", "_kept", "_min_tokens", "_stops", "_tokens")
 
@@ -50,9 +51,9 @@ class AnswerText:
         min_tokens: int = 0,
         kept: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
-        """A stop string that is complete within the first `min_tokens` tokens does not end the answer.
+        """`kept` has the texts of special tokens that stay in the text, by token id.
 
-        `kept` has the texts of special tokens that are not left out, by id.
+        A stop string that is complete within the first `min_tokens` tokens does not end the answer.
         """
         self._kept = kept
         self._tokens = tokens
@@ -63,7 +64,7 @@ class AnswerText:
         self._min_tokens = min_tokens
 
     def run(self, job: TextJob) -> None:
-        """Fill in the job's text and scores; cut its text, scores and tokens at a stop string."""
+        """Fill in the job's text and scores, and cut text, scores and tokens at a stop string."""
         if self._stops.matched:
             job.token_ids = []
             return
@@ -75,7 +76,7 @@ class AnswerText:
         job.matched_stop = self._stops.matched
 
     def _is_plain(self, job: TextJob) -> bool:
-        """Return True if its text is that of its tokens, none of which has to be looked at alone."""
+        """Return True if the tokens can be decoded together: no stop strings, no log probabilities, no kept tokens."""
         return not self._stops.any and not job.logprobs and self._kept.keys().isdisjoint(job.token_ids)
 
     def _add_all(self, token_ids: Sequence[int]) -> str:
@@ -85,7 +86,7 @@ class AnswerText:
         return piece
 
     def _add_each(self, job: TextJob) -> list[str]:
-        """Return the texts of the job's tokens; fill in its scores, and cut scores and tokens at a stop string."""
+        """Decode the tokens one by one, and return their texts; fill in scores, and cut at a stop string."""
         out: list[str] = []
         for count, token_id in enumerate(job.token_ids, 1):
             if job.logprobs:

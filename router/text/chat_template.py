@@ -1,4 +1,7 @@
-"""A model's chat template: sandboxed Jinja with the environment of Hugging Face templates."""
+"""A model's chat template: sandboxed Jinja with the functions and filters that Hugging Face templates expect.
+
+Templates are programs that clients' input drives, so that the time and the size of each rendering are limited.
+"""
 
 import json
 import secrets
@@ -22,25 +25,25 @@ NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 _GIVEN = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
 )
-"""Variables that clients cannot set, because the server sets them or they are arguments in transformers."""
+"""Variables that clients cannot set, because the server sets them or they are function arguments in transformers."""
 _RENDER_CPU_S = 2.0
-"""Most CPU time of one rendering, in seconds, so that a busy host does not count.
+"""Limit of the CPU time of one rendering, in seconds; CPU time does not depend on how busy the host is.
 
-The largest request takes a tenth of it; a template with loops within loops over thousands of messages takes more.
+The largest request takes a tenth of it. A template with nested loops over thousands of messages may exceed it.
 """
 _RENDERED_CHARS_MAX = 64 << 20
-"""Most characters of a rendered conversation, sixteen times the largest request by default."""
+"""Limit of the characters of a rendered conversation: sixteen times the default limit of a request."""
 
 
 class PromptEnd(Enum):
     """The place at which the prompt of a conversation ends."""
 
     NEXT_TURN = "add_generation_prompt"
-    """At the beginning of the assistant's next message, so that the model answers."""
+    """The prompt ends at the beginning of the assistant's next message, so that the model answers."""
     LAST_TURN = ""
-    """After the last message."""
+    """The prompt ends after the last message."""
     WITHIN_LAST_TURN = "continue_final_message"
-    """After the content of the last message, so that the model continues it."""
+    """The prompt ends after the content of the last message, so that the model continues that content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +55,14 @@ class ChatTurn:
     extras: Mapping[str, Any] = field(default_factory=dict)
     """Further fields for the template, as JSON: tool_calls, tool_call_id, name, reasoning_content."""
     chars: int = field(init=False, default=0)
-    """About how many characters it has; counted where a body is read, as it takes long for large extras."""
+    """The approximate number of characters, counted where the body is parsed, because large extras take long."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "chars", len(self.content) + (len(str(self.extras)) if self.extras else 0))
 
 
 class ChatTemplate:
-    """Renders conversations to prompt text. Safe from several threads."""
+    """Renders conversations to prompt text. The tokenizer owns it; several threads may call it at once."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         environment = _DeadlineEnvironment(
@@ -82,10 +85,10 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         end: PromptEnd = PromptEnd.NEXT_TURN,
     ) -> str:
-        """Return the prompt up to `end`; the assistant may call `tools`.
+        """Return the prompt of a conversation, which ends at `end`; `tools` are the tools that the model may call.
 
-        Raises InvalidArgument if the template rejects `turns` or takes too long for them, or if `variables` has a
-        variable that the server sets.
+        Raises InvalidArgument if the template rejects `turns`, takes too long or makes too much text for them, or if
+        `variables` has a variable that the server sets.
         """
         if taken := next((name for name in variables if name in self._given), None):
             raise InvalidArgument(
@@ -113,8 +116,8 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt that ends with the content of the last turn.
 
-        The end is found by a mark after the content, random digits followed by a space. As in transformers, a template
-        that removes the space would have removed the white space at the content's end, too.
+        The end is found by a mark that is appended to the content: random digits, then a space. As in transformers, if
+        the template removes the space, it would also have removed white space at the end of the content.
         """
         mark = f"{secrets.randbelow(10**20):020d}"
         last = replace(turns[-1], content=f"{turns[-1].content}{mark} ")
@@ -128,11 +131,11 @@ class ChatTemplate:
 
 
 class _TooMuch(BaseException):
-    """A rendering is over a limit. No `Exception`, so that no filter takes it for an error of its argument."""
+    """Raised if a rendering exceeds a limit. It is no `Exception`, so that no filter of a template catches it."""
 
 
 _deadline = local()
-"""`cpu_s` is the CPU time of this thread at which its rendering ends."""
+"""The deadline of each thread: `cpu_s` is the CPU time of the thread at which its rendering is stopped."""
 
 
 def _joined(pieces: Iterable[str]) -> str:
@@ -146,7 +149,7 @@ def _joined(pieces: Iterable[str]) -> str:
 
 
 class _DeadlineEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Checks the deadline at each round of a loop and at each call of a macro, without which no template runs long."""
+    """Checks the deadline in each iteration of a loop and each call of a macro: nothing else can run for long."""
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
         template = super()._parse(source, name, filename)
@@ -158,7 +161,7 @@ class _DeadlineEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _Deadline(jinja2.ext.Extension):
-    """Makes the check of the deadline known to templates' code, under no name that a template could use or change."""
+    """Makes the deadline check callable from compiled templates, without a name that a template could use or change."""
 
     @staticmethod
     def check() -> None:
@@ -168,7 +171,7 @@ class _Deadline(jinja2.ext.Extension):
 
 
 class _Generation(jinja2.ext.Extension):
-    """The `{% generation %}` block, which marks the assistant's text for training; serving renders its body."""
+    """The `{% generation %}` block, which marks the assistant's text for training; here only its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -192,5 +195,5 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes HTML, which models were not trained on.
+    # Jinja's own filter escapes HTML characters, on which models were not trained.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,4 +1,4 @@
-"""The chat templates of a model folder, by name (most folders have one, `default`), and those that Tandem ships."""
+"""The chat templates of a model folder by name (most folders have only `default`), and those that Tandem ships."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,18 +8,19 @@ from tandem.protocol.errors import InvalidArgument
 from tandem.tokenizers.model_folder import read_json
 
 DEFAULT = "default"
-"""The template for conversations without tools."""
+"""The name of the template for conversations without tools."""
 FOR_TOOLS = "tool_use"
-"""The template for conversations with tools, where a folder has one."""
+"""The name of the template for conversations with tools, if a folder has one."""
 _SHIPPED = Path(__file__).parent / "chat_templates"
-"""Templates with tools for models whose own have none, NAME.jinja."""
+"""The folder of shipped templates (NAME.jinja) with tools, for models whose own templates have none."""
 
 
 def template_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the sources of all templates; `config` is tokenizer_config.json.
+    """Return the sources of all templates of a folder by name; `config` is its tokenizer_config.json.
 
-    As in transformers, chat_template.jinja and additional_chat_templates/NAME.jinja come before `chat_template` in
-    tokenizer_config.json, a string or a list of named ones. Multimodal models may have theirs in chat_template.json.
+    As in transformers, chat_template.jinja and additional_chat_templates/NAME.jinja take precedence over
+    `chat_template` in tokenizer_config.json, which is a string or a list of named templates. Multimodal models may have
+    their templates in chat_template.json.
     """
     found = _named(read_json(folder, "chat_template.json").get("chat_template"))
     found |= _named(config.get("chat_template"))
@@ -33,7 +34,8 @@ def template_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 def read_template(choice: str, folder: Path) -> str:
     """Return the source of the template that an operator chooses.
 
-    It is a file, or by name one of the folder's templates or of those that Tandem ships.
+    `choice` is a file, the name of one of the folder's templates, or the name of a shipped template. Raises
+    InvalidArgument if it is none of these or the file cannot be read.
     """
     path = Path(choice)
     try:
@@ -55,7 +57,7 @@ def read_template(choice: str, folder: Path) -> str:
 
 
 def _named(value: Any) -> dict[str, str]:
-    """Return the templates of a JSON value by name, whichever of its forms it has."""
+    """Return the templates in a JSON value by name; the value is a string, an object or a list of named templates."""
     if isinstance(value, str):
         return {DEFAULT: value}
     if isinstance(value, Mapping):

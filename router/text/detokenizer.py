@@ -1,35 +1,38 @@
 """Incremental detokenization: the pieces join to the text of all ids, and no piece ends inside a character.
 
-A token may contain part of a character, and some tokenizers decode a token differently at the start of a text. So
-each piece is the difference of two decodings that start at the same token boundary: the window `ids[start:]`, which
-begins with tokens whose text is emitted already, with and without the new tokens.
+A token may contain part of a character, and some tokenizers decode a token differently at the start of a text. So each
+piece is the difference of two decodings that start at the same token: that of a window of recent tokens, whose text is
+already emitted, and that of the window with the new tokens.
 """
 
 from collections.abc import Callable, Sequence
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _WINDOW_MAX = 32
-"""Number of tokens after which text that ends in a broken character is emitted: no character spans so many."""
+"""Number of pending tokens after which text with an incomplete character is emitted; no character spans as many."""
 
 
 class Detokenizer:
-    """Incremental decoding of one answer. Not thread-safe."""
+    """The incremental detokenizer of one answer. Not thread-safe."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._window: list[int] = []
+        """Tokens whose text is emitted, as context for decoding, then pending tokens."""
         self._read = 0
+        """Number of tokens at the start of the window whose text is emitted."""
         self._prefix_chars = 0
+        """Number of characters to which the emitted tokens of the window decode."""
 
     def add_all(self, token_ids: Sequence[int]) -> str:
-        """Add tokens; return the text that became certain, decoded at once unless it ends inside a character."""
+        """Add tokens and return the text that became final; they are decoded together if they end with a character."""
         if len(token_ids) == 1:
             return self.add(token_ids[0])
         text = self._decode([*self._window, *token_ids])
         if len(text) <= self._prefix_chars or text.endswith(_BROKEN):
             return "".join(map(self.add, token_ids))
         last = self._decode(token_ids[-1:])
-        if not last or last.startswith(_BROKEN):  # it begins inside a character
+        if not last or last.startswith(_BROKEN):  # the last token begins inside a character
             self._window.extend(token_ids)
             return self._emit(text)
         piece = text[self._prefix_chars :]
@@ -37,7 +40,7 @@ class Detokenizer:
         return piece
 
     def add(self, token_id: int) -> str:
-        """Add a token; return the text that became certain with it, "" while a character is incomplete."""
+        """Add a token and return the text that became final with it; "" while a character is incomplete."""
         self._window.append(token_id)
         text = self._decode(self._window)
         pending = len(self._window) - self._read

@@ -1,6 +1,6 @@
 """Limits the number of items of a request before it is parsed.
 
-A body of 4 MiB can contain two million messages, and parsing them would hold the GIL against every other thread.
+A body of 4 MiB can contain two million messages. Parsing them would hold the GIL, and block the event loop, for long.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from google.protobuf.descriptor import Descriptor
 from tandem.protocol.errors import InvalidArgument
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-"""Wire types, see https://protobuf.dev/programming-guides/encoding/; no message of Tandem uses groups."""
+"""Wire types (https://protobuf.dev/programming-guides/encoding/); no message of Tandem uses groups."""
 _FIXED_BYTES = {_FIXED64: 8, _FIXED32: 4}
 _VARINT_BITS_MAX = 64
 _DIGITS_MAX = 400
-"""The most digits in a row of a number; a double has 309 before its point. Python takes quadratic time to read them."""
+"""Limit of the consecutive digits of a number, which Python parses in quadratic time; a double has at most 309."""
 _AS_ZEROS = bytes.maketrans(b"123456789", b"000000000")
 _LONG_NUMBER = b"0" * (_DIGITS_MAX + 1)
 
 
 def check_json_items(body: bytes, limit: int, parts_max: int | None = None) -> None:
-    """Raise InvalidArgument if a JSON text has more than `limit` items: strings, objects, lists, and commas.
+    """Raise InvalidArgument if a JSON text has more than `limit` items: strings, objects, lists and commas.
 
-    At most `parts_max` of them may be strings, objects and lists; None = all. It consists of searches in C that take
-    milliseconds each, so that other threads run between them. Invalid JSON is left to the parser.
+    At most `parts_max` items may be strings, objects and lists; None = all. The check consists of searches in C that
+    take milliseconds each, so that other threads can run between them. Invalid JSON is not detected here.
     """
     if b"\0" in body:
         raise InvalidArgument("body", "is not JSON in UTF-8: it contains a NUL byte")
@@ -56,9 +56,9 @@ def check_json_items(body: bytes, limit: int, parts_max: int | None = None) -> N
 
 
 def check_template_kwargs(variables: Mapping[str, Any], limit: int) -> None:
-    """Raise InvalidArgument if `variables` have more than `limit` bytes as JSON, or cannot be written as JSON.
+    """Raise InvalidArgument if `variables` have more than `limit` bytes as JSON, or cannot be encoded as JSON.
 
-    Encodes no more than the limit, and the string in which it is reached.
+    The encoding stops after the string with which the limit is reached.
     """
     size = 0
     try:
@@ -72,13 +72,13 @@ def check_template_kwargs(variables: Mapping[str, Any], limit: int) -> None:
 
 
 def check_template_kwargs_size(size: int, limit: int) -> None:
-    """Raise InvalidArgument if `size` bytes of JSON are over `limit`."""
+    """Raise InvalidArgument if `size`, a number of bytes of JSON, exceeds `limit`."""
     if size > limit:
         raise InvalidArgument("chat_template_kwargs", f"has more than {limit} bytes of JSON, which is the limit")
 
 
 def check_message_items(kind: Descriptor, data: bytes, limit: int) -> None:
-    """Raise InvalidArgument if an encoded message has more than `limit` fields, nested ones included, or is invalid."""
+    """Raise InvalidArgument if an encoded message is invalid or has more than `limit` fields, including nested ones."""
     _FieldCount(data, limit).read(kind, 0, len(data))
 
 
@@ -131,7 +131,7 @@ def _messages_in(kind: Descriptor) -> dict[int, Descriptor]:
 
 
 def malformed(kind: Descriptor) -> InvalidArgument:
-    """Return the error about bytes that are no message of this kind."""
+    """Return the error for bytes that are not a valid message of type `kind`."""
     return InvalidArgument("request", f"is no valid {kind.full_name}; encode it as the schema says")
 
 

@@ -1,6 +1,6 @@
-"""Parses the bytes of requests from both listeners.
+"""Parses the bytes of requests from both listeners (HTTP and gRPC).
 
-Large requests are parsed in the tokenizer's threads, after a check that rejects those that would take too long.
+Large requests are parsed in the tokenizer threads, after a check that rejects requests which would take too long.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from tandem.protocol.errors import InvalidArgument
 _M = TypeVar("_M", bound=Message)
 _T = TypeVar("_T")
 _INLINE_BYTES = 8 << 10
-"""Largest request parsed on the event loop, in bytes; it takes about two milliseconds at most, whatever its content.
+"""The largest request that is parsed on the event loop, in bytes; any content takes at most about two milliseconds.
 
-The costliest is a JSON body of many short messages.
+The most expensive content is a JSON body of many short messages.
 """
 _ITEMS_BESIDE_PROMPT = 1 << 16
-"""Most items of a request in addition to a prompt of token ids."""
+"""Limit of the items of a request in addition to a prompt of token ids."""
 _PARTS_SHARE = 4
-"""One in this number of a JSON body's items may be a string, a list or an object.
+"""At most one in this number of a JSON body's items may be a string, a list or an object.
 
-Building a hundred thousand of them holds the GIL for a tenth of a second and more, ten times as long as numbers do.
-A conversation of 4,096 messages with tool calls has fewer.
+To build a hundred thousand of them holds the GIL for a tenth of a second or more, ten times as long as for numbers. A
+conversation of 4,096 messages with tool calls has fewer.
 """
 
 
@@ -46,7 +46,10 @@ def check_message_count(count: int, limit: int) -> None:
 
 
 class RequestReader:
-    """Parses requests; raises ResourceExhausted if too many wait to be parsed."""
+    """Parses requests. Raises ResourceExhausted if too many wait to be parsed.
+
+    The `RequestValidator` owns it; calls are on the event loop, and large requests are parsed in a tokenizer thread.
+    """
 
     def __init__(self, config: RouterConfig, pool: TokenizerPool, context: Callable[[], int]) -> None:
         """`context` returns the model's context in tokens, 0 while it is unknown."""
@@ -55,7 +58,7 @@ class RequestReader:
         self._context = context
 
     async def json(self, tenant: str, body: bytes, parse: Callable[[bytes], _T]) -> _T:
-        """Return what `parse` returns for a JSON body, whose size was checked before."""
+        """Return the result of `parse` for a JSON body, whose size must have been checked."""
         if len(body) <= _INLINE_BYTES:
             return parse(body)
         limit, parts_max = self._items_max(), self._config.max_request_items // _PARTS_SHARE
@@ -67,7 +70,10 @@ class RequestReader:
         return await self._pool.run(tenant, len(body), read)
 
     async def message(self, tenant: str, kind: type[_M], data: bytes, build: Callable[[_M], _T]) -> _T:
-        """Return what `build` returns for an encoded message of type `kind`."""
+        """Decode a message of type `kind`, and return the result of `build` for it.
+
+        Raises InvalidArgument if the message is malformed or too large.
+        """
         check_size(len(data), self._config.listeners.max_request_bytes)
         if len(data) <= _INLINE_BYTES:
             return build(_decoded(kind, data))

@@ -1,29 +1,29 @@
-"""Stop strings: text that ends an answer, found even if it spans several pieces."""
+"""Stop strings: text that ends an answer, which is found even if it spans several pieces of text."""
 
 from collections.abc import Sequence
 
 
 class StopStrings:
-    """Searches one answer for its stop strings, and holds back text that may be the beginning of one."""
+    """Searches one answer for stop strings, and holds back text that may be the beginning of a stop string."""
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
-        """`include` is true if the stop string that matches is part of the answer."""
+        """`include` is True if the matching stop string is part of the answer."""
         self._stops = tuple(stops)
         self._include = include
         self._held = ""
         self.matched = ""
-        """The stop string that ended the answer, "" if none has."""
+        """The stop string that ended the answer; "" if none has."""
 
     @property
     def any(self) -> bool:
-        """True if there is a stop string."""
+        """True if there are stop strings."""
         return bool(self._stops)
 
     def add(self, piece: str, *, may_match: bool = True) -> str:
-        """Add a piece of text; return the text that may be sent now.
+        """Add a piece of text, and return the text that may be sent now.
 
-        With a match that is the text before the stop string, and the stop string itself if it is included. A stop
-        string that ends in a piece added without `may_match` is ordinary text.
+        With a match, this is the text before the stop string, and the stop string itself if it is included. A stop
+        string that ends in a piece added with `may_match` False is ordinary text.
         """
         if not self._stops or not piece:
             return piece
@@ -38,7 +38,7 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """Return the text held back, at an end without a stop string."""
+        """Return the text held back, at the end of an answer without a match."""
         held, self._held = self._held, ""
         return held
 

@@ -1,4 +1,7 @@
-"""The largest amount of text per token, which bounds a prompt's number of tokens before it is tokenized."""
+"""A lower bound of a prompt's number of tokens, from the largest number of bytes that one token can represent.
+
+With it, a prompt that cannot fit the context is rejected before it is tokenized.
+"""
 
 from __future__ import annotations
 
@@ -10,30 +13,30 @@ from typing import Any
 import tokenizers
 
 _UNICODE_FORMS = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend"})
-"""Normalizers that drop no text. NFKC shortens most: the four bytes of "𝐀" become the one of "A"."""
+"""Normalizers that drop no text. NFKC shortens text most: the four bytes of "𝐀" become the one byte of "A"."""
 _SHRINK_MAX = 4
 _WHOLE_SPLITS = frozenset({"ByteLevel", "Digits", "Metaspace", "Split", "Punctuation", "UnicodeScripts"})
-"""Pre-tokenizers that drop no text, unless they remove what they split at."""
+"""Pre-tokenizers that drop no text, unless they remove the text at which they split."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLength:
-    """A lower bound of the number of tokens of a text."""
+    """The bound of one tokenizer on the number of tokens of a text."""
 
     bytes_max: int = 0
-    """Most bytes of text that one token represents; 0 = no bound is known."""
+    """Largest number of bytes of text that one token represents; 0 = no bound is known."""
     unknown: bytes = b""
-    """Bytes without a token, which the tokenizer may drop."""
+    """The bytes that have no token, which the tokenizer may drop."""
 
     def fewest_tokens(self, text: str) -> int:
-        """Return a number of tokens below which no encoding of `text` can be; 0 if no bound is known."""
+        """Return a lower bound of the number of tokens of `text`; 0 if no bound is known."""
         return len(text.encode().translate(None, self.unknown)) // self.bytes_max if self.bytes_max else 0
 
 
 def token_length(tokenizer: Any, tokens: Iterable[bytes], byte_of: dict[str, int]) -> TokenLength:
     """Return the bound of a tokenizer of the `tokenizers` library.
 
-    `tokens` are the bytes of all tokens, `byte_of` maps the characters of byte-level tokenizers to bytes. There is no
+    `tokens` are the bytes of all tokens; `byte_of` maps the characters of byte-level tokenizers to bytes. There is no
     bound if a stage of the tokenizer may drop text, or if one token may represent any amount of text.
     """
     unknown = _unknown_bytes(tokenizer, byte_of)

@@ -1,4 +1,4 @@
-"""Log probabilities of tokens of answers and prompts with the tokens' bytes, in the form for clients."""
+"""Log probabilities of the tokens of answers and prompts, with the tokens' bytes, from which replies are made."""
 
 import math
 from codecs import getincrementaldecoder
@@ -11,7 +11,7 @@ from tandem.protocol.messages import PromptLogprobs, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A token, its UTF-8 bytes (possibly a partial character), and its log probability."""
+    """A token, its UTF-8 bytes (possibly an incomplete character), and its log probability."""
 
     token_id: int
     utf8: bytes
@@ -20,7 +20,7 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True)
 class TokenScore:
-    """A token of a text with the most likely alternatives; `offset` is the number of characters before it."""
+    """A token of a text with the most likely alternatives; `offset` is the number of characters before the token."""
 
     chosen: ScoredToken
     top: tuple[ScoredToken, ...]
@@ -30,7 +30,7 @@ class TokenScore:
 def format_logprobs(
     token_id: int, logprobs: TokenLogprobs, offset: int, token_bytes: Callable[[int], bytes]
 ) -> TokenScore:
-    """Add the bytes of `token_bytes` to the engine's log probabilities of one token."""
+    """Return the engine's log probabilities of one token, with the bytes of all tokens, which `token_bytes` returns."""
 
     def top() -> Iterator[ScoredToken]:
         for other, logprob in zip(logprobs.top_ids, logprobs.top, strict=True):
@@ -42,7 +42,7 @@ def format_logprobs(
 def format_prompt_logprobs(
     ids: Sequence[int], logprobs: PromptLogprobs, token_bytes: Callable[[int], bytes]
 ) -> list[TokenScore]:
-    """Return the scores of all tokens of a prompt; the first one, which follows nothing, has NaN."""
+    """Return the scores of all tokens of a prompt; the first token has no predecessor, so that its score is NaN."""
     decoder = getincrementaldecoder("utf-8")("replace")
     scores, offset = list[TokenScore](), 0
     for token_id, each in zip(ids, chain((TokenLogprobs(math.nan),), logprobs.tokens()), strict=True):

@@ -1,4 +1,4 @@
-"""The model's tokenizer: prompts to token ids and back."""
+"""The model's tokenizer, which turns prompts into token ids and token ids into text."""
 
 import re
 import secrets
@@ -18,26 +18,29 @@ from tandem.tokenizers.model_folder import read_json
 from tandem.tokenizers.tokenizer_formats import load_tokenizer
 
 _SPELLED_BYTE = re.compile("<0x[0-9A-F]{2}>")
-"""The token text for one byte of an unknown character in SentencePiece-style tokenizers."""
+"""The spelling of a token that stands for one byte of an unknown character, in SentencePiece-style tokenizers."""
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
     chr(0x100 + number): byte for number, byte in enumerate(sorted({*range(0x100)} - {*_PRINTABLE}))
 }
-"""The byte of each character of byte-level tokenizers: itself if printable, else the next one from U+0100 on."""
+"""Maps the characters of byte-level tokenizers to bytes.
+
+A printable byte is written as its own character, the others as the characters from U+0100 on.
+"""
 _CHARS_PER_TOKEN = 6
-"""The characters that are encoded first for each of the last tokens that are kept; English text has about four."""
+"""Characters per kept token that are encoded at the first try; English text has about four characters per token."""
 _CUT_TOKENS = 256
-"""The tokens that are dropped after a cut within the text, as they may differ from those of the whole text."""
+"""Number of tokens dropped after a cut within the text, because they may differ from those of the whole text."""
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
-    """A loaded tokenizer. Thread-safe; encoding a long text does not hold the GIL."""
+    """A loaded tokenizer with the model's chat templates. Thread-safe; encoding a long text does not hold the GIL."""
 
     def __init__(self, folder: Path, chat_template: str = "") -> None:
-        """Load the tokenizer in `folder`; raises ModelError if it has no usable one.
+        """Load the tokenizer in `folder`. Raises ModelError if the folder has no usable tokenizer.
 
-        `chat_template` is used instead of the folder's templates, unless it is "".
+        `chat_template` is the source of a template that replaces the folder's templates; "" keeps them.
         """
         loaded = load_tokenizer(folder)
         self._inner: Any = loaded.inner
@@ -56,33 +59,33 @@ class Tokenizer:
         for_tools = sources.get(FOR_TOOLS)
         self._tool_template = self._template if for_tools is None else ChatTemplate(for_tools, special)
         self.template_source = for_tools or source or ""
-        """The text of the template for conversations with tools; "" if there is none."""
+        """The source of the template for conversations with tools; "" if there is none."""
         self._special = {each.content: number for number, each in added.items() if each.special}
         self.facts: Mapping[str, Any] = {
             "tokenizer_class": config.get("tokenizer_class"),
             "chat_template": source,
             **special,
         }
-        """The class that tokenizer_config.json names, the chat template, and the special tokens by name."""
+        """The tokenizer class that tokenizer_config.json names, the chat template, and the special tokens by name."""
         self.vocab_size: int = self._inner.get_vocab_size(with_added_tokens=True)
-        """Number of ids of this tokenizer; the model's embedding may have more."""
+        """Number of token ids of the tokenizer; the model's embedding may have more."""
         self._break_up([each.content for each in added.values() if each.special])
         mask = self._inner.encode("a").special_tokens_mask
         self._special_before = next((number for number, special in enumerate(mask) if not special), 0)
         self._length = token_length(self._inner, map(self.token_bytes, range(self.vocab_size)), _BYTE_OF)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, last: int | None = None) -> list[int]:
-        """Return the token ids of a plain prompt, with the model's special tokens around it unless told otherwise.
+        """Return the token ids of a plain prompt, with the model's special tokens around it if `add_special_tokens`.
 
-        Special tokens in the text are encoded as such, because clients with templates of their own send plain prompts.
-        `last` is the largest number of ids: tokens at the beginning of the text are left out, special tokens before it
-        are not. Only the end of a long text is encoded then. Its ids are those of the whole text, because tokenizers
-        merge within words, unless a single run without a word's end is longer than `_CUT_TOKENS` tokens.
+        Special tokens within the text are encoded as such, because clients with their own templates send plain prompts.
+        `last` limits the number of ids: tokens at the beginning of the text are dropped, but not the special tokens
+        before it. With `last`, only the end of a long text is encoded. The ids are those of the whole text, because
+        tokenizers merge within words, unless a single word is longer than `_CUT_TOKENS` tokens.
         """
         return self._encode_last(text, last, special=add_special_tokens)
 
     def encode_chat(self, turns: Sequence[ChatTurn], variables: Mapping[str, Any] = NO_VARIABLES) -> list[int]:
-        """Return the token ids of a conversation: `encode_rendered` of `render_chat`."""
+        """Return the token ids of a conversation: `render_chat`, then `encode_rendered`."""
         return self.encode_rendered(self.render_chat(turns, variables))
 
     def render_chat(
@@ -92,9 +95,11 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         end: PromptEnd = PromptEnd.NEXT_TURN,
     ) -> str:
-        """Render a conversation through the chat template with the client's `variables` and `tools`, up to `end`.
+        """Render a conversation with the chat template, the client's `variables` and `tools`; it ends at `end`.
 
-        The template adds special tokens; those in a turn, a variable or a tool are broken up.
+        Only the template adds special tokens: special tokens in a turn, a variable or a tool are split into ordinary
+        text, so that clients cannot forge turns. Raises InvalidArgument if the model has no template, or if the
+        template rejects the conversation.
         """
         template = self._tool_template if tools else self._template
         if template is None:
@@ -114,9 +119,9 @@ class Tokenizer:
         return template.render(spelled, given, offered, end)
 
     def encode_rendered(self, text: str, *, add_special_tokens: bool = False, last: int | None = None) -> list[int]:
-        """Return the token ids of a text from `render_chat`; the broken-up special tokens become ordinary text.
+        """Return the token ids of a text from `render_chat`; special tokens that it has split become ordinary text.
 
-        `add_special_tokens` and `last` are those of `encode`.
+        `add_special_tokens` and `last` are the same as in `encode`.
         """
         return self._encode_last(text, last, special=add_special_tokens)
 
@@ -133,26 +138,26 @@ class Tokenizer:
         return least
 
     def special_ids(self, texts: Sequence[str]) -> dict[int, str]:
-        """Return those of `texts` that are special tokens, by their ids."""
+        """Return the texts among `texts` that are special tokens, by token id."""
         return {self._special[text]: text for text in texts if text in self._special}
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`, without special tokens and unknown ids."""
+        """Return the text of `ids`; special tokens and unknown ids are left out."""
         text: str = self._inner.decode(ids, skip_special_tokens=True)
         return text
 
     def decode_all(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids` with special tokens, without unknown ids; does not hold the GIL."""
+        """Return the text of `ids` with special tokens; unknown ids are left out. Does not hold the GIL."""
         known = [i for i in ids if i != self._break_id]
         text: str = self._inner.decode_batch([known], skip_special_tokens=False)[0]
         return text
 
     def spellings(self, ids: Sequence[int]) -> list[str]:
-        """Return the tokenizer's own spelling of each id."""
+        """Return the tokenizer's own string for each id, such as "Ġthe"; "" for an unknown id."""
         return [self._inner.id_to_token(i) or "" for i in ids]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the UTF-8 bytes of one token, special tokens included; b"" for an unknown id."""
+        """Return the UTF-8 bytes of one token, which may be a special token; b"" for an unknown id."""
         if token_id in self._added:
             return self._added[token_id].encode()
         token: str | None = self._inner.id_to_token(token_id)
@@ -165,7 +170,10 @@ class Tokenizer:
         return token.replace("▁", " ").encode()
 
     def _encode_last(self, text: str, last: int | None, *, special: bool) -> list[int]:
-        """Return the last `last` ids of `text`, or all; encodes at most twice the text that they need, from its end."""
+        """Return the last `last` ids of `text`, or all ids.
+
+        Encodes longer and longer ends of the text, at most twice as much text as the ids need.
+        """
         if last is None:
             return self._encode(text, special=special)
         chars = _CHARS_PER_TOKEN * (last + _CUT_TOKENS)
@@ -183,16 +191,16 @@ class Tokenizer:
         return [i for i in ids if i != self._break_id] if self._break in text else ids
 
     def _last(self, ids: list[int], count: int | None, *, special: bool) -> list[int]:
-        """Return the last `count` ids, or all; `special` is true if special tokens are before the text, which stay."""
+        """Return the last `count` ids, or all ids; with `special`, the special tokens before the text are kept."""
         if count is None or len(ids) <= count:
             return ids
         kept = min(self._special_before if special else 0, count)
         return ids[:kept] + ids[len(ids) - (count - kept) :]
 
     def _break_up(self, special: list[str]) -> None:
-        """Add a separator token that splits the text around it into separate tokens and has no text of its own.
+        """Add a separator token, which splits the text around it into separate tokens and is removed after encoding.
 
-        It consists of random digits, which templates' filters do not change and clients cannot guess.
+        Its text is random digits, which filters of templates do not change and clients cannot guess.
         """
         self._break = f"{secrets.randbelow(10**20):020d}"
         self._inner.add_special_tokens([AddedToken(self._break, normalized=False)])
@@ -200,11 +208,11 @@ class Tokenizer:
         self._begins_special = re.compile(_first_characters_of(special))
 
     def _as_text(self, text: str) -> str:
-        """Return `text` with each special token in it broken up after its first character."""
+        """Return `text` with the separator inserted after the first character of each special token."""
         return self._begins_special.sub(lambda found: found.group() + self._break, text)
 
     def _all_as_text(self, value: Any) -> Any:
-        """Return a JSON `value` with `_as_text` applied to each string in it."""
+        """Return the JSON `value` with `_as_text` applied to each string in it."""
         if isinstance(value, str):
             return self._as_text(value)
         if isinstance(value, list):
@@ -214,7 +222,7 @@ class Tokenizer:
         return value
 
     def _follow_bos_and_eos(self, config: dict[str, Any], special: dict[str, str]) -> None:
-        """Let explicit add_bos_token and add_eos_token override tokenizer.json's post-processor, as in transformers."""
+        """Let add_bos_token and add_eos_token, if set, override tokenizer.json's post-processor, as in transformers."""
         if "add_bos_token" not in config and "add_eos_token" not in config:
             return
         bos = special.get("bos_token") if config.get("add_bos_token") else None
@@ -227,8 +235,8 @@ class Tokenizer:
 def _first_characters_of(texts: Sequence[str]) -> str:
     """Return a pattern that matches the first character of each occurrence of one of `texts`.
 
-    It is a trie, so that it reads each character about once: some models have a thousand special tokens, and a search
-    holds the GIL.
+    The pattern is a trie, so that each character is read about once: some models have a thousand special tokens, and a
+    search holds the GIL.
     """
     patterns = (f"{re.escape(first)}(?={_any_of(rests)})" for first, rests in _by_first(texts).items())
     return "|".join(patterns) or "(?!)"
@@ -243,7 +251,7 @@ def _any_of(texts: Sequence[str]) -> str:
 
 
 def _by_first(texts: Sequence[str]) -> dict[str, list[str]]:
-    """Group `texts` by their first character; the values are the rests after it."""
+    """Group `texts` by their first character; the values are the texts without it."""
     rests: dict[str, list[str]] = {}
     for text in texts:
         rests.setdefault(text[0], []).append(text[1:])
@@ -251,7 +259,7 @@ def _by_first(texts: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Return the texts of the special tokens by name; older folders have them in special_tokens_map.json."""
+    """Return the texts of the special tokens by name; older folders define them in special_tokens_map.json."""
     found: dict[str, str] = {}
     for source in (read_json(folder, "special_tokens_map.json"), config):
         for name in _SPECIAL_NAMES:

@@ -15,7 +15,7 @@ from tandem.protocol.errors import TandemError, Unavailable
 
 _T = TypeVar("_T")
 _JOB_BYTES_MIN = 4 << 10
-"""The least size a job counts as, in bytes, because every job has a fixed cost."""
+"""The smallest size that a job counts as, in bytes, because every job has a fixed cost."""
 
 
 @dataclass(slots=True, eq=False)
@@ -28,8 +28,8 @@ class _Job:
 class TokenizerPool:
     """Runs jobs in threads, round robin over the tenants.
 
-    A tenant's next job waits for at most one job of each other tenant. The waiting jobs are bounded in bytes. Belongs
-    to the event loop; close it to stop its threads.
+    A tenant's next job waits for at most one job of each other tenant. The total size of waiting jobs is bounded. Its
+    owner, a `RequestValidator` or `FormatCompiler`, calls it on the event loop and must `close` it.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class TokenizerPool:
         self._waiting: dict[str, deque[_Job]] = {}
         """Waiting jobs by tenant, in round-robin order; tenants without a job are absent."""
         self._bytes: Counter[str] = Counter()
-        """Waiting bytes of each tenant."""
+        """The number of waiting bytes, by tenant."""
 
     @property
     def waiting(self) -> int:
@@ -63,10 +63,10 @@ class TokenizerPool:
         return sum(map(len, self._waiting.values()))
 
     async def run(self, tenant: str, size: int, work: Callable[[], _T]) -> _T:
-        """Run `work`, which processes `size` bytes of this tenant; return or raise its result.
+        """Run `work` in a thread, which processes `size` bytes of the tenant; return its result or raise its error.
 
-        Raises Refused if too many bytes wait already. Cancelling the caller removes a waiting job; running work
-        goes on.
+        Raises Refused if too many bytes wait already. If the caller is cancelled, a waiting job is removed, but a
+        running one continues.
         """
         job = _Job(max(size, _JOB_BYTES_MIN), work, asyncio.get_running_loop().create_future())
         if not self._idle:
@@ -84,7 +84,7 @@ class TokenizerPool:
         return result
 
     def close(self) -> None:
-        """Start no more jobs, and fail the waiting ones with Unavailable."""
+        """Stop starting jobs, and fail the waiting jobs with Unavailable."""
         for jobs in self._waiting.values():
             for job in jobs:
                 _refuse(job, Unavailable("the router is stopping; send the request again"))
@@ -93,9 +93,9 @@ class TokenizerPool:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _free_capacity(self, tenant: str, size: int) -> None:
-        """Reject the newest job of the tenant with the most waiting bytes until `size` more bytes fit.
+        """Reject the newest job of the tenant with the most waiting bytes, until `size` more bytes fit.
 
-        Raises Refused if that tenant is the caller's.
+        Raises Refused if the caller's tenant would have the most waiting bytes itself.
         """
         while self._bytes.total() + size > self._waiting_bytes_max:
             full = Refused(
@@ -130,7 +130,7 @@ class TokenizerPool:
             jobs = self._waiting[tenant]
             job = jobs.popleft()
             self._left(tenant, job)
-            if jobs:  # its next turn comes after the other tenants'
+            if jobs:  # the tenant's next turn comes after those of the other tenants
                 self._waiting[tenant] = self._waiting.pop(tenant)
             self._idle -= 1
             self._running[tenant] += 1

@@ -12,11 +12,11 @@ from router.text.request_items import check_json_items
 from tandem.protocol.errors import InvalidArgument
 
 _ARGUMENT_ITEMS_MAX = 1 << 16
-"""Most items in the arguments of one call; parsing more would hold the GIL too long."""
+"""Limit of the JSON items in the arguments of one call; to parse more would hold the GIL too long."""
 
 
 class ToolChoice(StrEnum):
-    """The calls that the answer may or must have."""
+    """Whether the answer may or must call tools: not at all, as the model decides, any tool, or a named function."""
 
     NONE = "none"
     AUTO = "auto"
@@ -26,24 +26,24 @@ class ToolChoice(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ToolOptions:
-    """The fields of a request about tools."""
+    """The tools of a request and the choice among them. An immutable part of `Conversation`."""
 
     tools: tuple[Mapping[str, Any], ...] = ()
-    """The tools in the form for chat templates: type and function, with name, description and parameters."""
+    """The tools in the form of chat templates: type, and function with name, description and parameters."""
     choice: ToolChoice = ToolChoice.NONE
     function: str = ""
-    """The function to call if `choice` names one."""
+    """The name of the function to call if `choice` is FUNCTION, else ""."""
     parallel: bool = True
     """False if only the first call is returned."""
     chars: int = field(init=False, default=0)
-    """About how many characters the tools have; counted where a body is read, as it takes long for large ones."""
+    """The approximate number of characters of the tools, counted where the body is parsed: large ones take long."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "chars", len(str(self.tools)))
 
     @property
     def forced(self) -> bool:
-        """True if the answer must be a call."""
+        """True if the answer must be a tool call."""
         return self.choice in (ToolChoice.REQUIRED, ToolChoice.FUNCTION)
 
     @property
@@ -59,9 +59,9 @@ class ToolOptions:
 
 
 def call_arguments(field: str, text: str) -> Any:
-    """Return the arguments of an earlier call for the chat template: as an object if they are one, else their text.
+    """Return the arguments of an earlier call for the chat template: parsed if they are a JSON object, else as text.
 
-    Raises InvalidArgument with `field` if they have too many items.
+    Raises InvalidArgument, which names `field`, if they have too many items.
     """
     if not text:
         return {}

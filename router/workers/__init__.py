@@ -1,1 +1,1 @@
-"""The router's connections to workers: membership, one link for each, leases, and updates of their prefix caches."""
+"""The router's connections to the workers: membership, one link per worker, leases, and prefix cache updates."""

@@ -1,4 +1,4 @@
-"""An operator's calls to load and unload adapters, which the controller executes for the whole cluster."""
+"""The operator's calls that load and unload adapters, which the controller executes for the whole cluster."""
 
 from __future__ import annotations
 
@@ -16,24 +16,27 @@ from tandem.protocol.generated.tandem.v1 import types_pb2
 from tandem.protocol.messages import AdapterFacts
 
 _CHANGE_S = 300.0
-"""Timeout of a change, in seconds: each worker reads the adapter's files."""
+"""Timeout of a change, in seconds; it is long because each worker reads the adapter's files."""
 _FOLLOW_S = 10.0
-"""Timeout for this router to follow a change that the controller has made, in seconds."""
+"""Timeout of the wait until this router sees a change that the controller has made, in seconds."""
 
 _Reply = TypeVar("_Reply")
 
 
 class AdapterCalls:
-    """Calls of one router, which has followed a change when a call returns; other routers follow within moments."""
+    """Loads and unloads adapters through the controller. The router has one; all calls are on the event loop.
+
+    When a call returns, this router applies the change; other routers apply it within moments.
+    """
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
 
     async def load(self, name: str, path: str) -> AdapterFacts:
-        """Have every worker load the adapter in `path`; return it once requests may name it.
+        """Make every worker load the adapter in the folder `path`; return it once requests may name it.
 
-        See `Adapters.load` in `tandem/cluster/operations/adapters.py` for the errors; Unavailable if there is no
-        controller.
+        Raises the errors of `Adapters.load` in `tandem/cluster/operations/adapters.py`, Unavailable if there is no
+        controller, and DeadlineExceeded if this router does not see the change in time.
         """
         request = types_pb2.LoadAdapterRequest(lora_name=name, lora_path=path)
         reply = await _typed(self._pool.controller.LoadAdapter(request, timeout=_CHANGE_S))
@@ -42,7 +45,7 @@ class AdapterCalls:
         return adapter
 
     async def unload(self, name: str) -> None:
-        """Have requests name an adapter no more; NotFound if it is not loaded."""
+        """Unload the adapter `name`, so that new requests cannot name it. Raises NotFound if it is not loaded."""
         request = types_pb2.UnloadAdapterRequest(lora_name=name)
         await _typed(self._pool.controller.UnloadAdapter(request, timeout=_CHANGE_S))
         await self._follow(lambda: all(adapter.name != name for adapter in self._pool.adapters))

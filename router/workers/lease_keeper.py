@@ -1,4 +1,7 @@
-"""Renews leases until the decode worker has admitted their requests, with one heartbeat for all of a worker."""
+"""Renews leases until the decode worker has admitted their requests, with one heartbeat for all leases of a worker.
+
+A lease that is not renewed expires, so that a decode worker gets its pages back even if the router dies.
+"""
 
 import asyncio
 import logging
@@ -11,14 +14,18 @@ from tandem.protocol.messages import GrantedLease, Lease
 log = logging.getLogger(__name__)
 
 Beat = Callable[[Sequence[Lease], float], Awaitable[frozenset[Lease]]]
-"""A function that sends one heartbeat with a deadline in seconds and returns the leases the worker has lost."""
+"""A function that sends one heartbeat with a deadline in seconds; it returns the leases that the worker lacks."""
 
 _ROUNDS_TO_BELIEVE = 3
-"""Number of consecutive heartbeats that must report a lease as unknown: together one lease duration."""
+"""Number of consecutive heartbeats that must report a lease as unknown; they take one lease duration together."""
 
 
 class LeaseKeeper:
-    """The leases of one decode worker whose requests are not yet admitted."""
+    """Renews the leases of one decode worker whose requests it has not admitted yet.
+
+    The `WorkerLink` owns it; all calls are on the event loop. `on_lost` is called with each lease that the worker no
+    longer holds.
+    """
 
     def __init__(self, beat: Beat, on_lost: Callable[[Lease], None]) -> None:
         self._beat = beat
@@ -31,13 +38,13 @@ class LeaseKeeper:
         return len(self._held)
 
     def keep(self, granted: GrantedLease) -> None:
-        """Renew this lease until `drop`; a later lease of the same request replaces it."""
+        """Renew the lease until `drop` is called; a later lease of the same request replaces it."""
         self._held[granted.lease.request_id] = granted
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name="router-heartbeats")
 
     def drop(self, request_id: str) -> None:
-        """Stop renewing the lease of a request that was admitted or is over."""
+        """Stop renewing the lease of a request that was admitted or has ended."""
         self._held.pop(request_id, None)
 
     def close(self) -> None:
@@ -49,7 +56,7 @@ class LeaseKeeper:
     async def _run(self) -> None:
         """Send a heartbeat every third of the shortest lease duration.
 
-        Each has its deadline before the next one, so that a lease outlives one stalled call.
+        The deadline of a heartbeat is the time of the next one, so that a lease survives one stalled call.
         """
         due = time.monotonic()
         while self._held:
@@ -67,9 +74,9 @@ class LeaseKeeper:
         try:
             unknown = await self._beat(leases, timeout_s)
         except TandemError:
-            return  # a dead worker is detected by its stream, a slow one gets the next heartbeat
-        # A lease whose request was just admitted is unknown too, and its event may still be in flight: a lease counts
-        # as lost only if it stays unknown and is not admitted meanwhile.
+            return  # the event stream detects a dead worker, and a slow worker gets the next heartbeat
+        # The worker also reports a lease as unknown if it has just admitted the request, and the event that says so may
+        # still be in flight. So a lease counts as lost only if it stays unknown without an admission.
         self._unknown_rounds = {
             lease: self._unknown_rounds.get(lease, 0) + 1 for lease in unknown if self._holds(lease)
         }

@@ -1,6 +1,6 @@
 """Heartbeats to a worker, which detect that its process is stopped or that its event loop hangs.
 
-The event loop of a worker answers while its engine computes, so that a long step is no silence.
+A worker's event loop answers heartbeats while its engine computes, so that a long step does not look like silence.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from tandem.protocol.errors import TandemError
 log = logging.getLogger(__name__)
 
 BEATS = 4
-"""Number of heartbeats within the time after which a worker counts as silent, so that one late reply is not enough."""
+"""Number of heartbeats within `silence_s`, so that one late reply does not make a worker count as silent."""
 
 
 class LivenessProbe:
-    """The heartbeats to one worker, sent while `needed`. Any message from it counts as a reply."""
+    """Sends heartbeats to one worker while `needed` returns True; any message from the worker counts as a reply.
+
+    The `WorkerLink` owns it; all calls are on the event loop.
+    """
 
     def __init__(
         self,
@@ -31,8 +34,8 @@ class LivenessProbe:
     ) -> None:
         """Create the probe; `run` sends the heartbeats.
 
-        `ask` sends a heartbeat and returns with its reply. After `silence_s` seconds without one the worker counts as
-        silent; 0 = never. `on_change` is called when it becomes silent, and when it responds again.
+        `ask` sends a heartbeat and returns when the reply arrives. After `silence_s` seconds without a reply the worker
+        counts as silent; 0 = never. `on_change` is called when the worker becomes silent and when it responds again.
         """
         self._call = ask
         self._silence_s = silence_s
@@ -67,7 +70,7 @@ class LivenessProbe:
             log.exception("a change of a worker's liveness was not processed completely")
 
     def _ask(self) -> None:
-        """Send one heartbeat at a time: the reply to an old one is as good as any."""
+        """Send a heartbeat unless one is in flight, whose reply is as good as another's."""
         if not self._needed():
             self._heartbeat.beat()
         elif self._asking is None or self._asking.done():
@@ -77,5 +80,5 @@ class LivenessProbe:
         try:
             await self._call()
         except TandemError:
-            return  # a dead worker is detected by its event stream
+            return  # the event stream detects a dead worker
         self._heartbeat.beat()

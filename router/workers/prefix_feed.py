@@ -1,16 +1,24 @@
-"""Applies one worker's prefix cache updates to the prefix index."""
+"""Applies one worker's prefix cache updates to the prefix index.
+
+Updates are numbered batches of stored and removed pages. A gap in the numbers means lost updates, after which the
+worker's full list of pages is loaded.
+"""
 
 from router.placement.prefix_index import PrefixIndex
 from tandem.protocol.prefixes import PrefixChanges, PrefixList
 
 _KEPT_MAX = 1024
-"""Most batches kept while a full list is loaded; beyond it the oldest are dropped and another list is needed."""
+"""Largest number of batches kept while a full list is loaded; if more arrive, the oldest are dropped.
+
+Another full list is needed then.
+"""
 
 
 class PrefixFeed:
-    """Applies batches in order; after a gap it waits for the full list of pages.
+    """Applies one worker's batches in order; after a gap it keeps them until the full list of pages is loaded.
 
-    It starts out of sync, because a worker may have cached pages before this router connected.
+    The `WorkerLink` owns it; all calls are on the event loop. It starts out of sync, because a worker may have cached
+    pages before this router connected.
     """
 
     def __init__(self, index: PrefixIndex, slot: int) -> None:
@@ -21,14 +29,14 @@ class PrefixFeed:
 
     @property
     def in_step(self) -> bool:
-        """True if the index is in sync with the worker; otherwise a list must be loaded."""
+        """True if the index is in sync with the worker; otherwise a full list must be loaded."""
         return self._sequence is not None
 
     def take(self, changes: PrefixChanges) -> None:
-        """Process the worker's next batch."""
+        """Apply the worker's next batch; a repeated batch is ignored, and one after a gap is kept for `load`."""
         if self._sequence is not None:
             if changes.sequence <= self._sequence:
-                return
+                return  # the full list already includes this batch
             if changes.sequence == self._sequence + 1:
                 self._apply(changes)
                 return
@@ -37,7 +45,7 @@ class PrefixFeed:
         del self._kept[:-_KEPT_MAX]
 
     def load(self, pages: PrefixList) -> None:
-        """Replace the worker's pages by a full list, then apply the newer batches that arrived meanwhile."""
+        """Replace the worker's pages by a full list, then apply the newer batches that arrived in the meantime."""
         self._index.clear(self._slot)
         for run in pages.stored:
             self._index.store(self._slot, run.digests)
@@ -47,7 +55,7 @@ class PrefixFeed:
             self.take(changes)
 
     def lose(self) -> None:
-        """Clear the worker's pages after its stream broke; the next batch has a gap."""
+        """Clear the worker's pages, because its event stream broke; a full list must be loaded again."""
         self._sequence = None
         self._kept.clear()
         self._index.clear(self._slot)

@@ -1,4 +1,4 @@
-"""Decides whether requests wait while the only worker of a role is replaced."""
+"""Decides whether requests wait, instead of failing, while the only worker of a role is replaced."""
 
 from __future__ import annotations
 
@@ -8,21 +8,24 @@ from router.placement.worker_state import Clock
 
 
 class Recovery:
-    """The times in which no request can be served, but will be once an expected worker serves."""
+    """Tracks the times in which no request can be served until an expected worker serves.
+
+    The dispatcher owns it; all calls are on the event loop.
+    """
 
     def __init__(self, longest_s: float, clock: Clock) -> None:
-        """Requests wait for at most `longest_s` seconds, by `clock`; 0 = never."""
+        """`longest_s` is the longest time that requests wait for a worker, in seconds by `clock`; 0 = no waiting."""
         self._longest_s = longest_s
         self._clock = clock
         self._began_s = math.inf
         self._ended_s = -math.inf
         self.waits = False
-        """True while requests wait."""
+        """True while requests wait for an expected worker."""
 
     def update(self, *, recovering: bool) -> bool:
-        """Follow the workers: `recovering` is True while requests can be served only by an expected worker.
+        """Update `waits`, and return True if it has changed; called after each change of the workers and periodically.
 
-        Returns True if `waits` has changed. Called after each change of the workers, and periodically.
+        `recovering` is True while requests can be served only once an expected worker serves.
         """
         now = self._clock()
         self._began_s = min(self._began_s, now) if recovering else math.inf
@@ -32,5 +35,8 @@ class Recovery:
         return waited != self.waits
 
     def waited_s(self, since_s: float) -> float:
-        """Return for how long a request waits that was queued at `since_s`, without times in which all wait."""
+        """Return how long a request that was queued at `since_s` has waited since the last recovery, in seconds.
+
+        During a recovery it is 0: the queue timeout does not count times in which no request could be served.
+        """
         return 0.0 if self.waits else self._clock() - max(since_s, self._ended_s)

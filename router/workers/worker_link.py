@@ -1,4 +1,7 @@
-"""The router's connection to one incarnation of a worker: a channel, an event stream, and its placement state."""
+"""The router's connection to one incarnation of a worker: a channel, an event stream, and the worker's placement state.
+
+The event stream carries all step outputs. If it breaks, the worker cancels every request of this router.
+"""
 
 from __future__ import annotations
 
@@ -33,32 +36,36 @@ from tandem.protocol.prefixes import PrefixList
 log = logging.getLogger(__name__)
 
 _RECONNECT_S = (0.05, 1.0)
-"""First and longest backoff before the event stream is reopened, in seconds."""
+"""First and longest pause before the event stream is opened again, in seconds."""
 _ABORT_TRIES = 3
+"""Number of tries of an Abort call that fails with another error than DeadlineExceeded or Unavailable."""
 _LIST_PAUSE_S = 1.0
-"""Pause before a failed listing of the prefix cache is retried, in seconds."""
+"""Pause before a failed ListPrefixes call is retried, in seconds."""
 
 _Reply = TypeVar("_Reply")
 
 
 class LinkObserver(Protocol):
-    """The observer of a worker's events. All calls come on the event loop."""
+    """The observer of a worker's events, implemented by the dispatcher. All calls come on the event loop."""
 
     def on_step(self, link: WorkerLink, step: StepOutput) -> None:
-        """Called with each step output."""
+        """Called with each step output of the worker."""
 
     def on_lost(self, link: WorkerLink) -> None:
-        """Called when the event stream broke: the worker has cancelled, or lost, every request of this router."""
+        """Called when the event stream breaks: the worker has cancelled or lost every request of this router."""
 
     def on_lease_lost(self, link: WorkerLink, lease: Lease) -> None:
-        """Called when the worker no longer holds a lease whose request was not admitted."""
+        """Called when the worker no longer holds a lease although it has not admitted the request."""
 
     def on_change(self) -> None:
         """Called when a worker connects, disconnects, falls silent, responds again or has capacity again."""
 
 
 class WorkerLink:
-    """A connection to one incarnation of a worker. The `WorkerPool` opens and closes it."""
+    """The connection to one incarnation of a worker. The `WorkerPool` owns, opens and closes it.
+
+    All calls are on the event loop, where it runs two tasks: the event stream and the liveness probe.
+    """
 
     def __init__(
         self,
@@ -73,7 +80,7 @@ class WorkerLink:
     ) -> None:
         self.connected = False
         self.retired = False
-        """True if the worker left the cluster: it gets no new requests, running ones may end."""
+        """True if the worker left the cluster: it gets no new requests, and its running requests may finish."""
         self.state = WorkerState(info, time.monotonic)
         self._fleet = fleet
         fleet.join(self.state)
@@ -98,7 +105,7 @@ class WorkerLink:
 
     @property
     def info(self) -> WorkerInfo:
-        """The worker's latest registration."""
+        """The worker's latest registration at the controller."""
         return self.state.info
 
     @property
@@ -113,7 +120,10 @@ class WorkerLink:
 
     @property
     def may_return(self) -> bool:
-        """True if the worker is not live, and will be once it responds: its supervisor replaces it otherwise."""
+        """True if the worker is not live but will be once it connects or responds.
+
+        If it does not, its supervisor replaces it.
+        """
         gone = self.retired or self.info.open is None
         return not (self.live or gone or self.info.not_ready)
 
@@ -130,30 +140,33 @@ class WorkerLink:
         self._fleet.set_live(self.state, live=self.live)
 
     def remove_answer(self, request_id: str) -> None:
-        """Remove a request from the decode state, and stop renewing its lease."""
+        """Remove the request's answer from the worker's placement state, and stop renewing its lease."""
         self.leases.drop(request_id)
         self.state.remove_answer(request_id)
 
     def back_off(self) -> None:
-        """Place nothing there for `BACK_OFF_S`, as it refused a request."""
+        """Place no requests on the worker for `BACK_OFF_S`, because it refused one."""
         self.state.back_off()
         asyncio.get_running_loop().call_later(BACK_OFF_S, self._observer.on_change)
 
     # ---- calls ----
 
     async def reserve(self, reservation: Reservation) -> GrantedLease:
-        """Reserve pages on a decode worker; returns the lease or raises the worker's `TandemError`."""
+        """Reserve pages on the worker and return the lease. Raises the `TandemError` with which the worker refuses."""
         request = conversion.to_proto(reservation, worker_pb2.ReserveRequest)
         return conversion.from_proto(await self._call(self._stub.Reserve(request, timeout=self._timeout)), GrantedLease)
 
     async def prefill(self, task: PrefillTask) -> None:
-        """Send a prompt to a prefill worker; raises the worker's `TandemError` if it rejects it."""
+        """Send a prompt to the worker. Raises the `TandemError` with which the worker refuses it."""
         await self._call(
             self._stub.Prefill(conversion.to_proto(task, worker_pb2.PrefillRequest), timeout=self._timeout)
         )
 
     def abort(self, ref: RequestRef) -> None:
-        """Abort `ref` and its earlier attempts on the worker; aborts of one event loop turn are batched."""
+        """Abort the attempt `ref` and earlier attempts of its request on the worker.
+
+        The call returns at once. Aborts of one turn of the event loop are sent together, with retries.
+        """
         if not self._aborts:
             self._spawn(self._send_aborts())
         self._aborts.append(ref)
@@ -168,7 +181,7 @@ class WorkerLink:
             try:
                 await self._call(self._stub.Abort(message, timeout=self._timeout))
             except DeadlineExceeded as error:
-                # The worker may be stalled. If the stream breaks, it cancels this router's requests anyway.
+                # The worker may be stalled: try again. If the stream breaks, it cancels this router's requests anyway.
                 if not self.connected:
                     self._log_lost_aborts(refs, error)
                     return
@@ -196,13 +209,13 @@ class WorkerLink:
 
     @property
     def name(self) -> str:
-        """The worker's name in log and error texts."""
+        """The worker's name in logs and error messages."""
         return f"worker {self.info.peer.worker_id}"
 
     # ---- liveness ----
 
     def _needs_reply(self) -> bool:
-        """Return True while it matters whether the worker responds."""
+        """Return True while the worker has requests of this router, or is silent and may respond again."""
         return self.connected and (bool(self.request_ids) or self._probe.silent)
 
     def _follow_probe(self) -> None:
@@ -238,7 +251,10 @@ class WorkerLink:
             self._observer.on_step(self, step)
 
     def _learn(self, step: StepOutput) -> None:
-        """Apply the load report and prefix cache updates of a step; a failure degrades placement, not requests."""
+        """Apply the load report and the prefix cache updates of a step.
+
+        An exception is only logged: it makes placement worse, but must not end the requests of the stream.
+        """
         try:
             self.state.report(step.load)
             for changes in step.prefixes:
@@ -261,12 +277,12 @@ class WorkerLink:
         self._observer.on_change()
 
     def _keep_in_step(self) -> None:
-        """Request the full list of cached pages if batches are missing and no listing runs."""
+        """Start loading the full list of cached pages if updates are missing and no such task runs."""
         if not self._prefixes.in_step and (self._listing is None or self._listing.done()):
             self._listing = asyncio.create_task(self._list_prefixes(), name=f"prefixes-{self.info.peer.worker_id}")
 
     async def _list_prefixes(self) -> None:
-        """Load the full list of cached pages, with retries; meanwhile placement works without it."""
+        """Load the full list of cached pages, with retries; until then placement works without it."""
         while self.connected and not self._prefixes.in_step:
             try:
                 reply = await self._call(
@@ -285,7 +301,7 @@ class WorkerLink:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Send the last aborts, end the stream and close the channel; requests still on the worker are lost."""
+        """End the stream, send the last aborts and close the channel; requests still on the worker count as lost."""
         asked = [self._stream, self._probing] if self._listing is None else [self._stream, self._probing, self._listing]
         for task in asked:
             task.cancel()

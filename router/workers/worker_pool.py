@@ -1,4 +1,8 @@
-"""The workers of the cluster as the controller lists them, with one link to each."""
+"""The workers of the cluster as the controller lists them, with one link to each.
+
+The router watches the controller's membership stream. Without a controller it keeps the last membership and continues
+to serve.
+"""
 
 from __future__ import annotations
 
@@ -25,76 +29,83 @@ from tandem.protocol.mode import Mode
 log = logging.getLogger(__name__)
 
 _RETRY_S = (0.1, 2.0)
-"""First and longest backoff before the controller is watched again, in seconds."""
+"""First and longest pause before the controller is watched again, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model as the workers loaded it, and the largest requests they can hold, in tokens."""
+    """The model as the workers have loaded it, and the largest requests that they can hold. An immutable value."""
 
     facts: ModelFacts
     prefill_tokens_max: int
+    """Number of tokens that the largest prefill worker can hold."""
     decode_tokens_max: int
+    """Number of tokens that the largest decode worker can hold for answers."""
     decode_tokens_min: int
-    """Tokens that every decode worker can hold."""
+    """Number of tokens that every decode worker can hold for answers."""
     page_tokens: int = 0
-    """Tokens per KV page; 0 = page sizes differ among workers, so that pages have no common digests."""
+    """Tokens per KV page; 0 if page sizes differ among workers, so that pages have no common digests."""
 
 
 class PoolObserver(LinkObserver, Protocol):
-    """An observer of the workers and of the cluster's mode."""
+    """The observer of the workers and of the cluster's mode, implemented by the dispatcher."""
 
     def on_mode(self, mode: str) -> None:
         """Called when the placement mode changes to `mode`, the value of a `Mode`."""
 
 
 class WorkerPool:
-    """Watches the cluster's membership. Links of workers that left are kept until their last request has ended."""
+    """Watches the cluster's membership, and opens and closes the links to the workers.
+
+    The dispatcher owns it; all calls are on the event loop. Links of workers that left the cluster are kept until their
+    last request has ended.
+    """
 
     def __init__(self, config: RouterConfig, observer: PoolObserver) -> None:
         self._config = config
         self._observer = observer
         self.fleet = Fleet()
-        """The live workers, used by placement."""
+        """The state of the workers for placement."""
         self._links: dict[PeerRef, WorkerLink] = {}
         self._model: ServedModel | None = None
         self.mode = config.mode.value
         """The placement mode set by the controller, the value of a `Mode`."""
         self.adapters: tuple[AdapterFacts, ...] = ()
-        """The adapters that the controller lists, where they may change while the cluster serves."""
+        """The adapters that the controller lists; () if the workers have those with which they started."""
         self._expected: tuple[ExpectedWorker, ...] = ()
         self._channel = open_channel(config.controller_address, config.token)
         self.controller: Any = cluster_pb2_grpc.ClusterStub(self._channel)
-        """The controller's service."""
+        """The stub of the controller's gRPC service."""
         self._followed = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()
         self._watch = asyncio.create_task(self._watch_forever(), name="router-watch")
 
     @property
     def links(self) -> list[WorkerLink]:
-        """All links, including those of workers that left."""
+        """All links, including those of workers that left the cluster."""
         return list(self._links.values())
 
     @property
     def model(self) -> ServedModel | None:
-        """The served model; None until a worker of each role has been seen. Kept while workers are absent."""
+        """The served model; None until a worker of each role has registered. It is kept while workers are absent."""
         return self._model
 
     @property
     def ready(self) -> bool:
-        """True if a request could be served now: the model is known, both roles are live and ready."""
+        """True if a request could be served now: the model is known, and compatible workers of both roles are ready."""
         return self._serve([link for link in self._live() if not link.info.not_ready])
 
     @property
     def staffed(self) -> bool:
-        """True if compatible workers of both roles are live, ready or not."""
+        """True if compatible workers of both roles are live, whether or not they are ready."""
         return self._serve(self._live())
 
     @property
     def coming(self) -> dict[str, Role]:
-        """The workers that do not serve now and will without intervention, with their roles.
+        """The workers that do not serve now but are expected to, by worker id, with their roles.
 
-        They are being started, or are members without a connection or a response: their supervisor replaces these.
+        Either they are being started, or they are members that are not connected or do not respond, which their
+        supervisor replaces.
         """
         absent = {link.info.peer.worker_id: link.info.role for link in self._links.values() if link.may_return}
         return absent | {each.worker_id: each.role for each in self._expected}
@@ -110,7 +121,10 @@ class WorkerPool:
 
     @property
     def misfit(self) -> str:
-        """The reason why no live prefill worker fits a live decode worker; "" if one is, or a role is absent."""
+        """The reason why no live prefill worker is compatible with a live decode worker.
+
+        "" if there is a compatible pair, or if a role has no live worker.
+        """
         live = self._live()
         if not _has_both(live) or self._fit(live):
             return ""
@@ -119,42 +133,45 @@ class WorkerPool:
 
     @property
     def not_ready(self) -> tuple[str, ...]:
-        """The reasons why live workers accept no new requests, as they reported them."""
+        """The reasons that live workers gave for not accepting new requests."""
         return tuple(f"{link.name} is not ready: {why}" for link in self._live() if (why := link.info.not_ready))
 
     @property
     def prefill_capacity(self) -> int:
-        """Tokens that the largest live prefill worker can hold."""
+        """Number of tokens that the largest live prefill worker can hold; 0 if there is none."""
         return max((each.kv_tokens_total for each in self.fleet.live if each.prefills), default=0)
 
     def views(self) -> list[WorkerState]:
-        """Return the state of the live workers."""
+        """Return the states of the live workers."""
         return list(self.fleet.live)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Return once `condition` is true of a membership that this pool follows."""
+        """Wait until `condition` is true; it is evaluated after each membership message."""
         while not condition():
             await self._followed.wait()
 
     def link(self, peer: PeerRef) -> WorkerLink:
-        """Return the link to `peer`, which placement just chose."""
+        """Return the link to `peer`, which must be open; placement has just chosen it."""
         return self._links[peer]
 
     def sweep(self) -> None:
-        """Close links of workers that left, and expire old load reports. Called periodically."""
+        """Expire old load reports and excluded pairs, and close the links of workers that left and have no requests.
+
+        Called periodically.
+        """
         self.fleet.changes += self.fleet.incompatible.forget_old()
         for link in self.links:
             link.state.expire_report()
         self._drop_retired()
 
     def _drop_retired(self) -> None:
-        """Close links of workers that left and have no requests any more."""
+        """Close the links of workers that left the cluster and have no requests of this router."""
         for link in self.links:
             if link.retired and not (link.connected and link.request_ids):
                 self._drop(link)
 
     async def close(self) -> None:
-        """Close every stream and channel."""
+        """Close all links and the channel to the controller."""
         self._watch.cancel()
         await asyncio.gather(self._watch, return_exceptions=True)
         for link in self.links:
@@ -169,7 +186,7 @@ class WorkerPool:
         return self._model is not None and _has_both(links) and self._fit(links)
 
     def _fit(self, links: list[WorkerLink]) -> bool:
-        """Return True if any of these workers can serve a request, alone or in a compatible pair."""
+        """Return True if one of the workers can serve a request alone, or two of them as a compatible pair."""
         incompatible = self.fleet.incompatible
         if not incompatible:
             return True
@@ -186,10 +203,10 @@ class WorkerPool:
                     self._apply_membership(conversion.from_proto(message, Membership))
                     pause = _RETRY_S[0]
             except grpc.aio.AioRpcError as error:
-                # Workers continue to serve without a controller; only changes are missed until it is back.
+                # Workers continue to serve without a controller; the router only misses changes until it is back.
                 self._log_watch_failure(error)
             except Exception:
-                # Retry: the next message may be valid, and without a watch the membership would become stale.
+                # Watch again: the next message may be valid, and without a watch the membership would become stale.
                 log.exception("following the controller at %s failed", self._config.controller_address)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _RETRY_S[1])
@@ -214,7 +231,9 @@ class WorkerPool:
             if peer not in named:
                 link.apply_registration(None)
             if successors.get(peer.worker_id, peer) != peer:
-                self._drop(link)  # its process is gone: its requests are lost now, not at a timeout
+                # A newer incarnation has registered, so the old process is gone. Its requests are retried now and not
+                # after a timeout.
+                self._drop(link)
         for peer, info in named.items():
             known = self._links.get(peer)
             if known is None:

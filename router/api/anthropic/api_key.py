@@ -1,4 +1,4 @@
-"""The API key of a request: in the Authorization header, or as Anthropic's clients send it."""
+"""The API key of an HTTP request: in the Authorization header, or in x-api-key as Anthropic's clients send it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ def is_messages_path(path: str) -> bool:
 
 
 def key_headers(scope: Scope) -> list[tuple[str | bytes, str | bytes]]:
-    """Return a request's Authorization headers; on the paths of Anthropic's clients each x-api-key counts as one."""
+    """Return the Authorization headers of a request.
+
+    On the paths of Anthropic's clients, each x-api-key header is added as an Authorization header with a bearer key.
+    """
     headers: list[tuple[bytes, bytes]] = scope["headers"]
     keys: list[tuple[str | bytes, str | bytes]] = [header for header in headers if header[0] == b"authorization"]
     if is_messages_path(scope["path"]) or _is_below(scope["path"], MODELS_PATH):

@@ -12,7 +12,7 @@ from router.api.fields import Count, Name, Sampling, TemplateVariables
 from router.api.unserved_fields import CHAT_ONLY, Unserved
 
 _CACHED = frozenset({"cache_control"})
-"""Prefixes are cached in any case."""
+"""The field is ignored, because all prefixes are cached anyway."""
 
 
 class TextBlock(Body):
@@ -42,7 +42,7 @@ class RedactedThinkingBlock(Body):
 
 
 class ToolUseBlock(Body):
-    """A call of a tool in an earlier answer."""
+    """A tool call in an earlier answer."""
 
     inert = _CACHED | {"caller"}
     type: Literal["tool_use"]
@@ -52,7 +52,7 @@ class ToolUseBlock(Body):
 
 
 class ToolReferenceBlock(Body):
-    """A tool that a search has found, in the search's result: from then on it is offered."""
+    """A tool that a tool search has found; the model may call it from then on."""
 
     inert = _CACHED
     type: Literal["tool_reference"]
@@ -66,7 +66,7 @@ ResultBlock = Annotated[
 
 
 class ToolResultBlock(Body):
-    """The result of a call."""
+    """The result of a tool call."""
 
     inert = _CACHED
     type: Literal["tool_result"]
@@ -111,13 +111,13 @@ class ClientTool(Body):
     input_examples: Annotated[list[dict[str, Any]], LIST] | None = None
     strict: bool | None = None
     allowed_callers: Annotated[list[str], LIST] | None = None
-    """The callers that may use the tool; only the model itself ("direct") can."""
+    """The callers that may use the tool; only "direct", the model itself, is supported."""
     defer_loading: bool | None = None
-    """True: it is not offered before a `ToolReferenceBlock` names it."""
+    """True if the tool is not offered to the model before a `ToolReferenceBlock` names it."""
 
 
 class ClientToolChoice(Body):
-    """The calls that the answer may or must have."""
+    """Whether the answer may or must call tools, and which."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -125,7 +125,7 @@ class ClientToolChoice(Body):
 
 
 class ThinkingOptions(Body):
-    """The wish for reasoning, for chat templates that can turn it on and off; its budget is ignored."""
+    """Whether the model shall reason, for chat templates that can switch it on and off; the token budget is ignored."""
 
     inert = frozenset({"budget_tokens", "display", "block_binding"})
     type: Literal["enabled", "adaptive", "disabled"]
@@ -139,7 +139,7 @@ class OutputFormat(Body):
 
 
 class OutputConfig(Body):
-    """The options of the answer's text and reasoning; the budget of a whole task is ignored, as that of thinking is."""
+    """The options of the answer's text and of the reasoning; the budget of a task is ignored."""
 
     inert = frozenset({"task_budget"})
     effort: str | None = None
@@ -147,14 +147,14 @@ class OutputConfig(Body):
 
 
 class ContextEdit(Body):
-    """An edit of the conversation; clearing earlier reasoning is accepted, as chat templates leave it out anyway."""
+    """An edit of the conversation; only removing earlier reasoning is accepted, as chat templates do that anyway."""
 
     inert = frozenset({"keep"})
     type: str
 
 
 class ContextManagement(Body):
-    """The edits that the server shall make to the conversation."""
+    """The edits of the conversation that the client requests from the server."""
 
     edits: Annotated[list[ContextEdit], LIST] | None = None
 
@@ -174,13 +174,13 @@ _REFUSED: Mapping[str, Unserved] = {
 _INERT = _CACHED | {
     *("metadata", "service_tier", "inference_geo", "speed", "betas", "diagnostics", "anthropic_version"),
     *("billing_policy", "user_profile_id", "workspace_id"),
-    # Other models that answer where one refuses for policy reasons, which this server never does.
+    # Other models for the case that the model refuses for policy reasons, which does not happen on this server.
     *("fallbacks", "fallback_credit_token"),
 }
 
 
 class _Conversation(Sampling):
-    """The fields of both bodies."""
+    """The fields that both bodies have."""
 
     refused: ClassVar[Mapping[str, Unserved]] = _REFUSED
     inert = _INERT
@@ -207,7 +207,7 @@ class MessagesRequest(_Conversation):
     }
 
     max_tokens: Count | None = None
-    """Anthropic requires it; here, an answer without it may fill the rest of the context."""
+    """Anthropic requires this field; on this server an answer without it may fill the rest of the context."""
     stop_sequences: Annotated[list[str], LIST] | None = None
     stream: bool | None = None
 

@@ -1,4 +1,4 @@
-"""Errors in the form that the clients of a path expect: Anthropic's for the Messages API, OpenAI's for all others."""
+"""Error responses in the form that the clients of a path expect: Anthropic's for the Messages API, else OpenAI's."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ _TYPES = {
 _DETAILS: Mapping[str, Mapping[str, Any]] = {
     "thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 }
-"""The details of errors about a field, by which Anthropic's clients send the request again without it."""
+"""The details of an error about a field; Anthropic's clients then send the request again without the field."""
 
 
 def error_content(path: str, error: TandemError) -> bytes:
-    """Return the body with an error for the clients of `path`, in Anthropic's or OpenAI's form."""
+    """Return the body of an error response for the clients of `path`, in Anthropic's or OpenAI's form."""
     return (message_error(error) if is_messages_path(path) else error_body(error)).encode()
 
 
 def message_error(error: TandemError) -> str:
-    """Return Anthropic's error object. A missing key may come in a header of this API's own, too."""
+    """Return Anthropic's error object; for a missing key it also names the x-api-key header."""
     message, details = error.message, None
     if isinstance(error, ContextLengthExceeded):
         message = _too_long(error)
@@ -59,7 +59,7 @@ def status_error(status: int, message: str, details: Mapping[str, Any] | None = 
 
 
 def _too_long(error: ContextLengthExceeded) -> str:
-    """Return the text that Anthropic's clients parse to ask for a shorter answer, or to shorten the conversation."""
+    """Return the text that Anthropic's clients parse, to request a shorter answer or to shorten the conversation."""
     lengths = error.lengths
     if lengths is None:
         return f"prompt is too long: {error.message}"
@@ -70,13 +70,13 @@ def _too_long(error: ContextLengthExceeded) -> str:
 
 
 def error_response(path: str, error: TandemError) -> Response:
-    """Return the response with an error to a request for `path`, and record the error for the audit log."""
+    """Return the error response to a request for `path`, and record the error for the audit log."""
     served_call().failed(error.code)
     return Response(error_content(path, error), error.http_status, error_headers(error), _JSON)
 
 
 def add_error_handlers(app: Starlette) -> None:
-    """Let `app` answer its errors, routing's and defects included, in these forms."""
+    """Make `app` answer all errors in these forms, including those of routing and unexpected exceptions."""
     app.add_exception_handler(TandemError, _on_tandem_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_defect)
@@ -85,7 +85,7 @@ def add_error_handlers(app: Starlette) -> None:
 def _status_response(
     path: str, status: int, message: str, *, code: str, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """Return the response with an HTTP status that no `TandemError` stands for; records `code`, which is OpenAI's."""
+    """Return an error response for an HTTP status without a `TandemError`, and record its `code` for the audit log."""
     served_call().failed(code.upper())
     in_form = is_messages_path(path)
     body = status_error(status, message) if in_form else json_error(status, message, code=code)

@@ -17,20 +17,20 @@ from tandem.protocol.messages import FinishReason
 
 Event = dict[str, Any]
 _FIELDS = {"text": "text", "thinking": "thinking"}
-"""The field of a block that has its text."""
+"""The name of the field that has the text of a block, by the block's type."""
 
 
 class ContentBlocks:
-    """Thinking, text and calls of tools, in the order of the answer; only the last block is in progress."""
+    """Builds the content blocks of an answer in order: thinking, text and tool calls; only the last is in progress."""
 
     def __init__(self) -> None:
         self.blocks: list[dict[str, Any]] = []
         self._open = ""
-        """The type of the block in progress; "" = none is."""
+        """The type of the block in progress; "" if there is none."""
         self._texts: list[str] = []
 
     def add(self, delta: AnswerDelta) -> Iterator[Event]:
-        """Add the next parts of the answer; yields their events."""
+        """Add the next parts of the answer, and yield their events."""
         if delta.reasoning:
             yield from self._text({"type": "thinking", "thinking": "", "signature": ""}, delta.reasoning)
         if delta.content:
@@ -43,7 +43,7 @@ class ContentBlocks:
                 yield self._delta("input_json_delta", "partial_json", call.arguments)
 
     def end(self) -> Iterator[Event]:
-        """Complete the block in progress, if there is one."""
+        """Complete the block in progress, if there is one, and yield its last events."""
         if not self._open:
             return
         block, text = self.blocks[-1], "".join(self._texts)
@@ -74,7 +74,7 @@ class ContentBlocks:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """Return the arguments of a call; {} if the answer was cut before their end."""
+    """Return the arguments of a tool call; {} if they are not a JSON object, as after an answer that was cut off."""
     try:
         arguments = json.loads(text)
     except (ValueError, RecursionError):
@@ -83,7 +83,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 class MessageReply(NamedEventsReply):
-    """Builds the message and its events."""
+    """Builds the message of one answer, and its events if it is streamed."""
 
     def __init__(self, call: ApiCall, admitted: Sequence[Admitted], facts: ReplyFacts) -> None:
         super().__init__(admitted[0], streamed=call.stream)
@@ -97,7 +97,7 @@ class MessageReply(NamedEventsReply):
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            # How much of the prompt was cached is known at the answer's end.
+            # The number of cached prompt tokens is only known when the answer ends.
             "usage": _usage(len(admitted[0].prompt_token_ids), 0, 0),
         }
 
@@ -106,7 +106,7 @@ class MessageReply(NamedEventsReply):
         return self._events([{"type": "message_start", "message": self._message}, {"type": "ping"}])
 
     def failure(self, error: TandemError) -> bytes:
-        """Return the event `error`."""
+        """Return the event `error`, which ends the stream."""
         return sse_event(message_error(error), name="error")
 
     def _body(self) -> bytes:
@@ -124,7 +124,7 @@ class MessageReply(NamedEventsReply):
 
 
 def _stop_reason(ending: Ending, *, called: bool) -> str | None:
-    """Return Anthropic's name of the outcome; None for an answer that another call has aborted."""
+    """Return Anthropic's stop reason; None for an answer that was aborted."""
     if ending.finish_reason is FinishReason.LENGTH:
         return "max_tokens"
     if ending.finish_reason is not FinishReason.STOP:
@@ -135,7 +135,7 @@ def _stop_reason(ending: Ending, *, called: bool) -> str | None:
 
 
 def _usage(prompt: int, answer: int, cached: int) -> dict[str, int]:
-    """Return the usage; Anthropic counts cached tokens of the prompt apart from the others."""
+    """Return the usage; Anthropic counts cached and other tokens of the prompt separately."""
     return {
         "input_tokens": prompt - cached,
         "cache_creation_input_tokens": 0,

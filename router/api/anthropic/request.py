@@ -1,4 +1,4 @@
-"""Turns the bodies of the Messages API into the internal chat request."""
+"""Turns the bodies of the Messages API into internal chat requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tandem.tokenizers.grammar_process import GrammarKind
 
 
 def conversation_of(body: MessagesRequest | CountTokensRequest) -> Turns:
-    """Return the messages of a body; raises InvalidArgument for a block in a message of the wrong role."""
+    """Return the messages of a body. Raises InvalidArgument for a block that messages of its role cannot have."""
     made = Turns()
     if body.system:
         made.add("system", "system", _joined(body.system))
@@ -57,7 +57,7 @@ def _add_answer(made: Turns, field: str, blocks: Sequence[Block]) -> None:
 
 
 def _add_texts_and_results(made: Turns, field: str, role: str, blocks: Sequence[Block]) -> None:
-    """Add a message for each result of a tool, and one for the texts between two of them."""
+    """Add a message for each tool result, and one message for the texts between two tool results."""
     texts: list[str] = []
     for number, block in enumerate(blocks):
         here = f"{field}.content[{number}]"
@@ -68,7 +68,7 @@ def _add_texts_and_results(made: Turns, field: str, role: str, blocks: Sequence[
                 made.add(field, role, "".join(texts))
                 texts = []
             text = _result(block.content or "")
-            # Chat templates have no place for the mark of a failed call.
+            # Chat templates cannot mark a result as failed, so that the text must say it.
             made.result(here, block.tool_use_id, f"Error: {text}" if block.is_error else text)
         else:
             raise _misplaced(here, block)
@@ -81,7 +81,7 @@ def _misplaced(field: str, block: Block) -> InvalidArgument:
 
 
 def _result(content: str | Sequence[TextBlock | ToolReferenceBlock]) -> str:
-    """Return the text of a result; the model sees the definition of a found tool among the other tools."""
+    """Return the text of a tool result; a reference becomes a sentence, as the prompt lists the tool itself."""
     if isinstance(content, str):
         return content
     return "".join(
@@ -99,7 +99,10 @@ _RENAMED = {"stop": "stop_sequences"}
 
 
 def parse_message(data: bytes, received: EdgeStamp, *, strict: bool = False) -> ApiCall:
-    """Parse the body of /v1/messages; InvalidArgument names a wrong field. `strict` rejects unknown fields."""
+    """Parse the body of /v1/messages.
+
+    Raises InvalidArgument, which names the field, for a wrong field, and with `strict` for an unknown one.
+    """
     unknown = UnknownFields(strict=strict)
     body = read_body(MessagesRequest, data, unknown)
     if body.messages and body.messages[-1].role == "assistant":
@@ -111,7 +114,7 @@ def parse_message(data: bytes, received: EdgeStamp, *, strict: bool = False) -> 
 
 
 def parse_count(data: bytes, received: EdgeStamp, *, strict: bool = False) -> ApiCall:
-    """Parse the body of /v1/messages/count_tokens, with the errors and arguments of `parse_message`."""
+    """Parse the body of /v1/messages/count_tokens; arguments and errors are those of `parse_message`."""
     unknown = UnknownFields(strict=strict)
     return _call(read_body(CountTokensRequest, data, unknown), Options(), received, unknown, stream=False)
 
@@ -169,7 +172,7 @@ def _tools(body: MessagesRequest | CountTokensRequest) -> ToolOptions:
 
 
 def _referenced_tools(body: MessagesRequest | CountTokensRequest) -> set[str]:
-    """Return the names of the tools that searches have found in the conversation."""
+    """Return the names of the tools that tool searches have found in the conversation."""
     blocks = (block for message in body.messages if not isinstance(message.content, str) for block in message.content)
     results = (block.content for block in blocks if isinstance(block, ToolResultBlock))
     parts = (part for content in results if content and not isinstance(content, str) for part in content)
@@ -177,7 +180,7 @@ def _referenced_tools(body: MessagesRequest | CountTokensRequest) -> set[str]:
 
 
 def _tool(field: str, tool: ClientTool) -> dict[str, Any]:
-    """Return a tool in the form for chat templates; examples of its input become an annotation of the schema."""
+    """Return a tool in the form of chat templates; examples of its input become an annotation of its schema."""
     if tool.allowed_callers is not None and "direct" not in tool.allowed_callers:
         message = "has no direct, but only the model calls tools here, as the server runs none"
         raise InvalidArgument(f"{field}.allowed_callers", message)

@@ -1,1 +1,1 @@
-"""The messages of `tandem.v1.Inference`: parsed into requests, and made of answers."""
+"""The gRPC API `tandem.v1.Inference`: its messages are parsed into requests, and answers become messages."""

@@ -1,4 +1,4 @@
-"""The checks of gRPC calls before their handlers: key, role and quota; and their records in the audit log."""
+"""The checks of gRPC calls before their handlers run: key, role and quota; and their records in the audit log."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from tandem.protocol.generated.tandem.v1 import inference_pb2
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _READERS_METHODS = frozenset({"GetServerInfo", "GetLoads"})
-"""The methods that show the load of all tenants: for operators and readers, but not for tenants."""
+"""The methods that show the load of all tenants; operators and readers may call them, tenants may not."""
 _OPERATORS_METHODS = frozenset({"LoadAdapter", "UnloadAdapter"})
-"""The methods that change the cluster: for operators alone."""
+"""The methods that change the cluster; only operators may call them."""
 _ALL_ROLES_METHODS = frozenset({"GetModelInfo"})
 _COUNTED_METHODS = frozenset({"Generate", "Chat", "Tokenize", "Detokenize"})
-"""The methods that count against a tenant's requests, as calls by POST do over HTTP."""
+"""The methods that count against a tenant's request quota, as POST requests do over HTTP."""
 
 
 class GrpcAccess:
-    """Wraps each method of a servicer of `tandem.v1.Inference`, under the same name."""
+    """Wraps each method of a servicer of `tandem.v1.Inference`, under the same name, with the checks and the record.
+
+    The gRPC server calls it on the event loop. `audit` is None if there is no audit log.
+    """
 
     def __init__(self, servicer: Any, callers: Callers, audit: AuditLog | None) -> None:
         self._callers = callers
@@ -34,7 +37,10 @@ class GrpcAccess:
             setattr(self, method.name, self._wrapped(method.name, getattr(servicer, method.name)))
 
     async def rejected(self, method: str, peer: str, error: TandemError) -> None:
-        """Record a call that was rejected before its handler; `method` is its full name, `peer` that of its client."""
+        """Record a call that was rejected before its handler.
+
+        `method` is the method's full name, `peer` the client's address in gRPC's form.
+        """
         call = ClientCall(clipped(method.removeprefix(_PREFIX)), _host(peer))
         _note_failure(call, error)
         if self._audit is not None:
@@ -90,7 +96,7 @@ def _note_failure(call: ClientCall, error: Exception) -> None:
 
 
 def _host(peer: str) -> str:
-    """Return the address in gRPC's name of a peer, `ipv4:127.0.0.1:50000` or `ipv6:%5B::1%5D:50000`."""
+    """Return the host in gRPC's name of a peer, such as `ipv4:127.0.0.1:50000` or `ipv6:%5B::1%5D:50000`."""
     kind, _, address = peer.partition(":")
     host = address.rpartition(":")[0] if kind in {"ipv4", "ipv6"} else ""
     return host.removeprefix("%5B").removesuffix("%5D").removeprefix("[").removesuffix("]")

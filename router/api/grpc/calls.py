@@ -28,13 +28,13 @@ from tandem.tokenizers.grammar_process import GrammarKind
 
 _NO_OTHERS = UnknownFields(strict=True)
 _SCHEMA_ITEMS_MAX = 1 << 18
-"""Most items in the parameters of all tools together, each of which may have an equal part."""
+"""Limit of the JSON items in the parameters of all tools together; each tool may have an equal share."""
 
 
 def conversation(request: inference_pb2.ChatRequest, variables: Mapping[str, Any]) -> Conversation:
-    """Return the conversation, whose answers are split into reasoning, content and tool calls.
+    """Return the conversation of a Chat request; its answers are split into reasoning, content and tool calls.
 
-    `variables` are those of the chat template. Raises InvalidArgument for a wrong field.
+    `variables` are the variables of the chat template. Raises InvalidArgument for a wrong field.
     """
     turns = tuple(_turn(message, f"messages[{number}]") for number, message in enumerate(request.messages))
     next_turn = request.add_generation_prompt if request.HasField("add_generation_prompt") else None
@@ -103,13 +103,13 @@ def _tool(tool: inference_pb2.Tool, number: int, count: int) -> dict[str, Any]:
 
 
 def _renamed(error: InvalidArgument) -> InvalidArgument:
-    """Return the error with the name that its field has in the schema."""
+    """Return the error with the name that its field has in the proto schema, instead of OpenAI's name."""
     field = error.field.replace(".function", "")
     return InvalidArgument("tool_function" if field == "tool_choice.name" else field, error.problem)
 
 
 def generation_options(message: inference_pb2.GenerationOptions) -> Options:
-    """Return the options, unchecked; InvalidArgument for a format without content."""
+    """Return the options of a message, not validated. Raises InvalidArgument for a format without content."""
 
     def given(name: str) -> Any:
         return getattr(message, name) if message.HasField(name) else None
@@ -153,7 +153,7 @@ def _answer_format(message: inference_pb2.ResponseFormat) -> AnswerFormat:
 
 @dataclass(frozen=True, slots=True)
 class CallFacts:
-    """The facts about a call that its message does not have."""
+    """The facts of a call that are not in its message: time of arrival, tenant and traceparent."""
 
     received: EdgeStamp
     tenant: str
@@ -162,34 +162,37 @@ class CallFacts:
 
 @dataclass(frozen=True, slots=True)
 class InferenceCall:
-    """A parsed call of Generate or Chat."""
+    """A parsed call of Generate or Chat. An immutable value."""
 
     requests: tuple[ClientRequest, ...]
-    """One for each prompt, at least one; they differ in their prompts alone."""
+    """One request for each prompt, at least one; they differ only in their prompts."""
     prompts: PromptForm
     return_token_ids: bool
     """True if the response has the token ids of the prompts."""
 
     @property
     def options(self) -> Options:
-        """The options of all prompts."""
+        """The options, which are the same for all prompts."""
         return self.requests[0].options
 
     @property
     def describes_prompts(self) -> bool:
-        """True if the response has anything about its prompts."""
+        """True if the response has a message about each prompt: its text, scores or token ids."""
         return self.prompts.needed or self.return_token_ids
 
 
 @dataclass(frozen=True, slots=True)
 class CallParser:
-    """Parses messages; each error names the field of the message."""
+    """Parses the messages of calls. Each InvalidArgument names the field of the message.
+
+    The servicer owns it; large messages are parsed in a tokenizer thread.
+    """
 
     config: RouterConfig
     validator: RequestValidator
 
     def generate(self, facts: CallFacts, message: inference_pb2.GenerateRequest) -> InferenceCall:
-        """Return the call of Generate."""
+        """Return the call of a Generate message."""
         prompts = self._prompts(message)
         best_of = message.best_of if message.HasField("best_of") else None
         call = _call(facts, message, prompts, echo=message.echo, best_of=best_of)
@@ -197,13 +200,13 @@ class CallParser:
         return call
 
     def chat(self, facts: CallFacts, message: inference_pb2.ChatRequest) -> InferenceCall:
-        """Return the call of Chat."""
+        """Return the call of a Chat message."""
         check_message_count(len(message.messages), self.config.max_messages)
         turns = conversation(message, self._variables(message.chat_template_kwargs))
         return _call(facts, message, [turns])
 
     def tokenize(self, facts: CallFacts, message: inference_pb2.TokenizeRequest) -> tuple[ClientRequest, bool]:
-        """Return the request whose prompt is tokenized, and whether its tokens are spelled."""
+        """Return the request whose prompt is to be tokenized, and True if the reply has the text of each token."""
         kind = message.WhichOneof("request")
         if kind is None:
             raise InvalidArgument("request", "is missing; send generate or chat")
@@ -225,7 +228,7 @@ class CallParser:
         return tuple(message.token_ids.ids)
 
     def _variables(self, text: str) -> dict[str, Any]:
-        """Reads the variables of the chat template; their size is checked before they are read."""
+        """Return the variables of the chat template; their size is checked before the JSON is parsed."""
         check_template_kwargs_size(len(text.encode()), self.config.max_template_kwargs_bytes)
         try:
             value = json.loads(text or "{}")

@@ -1,4 +1,4 @@
-"""Makes the messages of `GenerateResponse` of the answers to a call."""
+"""Turns the answers to a call into `GenerateResponse` messages."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from tandem.protocol.generated.tandem.v1 import inference_pb2, types_pb2
 
 
 class AnswerChunks:
-    """The parsers of the answers; without a syntax all text is `text`."""
+    """Parses answers into the fields of `Chunk` messages; without a syntax all text goes into `text`."""
 
     def __init__(self, syntax: AnswerSyntax | None) -> None:
         self._parsers = AnswerParsers(syntax)
 
     def feed(self, index: int, text: str, chunk: inference_pb2.Chunk) -> None:
-        """Set the fields of a chunk for the next text of answer number `index`."""
+        """Parse the next text of answer number `index`, and set the fields of `chunk`."""
         _fill(chunk, self._parsers.feed(index, text))
 
     def finish(self, index: int) -> inference_pb2.Chunk | None:
-        """Return the last chunk of an answer that has ended, None if nothing is left."""
+        """Return a chunk with the rest of an ended answer; None if the parser held nothing back."""
         rest, chunk = self._parsers.finish(index), inference_pb2.Chunk()
         _fill(chunk, rest)
         return chunk if rest.content or rest.reasoning or rest.calls else None
 
     def finish_reason(self, index: int, reason: types_pb2.FinishReason) -> types_pb2.FinishReason:
-        """Return the reason for clients: that of an answer with calls is not that it stopped."""
+        """Return the finish reason for the client: STOP becomes TOOL_CALLS if the answer has a tool call."""
         called = reason == types_pb2.FINISH_REASON_STOP and self._parsers.called(index)
         return types_pb2.FINISH_REASON_TOOL_CALLS if called else reason
 
@@ -51,11 +51,11 @@ def _fill(chunk: inference_pb2.Chunk, delta: AnswerDelta) -> None:
 
 
 Write = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
-"""Sends a message; returns when the next may be sent."""
+"""A function that sends a message, and returns when the next message may be sent."""
 
 
 class Responses:
-    """The messages of the answers to one call."""
+    """Writes the messages of the answers to one call, as they arrive or the best ones at the end."""
 
     def __init__(
         self, call: InferenceCall, admitted: Sequence[Admitted], choices: Choices, prompts: PromptReplies
@@ -67,7 +67,7 @@ class Responses:
         self._parts = AnswerChunks(admitted[0].syntax)
 
     async def send(self, write: Write) -> None:
-        """Write the messages; raises the first `TandemError` of any answer."""
+        """Write all messages. Raises the first `TandemError` of any answer."""
         await (self._as_they_come(write) if self._call.options.best_of is None else self._best(write))
 
     async def _as_they_come(self, write: Write) -> None:
@@ -95,12 +95,12 @@ class Responses:
     async def _prompt(self, number: int) -> inference_pb2.PromptDetails:
         reply = await self._prompts.of(number * self._admitted[0].n)
         ids = self._admitted[number].prompt_token_ids if self._call.return_token_ids else ()
-        # There may be hundreds of thousands of scores, which would hold up the event loop.
+        # There may be hundreds of thousands of scores, which would block the event loop.
         return await asyncio.to_thread(prompt_details, reply, ids)
 
     async def _write(self, write: Write, index: int, event: AnswerChunk | Ending) -> None:
         if isinstance(event, AnswerChunk):
-            # There is one message per token: fields that are set cost less than those that constructors take.
+            # There is one message per token, and setting fields is faster than passing them to constructors.
             response = self._response(index)
             chunk = response.chunk
             self._parts.feed(index, event.text, chunk)
@@ -120,7 +120,7 @@ class Responses:
 
 
 def prompt_details(reply: PromptReply | None, ids: Sequence[int]) -> inference_pb2.PromptDetails:
-    """Return the message about a prompt, with its token `ids`; may run in any thread."""
+    """Return the message about a prompt, with its token `ids` and what `reply` shows; may run in any thread."""
     details = inference_pb2.PromptDetails(token_ids=ids)
     if reply is not None:
         details.text = reply.text

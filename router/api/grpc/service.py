@@ -1,4 +1,4 @@
-"""The gRPC service `tandem.v1.Inference`: parses messages into a `ClientRequest` and sends answers as messages."""
+"""The gRPC service `tandem.v1.Inference`: parses messages into `ClientRequest`s and sends answers as messages."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ _A = TypeVar("_A", types_pb2.LoadAdapterRequest, types_pb2.UnloadAdapterRequest)
 
 @dataclass(frozen=True, slots=True)
 class _Caller:
-    """The caller of one gRPC method."""
+    """The facts of one gRPC call, and a future by which its work is cancelled."""
 
     facts: CallFacts
     gone: asyncio.Future[None]
-    """A future that is done once the call has ended, on either side."""
+    """A future that is done once the call has ended, whether the client or the router ended it."""
 
 
 class InferenceServicer:
-    """Serves the client's gRPC methods.
+    """Serves the gRPC methods of clients, on the event loop.
 
-    Each method takes the bytes of its request, so that a large one is parsed outside the event loop; one with a stream
-    of responses writes them to its context. Raises typed errors, which the server's interceptor turns into status
-    codes. `GrpcAccess` has checked the caller before.
+    Each method takes its request as bytes, so that a large one is parsed outside the event loop. A method with a stream
+    of responses writes them to its context. Methods raise typed errors, which the server's interceptor turns into
+    status codes. `GrpcAccess` has checked the caller before.
     """
 
     def __init__(self, config: RouterConfig, validator: RequestValidator, dispatcher: Dispatcher) -> None:
@@ -87,7 +87,7 @@ class InferenceServicer:
         return inference_pb2.GetTokenizerInfoResponse(info=json.dumps(dict(self._validator.tokenizer_facts)))
 
     async def Abort(self, request: bytes, _context: _Context) -> inference_pb2.AbortResponse:
-        """Cancel a request by its client's id."""
+        """Abort a request of the same tenant by its client's id."""
         tenant = served_call().caller.tenant
         message = await self._validator.reader.message(tenant, inference_pb2.AbortRequest, request, lambda read: read)
         if not message.request_id:
@@ -96,7 +96,7 @@ class InferenceServicer:
         return inference_pb2.AbortResponse(found=self._dispatcher.abort(tenant, message.request_id))
 
     async def GetModelInfo(self, _request: bytes, _context: _Context) -> inference_pb2.GetModelInfoResponse:
-        """Return the facts of the served model; Unavailable until a worker has loaded it."""
+        """Return the facts of the served model. Raises Unavailable until a worker has loaded it."""
         served = self._dispatcher.pool.model
         if served is None:
             message = "no worker has loaded the model yet; try again in a moment"
@@ -113,7 +113,7 @@ class InferenceServicer:
         )
 
     async def GetServerInfo(self, _request: bytes, _context: _Context) -> inference_pb2.GetServerInfoResponse:
-        """Return the router's version and mode, and the workers it sees."""
+        """Return the router's version and mode, and the state of its workers."""
         return inference_pb2.GetServerInfoResponse(
             version=installed_version(),
             started_unix_nanos=self._started_unix_nanos,
@@ -218,7 +218,7 @@ class InferenceServicer:
 
 
 def add_inference(servicer: InferenceServicer | GrpcAccess, server: grpc.aio.Server) -> None:
-    """Register this servicer's methods as `tandem.v1.Inference` on a server."""
+    """Register the methods of `servicer` as `tandem.v1.Inference` on `server`; requests stay undecoded bytes."""
     service = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
     for method in service.methods:

@@ -1,4 +1,4 @@
-"""The parsed parts of an answer in the form of OpenAI's chat API."""
+"""Turns the parsed parts of an answer into the fields of OpenAI's chat API."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from router.text.answer_syntax.parser import AnswerDelta, CallDelta
 
 
 def delta_fields(delta: AnswerDelta) -> dict[str, Any]:
-    """Return the `delta` of a stream's event; reasoning has both of vLLM's names."""
+    """Return the `delta` of a stream event; reasoning is given under both of vLLM's names."""
     fields: dict[str, Any] = {}
     if delta.reasoning:
         fields |= {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning}
@@ -21,7 +21,7 @@ def delta_fields(delta: AnswerDelta) -> dict[str, Any]:
 
 
 def message_fields(parts: Sequence[AnswerDelta]) -> dict[str, Any]:
-    """Return the fields of a whole answer's `message`; content is null beside calls if there is none."""
+    """Return the fields of a whole answer's `message`; empty content is null if the answer has tool calls."""
     content, reasoning = "".join(part.content for part in parts), "".join(part.reasoning for part in parts)
     calls: list[CallDelta] = []
     for delta in (call for part in parts for call in part.calls):

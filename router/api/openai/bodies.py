@@ -1,7 +1,7 @@
 """The bodies of /v1/chat/completions, /v1/completions, /tokenize and /detokenize.
 
-Field meanings follow OpenAI's API reference, and vLLM's for its extensions. `slo_class` and `speculate` are Tandem's
-own. `router/api/unserved_fields.py` has the other fields.
+Fields have the meaning of OpenAI's API reference, and vLLM's extensions that of vLLM; `slo_class` and `speculate` are
+Tandem's own. Fields that the server does not implement are in `router/api/unserved_fields.py`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from tandem.protocol.messages import LOGIT_BIAS_MAX, LOGIT_BIASES_MAX
 
 
 def _others(refused: Mapping[str, Unserved]) -> dict[str, Any]:
-    """Return the extension of a schema that names the fields outside it."""
+    """Return the extension of a schema that lists the rejected fields, and those without effect."""
     return {"x-refused": {name: rule.reason for name, rule in refused.items()}, "x-without-effect": sorted(INERT)}
 
 
 class Encoding(Body):
-    """The fields of how a prompt becomes token ids."""
+    """The fields that control how a prompt becomes token ids."""
 
     inert = INERT
     model: str | None = Field(None, description="The name in /v1/models; the served one if it is left out.")
@@ -41,7 +41,7 @@ class Encoding(Body):
 
 
 class ChatEncoding(Encoding, Tools):
-    """The fields of how a conversation becomes a prompt."""
+    """The fields that control how a conversation becomes a prompt."""
 
     messages: Annotated[list[Message], LIST, bounded(minItems=1)]
     chat_template_kwargs: TemplateVariables | None = None
@@ -63,7 +63,7 @@ class StreamOptions(Body):
 
 
 class Generation(Sampling, Formats):
-    """The options of the answer."""
+    """The options of the answers."""
 
     max_tokens: Count | None = Field(None, description="If it is left out, the rest of the context.")
     max_completion_tokens: Count | None = Field(

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form."""
+"""Errors in the form of OpenAI's API: the error object and the Retry-After header."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _ERROR_TYPES = {
 }
 
 MESSAGE_CHARS = 2048
-"""Longest message of an error, in characters."""
+"""The largest length of an error message, in characters; a longer one is cut."""
 
 
 def error_body(error: TandemError) -> str:
-    """Return OpenAI's error object; `param` is the field that is wrong, if any."""
+    """Return OpenAI's error object; its `param` is the wrong field, if there is one."""
     return json_error(
         error.http_status,
         error.message,

@@ -1,4 +1,4 @@
-"""The fields that ask for structured output: OpenAI's `response_format`, and vLLM's and SGLang's own."""
+"""The fields that request structured output: OpenAI's `response_format`, and the fields of vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _JSON_OBJECT = {"type": "object"}
 
 
 def _absent_if(*empty: Any) -> BeforeValidator:
-    """Return the check by which one of these values counts as an absent field."""
+    """Return a validator that turns each of the values `empty` into None, so that the field counts as absent."""
     return BeforeValidator(lambda value: None if any(type(value) is type(e) and value == e for e in empty) else value)
 
 
@@ -66,7 +66,7 @@ _FORMATS = {"text": "<text>", "json_object": "<text>", "json_schema": "<schema>"
 
 def _format_tag(value: Any) -> str | None:
     if not isinstance(value, dict):
-        return "<text>"  # whose error says that it is no object
+        return "<text>"  # this alternative reports that the value is not an object
     kind = value.get("type")
     return _FORMATS.get(kind) if isinstance(kind, str) else None
 
@@ -79,7 +79,7 @@ _WHITESPACE = "JSON in answers has any white space"
 
 
 class StructuredOutputs(Body):
-    """The format of the answer, in one of its fields."""
+    """The format of the answer, given by exactly one of the fields."""
 
     refused: ClassVar[Mapping[str, Unserved]] = {
         "whitespace_pattern": Unserved(_WHITESPACE),
@@ -95,7 +95,7 @@ class StructuredOutputs(Body):
 
 
 class Formats(Body):
-    """All fields about the format of the answer, of which a request may have one."""
+    """All fields that set the format of the answer; a request may have one of them."""
 
     response_format: Annotated[ResponseFormat | None, _absent_if({})] = None
     structured_outputs: Annotated[StructuredOutputs | None, _absent_if({})] = None
@@ -117,11 +117,11 @@ _OLDER = {
     "regex": GrammarKind.REGEX,
     "ebnf": GrammarKind.EBNF,
 }
-"""The fields of older versions of vLLM (`guided_…`) and of SGLang."""
+"""The kinds of format that the fields of older versions of vLLM (`guided_…`) and of SGLang set, by field."""
 
 
 def answer_format(body: Formats) -> AnswerFormat | None:
-    """Return the format that a body asks for; raises InvalidArgument if there are several."""
+    """Return the format that a body requests, None for any text. Raises InvalidArgument if there are several."""
     formats = [_response_format(body.response_format), _structured(body.structured_outputs)]
     formats += [_single(name, kind, getattr(body, name)) for name, kind in _OLDER.items()]
     wanted = [one for one in formats if one is not None]

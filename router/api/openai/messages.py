@@ -36,7 +36,7 @@ def _joined(value: Any) -> str:
 
 
 Content = Annotated[str, PlainValidator(_joined, json_schema_input_type=str | list[TextPart])]
-"""The text of a message, its parts joined as they are read: conversations of agents have thousands."""
+"""The text of a message; parts are joined while they are validated, as conversations of agents have thousands."""
 
 
 class FunctionCall(Body):
@@ -56,7 +56,7 @@ class FunctionCall(Body):
 
 
 class ToolCall(Body):
-    """A call in an assistant's message."""
+    """A tool call in an assistant's message."""
 
     model_config = ConfigDict(json_schema_extra=required("type", "function", "id"))
     inert = frozenset({"index"})
@@ -88,7 +88,7 @@ class AssistantMessage(_Message):
 
 
 class ToolMessage(_Message):
-    """The result of a call."""
+    """The result of a tool call."""
 
     role: Literal["tool"]
     content: Content
@@ -101,7 +101,7 @@ _ROLES = {"system": TEXT, "developer": TEXT, "user": TEXT, "assistant": "<assist
 
 def _role_tag(value: Any) -> str | None:
     if not isinstance(value, dict):
-        return TEXT  # whose error says that it is no object
+        return TEXT  # this alternative reports that the value is not an object
     role = value.get("role")
     return _ROLES.get(role) if isinstance(role, str) else None
 
@@ -124,7 +124,7 @@ class Function(Body):
 
 
 class Tool(Body):
-    """A tool."""
+    """A tool that the model may call."""
 
     model_config = ConfigDict(json_schema_extra=required("type", "function"))
     type: Literal["function"]

@@ -1,4 +1,4 @@
-"""The prompts of a text completion: one or several, each a string or a list of token ids."""
+"""The prompts of a text completion: one prompt or several, each a string or a list of token ids."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tandem.protocol.errors import InvalidArgument
 
 Prompt = str | tuple[int, ...]
 PROMPTS_MAX = 128
-"""Most answers to a call with several prompts, and so most prompts."""
+"""Largest number of answers to a call with several prompts, and therefore of its prompts."""
 
 
 def check_prompts(count: int) -> None:
@@ -23,7 +23,7 @@ def check_prompts(count: int) -> None:
 
 
 def check_answers(prompts: int, answers: int) -> None:
-    """Raise InvalidArgument if several prompts with `answers` answers each have more answers than one call may."""
+    """Raise InvalidArgument if a call with several prompts, each with `answers` answers, has too many answers."""
     if prompts > 1 and prompts * answers > PROMPTS_MAX:
         raise InvalidArgument(
             "prompt", f"{prompts} prompts with {answers} answers each are more than {PROMPTS_MAX}; send fewer prompts"
@@ -51,7 +51,7 @@ _Text = Annotated[str, Field(min_length=1)]
 _Ids = Annotated[list[Natural], Field(min_length=1)]
 _Several = Annotated[list[_Text | _Ids], Field(min_length=1, max_length=PROMPTS_MAX)]
 Prompts = Annotated[tuple[Prompt, ...], PlainValidator(_prompts, json_schema_input_type=_Text | _Ids | _Several)]
-"""All prompts of a body, which may hold hundreds of thousands of token ids; other threads run while they are checked.
+"""All prompts of a body, checked in Python, so that other threads can run: there may be hundreds of thousands of ids.
 
-Raises InvalidArgument.
+The validator raises InvalidArgument for a wrong prompt.
 """

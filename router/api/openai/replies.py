@@ -1,4 +1,4 @@
-"""The replies of chat completions and completions: bodies and stream events, as bytes ready to send."""
+"""The replies of chat completions and completions: bodies and stream events, as bytes that are ready to send."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ DONE = b"data: [DONE]\n\n"
 
 
 class OpenAIReply:
-    """Builds the reply to one call; chat completions and text completions differ in names only. A `Reply`."""
+    """The `Reply` to one call of chat completions or of completions, which differ only in the names of fields."""
 
     def __init__(self, call: OpenAICall, admitted: Sequence[Admitted], facts: ReplyFacts, *, chat: bool) -> None:
-        """With a syntax, answers are split into reasoning, content and tool calls."""
+        """`chat` is True for chat completions. Answers are split into parts if the requests have an answer syntax."""
         options, syntax = call.request.options, admitted[0].syntax
         self._call = call
         self._prompts = [one.prompt_token_ids for one in admitted]
         self._per_prompt = options.n or 1
         self._generated_per_prompt = admitted[0].n
         self._echoed: dict[int, int] = {}
-        """The length in characters of the prompts that were sent, by choice."""
+        """The length of the echoed prompt in characters, by choice number; offsets of the answer are shifted by it."""
         self._parsers = AnswerParsers(syntax)
         self._first_content = None if syntax is not None and syntax.forced else ""
         self._chat = chat
@@ -50,7 +50,8 @@ class OpenAIReply:
         self.answer_id = f"{'chatcmpl' if chat else 'cmpl'}-{facts.request_id}"
         """The `id` of the reply."""
         self._head = {"id": self.answer_id, "created": facts.created, "model": facts.model}
-        # There is one event per token, so everything but the text is serialized once for each choice.
+        # There is one event per token. So everything around the text is serialized once per choice, and only the text
+        # is inserted into each event.
         self._around: list[tuple[str, str]] = []
 
     def opening(self, choices: int = 1) -> bytes:
@@ -73,18 +74,18 @@ class OpenAIReply:
         return b"".join(events)
 
     def prompt(self, index: int, prompt: PromptReply) -> bytes:
-        """Return the event with a choice's prompt; empty if it is not echoed."""
+        """Return the event with the prompt of choice number `index`; b"" if the prompt is not echoed."""
         if not prompt.form.echo:
             return b""
         self._echoed[index] = len(prompt.text)
         return self._event([prompt.echo(self._choice(index, "", None), ())])
 
     def event(self, event: AnswerChunk | Ending) -> AnswerChunk | Ending:
-        """Return an event of an answer as the reply has it."""
+        """Return an event of an answer as the reply shows it."""
         return self._call.prompts.shown(event)
 
     def chunk(self, index: int, chunk: AnswerChunk) -> bytes:
-        """Return the event with the next text and log probabilities; empty if there is neither."""
+        """Return the event with the next text, tokens and log probabilities; b"" if there is nothing to show."""
         if echoed := self._echoed.get(index):
             chunk = replace(chunk, scores=[replace(score, offset=score.offset + echoed) for score in chunk.scores])
         delta = self._parsers.feed(index, chunk.text)
@@ -138,11 +139,11 @@ class OpenAIReply:
         if not self._call.prompts.needed:
             return self._body(answers)
         answers = [replace(answer, prompt=await prompts.of(index)) for index, answer in enumerate(answers)]
-        # The scores of a prompt may be megabytes of text, which would hold up the event loop.
+        # The scores of a prompt may be megabytes of text, which would block the event loop.
         return await asyncio.to_thread(self._body, answers)
 
     def _body(self, answers: Sequence[CompleteAnswer]) -> bytes:
-        """Return the body with the best answers, and the usage of all."""
+        """Return the body with the best answers, and the usage of all answers."""
         best = best_of(answers, self._per_prompt, self._generated_per_prompt)
         made = [self._whole_choice(index, answer) for index, answer in enumerate(best)]
         usage = self._usage([answer.ending for answer in answers])
@@ -171,13 +172,13 @@ class OpenAIReply:
         return sse_event(dumped({**self._stream_head(), "choices": choices, **self._usage_so_far(), **more}))
 
     def _usage_so_far(self) -> dict[str, Any]:
-        """Return the `usage` field of a chunk: the counts so far, null if only the end has them, or nothing."""
+        """Return the `usage` field of a chunk: the counts so far, null if only the last event has them, else {}."""
         if self._call.continuous_usage:
             return {"usage": _counts(self._prompt_tokens, self._completion_tokens)}
         return {"usage": None} if self._call.include_usage else {}
 
     def _usage(self, endings: Sequence[Ending]) -> dict[str, Any]:
-        """Return the total usage of all answers; a prompt counts once, with its first answer's cached tokens."""
+        """Return the usage of all answers; each prompt counts once, with the cached tokens of its first answer."""
         firsts = endings[:: len(endings) // len(self._prompts)]
         completion = sum(ending.completion_tokens for ending in endings)
         return {

@@ -22,18 +22,21 @@ from tandem.protocol.lifecycle.timeline import EdgeStamp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAICall(ApiCall):
-    """A call of chat completions or completions."""
+    """A parsed call of chat completions or completions. An immutable value."""
 
     include_usage: bool
-    """True if an event after the answer has its usage."""
+    """True if an event after the answers has their usage."""
     continuous_usage: bool
-    """True if every event has the usage so far, too."""
+    """True if every event has the usage so far."""
     return_token_ids: bool
     """True if the reply has the token ids of the prompt and of the answers."""
 
 
 def parse_chat(data: bytes, received: EdgeStamp, *, strict: bool = False) -> OpenAICall:
-    """Parse the body of /v1/chat/completions; InvalidArgument names a wrong field. `strict` rejects unknown fields."""
+    """Parse the body of /v1/chat/completions.
+
+    Raises InvalidArgument, which names the field, for a wrong field, and with `strict` for an unknown one.
+    """
     unknown = UnknownFields(strict=strict)
     body = read_body(ChatCompletionRequest, data, unknown)
     if body.top_logprobs and not body.logprobs:
@@ -45,7 +48,7 @@ def parse_chat(data: bytes, received: EdgeStamp, *, strict: bool = False) -> Ope
 
 
 def parse_completion(data: bytes, received: EdgeStamp, *, strict: bool = False) -> OpenAICall:
-    """Parse the body of /v1/completions, with the errors and arguments of `parse_chat`."""
+    """Parse the body of /v1/completions; arguments and errors are those of `parse_chat`."""
     unknown = UnknownFields(strict=strict)
     body = read_body(CompletionRequest, data, unknown)
     best_of = None if body.best_of == (body.n or 1) else body.best_of
@@ -102,12 +105,12 @@ def _biases(biases: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
 
 
 def encoding(body: Encoding) -> dict[str, Any]:
-    """Return the options of how a prompt becomes token ids."""
+    """Return the options that control how a prompt becomes token ids."""
     return {"add_special_tokens": body.add_special_tokens, "truncate_prompt_tokens": body.truncate_prompt_tokens}
 
 
 def conversation(body: ChatEncoding) -> Conversation:
-    """Return the messages, the tools and the variables of the chat template."""
+    """Return the conversation of a body: its messages, its tools, and the variables of the chat template."""
     variables = body.chat_template_kwargs or {}
     if body.reasoning_effort is not None:
         variables = {"reasoning_effort": body.reasoning_effort, **variables}
@@ -119,8 +122,8 @@ def conversation(body: ChatEncoding) -> Conversation:
 def prompt_end(next_turn: bool | None, *, continued: bool) -> PromptEnd:
     """Return where a prompt ends.
 
-    `next_turn` is the client's `add_generation_prompt`, None = not given; it is then true unless the final message is
-    `continued`. Raises InvalidArgument if the client wants both.
+    `next_turn` is the client's `add_generation_prompt`; None (not given) means true unless the final message is
+    `continued`. Raises InvalidArgument if the client sets both.
     """
     if next_turn and continued:
         raise InvalidArgument("continue_final_message", "cannot be combined with add_generation_prompt; send one")

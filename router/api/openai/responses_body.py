@@ -21,7 +21,7 @@ class ResponseTextPart(Body):
 
 
 class ResponseRefusalPart(Body):
-    """A refusal in an earlier answer; it is given to the model as text."""
+    """A refusal in an earlier answer; the model gets it as text."""
 
     type: Literal["refusal"]
     refusal: str
@@ -36,7 +36,7 @@ Content = Annotated[Text | Annotated[list[Part], LIST, Tag(ITEMS)], TEXT_OR_ITEM
 
 
 class ResponseMessage(Body):
-    """A message of the conversation, an earlier answer included."""
+    """A message of the conversation, or an earlier answer."""
 
     inert = frozenset({"id", "status", "phase"})
     type: Literal["message"] | None = None
@@ -45,7 +45,7 @@ class ResponseMessage(Body):
 
 
 class ResponseFunctionCall(Body):
-    """A call of a function in an earlier answer."""
+    """A function call in an earlier answer."""
 
     inert = frozenset({"id", "status", "caller"})
     type: Literal["function_call"]
@@ -56,7 +56,7 @@ class ResponseFunctionCall(Body):
 
 
 class ResponseFunctionCallOutput(Body):
-    """The result of a call."""
+    """The result of a function call."""
 
     inert = frozenset({"id", "status", "name", "caller"})
     type: Literal["function_call_output"]
@@ -90,7 +90,7 @@ Item = Annotated[
 
 
 class _Repeated(Body):
-    """An object that the response repeats, with the fields that the model does not have."""
+    """An object that the response repeats, including fields that the model lacks."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -107,7 +107,7 @@ class ResponseFunctionTool(_Repeated):
 
 
 class ResponseOtherTool(Body):
-    """A tool that the server or the client would run in its own way; it is left out where no call is required."""
+    """A tool of another type, which this server cannot offer; it is left out unless a tool call is required."""
 
     lenient = True
     type: str
@@ -145,7 +145,7 @@ class ResponseNamedFunction(_Repeated):
 
 
 class ResponseAllowedTools(_Repeated):
-    """The choice among some of the tools."""
+    """The choice of a subset of the tools."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -230,7 +230,7 @@ class ResponsesRequest(Sampling):
     max_output_tokens: Count | None = None
     stream: bool | None = None
     store: bool | None = None
-    """Accepted and without effect: nothing is stored."""
+    """The field is accepted without effect: nothing is stored."""
     metadata: dict[str, str] | None = None
-    """Repeated in the response."""
+    """Metadata of the client, which the response repeats."""
     include: Annotated[list[str], LIST] | None = None

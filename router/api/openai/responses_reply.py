@@ -1,4 +1,4 @@
-"""The reply to POST /v1/responses, whole or as the events of a stream."""
+"""The reply to POST /v1/responses, as a whole or as stream events."""
 
 from __future__ import annotations
 
@@ -22,19 +22,22 @@ _TEXT_TYPES = {"reasoning": "reasoning_text", "message": "output_text"}
 
 
 class OutputItems:
-    """Reasoning, messages and function calls, in the order of the answer; only the last one is in progress."""
+    """Builds the output items of an answer in order: reasoning, messages and function calls.
+
+    Only the last item is in progress.
+    """
 
     def __init__(self, request_id: str, namespaced: Namespaced) -> None:
-        """`request_id` is a part of the items' ids."""
+        """`request_id` becomes part of the items' ids; `namespaced` maps flat names of functions to namespaces."""
         self._request_id = request_id
         self._namespaced = namespaced
         self.items: list[dict[str, Any]] = []
         self._open = ""
-        """The type of the item in progress; "" = none is."""
+        """The type of the item in progress; "" if there is none."""
         self._texts: list[str] = []
 
     def add(self, delta: AnswerDelta) -> Iterator[Event]:
-        """Add the next parts of the answer; yields their events."""
+        """Add the next parts of the answer, and yield their events."""
         if delta.reasoning:
             yield from self._text("reasoning", delta.reasoning)
         if delta.content:
@@ -43,7 +46,7 @@ class OutputItems:
             yield from self._call(call)
 
     def finish(self, status: str) -> Iterator[Event]:
-        """Complete the item in progress with this status; an answer without items becomes an empty message."""
+        """Complete the item in progress with `status`, and yield its events; an empty answer gets an empty message."""
         if not self.items:
             yield from self._begin({"type": "message", "role": "assistant", "content": []})
         yield from self._end(status)
@@ -108,7 +111,7 @@ _STATUS = {FinishReason.STOP: "completed", FinishReason.LENGTH: "incomplete", Fi
 
 
 class ResponseReply(NamedEventsReply):
-    """Builds the response object and its events."""
+    """Builds the response object of one answer, and its events if it is streamed."""
 
     def __init__(self, call: ResponsesCall, admitted: Sequence[Admitted], facts: ReplyFacts) -> None:
         super().__init__(admitted[0], streamed=call.stream)
@@ -125,7 +128,7 @@ class ResponseReply(NamedEventsReply):
         self._output = OutputItems(facts.request_id, call.namespaced)
         self._reasoning = _ReasoningTokens()
         self._count = 0
-        """Number of events so far."""
+        """Number of events so far, which is the sequence number of the next one."""
         self._ended = ""
 
     def opening(self, choices: int = 1) -> bytes:
@@ -134,7 +137,7 @@ class ResponseReply(NamedEventsReply):
         return self._response_event("response.created", begun) + self._response_event("response.in_progress", begun)
 
     def failure(self, error: TandemError) -> bytes:
-        """Return the event `response.failed`, after the first ones if the answer has not begun."""
+        """Return the event `response.failed`, with the events that must precede it."""
         opening = b"" if self._count else self.opening()
         last = self._events(self._output.finish("incomplete")) if self._output.items else b""
         code = "rate_limit_exceeded" if isinstance(error, ResourceExhausted) else "server_error"
@@ -193,18 +196,19 @@ class ResponseReply(NamedEventsReply):
 
 
 class _ReasoningTokens:
-    """Counts the tokens of reasoning, its tags included.
+    """Counts the tokens of reasoning, including its tags.
 
-    The count is exact if tokens arrive one by one; tokens that arrive together are divided by their characters.
+    The count is exact if tokens arrive one by one. Tokens that arrive together are divided between reasoning and other
+    text in proportion to the number of characters.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self._waiting = 0
-        """Tokens whose text is not certain yet."""
+        """Number of tokens whose text is not final yet."""
 
     def add(self, delta: AnswerDelta, tokens: int) -> None:
-        """Add the next parts, parsed when `tokens` more had arrived."""
+        """Count the next parts of the answer; `tokens` more tokens have arrived."""
         self._waiting += tokens
         reasoning = len(delta.reasoning)
         other = len(delta.content) + sum(len(call.name) + len(call.arguments) for call in delta.calls)

@@ -1,4 +1,4 @@
-"""Turns the body of POST /v1/responses into the internal chat request."""
+"""Turns the body of POST /v1/responses into an internal chat request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tandem.tokenizers.grammar_process import GrammarKind
 
 
 def conversation_of(body: ResponsesRequest) -> Turns:
-    """Return the messages of a body; raises InvalidArgument for arguments of a call that are too large to parse."""
+    """Return the messages of a body. Raises InvalidArgument if arguments of a call are too large to parse."""
     made = Turns()
     if body.instructions:
         made.add("instructions", "system", body.instructions)
@@ -63,32 +63,32 @@ def _add(made: Turns, answer: _EarlierAnswer, field: str, item: Item) -> None:
 
 
 class _EarlierAnswer:
-    """Joins the items of one answer to one message, as chat templates expect: reasoning, text and calls."""
+    """Joins the items of one earlier answer (reasoning, text and calls) to one message, as chat templates expect."""
 
     def __init__(self, made: Turns) -> None:
         self._made = made
         self._field = ""
-        """The first item of the message; "" = there is none."""
+        """The field of the message's first item; "" if there is no message in progress."""
         self._reasoning, self._text = "", ""
         self._calls: list[dict[str, Any]] = []
 
     def reasoning(self, field: str, text: str) -> None:
-        """Add reasoning; it begins another message after a text or a call."""
+        """Add reasoning to the message, or begin a new message if the message has a text or a call."""
         self._begin(field, other=bool(self._text or self._calls))
         self._reasoning += text
 
     def text(self, field: str, text: str) -> None:
-        """Add a text; it begins another message after a text or a call."""
+        """Add a text to the message, or begin a new message if the message has a text or a call."""
         self._begin(field, other=bool(self._text or self._calls))
         self._text = text
 
     def call(self, field: str, call: dict[str, Any]) -> None:
-        """Add a call."""
+        """Add a tool call to the message."""
         self._begin(field, other=False)
         self._calls.append(call)
 
     def end(self) -> None:
-        """Complete the message, if there is one; reasoning alone makes none."""
+        """Complete the message if it has a text or a call; reasoning alone is dropped."""
         if self._text or self._calls:
             extras = {"tool_calls": self._calls, "reasoning_content": self._reasoning}
             self._made.add(self._field, "assistant", self._text, **extras)
@@ -113,15 +113,19 @@ _FORMAT = "text.format"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponsesCall(ApiCall):
-    """A call of the Responses API."""
+    """A parsed call of the Responses API. An immutable value."""
 
     echo: str
     """The members of the JSON reply that repeat the request, each followed by a comma."""
     namespaced: Namespaced
+    """The namespaces of the offered functions."""
 
 
 def parse_response(data: bytes, received: EdgeStamp, *, strict: bool = False) -> ResponsesCall:
-    """Parse the body of /v1/responses; InvalidArgument names a wrong field. `strict` rejects unknown fields."""
+    """Parse the body of /v1/responses.
+
+    Raises InvalidArgument, which names the field, for a wrong field, and with `strict` for an unknown one.
+    """
     unknown = UnknownFields(strict=strict)
     body = read_body(ResponsesRequest, data, unknown)
     if _LOGPROBS in (body.include or ()):
@@ -155,9 +159,9 @@ def _format(body: ResponsesRequest) -> AnswerFormat | None:
 
 
 def _echo(body: ResponsesRequest) -> str:
-    """Return the members of the response that repeat the request.
+    """Return the members of the response that repeat the request, as JSON.
 
-    They are written once, here and not on the event loop, as tools and instructions can be large.
+    They are serialized once, with the parsing of a large body in a thread, because tools and instructions can be large.
     """
     reasoning = {"effort": body.reasoning.effort if body.reasoning else None, "summary": None}
     text = body.text.format.model_dump(by_alias=True, exclude_none=True) if body.text and body.text.format else None
@@ -185,7 +189,7 @@ def _echo(body: ResponsesRequest) -> str:
 
 
 def _repeated(tool: ResponseTool) -> dict[str, Any]:
-    """Return a tool as the response repeats it."""
+    """Return a tool in the form in which the response repeats it."""
     if isinstance(tool, ResponseNamespaceTool):
         members = [_repeated(member) for member in tool.tools if not isinstance(member, ResponseOtherTool)]
         return {**tool.model_dump(exclude={"tools"}, exclude_none=True), "tools": members}

@@ -1,4 +1,4 @@
-"""The tools of a Responses request: functions, functions in namespaces, and tools that this server cannot run."""
+"""The tools of a Responses request: functions, functions in namespaces, and tools that this server cannot offer."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from router.text.tools import ToolChoice, ToolOptions
 from tandem.protocol.errors import InvalidArgument
 
 Namespaced = Mapping[str, tuple[str, str]]
-"""The namespace, and the name within it, of functions in namespaces, by their flat names."""
+"""Maps the flat name of a function in a namespace to (namespace, name within the namespace)."""
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """Return the name that the model gets of a function, as in vLLM: NAMESPACE__NAME, or the name alone."""
+    """Return the name under which the model knows a function, as in vLLM: NAMESPACE__NAME, or only the name."""
     return f"{namespace}__{name}" if namespace else name
 
 
 class OfferedTools:
-    """The functions that the model may call, by their flat names."""
+    """The functions that the model may call, under their flat names, collected from the tools of a request."""
 
     def __init__(self, tools: Sequence[ResponseTool], unknown: UnknownFields, *, required: bool) -> None:
-        """Tools of other types are left out and recorded in `unknown`.
+        """Collect the functions of `tools`; tools of other types are left out and recorded in `unknown`.
 
-        Raises InvalidArgument for one if a call of any tool is `required` or if unknown fields are rejected, and for a
-        function that has the flat name of another one.
+        Raises InvalidArgument for a tool of another type if a tool call is `required` or unknown fields are rejected,
+        and for a function with the flat name of another function.
         """
         self.functions: list[tuple[str, dict[str, Any]]] = []
         self.namespaced: dict[str, tuple[str, str]] = {}
@@ -52,7 +52,7 @@ class OfferedTools:
     def options(
         self, wanted: str | ResponseNamedFunction | ResponseAllowedTools | None, *, parallel: bool
     ) -> ToolOptions:
-        """Return the tools and the choice among them; InvalidArgument for a choice of none of them."""
+        """Return the tools and the choice among them. Raises InvalidArgument if the choice names no offered tool."""
         tools = tuple(made for _, made in self.functions)
         if isinstance(wanted, ResponseNamedFunction):
             self._check({wanted.name})
@@ -75,7 +75,7 @@ class OfferedTools:
                 continue
             name = flat_name(namespace.name, tool.name)
             self.namespaced[name] = namespace.name, tool.name
-            # The description of a namespace can be pages of text; the model needs it once.
+            # The description of a namespace can be pages of text: only its first function gets it.
             described = "\n\n".join(filter(None, (shared, tool.description)))
             self._add(here, name, described or None, tool)
             shared = None

@@ -1,4 +1,4 @@
-"""Turns the tools and the tool calls of a chat request into those for chat templates."""
+"""Turns the tools and the tool calls of a chat request into the form that chat templates expect."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tandem.protocol.errors import InvalidArgument
 
 
 def tool_options(body: Tools) -> ToolOptions:
-    """Return the tools and the choice among them; InvalidArgument for a choice of none of them."""
+    """Return the tools and the choice among them. Raises InvalidArgument if the choice names no offered tool."""
     tools = tuple(map(_tool, body.tools or ()))
     wanted = body.tool_choice
     if isinstance(wanted, NamedTool):
@@ -29,7 +29,7 @@ def tool_options(body: Tools) -> ToolOptions:
 
 
 def tool_calls(calls: Sequence[ToolCall], path: str) -> list[dict[str, Any]]:
-    """Return the calls of the message at `path`; their arguments are objects if they are JSON objects."""
+    """Return the tool calls of the message at `path`, with their arguments parsed if they are a JSON object."""
     return [_call(call, f"{path}.tool_calls[{number}]") for number, call in enumerate(calls)]
 
 

@@ -1,1 +1,1 @@
-"""The syntax of models' answers: reasoning, content and tool calls, parsed while the text is generated."""
+"""The syntaxes of models' answers: reasoning, content and tool calls are parsed while the text is generated."""

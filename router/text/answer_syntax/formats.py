@@ -1,4 +1,4 @@
-"""The known syntaxes of answers by vLLM's names, and the choice by a model's chat template."""
+"""The known syntaxes of answers under vLLM's names, and the choice of a syntax by a model's chat template."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tandem.protocol.errors import InvalidArgument
 AUTO, NONE = "auto", "none"
 _HARMONY_CALLS, _HARMONY = "openai", "openai_gptoss"
 _OPENED = "deepseek_r1"
-"""The reasoning parser for answers that always begin within the block."""
+"""The reasoning parser of models whose answers always begin within the reasoning block."""
 _MISTRAL = "mistral"
 _MISTRAL_ID_CHARS = 9
-"""Length of call ids that Mistral's chat templates accept."""
+"""The length of call ids that Mistral's chat templates accept, in characters."""
 
 _CALLS: Mapping[str, Callable[[AnswerReader, AnswerParts, tagged_calls.Schemas], Steps[None]]] = {
     "hermes": tool_calls.read_hermes,
@@ -45,18 +45,20 @@ _MARKERS: Mapping[str, tuple[str, ...]] = {
     _OPENED: (reasoning.THINK, reasoning.THINK_END),
     _HARMONY: reasoning.HARMONY,
 }
-"""The markers that are special tokens in some tokenizers."""
+"""The markers of each parser that are special tokens in some tokenizers."""
 _TAGGED = {"qwen3_coder": "<function=", "glm45": "<arg_key>"}
-"""The text that chat templates with `<tool_call>` contain if calls are no JSON, by syntax."""
+"""The text by which a chat template with `<tool_call>` shows that calls are not JSON, by syntax."""
 FORCED_CALLS = "llama3_json"
-"""The syntax of calls that a grammar forces (`tandem.tokenizers.grammars.of_tool_calls`), whatever the model's own
-is."""
+"""The syntax of calls that a grammar forces (`tandem.tokenizers.grammars.of_tool_calls`), for all models."""
 TOOL_CALL_PARSERS = (*_CALLS, _HARMONY_CALLS)
 REASONING_PARSERS = ("qwen3", _OPENED, _HARMONY)
 
 
 def choose_calls(option: str, template: str) -> str:
-    """Return the name of the tool call parser for `option`, "" for none; `auto` looks at the chat template."""
+    """Return the name of the tool call parser for `option`, "" for none; `auto` chooses by the chat template.
+
+    Raises InvalidArgument for an unknown name.
+    """
     if option != AUTO:
         return "" if option == NONE else _known("tool_call_parser", option, TOOL_CALL_PARSERS)
     if "<|channel|>" in template:
@@ -71,7 +73,10 @@ def choose_calls(option: str, template: str) -> str:
 
 
 def choose_reasoning(option: str, template: str) -> str:
-    """Return the name of the reasoning parser for `option`, "" for none; `auto` looks at the chat template."""
+    """Return the name of the reasoning parser for `option`, "" for none; `auto` chooses by the chat template.
+
+    Raises InvalidArgument for an unknown name.
+    """
     if option != AUTO:
         return "" if option == NONE else _known("reasoning_parser", option, REASONING_PARSERS)
     if "<|channel|>" in template:
@@ -81,35 +86,35 @@ def choose_reasoning(option: str, template: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AnswerSyntax:
-    """The syntax of the answers to one request."""
+    """The syntax by which the answers to one request are parsed. An immutable part of `Admitted`."""
 
     calls: str = ""
-    """The name of the tool call parser; "" = calls are not looked for."""
+    """The name of the tool call parser; "" = tool calls are not parsed."""
     reasoning: str = ""
-    """The name of the reasoning parser; "" = reasoning is not looked for."""
+    """The name of the reasoning parser; "" = reasoning is not parsed."""
     opened: bool = False
     """True if the prompt ends with the tag that opens the reasoning."""
     tools: tagged_calls.Schemas = field(default_factory=dict)
-    """The schemas of the parameters of the functions that the client offers."""
+    """The parameter schemas of the functions that the client offers, by function name."""
     parallel: bool = True
-    """False if only the first call is returned."""
+    """False if only the first tool call is returned."""
     forced: bool = False
-    """True if the answer is a call, without content."""
+    """True if the answer must be a tool call, without content."""
     kept: Mapping[int, str] = field(default_factory=dict)
-    """Texts of the special tokens that are markers, by id; other special tokens are left out of the text."""
+    """The special tokens that are markers, as texts by token id; other special tokens are left out of the text."""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The markers of both parsers."""
+        """The markers of the tool call parser and the reasoning parser."""
         harmony = reasoning.HARMONY if self.calls == _HARMONY_CALLS else ()
         return (*_MARKERS.get(self.calls, ()), *_MARKERS.get(self.reasoning, ()), *harmony)
 
     def keeping(self, kept: Mapping[int, str]) -> AnswerSyntax:
-        """Return this syntax with the special tokens that are kept in the text."""
+        """Return a copy with the special tokens that are kept in the text."""
         return replace(self, kept=kept)
 
     def parser(self) -> AnswerParser:
-        """Return the parser of one answer."""
+        """Return a new parser for one answer."""
         make_id = _short_id if self.calls == _MISTRAL else _call_id
         return AnswerParser(AnswerParts(make_id, parallel=self.parallel), self._read)
 

@@ -14,11 +14,11 @@ _ARGUMENTS = ("arguments", "parameters")
 def read_call(
     reader: AnswerReader, parts: AnswerParts, before: list[str], names: Collection[str] | None = None
 ) -> Steps[bool]:
-    """Read one call; return False if the text is none.
+    """Read one call; return False if the text is not a call.
 
-    A text that is no call becomes content, after the texts in `before`. With the name first, as models are trained to
-    write, the arguments are passed on while they are generated; otherwise the call is read to its end. `names` are the
-    functions that may be called, None = any.
+    Such a text becomes content, after the texts in `before`. If the name comes first, as models are trained to write,
+    the arguments are passed on while they are generated; otherwise the whole call is read first. `names` are the
+    functions that may be called; None = any.
     """
     head: list[str] = []
     name = yield from _read_head(reader, head)
@@ -41,7 +41,10 @@ def read_call(
 
 
 def read_end(reader: AnswerReader, parts: AnswerParts, *ends: str) -> Steps[None]:
-    """Read the texts in `ends` that close a call, with white space before each; what is something else is content."""
+    """Read the texts in `ends`, which close a call, and the white space before each.
+
+    Reading stops at the first other text; the white space before that text becomes content.
+    """
     for end in ends:
         space = yield from reader.space()
         if not (yield from reader.literal(end)):
@@ -50,9 +53,9 @@ def read_end(reader: AnswerReader, parts: AnswerParts, *ends: str) -> Steps[None
 
 
 def _read_head(reader: AnswerReader, head: list[str]) -> Steps[str]:
-    """Read up to the arguments' opening bracket; return the function's name, "" if the text is something else.
+    """Read up to the opening bracket of the arguments; return the function's name, "" if the text is not a call.
 
-    `head` gets what has been read.
+    The text that has been read is appended to `head`.
     """
 
     def expect(*options: str) -> Steps[bool]:
@@ -75,7 +78,7 @@ def _read_head(reader: AnswerReader, head: list[str]) -> Steps[str]:
 
 
 def _parsed(text: str) -> tuple[str, str] | None:
-    """Return name and arguments of a whole call, None if it is none."""
+    """Return the name and the arguments (as JSON) of a whole call; None if `text` is not a call."""
     try:
         call = json.loads(text)
     except (ValueError, RecursionError):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from router.text.answer_syntax.reader import AnswerReader, Steps
 
 _PIECE_CHARS = 4096
-"""Most characters parsed at once, as parsing takes time with the square of the text that a parser holds.
+"""Largest number of characters parsed at once; the time grows with the square of the text that a parser holds.
 
 212,000 characters of 4,000 messages take 0.06 s in such pieces and 0.59 s as a whole.
 """
@@ -16,7 +16,7 @@ _PIECE_CHARS = 4096
 
 @dataclass(slots=True)
 class CallDelta:
-    """The next part of a tool call; the first one of a call has its id and name."""
+    """The next part of a tool call; the first part of a call has the call's id and name."""
 
     index: int
     call_id: str = ""
@@ -26,7 +26,7 @@ class CallDelta:
 
 @dataclass(frozen=True, slots=True)
 class AnswerDelta:
-    """The next parts of an answer that are certain."""
+    """The next parts of an answer that no later text can change."""
 
     content: str = ""
     reasoning: str = ""
@@ -34,10 +34,10 @@ class AnswerDelta:
 
 
 class AnswerParts:
-    """Collects what a parser has read since the last delta."""
+    """Collects the parts that a parser has read since the last delta. The `AnswerParser` owns it."""
 
     def __init__(self, make_id: Callable[[], str], *, parallel: bool = True) -> None:
-        """`make_id` returns the id of the next call; without `parallel` only the first call is kept."""
+        """`make_id` returns an id for the next call; if `parallel` is False, only the first call is kept."""
         self._make_id = make_id
         self._parallel = parallel
         self._content: list[str] = []
@@ -45,30 +45,30 @@ class AnswerParts:
         self._calls: list[CallDelta] = []
         self._arguments: list[str] = []
         self.count = 0
-        """Number of calls so far."""
+        """Number of tool calls so far, including those that are not kept."""
 
     def content(self, text: str) -> None:
-        """Add content."""
+        """Add text of the answer's content."""
         self._content.append(text)
 
     def reasoning(self, text: str) -> None:
-        """Add reasoning."""
+        """Add text of the reasoning."""
         self._reasoning.append(text)
 
     def begin_call(self, name: str) -> None:
-        """Begin a call of the function `name`."""
+        """Begin a tool call of the function `name`."""
         self._join_arguments()
         self.count += 1
         if self._kept:
             self._calls.append(CallDelta(self.count - 1, self._make_id(), name))
 
     def arguments(self, text: str) -> None:
-        """Add to the arguments of the last call."""
+        """Add text to the arguments of the last tool call."""
         if self._kept and text:
             self._arguments.append(text)
 
     def take(self) -> AnswerDelta:
-        """Return what was added since the last call."""
+        """Return the parts that were added since the last call of this method."""
         self._join_arguments()
         delta = AnswerDelta("".join(self._content), "".join(self._reasoning), self._calls)
         self._content, self._reasoning, self._calls = [], [], []
@@ -88,10 +88,13 @@ class AnswerParts:
 
 
 class AnswerParser:
-    """The parser of one answer; its result does not depend on how the text is cut into pieces."""
+    """The parser of one answer; its result does not depend on how the text is cut into pieces.
+
+    The reply owns one for each answer, on the event loop.
+    """
 
     def __init__(self, parts: AnswerParts, syntax: Callable[[AnswerReader, AnswerParts], Steps[None]]) -> None:
-        """`syntax` reads the whole answer; text that it leaves is content."""
+        """`syntax` is a generator that reads the whole answer; text that it does not read is content."""
         self._reader = AnswerReader()
         self._parts = parts
         self._steps = syntax(self._reader, parts)
@@ -102,14 +105,14 @@ class AnswerParser:
         return self._parts.count > 0
 
     def feed(self, text: str) -> AnswerDelta:
-        """Parse the next text of the answer; return the parts that became certain."""
+        """Parse the next text of the answer, and return the parts that became final."""
         for start in range(0, len(text), _PIECE_CHARS):
             self._reader.add(text[start : start + _PIECE_CHARS])
             self._read()
         return self._parts.take()
 
     def finish(self) -> AnswerDelta:
-        """Return the rest at the end of the answer."""
+        """Parse the end of the answer, and return the remaining parts."""
         self._reader.end()
         self._read()
         return self._parts.take()

@@ -1,7 +1,7 @@
 """Reads an answer's text as it is generated.
 
-Parsers are generators: each `yield` waits for more text, so the code of a parser reads as if it had the whole answer.
-Every piece of text is looked at once, except for the few characters that may begin a marker.
+Parsers are generators: each `yield` waits for more text, so that the code of a parser reads as if it had the whole
+answer. Every piece of text is scanned once, except for the few characters that may begin a marker.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from router.text.stop_strings import overlap
 
 _T = TypeVar("_T")
 Steps = Generator[None, None, _T]
-"""A generator that yields where it needs more text, and returns a result."""
+"""A generator that yields when it needs more text, and returns a result."""
 
 _UNQUOTED = re.compile(r"[\s\w+\-.,:]*")
 _QUOTED = re.compile(r'[^"\\]*')
@@ -22,14 +22,14 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 class AnswerReader:
-    """The text of one answer that is not read yet."""
+    """The text of one answer that has been generated but not read. The `AnswerParser` owns it."""
 
     def __init__(self) -> None:
         self._text = ""
         self._over = False
 
     def add(self, piece: str) -> None:
-        """Add text at the end."""
+        """Append generated text."""
         self._text += piece
 
     def end(self) -> None:
@@ -37,14 +37,14 @@ class AnswerReader:
         self._over = True
 
     def rest(self) -> str:
-        """Read all text that has been added."""
+        """Read and return all text that has been added and not read."""
         text, self._text = self._text, ""
         return text
 
     def until(self, markers: Sequence[str], to: Callable[[str], None]) -> Steps[str]:
-        """Read up to and including the first of `markers`; the text before it goes to `to`.
+        """Read up to and including the first of `markers`, and pass the text before it to `to`.
 
-        Returns the marker, or "" at the end of the answer. No marker may contain another one.
+        Return the marker, or "" at the end of the answer. No marker may contain another marker.
         """
         while True:
             found = [(at, marker) for marker in markers if (at := self._text.find(marker)) >= 0]
@@ -76,7 +76,7 @@ class AnswerReader:
         return self._text.startswith(sign)
 
     def space(self) -> Steps[str]:
-        """Read and return white space, up to another character or the end of the answer."""
+        """Read and return white space, up to the next other character or the end of the answer."""
         parts = []
         while True:
             parts.append(self._take(len(self._text) - len(self._text.lstrip())))
@@ -85,9 +85,9 @@ class AnswerReader:
             yield
 
     def json(self, scan: JsonScan, to: Callable[[str], None]) -> Steps[bool]:
-        """Read the rest of the JSON value of which `scan` knows the beginning; its text goes to `to`.
+        """Read the rest of a JSON value, whose beginning `scan` has seen, and pass its text to `to`.
 
-        Returns True at its end, False where the text or the answer breaks it off.
+        Return True at the end of the value, False if invalid text or the end of the answer comes first.
         """
         while True:
             to(self._take(scan.add(self._text)))
@@ -101,19 +101,19 @@ class AnswerReader:
 
 
 class JsonScan:
-    """Finds the end of a JSON object or array by its quotes and brackets."""
+    """Finds the end of a JSON object or array by its quotes and brackets, without parsing it."""
 
     def __init__(self) -> None:
         self._open: list[str] = []
-        """The brackets that close the open ones, innermost last."""
+        """The closing brackets of the open brackets, the innermost last."""
         self._quoted = False
         self._escaped = False
         self.complete = False
         self.broken = False
-        """True if the text is no JSON: a bracket does not match, or a character stands outside of quotes."""
+        """True if the text is not JSON: a bracket does not match, or a character is not allowed outside of quotes."""
 
     def add(self, text: str) -> int:
-        """Scan more text; return how many of its characters belong to the value."""
+        """Scan more text, and return how many of its characters belong to the value."""
         at = 0
         while at < len(text) and not (self.complete or self.broken):
             at = self._in_quotes(text, at) if self._quoted else self._outside(text, at)

@@ -1,4 +1,4 @@
-"""The syntaxes in which models write their reasoning."""
+"""The syntaxes in which models write their reasoning: `<think>` blocks, and the channels of gpt-oss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ANALYSIS = re.compile(r"<\|channel\|>\s*analysis\b")
 
 
 def read_thinking(reader: AnswerReader, parts: AnswerParts, *, opened: bool) -> Steps[None]:
-    """Read a `<think>` block at the answer's beginning; `opened` is true if the prompt ends with its opening tag."""
+    """Read a `<think>` block at the beginning of the answer; `opened` is True if the prompt ends with `<think>`."""
     if not opened:
         space = yield from reader.space()
         if not (yield from reader.literal(THINK)):
@@ -27,9 +27,9 @@ def read_thinking(reader: AnswerReader, parts: AnswerParts, *, opened: bool) -> 
 
 
 def read_harmony(reader: AnswerReader, parts: AnswerParts, *, calls: bool) -> Steps[None]:
-    """Read gpt-oss' messages (https://cookbook.openai.com/articles/openai-harmony), all that an answer has.
+    """Read all messages of a gpt-oss answer (https://cookbook.openai.com/articles/openai-harmony).
 
-    The channel `analysis` is reasoning, and a message to a function is a call if `calls` is true.
+    The channel `analysis` is reasoning, and a message to a function is a tool call if `calls` is True.
     """
     while marker := (yield from reader.until((_START, _CHANNEL), parts.content)):
         header = [marker]

@@ -1,6 +1,6 @@
-"""The syntaxes in which models write the arguments of calls between tags, which become JSON.
+"""The syntaxes in which models write the arguments of tool calls between tags; they are converted to JSON.
 
-A value between tags does not say its type: it is that of the function's schema. Strings are written as they are.
+A value between tags does not show its type, which is taken from the function's schema. Strings have no quotes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from router.text.answer_syntax.parser import AnswerParts
 from router.text.answer_syntax.reader import AnswerReader, Steps
 
 Schemas = Mapping[str, Mapping[str, Any]]
-"""The JSON schemas of the functions' parameters, by function."""
+"""The JSON schemas of the functions' parameters, by function name."""
 _NAME = re.compile(r"[\w.-]+")
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
@@ -25,7 +25,7 @@ CODER_TAGS = (_CALL, _CALL_END)
 GLM_TAGS = (_CALL, _CALL_END, _KEY, _KEY_END, _VALUE, _VALUE_END)
 _STRING = frozenset({"string"})
 _WORDS = {"boolean": {"True": "true", "False": "false"}, "null": {"None": "null"}}
-"""Python's words for values of a type, which models write, too."""
+"""Python's spellings of JSON values, which models also write, and the JSON for each, by JSON type."""
 _TYPES: Mapping[type, tuple[str, ...]] = {
     str: ("string",),
     bool: ("boolean",),
@@ -35,14 +35,14 @@ _TYPES: Mapping[type, tuple[str, ...]] = {
     dict: ("object",),
     type(None): ("null",),
 }
-"""The names in JSON schemas of Python's types."""
+"""The JSON schema types of Python's types."""
 
 
 def read_qwen3_coder(reader: AnswerReader, parts: AnswerParts, schemas: Schemas) -> Steps[None]:
     """Read Qwen3-Coder's calls: `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`.
 
-    One line break after and before the tags of a value is not part of it. A call without `<tool_call>` is read if it is
-    one of an offered function.
+    One line break after the opening tag of a value, and one before its closing tag, are not part of the value. A call
+    without `<tool_call>` is only read as a call if its function is offered.
     """
     while marker := (yield from reader.until((_CALL, _FUNCTION), parts.content)):
         before, marked = [marker], marker == _CALL
@@ -66,7 +66,10 @@ def read_qwen3_coder(reader: AnswerReader, parts: AnswerParts, schemas: Schemas)
 
 
 def _read_parameters(reader: AnswerReader, parts: AnswerParts, schema: Mapping[str, Any]) -> Steps[bool]:
-    """Read up to the end of a function; return False where the text breaks it off."""
+    """Read the parameters up to the end of the function.
+
+    Return False if invalid text or the answer's end comes first.
+    """
     opening = "{"
     while True:
         yield from reader.space()
@@ -101,7 +104,10 @@ def read_glm45(reader: AnswerReader, parts: AnswerParts, schemas: Schemas) -> St
 
 
 def _read_pairs(reader: AnswerReader, parts: AnswerParts, schema: Mapping[str, Any], tag: str) -> Steps[bool]:
-    """Read up to the end of a call, whose first `tag` has been read; return False where the text breaks it off."""
+    """Read key and value pairs up to the end of a call, whose first `tag` has been read.
+
+    Return False if invalid text or the answer's end comes first.
+    """
     opening = "{"
     while tag == _KEY:
         key: list[str] = []
@@ -123,7 +129,10 @@ def _read_pairs(reader: AnswerReader, parts: AnswerParts, schema: Mapping[str, A
 
 
 def _read_value(reader: AnswerReader, parts: AnswerParts, types: frozenset[str], ends: tuple[str, ...]) -> Steps[bool]:
-    """Read a value of one of `types` up to one of `ends` into the arguments, a string while it is generated."""
+    """Read a value up to one of `ends`, and add it to the arguments as JSON of one of `types`.
+
+    A string is passed on while it is generated. Return False if the answer ends first.
+    """
     if types == _STRING:
         parts.arguments('"')
         found = yield from reader.until(ends, lambda text: parts.arguments(_quoted(text)[1:-1]))
@@ -136,13 +145,13 @@ def _read_value(reader: AnswerReader, parts: AnswerParts, types: frozenset[str],
 
 
 def _types_of(schema: Mapping[str, Any], key: str) -> frozenset[str]:
-    """Return the types of a parameter; none if the function's schema does not say."""
+    """Return the types of the parameter `key`; empty if the function's schema does not give them."""
     properties = schema.get("properties")
     return frozenset(_types(properties.get(key) if isinstance(properties, Mapping) else None))
 
 
 def _types(schema: Any, *, nested: bool = True) -> Iterator[str]:
-    """Yield the types that a schema of one parameter allows; none if it does not say."""
+    """Yield the types that the schema of one parameter allows; nothing if it does not give them."""
     if not isinstance(schema, Mapping):
         return
     named = schema.get("type")
@@ -162,7 +171,10 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _as_json(text: str, types: frozenset[str]) -> str:
-    """Return the JSON of a value that may have these types: the text itself if it is JSON, else a string."""
+    """Return a value of one of `types` as JSON.
+
+    It is the text itself if that is JSON of such a type, or any JSON while no string is allowed; else it is a string.
+    """
     value = text.strip()
     for kind, words in _WORDS.items():
         if kind in types and value in words:

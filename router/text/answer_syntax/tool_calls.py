@@ -1,4 +1,4 @@
-"""The syntaxes in which models write tool calls. White space around calls is left out."""
+"""The syntaxes in which models write tool calls with JSON arguments. White space around calls is left out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ CALL_BEGIN, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁cal
 
 
 def read_hermes(reader: AnswerReader, parts: AnswerParts, _names: Collection[str]) -> Steps[None]:
-    """Read Hermes' and Qwen's calls: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`; SmolLM2 writes a list."""
+    """Read the calls of Hermes and Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
+
+    SmolLM2 writes a list of such objects between the tags.
+    """
     while (yield from reader.until((_HERMES,), parts.content)):
         before = [_HERMES, (yield from reader.space())]
         if (yield from reader.literal("[")):
@@ -33,7 +36,7 @@ def read_hermes(reader: AnswerReader, parts: AnswerParts, _names: Collection[str
 def read_llama(reader: AnswerReader, parts: AnswerParts, names: Collection[str]) -> Steps[None]:
     """Read Llama 3's calls: `{"name": …, "parameters": {…}}` as the whole answer, or after `<|python_tag|>`.
 
-    As JSON is no mark of a call, only functions in `names` are called.
+    As an answer may be JSON without being a call, only functions in `names` count as called.
     """
     tag = ""
     while True:
@@ -49,7 +52,10 @@ def read_llama(reader: AnswerReader, parts: AnswerParts, names: Collection[str])
 
 
 def read_mistral(reader: AnswerReader, parts: AnswerParts, _names: Collection[str]) -> Steps[None]:
-    """Read Mistral's calls: `[TOOL_CALLS][{"name": …, "arguments": {…}}]`, and newer `[TOOL_CALLS]name[ARGS]{…}`."""
+    """Read Mistral's calls: `[TOOL_CALLS][{"name": …, "arguments": {…}}]`.
+
+    Newer models write `[TOOL_CALLS]name[ARGS]{…}`.
+    """
     while (yield from reader.until((TOOL_CALLS,), parts.content)):
         before = [TOOL_CALLS, (yield from reader.space())]
         if (yield from reader.literal("[")):
@@ -59,7 +65,7 @@ def read_mistral(reader: AnswerReader, parts: AnswerParts, _names: Collection[st
 
 
 def _read_list(reader: AnswerReader, parts: AnswerParts, before: list[str]) -> Steps[bool]:
-    """Read calls up to the bracket that closes their list; return False where the text breaks off."""
+    """Read calls up to the closing bracket of their list; return False if other text comes first."""
     before.append((yield from reader.space()))
     while (yield from read_call(reader, parts, before)):
         space = yield from reader.space()
@@ -85,7 +91,11 @@ def _read_named(reader: AnswerReader, parts: AnswerParts, before: list[str]) -> 
 def _read_arguments(
     reader: AnswerReader, parts: AnswerParts, name: str, before: list[str], *, marked: bool = True
 ) -> Steps[bool]:
-    """Read the arguments of a call whose name was read apart; without `marked` or an object the text is content."""
+    """Read the arguments of a call whose `name` has been read.
+
+    The text becomes content, and False is returned, if the call is not `marked`, its name is invalid, or no object
+    follows.
+    """
     if marked:
         before = [*before, (yield from reader.space())]
     if not marked or _NAME.fullmatch(name.strip()) is None or not (yield from reader.ahead("{")):
@@ -97,7 +107,7 @@ def _read_arguments(
 
 
 def read_deepseek(reader: AnswerReader, parts: AnswerParts, _names: Collection[str]) -> Steps[None]:
-    """Read the calls of DeepSeek V3 and R1, whose arguments stand in a fence of ```json, and of V3.1, without one."""
+    """Read the calls of DeepSeek V3 and R1, whose arguments are in a ```json fence, and of V3.1, which has no fence."""
     while (yield from reader.until((CALLS_BEGIN,), parts.content)):
         before = [CALLS_BEGIN, (yield from reader.space())]
         while (yield from reader.literal(CALL_BEGIN)):
