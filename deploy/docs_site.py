@@ -13,7 +13,7 @@ _ELSEWHERE = re.compile(r"[a-z]+:")
 
 
 def on_config(config: Any, **_: Any) -> Any:
-    """Appends the decisions to the navigation, their index first."""
+    """Append the decisions to the navigation, their index first."""
     docs = Path(config["docs_dir"])
     decisions = sorted(path.relative_to(docs).as_posix() for path in (docs / "decisions").glob("*.md"))
     if decisions and config["nav"]:
@@ -22,12 +22,12 @@ def on_config(config: Any, **_: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Returns a page's text without links that lead out of the site."""
+    """Return a page's text without links that lead out of the site."""
     return without_outer_links(markdown, PurePosixPath(page.file.src_uri))
 
 
 def without_outer_links(markdown: str, page: PurePosixPath) -> str:
-    """Replaces links of `page` (a path below docs/) to files outside of docs/, and to folders."""
+    """Replace links of `page` (a path below docs/) to files outside of docs/, and to folders."""
 
     def replaced(link: re.Match[str]) -> str:
         text, target, _ = link.groups()

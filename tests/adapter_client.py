@@ -29,7 +29,7 @@ class AdapterClient:
     folder: Path
 
     def write(self, name: str, seed: int) -> tuple[Path, list[int]]:
-        """Writes an adapter; returns its folder, and the answer of the model into which it is merged."""
+        """Write an adapter, and return its folder, and the answer of the model into which it is merged."""
         changes = {"vocab_size": self.vocab_size}
         adapter = TinyAdapter(self.family, seed, modules=ATTENTION, changes=changes)
         merged = adapter.merged(self.folder / f"{name}-merged")
@@ -37,27 +37,27 @@ class AdapterClient:
         return adapter.write(self.folder / name), greedy_answer(runner, PROMPT, ANSWER)
 
     def load(self, name: str, path: Path) -> httpx.Response:
-        """Loads an adapter."""
+        """Load an adapter."""
         return self._post("/load_lora_adapter", json={"lora_name": name, "lora_path": str(path)})
 
     def unload(self, name: str) -> httpx.Response:
-        """Unloads an adapter."""
+        """Unload an adapter."""
         return self._post("/unload_lora_adapter", json={"lora_name": name})
 
     def ask(self, model: str) -> httpx.Response:
-        """Sends the prompt, greedily."""
+        """Send the prompt, greedily."""
         body = {"prompt": PROMPT, "max_tokens": ANSWER, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
         return self._post("/completions", json=body | {"model": model})
 
     def answer(self, model: str) -> Sequence[int]:
-        """Returns the tokens of an answer."""
+        """Return the tokens of an answer."""
         reply = self.ask(model)
         assert reply.status_code == 200, reply.text
         tokens: list[int] = reply.json()["choices"][0]["token_ids"]
         return tokens
 
     def listed(self) -> list[str]:
-        """Returns the names in /v1/models behind the model's own."""
+        """Return the names in /v1/models behind the model's own."""
         return [card["id"] for card in httpx.get(self._url("/models"), timeout=_TIMEOUT_S).json()["data"]][1:]
 
     def _post(self, path: str, json: dict[str, Any]) -> httpx.Response:

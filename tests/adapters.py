@@ -34,7 +34,7 @@ class TinyAdapter:
     """Changes of the model's config.json."""
 
     def write(self, folder: Path) -> Path:
-        """Writes the adapter as peft does."""
+        """Write the adapter as peft does."""
         tensors = {
             f"base_model.model.{module}.lora_{name}.weight": matrix
             for module, pair in self.matrices().items()
@@ -43,7 +43,7 @@ class TinyAdapter:
         return write_adapter(folder, tensors, r=self.rank, lora_alpha=self.alpha, **self.config)
 
     def matrices(self) -> dict[str, tuple[Matrix, Matrix]]:
-        """Returns A [rank, K] and B [N, rank] of each module."""
+        """Return A [rank, K] and B [N, rank] of each module."""
         rng = np.random.default_rng(1000 + self.seed)
         found = {}
         for name, weight in random_weights(FAMILIES[self.family] | self.changes).items():
@@ -55,7 +55,7 @@ class TinyAdapter:
         return found
 
     def merged(self, folder: Path, scale: Callable[[str], float] | None = None) -> Path:
-        """Writes the model with W + scale · B · A in place of W; the scale is alpha / rank, or of each module."""
+        """Write the model with W + scale · B · A in place of W; the scale is alpha / rank, or of each module."""
         write_tiny_model(folder, self.family, **self.changes)
         tensors = random_weights(json.loads((folder / "config.json").read_text()))
         for module, (a, b) in self.matrices().items():
@@ -68,7 +68,7 @@ class TinyAdapter:
 
 
 def write_adapter(folder: Path, tensors: Mapping[str, Matrix], **config: Any) -> Path:
-    """Writes these tensors and a config of their kind."""
+    """Write these tensors and a config of their kind."""
     folder.mkdir(parents=True, exist_ok=True)
     shown = {"peft_type": "LORA", "bias": "none", "task_type": "CAUSAL_LM", **config}
     (folder / "adapter_config.json").write_text(json.dumps(shown))

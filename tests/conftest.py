@@ -83,7 +83,7 @@ PLUGIN_OPTIONS = {"asyncio": ("asyncio_mode", "asyncio_default_fixture_loop_scop
 
 
 def sharing(nodeid: str) -> str:
-    """Returns what all tests have in common that may share a cluster: their folder or file, or the test's own name."""
+    """Return what all tests have in common that may share a cluster: their folder or file, or the test's own name."""
     file = Path(nodeid.split("::", maxsplit=1)[0])
     folder = file.parts[1]
     if file.name in SHARING_NOTHING:
@@ -92,7 +92,7 @@ def sharing(nodeid: str) -> str:
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Declares the KV cache's dtype, and options of plugins that are not installed: `tests/gpu` needs no plugin."""
+    """Declare the KV cache's dtype, and options of plugins that are not installed: `tests/gpu` needs no plugin."""
     parser.addoption("--kv-cache-dtype", default="auto", help="of clusters whose tests do not name one (auto)")
     for plugin, options in PLUGIN_OPTIONS.items():
         for option in () if pluginmanager.hasplugin(plugin) else options:
@@ -101,7 +101,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes() -> None:
-    """Compiles the CPU kernels, or finds them compiled: otherwise each test process and each worker would, at once."""
+    """Compile the CPU kernels, or finds them compiled: otherwise each test process and each worker would, at once."""
     compile_one = [sys.executable, "-c", COMPILE]
     for process in [subprocess.Popen([*compile_one, dtype], cwd=HERE.parent) for dtype in ("float32", "bfloat16")]:
         process.wait()
@@ -109,7 +109,7 @@ def pytest_xdist_setupnodes() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keeps tests that share clusters or the GPU in one process, in order; the others are distributed file by file."""
+    """Keep tests that share clusters or the GPU in one process, in order; the others are distributed file by file."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFolder(LoadScopeScheduling):
@@ -122,7 +122,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Pauses garbage collection while tests are collected, and excludes them and the modules from it afterwards."""
+    """Pause garbage collection while tests are collected, and excludes them and the modules from it afterwards."""
     gc.disable()
     try:
         return (yield)
@@ -133,7 +133,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sorts the tests so that long folders come first, and within a folder those last that share no cluster."""
+    """Sort the tests so that long folders come first, and within a folder those last that share no cluster."""
     if not torch.cuda.is_available():
         leave_combinations_to_soak([item for item in items if any(map(item.path.is_relative_to, EACH_VALUE_ONCE))])
     ranks = {folder: number for number, folder in enumerate(LONG_FOLDERS)}
@@ -146,7 +146,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def leave_combinations_to_soak(items: list[pytest.Item]) -> None:
-    """Marks `soak` the tests without which each value of each parameter still occurs in one test of its function.
+    """Mark `soak` the tests without which each value of each parameter still occurs in one test of its function.
 
     Triton's interpreter needs a second for what a GPU does in a millisecond.
     """
@@ -164,7 +164,7 @@ def leave_combinations_to_soak(items: list[pytest.Item]) -> None:
 
 
 def parameter_sets(test: pytest.Function) -> tuple[object, ...]:
-    """Returns an identity of what a test has from each of its `parametrize` marks and parametrized fixtures."""
+    """Return an identity of what a test has from each of its `parametrize` marks and parametrized fixtures."""
     values = dict(test.callspec.params)
     marked = [
         names if isinstance(names := mark.args[0], (list, tuple)) else names.split(",")
@@ -176,14 +176,14 @@ def parameter_sets(test: pytest.Function) -> tuple[object, ...]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Stops the running cluster when no test that may share it follows: an idle one computes, too."""
+    """Stop the running cluster when no test that may share it follows: an idle one computes, too."""
     shelf = item.session.stash.get(SHELF, None)
     if shelf is not None and nextitem is not None and sharing(item.nodeid) != sharing(nextitem.nodeid):
         shelf.clear()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints the lines that tests passed to `tell`."""
+    """Print the lines that tests passed to `tell`."""
     reports = [report for some in terminalreporter.stats.values() for report in some]
     for report in (one for one in reports if getattr(one, "when", "") == "call"):
         for _, line in (each for each in report.user_properties if each[0] == TOLD):
@@ -192,7 +192,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture
 def tell(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
-    """Prints a line at the end of the run, in whichever process the test runs."""
+    """Print a line at the end of the run, in whichever process the test runs."""
     return lambda line: record_property(TOLD, line)
 
 
@@ -219,5 +219,5 @@ def _shelf(
 
 @pytest.fixture(scope="session")
 def running_cluster(_shelf: Shelf) -> Callable[..., RunningCluster]:
-    """Returns a cluster with the given settings of `ClusterSettings`, which later tests may share."""
+    """Return a cluster with the given settings of `ClusterSettings`, which later tests may share."""
     return _shelf.get

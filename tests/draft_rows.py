@@ -8,7 +8,7 @@ from tandem.engine.steps.batch import StepRow, TokenRows
 
 
 def with_drafts(newest: Sequence[StepRow], drafts: Sequence[Sequence[int]]) -> TokenRows:
-    """Returns rows of one token, each of another request, and behind them one row for each of their drafts."""
+    """Return rows of one token, each of another request, and behind them one row for each of their drafts."""
     rows, found, first = TokenRows.of(newest), [], len(newest)
     for row, tokens in enumerate(drafts):
         if tokens:

@@ -22,7 +22,7 @@ def write_eagle(
     seed: int = 0,
     **config: Any,
 ) -> Path:
-    """Writes a folder.
+    """Write a folder.
 
     The head can guess `tokens` only. `without` names a tensor that is left out, `shapes` changes or adds tensors, and
     `config` changes config.json.

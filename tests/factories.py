@@ -206,7 +206,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def write_tiny_model(folder: Path, family: str = "llama3", seed: int = 0, **changes: object) -> Path:
-    """Writes a loadable folder (config.json, model.safetensors) with random weights; `changes` override the config."""
+    """Write a loadable folder (config.json, model.safetensors) with random weights; `changes` override the config."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {key: value for key, value in (FAMILIES[family] | changes).items() if value is not None or key in _NULLS}
     (folder / "config.json").write_text(json.dumps(config))
@@ -216,7 +216,7 @@ def write_tiny_model(folder: Path, family: str = "llama3", seed: int = 0, **chan
 
 
 def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
-    """Returns float32 weights of a configuration by checkpoint name, scaled so that activations stay near 1."""
+    """Return float32 weights of a configuration by checkpoint name, scaled so that activations stay near 1."""
     parsed = parse_spec(config, {})
     places = places_of(parsed, allocate_parameters(parsed, torch.float32, torch.device("meta")))
     rng = np.random.default_rng(seed)
@@ -225,18 +225,18 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarra
 
 
 def tiny_engine_config(folder: Path, **changes: Any) -> EngineConfig:
-    """Returns an engine configuration with one thread, one megabyte of KV, and defaults otherwise."""
+    """Return an engine configuration with one thread, one megabyte of KV, and defaults otherwise."""
     settings: dict[str, Any] = {"model": folder, "threads": 1, "kv_cache_bytes": 1 << 20}
     return EngineConfig(**(settings | changes))
 
 
 def draw(index: int = 0, **changes: Any) -> SamplingInput:
-    """Returns draw number `index`, greedy unless `changes` to its SamplingParams differ."""
+    """Return draw number `index`, greedy unless `changes` to its SamplingParams differ."""
     return SamplingInput(SamplingParams(**({"max_tokens": 64} | changes)), index)
 
 
 def row(token_ids: list[int], start: int, page_ids: list[int], *, drawn: bool = True) -> StepRow:
-    """Returns a greedy row, or one without a draw."""
+    """Return a greedy row, or one without a draw."""
     return StepRow(token_ids, start, page_ids, draw() if drawn else None)
 
 
@@ -251,7 +251,7 @@ def _random_tensor(rng: np.random.Generator, name: str, shape: tuple[int, ...], 
 
 
 def greedy_answer(runner: ModelRunner, prompt: Sequence[int], tokens: int) -> list[int]:
-    """Returns the tokens of an answer that one engine computes, the prompt in chunks of 32 tokens."""
+    """Return the tokens of an answer that one engine computes, the prompt in chunks of 32 tokens."""
     pages, found, start = list(range(-(-(len(prompt) + tokens) // 16))), list(prompt), 0
     while len(found) < len(prompt) + tokens:
         chunk = found[start : start + 32]

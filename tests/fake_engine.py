@@ -110,7 +110,7 @@ class FakeEngine:
         return (("model", "fake"),)
 
     def launch(self, batch: StepBatch) -> PendingStep:
-        """Launches a step; an asynchronous one runs when its result is requested, after the next is planned."""
+        """Launch a step; an asynchronous one runs when its result is requested, after the next is planned."""
         if self.launch_error is not None:
             raise self.launch_error
         masked = any(draw.index < draw.sampling.masked_tokens for draw in batch.draws)
@@ -180,7 +180,7 @@ class FakeEngine:
 
 
 def next_token(context: list[int], draw: int, prompt_tokens: int = 0, *, barred: Set[int] = frozenset()) -> int:
-    """Returns the next token; `prompt_tokens` is the length of the prompt for penalties.
+    """Return the next token; `prompt_tokens` is the length of the prompt for penalties.
 
     It is the end of sequence only if all others are barred, as at the end of a grammar; otherwise tests end an answer
     through `stop_token_ids`.
@@ -195,7 +195,7 @@ def next_token(context: list[int], draw: int, prompt_tokens: int = 0, *, barred:
 
 
 def _barred(sampling: SamplingParams, draw: int, answer: Sequence[int]) -> Set[int]:
-    """Returns the token ids that may not be drawn after `answer`, in a grammar the others if it may end."""
+    """Return the token ids that may not be drawn after `answer`, in a grammar the others if it may end."""
     if sampling.grammar:
         bits = small_grammars().begin(sampling.grammar).allowed(answer).view(np.uint8)
         allowed = set(np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist())
@@ -206,14 +206,14 @@ def _barred(sampling: SamplingParams, draw: int, answer: Sequence[int]) -> Set[i
 
 @cache
 def small_grammars() -> Grammars:
-    """Returns the grammars over the tokens of `tests/small_tokenizer.py`."""
+    """Return the grammars over the tokens of `tests/small_tokenizer.py`."""
     with TemporaryDirectory() as folder:
         save_tokenizer(Path(folder))
         return Grammars(Path(folder), VOCAB, [EOS])
 
 
 def answer_to(prompt: list[int], sampling: SamplingParams) -> list[int]:
-    """Returns the tokens that the fake engine must generate, whatever the chunks and workers."""
+    """Return the tokens that the fake engine must generate, whatever the chunks and workers."""
     tokens = list(prompt)
     for draw in range(min(sampling.max_tokens, FACTS.max_context - len(prompt))):
         counted = len(prompt) if sampling.penalized else 0
@@ -226,7 +226,7 @@ def answer_to(prompt: list[int], sampling: SamplingParams) -> list[int]:
 
 
 def whole_text(key: Hashable) -> Sequence[int]:
-    """Returns the prompt and the answer of a decode worker's request, as oracles of drafts want to know them."""
+    """Return the prompt and the answer of a decode worker's request, as oracles of drafts want to know them."""
     assert isinstance(key, DecodeRequest)
     return _whole_text(tuple(key.reservation.question), key.reservation.sampling)
 
@@ -237,7 +237,7 @@ def _whole_text(prompt: tuple[int, ...], sampling: SamplingParams) -> Sequence[i
 
 
 def logprobs_of(token_id: int, top: int) -> TokenLogprobs:
-    """Returns the log probabilities that the fake engine reports for a token that it drew."""
+    """Return the log probabilities that the fake engine reports for a token that it drew."""
     return TokenLogprobs(-token_id / VOCAB, tuple(range(token_id, token_id + top)), (-0.5,) * top)
 
 

@@ -26,7 +26,7 @@ Values = Mapping[str, Any] | Iterable[Any]
 def pairwise(
     *, always: Sequence[Case] = (), indirect: Sequence[str] = (), **parameters: Values
 ) -> pytest.MarkDecorator:
-    """Returns `pytest.mark.parametrize` with pairwise cases of these parameters.
+    """Return `pytest.mark.parametrize` with pairwise cases of these parameters.
 
     The values have names or are named by `str`. `always`: cases that are kept whatever they cover, each by the names of
     its values in order. `indirect` as in pytest.
@@ -49,7 +49,7 @@ def pairwise(
 
 
 def covering(columns: Sequence[Sequence[str]], always: Sequence[Case] = ()) -> list[Case]:
-    """Returns cases in which each pair of values of two columns occurs: `always` first, then chosen greedily.
+    """Return cases in which each pair of values of two columns occurs: `always` first, then chosen greedily.
 
     The next case is the one with the most missing pairs; among equals the first in the columns' order.
     """
@@ -67,12 +67,12 @@ def covering(columns: Sequence[Sequence[str]], always: Sequence[Case] = ()) -> l
 
 
 def _pairs(case: Case) -> set[tuple[tuple[int, Any], ...]]:
-    """Returns the pairs of a case with their columns; with a single column, its values."""
+    """Return the pairs of a case with their columns; with a single column, its values."""
     return set(combinations(enumerate(case), min(2, len(case))))
 
 
 def each_value_once(cases: Sequence[Case], always: Sequence[Case] = ()) -> list[Case]:
-    """Returns as many of the cases as have each value at least once: `always`, then those with the most new values.
+    """Return as many of the cases as have each value at least once: `always`, then those with the most new values.
 
     Among equals it takes the one whose values were chosen least, so that short columns vary with long ones.
     """

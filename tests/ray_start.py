@@ -12,7 +12,7 @@ UP = "block forever"
 
 
 def ray_start(folder: Path, node_address: str, places: str, head: str = "") -> list[str]:
-    """Returns the command of a node that offers `places` (JSON) and joins `head`, or is the head.
+    """Return the command of a node that offers `places` (JSON) and join `head`, or is the head.
 
     It runs until terminated.
 
@@ -33,7 +33,7 @@ def ray_start(folder: Path, node_address: str, places: str, head: str = "") -> l
 
 
 def ray_environment(token: str) -> dict[str, str]:
-    """Returns the environment of a node and of all workers on it."""
+    """Return the environment of a node and of all workers on it."""
     return {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": token,
@@ -43,7 +43,7 @@ def ray_environment(token: str) -> dict[str, str]:
 
 
 def head_address(folder: Path) -> str:
-    """Returns the address of the head with this `folder`, once it is up."""
+    """Return the address of the head with this `folder`, once it is up."""
     return (folder / "ray_current_cluster").read_text().strip()
 
 

@@ -37,7 +37,7 @@ class RunningCluster:
         self._cluster.stop()
 
     def log(self, name: str) -> str:
-        """Returns the log of the process called `name`."""
+        """Return the log of the process called `name`."""
         return (self._logs / f"{name}.log").read_text()
 
     @property
@@ -51,19 +51,19 @@ class RunningCluster:
         return ControllerClient(self._cluster.endpoints.controller, self._cluster.endpoints.token)
 
     def controller_pid(self) -> int:
-        """Returns the controller's process id."""
+        """Return the controller's process id."""
         assert self._cluster._controller is not None
         return self._cluster._controller.pid()
 
     def workers(self) -> tuple[Health, ...]:
-        """Returns every worker as the controller reports it."""
+        """Return every worker as the controller reports it."""
         return self._cluster.health().workers
 
     def router(self) -> Health:
         return self._cluster.health().router
 
     def worker(self, role: str, within_s: float = 60.0) -> Health:
-        """Returns the first worker of a role, once it serves."""
+        """Return the first worker of a role, once it serves."""
         give_up = time.monotonic() + within_s
         while True:
             one = next(w for w in self.workers() if w.name.startswith(role))
@@ -73,11 +73,11 @@ class RunningCluster:
             time.sleep(0.1)
 
     def named(self, name: str) -> Health:
-        """Returns one worker as the controller reports it."""
+        """Return one worker as the controller reports it."""
         return {one.name: one for one in self.workers()}[name]
 
     def members(self) -> list[cluster_pb2.WorkerInfo]:
-        """Returns the registered workers."""
+        """Return the registered workers."""
         with self.channel(self._cluster.endpoints.controller) as channel:
             stream = cluster_pb2_grpc.ClusterStub(channel).Watch(cluster_pb2.WatchRequest(), timeout=60)
             members = list(next(stream).workers)
@@ -85,13 +85,13 @@ class RunningCluster:
         return members
 
     def inspect(self) -> list[worker_pb2.InspectResponse]:
-        """Returns every registered worker's pages and open requests."""
+        """Return every registered worker's pages and open requests."""
         return [self._inspect(member.address) for member in self.members()]
 
     def inspect_worker(self, name: str) -> worker_pb2.InspectResponse:
-        """Returns the report of one registered worker without asking the others, which may be suspended.
+        """Return the report of one registered worker without asking the others, which may be suspended.
 
-        KeyError if it is not registered.
+        Raises KeyError if it is not registered.
         """
         return self._inspect({member.peer.worker_id: member.address for member in self.members()}[name])
 
@@ -101,7 +101,7 @@ class RunningCluster:
             return stub.Inspect(worker_pb2.InspectRequest(), timeout=60)
 
     def assert_idle_and_sound(self) -> None:
-        """Asserts that every worker becomes idle, with no open request, all pages free or cached, and a sound pool."""
+        """Assert that every worker becomes idle, with no open request, all pages free or cached, and a sound pool."""
         give_up = time.monotonic() + IDLE_WITHIN_S
         while True:
             found = self.inspect()
@@ -112,7 +112,7 @@ class RunningCluster:
             time.sleep(0.1)
 
     def channel(self, address: str) -> grpc.Channel:
-        """Opens a channel to the controller or a worker with the cluster's credentials."""
+        """Open a channel to the controller or a worker with the cluster's credentials."""
         client = credentials_of(self._cluster.endpoints.token).client
         return grpc.secure_channel(address, client, [("grpc.ssl_target_name_override", PART_NAME)])
 

@@ -16,10 +16,10 @@ soak = pytest.mark.soak
 
 
 def examples(count: int) -> int:
-    """Returns the number of generated examples of a property, of which `make test` runs `count`."""
+    """Return the number of generated examples of a property, of which `make test` runs `count`."""
     return count * EXAMPLES_FACTOR if SOAKING else count
 
 
 def seeds(count: int) -> pytest.MarkDecorator:
-    """Runs a random drill, which takes `seed`, with 0 in `make test` and with 1 to `count` - 1 in `make soak`."""
+    """Run a random drill, which takes `seed`, with 0 in `make test` and with 1 to `count` - 1 in `make soak`."""
     return pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=soak) for seed in range(1, count))])

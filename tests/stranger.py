@@ -44,7 +44,7 @@ class Stranger:
         await self._grpc.stop(None)
 
     def assert_learned_nothing(self, token: str) -> None:
-        """Asserts that it was called, and that it received neither the token nor any part of a call."""
+        """Assert that it was called, and that it received neither the token nor any part of a call."""
         assert self.connections > 0, "nobody came"
         assert (self.headers, token.encode() in self.heard) == ([], False)
         assert b"authorization" not in bytes(self.heard).lower()
@@ -60,7 +60,7 @@ class _Notes(grpc.aio.ServerInterceptor):
 
 
 async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, copy: bytearray | None = None) -> None:
-    """Forwards bytes until one side closes, then closes the other."""
+    """Forward bytes until one side closes, then close the other."""
     try:
         while part := await reader.read(_BUFFER):
             if copy is not None:

@@ -40,7 +40,7 @@ ROUTER = "router-1"
 
 
 async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    """Waits for a condition that other threads bring about."""
+    """Wait for a condition that other threads bring about."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
@@ -116,14 +116,14 @@ class End:
         await self.server.stop(None)
 
     def age(self, seconds: float) -> None:
-        """Ages all leases by `seconds`, and expires those that are over."""
+        """Age all leases by `seconds`, and expires those that are over."""
         leases = self.worker.admission._leases
         clock = leases._clock
         leases._clock = lambda: clock() + seconds
         self.worker.admission.expire()
 
     async def empty(self) -> None:
-        """Waits until all pages are free or cached and no request or lease is left; checks pool and cache."""
+        """Wait until all pages are free or cached and no request or lease is left; checks pool and cache."""
         await until(lambda: not self.left())
         counts = self.engine.pool.counts()
         assert counts.free + counts.cached == counts.total
@@ -227,7 +227,7 @@ class WorkerPair:
         *,
         salt: str = "",
     ) -> Heard:
-        """Reserves and prefills as the router does, after the tokens `answer`; returns the events that it receives."""
+        """Reserve and prefill as the router does, after the tokens `answer`, and return the events that it receives."""
         heard = self.heard[name] = Heard(list(answer))
         asked, answered = [*prompt, *answer], len(answer)
         lease = None

@@ -31,7 +31,7 @@ _GPU_SHAPE = "llama-3-8b"
 
 
 def pools(plan: PoolPlan, settings: Settings) -> Figures:
-    """Returns the bandwidth of one page, a chunk and longer transfers as shares of a plain copy's."""
+    """Return the bandwidth of one page, a chunk and longer transfers as shares of a plain copy's."""
     sizes = sorted({1, *(tokens // plan.page_tokens for tokens in (settings.chunk, *settings.transfers))})
     ceiling = copy_ceiling(plan, sizes)
     found, wire, ports = asyncio.run(measure_pools(plan, sizes))
@@ -54,13 +54,13 @@ def pools(plan: PoolPlan, settings: Settings) -> Figures:
 
 
 def allowed_transports(plan: PoolPlan) -> str:
-    """Returns the `UCX_TLS` that UCX gets, from the environment or from Tandem's settings."""
+    """Return the `UCX_TLS` that UCX gets, from the environment or from Tandem's settings."""
     settings = {**ucx_settings(trusted_network=plan.trusted_network), **os.environ}
     return settings.get("UCX_TLS", "all")
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Parses the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kv_transfer", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     add_model_options(parser)
@@ -72,7 +72,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure(only: str | None, settings: Settings, plan: PoolPlan, config: ClusterSettings) -> Figures:
-    """Measures the pools, then the cluster, or `only` one of them."""
+    """Measure the pools, then the cluster, or `only` one of them."""
     found: Figures = {}
     if only != "cluster":
         found |= pools(plan, settings)
@@ -86,7 +86,7 @@ def measure(only: str | None, settings: Settings, plan: PoolPlan, config: Cluste
 
 
 def main() -> None:
-    """Runs the measurement, prints it, and saves it with --save."""
+    """Run the measurement, print it, and save it with --save."""
     arguments = parse_arguments()
     if arguments.device == "cuda":
         need_gpu()

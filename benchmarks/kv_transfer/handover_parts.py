@@ -32,7 +32,7 @@ class Answer:
     timeline: Timeline
 
     def ms(self, start: Edge, end: Edge) -> float:
-        """Returns milliseconds between two edges; RuntimeError if one is missing."""
+        """Return milliseconds between two edges. Raises RuntimeError if one is missing."""
         seconds = self.timeline.seconds(start, end)
         if seconds is None:
             raise RuntimeError(f"a request without {start.name} or {end.name}")
@@ -45,12 +45,12 @@ class Answer:
 
 
 def handovers_ms(answers: Sequence[Answer]) -> list[float]:
-    """Returns the time from the end of the last chunk to the request's first decode step, in ms."""
+    """Return the time from the end of the last chunk to the request's first decode step, in ms."""
     return [answer.ms(Edge.PREFILL_FINISHED, Edge.DECODE_STARTED) for answer in answers]
 
 
 def handover_parts_ms(answers: Sequence[Answer]) -> dict[str, float]:
-    """Returns the mean of each part in milliseconds; their sum is the mean hand-over."""
+    """Return the mean of each part in milliseconds; their sum is the mean hand-over."""
     begins = [Edge.PREFILL_FINISHED, *_HANDOVER.values()]
     return {
         name: round(statistics.mean(answer.ms(begin, end) for answer in answers), 4)
@@ -59,7 +59,7 @@ def handover_parts_ms(answers: Sequence[Answer]) -> dict[str, float]:
 
 
 def gaps_meeting_transfers_ms(stream: Answer, prompts: Sequence[Answer]) -> list[float]:
-    """Returns the gaps of `stream` during which pages of one of `prompts` moved, without steps that a request joined.
+    """Return the gaps of `stream` during which pages of one of `prompts` moved, without steps that a request joined.
 
     Only certain overlaps count: a prompt's timeline has the start of its first write, and start and end of the last
     chunk's writes; the times of the writes between are unknown. Tokens arrive later than their steps by a fraction of a
@@ -75,7 +75,7 @@ def gaps_meeting_transfers_ms(stream: Answer, prompts: Sequence[Answer]) -> list
 
 
 def _moving(answer: Answer) -> list[tuple[float, float]]:
-    """Returns the Unix times between which pages moved: the first write's start, and the last chunk's writes."""
+    """Return the Unix times between which pages moved: the first write's start, and the last chunk's writes."""
     edges = (Edge.TRANSFER_STARTED, Edge.LAST_PAGES_POSTED, Edge.TRANSFER_FINISHED)
     nanos = [answer.timeline.at(edge) for edge in edges]
     first, posted, finished = (None if each is None else each / _NANOS for each in nanos)
@@ -85,5 +85,5 @@ def _moving(answer: Answer) -> list[tuple[float, float]]:
 
 
 def _nearest(moments: Sequence[float], moment: float) -> int:
-    """Returns the index of the time closest to `moment`, since tokens of one step arrive together."""
+    """Return the index of the time closest to `moment`, since tokens of one step arrive together."""
     return min(range(len(moments)), key=lambda n: abs(moments[n] - moment))

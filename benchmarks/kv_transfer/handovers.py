@@ -69,7 +69,7 @@ class Asking:
         self._sent = 0
 
     async def ask(self, prompt: int, new_tokens: int) -> Answer:
-        """Returns one greedy answer of exactly `new_tokens` tokens to a prompt of `prompt` tokens."""
+        """Return one greedy answer of exactly `new_tokens` tokens to a prompt of `prompt` tokens."""
         self._sent += 1
         ids = [1000 + (17 * self._sent + 131 * i) % 20000 for i in range(prompt)]
         stream = self._client.stream_generate(ids, max_tokens=new_tokens, temperature=0, ignore_eos=True)
@@ -78,7 +78,7 @@ class Asking:
 
 
 async def handovers(client: Asking, settings: Settings) -> Figures:
-    """Measures one prompt at a time: the parts between its last chunk and its first decode step."""
+    """Measure one prompt at a time: the parts between its last chunk and its first decode step."""
     await client.ask(settings.prompt, _ANSWER)
     answers = [await client.ask(settings.prompt, _ANSWER) for _ in range(settings.rounds)]
     handover = handovers_ms(answers)
@@ -105,7 +105,7 @@ async def handovers(client: Asking, settings: Settings) -> Figures:
 
 
 async def prefills(client: Asking, settings: Settings) -> Figures:
-    """Measures the slowdown of prefill by transfers, with transferred and local prompts in turns.
+    """Measure the slowdown of prefill by transfers, with transferred and local prompts in turns.
 
     A request of 1 token has no transfer; 2 tokens are the fewest with one. The order alternates from round to round, so
     that both follow each other, and a pause, equally often.
@@ -124,7 +124,7 @@ async def prefills(client: Asking, settings: Settings) -> Figures:
 
 
 async def interference(client: Asking, settings: Settings) -> Figures:
-    """Measures the ITL of decoding streams without load, and while prompts arrive one after the other.
+    """Measure the ITL of decoding streams without load, and while prompts arrive one after the other.
 
     There are few streams: with many, a router sends several tokens per chunk.
     """
@@ -166,13 +166,13 @@ def _p99(values: Sequence[float]) -> float:
 
 
 def _gaps_within(answer: Answer, windows: list[tuple[float, float]]) -> list[float]:
-    """Returns the gaps that end while another prompt is in progress."""
+    """Return the gaps that end while another prompt is in progress."""
     ends = zip(answer.moments[1:], answer.gaps_ms, strict=True)
     return [gap for moment, gap in ends if any(start <= moment <= end for start, end in windows)]
 
 
 async def through_the_cluster(address: str, settings: Settings) -> Figures:
-    """Runs all measurements over one connection."""
+    """Run all measurements over one connection."""
     async with AsyncClient(address, timeout_s=_TIMEOUT_S) as connection:
         client = Asking(connection)
         found = await handovers(client, settings) | await prefills(client, settings)

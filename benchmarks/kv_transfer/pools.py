@@ -73,16 +73,16 @@ class PoolSide:
         self._transport = open_transport("nixl", layout, me, lambda _notice: None, trusted_network=plan.trusted_network)
 
     def describe(self) -> PeerDescription:
-        """Returns the address at which the other side reaches this pool."""
+        """Return the address at which the other side reaches this pool."""
         return self._transport.describe()
 
     def introduce(self, peer: PeerDescription) -> None:
-        """Adds the other side, and polls for its writes from now on."""
+        """Add the other side, and polls for its writes from now on."""
         self._transport.add_peer(peer)
         self._transport.expect(1)
 
     def bandwidth(self, peer: PeerRef, sizes: Sequence[int]) -> list[Bandwidth]:
-        """Measures writes of these numbers of pages onto shuffled pages, as in a pool that has been in use."""
+        """Measure writes of these numbers of pages onto shuffled pages, as in a pool that has been in use."""
         found = []
         for pages in sizes:
             self._stream(peer, pages, 1, writes=_WARM, seconds=0)
@@ -92,21 +92,21 @@ class PoolSide:
         return found
 
     def wire(self) -> str:
-        """Returns the name of the transport, with the UCX transport at the sender."""
+        """Return the name of the transport, with the UCX transport at the sender."""
         return self._transport.transport_name()
 
     def open_ports(self) -> tuple[str, ...]:
-        """Returns the TCP ports on which UCX listens."""
+        """Return the TCP ports on which UCX listens."""
         return self._transport.open_ports()
 
     def close(self) -> None:
-        """Closes the transport."""
+        """Close the transport."""
         self._transport.close()
 
     def _stream(
         self, peer: PeerRef, pages: int, in_flight: int, writes: int = _ROUNDS, seconds: float = _ROUNDS_S
     ) -> float:
-        """Returns bytes per second of at least `writes` writes in at least `seconds`, at most `in_flight` at a time."""
+        """Return bytes per second of at least `writes` writes in at least `seconds`, at most `in_flight` at a time."""
         chosen = random.Random(pages)
         waiting: list[Future[WriteDone]] = []
         done, started = 0, time.perf_counter()
@@ -122,7 +122,7 @@ class PoolSide:
 
 
 async def measure_pools(plan: PoolPlan, sizes: Sequence[int]) -> tuple[list[Bandwidth], str, tuple[str, ...]]:
-    """Returns each size's bandwidth between two processes, the transport, and the TCP ports that UCX opened."""
+    """Return each size's bandwidth between two processes, the transport, and the TCP ports that UCX opened."""
     node = RayNode()
     node.start({}, processes=2)
     try:
@@ -141,7 +141,7 @@ async def measure_pools(plan: PoolPlan, sizes: Sequence[int]) -> tuple[list[Band
 
 
 def copy_ceiling(plan: PoolPlan, sizes: Sequence[int]) -> float:
-    """Returns bytes per second of plain copies between the devices in this process: the best round of any size.
+    """Return bytes per second of plain copies between the devices in this process: the best round of any size.
 
     Copies are as large as writes of `sizes` pages, within buffers twice as large as the largest.
     """
@@ -160,7 +160,7 @@ def copy_ceiling(plan: PoolPlan, sizes: Sequence[int]) -> float:
 
 
 def _copies(plan: PoolPlan, source: Tensor, target: Tensor, pages: int) -> float:
-    """Returns bytes per second of a round of copies of `pages` contiguous pages, at random positions."""
+    """Return bytes per second of a round of copies of `pages` contiguous pages, at random positions."""
     chosen = random.Random(pages)
     done, started = 0, time.perf_counter()
     while not done or time.perf_counter() - started < _CEILING_ROUND_S:

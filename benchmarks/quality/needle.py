@@ -22,7 +22,7 @@ class Needles:
 
 
 def make_needles(encode: Callable[[str], Sequence[int]], text: str, tokens: int) -> Needles:
-    """Returns a prompt of `tokens` tokens for each of `DEPTHS`, with `text` around the number, repeated as needed."""
+    """Return a prompt of `tokens` tokens for each of `DEPTHS`, with `text` around the number, repeated as needed."""
     special = list(encode(""))
     hay = list(encode(text))[len(special) :]
     prompts, numbers = [], []
@@ -44,7 +44,7 @@ def make_needles(encode: Callable[[str], Sequence[int]], text: str, tokens: int)
 
 
 def found_needles(runner: ModelRunner, decode: Callable[[Sequence[int]], str], needles: Needles, chunk: int) -> int:
-    """Returns the number of prompts whose greedy answer has the number; prompts are read in steps of `chunk` tokens."""
+    """Return the number of prompts whose greedy answer has the number; prompts are read in steps of `chunk` tokens."""
     answers = (decode(_answer(runner, prompt, chunk)) for prompt in needles.prompts)
     return sum(number in answer for number, answer in zip(needles.numbers, answers, strict=True))
 

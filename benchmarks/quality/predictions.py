@@ -30,7 +30,7 @@ _NEEDLES = (4096, 16384, 32768)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of this case."""
+    """Add the options of this case."""
     parser.add_argument("model", type=Path, help="the reference: Hugging Face folder or GGUF file")
     parser.add_argument("--candidate", type=Path, help="the model that is compared (the reference's own folder)")
     parser.add_argument("--dtype", choices=_DTYPES, default="auto", help="of the candidate (auto)")
@@ -50,7 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(chosen: argparse.Namespace) -> Measured:
-    """Loads both engines, compares them and prints the tables."""
+    """Load both engines, compare them and print the tables."""
     console = Console()
     folder = prepare_model(chosen.model)
     # A GGUF file is served with its own codes, and is its own reference in float32.

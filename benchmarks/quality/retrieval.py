@@ -52,7 +52,7 @@ _CONTEXT = 65_536
 
 
 def write_retrieval_model(folder: Path) -> Path:
-    """Writes the model in Hugging Face layout, without a tokenizer; returns its folder."""
+    """Write the model in Hugging Face layout, without a tokenizer, and return its folder."""
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "vocab_size": VOCAB,
         "hidden_size": HIDDEN, "intermediate_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 1,
@@ -80,7 +80,7 @@ def _weights() -> dict[str, Tensor]:
 
 
 def _token_codes() -> Tensor:
-    """Returns codes [vocab, _CODE] of 1 and -1; those of tokens before `FIRST_HAY` are unlike all others."""
+    """Return codes [vocab, _CODE] of 1 and -1; those of tokens before `FIRST_HAY` are unlike all others."""
     generator, found = torch.Generator().manual_seed(0), torch.zeros(0, _CODE)
     while len(found) < VOCAB:
         code = torch.randint(2, (_CODE,), generator=generator) * 2.0 - 1
@@ -90,7 +90,7 @@ def _token_codes() -> Tensor:
 
 
 def _position_before() -> dict[str, Tensor]:
-    """Returns the first layer's projections: a token attends to the one before it, and takes its code.
+    """Return the first layer's projections: a token attends to the one before it, and take its code.
 
     With queries (1, 0) and keys (cos t, sin t) in a pair of frequency t, the score of a token d before is cos(t (d-1)).
     """
@@ -107,7 +107,7 @@ def _position_before() -> dict[str, Tensor]:
 
 
 def _same_token() -> dict[str, Tensor]:
-    """Returns the second layer's: a token attends to those that follow the same token, and takes their code."""
+    """Return the second layer's: a token attends to those that follow the same token, and take their code."""
     size = math.sqrt(HIDDEN / (2 * _CODE + 1))
     gain = math.sqrt(_SHARPNESS_SAME * math.sqrt(HEAD_DIM)) / size
     slow = torch.cat([torch.arange(_TURNING, _HALF), torch.arange(_HALF + _TURNING, HEAD_DIM)])
@@ -125,7 +125,7 @@ def _empty() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def retrieval_needles(tokens: int) -> Needles:
-    """Returns a prompt of `tokens` token ids for each of `DEPTHS`: random ones around the key and a number."""
+    """Return a prompt of `tokens` token ids for each of `DEPTHS`: random ones around the key and a number."""
     prompts, numbers = [], []
     for index, depth in enumerate(DEPTHS):
         generator = torch.Generator().manual_seed(tokens + index)
@@ -139,14 +139,14 @@ def retrieval_needles(tokens: int) -> Needles:
 
 
 def said(token_ids: Sequence[int]) -> str:
-    """Returns tokens as text, as no tokenizer has them."""
+    """Return tokens as text, as no tokenizer has them."""
     return " ".join(f"<{each}>" for each in token_ids)
 
 
 def count_found(
     lengths: Sequence[int], kv_cache_dtypes: Sequence[str], device: str, dtype: str, chunk: int
 ) -> dict[str, dict[str, int]]:
-    """Returns the numbers found, of `len(DEPTHS)`, by length and dtype of KV."""
+    """Return the numbers found, of `len(DEPTHS)`, by length and dtype of KV."""
     found: dict[str, dict[str, int]] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = write_retrieval_model(Path(folder))
@@ -165,7 +165,7 @@ def count_found(
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of this case."""
+    """Add the options of this case."""
     parser.add_argument(
         "--lengths",
         type=lambda text: [at_least(64)(each) for each in text.split(",")],
@@ -179,7 +179,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> Measured:
-    """Counts the numbers found with each type of KV."""
+    """Count the numbers found with each type of KV."""
     found = count_found(
         options.lengths, options.kv_cache_dtypes, options.device, options.dtype, options.max_step_tokens
     )

@@ -52,7 +52,7 @@ class Plan:
 
 
 def make_fleet(plan: Plan, dice: random.Random) -> tuple[Fleet, list[list[bytes]]]:
-    """Returns the fleet, and the prompts that its caches hold, by their pages' hashes."""
+    """Return the fleet, and the prompts that its caches hold, by their pages' hashes."""
     fleet, pages_each = Fleet(), plan.pages // plan.workers
     roles = [Role.BOTH] * plan.workers if plan.mode is not Mode.DISAGGREGATED else [Role.PREFILL, Role.DECODE]
     held: list[list[bytes]] = []
@@ -74,7 +74,7 @@ def make_fleet(plan: Plan, dice: random.Random) -> tuple[Fleet, list[list[bytes]
 
 
 def make_requests(plan: Plan, held: list[list[bytes]], dice: random.Random) -> list[QueuedRequest]:
-    """Returns prompts of conversations: some continue a cached prompt, others share its system prompt only."""
+    """Return prompts of conversations: some continue a cached prompt, others share its system prompt only."""
     requests = []
     for _ in range(plan.requests):
         known = dice.choice(held) if dice.random() < plan.shared else held[0][:8]
@@ -97,7 +97,7 @@ class Placer:
         self._most = RUNNING * plan.workers
 
     def place(self, name: str, request: QueuedRequest) -> bool:
-        """Places one request; returns True if it was placed."""
+        """Place one request, and return True if it was placed."""
         if len(self._running) >= self._most:
             self._end(*self._running.popleft())
         pair = self._policy.place(request, self._fleet, 0.0)
@@ -111,7 +111,7 @@ class Placer:
         return True
 
     def computed(self) -> None:
-        """Marks the prompts placed so far as computed."""
+        """Mark the prompts placed so far as computed."""
         for name, pair in list(self._running)[-len(self._by_peer) :]:
             self._by_peer[pair.prefill].remove_prompt(name)
 
@@ -122,7 +122,7 @@ class Placer:
 
 
 def measure_mode(plan: Plan) -> dict[str, object]:
-    """Measures the time of each request; returns quantiles and the fleet's size."""
+    """Measure the time of each request, and return quantiles and the fleet's size."""
     dice = random.Random(1)
     fleet, held = make_fleet(plan, dice)
     requests = make_requests(plan, held, dice)
@@ -154,7 +154,7 @@ def measure_mode(plan: Plan) -> dict[str, object]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of this case."""
+    """Add the options of this case."""
     parser.add_argument("--workers", type=at_least(2), default=64)
     parser.add_argument("--pages", type=at_least(1), default=1_000_000, help="pages in the prefix index")
     parser.add_argument("--requests", type=at_least(100), default=20_000)
@@ -163,7 +163,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> Measured:
-    """Measures each mode; the figures are those of the one that takes longest."""
+    """Measure each mode; the figures are those of the one that takes longest."""
     results = []
     for mode in [options.mode] if options.mode else list(Mode):
         results.append(measure_mode(Plan(options.workers, options.pages, options.requests, mode, options.shared)))

@@ -29,7 +29,7 @@ class Usage:
 
 
 def run_source(pipe: Connection, step_s: float) -> None:
-    """Runs the stand-in worker; sends the controller's address."""
+    """Run the stand-in worker; sends the controller's address."""
 
     async def run() -> None:
         address = await TokenSource(step_s).start()
@@ -41,7 +41,7 @@ def run_source(pipe: Connection, step_s: float) -> None:
 
 
 def run_router(pipe: Connection, controller: str, model: Path, settings: Mapping[str, Any]) -> None:
-    """Runs a router with these fields of `RouterConfig`; sends its gRPC and HTTP address once it is ready.
+    """Run a router with these fields of `RouterConfig`; sends its gRPC and HTTP address once it is ready.
 
     Each "usage" is answered with a `Usage`; "end" stops it.
     """

@@ -48,7 +48,7 @@ _CALLS_A_CONNECTION = 500
 
 
 def run_readers(pipe: Connection, kind: str, address: str, asked: Asked) -> None:
-    """Runs the client process: sends the `Answers` once all have been read."""
+    """Run the client process: sends the `Answers` once all have been read."""
     freeze_gc()
     read = {"grpc": _read_grpc, "http": _read_http}[kind]
     pipe.send(asyncio.run(read(address, asked)))
@@ -118,7 +118,7 @@ def _host_port(address: str) -> tuple[str, int]:
 
 @contextmanager
 def not_reading(grpc_address: str, http_address: str, tokens: int) -> Iterator[None]:
-    """Keeps an answer by gRPC and one by HTTP open, neither of which is read."""
+    """Keep an answer by gRPC and one by HTTP open, neither of which is read."""
     with grpc.insecure_channel(grpc_address) as channel, socket.socket() as connection:
         call = inference_pb2_grpc.InferenceStub(channel).Generate(_request(tokens))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SMALL_BUFFER)

@@ -42,13 +42,13 @@ class Router:
     pipe: Connection
 
     def usage(self) -> Usage:
-        """Returns what it has used."""
+        """Return what it has used."""
         self.pipe.send("usage")
         found: Usage = self.pipe.recv()
         return found
 
     def read(self, kind: str, answers: int, tokens: int, *, keep_ages: bool = False) -> Answers:
-        """Reads `answers` concurrent answers in another process. EOFError if it dies."""
+        """Read `answers` concurrent answers in another process. EOFError if it dies."""
         here, there = _CONTEXT.Pipe()
         address = {"grpc": self.grpc, "http": self.http}[kind]
         arguments = (there, kind, address, Asked(answers, tokens, keep_ages))
@@ -65,7 +65,7 @@ _CONTEXT = mp.get_context("spawn")
 
 @contextmanager
 def running(model: Path, step_s: float, settings: dict[str, Any]) -> Iterator[Router]:
-    """Runs a router and the worker, which sends each answer a token every `step_s` seconds."""
+    """Run a router and the worker, which sends each answer a token every `step_s` seconds."""
     source, router = _CONTEXT.Pipe(), _CONTEXT.Pipe()
     worker = _CONTEXT.Process(target=run_source, args=(source[1], step_s), daemon=True)
     worker.start()
@@ -85,14 +85,14 @@ def running(model: Path, step_s: float, settings: dict[str, Any]) -> Iterator[Ro
 
 
 def messages_a_core(model: Path, kind: str, answers: int, tokens: int, *, fronts: int = 0) -> float:
-    """Returns messages per second of the router process's CPU time where each token has a message of its own."""
+    """Return messages per second of the router process's CPU time where each token has a message of its own."""
     with running(model, _STEP_S, UNCOALESCED | {"front_processes": fronts}) as router:
         read = router.read(kind, answers, tokens)
         return read.messages / router.usage().cpu_s
 
 
 def coalesced_tokens_a_core(model: Path, answers: int, tokens: int) -> Figures:
-    """Returns tokens per second of CPU time, and per message, where messages carry the tokens of many steps."""
+    """Return tokens per second of CPU time, and per message, where messages carry the tokens of many steps."""
     with running(model, _SHORT_STEP_S, COALESCED) as router:
         read = router.read("grpc", answers, tokens)
         return {
@@ -102,7 +102,7 @@ def coalesced_tokens_a_core(model: Path, answers: int, tokens: int) -> Figures:
 
 
 def many_streams(model: Path, streams: int, tokens: int, rounds: int) -> Figures:
-    """Returns the figures of `streams` open streams with the default budget of messages, round after round.
+    """Return the figures of `streams` open streams with the default budget of messages, round after round.
 
     `memory_growth_mib` is from the end of the first round to that of the last.
     """
@@ -123,7 +123,7 @@ def many_streams(model: Path, streams: int, tokens: int, rounds: int) -> Figures
 
 
 def half_load(model: Path, per_s: float, answers: int, tokens: int) -> Figures:
-    """Returns the age of messages at half of `per_s` messages per second, alone and beside clients that do not read."""
+    """Return the age of messages at half of `per_s` messages per second, alone and beside clients that do not read."""
     with running(model, answers / (per_s / 2), UNCOALESCED) as router:
         alone = router.read("grpc", answers, tokens, keep_ages=True)
         before = router.usage()
@@ -144,7 +144,7 @@ def _ms(read: Answers, percent: float) -> float:
 
 
 def measure_all(asked: argparse.Namespace, model: Path) -> Figures:
-    """Runs all measurements, and prints the figures of each."""
+    """Run all measurements, and print the figures of each."""
     figures: Figures = {}
     for kind in ("grpc", "http"):
         figures[f"{kind}_messages_per_s_core"] = round(messages_a_core(model, kind, asked.answers, asked.tokens))
@@ -158,7 +158,7 @@ def measure_all(asked: argparse.Namespace, model: Path) -> Figures:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of this case."""
+    """Add the options of this case."""
     parser.add_argument("--answers", type=at_least(1), default=256, help="at a time, where each token has a message")
     parser.add_argument("--tokens", type=at_least(2), default=300, help="of each of these")
     parser.add_argument("--streams", type=at_least(1), default=2000, help="open at a time, with the default budget")
@@ -167,7 +167,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> Measured:
-    """Runs all measurements of streams."""
+    """Run all measurements of streams."""
     model = prepare_model(find_default_model())
     result = {
         **{key: value for key, value in vars(options).items() if key != "save"},

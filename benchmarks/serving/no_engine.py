@@ -37,14 +37,14 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def timing(self, part: str) -> Iterator[None]:
-        """Times the context as one call of `part`."""
+        """Time the context as one call of `part`."""
         clock, cpu = time.perf_counter_ns(), time.thread_time_ns()
         yield
         self.spent[part].append(((time.thread_time_ns() - cpu) / 1e3, (time.perf_counter_ns() - clock) / 1e3))
 
     @contextlib.contextmanager
     def on(self, owner: type, method: str, part: str) -> Iterator[None]:
-        """Times `owner.method` within the context; a plan without a result does not count."""
+        """Time `owner.method` within the context; a plan without a result does not count."""
         timed: Callable[..., Any] = getattr(owner, method)
 
         @wraps(timed)
@@ -104,11 +104,11 @@ class NoEngine:
         return 0
 
     def compatibility_facts(self) -> tuple[tuple[str, str], ...]:
-        """Returns nothing: this engine is compatible with all others."""
+        """Return nothing: this engine is compatible with all others."""
         return ()
 
     def launch(self, batch: StepBatch) -> PendingStep:
-        """Packs a step; returns a function that waits for its end and returns the draws."""
+        """Pack a step, and return a function that waits for its end and return the draws."""
         with self.watch.timing("pack"):
             sizes = self._packed_sizes(batch, self._packer.sizes(batch))
             self._packer.pack(batch, sizes, self._words[: sizes.words])
@@ -127,7 +127,7 @@ class NoEngine:
         return result
 
     def _packed_sizes(self, batch: StepBatch, sizes: StepSizes) -> StepSizes:
-        """Returns the sizes to pack for; decode-only steps are padded to a CUDA graph's rows and longest context."""
+        """Return the sizes to pack for; decode-only steps are padded to a CUDA graph's rows and longest context."""
         if batch.chunks:
             return sizes
         rows = next(size for size in graph_sizes(self.requests) if size >= sizes.rows)

@@ -95,7 +95,7 @@ class Plan:
 async def measure_steps(
     plan: Plan, policy: PolicyName, *, joining: bool = False, changing: bool = False, temperature: float = 0.0
 ) -> Stopwatch:
-    """Measures `plan.steps` steps with all requests running; prompts join them if `joining`.
+    """Measure `plan.steps` steps with all requests running; prompts join them if `joining`.
 
     With `changing`, answers end and as many other requests begin.
     """
@@ -163,14 +163,14 @@ _TIMED = (
 
 
 async def _read(stream: RouterStream, watch: Stopwatch) -> None:
-    """Reads the stream like the servicer, until it ends."""
+    """Read the stream like the servicer, until it ends."""
     async for message in stream.messages():
         with watch.timing("send"):
             conversion.step_output_to_proto(message).SerializeToString()
 
 
 async def _decode_all(tested: Worker, plan: Plan, sampling: SamplingParams) -> None:
-    """Sends all requests and waits until they decode; RuntimeError if one ends before."""
+    """Send all requests and wait until they decode. Raises RuntimeError if one ends before."""
     for number in range(plan.requests):
         _send(tested, f"d{number}", PROMPT, sampling)
     most = 0
@@ -182,13 +182,13 @@ async def _decode_all(tested: Worker, plan: Plan, sampling: SamplingParams) -> N
 
 
 def _running(tested: Worker) -> int:
-    """Returns the number of requests that decode or will decode."""
+    """Return the number of requests that decode or will decode."""
     load = tested.report.load()
     return load.decode_requests + load.prefill_requests
 
 
 def _send(tested: Worker, name: str, tokens: int, sampling: SamplingParams) -> None:
-    """Sends a prompt with a unique prefix; reserves pages first if it decodes."""
+    """Send a prompt with a unique prefix; reserves pages first if it decodes."""
     ref, prompt = RequestRef(name, 1), (int.from_bytes(name.encode()) % MODEL.vocab_size, *range(100, 99 + tokens))
     destination = None
     if sampling.max_tokens > 1:
@@ -198,7 +198,7 @@ def _send(tested: Worker, name: str, tokens: int, sampling: SamplingParams) -> N
 
 
 def run(rows: tuple[int, ...], steps: int, step_s: float | None) -> dict[str, object]:
-    """Measures all cases, for JSON."""
+    """Measure all cases, for JSON."""
     cases: dict[str, tuple[int, PolicyName, _Kind]] = {}
     cases |= {f"decode {each}": (each, PolicyName.UNCHUNKED, {}) for each in rows}
     cases |= {f"decode sampled {each}": (each, PolicyName.UNCHUNKED, {"temperature": 1.0}) for each in rows}
@@ -216,7 +216,7 @@ def run(rows: tuple[int, ...], steps: int, step_s: float | None) -> dict[str, ob
 
 
 def measured_step_s(rows: int, folder: Path = RESULTS) -> float:
-    """Returns the newest saved step time of `rows` rows for an 8B model on a GPU in seconds; else `STEP_S`."""
+    """Return the newest saved step time of `rows` rows for an 8B model on a GPU in seconds; else `STEP_S`."""
     for file in sorted(folder.glob("engine-llama-3-8b-*-bfloat16.json"), reverse=True):
         measured = json.loads(file.read_text(encoding="utf-8")).get(f"decode_ms_b{rows}")
         if measured is not None:
@@ -246,14 +246,14 @@ def _figures(watch: Stopwatch, plan: Plan) -> dict[str, float]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of this case."""
+    """Add the options of this case."""
     parser.add_argument("--requests", type=at_least(1), nargs="+", default=ROWS, help="that decode")
     parser.add_argument("--steps", type=at_least(1), default=300, help="that are counted in each case")
     parser.add_argument("--step-ms", type=above_0, help="the device's time for a step; default: that of a saved run")
 
 
 def measure(options: argparse.Namespace) -> Measured:
-    """Measures all cases of rows."""
+    """Measure all cases of rows."""
     step_s = None if options.step_ms is None else options.step_ms / 1e3
     cases = run(tuple(options.requests), options.steps, step_s)
     return "scheduling", run_facts("cpu") | {"dtype": "none", "steps": options.steps, "inside": INSIDE, "cases": cases}

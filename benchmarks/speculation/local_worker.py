@@ -49,7 +49,7 @@ class Answer:
         return self.last_s - self.first_s
 
     def take(self, event: RequestEvent) -> None:
-        """Adds what an event brings. RuntimeError for a failed request."""
+        """Add what an event brings. Raises RuntimeError for a failed request."""
         self.token_ids += event.token_ids
         self.logprobs += event.logprobs
         if event.token_ids:
@@ -75,7 +75,7 @@ class LocalWorker:
     @classmethod
     @asynccontextmanager
     async def open(cls, runner: ModelRunner, engine: EngineConfig, method: SpeculationMethod) -> AsyncIterator[Self]:
-        """Runs a worker that drafts by `method`, until the context ends."""
+        """Run a worker that drafts by `method`, until the context ends."""
         found = cls(runner, engine, method)
         found.worker.start()
         reader = asyncio.create_task(found._read())
@@ -92,7 +92,7 @@ class LocalWorker:
         return self.worker._halves.decode.speculation
 
     def send(self, prompt: Sequence[int], sampling: SamplingParams) -> Answer:
-        """Sends a request."""
+        """Send a request."""
         self._sent += 1
         answer, ref = Answer(), RequestRef(f"q{self._sent}", 1)
         self._answers[ref.request_id] = answer
@@ -101,11 +101,11 @@ class LocalWorker:
         return answer
 
     def refs(self) -> list[RequestRef]:
-        """Returns all requests that were sent."""
+        """Return all requests that were sent."""
         return [RequestRef(request_id, 1) for request_id in self._answers]
 
     def answer_of(self, event: RequestEvent) -> Answer:
-        """Returns the answer of the request that an event belongs to."""
+        """Return the answer of the request that an event belongs to."""
         return self._answers[event.ref.request_id]
 
     async def _read(self) -> None:

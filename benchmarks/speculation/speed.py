@@ -38,13 +38,13 @@ TEXTS = Path(__file__).parent / "texts"
 
 
 def read_prompts(name: str) -> list[str]:
-    """Returns the prompts of one of `SETS`."""
+    """Return the prompts of one of `SETS`."""
     found = json.loads((TEXTS / f"{name}.json").read_text(encoding="utf-8"))
     return [each["prompt"] for each in found["prompts"]]
 
 
 def encode_prompts(tokenizer: Tokenizer, name: str) -> list[list[int]]:
-    """Returns the token ids of the prompts of one of `SETS`, each as the only turn of a conversation."""
+    """Return the token ids of the prompts of one of `SETS`, each as the only turn of a conversation."""
     return [tokenizer.encode_chat([ChatTurn("user", prompt)]) for prompt in read_prompts(name)]
 
 
@@ -70,7 +70,7 @@ class Decoded:
 
 
 async def answer(worker: LocalWorker, prompts: Sequence[Sequence[int]], most: int, into: Decoded) -> list[list[int]]:
-    """Answers a batch of prompts greedily and counts it; returns the answers."""
+    """Answer a batch of prompts greedily and count it, and return the answers."""
     answers = [worker.send(prompt, SamplingParams(most)) for prompt in prompts]
     await asyncio.gather(*(each.finished.wait() for each in answers))
     into.tokens += sum(len(each.token_ids) - 1 for each in answers)
@@ -81,7 +81,7 @@ async def answer(worker: LocalWorker, prompts: Sequence[Sequence[int]], most: in
 async def compare(
     workers: Sequence[LocalWorker], prompts: Sequence[Sequence[int]], batch: int, most: int, *, exact: bool
 ) -> tuple[Decoded, Decoded, int]:
-    """Answers the prompts by both workers, batch by batch; the last figure is the number of answers that differ.
+    """Answer the prompts by both workers, batch by batch; the last figure is the number of answers that differ.
 
     SystemExit if any differs and they have to be `exact`.
     """
@@ -105,7 +105,7 @@ async def measure_set(
     batch: int,
     most: int,
 ) -> dict[str, object]:
-    """Returns the figures of one prompt set."""
+    """Return the figures of one prompt set."""
     async with (
         LocalWorker.open(runners[0], engines[0], SpeculationMethod.OFF) as off,
         LocalWorker.open(runners[1], engines[1], SpeculationMethod(method)) as on,
@@ -132,7 +132,7 @@ async def measure_set(
 
 
 async def measure_sets(chosen: argparse.Namespace, console: Console) -> dict[str, object]:
-    """Returns the figures of the prompt sets."""
+    """Return the figures of the prompt sets."""
     folder = prepare_model(find_default_model())
     tokenizer = Tokenizer(folder)
     on_gpu = chosen.device != "cpu"
@@ -165,7 +165,7 @@ async def measure_sets(chosen: argparse.Namespace, console: Console) -> dict[str
 
 
 async def measure_shape(chosen: argparse.Namespace, console: Console) -> dict[str, object]:
-    """Returns the figures of a model of random weights; see `StepTable`."""
+    """Return the figures of a model of random weights; see `StepTable`."""
     on_gpu = chosen.device != "cpu"
     batches = chosen.batch or list(step_table.WANTED)
     engine = EngineConfig(
@@ -190,7 +190,7 @@ async def measure_shape(chosen: argparse.Namespace, console: Console) -> dict[st
 
 
 def table_of(rows: Sequence[dict[str, object]]) -> Table:
-    """Returns the figures as a table."""
+    """Return the figures as a table."""
     table = Table("prompts", "batch", "tokens/s without", "with drafts", "times as fast", "tokens a step", "accepted")
     for row in rows:
         names = ("set", "batch", "plain_tokens_per_s", "tokens_per_s", "speedup", "tokens_a_step")
@@ -199,7 +199,7 @@ def table_of(rows: Sequence[dict[str, object]]) -> Table:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of this case."""
+    """Add the options of this case."""
     parser.add_argument("--method", default=SpeculationMethod.NGRAM.value, help="how drafts are proposed (ngram)")
     parser.add_argument("--draft", type=Path, help="the folder of --method draft")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS), help="prompt sets (all)")
@@ -217,7 +217,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> Measured:
-    """Measures answers to the prompt sets, or with `--shape` steps of a model of random weights."""
+    """Measure answers to the prompt sets, or with `--shape` steps of a model of random weights."""
     measured = measure_shape if options.shape else measure_sets
     result = asyncio.run(measured(options, Console()))
     return f"speculation-speed-{result['model']}", result

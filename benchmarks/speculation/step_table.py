@@ -57,7 +57,7 @@ class Chance:
 
     @contextmanager
     def accepting(self) -> Iterator[None]:
-        """Judges drafts by chance within the context, in all workers of this process."""
+        """Judge drafts by chance within the context, in all workers of this process."""
         chance = self
 
         def runs(step: StepDrafts, token_ids: Sequence[int]) -> list[tuple[RowDrafts, list[int]]]:
@@ -67,7 +67,7 @@ class Chance:
             yield
 
     def run(self, drafts: RowDrafts, token_ids: Sequence[int]) -> list[int]:
-        """Returns the tokens that a row gains: the drafts that chance accepts, and the one drawn after them."""
+        """Return the tokens that a row gains: the drafts that chance accepts, and the one drawn after them."""
         accepted = next(
             (n for n in range(len(drafts.token_ids)) if self._dice.random() >= self.alpha), len(drafts.token_ids)
         )
@@ -110,10 +110,10 @@ class CountingWorker(LocalWorker):
     async def figures(
         self, prompts: Sequence[Sequence[int]], most: int, before: int, steps: int
     ) -> tuple[float, float, int]:
-        """Returns the tokens per second, the seconds of a step, and the steps without a graph.
+        """Return the tokens per second, the seconds of a step, and the steps without a graph.
 
         They are taken over about `steps` steps in which all of `prompts` are answered, each by at most `most` tokens,
-        after the first `before` of such steps. RuntimeError if an answer ends before half of them.
+        after the first `before` of such steps. Raises RuntimeError if an answer ends before half of them.
         """
         self._begun = None
         answers = self._awaited = [self.send(prompt, SamplingParams(most, ignore_eos=True)) for prompt in prompts]
@@ -157,7 +157,7 @@ class StepTable:
         alphas: Sequence[float] = ALPHAS,
         drafts: Sequence[int] = DRAFTS,
     ) -> None:
-        """Takes the tokens of each prompt, the steps of a figure, and the fixed numbers of drafts."""
+        """Take the tokens of each prompt, the steps of a figure, and the fixed numbers of drafts."""
         self._runner = runner
         self._engine = engine
         self._context = context
@@ -166,7 +166,7 @@ class StepTable:
         self._drafts = drafts
 
     async def rows(self, batches: Sequence[int], console: Console) -> list[Figures]:
-        """Returns the figures of each batch and rate, and print them as they come."""
+        """Return the figures of each batch and rate, and print them as they come."""
         found: list[Figures] = []
         for batch in batches:
             async with CountingWorker.open(self._runner, self._engine, SpeculationMethod.OFF) as off:
@@ -222,13 +222,13 @@ class StepTable:
         return [[(7 * n * n + 31 * number + n) % vocabulary for n in range(self._context)] for number in range(batch)]
 
     def _most(self, tokens_a_step: int) -> int:
-        """Returns the length of answers that do not end before their figures are taken, within the context."""
+        """Return the length of answers that do not end before their figures are taken, within the context."""
         steps = _PROMPT_STEPS + LEARNING_STEPS + 2 * self._steps
         return min(tokens_a_step * steps, self._runner.facts.max_context - self._context)
 
 
 def table_of(rows: Sequence[Figures]) -> Table:
-    """Returns the figures with the wanted number of drafts as a table."""
+    """Return the figures with the wanted number of drafts as a table."""
     names = ("batch", "α", "drafts", "off ms", "verify ms", "÷ off", "adaptive ÷ off", "÷ best fixed", "best")
     table = Table(*names)
     for row in rows:

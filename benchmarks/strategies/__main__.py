@@ -40,7 +40,7 @@ _OF_ALL_LOADS = ("device", "workers", "set", "seconds", "drain_seconds", "seed",
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the command line; options of the other kind of table are errors."""
+    """Parse the command line; options of the other kind of table are errors."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.strategies", description=(__doc__ or "").split("\n")[0])
     add_model_options(parser)
     parser.add_argument("--workers", type=int, default=2, help="of the cluster, one on each GPU")
@@ -78,7 +78,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def summary(run: Run, arguments: argparse.Namespace) -> dict[str, object]:
-    """Returns the tables of all workloads and their loads; prints the tables."""
+    """Return the tables of all workloads and their loads; prints the tables."""
     tables: dict[str, object] = {}
     loads: dict[str, object] = {}
     dtype: object = None
@@ -99,7 +99,7 @@ def summary(run: Run, arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def without_curves(value: object) -> object:
-    """Returns a result without the curves of its distributions, which are for pictures."""
+    """Return a result without the curves of its distributions, which are for pictures."""
     if isinstance(value, dict):
         return {name: without_curves(each) for name, each in value.items() if not name.startswith("curve")}
     return [without_curves(each) for each in value] if isinstance(value, list) else value
@@ -112,7 +112,7 @@ def _draw(found: Mapping[str, object], folder: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Makes the table and prints it; JSON last. The exit status is 3 if loads are missing."""
+    """Make the table and print it; JSON last. The exit status is 3 if loads are missing."""
     parsed = parse_arguments(arguments)
     if parsed.simulated:
         _simulated(parsed)

@@ -23,7 +23,7 @@ class Table:
 
 
 def make_table(label: str, result: Mapping[str, Any]) -> Table:
-    """Returns the runs of the rows in `tables`, from their `loads`."""
+    """Return the runs of the rows in `tables`, from their `loads`."""
     return Table(
         label,
         {
@@ -34,7 +34,7 @@ def make_table(label: str, result: Mapping[str, Any]) -> Table:
 
 
 def draw_goodput(runs: Sequence[Run], file: Path) -> None:
-    """Draws goodput against the offered rate for runs of one workload, one panel for each SLO cell that all have."""
+    """Draw goodput against the offered rate for runs of one workload, one panel for each SLO cell that all have."""
     cells = [cell for cell in runs[0].loads[0]["goodput"] if all(cell in run.loads[0]["goodput"] for run in runs)]
     figure, panels = panels_of(len(cells))
     offered = sorted({load["offered_per_s"] for run in runs for load in run.loads})
@@ -53,7 +53,7 @@ def draw_goodput(runs: Sequence[Run], file: Path) -> None:
 
 
 def draw_table(table: Table, folder: Path, suffix: str) -> list[Path]:
-    """Draws a picture for each workload; returns the files."""
+    """Draw a picture for each workload, and return the files."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {workload: folder / f"{table.label}-{workload}.{suffix}" for workload in table.workloads}
     for workload, file in files.items():

@@ -23,7 +23,7 @@ class Strategy:
 
 
 def strategies(workers: int) -> tuple[Strategy, ...]:
-    """Returns all rows for this number of workers, one on each GPU; one alone cannot be disaggregated."""
+    """Return all rows for this number of workers, one on each GPU; one alone cannot be disaggregated."""
     if workers < 1:
         raise InvalidArgument("--workers", f"{workers} is less than 1")
     colocated = {"mode": "colocated", "workers": workers}
@@ -48,7 +48,7 @@ def _chunked(budget: int) -> dict[str, object]:
 
 
 def chosen(every: tuple[Strategy, ...], names: str) -> tuple[Strategy, ...]:
-    """Returns the rows of `names`, comma-separated, all if it is empty; a kind stands for all its rows."""
+    """Return the rows of `names`, comma-separated, all if it is empty; a kind stands for all its rows."""
     if not names:
         return every
     wanted = names.split(",")
@@ -59,5 +59,5 @@ def chosen(every: tuple[Strategy, ...], names: str) -> tuple[Strategy, ...]:
 
 
 def asks(row: Strategy, asked: str) -> bool:
-    """Returns True if this row has a load for each cell; `asked` is ADAPTIVE, ALL or NONE."""
+    """Return True if this row has a load for each cell; `asked` is ADAPTIVE, ALL or NONE."""
     return asked in {ALL, row.kind}

@@ -20,7 +20,7 @@ _PARTS = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 def steps_of(load: ScrapeInterval) -> dict[str, dict[str, object]]:
-    """Returns statistics of all workers' steps between two scrapes, by kind of step.
+    """Return statistics of all workers' steps between two scrapes, by kind of step.
 
     They are the number of steps, and quantiles of milliseconds and of observed / predicted time, as exact as the
     histograms' buckets.
@@ -52,7 +52,7 @@ _ROWS_OWN = frozenset({"mode", "workers", "prefill", "decode", "step_policy", "s
 
 
 def settings_for_all(extra: dict[str, object], device: str, workers: int) -> dict[str, object]:
-    """Returns the settings of the one cluster for all rows. InvalidArgument for fields that differ between rows."""
+    """Return the settings of the one cluster for all rows. Raises InvalidArgument for fields that differ between rows."""
     for name in extra:
         if name in _ROWS_OWN:
             raise InvalidArgument("--set", f"{name} is what the rows differ in; choose them with --only")
@@ -70,9 +70,9 @@ class Switch:
         self._touched: set[str] = set()
 
     def to(self, row: Strategy) -> float:
-        """Switches the cluster to `row`, idle and warmed up; returns the seconds of the switch, 0 without a change.
+        """Switch the cluster to `row`, idle and warmed up, and return the seconds of the switch, 0 without a change.
 
-        DeadlineExceeded if the router does not follow.
+        Raises DeadlineExceeded if the router does not follow.
         """
         if row == self._row:
             return 0.0

@@ -27,7 +27,7 @@ class Offer:
 
 
 def chosen_offers(every: Sequence[Offer], names: str) -> list[Offer]:
-    """Returns the workloads of `names`, comma-separated, all if it is empty."""
+    """Return the workloads of `names`, comma-separated, all if it is empty."""
     wanted = names.split(",") if names else [offer.name for offer in every]
     for name in wanted:
         if name not in {offer.name for offer in every}:
@@ -37,7 +37,7 @@ def chosen_offers(every: Sequence[Offer], names: str) -> list[Offer]:
 
 
 def offers(traces: Sequence[Path], scale: float, slowdown: float) -> list[Offer]:
-    """Returns the two synthetic workloads and each trace, with lengths times `scale` and rates divided by `slowdown`.
+    """Return the two synthetic workloads and each trace, with lengths times `scale` and rates divided by `slowdown`.
 
     Both are 1 for one H200 and an 8B shape.
     """

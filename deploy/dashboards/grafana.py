@@ -87,7 +87,7 @@ class Dashboard:
     rows: tuple[Row, ...]
 
     def as_json(self) -> Json:
-        """Returns the dashboard as Grafana imports it."""
+        """Return the dashboard as Grafana imports it."""
         return {
             "uid": f"tandem-{self.name}",
             "title": self.title,
@@ -120,7 +120,7 @@ def _variables() -> list[Json]:
 
 
 def _variable(name: str, label: str, family: Family, matchers: str = "", everything: str = ".*") -> Json:
-    """Returns a variable with a label's values; by default "All" also matches series without the label."""
+    """Return a variable with a label's values; by default "All" also matches series without the label."""
     selected = f"{family.full_name}{{{matchers}}}" if matchers else family.full_name
     return {
         "name": name,
@@ -138,7 +138,7 @@ def _variable(name: str, label: str, family: Family, matchers: str = "", everyth
 
 
 def _panels(rows: Sequence[Row]) -> Iterator[Json]:
-    """Yields rows and panels from top to bottom, numbered from 1."""
+    """Yield rows and panels from top to bottom, numbered from 1."""
     number, top = 1, 0
     for row in rows:
         head: Json = {"id": number, "type": "row", "title": row.title, "collapsed": row.folded, "panels": []}

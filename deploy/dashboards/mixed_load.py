@@ -35,7 +35,7 @@ PARTS = (
 
 
 def run_mixed(target: Target, seconds: float, seed: int, clients: int = 2) -> dict[str, list[RequestRecord]]:
-    """Runs all parts and returns the requests by class; takes `seconds` and the time of the last answers."""
+    """Run all parts and return the requests by class; takes `seconds` and the time of the last answers."""
     found: dict[str, list[RequestRecord]] = {}
     for number, part in enumerate(PARTS):
         workload = _half_shared(part.source.at(part.rate, part.share * seconds, seed + number))
@@ -45,7 +45,7 @@ def run_mixed(target: Target, seconds: float, seed: int, clients: int = 2) -> di
 
 
 def since_sent(records: Sequence[RequestRecord]) -> list[RequestRecord]:
-    """Returns the records with the sending time as due time, which is what a router can observe."""
+    """Return the records with the sending time as due time, which is what a router can observe."""
     return [replace(record, due_s=record.sent_s) for record in records]
 
 

@@ -19,7 +19,7 @@ _LEGEND_MAX = 8
 
 
 def draw_panel(axes: Axes, shown: Shown, time_range: TimeRange) -> None:
-    """Times are seconds after the time_range's start."""
+    """Time are seconds after the time_range's start."""
     start = time_range.start
     axes.set_xlim(0, time_range.end - start)
     axes.set_title(shown.title, fontsize=_TITLE, loc="left")
@@ -81,7 +81,7 @@ def _table(axes: Axes, curves: Sequence[Curve]) -> None:
 
 
 def _heatmap(axes: Axes, curves: Sequence[Curve], start: float) -> None:
-    """Buckets are cumulative: each is shown without those below it. The last one has no upper end."""
+    """Bucket are cumulative: each is shown without those below it. The last one has no upper end."""
     rising = sorted(curves, key=lambda curve: float(curve.name))
     moments = sorted({at for curve in rising for at, _ in curve.series.points})
     if len(rising) < 2 or len(moments) < 2:

@@ -47,26 +47,26 @@ class Shown:
 
     @property
     def empty(self) -> list[str]:
-        """Queries whose result has no number."""
+        """Query whose result has no number."""
         found = zip(self.panel["targets"], self.answers, strict=True)
         return [target["expr"] for target, curves in found if not any(curve.series.finite for curve in curves)]
 
 
 def read_dashboard(name: str) -> dict[str, Any]:
-    """Reads the dashboard of this name."""
+    """Read the dashboard of this name."""
     found: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
     return found
 
 
 def names() -> list[str]:
-    """Returns the names of all dashboards."""
+    """Return the names of all dashboards."""
     return sorted(file.stem for file in FOLDER.glob("*.json"))
 
 
 def show(
     dashboard: Mapping[str, Any], prometheus: Prometheus, time_range: TimeRange, *, folded_row: str | None = None
 ) -> Iterator[Shown]:
-    """Yields every panel outside of folded rows, or of the folded row with this title, with all variables at "All"."""
+    """Yield every panel outside of folded rows, or of the folded row with this title, with all variables at "All"."""
     chosen = {each["name"]: each.get("allValue", "") for each in dashboard["templating"]["list"]}
     rows = {panel["title"]: panel["panels"] for panel in dashboard["panels"] if panel["type"] == "row"}
     for panel in dashboard["panels"] if folded_row is None else rows[folded_row]:

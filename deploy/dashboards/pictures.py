@@ -40,7 +40,7 @@ _POINTS = 150
 
 
 def draw(dashboard: dict[str, Any], prometheus: Prometheus, time_range: TimeRange, file: Path) -> None:
-    """Draws one dashboard, each panel at its position in Grafana."""
+    """Draw one dashboard, each panel at its position in Grafana."""
     lines = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in dashboard["panels"]) + _HEAD_LINES + 1
     figure = Figure(figsize=(_WIDTH_IN, lines * _LINE_IN), facecolor="white")
     FigureCanvasAgg(figure)
@@ -57,7 +57,7 @@ def draw(dashboard: dict[str, Any], prometheus: Prometheus, time_range: TimeRang
 
 
 def _place(place: dict[str, int], lines: int) -> tuple[float, float, float, float]:
-    """Returns left, bottom, width and height as shares of the figure."""
+    """Return left, bottom, width and height as shares of the figure."""
     top = place["y"] + _HEAD_LINES
     return (
         place["x"] / _COLUMNS + _MARGIN_X * 0.8,
@@ -69,7 +69,7 @@ def _place(place: dict[str, int], lines: int) -> tuple[float, float, float, floa
 
 @contextmanager
 def _own_run(arguments: argparse.Namespace) -> Iterator[tuple[Prometheus, float]]:
-    """Yields a Prometheus that has scraped a cluster under load, and the start of the load."""
+    """Yield a Prometheus that has scraped a cluster under load, and the start of the load."""
     config = ClusterSettings.of(
         prepare_model(find_default_model()),
         dtype="float32",
@@ -103,7 +103,7 @@ def _run(arguments: argparse.Namespace) -> Iterator[tuple[Prometheus, float]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Draws all dashboards."""
+    """Draw all dashboards."""
     parser = argparse.ArgumentParser(
         prog="python -m deploy.dashboards.pictures", description=(__doc__ or "").split("\n", maxsplit=1)[0]
     )

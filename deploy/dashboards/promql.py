@@ -23,7 +23,7 @@ class Selection:
     """True to select only the workers of the chosen roles."""
 
     def narrowed(self, expression: str) -> str:
-        """Narrows an expression over these series to the chosen roles, if the series are workers'.
+        """Narrow an expression over these series to the chosen roles, if the series are workers'.
 
         A worker's role can change, so it is not a label of the worker's other series; a set operator cannot count one
         twice.
@@ -32,7 +32,7 @@ class Selection:
 
 
 def series(family: Family, suffix: str = "", **labels: str) -> Selection:
-    """Selects all series of a family in the chosen namespace and model. ValueError for an unknown label.
+    """Select all series of a family in the chosen namespace and model. Raises ValueError for an unknown label.
 
     Labels' values are regular expressions. `suffix` is `_bucket`, `_sum` or `_count` of a histogram.
     """
@@ -40,37 +40,37 @@ def series(family: Family, suffix: str = "", **labels: str) -> Selection:
 
 
 def of_workers(family: Family, suffix: str = "", **labels: str) -> Selection:
-    """Selects a family's series of the workers that have one of the chosen roles now."""
+    """Select a family's series of the workers that have one of the chosen roles now."""
     return Selection(_select(family, suffix, labels), workers=True)
 
 
 def rate(selected: Selection, *by: str) -> str:
-    """Returns the growth per second of counters, summed over all labels but `by`."""
+    """Return the growth per second of counters, summed over all labels but `by`."""
     return f"{_sum(by)} ({selected.narrowed(f'rate({selected.text}[{RATE_INTERVAL}])')})"
 
 
 def total(selected: Selection, *by: str) -> str:
-    """Returns gauges summed over all labels but `by`."""
+    """Return gauges summed over all labels but `by`."""
     return f"{_sum(by)} ({selected.narrowed(selected.text)})"
 
 
 def share(part: str, whole: str) -> str:
-    """Divides one query by another."""
+    """Divide one query by another."""
     return f"{part} / {whole}"
 
 
 def peak_to_mean(query: str, *by: str) -> str:
-    """Returns the largest of a query's series / their mean, per label `by`."""
+    """Return the largest of a query's series / their mean, per label `by`."""
     return share(*(f"{function} by ({', '.join(by)}) ({query})" for function in ("max", "avg")))
 
 
 def quantile(part: float, buckets: Selection, *by: str) -> str:
-    """Returns a quantile of a histogram's `_bucket` series over all processes, per label `by`."""
+    """Return a quantile of a histogram's `_bucket` series over all processes, per label `by`."""
     return f"histogram_quantile({part:g}, {rate(buckets, 'le', *by)})"
 
 
 def mean(family: Family, *by: str, of: str = "") -> str:
-    """Returns the mean of a histogram's observations per label `by`; `of` selects routers (empty) or `workers`."""
+    """Return the mean of a histogram's observations per label `by`; `of` selects routers (empty) or `workers`."""
     select = of_workers if of == "workers" else series
     return share(rate(select(family, "_sum"), *by), rate(select(family, "_count"), *by))
 

@@ -65,33 +65,33 @@ class Prometheus:
     """A client of a running Prometheus."""
 
     def __init__(self, address: str) -> None:
-        """Sets the address, host:port."""
+        """Set the address, host:port."""
         self.address = address
 
     def at(self, expression: str, when: float | None = None) -> list[Series]:
-        """Evaluates an expression at a time, default now. FailedPrecondition if Prometheus rejects it."""
+        """Evaluate an expression at a time, default now. FailedPrecondition if Prometheus rejects it."""
         moment = {} if when is None else {"time": str(when)}
         found = self.get("query", query=expression, **moment)["result"]
         return [Series(each["metric"], [_point(each["value"])]) for each in found]
 
     def between(self, expression: str, start: float, end: float, step_s: float) -> list[Series]:
-        """Evaluates an expression over a time range, with one point every `step_s`."""
+        """Evaluate an expression over a time range, with one point every `step_s`."""
         found = self.get("query_range", query=expression, start=str(start), end=str(end), step=str(step_s))["result"]
         return [Series(each["metric"], [_point(point) for point in each["values"]]) for each in found]
 
     def number(self, expression: str, when: float | None = None) -> float:
-        """Returns the value of an expression with at most one series; 0 without one."""
+        """Return the value of an expression with at most one series; 0 without one."""
         found = self.at(expression, when)
         if len(found) > 1:
             raise FailedPrecondition(f"{len(found)} series instead of one: {expression}")
         return found[0].points[0][1] if found else 0.0
 
     def firing(self) -> set[str]:
-        """Returns the names of the alerts that fire now."""
+        """Return the names of the alerts that fire now."""
         return {each["labels"]["alertname"] for each in self.get("alerts")["alerts"] if each["state"] == "firing"}
 
     def get(self, what: str, **parameters: str) -> Any:
-        """Returns `data` of a reply.
+        """Return `data` of a reply.
 
         Unavailable without one, FailedPrecondition with Prometheus' message for a wrong query.
         """
@@ -105,7 +105,7 @@ class Prometheus:
             raise Unavailable(f"no answer from Prometheus at {self.address}: {error}") from None
 
     def await_scrape(self, processes: int, after: float | None = None, within_s: float = _READY_S) -> None:
-        """Waits until `processes` processes were scraped after a time, default now.
+        """Wait until `processes` processes were scraped after a time, default now.
 
         DeadlineExceeded after `within_s`.
         """
@@ -119,7 +119,7 @@ class Prometheus:
 
 
 def find_prometheus() -> str | None:
-    """Returns the path of the program, None if it is not installed."""
+    """Return the path of the program, None if it is not installed."""
     return shutil.which("prometheus")
 
 
@@ -133,7 +133,7 @@ def running_prometheus(
     full_windows: bool = True,
     exporters: Sequence[str] = (),
 ) -> Iterator[Prometheus]:
-    """Runs a Prometheus that scrapes a cluster by its service discovery, and `exporters` at host:port.
+    """Run a Prometheus that scrapes a cluster by its service discovery, and `exporters` at host:port.
 
     Without `full_windows` alerts fire as soon as their condition holds, and increases and rates, burn rates included,
     are over ten seconds; over twenty for restarts, as a start takes some. FailedPrecondition if Prometheus is not

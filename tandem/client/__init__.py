@@ -2,7 +2,6 @@
 
     from tandem.client import Client
 
-
     with Client("127.0.0.1:50051") as client:
         print(client.chat("Why is the sky blue?", max_tokens=100).text)
         for chunk in client.stream_chat("And at night?"):

@@ -223,7 +223,7 @@ def wrong_drafts_count(patch: pytest.MonkeyPatch) -> None:
 
 
 def drafts_are_written_beyond_their_pages(patch: pytest.MonkeyPatch) -> None:
-    """Drafts are written beyond the pages of their request."""
+    """Draft are written beyond the pages of their request."""
     patch.setattr(DraftingBatch, "positions_left", lambda _batch, _request: 7)
 
 

@@ -154,7 +154,7 @@ class WorkerProcess:
                 self.worker.admission._budget._lengths.learn(limit, 1)
 
     def _watch_transfers(self, routed: RoutedEvent) -> None:
-        """Checks that a hand-over has sent only pages that the next token sees, and whole ones."""
+        """Check that a hand-over has sent only pages that the next token sees, and whole ones."""
         event, kv = routed.event, self.engine.kv_pages
         if (stats := event.transfer) is not None:
             if stats.bytes != stats.pages * self.engine.layout.page_bytes:
@@ -176,7 +176,7 @@ class WorkerProcess:
         return self.process.run(self.loop.turn)
 
     def sum_pages(self) -> bool:
-        """Run the next job of the checksum thread; returns False if there is none."""
+        """Run the next job of the checksum thread, and return False if there is none."""
         work = self.worker._checks._work
         if work.empty() or (sums := work.get_nowait()) is None:
             return False
