@@ -38,8 +38,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def choose_model(model: Path | None, shape: str | None) -> ServedModel:
-    """Return the model of `shape` with random weights if given, else `model`, else the default model, ready to be
-    served.
+    """Return the model of `shape` with random weights if given, else `model`, else the default model.
+
+    The model's folder is ready to be served.
     """
     if shape is not None:
         return ServedModel(random_model(shape), shape, random_weights=True)

@@ -92,9 +92,9 @@ def above_0(text: str) -> float:
 def misplaced_options(
     parser: argparse.ArgumentParser, parsed: argparse.Namespace, group: argparse._ArgumentGroup, option: str, on: bool
 ) -> None:
-    """End the program if an option of `group` differs from its default although its condition is not met.
+    """End the program if an option of `group` differs from its default although `option` excludes the group.
 
-    `option` is the option that the group depends on, and `on` is True if `option` was given.
+    If `on`, the options of the group are valid only without `option`; otherwise only with it.
     """
     given = [
         action.option_strings[0]

@@ -125,7 +125,10 @@ def check(folder: Path = RESULTS) -> int:
 
 
 def _judge(folder: Path) -> Iterator[tuple[bool, str]]:
-    """Yield, for the newest run of each benchmark, model and hardware, True if it holds its floors, and a line of text."""
+    """Yield whether a run holds its floors, and a line of text.
+
+    The runs are the newest of each benchmark, model and hardware.
+    """
     newest: dict[tuple[str, ...], tuple[str, Run]] = {}
     for name, run in read_results(folder):
         benchmark, model = name.split("-", 1)[0], str(run.get("shape") or run.get("model"))

@@ -57,7 +57,10 @@ def median_seconds(run: Callable[[], object], rounds: int = 15, warm: int = 5) -
 
 
 def graph_seconds(launch: Callable[[int], object], repeats: int) -> float:
-    """Return the device seconds per launch of `launch(0)`, `launch(1)`, …, captured `repeats` times in one CUDA graph."""
+    """Return the device seconds per launch.
+
+    `launch(0)`, `launch(1)`, … are captured `repeats` times in one CUDA graph.
+    """
     for number in range(repeats):
         launch(number)  # loads code, which is not possible during a capture
     torch.cuda.synchronize()

@@ -29,8 +29,9 @@ class TransformersPeer:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
 
     def weight_bytes(self) -> int:
-        """Return the weight bytes that a decode step reads: all except an embedding that is not tied to the output
-        layer.
+        """Return the weight bytes that a decode step reads.
+
+        These are all weights except an embedding that is not tied to the output layer.
         """
         embedding = self._model.get_input_embeddings().weight
         total = sum(weight.nbytes for weight in self._model.parameters())

@@ -279,7 +279,10 @@ def sizes_of(models: Sequence[str], kv_dtype: torch.dtype = DTYPE) -> list[Size]
 
 
 def tune(sizes: Sequence[Size], copy: float, quick: bool) -> dict[str, object]:
-    """Measure and print every size, and return the results as JSON; `copy` is the copy bandwidth in bytes per second."""
+    """Measure and print every size, and return the results as JSON.
+
+    `copy` is the copy bandwidth in bytes per second.
+    """
     if not quick:
         in_parallel(sizes)
     return {size.name: _tune_one(size, copy, quick) for size in sizes}

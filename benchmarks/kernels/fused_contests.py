@@ -37,7 +37,10 @@ _LEAST_LAUNCHES = 16
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The seconds of one operation on `tokens` tokens in both forms; `bytes` is None except for elementwise operations."""
+    """The seconds of one operation on `tokens` tokens in both forms.
+
+    `bytes` is None except for elementwise operations.
+    """
 
     name: str
     tokens: int

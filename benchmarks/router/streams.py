@@ -1,8 +1,8 @@
 """Measures the router alone: `python -m benchmarks.router`.
 
 A stand-in worker sends tokens for many answers, and clients in another process read them. Rates "a core" are per second
-of the router process's CPU time, so that other load of the machine hardly counts; ages of messages are on the clock of
-the host, and so contain its load.
+of the router process's CPU time, so that other load of the machine hardly counts. Ages of messages are measured by the
+host's clock, and so include the effect of its load.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from tandem.engine.weights.gguf import prepare_model
 
 Figures = dict[str, float]
 UNCOALESCED = {"chunks_per_s": 1e9}
-"""Settings of a router that sends every token at once, in a message of its own."""
+"""Settings of a router that sends every token at once, in its own message."""
 COALESCED = {"chunks_per_s": 500.0, "chunk_delay_max_s": 1.0}
 """Settings of a router whose messages carry the tokens of many steps."""
 _FRONTS = 2
@@ -35,20 +35,20 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """A router process: its addresses, and the pipe that asks it."""
+    """A router process: its addresses, and the pipe to query it."""
 
     grpc: str
     http: str
     pipe: Connection
 
     def usage(self) -> Usage:
-        """Return what it has used."""
+        """Return the router's resource usage."""
         self.pipe.send("usage")
         found: Usage = self.pipe.recv()
         return found
 
     def read(self, kind: str, answers: int, tokens: int, *, keep_ages: bool = False) -> Answers:
-        """Read `answers` concurrent answers in another process. EOFError if it dies."""
+        """Read `answers` concurrent answers in another process. Raises EOFError if it dies."""
         here, there = _CONTEXT.Pipe()
         address = {"grpc": self.grpc, "http": self.http}[kind]
         arguments = (there, kind, address, Asked(answers, tokens, keep_ages))
@@ -65,14 +65,14 @@ _CONTEXT = mp.get_context("spawn")
 
 @contextmanager
 def running(model: Path, step_s: float, settings: dict[str, Any]) -> Iterator[Router]:
-    """Run a router and the worker, which sends each answer a token every `step_s` seconds."""
+    """Run a router and the stand-in worker, which sends each answer a token every `step_s` seconds."""
     source, router = _CONTEXT.Pipe(), _CONTEXT.Pipe()
     worker = _CONTEXT.Process(target=run_source, args=(source[1], step_s), daemon=True)
     worker.start()
     source[1].close()
     process = _CONTEXT.Process(target=run_router, args=(router[1], source[0].recv(), model, settings))
     process.start()
-    router[1].close()  # otherwise the router's death would not close the pipe
+    router[1].close()  # otherwise the pipe would stay open after the router's death
     try:
         grpc_address, http_address = router[0].recv()
         yield Router(grpc_address, http_address, router[0])
@@ -85,14 +85,14 @@ def running(model: Path, step_s: float, settings: dict[str, Any]) -> Iterator[Ro
 
 
 def messages_a_core(model: Path, kind: str, answers: int, tokens: int, *, fronts: int = 0) -> float:
-    """Return messages per second of the router process's CPU time where each token has a message of its own."""
+    """Return messages per second of the router process's CPU time if each token has its own message."""
     with running(model, _STEP_S, UNCOALESCED | {"front_processes": fronts}) as router:
         read = router.read(kind, answers, tokens)
         return read.messages / router.usage().cpu_s
 
 
 def coalesced_tokens_a_core(model: Path, answers: int, tokens: int) -> Figures:
-    """Return tokens per second of CPU time, and per message, where messages carry the tokens of many steps."""
+    """Return tokens per second of CPU time, and per message, if messages carry the tokens of many steps."""
     with running(model, _SHORT_STEP_S, COALESCED) as router:
         read = router.read("grpc", answers, tokens)
         return {
@@ -102,9 +102,9 @@ def coalesced_tokens_a_core(model: Path, answers: int, tokens: int) -> Figures:
 
 
 def many_streams(model: Path, streams: int, tokens: int, rounds: int) -> Figures:
-    """Return the figures of `streams` open streams with the default budget of messages, round after round.
+    """Return the figures of `streams` open streams with the default budget of messages, over several rounds.
 
-    `memory_growth_mib` is from the end of the first round to that of the last.
+    `memory_growth_mib` is the growth from the end of the first round to the end of the last.
     """
     with running(model, _STEP_S, {"max_queued_requests": 2 * streams}) as router:
         done, used = [], []
@@ -123,7 +123,7 @@ def many_streams(model: Path, streams: int, tokens: int, rounds: int) -> Figures
 
 
 def half_load(model: Path, per_s: float, answers: int, tokens: int) -> Figures:
-    """Return the age of messages at half of `per_s` messages per second, alone and beside clients that do not read."""
+    """Return the age of messages at half of `per_s` messages per second, with and without clients that do not read."""
     with running(model, answers / (per_s / 2), UNCOALESCED) as router:
         alone = router.read("grpc", answers, tokens, keep_ages=True)
         before = router.usage()

@@ -1,4 +1,4 @@
-"""Writes a JSON file for each dashboard: `python -m deploy.dashboards`."""
+"""Writes the JSON file of each dashboard: `python -m deploy.dashboards`."""
 
 import json
 from pathlib import Path
