@@ -73,7 +73,7 @@ class Switch:
         self._touched: set[str] = set()
 
     def to(self, row: Strategy) -> float:
-        """Switch the cluster to `row` while it is idle, and warm it up.
+        """Wait until the cluster is idle, switch it to `row`, and warm it up on the first switch to this row.
 
         Returns the seconds of the switch; 0 = the cluster is in this row already. Raises DeadlineExceeded if the router
         does not adopt the change.

@@ -28,6 +28,7 @@ def option_groups(command: Callable[..., R]) -> Callable[..., R]:
         }
         return command(*arguments, **given, **made)
 
+    # Typer reads the options from the function's annotations and signature.
     flat.__annotations__ = {option.name: option.annotation for option in options}
     flat.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
     return flat

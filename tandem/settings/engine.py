@@ -1,4 +1,7 @@
-"""Settings of the engine of each worker."""
+"""Settings of the engine of each worker.
+
+The cluster adds what depends on a worker's device and role; see `EngineConfig`.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path

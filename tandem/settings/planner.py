@@ -1,4 +1,7 @@
-"""Settings of the planner, which adapts the roles and the number of workers to the load."""
+"""Settings of the planner, which adapts the roles and the number of workers to the load.
+
+It decides once per observation window, and changes the cluster only after several windows agree.
+"""
 
 import dataclasses
 from dataclasses import dataclass, fields

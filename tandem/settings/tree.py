@@ -21,6 +21,7 @@ def fields_by_name(tree: Any) -> dict[str, tuple[str, Field[Any]]]:
     while level:
         found = [(f"{path}{field.name}", field) for path, branch in level for field in fields(branch)]
         counts = Counter(field.name for _, field in found)
+        # Levels are visited from the root down, so a name that is already known wins over the same name further down.
         named = {field.name: (path, field) for path, field in found if counts[field.name] == 1} | named
         level = [(f"{path}.", branch) for path, field in found if (branch := branch_of(field)) is not None]
     return named

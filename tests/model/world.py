@@ -170,6 +170,8 @@ class World:
 
         The write must end within the quarantine of its pages.
         """
+        # On one host the peer sees that the process is alive, and keeps the pages quarantined for as long as the write
+        # takes.
         if not self.one_host:
             self.loop.call_later(LATE_S, lambda: posted in self.fabric.writes and self.fabric.rest(posted))
 
@@ -244,6 +246,7 @@ class World:
         writer = self.writers[posted]
         ref = writer.task.ref
         completed = posted.future.done()
+        # The sender may reuse its pages once the write has ended for it, so only the target of such a write is checked.
         source = None if completed else self._holder(posted.sender, local)
         target = self._holder(posted.write.peer, remote)
         if source is not None and (local not in writer.pages or source not in (Holder("owned", ref), Holder("shared"))):

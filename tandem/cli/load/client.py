@@ -232,6 +232,7 @@ async def _run_share(pipe: Pipe, share: Share) -> None:
 
 async def _until_done_or_stopped(pipe: Pipe, work: Coroutine[Any, Any, None], sending: "_Sending") -> None:
     loop, task = asyncio.get_running_loop(), asyncio.create_task(work)
+    # The pipe becomes readable by a message or by its end, and either stops the load.
     loop.add_reader(pipe.fileno(), task.cancel)
     try:
         while not task.done():

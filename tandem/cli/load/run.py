@@ -131,6 +131,7 @@ def _stopped_by_interrupt(pipes: Sequence[Connection]) -> Iterator[list[float]]:
     interrupted: list[float] = []
 
     def stop(*_: object) -> None:
+        # From now on Ctrl-C has its usual effect, so that a second one ends the load at once.
         signal.signal(signal.SIGINT, before)
         interrupted.append(time.monotonic())
         for pipe in pipes:

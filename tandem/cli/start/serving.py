@@ -157,6 +157,7 @@ def serve(config: ClusterSettings, model: Path | None, first: FirstPrompt | None
             leave_workers = _leaves_workers(interrupt)
             raise
         finally:
+            # A further signal must not interrupt the cleanup, which would leave processes behind.
             _ignore_signals()
             console.print("[dim]stopping …[/]")
             cluster.stop(leave_workers=leave_workers)

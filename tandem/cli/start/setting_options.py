@@ -29,6 +29,7 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
         command(*arguments, **given, given=values)
 
     parameters = [*own, *(_parameter(option) for option in OPTIONS.values())]
+    # Typer reads the options from the function's annotations and signature.
     flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return flat
