@@ -37,11 +37,9 @@ class AdapterClient:
         return adapter.write(self.folder / name), greedy_answer(runner, PROMPT, ANSWER)
 
     def load(self, name: str, path: Path) -> httpx.Response:
-        """Load an adapter."""
         return self._post("/load_lora_adapter", json={"lora_name": name, "lora_path": str(path)})
 
     def unload(self, name: str) -> httpx.Response:
-        """Unload an adapter."""
         return self._post("/unload_lora_adapter", json={"lora_name": name})
 
     def ask(self, model: str) -> httpx.Response:

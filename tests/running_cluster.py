@@ -51,7 +51,6 @@ class RunningCluster:
         return ControllerClient(self._cluster.endpoints.controller, self._cluster.endpoints.token)
 
     def controller_pid(self) -> int:
-        """Return the controller's process id."""
         assert self._cluster._controller is not None
         return self._cluster._controller.pid()
 
@@ -77,7 +76,6 @@ class RunningCluster:
         return {one.name: one for one in self.workers()}[name]
 
     def members(self) -> list[cluster_pb2.WorkerInfo]:
-        """Return the registered workers."""
         with self.channel(self._cluster.endpoints.controller) as channel:
             stream = cluster_pb2_grpc.ClusterStub(channel).Watch(cluster_pb2.WatchRequest(), timeout=60)
             members = list(next(stream).workers)

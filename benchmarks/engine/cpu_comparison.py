@@ -78,7 +78,7 @@ class Engine:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self.vocab_size = runner.spec.vocab_size
-        # The peer needs PyTorch's own thread count, which the runner has just replaced.
+        # Loading the runner has set PyTorch's thread count. The peer sets its own, so each measurement restores this one.
         self._torch_threads = torch.get_num_threads()
 
     def prefill(self, prompt: list[int]) -> float:

@@ -63,7 +63,7 @@ class ExpertLayer:
     """The first mixture-of-experts layer of a shape, with random weights."""
 
     def __init__(self, name: str) -> None:
-        """Raise ValueError for a shape without experts."""
+        """Create the layer of the shape `name`. Raises ValueError for a shape without experts."""
         config = shape_config(name)
         found = (layer.feed_forward for layer in config.layers)
         spec = next((each for each in found if isinstance(each, MixtureOfExperts)), None)

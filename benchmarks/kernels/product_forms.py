@@ -88,20 +88,20 @@ class Plain:
     """Weights in bfloat16."""
 
     def weight(self, product: Product) -> Tensor:
-        """See `Form`."""
+        """Implement `Form.weight`."""
         return torch.empty(product.n, product.k, dtype=torch.bfloat16, device="cuda").normal_(std=0.02)
 
     def inputs(self, product: Product, tokens: int) -> Inputs:
-        """See `Form`."""
+        """Implement `Form.inputs`."""
         return make_inputs(product, tokens, normed=product.normed)
 
     def tiles(self, product: Product, tokens: int, *, others: bool) -> list[Tile]:
-        """See `Form`."""
+        """Implement `Form.tiles`."""
         rule = tile_for(tokens, product.n, product.k, product.paired, 2)
         return list(dict.fromkeys([rule, *(candidates(product, tokens, [EARLY]) if others else [])]))
 
     def launch(self, product: Product, inputs: Inputs, tile: Tile, weight: Tensor) -> None:
-        """See `Form`."""
+        """Implement `Form.launch`."""
         pdl = overlaps_launches()
         triton_linear.launch(inputs.x, inputs.norm, Linear(weight), inputs.out, product.op, pdl=pdl, tile=tile)
 
@@ -121,18 +121,18 @@ class Packed:
     group: int = 0
 
     def weight(self, product: Product) -> PackedWeight:
-        """See `Form`."""
+        """Implement `Form.weight`."""
         codes = torch.randint(0, 112, (product.n, product.k * self.bits // 8), dtype=torch.uint8, device="cuda")
         group = self.group or product.k
         scales = torch.rand(product.n, product.k // group, device="cuda", dtype=torch.bfloat16)
         return packed_products.prepared(PackedWeight(codes.view(self.dtype), scales, None, group))
 
     def inputs(self, product: Product, tokens: int) -> Inputs:
-        """See `Form`."""
+        """Implement `Form.inputs`."""
         return make_inputs(product, tokens, normed=product.normed and tokens <= FUSED_NORM_TOKENS)
 
     def tiles(self, product: Product, tokens: int, *, others: bool) -> list[Tile]:
-        """See `Form`."""
+        """Implement `Form.tiles`."""
         codes = torch.empty(1, product.k * self.bits // 8, dtype=torch.uint8).view(self.dtype)
         group = self.group or product.k
         columns = step_bytes(PackedWeight(codes, torch.empty(1, product.k // group), None, group))
@@ -140,7 +140,7 @@ class Packed:
         return found if others and tokens <= TOKEN_TILES[-1] else found[:1]
 
     def launch(self, product: Product, inputs: Inputs, tile: Tile, weight: PackedWeight) -> None:
-        """See `Form`."""
+        """Implement `Form.launch`."""
         assert isinstance(tile, Skinny)
         packed_products.launch(
             inputs.x, inputs.norm, Linear(weight), inputs.out, product.op, pdl=overlaps_launches(), tile=tile
@@ -167,7 +167,7 @@ class Scaled:
     group: int = 0
 
     def weight(self, product: Product) -> ScaledWeight:
-        """See `Form`."""
+        """Implement `Form.weight`."""
         codes = torch.randint(0, 112, (product.n, product.k), dtype=torch.uint8, device="cuda").view(self.dtype)
         groups = product.k // (self.group or product.k)
         scales = torch.rand(math.ceil(product.n / (self.group or 1)), groups, device="cuda")
@@ -176,11 +176,11 @@ class Scaled:
         return scaled_products.prepared(plain)
 
     def inputs(self, product: Product, tokens: int) -> Inputs:
-        """See `Form`."""
+        """Implement `Form.inputs`."""
         return make_inputs(product, tokens, normed=product.normed)
 
     def tiles(self, product: Product, tokens: int, *, others: bool) -> list[Tile]:
-        """See `Form`."""
+        """Implement `Form.tiles`."""
         found = self._tiles(product, tokens)
         return [next(found), *(found if others else ())]
 

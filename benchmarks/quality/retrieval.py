@@ -43,8 +43,7 @@ _TURNING = 14
 _CODE = 2 * (_HALF - _TURNING)
 """The number of coordinates of a token's code, each 1 or -1."""
 _TOKEN, _BEFORE, _ONE, _COPIED = 0, _CODE, 2 * _CODE, 2 * _CODE + 1
-"""First coordinates in the hidden state of the token's code, the previous token's code, a constant 1, and the answer.
-"""
+"""First coordinates in the hidden state of the token's code, the previous token's code, a 1, and the answer."""
 _ALIKE = 12
 """The largest dot product allowed between the codes of two tokens of which one occurs in numbers."""
 _SHARPNESS_BEFORE, _SHARPNESS_SAME = 16.0, 1.0

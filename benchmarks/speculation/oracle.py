@@ -32,13 +32,13 @@ class OracleProposer:
         """The number of known tokens of each request: its prompt and its answer so far."""
 
     def begin(self, key: Hashable, token_ids: Sequence[int], cache_salt: str = "") -> None:
-        """See `Proposer`."""
+        """Implement `Proposer.begin`."""
         if key in self._known:
             raise ValueError(f"{key} is known already")
         self._known[key] = len(token_ids)
 
     def extend(self, key: Hashable, token_ids: Sequence[int]) -> None:
-        """See `Proposer`."""
+        """Implement `Proposer.extend`."""
         self._known[key] += len(token_ids)
 
     def propose(self, key: Hashable, most: int) -> Draft:
@@ -49,7 +49,7 @@ class OracleProposer:
         return Draft(drafted, ORACLE) if drafted else NO_DRAFT
 
     def leave(self, key: Hashable) -> None:
-        """See `Proposer`."""
+        """Implement `Proposer.leave`."""
         del self._known[key]
 
     def _guess(self, token: int, position: int) -> int:

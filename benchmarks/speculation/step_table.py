@@ -34,17 +34,17 @@ class ChanceProposer:
     """Always proposes the same tokens, as many as allowed."""
 
     def begin(self, key: Hashable, token_ids: Sequence[int], cache_salt: str = "") -> None:
-        """See `Proposer`."""
+        """Implement `Proposer.begin`."""
 
     def extend(self, key: Hashable, token_ids: Sequence[int]) -> None:
-        """See `Proposer`."""
+        """Implement `Proposer.extend`."""
 
     def propose(self, key: Hashable, most: int) -> Draft:
-        """See `Proposer`."""
+        """Implement `Proposer.propose`."""
         return Draft(range(1, most + 1), CHANCE)
 
     def leave(self, key: Hashable) -> None:
-        """See `Proposer`."""
+        """Implement `Proposer.leave`."""
 
 
 class Chance:

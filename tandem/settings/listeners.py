@@ -31,8 +31,7 @@ class ListenerLimits(Settings):
     header_timeout_s: float = setting(
         10.0, help="Seconds a client may take for a request's header.", topic=Topic.LIMITS, above=0
     )
-    """The time runs from the connection to its first request, and from the first byte of a request to its header's end.
-    """
+    """It runs from the connection to the first request, and from a request's first byte to its header's end."""
     body_timeout_s: float = setting(
         60.0, help="Seconds a client may take for a request's body.", topic=Topic.LIMITS, above=0
     )

@@ -35,8 +35,7 @@ class WorkerSettings(Settings):
         unit=1e-3,
         above=0,
     )
-    """Where decoding alone is slower than the target, the batch does not grow, and prompts use what the target leaves.
-    """
+    """Where decoding alone is slower, the batch does not grow, and prompts use the time that the target leaves."""
     prefix_cache: bool = setting(
         True,
         help="Keep KV pages, while memory allows, for requests with a common prefix.",
@@ -58,8 +57,7 @@ class WorkerSettings(Settings):
         least=0,
         most=1,
     )
-    """At least one page of each prompt is verified unless the rate is 0. The handshake checks that all workers agree.
-    """
+    """At least one page of each prompt is verified unless the rate is 0; the handshake checks that workers agree."""
     kv_lease_s: float = setting(
         5.0,
         help="Seconds that a decode worker keeps its reservation for a request of a silent router.",

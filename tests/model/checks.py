@@ -72,8 +72,7 @@ class WatchedEngine(FakeEngine):
 
     step_tokens = STEP_TOKENS
     quantized = True
-    """True = pages have the form of 8-bit KV: the four bytes of a token id are the codes, and its stamp is their scale.
-    """
+    """True = pages have the form of 8-bit KV: the four bytes of a token id are codes, and its stamp is the scale."""
 
     def __init__(self, pages: int, *, asynchronous: bool) -> None:
         super().__init__(pages)

@@ -23,7 +23,7 @@ ROLES = {"prefill-0": Role.PREFILL, "prefill-1": Role.PREFILL, "decode-0": Role.
 WEIGHTS = {
     # progress
     "calm": 5, "deliver": 3, "deliver_all": 2, "land": 3, "land_all": 1, "deliver_notice": 2, "compute": 3, "wait": 2,
-    # load, and what stands still
+    # load, and kinds of events that are held back
     "ask": 2, "leave": 2, "hold": 2,
     # faults
     "repeat": 2, "lose": 4, "repeat_notice": 3, "fail_write": 1, "flip_byte": 1, "lose_notice": 1,

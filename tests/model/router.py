@@ -35,8 +35,7 @@ from tests.model.workers import RPC_TIMEOUT_S, Controller
 
 STALL_S = QUEUE_S = 10.0
 SILENCE_S = 2.0
-"""Seconds without a response after which a worker counts as silent: longer than a call may take, shorter than a stall.
-"""
+"""Seconds of silence after which a worker counts as silent: longer than a call may take, shorter than a stall."""
 CLEAR_ERRORS = (Unavailable, TransferFailed, StaleEpoch, DeadlineExceeded, ResourceExhausted)
 """The errors that a client may receive while processes die; any other error is a defect."""
 

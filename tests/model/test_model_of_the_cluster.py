@@ -47,7 +47,7 @@ LEAST_IN_A_RUN = {
     "answered": 9.5,
     "killed": 1.9,
     "taken for dead": 0.47,
-    # write windows that were still used after their original end
+    # write windows that were renewed, and so outlasted their original end
     "renewed": 0.95,
     # renewals of write windows that were requested after their lease had ended
     "not renewed": 0.19,

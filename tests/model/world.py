@@ -37,8 +37,7 @@ for dead, from the start of each write.
 """
 CALM_STEP_S = 0.02
 END_WITHIN_S = 60.0
-"""The maximum time in seconds until the end, after the last fault; longer than the sum of all deadlines of the cluster.
-"""
+"""Maximum seconds from the last fault to the end; longer than the sum of all deadlines of the cluster."""
 
 
 def is_warm_up(posted: InFlightWrite) -> bool:

@@ -16,8 +16,7 @@ GRACE_S = 30.0
 WAIT_S = 180.0
 """Default time to wait for new workers, in seconds."""
 _CHANGE_MARGIN_S = 240.0
-"""Additional deadline of a change, in seconds: for connecting, for transfers in progress, and for a worker's restart.
-"""
+"""Additional deadline of a change in seconds: for connecting, transfers in progress, and a worker's restart."""
 _LOOK_S = 10.0
 """Deadline of the call that lists the workers, in seconds."""
 

@@ -51,19 +51,19 @@ class LoadReport:
 
     @property
     def valid(self) -> bool:
-        """True if the clients sent on time. Otherwise the load was not the workload's."""
+        """True if the clients sent on time. Otherwise the load that the server saw differs from the workload."""
         return self.lateness.p99 <= self.lateness_bound_s
 
     @property
     def tokens_per_s(self) -> float:
-        """Answer tokens that arrived until the last due time, per second of that time."""
+        """Answer tokens per second that arrived during the workload's `seconds`, while requests were due."""
         seconds = self.workload.seconds
         shares = ((record, sum(moment <= seconds for moment in record.token_s)) for record in self.records)
         return sum(record.tokens * arrived / len(record.token_s) for record, arrived in shares if arrived) / seconds
 
     @property
     def finished_per_s(self) -> float:
-        """Complete answers that ended until the last due time, per second of that time."""
+        """Complete answers per second that ended during the workload's `seconds`, while requests were due."""
         seconds = self.workload.seconds
         return sum(not record.error and record.ended_s <= seconds for record in self.records) / seconds
 
