@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 pytest.register_assert_rewrite("tests.running_cluster")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-# These must be set before any test imports Ray, which keeps what it reads first: its token, and whether it stays on loopback.
+# Ray keeps what it reads first (its token, and whether it stays on loopback), so set both before any import of Ray.
 os.environ.update(ENVIRONMENT)
 # Otherwise any accidental call into Ray would start a private Ray instance.
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"

@@ -78,7 +78,7 @@ class Engine:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self.vocab_size = runner.spec.vocab_size
-        # Loading the runner has set PyTorch's thread count. The peer sets its own, so each measurement restores this one.
+        # Loading the runner has set PyTorch's thread count. The peer sets its own, so this one is restored each time.
         self._torch_threads = torch.get_num_threads()
 
     def prefill(self, prompt: list[int]) -> float:

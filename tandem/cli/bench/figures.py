@@ -27,17 +27,17 @@ class Load:
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Tokens of complete answers per second, until the last complete answer ended."""
+        """Tokens of complete answers per second, until the last request ended."""
         return sum(record.tokens for record in self.report.records if not record.error) / self.report.makespan_s
 
     @property
     def requests_per_s(self) -> float:
-        """Complete answers per second, until the last complete answer ended."""
+        """Complete answers per second, until the last request ended."""
         return sum(not record.error for record in self.report.records) / self.report.makespan_s
 
     @property
     def total_tokens_per_s(self) -> float:
-        """Tokens of prompts and complete answers per second, until the last complete answer ended."""
+        """Tokens of prompts and complete answers per second, until the last request ended."""
         whole = [record for record in self.report.records if not record.error]
         return sum(record.prompt_tokens + record.tokens for record in whole) / self.report.makespan_s
 
