@@ -88,7 +88,7 @@ class Limits(Settings):
 
 @dataclass(frozen=True, slots=True)
 class PlannerSettings(Settings):
-    """Settings of the planner."""
+    """The planner's mode, its observation window and its limits."""
 
     mode: PlannerMode = setting(
         PlannerMode.OFF,

@@ -66,7 +66,7 @@ class InlineText:
 
 
 class CountedAnswer(Answer):
-    """An answer that checks that it ends exactly once."""
+    """An answer that records each of its ends; `Client.check` allows only one."""
 
     __slots__ = ("closing", "ends")
 
