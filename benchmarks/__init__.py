@@ -1,1 +1,1 @@
-"""Benchmarks of Tandem against its peers and against the hardware; each run prints one JSON object and can save it."""
+"""Benchmarks of Tandem against its peers and the hardware. Each run prints one JSON object and can save it."""

@@ -1,4 +1,4 @@
-"""The model that a benchmark serves, and a cluster for it with any field of `ClusterSettings`."""
+"""The model that a benchmark serves, and a running cluster for it with any `ClusterSettings`."""
 
 import argparse
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ _SIMPLE = (bool, int, float, str, Path)
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A folder in Hugging Face layout, the name that clients use, and whether its weights are random."""
+    """The served model: its folder in Hugging Face layout, its name for clients, and whether its weights are random."""
 
     folder: Path
     name: str
@@ -32,13 +32,16 @@ class ServedModel:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Adds `--model` and `--shape`, which `choose_model` takes."""
+    """Add `--model` and `--shape`, the arguments of `choose_model`."""
     parser.add_argument("--model", type=Path, default=None, help="Hugging Face folder or GGUF file")
     parser.add_argument("--shape", default=None, help="random weights of this shape (llama-3-8b) instead of a model")
 
 
 def choose_model(model: Path | None, shape: str | None) -> ServedModel:
-    """Returns `shape` with random weights if given, else `model`, else the small default model, ready to be served."""
+    """Return the model of `shape` with random weights if given, else `model`, else the default model.
+
+    The model's folder is ready to be served.
+    """
     if shape is not None:
         return ServedModel(random_model(shape), shape, random_weights=True)
     folder = prepare_model(model or find_default_model())
@@ -46,7 +49,7 @@ def choose_model(model: Path | None, shape: str | None) -> ServedModel:
 
 
 def parse_setting(text: str) -> tuple[str, object]:
-    """Parses "max_step_tokens=512" into a setting and its value. InvalidArgument describes errors."""
+    """Parse "max_step_tokens=512" into a setting and its value. Raises InvalidArgument, which says what is wrong."""
     name, _, value = text.partition("=")
     kind = _kinds().get(name)
     if kind is None:
@@ -58,7 +61,7 @@ def parse_setting(text: str) -> tuple[str, object]:
 
 
 def _kinds() -> dict[str, type]:
-    """Returns the type of each field that a text can set."""
+    """Return the type of each field that can be set by a text."""
     kinds: dict[str, type] = {}
     for name, (_, field) in fields_by_name(ClusterSettings).items():
         for kind in (field.type, *get_args(field.type)):
@@ -69,7 +72,7 @@ def _kinds() -> dict[str, type]:
 
 @contextmanager
 def running_cluster(model: ServedModel, settings: Settings) -> Iterator[Endpoints]:
-    """Runs a cluster on free ports until the end of the context; yields its listeners."""
+    """Run a cluster on free ports until the end of the context. Yields the addresses of its listeners."""
     served: dict[str, Any] = {
         "served_model_names": (model.name,),
         "random_weights": model.random_weights,

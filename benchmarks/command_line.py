@@ -1,4 +1,4 @@
-"""The benchmarks' command lines: cases, numbers as arguments, and errors as one sentence instead of a traceback."""
+"""The command lines of benchmarks: cases, numeric arguments, and errors as one sentence instead of a traceback."""
 
 import argparse
 import importlib
@@ -13,14 +13,14 @@ from benchmarks.results import save_result
 from tandem.protocol.errors import TandemError
 
 Measured = tuple[str, Mapping[str, Any]]
-"""What a case returns: the name under which its result is kept, and the result."""
+"""The result of a case: the name under which it is saved, and its figures."""
 
 
 def run_case(command: str, description: str, cases: Mapping[str, str], arguments: Sequence[str] | None = None) -> None:
-    """Runs the case that the command line names first, without a name the first one, and prints its result as JSON.
+    """Run the case that the command line names, by default the first one, and print its result as JSON.
 
-    Cases are modules with `add_options(parser)` and `measure(options) -> Measured`; only the chosen one is imported, as
-    some need a GPU. `--save` keeps the result. A TandemError ends the program with its message.
+    Cases are modules with `add_options(parser)` and `measure(options) -> Measured`. Only the chosen one is imported,
+    because some need a GPU. `--save` saves the result. A TandemError ends the program with its message.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] in (["-h"], ["--help"]):
@@ -45,7 +45,7 @@ def run_case(command: str, description: str, cases: Mapping[str, str], arguments
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Ends the program with the message of a TandemError raised within."""
+    """End the program with the message of a TandemError that is raised within the context."""
     try:
         yield
     except TandemError as error:
@@ -53,7 +53,7 @@ def exit_on_error() -> Iterator[None]:
 
 
 def need_gpu() -> None:
-    """Raises SystemExit where PyTorch has no CUDA GPU."""
+    """Raise SystemExit if PyTorch has no CUDA GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -64,7 +64,7 @@ def need_gpu() -> None:
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Returns a `type` for `add_argument`: an integer of at least `least`."""
+    """Return a `type` for `add_argument` that accepts integers of at least `least`."""
 
     def number(text: str) -> int:
         try:
@@ -79,7 +79,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def above_0(text: str) -> float:
-    """Parses a finite number above 0, as a `type` for `add_argument`."""
+    """Parse a finite number above 0, as a `type` for `add_argument`."""
     try:
         value = float(text)
     except ValueError:
@@ -92,7 +92,10 @@ def above_0(text: str) -> float:
 def misplaced_options(
     parser: argparse.ArgumentParser, parsed: argparse.Namespace, group: argparse._ArgumentGroup, option: str, on: bool
 ) -> None:
-    """Ends the program if an option of `group` has another value than its default; `option` decides, and is `on`."""
+    """End the program if an option of `group` differs from its default although `option` excludes the group.
+
+    If `on`, the options of the group are valid only without `option`; otherwise only with it.
+    """
     given = [
         action.option_strings[0]
         for action in group._group_actions

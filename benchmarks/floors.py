@@ -1,4 +1,4 @@
-"""Bounds of figures, by benchmark, hardware and shape, which `python -m benchmarks.tables` checks."""
+"""The floors of figures, by benchmark, hardware and shape. `python -m benchmarks.tables` checks runs against them."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from benchmarks.results import RESULTS, Run, read_results
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """A lower bound of a figure; with `at_most` an upper bound, to which the run's figure `plus` is added."""
+    """A lower bound of a figure. With `at_most` it is an upper bound of `limit` plus the run's figure named `plus`."""
 
     limit: float
     at_most: bool = False
     plus: str = ""
 
     def missed(self, value: object, run: Run) -> bool:
-        """Returns True if `value` of `run` is a number beyond the bound."""
+        """Return True if `value` is a number and violates the bound; `run` supplies the figure `plus`."""
         if not isinstance(value, int | float):
             return False
         limit = self.limit + (run[self.plus] if self.plus else 0)
@@ -67,7 +67,7 @@ _ENGINE: dict[str, Floors] = {
         "decode_bw_ratio_128x4096": Floor(0.72),
     },
 }
-"""Floors for one H100 or H200, bfloat16, by shape."""
+"""Floors for one H100 or H200 with bfloat16, by shape."""
 _TIMES_16_BITS = {
     "_kv-int8": (0.99, 1.08, 1.22, 1.29),
     "_int8": (1.61, 1.35, 1.03, 0.97),
@@ -76,7 +76,7 @@ _TIMES_16_BITS = {
     "_fp8_kv-int8": (1.61, 1.52, 1.52, 1.53),
     "_int4_kv-int8": (2.23, 1.82, 1.27, 1.29),
 }
-"""The least speedup over 16 bits of decode steps of llama-3-8b, by scheme: of 1, 32, 128 and 256 rows."""
+"""Minimum speedup of llama-3-8b decode steps over 16 bits, by scheme, for 1, 32, 128 and 256 rows."""
 _PREFILL_TIMES_16_BITS: Mapping[str, Mapping[str, float]] = {
     "_kv-int8": {"1x2048": 0.97, "1x8192": 0.97, "8x2048": 0.97},
     "_fp8": {"1x2048": 1.40, "1x8192": 1.35, "8x2048": 1.45},
@@ -97,7 +97,7 @@ _ENGINE |= {
     for scheme, ratios in _TIMES_16_BITS.items()
 }
 _STEPS = Floor(1.03, at_most=True)
-"""The bound of a step with transfers: at most 3 % longer than without."""
+"""The bound of a step with transfers: at most 3 % longer than a step without."""
 _KV_TWO_GPUS: Floors = {
     "transfer_bw_ratio_one_page": Floor(0.60),
     "transfer_bw_ratio_2048": Floor(0.90),
@@ -109,23 +109,26 @@ _KV_TWO_GPUS: Floors = {
     "decode_step_with_over_without_transfers": _STEPS,
     "decode_step_meeting_transfers_over_quiet": _STEPS,
 }
-"""Floors for KV pages that the prefill worker writes, the default."""
+"""Floors for KV pages that the prefill worker writes, the default transfer."""
 _KV_CPU: Floors = {"exposed_of_prefill_1536": Floor(0.10, at_most=True)}
 _SERVING: Floors = {"cluster_decode_ratio_b64": Floor(0.95)}
-"""Decode speed through a cluster on GPUs / the engine's alone."""
+"""Decode speed through a cluster on GPUs / the speed of the engine alone."""
 _LATENT: Floors = {"latent_bw_ratio_64x4096_h16": Floor(0.75), "latent_bw_ratio_1x32768_h16": Floor(0.45)}
 _WEIGHTS: Floors = {"load_gb_per_s": Floor(2)}
 
 
 def check(folder: Path = RESULTS) -> int:
-    """Prints a line for each run that has floors; returns 1 if one of them misses one, else 0."""
+    """Print one line per run that has floors, and return 1 if a run misses a floor, else 0."""
     judged = list(_judge(folder))
     print("\n".join(line for _, line in judged))
     return int(not all(held for held, _ in judged))
 
 
 def _judge(folder: Path) -> Iterator[tuple[bool, str]]:
-    """Yields for the newest run of each benchmark, model and hardware: True if it holds its floors, and a line."""
+    """Yield whether a run holds its floors, and a line of text.
+
+    The runs are the newest of each benchmark, model and hardware.
+    """
     newest: dict[tuple[str, ...], tuple[str, Run]] = {}
     for name, run in read_results(folder):
         benchmark, model = name.split("-", 1)[0], str(run.get("shape") or run.get("model"))
@@ -148,7 +151,10 @@ def _faults(floors: Floors, run: Run) -> Iterator[str]:
 
 
 def floors_of(benchmark: str, run: Run) -> Floors:
-    """Returns a run's floors; empty for other shapes, or for two workers on one GPU, which wait for each other."""
+    """Return a run's floors.
+
+    There are none for other shapes, or for two workers on one GPU, which wait for each other.
+    """
     if benchmark == "engine":
         return _ENGINE.get(str(run.get("shape")), {})
     if benchmark == "kv":

@@ -1,4 +1,4 @@
-"""A GPU's ceilings, measured in the run that is compared with them, and the device time of launches."""
+"""A GPU's ceilings, measured in the same run as the figures compared with them, and the device time of launches."""
 
 import statistics
 from collections.abc import Callable, Mapping
@@ -25,21 +25,21 @@ class Ceilings:
 
 
 def measure_ceilings() -> Ceilings:
-    """Measures both, as medians of many runs."""
+    """Measure both ceilings as medians of many runs."""
     return Ceilings(copy_bandwidth(), matrix_rate())
 
 
 def copy_bandwidth() -> float:
-    """Returns the bandwidth of a large copy on the device in bytes per second, reads and writes both counted."""
+    """Return the bandwidth of a large on-device copy in bytes per second, reads and writes both counted."""
     source = torch.randint(0, 127, (_COPY_BYTES,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * _COPY_BYTES / median_seconds(lambda: target.copy_(source))
 
 
 def matrix_rate() -> float:
-    """Returns the rate of an 8192³ bf16 product of random numbers in FLOP per second.
+    """Return the rate of an 8192³ bf16 matrix product of random numbers, in FLOP per second.
 
-    The product runs for a second before it counts, since an idle chip starts above its sustained clock.
+    The product runs unmeasured for one second, because an idle chip starts above its sustained clock.
     """
     a, b = (torch.randn(_MATRIX, _MATRIX, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
@@ -47,9 +47,9 @@ def matrix_rate() -> float:
 
 
 def median_seconds(run: Callable[[], object], rounds: int = 15, warm: int = 5) -> float:
-    """Returns the median device time of `run` in seconds, by events.
+    """Return the median device time of `run` in seconds, measured by CUDA events.
 
-    Rounds are launched without waiting for each other, after `warm` >= 1 that do not count.
+    Rounds are launched without waiting for each other, after `warm` >= 1 unmeasured ones.
     """
     for _ in range(warm - 1):
         run()
@@ -57,9 +57,12 @@ def median_seconds(run: Callable[[], object], rounds: int = 15, warm: int = 5) -
 
 
 def graph_seconds(launch: Callable[[int], object], repeats: int) -> float:
-    """Returns the device time of one of `repeats` launches `launch(0)`, `launch(1)`, … inside one CUDA graph."""
+    """Return the device seconds per launch.
+
+    `launch(0)`, `launch(1)`, … are captured `repeats` times in one CUDA graph.
+    """
     for number in range(repeats):
-        launch(number)  # loads code, which a capture cannot
+        launch(number)  # loads code, which is not possible during a capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -69,7 +72,7 @@ def graph_seconds(launch: Callable[[int], object], repeats: int) -> float:
 
 
 def race(contestants: Mapping[str, Contestant]) -> dict[str, float]:
-    """Returns the median device time of each contestant in microseconds; they take turns on a heated chip.
+    """Return the median device time of each contestant in microseconds; contestants alternate on a heated chip.
 
     A kernel measured after a pause, such as a compilation, would run above the clock that the power limit sustains.
     """

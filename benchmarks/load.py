@@ -1,9 +1,9 @@
 """Measures a server under open-loop load: `python -m benchmarks.load --url http://127.0.0.1:8000/v1 --rates 8,12,16`.
 
 The clients are those of `tandem bench`, over OpenAI's HTTP API of any server or over gRPC (`--url grpc://HOST:PORT`).
-Requests come from a trace or are drawn, lengths lognormal; each load has token ids of its own, so that no prompt of an
-earlier one is in a prefix cache. `--sweep RATE` raises the rate up to the knee. The last line is one JSON object with a
-row for each load; `--save` keeps it, which for figures of a GPU needs the GPU that the server runs on.
+Requests come from a trace or are random, with lognormal lengths. Each load has its own token ids, so that no prompt
+hits prefix cache entries of an earlier load. `--sweep RATE` raises the rate up to the knee. The last line is one JSON
+object with a row per load. `--save` saves it; figures of a GPU must be saved on the host of the server's GPU.
 """
 
 import argparse
@@ -25,13 +25,13 @@ from tandem.cli.load.workload import Source, parse_rates
 from tandem.protocol.errors import InvalidArgument
 
 CELLS = (SloCell("good_1000_25", 1.0, 0.025, 95), SloCell("good_300_60", 0.3, 0.060, 95))
-"""Service levels: limits of TTFT in ms, and of the ITL at the request's 95th percentile in ms."""
+"""SLO cells: limits of TTFT in ms, and of a request's 95th-percentile ITL in ms."""
 
 Row = dict[str, object]
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parses the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.load", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--url", required=True, help="http://HOST:PORT/v1 of any OpenAI server, or grpc://HOST:PORT")
     parser.add_argument("--model", default="", help="the name by which it serves its model; by default its first one")
@@ -59,7 +59,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def make_source(arguments: argparse.Namespace) -> Source:
-    """Returns the trace, or a source of random requests."""
+    """Return the trace, or a source of random requests."""
     if arguments.trace is not None:
         return read_trace(arguments.trace).scaled(arguments.length_scale)
     prompt = Lengths.parse("--prompt-tokens", arguments.prompt_tokens)
@@ -69,7 +69,7 @@ def make_source(arguments: argparse.Namespace) -> Source:
 def measurement(
     server: Server, source: Source, cells: Sequence[SloCell], arguments: argparse.Namespace
 ) -> Callable[[float, int], LoadReport]:
-    """Returns a function that runs load `number` at a rate, and prints its figures at once."""
+    """Return a function that runs load `number` at a rate and prints its figures at once."""
     settings = LoadSettings(arguments.clients, arguments.drain_seconds)
 
     def measure(rate: float, number: int) -> LoadReport:
@@ -84,7 +84,7 @@ def measurement(
 
 
 def run(arguments: argparse.Namespace) -> list[LoadReport]:
-    """Runs a load at each rate, or up to the knee."""
+    """Run one load per rate, or loads up to the knee."""
     source, cells = make_source(arguments), [*CELLS, *map(parse_cell, arguments.slo)]
     rates = parse_rates(arguments.rates)
     server = find_server(
@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> list[LoadReport]:
 
 
 def figures(report: LoadReport) -> Row:
-    """Returns latencies of the complete answers in ms, and the shares of all requests that met each service level."""
+    """Return the latencies of complete answers in ms, and the share of all requests that met each SLO cell."""
     records, workload = report.records, report.workload
     whole = [record for record in records if not record.error and record.token_s]
     tokens = sum(record.completion_tokens for record in whole)
@@ -124,7 +124,7 @@ def _in_ms(values: Sequence[float], percents: Sequence[float]) -> dict[str, floa
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Sends the loads, and prints the result as JSON last."""
+    """Send the loads, and print the result as JSON last."""
     parsed = parse_arguments(arguments)
     with exit_on_error():
         reports = run(parsed)

@@ -1,4 +1,4 @@
-"""Saves and reads results; each names its machine, versions, commit and command."""
+"""Saves and reads benchmark results; each result records its machine, versions, commit and command."""
 
 import datetime
 import json
@@ -22,7 +22,7 @@ _PACKAGES = (
 
 
 def run_facts(device: str) -> dict[str, object]:
-    """Returns hardware, versions, commit, date and command of this run, for JSON."""
+    """Return the hardware, versions, commit, date and command of this run as JSON."""
     return {
         "hardware": _hardware(device),
         "versions": {"python": platform.python_version()} | _versions(),
@@ -33,7 +33,10 @@ def run_facts(device: str) -> dict[str, object]:
 
 
 def save_result(name: str, result: Mapping[str, object], folder: Path = RESULTS) -> Path:
-    """Writes `result`, with `run_facts` and a `dtype`, as <name>-<hardware>-<date>-<dtype>.json; returns the file."""
+    """Write `result` with `run_facts` as <name>-<hardware>-<date>-<dtype>.json, and return the file.
+
+    `result` must contain a `dtype`.
+    """
     hardware = result["hardware"]
     machine = hardware["name"] if isinstance(hardware, Mapping) else "unknown"
     date = str(result["date"])[:19].replace(":", "")
@@ -44,19 +47,19 @@ def save_result(name: str, result: Mapping[str, object], folder: Path = RESULTS)
 
 
 def scheme_suffix(quantization: str | None, kv_cache_dtype: str) -> str:
-    """Returns the quantization for the name of a result: `_fp8`, `_fp8_kv-int8`, or nothing."""
+    """Return the quantization as a suffix for a result's name: `_fp8`, `_fp8_kv-int8`, or an empty text."""
     weights = f"_{quantization}" if quantization else ""
     return weights + (f"_kv-{kv_cache_dtype}" if kv_cache_dtype != "auto" else "")
 
 
 def read_results(folder: Path = RESULTS, kind: str = "") -> list[tuple[str, Run]]:
-    """Returns the runs whose file names begin with `kind`, each with its file name, oldest first."""
+    """Return the runs whose file names begin with `kind`, each with its file name, oldest first."""
     found = [(file.name, json.loads(file.read_text(encoding="utf-8"))) for file in folder.glob(f"{kind}*.json")]
     return sorted(found, key=lambda each: (str(each[1]["date"]), each[0]))
 
 
 def newest_result(folder: Path, kind: str, figure: str = "") -> tuple[str, Run]:
-    """Returns the newest run of `kind` that has `figure`, with its file name. LookupError without one."""
+    """Return the file name and the newest run of `kind` that has `figure`. Raises LookupError if there is none."""
     found = [each for each in read_results(folder, kind) if not figure or figure in each[1]]
     if not found:
         raise LookupError(f"no run of {kind} with {figure or 'any figure'} is kept in {folder.name}")
@@ -82,7 +85,7 @@ def _cpu_name() -> str:
 
 
 def _driver() -> str:
-    """Returns the version of NVIDIA's driver; empty if unknown."""
+    """Return the version of NVIDIA's driver; empty = unknown."""
     try:
         listed = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
     except OSError:
@@ -102,7 +105,7 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Returns the commit, with `-dirty` if tracked files differ from it; $TANDEM_COMMIT without a repository."""
+    """Return the commit, with `-dirty` if tracked files differ from it; without a repository, $TANDEM_COMMIT."""
     if "TANDEM_COMMIT" in os.environ:
         return os.environ["TANDEM_COMMIT"]
     here = Path(__file__).parent
@@ -119,7 +122,7 @@ def _commit() -> str:
 
 
 def _command() -> str:
-    """Returns the command without this machine's paths."""
+    """Return the command without paths of this machine."""
     program = Path(sys.argv[0])
     module = program.parent if program.name == "__main__.py" else program
     parts = module.with_suffix("").parts

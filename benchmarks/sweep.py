@@ -1,4 +1,4 @@
-"""Loads at rising rates up to the knee, beyond which the cluster no longer meets the targets of most requests."""
+"""Loads at rising rates up to the knee, the rate beyond which most requests no longer meet their targets."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -16,13 +16,13 @@ Measure = Callable[[float, int], LoadReport]
 
 
 Goodput = Mapping[str, tuple[float, float]]
-"""A load's goodput by cell: the share of its requests that met the cell, and their number per second."""
+"""The goodput of a load by cell: the share of its requests that met the cell, and their number per second."""
 
 
 def sweep(measure: Measure, first: float) -> list[LoadReport]:
-    """Raises the rate from `first` on until no cell has its share of goodput.
+    """Raise the rate from `first` until no cell reaches its share of goodput.
 
-    There are at most `STEPS_MAX` loads; a trace can end before.
+    There are at most `STEPS_MAX` loads; a trace can end earlier.
     """
     reports: list[LoadReport] = []
     while (rate := next_rate(first, [goodput(report) for report in reports])) is not None:
@@ -36,24 +36,24 @@ def sweep(measure: Measure, first: float) -> list[LoadReport]:
 
 
 def knees(reports: Sequence[LoadReport]) -> dict[str, float]:
-    """Returns the knees of reports, like `knees_of`."""
+    """Return the knees of a sweep's reports; see `knees_of`."""
     return knees_of([goodput(report) for report in reports])
 
 
 def goodput(report: LoadReport) -> Goodput:
-    """Returns the goodput of one load."""
+    """Return the goodput of one load by cell."""
     return {score.cell.name: (score.share, score.per_s) for score in report.scores}
 
 
 def next_rate(first: float, loads: Sequence[Goodput]) -> float | None:
-    """Returns the next rate of a sweep from `first`; None = the knees of all cells are passed."""
+    """Return the next rate of a sweep from `first`; None = the knees of all cells are passed."""
     if len(loads) == STEPS_MAX or (loads and not any(share >= GOODPUT_SHARE for share, _ in loads[-1].values())):
         return None
     return first * GROWTH ** len(loads)
 
 
 def knees_of(loads: Sequence[Goodput]) -> dict[str, float]:
-    """Returns for each cell the highest goodput, in requests per second, with the required share; 0 without any."""
+    """Return, for each cell, the highest goodput with the required share in requests per second; 0 = no load has it."""
     found: dict[str, float] = {}
     for cell, (share, per_s) in (item for load in loads for item in load.items()):
         found[cell] = max(found.get(cell, 0.0), per_s if share >= GOODPUT_SHARE else 0.0)

@@ -32,12 +32,12 @@ PEER_ROWS = {"vllm": "vLLM 0.33.0", "tandem": "Tandem"}
 _BATCHES = (1, 32, 128)
 _DISAGGREGATED = "disaggregated"
 _REMOVED_OPTIONS = re.compile(r" --direction \w+")
-"""Options in saved commands that were removed since: the direction of `benchmarks.kv_transfer`."""
+"""Options in saved commands that no longer exist: the direction of `benchmarks.kv_transfer`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """Figures of a served load that share a column: one number, or some percentiles of one distribution."""
+    """Figures of a served load that share a column: one number, or several percentiles of one distribution."""
 
     title: str
     figure: str
@@ -46,7 +46,7 @@ class _Column:
     more_is_better: bool = False
 
     def numbers(self, load: Mapping[str, Any]) -> list[float]:
-        """Returns the column's figures of a load."""
+        """Return the column's figures for a load."""
         value = load[self.figure]
         return [float(value[each]) for each in self.percentiles] if self.percentiles else [float(value)]
 
@@ -87,20 +87,20 @@ _PICTURES = """
 
 
 def main() -> int:
-    """Writes the page and checks the floors; returns the exit status."""
+    """Write the page, check the floors, and return the exit status."""
     PAGE.write_text(make_page(RESULTS), encoding="utf-8")
     print("wrote", PAGE.name)
     return check(RESULTS)
 
 
 def make_page(folder: Path) -> str:
-    """Returns the page of the runs in `folder`. LookupError if a section has no run there."""
+    """Return the page about the runs in `folder`. Raises LookupError if a section has no run there."""
     sections = (_engine, _quantized, _experts, _latent, _served, _handover, _goodput, _peer, _router, _cpu)
     return _HEAD + "".join(section(folder) for section in sections)
 
 
 def peer_tables(folder: Path) -> tuple[list[str], list[str]]:
-    """Returns the tables of the comparison with vLLM, which README.md has too: decode steps, and served load."""
+    """Return the tables of the comparison with vLLM, decode steps and served load, which README.md contains as well."""
     _, run = newest_result(folder, "peer-vllm")
     engines = run["engine"]
     names = {"tandem": "Tandem", "vllm": PEER_ROWS["vllm"]}
@@ -122,19 +122,19 @@ def peer_tables(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def _milliseconds(figures: Mapping[str, Any], batch: int) -> str:
-    """Returns the time of a decode step of `batch` requests; a dash if it was not measured."""
+    """Return the time of a decode step of `batch` requests; a dash = not measured."""
     measured = figures.get(f"decode_ms_b{batch}")
     return "–" if measured is None else f"{measured:.2f}"
 
 
 def _rates(run: Run) -> list[float]:
-    """Returns the rates at which every row of the served load was measured."""
+    """Return the rates at which every row of the served load was measured."""
     rates = [{float(load["rate"]) for load in run["serving"][key]} for key in PEER_ROWS]
     return sorted(set.intersection(*rates))
 
 
 def _served_rows(run: Run, rate: float) -> list[list[str]]:
-    """Returns a row for each server at `rate`, with the best figure of each column in bold."""
+    """Return one row per server at `rate`, with the best figure of each column in bold."""
     loads = [next(load for load in run["serving"][key] if load["rate"] == rate) for key in PEER_ROWS]
     rows = [[f"{rate:g}", name] for name in PEER_ROWS.values()]
     for column in _SERVED:
@@ -217,7 +217,7 @@ def _quantized(folder: Path) -> str:
 
 
 def _figures(run: Run, name: str, sizes: Iterable[int]) -> str:
-    """Returns the figures `name` of some sizes; a dash for each that the GPU's memory is too small for."""
+    """Return the figures `name` for some sizes, with a dash for each size that exceeds the GPU's memory."""
     return ", ".join(f"{run[key]:.2f}" if (key := f"{name}{size}") in run else "–" for size in sizes)
 
 
@@ -399,12 +399,12 @@ def _cpu(folder: Path) -> str:
 
 
 def _command(run: Run) -> str:
-    """Returns the run's command without options that its benchmark no longer has."""
+    """Return the run's command without options that its benchmark no longer has."""
     return _REMOVED_OPTIONS.sub("", str(run["command"]))
 
 
 def _section(title: str, text: str, lines: Iterable[str], command: str, runs: Iterable[tuple[str, Run]]) -> str:
-    """Returns a section: description, table, the command that repeats it, and links to its runs."""
+    """Return a section: its description, table, the command to repeat it, and links to its runs."""
     links = ", ".join(
         f"[{str(run['commit'])[:8]} of {str(run['date'])[:10]}](../benchmarks/results/{name})"
         for name, run in dict(runs).items()

@@ -1,6 +1,7 @@
-"""Hooks of MkDocs: the pages' links to files of the repository, and the list of decisions.
+"""Hooks of MkDocs: links from pages to files of the repository, and the list of decisions.
 
-Pages link to sources, which the site does not have: there such a link becomes its text and the file's path.
+Pages link to source files, which the site does not contain. On the site such a link becomes its text and the file's
+path.
 """
 
 import re
@@ -13,7 +14,7 @@ _ELSEWHERE = re.compile(r"[a-z]+:")
 
 
 def on_config(config: Any, **_: Any) -> Any:
-    """Appends the decisions to the navigation, their index first."""
+    """Append the decision pages to the navigation, with their index first."""
     docs = Path(config["docs_dir"])
     decisions = sorted(path.relative_to(docs).as_posix() for path in (docs / "decisions").glob("*.md"))
     if decisions and config["nav"]:
@@ -22,12 +23,12 @@ def on_config(config: Any, **_: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Returns a page's text without links that lead out of the site."""
+    """Return a page's Markdown without links that lead out of the site."""
     return without_outer_links(markdown, PurePosixPath(page.file.src_uri))
 
 
 def without_outer_links(markdown: str, page: PurePosixPath) -> str:
-    """Replaces links of `page` (a path below docs/) to files outside of docs/, and to folders."""
+    """Replace links of `page` (a path below docs/) to folders and to files outside of docs/."""
 
     def replaced(link: re.Match[str]) -> str:
         text, target, _ = link.groups()

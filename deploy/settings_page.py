@@ -16,7 +16,7 @@ The command line comes before the environment, the environment before the file. 
 
 
 def page() -> str:
-    """Returns the page in Markdown."""
+    """Return the page as Markdown."""
     parts = [_HEAD]
     for topic, options in groupby(options_of(ClusterSettings), key=lambda option: option.topic):
         parts += [f"\n## {topic}\n", "| option | default | |", "|---|---|---|", *map(_row, options)]

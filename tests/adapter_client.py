@@ -1,4 +1,4 @@
-"""Adapters that operators load and unload in a running cluster, against models into which they are merged."""
+"""Loads and unloads adapters in a running cluster, and compares its answers with models that have them merged."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.factories import greedy_answer, tiny_engine_config
 
 ANSWER = 12
 PROMPT = tuple(3 + 7 * number % 101 for number in range(70))
-"""Four full pages."""
+"""A prompt of four full pages and a part of a fifth."""
 _TIMEOUT_S = 60.0
 
 
 @dataclass
 class AdapterClient:
-    """An operator of a cluster that serves a tiny model, and adapters of it in `folder`."""
+    """An operator of a cluster that serves a tiny model, and writes adapters for it into `folder`."""
 
     cluster: Any
     family: str
@@ -29,7 +29,7 @@ class AdapterClient:
     folder: Path
 
     def write(self, name: str, seed: int) -> tuple[Path, list[int]]:
-        """Writes an adapter; returns its folder, and the answer of the model into which it is merged."""
+        """Write an adapter; return its folder, and the answer of the model into which it is merged."""
         changes = {"vocab_size": self.vocab_size}
         adapter = TinyAdapter(self.family, seed, modules=ATTENTION, changes=changes)
         merged = adapter.merged(self.folder / f"{name}-merged")
@@ -37,27 +37,25 @@ class AdapterClient:
         return adapter.write(self.folder / name), greedy_answer(runner, PROMPT, ANSWER)
 
     def load(self, name: str, path: Path) -> httpx.Response:
-        """Loads an adapter."""
         return self._post("/load_lora_adapter", json={"lora_name": name, "lora_path": str(path)})
 
     def unload(self, name: str) -> httpx.Response:
-        """Unloads an adapter."""
         return self._post("/unload_lora_adapter", json={"lora_name": name})
 
     def ask(self, model: str) -> httpx.Response:
-        """Sends the prompt, greedily."""
+        """Send the prompt with greedy sampling."""
         body = {"prompt": PROMPT, "max_tokens": ANSWER, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
         return self._post("/completions", json=body | {"model": model})
 
     def answer(self, model: str) -> Sequence[int]:
-        """Returns the tokens of an answer."""
+        """Return the token ids of an answer."""
         reply = self.ask(model)
         assert reply.status_code == 200, reply.text
         tokens: list[int] = reply.json()["choices"][0]["token_ids"]
         return tokens
 
     def listed(self) -> list[str]:
-        """Returns the names in /v1/models behind the model's own."""
+        """Return the names in /v1/models after the model's own."""
         return [card["id"] for card in httpx.get(self._url("/models"), timeout=_TIMEOUT_S).json()["data"]][1:]
 
     def _post(self, path: str, json: dict[str, Any]) -> httpx.Response:

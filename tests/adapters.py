@@ -1,4 +1,4 @@
-"""Adapters on disk for tiny models, and the models into which they are merged."""
+"""LoRA adapters on disk for tiny models, and the models into which they are merged."""
 
 import json
 import math
@@ -21,7 +21,7 @@ EVERY = (*ATTENTION, *DENSE)
 
 @dataclass(frozen=True)
 class TinyAdapter:
-    """Random updates of some modules of each layer of a tiny model (`tests/factories.py`)."""
+    """An adapter with random updates of some modules of each layer of a tiny model (`tests/factories.py`)."""
 
     family: str = "llama3"
     seed: int = 0
@@ -29,12 +29,12 @@ class TinyAdapter:
     alpha: float = 8.0
     modules: Sequence[str] = EVERY
     config: Mapping[str, Any] = field(default_factory=dict)
-    """Changes of adapter_config.json."""
+    """Overrides of fields in adapter_config.json."""
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """Changes of the model's config.json."""
+    """Overrides of fields in the model's config.json."""
 
     def write(self, folder: Path) -> Path:
-        """Writes the adapter as peft does."""
+        """Write the adapter in peft's format."""
         tensors = {
             f"base_model.model.{module}.lora_{name}.weight": matrix
             for module, pair in self.matrices().items()
@@ -43,7 +43,7 @@ class TinyAdapter:
         return write_adapter(folder, tensors, r=self.rank, lora_alpha=self.alpha, **self.config)
 
     def matrices(self) -> dict[str, tuple[Matrix, Matrix]]:
-        """Returns A [rank, K] and B [N, rank] of each module."""
+        """Return A [rank, K] and B [N, rank] of each module."""
         rng = np.random.default_rng(1000 + self.seed)
         found = {}
         for name, weight in random_weights(FAMILIES[self.family] | self.changes).items():
@@ -55,7 +55,10 @@ class TinyAdapter:
         return found
 
     def merged(self, folder: Path, scale: Callable[[str], float] | None = None) -> Path:
-        """Writes the model with W + scale · B · A in place of W; the scale is alpha / rank, or of each module."""
+        """Write the model with W + scale · B · A in place of W.
+
+        The scale is alpha / rank, or `scale` of the module's name.
+        """
         write_tiny_model(folder, self.family, **self.changes)
         tensors = random_weights(json.loads((folder / "config.json").read_text()))
         for module, (a, b) in self.matrices().items():
@@ -68,7 +71,7 @@ class TinyAdapter:
 
 
 def write_adapter(folder: Path, tensors: Mapping[str, Matrix], **config: Any) -> Path:
-    """Writes these tensors and a config of their kind."""
+    """Write an adapter with these tensors and a config that matches them."""
     folder.mkdir(parents=True, exist_ok=True)
     shown = {"peft_type": "LORA", "bias": "none", "task_type": "CAUSAL_LM", **config}
     (folder / "adapter_config.json").write_text(json.dumps(shown))

@@ -1,4 +1,4 @@
-"""Certificates for tests: authorities, and what they sign."""
+"""TLS certificates for tests: authorities, and the certificates that they sign."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Pair:
     key: bytes
 
     def save(self, folder: Path, name: str) -> tuple[Path, Path]:
-        """Writes both into a folder, each by a rename, and returns their paths."""
+        """Write both files into a folder, each atomically by a rename, and return their paths."""
         paths = folder / f"{name}.crt", folder / f"{name}.key"
         for path, content in zip(paths, (self.certificate, self.key), strict=True):
             partial = path.with_suffix(".partial")
@@ -37,7 +37,7 @@ class Pair:
 
 
 class Authority:
-    """A certificate authority."""
+    """A certificate authority with a key of its own."""
 
     def __init__(self, name: str) -> None:
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
@@ -45,7 +45,10 @@ class Authority:
         self.pem = _sign(self._name, self._key, self._name, self._key, DAY, authority=True)
 
     def issue(self, name: str, lasts: timedelta = DAY) -> Pair:
-        """Returns a certificate for 127.0.0.1 and localhost that ends in `lasts`; below 0, it has ended."""
+        """Return a certificate for 127.0.0.1 and localhost that expires in `lasts`.
+
+        If `lasts` is negative, the certificate has already expired.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         pem = _sign(subject, key, self._name, self._key, lasts, authority=False)
@@ -53,21 +56,21 @@ class Authority:
         return Pair(pem, key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption()))
 
     def trusted(self, shown: tuple[Path, Path] | None = None) -> ssl.SSLContext:
-        """Returns a client's context that trusts this authority and presents the certificate `shown`."""
+        """Return a client's SSL context that trusts this authority and presents the certificate `shown`."""
         context = ssl.create_default_context(cadata=self.pem.decode())
         if shown is not None:
             context.load_cert_chain(*shown)
         return context
 
     def channel(self, shown: Pair | None = None) -> grpc.ChannelCredentials:
-        """Returns the same for gRPC."""
+        """Return gRPC credentials that trust this authority and present the certificate `shown`."""
         if shown is None:
             return grpc.ssl_channel_credentials(self.pem)
         return grpc.ssl_channel_credentials(self.pem, shown.key, shown.certificate)
 
 
 def files_of(folder: Path, pair: Pair, client_ca: Authority | None = None) -> TlsFiles:
-    """Writes a server's files and returns their paths."""
+    """Write a server's files, and return their paths."""
     ca = None
     if client_ca is not None:
         ca = folder / "clients.crt"

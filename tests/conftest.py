@@ -1,8 +1,8 @@
-"""Real clusters for tests: one at a time, on free ports, reused while tests ask for the same settings.
+"""Real clusters for tests: one at a time, on free ports, reused while tests request the same settings.
 
-Where tests run in several processes (`make test`), those that share clusters stay in one of them.
+If tests run in several processes (`make test`), all tests that share clusters run in the same process.
 
-Without a GPU, Triton's kernels run in its interpreter, which must be chosen before anything imports Triton.
+Without a GPU, Triton kernels run in Triton's interpreter, which must be chosen before anything imports Triton.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 pytest.register_assert_rewrite("tests.running_cluster")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-# Before any test imports Ray, which keeps what it reads first: its token, and whether it stays on loopback.
+# Ray keeps what it reads first (its token, and whether it stays on loopback), so set both before any import of Ray.
 os.environ.update(ENVIRONMENT)
-# Otherwise any accidental call into Ray would start a Ray of its own.
+# Otherwise any accidental call into Ray would start a private Ray instance.
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
-# Several test processes oversubscribe the cores: with more threads each operator takes about ten times as long.
+# Several test processes share the cores: with more threads each, every operator would take about ten times as long.
 torch.set_num_threads(1)
 
 if find_spec("hypothesis"):
     from hypothesis import HealthCheck, settings
 
-    # The time that an example takes depends on the machine.
+    # The time per example depends on the machine, so there is no deadline.
     settings.register_profile(
         "tests", max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
@@ -62,14 +62,14 @@ OWN_CLUSTERS = {
     "test_two_hosts.py",
     "test_workers_outlive.py",
 }
-"""Files of these folders whose clusters no other file uses.
+"""Files in these folders whose clusters no other file uses.
 
-They run in any process, and last in their folder, so that the others start a shared cluster only once.
+They run in any process, and last in their folder, so that the other files start a shared cluster only once.
 """
 SHARING_NOTHING = {"test_cluster_life.py", "test_cpu_machines.py", "test_families.py", "test_model_of_the_cluster.py"}
-"""Long files whose tests have no cluster or fixture in common: each of these tests runs in any process."""
+"""Long files whose tests share no cluster or fixture, so that each test may run in any process."""
 EACH_VALUE_ONCE = (HERE / "kernels", HERE / "unit" / "worker" / "speculation")
-"""Folders whose tests combine many values of parameters, and are slow without a GPU."""
+"""Folders whose tests combine many parameter values, and are slow without a GPU."""
 GPU_FOLDERS = {"gpu", "kernels"}
 COMPILE = """
 import sys, torch
@@ -79,11 +79,11 @@ CpuKernels(getattr(torch, sys.argv[1]), threads=1).close()
 SHELF: pytest.StashKey[Shelf] = pytest.StashKey()
 TOLD = "told"
 PLUGIN_OPTIONS = {"asyncio": ("asyncio_mode", "asyncio_default_fixture_loop_scope"), "timeout": ("timeout",)}
-"""The settings that pyproject.toml has for pytest plugins, by plugin."""
+"""The pytest plugins' settings in pyproject.toml, by plugin."""
 
 
 def sharing(nodeid: str) -> str:
-    """Returns what all tests have in common that may share a cluster: their folder or file, or the test's own name."""
+    """Return the key of all tests that may share a cluster: their folder or file, or the test's own name."""
     file = Path(nodeid.split("::", maxsplit=1)[0])
     folder = file.parts[1]
     if file.name in SHARING_NOTHING:
@@ -92,7 +92,10 @@ def sharing(nodeid: str) -> str:
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Declares the KV cache's dtype, and options of plugins that are not installed: `tests/gpu` needs no plugin."""
+    """Declare the option for the KV cache's dtype, and the settings of missing plugins.
+
+    `tests/gpu` must run without any plugin.
+    """
     parser.addoption("--kv-cache-dtype", default="auto", help="of clusters whose tests do not name one (auto)")
     for plugin, options in PLUGIN_OPTIONS.items():
         for option in () if pluginmanager.hasplugin(plugin) else options:
@@ -101,7 +104,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes() -> None:
-    """Compiles the CPU kernels, or finds them compiled: otherwise each test process and each worker would, at once."""
+    """Compile the CPU kernels once. Otherwise each test process and each worker would compile them at the same time."""
     compile_one = [sys.executable, "-c", COMPILE]
     for process in [subprocess.Popen([*compile_one, dtype], cwd=HERE.parent) for dtype in ("float32", "bfloat16")]:
         process.wait()
@@ -109,7 +112,7 @@ def pytest_xdist_setupnodes() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keeps tests that share clusters or the GPU in one process, in order; the others are distributed file by file."""
+    """Keep tests that share clusters or the GPU in one process, in order, and distribute the others file by file."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFolder(LoadScopeScheduling):
@@ -122,7 +125,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Pauses garbage collection while tests are collected, and excludes them and the modules from it afterwards."""
+    """Disable garbage collection while tests are collected, and exclude tests and modules from it afterwards."""
     gc.disable()
     try:
         return (yield)
@@ -133,7 +136,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sorts the tests so that long folders come first, and within a folder those last that share no cluster."""
+    """Sort the tests: long folders first, and within a folder the tests without shared clusters last."""
     if not torch.cuda.is_available():
         leave_combinations_to_soak([item for item in items if any(map(item.path.is_relative_to, EACH_VALUE_ONCE))])
     ranks = {folder: number for number, folder in enumerate(LONG_FOLDERS)}
@@ -146,9 +149,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def leave_combinations_to_soak(items: list[pytest.Item]) -> None:
-    """Marks `soak` the tests without which each value of each parameter still occurs in one test of its function.
+    """Mark tests as `soak` as long as each value of each parameter still occurs in another test of the function.
 
-    Triton's interpreter needs a second for what a GPU does in a millisecond.
+    Triton's interpreter takes a second for what a GPU does in a millisecond.
     """
     functions: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
@@ -164,7 +167,7 @@ def leave_combinations_to_soak(items: list[pytest.Item]) -> None:
 
 
 def parameter_sets(test: pytest.Function) -> tuple[object, ...]:
-    """Returns an identity of what a test has from each of its `parametrize` marks and parametrized fixtures."""
+    """Return an identity of a test's values from each of its `parametrize` marks and parametrized fixtures."""
     values = dict(test.callspec.params)
     marked = [
         names if isinstance(names := mark.args[0], (list, tuple)) else names.split(",")
@@ -176,14 +179,14 @@ def parameter_sets(test: pytest.Function) -> tuple[object, ...]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Stops the running cluster when no test that may share it follows: an idle one computes, too."""
+    """Stop the running cluster if no later test may share it, because even an idle cluster uses CPU time."""
     shelf = item.session.stash.get(SHELF, None)
     if shelf is not None and nextitem is not None and sharing(item.nodeid) != sharing(nextitem.nodeid):
         shelf.clear()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints the lines that tests passed to `tell`."""
+    """Print the lines that tests passed to `tell`."""
     reports = [report for some in terminalreporter.stats.values() for report in some]
     for report in (one for one in reports if getattr(one, "when", "") == "call"):
         for _, line in (each for each in report.user_properties if each[0] == TOLD):
@@ -192,7 +195,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture
 def tell(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
-    """Prints a line at the end of the run, in whichever process the test runs."""
+    """Return a function that prints a line at the end of the run, whichever process the test runs in."""
     return lambda line: record_property(TOLD, line)
 
 
@@ -219,5 +222,5 @@ def _shelf(
 
 @pytest.fixture(scope="session")
 def running_cluster(_shelf: Shelf) -> Callable[..., RunningCluster]:
-    """Returns a cluster with the given settings of `ClusterSettings`, which later tests may share."""
+    """Return a function that starts or reuses a cluster with given `ClusterSettings`; later tests may share it."""
     return _shelf.get

@@ -1,4 +1,4 @@
-"""Rows that verify drafts, as a drafting batch makes them."""
+"""Rows that verify draft tokens, as a batch with speculative decoding builds them."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from tandem.engine.steps.batch import StepRow, TokenRows
 
 
 def with_drafts(newest: Sequence[StepRow], drafts: Sequence[Sequence[int]]) -> TokenRows:
-    """Returns rows of one token, each of another request, and behind them one row for each of their drafts."""
+    """Return one row of one token per request, followed by the rows of all their draft tokens."""
     rows, found, first = TokenRows.of(newest), [], len(newest)
     for row, tokens in enumerate(drafts):
         if tokens:

@@ -22,9 +22,9 @@ def write_eagle(
     seed: int = 0,
     **config: Any,
 ) -> Path:
-    """Writes a folder.
+    """Write a folder with an EAGLE head.
 
-    The head can guess `tokens` only. `without` names a tensor that is left out, `shapes` changes or adds tensors, and
+    The head can propose only `tokens`. `without` names a tensor that is left out, `shapes` changes or adds tensors, and
     `config` changes config.json.
     """
     rng = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""Tiny models on disk, one for each model family, and rows of batches for them."""
+"""Tiny models on disk, one per model family, and batch rows for them."""
 
 import json
 import math
@@ -44,7 +44,7 @@ _LLAMA3_ROPE = {
 }
 _YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
 _NULLS = {"q_lora_rank"}
-"""Fields whose null says something else than their absence."""
+"""Fields for which null means something else than absence."""
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "q_lora_rank": None,
@@ -202,11 +202,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "pad_token_id": 0,
     },
 }
-"""Configurations as Hugging Face writes them, with the field names of transformers 4 (`yarn`: 5), by family."""
+"""Configurations as in Hugging Face checkpoints, with the field names of transformers 4 (`yarn`: 5), by family."""
 
 
 def write_tiny_model(folder: Path, family: str = "llama3", seed: int = 0, **changes: object) -> Path:
-    """Writes a loadable folder (config.json, model.safetensors) with random weights; `changes` override the config."""
+    """Write a loadable folder (config.json, model.safetensors) with random weights; `changes` override the config."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {key: value for key, value in (FAMILIES[family] | changes).items() if value is not None or key in _NULLS}
     (folder / "config.json").write_text(json.dumps(config))
@@ -216,27 +216,27 @@ def write_tiny_model(folder: Path, family: str = "llama3", seed: int = 0, **chan
 
 
 def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
-    """Returns float32 weights of a configuration by checkpoint name, scaled so that activations stay near 1."""
+    """Return float32 weights of a configuration by checkpoint name, scaled so that activations stay near 1."""
     parsed = parse_spec(config, {})
     places = places_of(parsed, allocate_parameters(parsed, torch.float32, torch.device("meta")))
     rng = np.random.default_rng(seed)
-    centre = 0.0 if parsed.wide_norms else 1.0  # such norms are stored minus 1
+    centre = 0.0 if parsed.wide_norms else 1.0  # the checkpoint stores such norms minus 1
     return {name: _random_tensor(rng, name, place.stored_shape, centre) for name, place in places.items()}
 
 
 def tiny_engine_config(folder: Path, **changes: Any) -> EngineConfig:
-    """Returns an engine configuration with one thread, one megabyte of KV, and defaults otherwise."""
+    """Return an engine configuration with one thread, one megabyte of KV cache, and otherwise defaults."""
     settings: dict[str, Any] = {"model": folder, "threads": 1, "kv_cache_bytes": 1 << 20}
     return EngineConfig(**(settings | changes))
 
 
 def draw(index: int = 0, **changes: Any) -> SamplingInput:
-    """Returns draw number `index`, greedy unless `changes` to its SamplingParams differ."""
+    """Return the sampling input number `index`, greedy unless `changes` override its SamplingParams."""
     return SamplingInput(SamplingParams(**({"max_tokens": 64} | changes)), index)
 
 
 def row(token_ids: list[int], start: int, page_ids: list[int], *, drawn: bool = True) -> StepRow:
-    """Returns a greedy row, or one without a draw."""
+    """Return a row with greedy sampling or, without `drawn`, a row that samples no token."""
     return StepRow(token_ids, start, page_ids, draw() if drawn else None)
 
 
@@ -251,7 +251,7 @@ def _random_tensor(rng: np.random.Generator, name: str, shape: tuple[int, ...], 
 
 
 def greedy_answer(runner: ModelRunner, prompt: Sequence[int], tokens: int) -> list[int]:
-    """Returns the tokens of an answer that one engine computes, the prompt in chunks of 32 tokens."""
+    """Return the tokens of an answer that one engine computes, with the prompt in chunks of 32 tokens."""
     pages, found, start = list(range(-(-(len(prompt) + tokens) // 16))), list(prompt), 0
     while len(found) < len(prompt) + tokens:
         chunk = found[start : start + 32]

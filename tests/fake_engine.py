@@ -1,6 +1,6 @@
-"""An engine without a model: the KV of a token is the token itself, and the next token a hash of the KV read back.
+"""An engine without a model: a token's KV is the token itself, and the next token is a hash of the KV read back.
 
-So a token is right only if every page of the context holds the right tokens at the right positions. The engine
+A token is therefore right only if every page of the context holds the right tokens at the right positions. The engine
 asserts that it never writes to a shared or cached page.
 """
 
@@ -41,12 +41,12 @@ FACTS = ModelFacts("fake", VOCAB, max_context=256, eos_token_ids=(EOS,), dtype="
 
 
 class ComputedStep(NamedTuple):
-    """What a step computed, for tests; it keeps no request alive."""
+    """The rows of a computed step, for tests; it keeps no request alive."""
 
     rows: Sequence[StepRow]
-    """Without histories and scores."""
+    """The rows, without histories and scores."""
     newest_rows: int
-    """The rows of one token that verify no draft."""
+    """The number of rows of one token that verify no draft token."""
 
     @classmethod
     def of(cls, batch: StepBatch) -> "ComputedStep":
@@ -61,9 +61,9 @@ class FakeEngine:
     """A fake engine whose steps tests can hold and fail.
 
     `asynchronous` applies to engines created afterwards. `hold` stops the engine before its next step, or after `after`
-    more steps, also while it is already held; `let_go` lets it continue; `error` is raised by every step from then on,
+    more steps, even if it is already held; `let_go` lets it continue. `error` is raised by every step from then on,
     `launch_error` by every launch. `windows` and `step_tokens` are those of `KvPages`, for engines created afterwards;
-    the KV of a token is the same in each group.
+    the KV of a token is the same in each group of layers.
     """
 
     asynchronous = False
@@ -89,7 +89,7 @@ class FakeEngine:
         self.launch_error: Exception | None = None
         self._hold_at = 0
         self.drawn: Sequence[int | None] = []
-        """What the rows of the newest step drew."""
+        """The tokens that the rows of the newest step sampled."""
         self._go = threading.Event()
         self._go.set()
 
@@ -110,7 +110,7 @@ class FakeEngine:
         return (("model", "fake"),)
 
     def launch(self, batch: StepBatch) -> PendingStep:
-        """Launches a step; an asynchronous one runs when its result is requested, after the next is planned."""
+        """Launch a step. An asynchronous step runs when its result is requested, after the next one is planned."""
         if self.launch_error is not None:
             raise self.launch_error
         masked = any(draw.index < draw.sampling.masked_tokens for draw in batch.draws)
@@ -180,10 +180,10 @@ class FakeEngine:
 
 
 def next_token(context: list[int], draw: int, prompt_tokens: int = 0, *, barred: Set[int] = frozenset()) -> int:
-    """Returns the next token; `prompt_tokens` is the length of the prompt for penalties.
+    """Return the next token; with penalties, `prompt_tokens` is the length of the prompt.
 
-    It is the end of sequence only if all others are barred, as at the end of a grammar; otherwise tests end an answer
-    through `stop_token_ids`.
+    EOS is returned only if all other tokens are barred, as at the end of a grammar; otherwise tests end an answer by
+    `stop_token_ids`.
     """
     if len(barred) >= VOCAB - 3 and barred >= frozenset(range(3, VOCAB)):
         return EOS
@@ -195,7 +195,7 @@ def next_token(context: list[int], draw: int, prompt_tokens: int = 0, *, barred:
 
 
 def _barred(sampling: SamplingParams, draw: int, answer: Sequence[int]) -> Set[int]:
-    """Returns the token ids that may not be drawn after `answer`, in a grammar the others if it may end."""
+    """Return the token ids that may not be sampled after `answer`; in a grammar that may end, all tokens except EOS."""
     if sampling.grammar:
         bits = small_grammars().begin(sampling.grammar).allowed(answer).view(np.uint8)
         allowed = set(np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist())
@@ -206,14 +206,14 @@ def _barred(sampling: SamplingParams, draw: int, answer: Sequence[int]) -> Set[i
 
 @cache
 def small_grammars() -> Grammars:
-    """Returns the grammars over the tokens of `tests/small_tokenizer.py`."""
+    """Return the grammars over the tokens of `tests/small_tokenizer.py`."""
     with TemporaryDirectory() as folder:
         save_tokenizer(Path(folder))
         return Grammars(Path(folder), VOCAB, [EOS])
 
 
 def answer_to(prompt: list[int], sampling: SamplingParams) -> list[int]:
-    """Returns the tokens that the fake engine must generate, whatever the chunks and workers."""
+    """Return the tokens that the fake engine must generate, independently of chunks and workers."""
     tokens = list(prompt)
     for draw in range(min(sampling.max_tokens, FACTS.max_context - len(prompt))):
         counted = len(prompt) if sampling.penalized else 0
@@ -226,7 +226,7 @@ def answer_to(prompt: list[int], sampling: SamplingParams) -> list[int]:
 
 
 def whole_text(key: Hashable) -> Sequence[int]:
-    """Returns the prompt and the answer of a decode worker's request, as oracles of drafts want to know them."""
+    """Return the prompt and the answer of a decode worker's request, for oracles that propose draft tokens."""
     assert isinstance(key, DecodeRequest)
     return _whole_text(tuple(key.reservation.question), key.reservation.sampling)
 
@@ -237,7 +237,7 @@ def _whole_text(prompt: tuple[int, ...], sampling: SamplingParams) -> Sequence[i
 
 
 def logprobs_of(token_id: int, top: int) -> TokenLogprobs:
-    """Returns the log probabilities that the fake engine reports for a token that it drew."""
+    """Return the log probabilities that the fake engine reports for a token that it sampled."""
     return TokenLogprobs(-token_id / VOCAB, tuple(range(token_id, token_id + top)), (-0.5,) * top)
 
 

@@ -21,7 +21,7 @@ def write_heads(
     seed: int = 0,
     **config: Any,
 ) -> Path:
-    """Writes a folder; `without` names a tensor that is left out, `config` changes config.json."""
+    """Write a folder with Medusa heads; `without` names a tensor that is left out, `config` changes config.json."""
     rng = np.random.default_rng(seed)
     rows = vocabulary if token_map is None else len(token_map)
     shapes: dict[str, tuple[int, ...]] = {}

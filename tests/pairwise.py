@@ -1,10 +1,10 @@
 """Pairwise test parameters: each combination of two values of two parameters occurs in at least one case.
 
-A defect mostly needs one value, or two together; the full product of four parameters is many times as long and finds
+Most defects need one value or a pair of values; the full product of four parameters is many times as large and finds
 little more (Kuhn, Wallace, Gallo: Software Fault Interactions and Implications for Software Testing, 2004). A case that
-needs three values together is an edge case: it is named with `always`.
+needs three values together is an edge case, and must be listed in `always`.
 
-Without a GPU, `make test` runs as many of the cases as have each value once, and `make soak` runs the others.
+Without a GPU, `make test` runs enough of the cases that each value occurs once, and `make soak` runs the others.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Values = Mapping[str, Any] | Iterable[Any]
 def pairwise(
     *, always: Sequence[Case] = (), indirect: Sequence[str] = (), **parameters: Values
 ) -> pytest.MarkDecorator:
-    """Returns `pytest.mark.parametrize` with pairwise cases of these parameters.
+    """Return `pytest.mark.parametrize` with pairwise cases of these parameters.
 
-    The values have names or are named by `str`. `always`: cases that are kept whatever they cover, each by the names of
-    its values in order. `indirect` as in pytest.
+    Values are given with names, or are named by `str`. `always` has cases to include in any case, each given by the
+    names of its values in order. `indirect` is the argument of `parametrize`.
     """
     named = [
         dict(values) if isinstance(values, Mapping) else {str(value): value for value in values}
@@ -49,9 +49,9 @@ def pairwise(
 
 
 def covering(columns: Sequence[Sequence[str]], always: Sequence[Case] = ()) -> list[Case]:
-    """Returns cases in which each pair of values of two columns occurs: `always` first, then chosen greedily.
+    """Return cases that cover each pair of values of two columns: `always` first, then greedily chosen ones.
 
-    The next case is the one with the most missing pairs; among equals the first in the columns' order.
+    The next case is the one with the most uncovered pairs; ties are broken by the columns' order.
     """
     every = list(product(*columns))
     assert set(always) <= set(every), f"no such values: {set(always) - set(every)}"
@@ -67,14 +67,14 @@ def covering(columns: Sequence[Sequence[str]], always: Sequence[Case] = ()) -> l
 
 
 def _pairs(case: Case) -> set[tuple[tuple[int, Any], ...]]:
-    """Returns the pairs of a case with their columns; with a single column, its values."""
+    """Return the pairs of a case with their columns; for a single column, its values."""
     return set(combinations(enumerate(case), min(2, len(case))))
 
 
 def each_value_once(cases: Sequence[Case], always: Sequence[Case] = ()) -> list[Case]:
-    """Returns as many of the cases as have each value at least once: `always`, then those with the most new values.
+    """Return enough of the cases to have each value at least once: `always`, then those with the most new values.
 
-    Among equals it takes the one whose values were chosen least, so that short columns vary with long ones.
+    Among equals, the case with the least used values is chosen, so that short columns vary together with long ones.
     """
     chosen = list(always)
     uses = Counter(value for case in always for value in enumerate(case))

@@ -8,19 +8,17 @@ from pathlib import Path
 
 OBJECT_STORE_BYTES = 80 << 20
 UP = "block forever"
-"""A part of the line that is printed when the node is up."""
+"""A part of the line that Ray prints when the node is up."""
 
 
 def ray_start(folder: Path, node_address: str, places: str, head: str = "") -> list[str]:
-    """Returns the command of a node that offers `places` (JSON) and joins `head`, or is the head.
+    """Return the command of a node that offers `places` (JSON), and that joins `head` or is the head itself.
 
-    It runs until terminated.
-
-    `folder` needs a short name, since Ray's sockets are created in it.
+    The command runs until it is terminated. `folder` needs a short name, because Ray creates its sockets there.
     """
     joining = [f"--address={head}"] if head else ["--head", "--port=0", "--include-dashboard=false", "--no-monitor"]
     if not head:
-        joining.append(f"--ray-client-server-port={free_port()}")  # it cannot be disabled; its default is a fixed port
+        joining.append(f"--ray-client-server-port={free_port()}")  # cannot be disabled; the default is a fixed port
     return [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *joining),
         f"--temp-dir={folder}",
@@ -33,7 +31,7 @@ def ray_start(folder: Path, node_address: str, places: str, head: str = "") -> l
 
 
 def ray_environment(token: str) -> dict[str, str]:
-    """Returns the environment of a node and of all workers on it."""
+    """Return the environment of a node and of all workers on it."""
     return {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": token,
@@ -43,7 +41,7 @@ def ray_environment(token: str) -> dict[str, str]:
 
 
 def head_address(folder: Path) -> str:
-    """Returns the address of the head with this `folder`, once it is up."""
+    """Return the address of the head whose folder is `folder`, as soon as it is up."""
     return (folder / "ray_current_cluster").read_text().strip()
 
 

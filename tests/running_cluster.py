@@ -1,4 +1,4 @@
-"""A cluster that tests inspect, and the one of them that keeps running for the next test."""
+"""A running cluster that tests inspect, and the shelf that keeps one running for the next test."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tandem.settings.cluster import ClusterSettings
 from tandem.settings.planner import PlannerMode, PlannerSettings
 
 IDLE_WITHIN_S = 120.0
-"""Longer than any lease and quarantine in seconds: pages that are not free by then never will be."""
+"""Seconds, longer than any lease and quarantine: pages that are not free by then never will be."""
 
 
 class RunningCluster:
@@ -37,33 +37,32 @@ class RunningCluster:
         self._cluster.stop()
 
     def log(self, name: str) -> str:
-        """Returns the log of the process called `name`."""
+        """Return the log of the process called `name`."""
         return (self._logs / f"{name}.log").read_text()
 
     @property
     def listeners(self) -> Endpoints:
-        """The addresses of the cluster, for commands that would otherwise start one."""
+        """The cluster's addresses, for benchmarks and commands that would otherwise start a cluster."""
         return self._cluster.endpoints
 
     @property
     def controller(self) -> ControllerClient:
-        """A client of the controller, which changes modes and drains workers."""
+        """A client of the controller, to change modes and drain workers."""
         return ControllerClient(self._cluster.endpoints.controller, self._cluster.endpoints.token)
 
     def controller_pid(self) -> int:
-        """Returns the controller's process id."""
         assert self._cluster._controller is not None
         return self._cluster._controller.pid()
 
     def workers(self) -> tuple[Health, ...]:
-        """Returns every worker as the controller reports it."""
+        """Return the health of every worker, as reported by the controller."""
         return self._cluster.health().workers
 
     def router(self) -> Health:
         return self._cluster.health().router
 
     def worker(self, role: str, within_s: float = 60.0) -> Health:
-        """Returns the first worker of a role, once it serves."""
+        """Wait until a worker of this role serves, and return the first one."""
         give_up = time.monotonic() + within_s
         while True:
             one = next(w for w in self.workers() if w.name.startswith(role))
@@ -73,11 +72,10 @@ class RunningCluster:
             time.sleep(0.1)
 
     def named(self, name: str) -> Health:
-        """Returns one worker as the controller reports it."""
+        """Return the health of the worker called `name`, as reported by the controller."""
         return {one.name: one for one in self.workers()}[name]
 
     def members(self) -> list[cluster_pb2.WorkerInfo]:
-        """Returns the registered workers."""
         with self.channel(self._cluster.endpoints.controller) as channel:
             stream = cluster_pb2_grpc.ClusterStub(channel).Watch(cluster_pb2.WatchRequest(), timeout=60)
             members = list(next(stream).workers)
@@ -85,13 +83,13 @@ class RunningCluster:
         return members
 
     def inspect(self) -> list[worker_pb2.InspectResponse]:
-        """Returns every registered worker's pages and open requests."""
+        """Return the pages and open requests of every registered worker."""
         return [self._inspect(member.address) for member in self.members()]
 
     def inspect_worker(self, name: str) -> worker_pb2.InspectResponse:
-        """Returns the report of one registered worker without asking the others, which may be suspended.
+        """Return the report of one registered worker without calling the others, which may be suspended.
 
-        KeyError if it is not registered.
+        Raises KeyError if the worker is not registered.
         """
         return self._inspect({member.peer.worker_id: member.address for member in self.members()}[name])
 
@@ -101,7 +99,10 @@ class RunningCluster:
             return stub.Inspect(worker_pb2.InspectRequest(), timeout=60)
 
     def assert_idle_and_sound(self) -> None:
-        """Asserts that every worker becomes idle, with no open request, all pages free or cached, and a sound pool."""
+        """Assert that every worker becomes idle.
+
+        It then has no open request, all its pages are free or cached, and its page pool is consistent.
+        """
         give_up = time.monotonic() + IDLE_WITHIN_S
         while True:
             found = self.inspect()
@@ -112,7 +113,7 @@ class RunningCluster:
             time.sleep(0.1)
 
     def channel(self, address: str) -> grpc.Channel:
-        """Opens a channel to the controller or a worker with the cluster's credentials."""
+        """Open a channel to the controller or to a worker, with the cluster's credentials."""
         client = credentials_of(self._cluster.endpoints.token).client
         return grpc.secure_channel(address, client, [("grpc.ssl_target_name_override", PART_NAME)])
 
@@ -123,7 +124,7 @@ def _idle(one: worker_pb2.InspectResponse) -> bool:
 
 
 class Shelf:
-    """Holds the one running cluster of this test process."""
+    """Keeps the one running cluster of this test process, and replaces it when a test requests other settings."""
 
     def __init__(self, model: Path, new_folder: Callable[[], Path], kv_cache_dtype: str = "auto") -> None:
         self._model = model

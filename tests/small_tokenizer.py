@@ -15,7 +15,7 @@ TEXT = 'The quick brown fox jumps over the lazy dog. {"name": "Ann", "tags": ["a
 def save_tokenizer(
     folder: Path, tokens: int = TOKENS, special: Sequence[str] = SPECIAL, texts: Sequence[str] = (TEXT,)
 ) -> None:
-    """Saves a tokenizer of at most so many tokens, trained on `texts`, as tokenizer.json in `folder`."""
+    """Train a tokenizer of at most `tokens` tokens on `texts`, and save it as tokenizer.json in `folder`."""
     inner: Any = tokenizers.Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()

@@ -11,14 +11,17 @@ _BUFFER = 1 << 16
 
 
 class Stranger:
-    """Accepts every plaintext gRPC call and every connection. Use `start` and `stop` on one event loop."""
+    """A server that accepts every plaintext gRPC call and every connection.
+
+    `start` and `stop` must run in the same event loop.
+    """
 
     def __init__(self) -> None:
         self.connections = 0
         self.heard = bytearray()
-        """All bytes that were received, on all connections."""
+        """All received bytes, over all connections."""
         self.headers: list[tuple[str, Any]] = []
-        """The headers of all calls that were received."""
+        """The headers of all received calls."""
 
     async def start(self, port: int = 0) -> Stranger:
         self._grpc = grpc.aio.server(interceptors=[_Notes(self.headers)])
@@ -44,7 +47,7 @@ class Stranger:
         await self._grpc.stop(None)
 
     def assert_learned_nothing(self, token: str) -> None:
-        """Asserts that it was called, and that it received neither the token nor any part of a call."""
+        """Assert that the server was called, but received neither the token nor any part of a call."""
         assert self.connections > 0, "nobody came"
         assert (self.headers, token.encode() in self.heard) == ([], False)
         assert b"authorization" not in bytes(self.heard).lower()
@@ -60,7 +63,7 @@ class _Notes(grpc.aio.ServerInterceptor):
 
 
 async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, copy: bytearray | None = None) -> None:
-    """Forwards bytes until one side closes, then closes the other."""
+    """Forward bytes until one side closes, then close the other."""
     try:
         while part := await reader.read(_BUFFER):
             if copy is not None:

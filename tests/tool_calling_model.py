@@ -1,8 +1,8 @@
-"""A model whose weights are made by hand: it calls the first tool it knows, and repeats a word of the tool's result.
+"""A model with constructed weights that calls the first tool it knows, and repeats a word of the tool's result.
 
-It is a Llama of one layer. Each head finds one token anywhere in the context: the name of a tool in the list of
-tools, the beginning of a tool's result, or the word that the result is expected to have. The last token and what the
-heads found decide the next token, so that the answer proves that the prompt and the result have been read:
+The model is a Llama of one layer. Each head finds one token anywhere in the context: the name of a tool in the list of
+tools, the beginning of a tool's result, or the word that the result should have. The last token and what the heads
+found determine the next token, so that the answer proves that prompt and result were read:
 
     the word is in the context        → "It is WORD."
     a result without the word         → "The result does not say it."
@@ -30,19 +30,19 @@ _RESULT = "<tool_response>"
 _CALL = "<tool_call>\n{"
 _HEAD_DIM = 16
 _SLOWEST = 7
-"""The dimension of a head that the position rotates least: by 1e-5 over the longest context."""
+"""The dimension of a head that RoPE rotates least: by 1e-5 over the longest context."""
 _ROPE_THETA = 1e12
 _FOUND = 5.0
-"""Gain of the keys: a token that a head looks for weighs e^80 times as much as another."""
+"""Gain of the keys: a token that a head looks for gets e^80 times the weight of any other token."""
 _PIECE_CHARS = 12
 
 
 def write_tool_calling_model(
     folder: Path, tokenizer: Path, calls: Mapping[str, Mapping[str, Any]], word: str, *, context: int
 ) -> Path:
-    """Write the model into `folder`; `calls` are the arguments by the name of a tool.
+    """Write the model into `folder`; `calls` has the arguments of the call of each tool, by the tool's name.
 
-    `tokenizer` is a folder whose tokenizer it uses, SmolLM2's, with tokens of its own; `context` is in tokens.
+    `tokenizer` is the folder of a tokenizer, that of SmolLM2, to which the model adds tokens; `context` is in tokens.
     """
     folder.mkdir(parents=True, exist_ok=True)
     made = _Chains(Tokenizer.from_file(str(tokenizer / "tokenizer.json")), calls, word)
@@ -73,7 +73,7 @@ def write_tool_calling_model(
 
 
 class _Chains:
-    """The tokens of all answers, each of which is followed by one other, and the tokens that heads look for."""
+    """The tokens of all answers, each of which has one fixed successor, and the tokens that heads look for."""
 
     def __init__(self, tokenizer: Tokenizer, calls: Mapping[str, Mapping[str, Any]], word: str) -> None:
         self.tokenizer = tokenizer
@@ -83,7 +83,7 @@ class _Chains:
         self._next: dict[int, int] = {}
         self._used: set[str] = set()
         self.known: dict[int, int] = {}
-        """The dimension of each token that has one."""
+        """The dimension of the hidden state assigned to each token that has one."""
         self._dim(self._begin)
         self._call, self._word = self._added(_CALL), self._added(word)
         self._result = self._only(_RESULT)
@@ -126,7 +126,10 @@ class _Chains:
         output[self._hello, self.known[self._begin]] += 20.0
 
     def _chain(self, before: int | None, text: str, last: int | None = None) -> int:
-        """Add the tokens of a text after a token, up to `last` or the end of the answer; return the first one."""
+        """Add the tokens of a text after the token `before`, and return the first one.
+
+        The text is followed by `last`, or by the end of the answer.
+        """
         tokens = [self._added(piece) for piece in self._pieces(text)]
         line = [*([] if before is None else [before]), *tokens, self._eos if last is None else last]
         for token, following in itertools.pairwise(line):
@@ -135,7 +138,7 @@ class _Chains:
         return tokens[0]
 
     def _pieces(self, text: str) -> list[str]:
-        """Cut a text into pieces that no other answer has, as a token is followed by one other only."""
+        """Split a text into pieces that occur in no other answer, because each token has only one successor."""
         pieces = [""]
         for char in text:
             if len(pieces[-1]) >= _PIECE_CHARS and pieces[-1] not in self._used:
@@ -152,7 +155,7 @@ class _Chains:
         return self._only(text)
 
     def _only(self, text: str) -> int:
-        """Return the one token of a text."""
+        """Return the single token of a text."""
         (token,) = self.tokenizer.encode(text, add_special_tokens=False).ids
         return int(token)
 

@@ -1,6 +1,6 @@
 """Two workers with fake engines and an in-memory transfer in the test's event loop; the test acts as the router.
 
-The test calls the workers' methods directly; the workers call each other through gRPC, as in production.
+The test calls the workers' methods directly; the workers call each other over gRPC, as in production.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ ROUTER = "router-1"
 
 
 async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    """Waits for a condition that other threads bring about."""
+    """Wait for a condition that other threads bring about."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
@@ -60,7 +60,7 @@ class Heard:
     pages: int = 0
     cached_tokens: int = 0
     preempted_at: int = -1
-    """The number of tokens at which the request was preempted; -1 = it was not."""
+    """The number of tokens at which the request was preempted; -1 = never."""
 
     def take(self, event: RequestEvent) -> None:
         if event.token_ids:
@@ -75,7 +75,7 @@ class Heard:
         if event.preempted:
             self.preempted_at = event.first_index
         if event.finish_reason is not None:
-            # Each half reports its own failure, but only one of them reports success.
+            # Each scheduler reports its own failure, but only one of the two reports success.
             assert self.finish in (None, FinishReason.ERROR)
             assert self.finish in (None, event.finish_reason)
             self.finish = event.finish_reason
@@ -116,14 +116,14 @@ class End:
         await self.server.stop(None)
 
     def age(self, seconds: float) -> None:
-        """Ages all leases by `seconds`, and expires those that are over."""
+        """Make all leases `seconds` older, and expire those that have reached their deadline."""
         leases = self.worker.admission._leases
         clock = leases._clock
         leases._clock = lambda: clock() + seconds
         self.worker.admission.expire()
 
     async def empty(self) -> None:
-        """Waits until all pages are free or cached and no request or lease is left; checks pool and cache."""
+        """Wait until all pages are free or cached and no request or lease is left, then check pool and cache."""
         await until(lambda: not self.left())
         counts = self.engine.pool.counts()
         assert counts.free + counts.cached == counts.total
@@ -138,7 +138,7 @@ class End:
 
 
 class WorkerPair:
-    """The `prefill` and `decode` ends, the same one with `both=True`. Use as an async context manager."""
+    """The ends `prefill` and `decode`; with `both=True` they are the same. Use it as an async context manager."""
 
     def __init__(
         self, *, pages: int = 64, prefill_pages: int | None = None, both: bool = False, **changes: Any
@@ -227,7 +227,10 @@ class WorkerPair:
         *,
         salt: str = "",
     ) -> Heard:
-        """Reserves and prefills as the router does, after the tokens `answer`; returns the events that it receives."""
+        """Reserve pages and prefill, as the router does, and return the events that it receives.
+
+        `answer` has the output tokens of an earlier attempt, which are computed again after the prompt.
+        """
         heard = self.heard[name] = Heard(list(answer))
         asked, answered = [*prompt, *answer], len(answer)
         lease = None

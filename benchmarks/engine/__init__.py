@@ -1,1 +1,1 @@
-"""The engine alone: its steps, prompts and start, against ceilings, a peer or itself in another form."""
+"""The engine alone: its steps, prompts and start, compared with ceilings, with a peer, or with other settings."""

@@ -1,7 +1,7 @@
 """Measures the engine alone: `python -m benchmarks.engine [speed|adapters|weights]`.
 
-`speed` measures steps against transformers or a GPU's ceilings, `adapters` steps with LoRA against those without, and
-`weights` the loading of a checkpoint. The last line is one JSON object.
+`speed` compares steps with transformers or with a GPU's ceilings, `adapters` compares steps with and without LoRA, and
+`weights` measures the loading of a checkpoint. The last line is one JSON object.
 """
 
 from benchmarks.command_line import run_case

@@ -1,11 +1,11 @@
-"""Compares decode steps with adapters (LoRA) with those of the base model on a GPU.
+"""Compares decode steps with LoRA adapters with those of the base model on a GPU.
 
     python -m benchmarks.engine adapters --shape llama-3-8b --rows 32 --adapters 8 --rank 16 [--save]
 
-Weights and adapters are random, shapes are real; the adapters change every linear layer, and the rows have them in
-turn. Two engines in one process take turns: one without adapters, one with them. Throughput is the rate of steps as
-they are served, each launched before the one before is read; device time is that of the step's CUDA graph. All ratios
-are base / adapters, of times: 1 = adapters cost nothing.
+Weights and adapters are random, shapes are real. The adapters change every linear layer and are assigned to the rows in
+turn. Two engines in one process alternate: one without adapters, one with them. Throughput is the rate of steps as in
+serving, where each step is launched before the previous one is read; device time is that of the step's CUDA graph. All
+ratios are times, base / adapters: 1 = adapters cost nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "dow
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of this case."""
+    """Add the options of this case."""
     parser.add_argument("--shape", choices=shape_names(), default="llama-3-8b")
     parser.add_argument("--rows", type=at_least(1), default=32, help="rows of a decode step")
     parser.add_argument("--adapters", type=at_least(1), default=8)
@@ -49,7 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> Measured:
-    """Measures steps of the base model and with adapters in turns."""
+    """Measure steps of the base model and steps with adapters in alternation."""
     need_gpu()
     with tempfile.TemporaryDirectory() as folder:
         result = _measure(options, Path(folder))
@@ -57,7 +57,7 @@ def measure(options: argparse.Namespace) -> Measured:
 
 
 def _measure(asked: argparse.Namespace, folder: Path) -> dict[str, object]:
-    # Triton is not installed where there is no GPU.
+    # Triton is not installed on machines without a GPU.
     from benchmarks.engine.gpu_engine import DECODE_STEPS, GpuEngine
     from tandem.engine.model_runner import ModelRunner
 
@@ -119,7 +119,7 @@ def _measure(asked: argparse.Namespace, folder: Path) -> dict[str, object]:
 
 
 def write_random_adapter(folder: Path, spec: ModelSpec, rank: int) -> Path:
-    """Writes an adapter of every linear layer that adapters may change, with small random weights."""
+    """Write an adapter with small random weights for every linear layer that adapters may change."""
     places = places_of(spec, allocate_parameters(spec, torch.bfloat16, torch.device("meta")))
     generator = np.random.default_rng(1)
     shapes: dict[str, tuple[int, ...]] = {}

@@ -1,8 +1,8 @@
 """Compares the engine with transformers on a CPU, or a GGUF file served from its own codes with the same in bfloat16.
 
-Both sides use the same model, dtype and threads in one process. They take turns, so that noise of the machine affects
-both alike, and the medians are compared. Decode excludes the prefill on both sides. Ratios are the engine's speed / the
-peer's; the names of those of bfloat16 end with `_bf16` where float32 is measured as well.
+Both sides use the same model, dtype and threads in one process. They alternate, so that noise of the machine affects
+both alike, and medians are compared. Decode times exclude the prefill on both sides. Ratios are the engine's speed /
+the peer's. If float32 is measured as well, the names of bfloat16's ratios end with `_bf16`.
 """
 
 from __future__ import annotations
@@ -35,12 +35,15 @@ from tandem.protocol.messages import SamplingParams
 DTYPES = ("float32", "bfloat16")
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 _BYTES = 1 << 28
-"""The size of the array read, far more than the caches hold."""
+"""Bytes of the array for the read bandwidth, far more than the caches hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Sizes in tokens: `batches` of `prompt` tokens decode `new_tokens`; `prefill` is timed to its first token."""
+    """Sizes in tokens: `batches` of prompts with `prompt` tokens decode `new_tokens` each.
+
+    The time to the first token is measured with prompts of `prefill` tokens.
+    """
 
     batches: Sequence[int] = (1, 8)
     prompt: int = 128
@@ -51,7 +54,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Seconds of each turn of both sides for one quantity; the medians are compared."""
+    """The times of both sides for one quantity, in seconds per round; the medians are compared."""
 
     name: str
     engine: Sequence[float]
@@ -62,12 +65,12 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """The engine's speed / the peer's, from the medians."""
+        """The engine's speed / the peer's speed, from the medians."""
         return statistics.median(self.peer) / statistics.median(self.engine)
 
 
 class Engine:
-    """A runner whose pages this object hands out by position.
+    """A model runner that serves requests by index, with a fixed share of the pages for each.
 
     Request b has the pages from b · share to (b + 1) · share - 1.
     """
@@ -75,18 +78,18 @@ class Engine:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self.vocab_size = runner.spec.vocab_size
-        # The peer needs PyTorch's threads; the runner has just set their number.
+        # Loading the runner has set PyTorch's thread count. The peer sets its own, so this one is restored each time.
         self._torch_threads = torch.get_num_threads()
 
     def prefill(self, prompt: list[int]) -> float:
-        """Returns the seconds from a prompt to its first token, in one step."""
+        """Return the seconds from a prompt to its first token, computed in one step."""
         torch.set_num_threads(self._torch_threads)
         started = time.perf_counter()
         self._step([prompt], [0])
         return time.perf_counter() - started
 
     def decode(self, prompts: Prompts, new_tokens: int) -> tuple[float, Prompts]:
-        """Returns seconds per decode step of all prompts, and the tokens; the prefill step does not count."""
+        """Return the seconds per decode step of all prompts, and the tokens. The prefill step is excluded."""
         torch.set_num_threads(self._torch_threads)
         pieces, starts = prompts, [0] * len(prompts)
         answers: Prompts = [[] for _ in prompts]
@@ -101,11 +104,11 @@ class Engine:
         return (time.perf_counter() - started) / (new_tokens - 1), answers
 
     def weight_bytes(self) -> int:
-        """Returns 0, since the bytes that a step reads are not compared between two engines."""
+        """Return 0, because the bytes that a step reads are not compared between two engines."""
         return 0
 
     def kv_bytes(self, tokens: int) -> int:
-        """Returns the bytes of the KV of `tokens` tokens."""
+        """Return the bytes of the KV cache for `tokens` tokens."""
         return tokens * self._runner.cache.page_bytes // self._runner.page_tokens
 
     def _step(self, pieces: Prompts, starts: list[int]) -> list[int]:
@@ -121,7 +124,7 @@ Peer = Engine | TransformersPeer
 
 
 def compare(engine: Engine, peer: Peer, settings: Settings) -> list[Comparison]:
-    """Compares all quantities; each side first has one turn that does not count."""
+    """Compare all quantities, after one unmeasured call of each side."""
     compared = []
     for batch in settings.batches:
         prompts = random_prompts(batch, settings.prompt, engine.vocab_size)
@@ -150,7 +153,7 @@ def _decode_turns(
 
 
 def take_turns(engine: Callable[[], float], peer: Callable[[], float], rounds: int) -> tuple[list[float], list[float]]:
-    """Returns the results of `rounds` calls of each in turn, after a call of each that does not count."""
+    """Return the results of `rounds` calls of each side in alternation, after one unmeasured call of each."""
     engine(), peer()
     ours, theirs = [], []
     for _ in range(rounds):
@@ -160,26 +163,26 @@ def take_turns(engine: Callable[[], float], peer: Callable[[], float], rounds: i
 
 
 def random_prompts(batch: int, tokens: int, vocab_size: int) -> Prompts:
-    """Returns `batch` prompts of `tokens` random token ids each, the same in each call."""
+    """Return `batch` prompts of `tokens` random token ids each, the same in every call."""
     generator = torch.Generator().manual_seed(batch)
     prompts: Prompts = torch.randint(3, vocab_size, (batch, tokens), generator=generator).tolist()
     return prompts
 
 
 def load(folder: Path, dtype: str, threads: int) -> Engine:
-    """Loads the engine."""
+    """Load the engine from a model folder."""
     return Engine(ModelRunner.load(EngineConfig(folder, dtype=dtype, threads=threads)))
 
 
 def compare_sides(engine: Engine, peer: Peer, threads: int, settings: Settings) -> tuple[list[Comparison], float]:
-    """Returns the comparisons, and the read bandwidth in GB/s before or after them, whichever is higher."""
+    """Return the comparisons, and the higher of the read bandwidths measured before and after them, in GB/s."""
     bandwidth = read_bandwidth(threads)
     compared = compare(engine, peer, settings)
     return compared, max(bandwidth, read_bandwidth(threads))
 
 
 def print_table(peer: str, dtype: str, compared: Sequence[Comparison], bandwidth: float) -> None:
-    """Prints medians and best turns of both sides."""
+    """Print the median and the best round of both sides."""
     print(f"\n{dtype}; plain read {bandwidth:.1f} GB/s; milliseconds a decode step or a prefill: median (best)")
     for each in compared:
         ours, theirs = statistics.median(each.engine), statistics.median(each.peer)
@@ -193,7 +196,7 @@ def print_table(peer: str, dtype: str, compared: Sequence[Comparison], bandwidth
 
 
 def as_result(compared: Sequence[Comparison], bandwidth: float, suffix: str) -> dict[str, object]:
-    """Returns ratios and the underlying times for JSON."""
+    """Return the ratios and the times behind them as JSON; `suffix` is appended to their names."""
     result: dict[str, object] = {each.name + suffix: round(each.ratio, 3) for each in compared}
     for each in compared:
         name = each.name.replace("ratio_", "") + suffix
@@ -206,7 +209,10 @@ def as_result(compared: Sequence[Comparison], bandwidth: float, suffix: str) -> 
 
 
 def measure(options: argparse.Namespace) -> Measured:
-    """Compares both sides in one dtype or both. InvalidArgument for a model without codes where they are compared."""
+    """Compare both sides in one dtype or both.
+
+    Raises InvalidArgument if codes are to be compared but the model has none.
+    """
     file = options.model or find_default_model()
     folder = prepare_model(file)
     settings = Settings(
@@ -245,7 +251,7 @@ def _sum(values: Any) -> Any:
 
 
 def read_bandwidth(threads: int, rounds: int = 7) -> float:
-    """Returns the bandwidth at which `threads` threads read together, the best of `rounds`, in GB/s."""
+    """Return the bandwidth in GB/s at which `threads` threads read together, the best of `rounds`."""
     values = np.ones(_BYTES // 4, dtype=np.float32)
     parts = np.array_split(values, threads)
     _sum(parts[0][:16])

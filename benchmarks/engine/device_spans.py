@@ -1,4 +1,4 @@
-"""Kernels and copies of a device as a torch profiler recorded them, and the idle time between them."""
+"""The kernels and copies of a device, as recorded by a torch profiler, and the idle time between them."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -22,12 +22,12 @@ class Span:
 
     @property
     def copies(self) -> bool:
-        """True if it is a copy."""
+        """True if the span is a copy."""
         return self.name.startswith(_COPY)
 
 
 def record_spans(run: Callable[[], object]) -> list[Span]:
-    """Records the device's work during `run`, sorted by start."""
+    """Record the device's work during `run`, sorted by start time."""
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as trace:
         run()
         torch.cuda.synchronize()
@@ -39,22 +39,22 @@ def record_spans(run: Callable[[], object]) -> list[Span]:
 
 
 def last_steps(spans: Sequence[Span], steps: int, of: int) -> Sequence[Span]:
-    """Returns the spans of the last `steps` of `of` steps that launch the same kernels."""
+    """Return the spans of the last `steps` of `of` steps, all of which launch the same kernels."""
     return spans[len(spans) * (of - steps) // of :]
 
 
 def idle_share(spans: Sequence[Span]) -> float:
-    """Returns the share of the time between first start and last end in which nothing ran."""
+    """Return the share of the time from the first start to the last end during which nothing ran."""
     return sum(gap for gap, _ in _gaps(spans)) / _whole(spans)
 
 
 def idle_share_next_to_copies(spans: Sequence[Span]) -> float:
-    """Returns the idle share next to copies only: a decode step begins and ends with a copy."""
+    """Return the share of idle time next to copies only: a decode step begins and ends with a copy."""
     return sum(gap for gap, next_to_copy in _gaps(spans) if next_to_copy) / _whole(spans)
 
 
 def added_time(spans: Sequence[Span]) -> dict[str, float]:
-    """Returns the microseconds that each kernel adds, by name: its time after the end of all earlier kernels."""
+    """Return, by kernel name, the microseconds that a kernel runs after the end of all earlier kernels."""
     added: dict[str, float] = defaultdict(float)
     for span, ended in zip(spans, chain((spans[0].start,), _ends(spans)), strict=False):
         added[span.name] += max(0.0, span.end - max(span.start, ended))
@@ -62,13 +62,13 @@ def added_time(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def _gaps(spans: Sequence[Span]) -> Iterator[tuple[float, bool]]:
-    """Yields the idle microseconds before each span but the first, and True if a copy precedes or follows."""
+    """Yield the idle microseconds before each span except the first, and True if a copy precedes or follows the gap."""
     for (before, span), ended in zip(pairwise(spans), _ends(spans), strict=False):
         yield max(0.0, span.start - ended), before.copies or span.copies
 
 
 def _ends(spans: Sequence[Span]) -> Iterator[float]:
-    """Yields the time at which each span and all before it have ended."""
+    """Yield, for each span, the time at which it and all earlier spans have ended."""
     return accumulate((span.end for span in spans), max)
 
 

@@ -1,7 +1,7 @@
-"""An engine on a GPU: the time of decode steps and prefills, and the bytes and FLOPs that they need.
+"""An engine on a GPU: the times of decode steps and prefills, and the bytes and FLOPs that they need.
 
-Decode bytes are all weights that a step reads, the output layer included, and its KV. Prefill FLOPs are twice the
-non-embedding parameters for each token, and causal attention.
+The bytes of a decode step are all weights that it reads, including the output layer, and its KV. The FLOPs of a prefill
+are twice the non-embedding parameters per token, plus causal attention.
 """
 
 import statistics
@@ -25,27 +25,27 @@ from tandem.protocol.messages import SamplingParams
 
 _GREEDY = SamplingInput(SamplingParams(max_tokens=1, temperature=0.0), 0)
 DECODE_STEPS = 48
-"""Timed steps of a decode; the given context is in their middle."""
+"""Timed steps of a decode measurement; the context grows, and reaches the given length in the middle."""
 _SAMPLED = SamplingParams(max_tokens=1, temperature=0.8, top_k=50, top_p=0.95)
 
 
 class GpuEngine:
-    """A runner whose pages this object hands out row by row."""
+    """A model runner that serves rows by index, with pages assigned row by row."""
 
     def __init__(self, runner: ModelRunner, adapters: Sequence[int] = (0,)) -> None:
-        """Takes `adapters`, the numbers that the rows have in turn."""
+        """Assign `adapters`, given by their numbers, to the rows in turn."""
         self.runner = runner
         self._adapters = adapters
         self.shape = runner.spec
 
     def holds(self, rows: int, tokens: int) -> bool:
-        """Returns True if the cache can hold `rows` rows of `tokens` tokens."""
+        """Return True if the KV cache can hold `rows` rows of `tokens` tokens."""
         return rows * self._pages_of_row(tokens, tokens) <= self.runner.cache.pages
 
     def decode_seconds(
         self, batch: int, context: int, steps: int = DECODE_STEPS, warm: int = 8, sampled: bool = False
     ) -> float:
-        """Returns seconds per step of `batch` rows around `context` tokens; steps are launched one ahead."""
+        """Return the seconds per step of `batch` rows around `context` tokens. Each step is launched one ahead."""
         timed = self.decode_steps(batch, context - steps // 2 - warm, warm + steps, sampled)
         for _ in range(warm):
             next(timed)
@@ -56,7 +56,7 @@ class GpuEngine:
         return (time.perf_counter() - started) / steps
 
     def decode_steps(self, batch: int, first: int, steps: int, sampled: bool = False) -> Iterator[None]:
-        """Runs `steps` steps of `batch` rows from position `first` on, each launched before the one before is read.
+        """Run `steps` steps of `batch` rows from position `first`, launching each step before the previous one is read.
 
         Yields after each launch and the read that follows it; the last step is read when the iterator ends.
         """
@@ -84,13 +84,13 @@ class GpuEngine:
             pending()
 
     def decode_spans(self, batch: int, context: int, steps: int = 16, warm: int = 8) -> Sequence[Span]:
-        """Returns the device's work in `steps` steps, after `warm` that fill the pipeline."""
+        """Return the device's work in `steps` steps, after `warm` steps that fill the pipeline."""
         every = warm + steps
         spans = record_spans(lambda: deque(self.decode_steps(batch, context - every, every), maxlen=0))
         return last_steps(spans, steps, every)
 
     def graph(self, contexts: Sequence[int]) -> StepGraph:
-        """Returns the CUDA graph of a step of rows with these contexts, with such a step's inputs in place."""
+        """Return the CUDA graph of a step whose rows have these contexts, with the inputs of such a step in place."""
         rows = zip(contexts, self._pages_of([(context, context + 1) for context in contexts]), strict=True)
         step = StepBatch(
             [
@@ -106,11 +106,11 @@ class GpuEngine:
         return graph
 
     def graph_seconds(self, contexts: Sequence[int]) -> float:
-        """Returns the device time of such a step in seconds: its CUDA graph replayed back to back."""
+        """Return the device time of such a step in seconds, measured by replaying its CUDA graph back to back."""
         return median_seconds(self.graph(contexts).graph.replay, rounds=30)
 
     def prefill_seconds(self, rows: int, tokens: int, rounds: int = 9) -> float:
-        """Returns the median seconds from prompts on the host to their first tokens on the host, in one step."""
+        """Return the median seconds from prompts on the host to first tokens on the host, in one step."""
         times = []
         for number in range(rounds + 2):
             step = self.prompts(rows, tokens, seed=number)
@@ -121,7 +121,7 @@ class GpuEngine:
         return statistics.median(times[2:])
 
     def chunked_seconds(self, tokens: int, chunk: int) -> float:
-        """Returns the seconds of one prompt in steps of `chunk` tokens, after the first chunks once to compile."""
+        """Return the seconds of one prompt in steps of `chunk` tokens. The first chunks run once before, to compile."""
         kv = self.runner.kv_pages
         pages = range(kv.numbers(tokens) * kv.groups)
         ids = torch.randint(3, self.shape.vocab_size, (chunk,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -138,7 +138,7 @@ class GpuEngine:
         return took
 
     def prompts(self, rows: int, tokens: int, seed: int = 0) -> StepBatch:
-        """Returns a step of random prompts, each `tokens` long."""
+        """Return a step with `rows` random prompts of `tokens` tokens each."""
         pages = self._pages_of([(0, tokens)] * rows)
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randint(3, self.shape.vocab_size, (rows, tokens), generator=generator).tolist()
@@ -147,24 +147,24 @@ class GpuEngine:
         )
 
     def decode_bytes(self, contexts: Sequence[int]) -> float:
-        """Returns the bytes that a decode step of rows with these contexts must read."""
+        """Return the bytes that a decode step of rows with these contexts must read."""
         return self.weight_bytes(len(contexts)) + sum(self._sizes.context_bytes(1, context) for context in contexts)
 
     def weight_bytes(self, batch: int = 1) -> float:
-        """Returns the bytes of the weights that a step of `batch` tokens reads."""
+        """Return the bytes of the weights that a step of `batch` tokens reads."""
         return self._sizes.weight_bytes + self._sizes.expert_bytes_read(batch)
 
     def decode_flops(self, batch: int, context: int) -> float:
-        """Returns the FLOPs of a decode step."""
+        """Return the FLOPs of a decode step."""
         sizes = self._sizes
         return batch * (2 * sizes.weights + sizes.attention_flop_per_pair * context)
 
     def kv_bytes(self, tokens: int) -> float:
-        """Returns the bytes of the KV of `tokens` tokens."""
+        """Return the bytes of the KV cache for `tokens` tokens."""
         return tokens * self.runner.cache.page_bytes / self.runner.page_tokens
 
     def prefill_flops(self, rows: int, tokens: int) -> float:
-        """Returns the FLOPs of `rows` prompts of `tokens` tokens."""
+        """Return the FLOPs of the prefill of `rows` prompts of `tokens` tokens."""
         work = StepWork(prefill_tokens=rows * tokens, prefill_pairs=rows * tokens * tokens / 2)
         return float(self._sizes.step_flops(work))
 
@@ -177,7 +177,7 @@ class GpuEngine:
         return sizes
 
     def _pages_of(self, spans: Sequence[tuple[int, int]]) -> Sequence[Sequence[int]]:
-        """Returns the pages of rows from a position to another, without those that lie before a window."""
+        """Return the pages of rows for (start, end) positions, without pages that lie before a sliding window."""
         kv, free, rows = self.runner.kv_pages, 0, []
         for start, end in spans:
             row = [FREED] * (kv.numbers(end) * kv.groups)

@@ -1,8 +1,8 @@
-"""Measures the engine's steps as shares of one GPU's ceilings.
+"""Measures the engine's steps as shares of the ceilings of one GPU.
 
-Weights are random, shapes are real. Copy bandwidth and matrix rate are measured in the same run; results are ratios to
-them: `--quantization` and `--kv-cache-dtype` quantize weights and KV, whose bytes count as they are stored, and with
-`--before` the same steps in 16 bits are measured first.
+Weights are random, shapes are real. Copy bandwidth and matrix rate are measured in the same run, and results are ratios
+to them. `--quantization` and `--kv-cache-dtype` quantize weights and KV, whose bytes count as stored. With `--before`
+the same steps are first measured in 16 bits.
 """
 
 import argparse
@@ -34,18 +34,18 @@ from tandem.engine.weights.gguf import default_cache
 BATCHES = (1, 8, 32, 128, 256)
 CONTEXT = 1024
 LONG_DECODE = (128, 4096)
-"""Rows and context of a decode step that is bound by KV."""
+"""Rows and context of a decode step whose time is dominated by KV reads."""
 PREFILLS = ((1, 512), (1, 2048), (1, 8192), (8, 2048))
 ATTENTIONS = ((64, 2048), (128, 4096), (1, 32768))
 UNEVEN = ((12, 2048), (48, 2048))
-"""Numbers of rows and mean lengths; the lengths vary like those of conversations."""
+"""Number of rows and mean length; lengths vary like those of conversations."""
 _STEP_TOKENS = 16384
 
 Figures = dict[str, object]
 
 
 def measure(arguments: argparse.Namespace, device: str) -> Measured:
-    """Measures the steps, or with `--profile` writes a trace of them."""
+    """Measure the steps, or write a trace of them with `--profile`."""
     config = EngineConfig(
         write_shape(arguments.shape, default_cache() / f"shape-{arguments.shape}"),
         device=device,
@@ -70,7 +70,7 @@ def measure(arguments: argparse.Namespace, device: str) -> Measured:
     if arguments.profile:
         result |= profile(engine, measure_ceilings(), arguments.profile)
     else:
-        # Each ceiling is measured right before the steps that it limits; matrix products heat the chip.
+        # Each ceiling is measured right before the steps that it limits, because matrix products heat the chip.
         copy = copy_bandwidth()
         print(f"copy {copy / 1e9:.0f} GB/s", flush=True)
         result |= {"copy_gb_per_s": round(copy / 1e9, 1)} | _decode(engine, copy)
@@ -91,7 +91,7 @@ def measure(arguments: argparse.Namespace, device: str) -> Measured:
 
 
 def _in_16_bits(config: EngineConfig) -> Figures:
-    """Measures the steps without quantization: the figures of `_decode` and `_prefill`, each with `before_`."""
+    """Measure the steps without quantization: the figures of `_decode` and `_prefill`, with the prefix `before_`."""
     print("before: without quantization", flush=True)
     engine = GpuEngine(ModelRunner.load(replace(config, quantization=None, kv_cache_dtype="auto")))
     found = _decode(engine, copy_bandwidth()) | _prefill(engine)
@@ -102,7 +102,7 @@ def _in_16_bits(config: EngineConfig) -> Figures:
 
 
 def _over_before(before: Figures, now: Figures) -> Figures:
-    """Returns how many times as fast each decode step and prefill is as before."""
+    """Return the speedup of each decode step and prefill over 16 bits."""
     found: Figures = {}
     for name, earlier in before.items():
         same = name.removeprefix("before_")
@@ -118,9 +118,9 @@ def _free() -> None:
 
 
 def _decode(engine: GpuEngine, copy: float) -> Figures:
-    """Measures decode steps: bandwidth as a share of the copy bandwidth, step times, and the idle share.
+    """Measure decode steps: bandwidth as a share of the copy bandwidth, step times, and the idle share.
 
-    The idle share is given between all kernels, and between consecutive steps alone.
+    The idle share is given for all gaps between kernels, and for the gaps between consecutive steps alone.
     """
     found: Figures = {}
     batches = _held(engine)
@@ -152,7 +152,7 @@ def _decode(engine: GpuEngine, copy: float) -> Figures:
 
 
 def _long_decode(engine: GpuEngine, copy: float) -> Figures:
-    """Measures decode steps of `LONG_DECODE` if the KV cache holds them."""
+    """Measure decode steps of `LONG_DECODE` if the KV cache can hold them."""
     rows, context = LONG_DECODE
     if not engine.holds(rows, context + DECODE_STEPS // 2):
         print(f"decode b{rows:<4} left out: the KV cache holds fewer rows of {context} tokens", flush=True)
@@ -167,7 +167,7 @@ def _long_decode(engine: GpuEngine, copy: float) -> Figures:
 
 
 def _uneven_decode(engine: GpuEngine, batch: int, copy: float) -> Figures:
-    """Measures the device alone for a step of rows of uneven lengths."""
+    """Measure the device time of a step whose rows have uneven lengths."""
     longest = engine.runner.facts.max_context - 1
     contexts = [min(length, longest) for length in uneven(batch, CONTEXT)]
     seconds = engine.graph_seconds(contexts)
@@ -182,7 +182,7 @@ def _uneven_decode(engine: GpuEngine, batch: int, copy: float) -> Figures:
 
 
 def _held(engine: GpuEngine) -> list[int]:
-    """Returns those of `BATCHES` that the KV cache can hold, and prints the others."""
+    """Return those `BATCHES` that the KV cache can hold, and print the others."""
     held = [batch for batch in BATCHES if engine.holds(batch, CONTEXT + DECODE_STEPS // 2)]
     for batch in BATCHES:
         if batch not in held:
@@ -191,7 +191,7 @@ def _held(engine: GpuEngine) -> list[int]:
 
 
 def _prefill(engine: GpuEngine) -> Figures:
-    """Measures prompts in one step, host included: FLOPS as a share of the matrix rate.
+    """Measure prefill in one step, host included: FLOPS as a share of the matrix rate.
 
     The matrix rate is measured before and after each size: the chip is at its power limit, and the rate falls by 3 % as
     it heats up.
@@ -217,7 +217,7 @@ def _prefill(engine: GpuEngine) -> Figures:
 
 
 def _long_prompt(engine: GpuEngine, tokens: int) -> Figures:
-    """Measures one prompt in steps of the default size, as a worker computes it when nothing else runs."""
+    """Measure one prompt in steps of the default size, as an otherwise idle worker computes it."""
     runner, chunk = engine.runner, EngineConfig(Path()).max_step_tokens
     tokens = min(tokens, runner.facts.max_context, runner.cache.kv_pages.tokens_in(runner.cache.pages))
     seconds = engine.chunked_seconds(tokens, chunk)
@@ -231,9 +231,10 @@ def _long_prompt(engine: GpuEngine, tokens: int) -> Figures:
 
 
 def _attention(shape: AttentionShape, kv_dtype: torch.dtype, copy: float) -> Figures:
-    """Measures decode attention of a layer, without a window if there is one: KV bytes per second.
+    """Measure decode attention of one layer as KV bytes per second, without the sliding window if there is one.
 
-    Layers take turns, so that their KV exceeds the caches. The names of figures over 8-bit KV end with its dtype.
+    Launches alternate between layers, so that their KV exceeds the caches. Over 8-bit KV the names of figures end with
+    its dtype.
     """
     found: Figures = {}
     name = str(kv_dtype).removeprefix("torch.")
@@ -264,7 +265,7 @@ def _attention(shape: AttentionShape, kv_dtype: torch.dtype, copy: float) -> Fig
 
 
 def _latents(spec: ModelSpec, copy: float) -> Figures:
-    """Measures the model's latent decode attention alone, with the products before and after it."""
+    """Measure the model's latent decode attention, with and without the matrix products before and after it."""
     found: Figures = {}
     for rows, tokens in ATTENTIONS:
         size = latent.Size(rows, tokens, spec.latent_shapes[0])
@@ -279,13 +280,13 @@ def _latents(spec: ModelSpec, copy: float) -> Figures:
 
 
 def _split_alike(rows: int, *others: Any) -> Plan:
-    """Returns a plan that cuts every row into the same number of splits."""
+    """Return a plan that cuts every row into the same number of splits."""
     plan = make_plan(rows, *others)
     return replace(plan, units=0, splits=max(1, plan.units // rows))
 
 
 def _without_graphs(config: EngineConfig, with_graphs: Figures) -> Figures:
-    """Measures the decode steps without CUDA graphs, every kernel launched by the host."""
+    """Measure the decode steps without CUDA graphs, with every kernel launched by the host."""
     engine = GpuEngine(ModelRunner.load(replace(config, cuda_graphs=False)))
     found: Figures = {}
     for batch in (each for each in _held(engine) if f"decode_ms_b{each}" in with_graphs):

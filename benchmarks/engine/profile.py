@@ -23,7 +23,7 @@ _FUNCTIONS = 30
 
 
 def profile(engine: GpuEngine, ceilings: Ceilings, file: Path) -> dict[str, object]:
-    """Writes the trace to `file`, and prints and returns each phase's intensity and rates."""
+    """Write the trace to `file`; print and return the arithmetic intensity and the rates of each phase."""
     found: dict[str, object] = {}
     found |= _roofline(
         "prefill",
@@ -49,7 +49,7 @@ def profile(engine: GpuEngine, ceilings: Ceilings, file: Path) -> dict[str, obje
             engine.runner.run(prompts)
         next(steps)
         for _ in range(_STEPS):
-            with record_function("DECODE_STEP"):  # launches a step and waits for the one before, as a worker does
+            with record_function("DECODE_STEP"):  # launches a step and waits for the previous one, as a worker does
                 next(steps)
         for _ in steps:
             pass
@@ -61,7 +61,7 @@ def profile(engine: GpuEngine, ceilings: Ceilings, file: Path) -> dict[str, obje
 
 
 def _kernel_table(engine: GpuEngine, batch: int) -> dict[str, object]:
-    """Prints the time that each kernel adds to a decode step, and the idle share."""
+    """Print the time that each kernel adds to a decode step, and the idle share."""
     spans = engine.decode_spans(batch, _CONTEXT, _STEPS)
     idle, calls = idle_share(spans), Counter(span.name for span in spans)
     added = {name: micros / _STEPS for name, micros in added_time(spans).items()}
@@ -75,7 +75,7 @@ def _kernel_table(engine: GpuEngine, batch: int) -> dict[str, object]:
 
 
 def _host_table(engine: GpuEngine) -> dict[str, object]:
-    """Prints the host's time to launch a short prompt, during which the device may be idle."""
+    """Print the host time to launch a short prompt, during which the device may be idle."""
     prompt = engine.prompts(1, _SHORT_PROMPT)
     seconds = []
     for _ in range(_LAUNCHES):

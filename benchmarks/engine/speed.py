@@ -3,7 +3,7 @@
     python -m benchmarks.engine --device cpu --peer transformers
     python -m benchmarks.engine --device cuda --shape llama-3-8b [--quantization int4] [--before]
 
-On a GPU weights are random, and `--profile`, which needs no `--device`, shows where a step's time goes.
+On a GPU the weights are random. `--profile`, which needs no `--device`, shows where the time of a step goes.
 """
 
 import argparse
@@ -34,11 +34,11 @@ _GPU = {
     "long_prompt": None,
     "profile": None,
 }
-"""Defaults of the options that only one device uses."""
+"""Defaults of the options that apply to one device only."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of this case."""
+    """Add the options of this case."""
     parser.add_argument("--device", choices=["cpu", "cuda"], help="(cpu; with --profile cuda)")
     gpu = parser.add_argument_group("with --device cuda")
     gpu.add_argument("--shape", choices=shape_names(), help="whose shape the random weights have (llama-3-8b)")
@@ -59,7 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> Measured:
-    """Measures on the chosen device. InvalidArgument for an option that only the other one has."""
+    """Measure on the chosen device. Raises InvalidArgument for an option that applies only to the other one."""
     device = options.device or ("cpu" if options.profile is None else "cuda")
     ours, others = (_GPU, _CPU) if device == "cuda" else (_CPU, _GPU)
     if misplaced := [f"--{name.replace('_', '-')}" for name in others if getattr(options, name) is not None]:
@@ -68,7 +68,7 @@ def measure(options: argparse.Namespace) -> Measured:
     if options.profile is not None and options.eager:
         raise InvalidArgument("--eager", "a profile measures no steps without CUDA graphs; leave out one or the other")
     chosen = argparse.Namespace(**{name: _or(getattr(options, name), default) for name, default in ours.items()})
-    # transformers is imported on CPUs only, and Triton is installed for GPUs only.
+    # transformers is imported on CPUs only, and Triton is installed on GPU machines only.
     if device == "cpu":
         from benchmarks.engine import cpu_comparison
 

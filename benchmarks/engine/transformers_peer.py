@@ -10,7 +10,7 @@ Prompts = list[list[int]]
 
 
 class _Clock(StoppingCriteria):  # type: ignore[misc]
-    """A stopping criterion that never stops; it notes the time of each token."""
+    """A stopping criterion that never stops, but records the time of each token."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -21,28 +21,31 @@ class _Clock(StoppingCriteria):  # type: ignore[misc]
 
 
 class TransformersPeer:
-    """A loaded model; it samples greedily and ignores the end of sequence."""
+    """A loaded transformers model that samples greedily and ignores EOS."""
 
     def __init__(self, folder: Path, dtype: str, threads: int) -> None:
-        """Loads a model in Hugging Face layout; `dtype` is float32 or bfloat16, `threads` are PyTorch's."""
+        """Load a model in Hugging Face layout; `dtype` is float32 or bfloat16, `threads` are PyTorch's."""
         self._threads = threads
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
 
     def weight_bytes(self) -> int:
-        """Returns the weight bytes that a decode step reads: all but an embedding that is not tied to the output."""
+        """Return the weight bytes that a decode step reads.
+
+        These are all weights except an embedding that is not tied to the output layer.
+        """
         embedding = self._model.get_input_embeddings().weight
         total = sum(weight.nbytes for weight in self._model.parameters())
         tied = embedding.data_ptr() == self._model.get_output_embeddings().weight.data_ptr()
         return int(total if tied else total - embedding.nbytes)
 
     def prefill(self, prompt: list[int]) -> float:
-        """Returns the seconds from a prompt to its first token."""
+        """Return the seconds from a prompt to its first token."""
         started = time.perf_counter()
         self._generate([prompt], 1)
         return time.perf_counter() - started
 
     def decode(self, prompts: Prompts, new_tokens: int) -> tuple[float, Prompts]:
-        """Returns seconds per decode step of prompts of equal length, and the tokens; the first step does not count."""
+        """Return the seconds per decode step of prompts of equal length, and the tokens. The first step is excluded."""
         clock = _Clock()
         answers = self._generate(prompts, new_tokens, clock)
         return (clock.times[-1] - clock.times[0]) / (new_tokens - 1), answers

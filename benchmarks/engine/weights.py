@@ -1,7 +1,7 @@
 """Measures how fast the engine loads a checkpoint: `python -m benchmarks.engine weights --device cuda`.
 
-Writes safetensors files of a real shape, warms the page cache and loads them with the engine's own loader. The ceiling
-is a copy from pinned memory to the GPU, or on a CPU a copy within its memory.
+The benchmark writes safetensors files of a real shape, warms the page cache and loads them with the engine's own
+loader. The ceiling is a copy from pinned memory to the GPU or, on a CPU, a copy within its memory.
 """
 
 import argparse
@@ -45,9 +45,9 @@ Figures = dict[str, object]
 
 
 def write_checkpoint(folder: Path, shape: str, size: float) -> ModelSpec:
-    """Writes files of `shape` with enough layers for about `size` bytes, at least one.
+    """Write a checkpoint of `shape` with enough layers for about `size` bytes, at least one layer.
 
-    As in large checkpoints there is one file per layer and one for the rest. The numbers are random, but repeat.
+    As in large checkpoints, there is one file per layer and one for the rest. The values are random but reproducible.
     """
     config = load_spec(write_shape(shape, folder))
     config = replace(config, layers=config.layers[: _layers_of(config, size)])
@@ -67,7 +67,7 @@ def write_checkpoint(folder: Path, shape: str, size: float) -> ModelSpec:
 
 
 def measure_loads(folder: Path, config: ModelSpec, device: torch.device, dtype: torch.dtype, rounds: int) -> Figures:
-    """Measures loads from the page cache into weights of `dtype`: seconds, bytes, and host memory."""
+    """Measure loads from the page cache into weights of `dtype`: seconds, bytes, and host memory."""
     size = _warm(folder)
     with torch.inference_mode():
         parameters = allocate_parameters(config, dtype, device)
@@ -87,7 +87,7 @@ def measure_loads(folder: Path, config: ModelSpec, device: torch.device, dtype: 
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of this case."""
+    """Add the options of this case."""
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--shape", default="llama-3-8b", choices=shape_names())
     parser.add_argument("--gib", type=float, default=4.0, help="size of the checkpoint, by its number of layers")
@@ -97,7 +97,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> Measured:
-    """Writes a checkpoint, and loads it several times."""
+    """Write a checkpoint, and measure several loads of it."""
     device = parse_device(options.device)
     if options.folder is not None:
         options.folder.mkdir(parents=True, exist_ok=True)
@@ -136,7 +136,7 @@ def _repeated(block: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _warm(folder: Path) -> int:
-    """Reads all weights into the page cache, after they are on disk; returns their bytes."""
+    """Flush all weights to disk, read them into the page cache, and return their bytes."""
     size = 0
     for file in folder.glob("*.safetensors"):
         with file.open("rb") as stream:
@@ -147,7 +147,7 @@ def _warm(folder: Path) -> int:
 
 
 def _load_rounds(load: Callable[[], None], rounds: int) -> tuple[list[float], int]:
-    """Returns the seconds of each round, and the largest growth of the process's memory in bytes."""
+    """Return the seconds of each round, and the largest growth of the process's memory in bytes."""
     before = psutil.Process().memory_info().rss
     _forget_peak()
     seconds = []
@@ -163,21 +163,21 @@ def _forget_peak() -> None:
 
 
 def _peak_bytes() -> int:
-    """Returns the process's peak memory in bytes since `_forget_peak`."""
+    """Return the process's peak memory in bytes since `_forget_peak`."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 
 
 def _pinned_copy(device: torch.device) -> float:
-    """Returns bytes per second from pinned memory to the GPU."""
+    """Return the copy bandwidth from pinned memory to the GPU, in bytes per second."""
     source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     target = torch.empty_like(source, device=device)
     return _COPY_BYTES / median_seconds(lambda: target.copy_(source, non_blocking=True))
 
 
 def _host_copy() -> float:
-    """Returns bytes per second, read and written each, that all cores copy within the host's memory."""
+    """Return the copy bandwidth of all cores within host memory, in bytes per second; reads and writes count once."""
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8)
     target = torch.zeros_like(source)
     seconds = []

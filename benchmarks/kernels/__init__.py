@@ -1,1 +1,1 @@
-"""Single kernels on a GPU, against a copy, the matrix rate, libraries or their parts, and candidate tiles for them."""
+"""Single kernels on a GPU, compared with a copy, the matrix rate, libraries, or their parts, and candidate tiles."""

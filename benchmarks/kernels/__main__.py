@@ -1,8 +1,8 @@
 """Measures and tunes single kernels on a GPU: `python -m benchmarks.kernels CASE`.
 
-`fused` compares fused operations with their parts. `attention`, `latent`, `experts`, `products` and `gated`
-measure one kind of kernel with the engine's tiles and with candidates, and print lines for the engine's tables. The
-last line is one JSON object.
+`fused` compares fused operations with their parts. `attention`, `latent`, `experts`, `products` and `gated` measure one
+kind of kernel with the engine's tiles and with candidates, and print lines for the engine's tables. The last line is
+one JSON object.
 """
 
 import sys
@@ -13,5 +13,5 @@ NAMES = ("fused", "attention", "latent", "experts", "products", "gated")
 
 if __name__ == "__main__":
     if not {"-h", "--help"} & {*sys.argv[1:2]}:
-        need_gpu()  # without one, Triton is not installed either
+        need_gpu()  # without a GPU, Triton is not installed either
     run_case("kernels", __doc__, {name: f"benchmarks.kernels.{name}" for name in NAMES})

@@ -1,10 +1,10 @@
-"""Measures decode attention by its plans: `python -m benchmarks.kernels attention [--quick]`.
+"""Measures decode attention with different plans: `python -m benchmarks.kernels attention [--quick]`.
 
-`--kv-cache-dtype int8` measures it over 8-bit keys and values.
+`--kv-cache-dtype int8` measures attention over 8-bit keys and values.
 
-Every plan of a short list runs at every size in a CUDA graph whose calls read more cache than L2 holds: rows of equal
-length, of lognormal lengths as in conversations, and one long row among short ones. Figures are KV bytes over time as
-shares of the copy bandwidth measured in the same run.
+Every plan of a short list runs at every size, in a CUDA graph whose calls read more cache than L2 holds. The sizes have
+rows of equal length, of lognormal lengths as in conversations, and one long row among short ones. Figures are KV bytes
+over time, as shares of the copy bandwidth measured in the same run.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from tandem.protocol.ending import pages_for
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
 LEAST_CACHE_BYTES = 400e6
-"""Bytes that a graph's calls read before they return to the first layer: several times the L2 cache."""
+"""Bytes that the calls of a graph read before they return to the first layer: several times the L2 cache."""
 COMPILERS = 16
 TILES = [
     SMALL_TILE,
@@ -59,18 +59,18 @@ TILES_OF_CODES = [
     Plan(block_tokens=128, warps=8, stages=3),
 ]
 SPLITS = [8, 16, 24, 32, 48, 64]
-"""Numbers of splits of a single row."""
+"""Numbers of splits to try for a single row."""
 PER_SM = (2, 3, 4)
-"""Numbers of programs per multiprocessor, each of which processes several rows."""
+"""Numbers of programs per multiprocessor to try; each program processes several rows."""
 _SIGMA = 0.8
 """Standard deviation of the logarithm of uneven lengths."""
 _TOLERANCE = 0.02
-"""Allowed absolute difference of two plans' results, which are averages of numbers around 1."""
+"""Tolerated absolute difference between the results of two plans, which are averages of numbers around 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Lengths of a step's rows in tokens, the attention shape, and the dtype of the cache."""
+    """One workload: the lengths of a step's rows in tokens, the attention shape, and the dtype of the cache."""
 
     name: str
     lengths: tuple[int, ...]
@@ -79,20 +79,20 @@ class Size:
 
     @property
     def bytes(self) -> int:
-        """Bytes of KV that one call reads, scales included."""
+        """Bytes of KV that one call reads, including scales."""
         seen = sum(min(length, self.shape.window or length) for length in self.lengths)
         return 2 * seen * self.shape.kv_heads * self.row_bytes
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of the keys or values of one token and head."""
+        """Bytes of the keys, or of the values, of one token and head."""
         scale = SCALE_BYTES if is_quantized(self.kv_dtype) else 0
         return self.shape.head_dim * self.kv_dtype.itemsize + scale
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Tensors of one attention call."""
+    """The tensors of one attention call."""
 
     q: Tensor
     cache: KvCache
@@ -101,7 +101,7 @@ class Inputs:
 
 
 def make_inputs(size: Size) -> Inputs:
-    """Returns random KV on shuffled pages, with enough layers to exceed L2."""
+    """Return random KV on shuffled pages, with enough layers to exceed L2."""
     shape, rows = size.shape, len(size.lengths)
     held = [pages_for(length, PAGE_TOKENS) for length in size.lengths]
     layers = max(2, round(LEAST_CACHE_BYTES / size.bytes))
@@ -117,7 +117,7 @@ def make_inputs(size: Size) -> Inputs:
 
 
 def _random_cache(size: Size, pages: int, layers: int) -> KvCache:
-    """Returns a cache of random numbers, or of random codes with small scales."""
+    """Return a cache of random numbers, or of random codes with small scales."""
     shape = size.shape
     outer = (pages, layers, 2, shape.kv_heads)
     if not is_quantized(size.kv_dtype):
@@ -125,21 +125,24 @@ def _random_cache(size: Size, pages: int, layers: int) -> KvCache:
     memory = torch.empty(*outer, PAGE_TOKENS * size.row_bytes, dtype=size.kv_dtype, device=DEVICE)
     codes, scales = memory.tensor_split([PAGE_TOKENS * shape.head_dim], dim=-1)
     found = QuantizedKv(codes.view(*outer, PAGE_TOKENS, shape.head_dim), scales.view(torch.float32))
-    # Bytes below 120 are numbers of both types.
+    # Bytes below 120 are valid numbers of both 8-bit types.
     memory.view(torch.int8).random_(-119, 120) if size.kv_dtype == torch.int8 else memory.view(torch.uint8).random_(120)
     found.scales.uniform_(0.01, 0.02)
     return found
 
 
 def uneven(rows: int, mean: int) -> tuple[int, ...]:
-    """Returns `rows` lengths at evenly spread ranks of a lognormal distribution."""
+    """Return `rows` lengths at evenly spaced quantiles of a lognormal distribution."""
     ranks = (torch.arange(rows, dtype=torch.float64) + 0.5) / rows
     lengths = torch.exp(_SIGMA * torch.special.ndtri(ranks))
     return tuple(max(1, round(length)) for length in (lengths * mean / lengths.mean()).tolist())
 
 
 def rank(plans: Sequence[Plan], size: Size, inputs: Inputs) -> list[tuple[float, Plan]]:
-    """Returns the plans with their seconds, fastest first, without those whose results differ from the first one's."""
+    """Return the plans with their seconds, fastest first.
+
+    Plans whose results differ from the first one's are left out.
+    """
     expected = None
     ranked = []
     for plan in plans:
@@ -154,7 +157,7 @@ def rank(plans: Sequence[Plan], size: Size, inputs: Inputs) -> list[tuple[float,
 
 
 def call_seconds(size: Size, inputs: Inputs, choose: PlanFunction = make_plan) -> float:
-    """Returns seconds per call among others in a graph."""
+    """Return the seconds per call, measured over many calls in one CUDA graph."""
     attention = _begun(size, inputs, choose)
     layers = inputs.cache.shape[1]
 
@@ -165,7 +168,7 @@ def call_seconds(size: Size, inputs: Inputs, choose: PlanFunction = make_plan) -
 
 
 def in_parallel(sizes: Sequence[Size]) -> None:
-    """Compiles the plans of these sizes in parallel, by running each once on short rows."""
+    """Compile the plans of these sizes in parallel, by running each once on short rows."""
     variants = {
         (size.shape, size.kv_dtype, replace(plan, units=min(plan.units, 1), splits=1))
         for size in sizes
@@ -187,21 +190,21 @@ def in_parallel(sizes: Sequence[Size]) -> None:
 
 
 def always(plan: Plan) -> PlanFunction:
-    """Returns a stand-in for `make_plan` that always chooses `plan`."""
+    """Return a substitute for `make_plan` that always chooses `plan`."""
     return lambda *_: plan
 
 
 def own_plan(size: Size) -> Plan:
-    """Returns the engine's plan."""
+    """Return the plan that the engine would choose."""
     shape, sms = size.shape, _multiprocessors()
     return make_plan(len(size.lengths), shape.kv_heads, shape.head_dim, max(size.lengths), size.kv_dtype, sms)
 
 
 def plans(size: Size) -> list[Plan]:
-    """Returns candidate plans, the engine's first.
+    """Return the candidate plans, the engine's first.
 
-    For several rows each tile is tried with as many programs as can run at a time, and with multiples of the number of
-    rows.
+    For several rows, each tile is tried with as many programs as can run at the same time, and with multiples of the
+    number of rows.
     """
     rows, kv_heads, sms = len(size.lengths), size.shape.kv_heads, _multiprocessors()
     tiles = TILES_OF_CODES if is_quantized(size.kv_dtype) else TILES
@@ -216,7 +219,7 @@ def plans(size: Size) -> list[Plan]:
 
 
 def _begun(size: Size, inputs: Inputs, choose: PlanFunction) -> DecodeAttention:
-    """Returns decode attention prepared for a step of these rows."""
+    """Return a decode attention prepared for a step of these rows."""
     made = DecodeAttention(
         size.shape, len(size.lengths), DEVICE, DTYPE, overlaps_launches(), choose=choose, kv_dtype=size.kv_dtype
     )
@@ -231,15 +234,15 @@ def _multiprocessors() -> int:
 KV_DTYPES = {"bfloat16": DTYPE, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 MODELS = ("llama-3-8b", "qwen3-0.6b", "llama-3.2-1b")
 EQUAL = ((1, 1024), (1, 32768), (8, 1024), (12, 2048), (32, 1024), (64, 2048), (128, 1024), (128, 4096), (256, 1024))
-"""Number of rows, and the context of each."""
+"""(rows, context of each row)."""
 UNEVEN = ((4, 2048), (12, 2048), (24, 2048), (33, 2048), (44, 2048), (128, 2048), (256, 1024))
-"""Number of rows, and their mean context."""
+"""(rows, mean context)."""
 LONG = ((12, 32768, 1024), (128, 32768, 1024))
-"""Number of rows, the context of one, and of each other."""
+"""(rows, context of one row, context of every other row)."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of this case."""
+    """Add the options of this case."""
     parser.add_argument("--models", nargs="+", choices=shape_names(), default=list(MODELS), help="whose heads")
     parser.add_argument("--rows", nargs="+", type=int, default=[], help="only sizes with these numbers of rows")
     parser.add_argument("--sizes", nargs="+", default=[], help="only sizes of these names, e.g. 64x2048")
@@ -248,7 +251,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> Measured:
-    """Measures all sizes."""
+    """Measure all sizes."""
     copy = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}: copy {copy / 1e9:.0f} GB/s")
     sizes = [
@@ -263,7 +266,7 @@ def measure(options: argparse.Namespace) -> Measured:
 
 
 def sizes_of(models: Sequence[str], kv_dtype: torch.dtype = DTYPE) -> list[Size]:
-    """Returns every workload with the heads of each model; models with equal heads count once."""
+    """Return every workload with the heads of each model; models with equal heads count once."""
     shapes = dict.fromkeys(shape for name in models for shape in shape_config(name).attention_shapes)
     lengths = {f"{rows}x{context}": (context,) * rows for rows, context in EQUAL}
     lengths |= {f"{rows}x{mean} uneven": uneven(rows, mean) for rows, mean in UNEVEN}
@@ -276,7 +279,10 @@ def sizes_of(models: Sequence[str], kv_dtype: torch.dtype = DTYPE) -> list[Size]
 
 
 def tune(sizes: Sequence[Size], copy: float, quick: bool) -> dict[str, object]:
-    """Measures and prints every size; returns the results for JSON. `copy`: the copy bandwidth in byte/s."""
+    """Measure and print every size, and return the results as JSON.
+
+    `copy` is the copy bandwidth in bytes per second.
+    """
     if not quick:
         in_parallel(sizes)
     return {size.name: _tune_one(size, copy, quick) for size in sizes}

@@ -1,4 +1,4 @@
-"""Compiles variants of kernels in parallel processes, as each takes seconds."""
+"""Compiles kernel variants in parallel processes, because each takes seconds."""
 
 import time
 from collections.abc import Sequence
@@ -10,19 +10,20 @@ import torch
 
 
 class Variant(Protocol):
-    """A variant of a kernel, which can be sent to another process."""
+    """A variant of a kernel; it is pickled to run in another process."""
 
     def run(self) -> None:
-        """Launches the kernel once."""
+        """Launch the kernel once."""
 
 
 _Variant = TypeVar("_Variant", bound=Variant)
 
 
 def compiled(variants: Sequence[_Variant], workers: int) -> list[_Variant]:
-    """Runs each variant once in one of `workers` processes, which fills Triton's disk cache; returns those that ran.
+    """Run each variant once in one of `workers` processes, and return those that ran.
 
-    A variant may need more shared memory or registers than there are; it is named and left out.
+    The run fills Triton's disk cache. A variant that needs more shared memory or registers than the GPU has is printed
+    and left out.
     """
     started, distinct = time.perf_counter(), list(dict.fromkeys(variants))
     shares = [distinct[i::workers] for i in range(workers)]

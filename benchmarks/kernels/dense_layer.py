@@ -1,4 +1,4 @@
-"""The layer of a dense model whose layers are all alike, and its weight-streaming products."""
+"""The layer of a dense model, whose layers are all alike, and its weight-streaming matrix products."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,10 @@ STORE, GATE_UP, ADD = (int(op.value) for op in (triton_linear.STORE, triton_line
 
 
 def dense_layer(spec: ModelSpec) -> tuple[GroupedQueryAttention, DenseFeedForward]:
-    """Returns the halves of the first layer; InvalidArgument for a mixture of experts or latent attention."""
+    """Return the attention and the feed-forward part of the first layer.
+
+    Raises InvalidArgument for a mixture of experts or for latent attention.
+    """
     attention, feed_forward = spec.layers[0].attention, spec.layers[0].feed_forward
     if not isinstance(attention, GroupedQueryAttention) or not isinstance(feed_forward, DenseFeedForward):
         raise InvalidArgument("--shape", f"{spec.architecture} has no dense layers of grouped-query attention")
@@ -19,7 +22,7 @@ def dense_layer(spec: ModelSpec) -> tuple[GroupedQueryAttention, DenseFeedForwar
 
 
 def dense_shapes() -> list[str]:
-    """Returns the names of the shapes that `dense_layer` accepts."""
+    """Return the names of the shapes that `dense_layer` accepts."""
     return [name for name in shape_names() if _is_dense(shape_config(name))]
 
 
@@ -32,7 +35,7 @@ def _is_dense(spec: ModelSpec) -> bool:
 
 @dataclass(frozen=True)
 class Product:
-    """One weight [n, k] of a model and the operation that it is used in."""
+    """One weight [n, k] of a model, and the operation that uses it."""
 
     name: str
     n: int
@@ -42,18 +45,18 @@ class Product:
 
     @property
     def paired(self) -> bool:
-        """True if its rows are pairs of gate and up."""
+        """True if the rows of the weight are interleaved pairs of gate and up."""
         return self.op == GATE_UP
 
     @property
     def outputs(self) -> int:
-        """Number of output columns."""
+        """The number of output columns."""
         return self.n // 2 if self.paired else self.n
 
 
 @dataclass(frozen=True)
 class Model:
-    """Layers of four products each, and the output layer."""
+    """The matrix products of a model: four per layer, and the output layer."""
 
     name: str
     layers: int
@@ -61,7 +64,7 @@ class Model:
 
 
 def model_of(name: str, shape: ModelSpec) -> Model:
-    """Returns the products of a shape, the output layer last."""
+    """Return the products of a shape, the output layer last."""
     attention, feed_forward = dense_layer(shape)
     hidden, inner = shape.hidden_size, feed_forward.width
     products = (

@@ -2,12 +2,12 @@
 
     python -m benchmarks.kernels experts --tune [--shapes qwen3-30b-a3b]
 
-One layer's routed experts (norm, router, choice, products, sum; not the shared expert) in bfloat16 with random weights,
-in CUDA graphs whose launches have different tokens, so that weights come from memory and not from L2. The bytes are
-those of the experts that the tokens hit, which are counted, and of the router; "of copy" is their rate / that of a
-large device copy of this run, whose reads and writes both count. Random routers must hit E·(1 − (1 − k/E)^b) experts:
-both numbers are printed. With `--tune` it prints lines for `TUNED` of tandem/engine/kernels/experts/expert_tiles.py
-instead.
+The benchmark runs the routed experts of one layer (norm, router, top-k, products, sum; not the shared expert) in
+bfloat16 with random weights, in CUDA graphs whose launches have different tokens, so that weights come from memory and
+not from L2. The bytes are those of the experts that the tokens hit, which are counted, and of the router; "of copy" is
+their rate / that of a large device copy of the same run, whose reads and writes both count. Random routers should hit
+E·(1 − (1 − k/E)^b) experts: both numbers are printed. With `--tune` it prints lines for `TUNED` of
+tandem/engine/kernels/experts/expert_tiles.py instead.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TOKENS = (1, 8, 32, 128, 256, 2048)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of this case."""
+    """Add the options of this case."""
     parser.add_argument("--shapes", nargs="+", choices=shape_names(), help="default: three, with --tune the first")
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--forms", nargs="+", choices=list(FORMS), default=[], help="also with weights of these codes")
@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> Measured:
-    """Prints a table, or lines for `TUNED`."""
+    """Print a table, or lines for `TUNED`."""
     copy = copy_bandwidth()
     facts = {"copy_gb_per_s": round(copy / 1e9, 1), "dtype": "bfloat16", **run_facts("cuda")}
     print(f"{torch.cuda.get_device_name()}, bfloat16: copy {copy / 1e9:.0f} GB/s", flush=True)
@@ -52,7 +52,7 @@ def measure(options: argparse.Namespace) -> Measured:
 
 
 def _measure(shape: str, form: str | None, tokens: Sequence[int], copy: float) -> list[dict[str, object]]:
-    """Returns a row for each number of tokens whose kernels compile, and prints it."""
+    """Measure and print one row per number of tokens, for those whose kernels compile."""
     layer = ExpertLayer(shape) if form is None else PackedExpertLayer(shape, form)
     failures = compile_steps((layer, count, None) for count in tokens)
     rows: list[dict[str, object]] = []
@@ -81,7 +81,7 @@ def _measure(shape: str, form: str | None, tokens: Sequence[int], copy: float) -
 
 
 def _tune(shapes: Sequence[str], copy: float) -> list[dict[str, object]]:
-    """Returns the best tiles of each shape, and prints them."""
+    """Return and print the best tiles of each shape."""
     rows: list[dict[str, object]] = []
     print("TUNED = {")
     for shape in shapes:

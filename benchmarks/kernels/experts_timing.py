@@ -1,4 +1,4 @@
-"""Times the routed experts of one layer on a GPU."""
+"""Measures the routed experts of one layer on a GPU."""
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,13 +25,13 @@ FORMS = {
     "fp8_blocks": (Codes.FLOAT8, 128),
     "int4": (Codes.INT4, 128),
 }
-"""The type of codes, and the columns of a group; 0 = one scale a row."""
+"""The type of codes, and the columns per group; 0 = one scale per row."""
 
 
 def _packed(weight: Tensor, form: str) -> PackedWeight:
     codes, group = FORMS[form]
     packing = Packing(codes, group or weight.shape[-1], offsets=False)
-    # Some experts at a time, as they are widened to float32.
+    # A few experts at a time, because they are widened to float32.
     parts = [rounded(each, packing) for each in torch.split(weight, 16)]
     joined = [torch.cat(tensors) for tensors in zip(*(part.parts() for part in parts), strict=True)]
     return PackedWeight(joined[0], joined[1], None, packing.group)
@@ -41,14 +41,16 @@ _DTYPE = torch.bfloat16
 _EPS = 1e-6
 _COMPILERS = 16
 _INPUTS, _LONG_INPUTS, _LONG = 24, 4, 1024
-"""Steps of a graph, each with other tokens, and fewer long ones: together they read far more than L2 holds."""
+"""Steps per graph, each with different tokens; fewer for long steps. Together they read far more than L2 holds."""
 _QUIET = 1e-5
-"""The spread of the down weights, so small that the residual stream keeps its values and every replay its experts."""
+"""Standard deviation of the down weights: so small that the residual stream, and with it the routing of every replay,
+stays the same.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertStep:
-    """One measured step: experts hit on average and by the formula for independent choices, seconds, bytes, FLOP."""
+    """The result of one step: mean experts hit, the number expected for independent choices, seconds, bytes, FLOPs."""
 
     hit: float
     expected_hit: float
@@ -58,10 +60,10 @@ class ExpertStep:
 
 
 class ExpertLayer:
-    """The first mixture of experts of a shape, with random weights."""
+    """The first mixture-of-experts layer of a shape, with random weights."""
 
     def __init__(self, name: str) -> None:
-        """Raises ValueError for a shape without experts."""
+        """Create the layer of the shape `name`. Raises ValueError for a shape without experts."""
         config = shape_config(name)
         found = (layer.feed_forward for layer in config.layers)
         spec = next((each for each in found if isinstance(each, MixtureOfExperts)), None)
@@ -85,12 +87,12 @@ class ExpertLayer:
         )
 
     def inputs(self, tokens: int) -> list[Tensor]:
-        """Returns the hidden states of the steps of a graph."""
+        """Return the hidden states of the steps of a graph."""
         count = _INPUTS if tokens < _LONG else _LONG_INPUTS
         return list(_random(1.0, count, tokens, self.shape.hidden).unbind())
 
     def add(self, hidden: Tensor, tile: ExpertTile | None = None, counter: Tensor | None = None) -> None:
-        """Launches one step; steps are measured with a counter, as the engine has one."""
+        """Launch one step. Measured steps have a counter, as in the engine."""
         tokens = len(hidden)
         slots = torch.arange(tokens, device="cuda")
         used = torch.zeros(self.spec.experts, dtype=torch.int64, device="cuda") if counter is None else counter
@@ -98,7 +100,7 @@ class ExpertLayer:
         self.kernels.add(hidden, layer, slots, tile)
 
     def measure(self, tokens: int, tile: ExpertTile | None = None) -> ExpertStep:
-        """Measures steps of `tokens` tokens, with `tile` or the table's."""
+        """Measure steps of `tokens` tokens, with `tile` or the tile of the engine's table."""
         spec, shape, inputs = self.spec, self.shape, self.inputs(tokens)
         counter = torch.zeros(spec.experts, dtype=torch.int64, device="cuda")
         hit = 0.0
@@ -124,7 +126,7 @@ class ExpertLayer:
 
 
 class PackedExpertLayer(ExpertLayer):
-    """A layer whose experts are codes."""
+    """A layer whose experts have quantized weights."""
 
     def __init__(self, name: str, form: str) -> None:
         super().__init__(name)
@@ -133,13 +135,16 @@ class PackedExpertLayer(ExpertLayer):
 
 
 def compile_steps(steps: Iterable[tuple[ExpertLayer, int, ExpertTile | None]]) -> list[str | None]:
-    """Runs steps once, in parallel, as each kernel takes seconds to compile → each one's failure, None if it ran."""
+    """Run each step once, in parallel, because each kernel takes seconds to compile.
+
+    Returns the failure of each step; None if it ran.
+    """
 
     def run(step: tuple[ExpertLayer, int, ExpertTile | None]) -> str | None:
         layer, tokens, tile = step
         try:
             layer.add(_random(1.0, tokens, layer.shape.hidden), tile)
-        except Exception as error:  # too much shared memory, or a compiler's failure
+        except Exception as error:  # too much shared memory, or a failure of the compiler
             return f"{type(error).__name__}: {str(error)[:120]}"
         return None
 

@@ -1,4 +1,4 @@
-"""Finds the fastest tiles of a mixture of experts; run by `python -m benchmarks.kernels experts --tune`."""
+"""Searches the fastest tiles of a mixture of experts; run by `python -m benchmarks.kernels experts --tune`."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from tandem.engine.kernels.experts.expert_tiles import (
 )
 
 _LONG_AVERAGE = 128
-"""Tokens of an expert for which the largest tile is measured."""
+"""Tokens per expert at which the largest tile is measured."""
 
 GATE_UP = {
     1: [ProductTile(1, 1024, 1, 4), ProductTile(4, 512, 1, 4), ProductTile(2, 2048, 1, 8), ProductTile(4, 1024, 1, 8)],
@@ -36,12 +36,12 @@ DOWN = {
     64: [ProductTile(128, 64, 3, 4), ProductTile(128, 128, 3, 8), ProductTile(256, 64, 3, 8)],
     128: [ProductTile(128, 64, 4, 4), ProductTile(128, 64, 4, 8), ProductTile(256, 64, 4, 8)],
 }
-"""Candidates besides the default ones, by tokens of a tile."""
+"""Candidates in addition to the default ones, by tokens per tile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """The fastest tile, its step and the default tile's."""
+    """The fastest tile, its measured step, and the step with the default tile."""
 
     tokens: int
     tile: ExpertTile
@@ -50,7 +50,7 @@ class Tuned:
 
 
 def tuned(layer: ExpertLayer) -> Iterator[Tuned]:
-    """Yields the fastest tile of each number of tokens; the two products are tuned one after the other."""
+    """Yield the fastest tile for each number of tokens. The two products are tuned one after the other."""
     sizes = {size: tokens_of(size, layer.shape) for size in TILES}
     steps = [(layer, tokens, tile) for size, tokens in sizes.items() for tile in candidates(size, layer.shape)]
     failures = compile_steps(steps)
@@ -65,7 +65,10 @@ def tuned(layer: ExpertLayer) -> Iterator[Tuned]:
 
 
 def tokens_of(size: int, shape: ExpertShape) -> int:
-    """Returns the largest step that has tiles of `size` tokens, or a typical one for the largest."""
+    """Return the number of tokens of the largest step that uses tiles of `size` tokens.
+
+    For the largest tile, which has no such limit, a typical number is returned.
+    """
     if size == 1:
         return 1
     averages = {tokens: most for most, tokens in TOKENS_OF_TILES} | {MOST_TOKENS: _LONG_AVERAGE}
@@ -73,7 +76,7 @@ def tokens_of(size: int, shape: ExpertShape) -> int:
 
 
 def candidates(size: int, shape: ExpertShape) -> list[ExpertTile]:
-    """Returns the default tile first, then tiles that differ from it in one product."""
+    """Return the default tile, then tiles that differ from it in one product."""
     default = TILES[size]
     found = [
         default,

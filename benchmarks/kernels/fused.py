@@ -1,9 +1,9 @@
 """Measures the gain of fused kernels: `python -m benchmarks.kernels fused --shape llama-3-8b`.
 
 Every fused operation of the engine is compared with the same work in parts: PyTorch's operations one by one, or cuBLAS
-with the engine's kernels around it. Both run in CUDA graphs whose launches use more memory than L2 holds. Two
-exceptions: the sampler that waits for the host is timed by events, and the gate/up product of long prompts takes turns
-with its parts on a heated chip. For other products the engine chooses the kernel by size; where it chooses cuBLAS the
+with the engine's kernels around it. Both run in CUDA graphs whose launches use more memory than L2 holds, with two
+exceptions: the sampler that waits for the host is timed by events, and the gate/up product of long prompts alternates
+with its parts on a heated chip. For other products the engine chooses the kernel by size; where it chooses cuBLAS, the
 ratio is 1. Activations are random bfloat16.
 """
 
@@ -26,13 +26,13 @@ _COMPILERS = 16
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of this case."""
+    """Add the options of this case."""
     parser.add_argument("--shape", default="llama-3-8b", choices=shape_names())
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
 
 
 def measure(options: argparse.Namespace) -> Measured:
-    """Measures all operations and prints a table."""
+    """Measure all operations and print a table."""
     copy = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, {options.shape}, bfloat16: copy {copy / 1e9:.0f} GB/s", flush=True)
     print(f"{'operation':22} {'tokens':>6} {'fused us':>9} {'unfused us':>10} {'ratio':>6} {'of copy':>8}")
@@ -49,12 +49,12 @@ def measure(options: argparse.Namespace) -> Measured:
 
 
 def compare_fused(engine_shape: ModelSpec, tokens: Sequence[int]) -> list[Comparison]:
-    """Measures all contests for steps of these numbers of tokens; returns them sorted by name."""
+    """Measure all contests for steps of these numbers of tokens, and return them sorted by name."""
     device = torch.device("cuda", torch.cuda.current_device())
     reserve_scratch(device)
     contests = Contests(engine_shape, device, max(tokens))
     entered = [contest for count in tokens for contest in contests.of(count)]
-    # Kernels compile at their first launch, a second each, so they are launched in parallel.
+    # Kernels compile at their first launch, which takes a second each, so they are launched in parallel.
     with ThreadPoolExecutor(_COMPILERS) as pool:
         list(pool.map(lambda contest: contest.fused(contest.inputs[0]), entered))
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Every fused operation of a model's layer with its unfused form, and the inputs of both.
+"""Every fused operation of a model's layer beside its unfused form, and the inputs of both.
 
 The unfused form is PyTorch's operations one by one, or cuBLAS with the engine's kernels around it.
 """
@@ -37,7 +37,10 @@ _LEAST_LAUNCHES = 16
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Seconds of one operation in both forms on `tokens` tokens; `bytes` is None except for elementwise work."""
+    """The seconds of one operation on `tokens` tokens in both forms.
+
+    `bytes` is None except for elementwise operations.
+    """
 
     name: str
     tokens: int
@@ -47,11 +50,11 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """The fused form's speed / that of the parts."""
+        """The speed of the fused form / the speed of its parts."""
         return self.unfused / self.fused
 
     def share(self, copy: float) -> float | None:
-        """Returns the fused form's bandwidth / a copy's; it can exceed 1 for inputs smaller than L2."""
+        """Return the fused form's bandwidth / a copy's bandwidth; it can exceed 1 for inputs smaller than L2."""
         return None if self.bytes is None else self.bytes / self.fused / copy
 
 
@@ -66,12 +69,12 @@ class Contest:
     unfused: Callable[[Any], object]
     bytes: int | None = None
     asks_host: bool = False
-    """True if the unfused form waits for the device, so that no graph can hold it."""
+    """True if the unfused form waits for the device, so that a CUDA graph cannot contain it."""
     heats: bool = False
-    """True if the forms compute so much that they must take turns on a heated chip, without graphs."""
+    """True if the forms are so compute-intensive that they must alternate on a heated chip, without graphs."""
 
     def measure(self) -> Comparison:
-        """Measures both forms on this process's GPU."""
+        """Measure both forms on this process's GPU."""
         if self.heats:
             found = race({"fused": self._in_turn(self.fused), "unfused": self._in_turn(self.unfused)})
             return Comparison(self.name, self.tokens, found["fused"] / 1e6, found["unfused"] / 1e6, self.bytes)
@@ -90,18 +93,18 @@ class Contest:
 
 
 DECODE_TOKENS = 256
-"""Largest step in which each token is a row of its own; larger steps are one prompt."""
+"""The largest step in which each token is a row of its own; larger steps are one prompt."""
 _DTYPE = torch.bfloat16
 
 _ROTATED_BYTES = 256 << 20
-"""Bytes that a graph's launches use before they return to the first: five times L2."""
+"""Bytes that the launches of a graph use before they return to the first: five times L2."""
 _MOST_COPIES = 32
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 _FILTERED = SamplingParams(max_tokens=1, temperature=0.8, top_k=50, top_p=0.95)
 
 
 class Contests:
-    """The operations of one model's layer, with weights that all sizes share."""
+    """The operations of one model's layer, with weights shared by all sizes."""
 
     def __init__(self, shape: ModelSpec, device: torch.device, most_tokens: int) -> None:
         self._shape = shape
@@ -113,7 +116,10 @@ class Contests:
         self._sampler = DeviceSampler(shape.vocab_size, min(most_tokens, DECODE_TOKENS), device, self._pdl)
 
     def of(self, tokens: int) -> list[Contest]:
-        """Returns the contests of a step of `tokens` tokens; beyond DECODE_TOKENS without most products and draws."""
+        """Return the contests for a step of `tokens` tokens.
+
+        Above DECODE_TOKENS, most products and the sampler are left out.
+        """
         elementwise = [self._rope(tokens), self._rms_norm(tokens), self._silu(tokens)]
         if tokens > DECODE_TOKENS:
             return [*elementwise, *self._gated(tokens)]
@@ -182,7 +188,7 @@ class Contests:
         return Contest("norm + gate/up + silu", tokens, self._gate_up_weights, fused, cut)
 
     def _gated(self, tokens: int) -> list[Contest]:
-        """Returns the gate/up product of long prompts, where a library has one with the activation fused."""
+        """Return the gate/up product of long prompts, if a library has one with a fused activation."""
         shape = self._shape
         fused = choose_gated_product(self._device, _DTYPE, shape.hidden_size, self._feed_forward.width, pdl=self._pdl)
         if not isinstance(fused, FusedGated):
@@ -230,7 +236,7 @@ class Contests:
         return lambda logits: self._sampler.sample(logits, params, out, greedy_only=plan.greedy_only)
 
     def _layout(self, tokens: int) -> StepLayout:
-        """Returns rows of one token on separate pages, or beyond DECODE_TOKENS one prompt over shuffled pages."""
+        """Return rows of one token on separate pages or, above DECODE_TOKENS, one prompt over shuffled pages."""
         decode = tokens <= DECODE_TOKENS
         every = torch.arange(tokens, device=self._device)
         page_of = every if decode else every // GPU_PAGE_TOKENS
@@ -265,7 +271,7 @@ class Contests:
         return self._weights(self._shape.hidden_size, self._feed_forward.width, self._feed_forward.bias)
 
     def _weights(self, n: int, k: int, bias: bool) -> list[Linear]:
-        """Returns enough weights to exceed L2 together, scaled so that a product's results are near 1."""
+        """Return enough weights to exceed L2 together, scaled so that the results of a product are near 1."""
         copies = _copies(n * k * _DTYPE.itemsize)
         return [Linear(self._random(n, k).mul_(k**-0.5), self._random(n) if bias else None) for _ in range(copies)]
 
@@ -274,5 +280,5 @@ class Contests:
 
 
 def _copies(size: int) -> int:
-    """Returns the number of inputs of `size` bytes that exceed L2: at least 2, at most `_MOST_COPIES`."""
+    """Return the number of inputs of `size` bytes that together exceed L2: at least 2, at most `_MOST_COPIES`."""
     return min(max(-(-_ROTATED_BYTES // size), 2), _MOST_COPIES)

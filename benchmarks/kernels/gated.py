@@ -1,9 +1,9 @@
-"""Times the fused gate/up product with SiLU, tile by tile, against cuBLAS and SiLU.
+"""Measures the fused gate/up product with SiLU, tile by tile, against cuBLAS followed by SiLU.
 
     python -m benchmarks.kernels gated
 
-All take turns on a chip that was heated first: a kernel measured after a pause, such as a compilation, would run above
-the clock that the power limit sustains. The choice is in tandem/engine/kernels/linear/gated_product.py.
+All forms alternate on a chip that was heated first: a kernel measured after a pause, such as a compilation, would run
+above the clock that the power limit sustains. The engine's choice is in tandem/engine/kernels/linear/gated_product.py.
 """
 
 import argparse
@@ -20,20 +20,20 @@ from tandem.engine.kernels.linear.gated_product import FusedGated, GatedTile, Pl
 from tandem.engine.kernels.triton_launch import overlaps_launches
 
 SHAPES = {"llama-3-8b": (4096, 14336), "llama-3.2-1b": (2048, 8192), "qwen3-0.6b": (1024, 3072)}
-"""Hidden and intermediate size."""
+"""Hidden and intermediate size by shape."""
 TOKENS = (512, 1024, 2048, 4096, 8192)
 TILES = ((256, 192, False), (256, 160, False), (128, 256, False), (256, 128, False), (128, 160, True), (128, 192, True))
-"""Rows, columns, and whether two warp groups alternate on tiles of their own."""
+"""(rows, columns, whether two warp groups alternate between tiles of their own)."""
 CLUSTERS = ((2, 1), (1, 2))
 _WEIGHTS = 2
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """This case has no options."""
+    """Add nothing, because this case has no options."""
 
 
 def measure(options: argparse.Namespace) -> Measured:
-    """Prints the best tiles of each size."""
+    """Measure and print the best tiles of each size."""
     del options
     contests: dict[str, dict[str, float]] = {}
     for name, (hidden, intermediate) in SHAPES.items():

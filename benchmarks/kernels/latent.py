@@ -1,10 +1,10 @@
 """Measures latent attention: `python -m benchmarks.kernels latent [--plans]`.
 
-Decode attention over DeepSeek's latents, beside a copy on the device in the same run: the bytes of the latents over the
-time, as a share of the copy's bandwidth. `attention` is flash-decoding with its merge alone; `whole` includes the
-products before and after it, as a layer computes them. Then prompts of the expanded form, as a share of the matrix rate
-by the operations of causal attention and of computing keys and values. Activations are random bfloat16. `--plans` ranks
-other tiles of decode attention, too.
+Decode attention over DeepSeek's latents is compared with an on-device copy of the same run: the bytes of the latents
+over the time, as a share of the copy's bandwidth. `attention` is flash-decoding with its merge alone; `whole` includes
+the products before and after it, as a layer computes them. Prompts use the expanded form and are given as a share of
+the matrix rate, counting the operations of causal attention and of computing keys and values. Activations are random
+bfloat16. `--plans` also ranks other tiles of decode attention.
 """
 
 import argparse
@@ -35,10 +35,10 @@ from tandem.protocol.ending import pages_for
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
 LEAST_CACHE_BYTES = 400e6
-"""Bytes that a graph's calls read before they return to the first layer: several times the L2 cache."""
+"""Bytes that the calls of a graph read before they return to the first layer: several times the L2 cache."""
 _COMPILERS = 16
 _TOLERANCE = 0.02
-"""Allowed absolute difference of two plans' results, which are averages of numbers around 1."""
+"""Tolerated absolute difference between the results of two plans, which are averages of numbers around 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Tensors of one call."""
+    """The tensors of one call."""
 
     q: Tensor
     kv_up: Tensor
@@ -68,7 +68,7 @@ class Inputs:
 
 
 def make_inputs(size: Size) -> Inputs:
-    """Returns random latents on shuffled pages, with enough layers to exceed L2."""
+    """Return random latents on shuffled pages, with enough layers to exceed L2."""
     shape, held = size.shape, pages_for(size.context, PAGE_TOKENS)
     layers = max(2, round(LEAST_CACHE_BYTES / size.bytes))
     cache = torch.empty(size.rows * held, layers, 1, 1, PAGE_TOKENS, shape.cached, dtype=DTYPE, device=DEVICE).normal_()
@@ -85,7 +85,7 @@ def make_inputs(size: Size) -> Inputs:
 
 
 def call_seconds(size: Size, inputs: Inputs, choose: PlanFunction = make_plan) -> tuple[float, float]:
-    """Returns seconds per call among others in a graph: with the products before and after, and without them."""
+    """Return the seconds per call in one CUDA graph, first with and then without the surrounding products."""
     attention = begun(size, inputs, choose)
     layers = inputs.cache.shape[1]
     absorbed = absorb(inputs.q, inputs.kv_up, size.shape, pdl=False)
@@ -100,9 +100,10 @@ def call_seconds(size: Size, inputs: Inputs, choose: PlanFunction = make_plan) -
 
 
 def rank(size: Size, inputs: Inputs, plans: Sequence[Plan]) -> list[tuple[float, Plan]]:
-    """Returns the plans with their seconds of `mix`, fastest first.
+    """Return the plans with their seconds of `mix`, fastest first.
 
-    A plan that needs too much shared memory, or whose results differ from the engine's, is left out and named.
+    A plan that needs too much shared memory, or whose results differ from those of the engine's plan, is printed and
+    left out.
     """
 
     def result(choose: PlanFunction) -> Tensor:
@@ -125,14 +126,14 @@ def rank(size: Size, inputs: Inputs, plans: Sequence[Plan]) -> list[tuple[float,
 
 
 def begun(size: Size, inputs: Inputs, choose: PlanFunction = make_plan) -> AbsorbedAttention:
-    """Returns absorbed attention prepared for a step of these rows."""
+    """Return an absorbed attention prepared for a step of these rows."""
     made = AbsorbedAttention(size.shape, 1, DEVICE, DTYPE, overlaps_launches(), choose)
     made.begin_step(inputs.cache, inputs.table, inputs.contexts)
     return made
 
 
 def candidates(rows: int) -> list[Plan]:
-    """Returns plans to compare for tiles of `rows` rows."""
+    """Return the plans to compare for tiles of `rows` rows."""
     sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     tiles = [(16, 4, 3), (32, 4, 2), (32, 4, 3), (32, 4, 4), (32, 8, 3), (64, 4, 2), (64, 8, 2), (64, 8, 3)]
     return [
@@ -147,24 +148,24 @@ def _always(plan: Plan) -> PlanFunction:
 
 
 LITE = LatentShape(heads=16, latent=512, rope=64, nope=128, v_dim=128, scale=192**-0.5)
-"""DeepSeek-V2-Lite."""
+"""The shape of DeepSeek-V2-Lite."""
 LARGE = LatentShape(heads=128, latent=512, rope=64, nope=128, v_dim=128, scale=192**-0.5)
-"""DeepSeek-V3."""
+"""The shape of DeepSeek-V3."""
 DECODE = ((LITE, 64, 4096), (LITE, 1, 32768), (LITE, 128, 4096), (LARGE, 64, 4096))
-"""Shape, rows and context."""
+"""(shape, rows, context)."""
 PROMPTS = ((0, 2048), (0, 8192), (8192, 2048), (8192, 128))
-"""Tokens in the cache before, and tokens of the prompt's chunk."""
+"""(tokens already in the cache, tokens of the prompt's chunk)."""
 
 Figures = dict[str, object]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of this case."""
+    """Add the options of this case."""
     parser.add_argument("--plans", action="store_true", help="rank other tiles of decode attention")
 
 
 def measure(options: argparse.Namespace) -> Measured:
-    """Measures all sizes."""
+    """Measure all sizes."""
     started = time.monotonic()
     copy = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}: copy {copy / 1e9:.0f} GB/s", flush=True)
@@ -197,7 +198,7 @@ def _decode(copy: float, *, rank_plans: bool) -> Figures:
 
 
 def _prompts() -> Figures:
-    """Measures one chunk of a layer, the launches of the host included where they take longer than the device."""
+    """Measure one chunk of a layer. Launches by the host count where they take longer than the device."""
     matrix = matrix_rate()
     found: Figures = {"matrix_tflops": round(matrix / 1e12, 1)}
     for cached, tokens in PROMPTS:
@@ -217,7 +218,7 @@ def _prompts() -> Figures:
 
 
 def _prompt_seconds(shape: LatentShape, cached: int, tokens: int) -> tuple[float, str]:
-    """Returns seconds of a layer's attention of one chunk, and the name of the implementation for long ones."""
+    """Return the seconds of a layer's attention for one chunk, and the name of the implementation for long chunks."""
     device, dtype = torch.device("cuda", torch.cuda.current_device()), torch.bfloat16
     blocks: Future[BlockAttention] = Future()
     blocks.set_result(compiled(choose_block_attention(device, dtype, [shape]), [shape], dtype, device))
@@ -241,6 +242,6 @@ def _prompt_seconds(shape: LatentShape, cached: int, tokens: int) -> tuple[float
     kv_up /= shape.latent**0.5
     kernels.begin_step(cache, layout, 0)
     empty = torch.empty(0, dtype=dtype, device=device)
-    layer = LatentLayer(0, shape, empty, Norm(empty, 0.0), kv_up)  # the attention uses neither rope nor norm
+    layer = LatentLayer(0, shape, empty, Norm(empty, 0.0), kv_up)  # the attention uses neither RoPE nor the norm
     seconds = median_seconds(lambda: kernels.attention(q, layer, cache, layout, 0))
     return seconds, type(blocks.result()).__name__

@@ -1,4 +1,4 @@
-"""Candidate tiles for the weight-streaming products of a model, with weights in bfloat16 or packed."""
+"""Candidate tiles for the weight-streaming products of a model, with bfloat16 or packed weights."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,7 +10,7 @@ from tandem.engine.kernels.packed.packed_tiles import tile_for as packed_tile_fo
 
 _SHARED_MEMORY = 227 << 10
 _SUMS_PER_WARP = 4096
-"""float32 sums that a warp's registers can hold in addition to everything else: 128 per thread."""
+"""float32 accumulators that fit into a warp's registers in addition to everything else: 128 per thread."""
 _MOST_PROGRAMS = 6 * MULTIPROCESSORS
 _SKINNY_TILES = {
     16: ((16, 256, 4, 4), (32, 128, 4, 4), (64, 128, 4, 4), (64, 256, 3, 4)),
@@ -18,30 +18,30 @@ _SKINNY_TILES = {
     64: ((64, 128, 3, 4), (128, 64, 4, 4), (128, 64, 4, 8), (256, 64, 4, 8)),
     128: ((64, 64, 4, 4), (128, 64, 4, 8), (128, 128, 3, 8), (256, 64, 3, 8)),
 }
-"""Candidates for bfloat16 by tokens: (rows, columns, stages, warps)."""
+"""Candidates for bfloat16, by tokens: (rows, columns, stages, warps)."""
 _PACKED_TILES = {
     16: ((64, 4, 4), (64, 6, 4), (128, 4, 4), (128, 4, 8)),
     32: ((64, 4, 4), (64, 6, 4), (128, 4, 4), (128, 4, 8)),
     64: ((64, 3, 4), (64, 5, 4), (128, 3, 4), (128, 4, 8)),
     128: ((64, 3, 4), (64, 3, 8), (128, 3, 8), (128, 4, 8)),
 }
-"""Candidates for packed weights by tokens: (rows, stages, warps)."""
+"""Candidates for packed weights, by tokens: (rows, stages, warps)."""
 
 
 def bucket_of(tokens: int) -> int:
-    """Returns the number of tokens of the tile that a step of `tokens` takes."""
+    """Return the number of tokens of the tile that a step of `tokens` tokens uses."""
     return next((size for size in TOKEN_TILES if tokens <= size), TOKEN_TILES[-1])
 
 
 def candidates(product: Product, tokens: int, early: Sequence[int]) -> list[Tile]:
-    """Returns tiles for a weight in bfloat16; `early`: bytes of each row prefetched into L2."""
+    """Return tiles for a bfloat16 weight; `early` has the numbers of bytes of each row to prefetch into L2."""
     if tokens == 1:
         return list(_gemv_candidates(product))
     return [tile for ahead in early for tile in _skinny_candidates(product, tokens, ahead)]
 
 
 def packed_candidates(product: Product, tokens: int, bits: int, columns: int) -> Iterator[Skinny]:
-    """Yields the engine's tile for a packed weight, then others of `columns` bytes of codes."""
+    """Yield the engine's tile for a packed weight, then others of `columns` bytes of codes."""
     rule = packed_tile_for(tokens, product.n, product.k, product.paired, bits, columns)
     yield rule
     bucket, factor = bucket_of(tokens), 2 if product.paired else 1
@@ -87,5 +87,5 @@ def _skinny_candidates(product: Product, tokens: int, early: int) -> Iterable[Sk
 
 
 def _splits(tiles: int, steps: int) -> list[int]:
-    """Returns the powers of two that leave two steps or more to each of not too many programs."""
+    """Return the powers of two that split `steps` into at least two per program, for a limited number of programs."""
     return [s for s in (1, 2, 4, 8) if steps >= 2 * s and (s == 1 or tiles * s <= _MOST_PROGRAMS)]

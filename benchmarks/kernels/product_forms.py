@@ -1,4 +1,4 @@
-"""The forms of a product's weight: its tiles, its launch, and other ways to compute it, on a GPU in bfloat16."""
+"""The forms of a product's weight on a GPU (bfloat16, packed, scaled): tiles, launch, and alternative computations."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,12 +25,12 @@ from tandem.engine.kernels.packed_weight import PackedWeight
 from tandem.engine.kernels.triton_launch import overlaps_launches
 
 EARLY = 512
-"""Bytes of a row of the weight that candidates prefetch into L2."""
+"""Bytes of a weight row that candidates prefetch into L2."""
 _EPS = 1e-5
 _DEQUANTIZED_FROM = 128
-"""The least number of tokens of which the product through a dequantized weight is timed."""
+"""Minimum number of tokens for which the product with a dequantized weight is measured."""
 _ROTATED_BYTES = 256 << 20
-"""Least size of the weights that a timed graph uses: five times L2."""
+"""Minimum total size of the weights in a timed graph: five times L2."""
 
 
 @dataclass(frozen=True)
@@ -43,38 +43,38 @@ class Inputs:
 
 
 class Form(Protocol):
-    """A form of weights."""
+    """A form of weights, such as bfloat16 or packed int4."""
 
     def weight(self, product: Product) -> Any:
-        """Returns a random weight as kernels read it."""
+        """Return a random weight in the layout that kernels read."""
 
     def inputs(self, product: Product, tokens: int) -> Inputs:
-        """Returns random inputs, with the norm where the engine leaves it to the product."""
+        """Return random inputs, with a norm if the engine fuses it into the product."""
 
     def tiles(self, product: Product, tokens: int, *, others: bool) -> list[Tile]:
-        """Returns the engine's tile, and with `others` candidates after it."""
+        """Return the engine's tile, followed by candidates if `others`."""
 
     def launch(self, product: Product, inputs: Inputs, tile: Tile, weight: Any) -> None:
-        """Launches the product's kernel with this tile."""
+        """Launch the product's kernel with this tile."""
 
     def beside(self, product: Product, tokens: int, weights: Sequence[Any]) -> dict[str, float]:
-        """Returns the microseconds of other ways to compute the product, by name."""
+        """Return the microseconds of alternative ways to compute the product, by name."""
 
 
 def rotated(form: Form, product: Product) -> list[Any]:
-    """Returns weights that together exceed L2 several times."""
+    """Return weights that together exceed L2 several times."""
     first = form.weight(product)
     return [first, *(form.weight(product) for _ in range(math.ceil(_ROTATED_BYTES / first.nbytes) - 1))]
 
 
 def us_of(launch: Callable[[Any], object], weights: Sequence[Any]) -> float:
-    """Returns the microseconds of a launch, in a graph of launches with different weights."""
+    """Return the microseconds per launch, in a graph of launches with different weights."""
     seconds = graph_seconds(lambda number: launch(weights[number % len(weights)]), max(4, len(weights)))
     return round(seconds * 1e6, 2)
 
 
 def make_inputs(product: Product, tokens: int, *, normed: bool) -> Inputs:
-    """Returns random inputs of a product."""
+    """Return random inputs of a product."""
 
     def random(*sizes: int) -> Tensor:
         return torch.randn(*sizes, dtype=torch.bfloat16, device="cuda")
@@ -88,25 +88,25 @@ class Plain:
     """Weights in bfloat16."""
 
     def weight(self, product: Product) -> Tensor:
-        """See `Form`."""
+        """Implement `Form.weight`."""
         return torch.empty(product.n, product.k, dtype=torch.bfloat16, device="cuda").normal_(std=0.02)
 
     def inputs(self, product: Product, tokens: int) -> Inputs:
-        """See `Form`."""
+        """Implement `Form.inputs`."""
         return make_inputs(product, tokens, normed=product.normed)
 
     def tiles(self, product: Product, tokens: int, *, others: bool) -> list[Tile]:
-        """See `Form`."""
+        """Implement `Form.tiles`."""
         rule = tile_for(tokens, product.n, product.k, product.paired, 2)
         return list(dict.fromkeys([rule, *(candidates(product, tokens, [EARLY]) if others else [])]))
 
     def launch(self, product: Product, inputs: Inputs, tile: Tile, weight: Tensor) -> None:
-        """See `Form`."""
+        """Implement `Form.launch`."""
         pdl = overlaps_launches()
         triton_linear.launch(inputs.x, inputs.norm, Linear(weight), inputs.out, product.op, pdl=pdl, tile=tile)
 
     def beside(self, product: Product, tokens: int, weights: Sequence[Tensor]) -> dict[str, float]:
-        """Returns cuBLAS's time, for the plain product without norm and activation."""
+        """Return the time of cuBLAS for the plain product, without norm and activation."""
         x = make_inputs(product, tokens, normed=False).x
         wide = x.new_empty(tokens, product.n)
         return {"cublas_us": us_of(lambda weight: torch.matmul(x, weight.t(), out=wide), weights)}
@@ -114,25 +114,25 @@ class Plain:
 
 @dataclass(frozen=True)
 class Packed:
-    """Weights as codes; `group` columns have a common scale, 0 = all of a row."""
+    """Quantized weights stored as codes; `group` columns share a scale, 0 = a whole row does."""
 
     dtype: torch.dtype
     bits: int
     group: int = 0
 
     def weight(self, product: Product) -> PackedWeight:
-        """See `Form`."""
+        """Implement `Form.weight`."""
         codes = torch.randint(0, 112, (product.n, product.k * self.bits // 8), dtype=torch.uint8, device="cuda")
         group = self.group or product.k
         scales = torch.rand(product.n, product.k // group, device="cuda", dtype=torch.bfloat16)
         return packed_products.prepared(PackedWeight(codes.view(self.dtype), scales, None, group))
 
     def inputs(self, product: Product, tokens: int) -> Inputs:
-        """See `Form`."""
+        """Implement `Form.inputs`."""
         return make_inputs(product, tokens, normed=product.normed and tokens <= FUSED_NORM_TOKENS)
 
     def tiles(self, product: Product, tokens: int, *, others: bool) -> list[Tile]:
-        """See `Form`."""
+        """Implement `Form.tiles`."""
         codes = torch.empty(1, product.k * self.bits // 8, dtype=torch.uint8).view(self.dtype)
         group = self.group or product.k
         columns = step_bytes(PackedWeight(codes, torch.empty(1, product.k // group), None, group))
@@ -140,14 +140,14 @@ class Packed:
         return found if others and tokens <= TOKEN_TILES[-1] else found[:1]
 
     def launch(self, product: Product, inputs: Inputs, tile: Tile, weight: PackedWeight) -> None:
-        """See `Form`."""
+        """Implement `Form.launch`."""
         assert isinstance(tile, Skinny)
         packed_products.launch(
             inputs.x, inputs.norm, Linear(weight), inputs.out, product.op, pdl=overlaps_launches(), tile=tile
         )
 
     def beside(self, product: Product, tokens: int, weights: Sequence[PackedWeight]) -> dict[str, float]:
-        """Returns the time through a dequantized weight, for many tokens."""
+        """Return the time of the product with a dequantized weight, for many tokens."""
         if tokens < _DEQUANTIZED_FROM:
             return {}
         x = make_inputs(product, tokens, normed=False).x
@@ -158,13 +158,16 @@ class Packed:
 
 @dataclass(frozen=True)
 class Scaled:
-    """Codes of 8 bits whose inputs have 8 bits, too, in blocks of `group` columns and rows; 0 = one scale a row."""
+    """8-bit codes whose inputs are quantized to 8 bits as well.
+
+    Blocks of `group` columns and rows share a scale; 0 = one scale per row.
+    """
 
     dtype: torch.dtype
     group: int = 0
 
     def weight(self, product: Product) -> ScaledWeight:
-        """See `Form`."""
+        """Implement `Form.weight`."""
         codes = torch.randint(0, 112, (product.n, product.k), dtype=torch.uint8, device="cuda").view(self.dtype)
         groups = product.k // (self.group or product.k)
         scales = torch.rand(math.ceil(product.n / (self.group or 1)), groups, device="cuda")
@@ -173,23 +176,23 @@ class Scaled:
         return scaled_products.prepared(plain)
 
     def inputs(self, product: Product, tokens: int) -> Inputs:
-        """See `Form`."""
+        """Implement `Form.inputs`."""
         return make_inputs(product, tokens, normed=product.normed)
 
     def tiles(self, product: Product, tokens: int, *, others: bool) -> list[Tile]:
-        """See `Form`."""
+        """Implement `Form.tiles`."""
         found = self._tiles(product, tokens)
         return [next(found), *(found if others else ())]
 
     def launch(self, product: Product, inputs: Inputs, tile: Tile, weight: ScaledWeight) -> None:
-        """Quantizes the input and launches the product's kernel."""
+        """Quantize the input and launch the product's kernel."""
         assert isinstance(tile, Skinny)
         pdl = overlaps_launches()
         x = scaled_products.quantized(inputs.x, inputs.norm, weight, pdl=pdl)
         scaled_products.launch(x, weight, None, inputs.out, product.op, pdl=pdl, tile=tile)
 
     def beside(self, product: Product, tokens: int, weights: Sequence[ScaledWeight]) -> dict[str, float]:
-        """Returns the time of quantizing the input, and with it of the library's product where there is one."""
+        """Return the time to quantize the input and, if a library has the product, the time of both together."""
         inputs, pdl = self.inputs(product, tokens), overlaps_launches()
         quantize = partial(scaled_products.quantized, inputs.x, inputs.norm, pdl=pdl)
         found = {"quantize_us": us_of(quantize, weights)}
@@ -239,13 +242,13 @@ class Job:
     tile: Tile
 
     def run(self) -> None:
-        """Launches the variant once."""
+        """Launch the variant once."""
         form = FORMS[self.form]
         form.launch(self.product, form.inputs(self.product, self.tokens), self.tile, form.weight(self.product))
 
     @property
     def bucket(self) -> int:
-        """The tokens of its tile in the engine's tables; 1 for a step of one token in bfloat16."""
+        """The tokens of the variant's tile in the engine's tables; 1 for a step of one token in bfloat16."""
         return 1 if self.tokens == 1 and self.form == "bfloat16" else bucket_of(self.tokens)
 
     def __str__(self) -> str:

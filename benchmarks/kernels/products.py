@@ -1,9 +1,9 @@
 """Measures and tunes the weight-streaming products of a model: `python -m benchmarks.kernels products [--candidates]`.
 
-For each product, form of weights and number of tokens it measures the engine's tile, with `--candidates` the fastest of
-some, as a share of the copy bandwidth of the same run, beside other ways to compute the product. With `--candidates` it
-prints lines for `TUNED` and `STREAMED_TOKENS` of tandem/engine/kernels/linear/triton_linear_tiles.py, and for `TUNED`
-of tandem/engine/kernels/packed/packed_tiles.py. Weights rotate through memory far larger than L2.
+For each product, form of weights and number of tokens, it measures the engine's tile, or with `--candidates` the
+fastest of several, as a share of the copy bandwidth of the same run, and other ways to compute the product. With
+`--candidates` it prints lines for `TUNED` and `STREAMED_TOKENS` of tandem/engine/kernels/linear/triton_linear_tiles.py,
+and for `TUNED` of tandem/engine/kernels/packed/packed_tiles.py. Weights rotate through memory far larger than L2.
 """
 
 import argparse
@@ -25,13 +25,13 @@ from tandem.engine.models.shapes import shape_config
 
 TOKENS = (1, 16, 32, 64, 128)
 _TUNED = ("bfloat16", "int8", "int4")
-"""The forms by which the engine's tables are made; fp8 takes the tiles of int8."""
+"""The forms that the engine's tables are tuned with; fp8 uses the tiles of int8."""
 
 Row = dict[str, Any]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of this case."""
+    """Add the options of this case."""
     parser.add_argument("--models", nargs="+", choices=dense_shapes(), default=["llama-3-8b"])
     parser.add_argument("--forms", nargs="+", choices=list(FORMS), default=list(FORMS))
     parser.add_argument("--products", nargs="+", help="qkv, o, gate_up, down, head (all)")
@@ -41,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> Measured:
-    """Measures all products, and prints the tables of the fastest tiles."""
+    """Measure all products, and print the tables of the fastest tiles."""
     reserve_scratch(torch.device("cuda", torch.cuda.current_device()))
     products = dict.fromkeys(
         product
@@ -69,7 +69,7 @@ def measure(options: argparse.Namespace) -> Measured:
 
 
 def _rows(product: Product, form: str, jobs: Sequence[Job], copy: float) -> list[Row]:
-    """Returns and prints a row for each number of tokens."""
+    """Return and print one row per number of tokens."""
     jobs = [job for job in jobs if (job.product, job.form) == (product, form)]
     kind, rows = FORMS[form], []
     weights = rotated(kind, product)
@@ -96,7 +96,7 @@ def _rows(product: Product, form: str, jobs: Sequence[Job], copy: float) -> list
 
 
 def _print_tables(rows: Sequence[Row]) -> None:
-    """Prints the fastest tiles by shape and bucket, of several steps of a bucket those of the largest."""
+    """Print the fastest tiles by shape and bucket. If several steps share a bucket, the largest step decides."""
     for form in _TUNED:
         tuned: dict[tuple[int, int, bool], dict[int, Any]] = {}
         streamed: dict[tuple[int, int], int] = {}

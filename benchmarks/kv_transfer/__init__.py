@@ -1,1 +1,1 @@
-"""KV pages and hand-overs between two workers, against a plain copy of the same run."""
+"""KV transfers and hand-overs between two workers, compared with a plain copy of the same run."""

@@ -1,9 +1,10 @@
 """Measures the KV hand-over from prefill to decode workers: `python -m benchmarks.kv_transfer --device cuda`.
 
-First two page pools without engines, in two processes: the bandwidth of transfers against a plain copy measured in the
-same run. Then a real cluster with one prefill and one decode worker: the time from a prompt's last chunk to its first
-decode step, the share of it that delays the answer, and the slowdown of steps during transfers. With two GPUs each
-worker has its own; with one they share it; `--device cpu` moves host memory. The last line is one JSON object.
+The first part has two page pools without engines, in two processes: the bandwidth of transfers as a share of a plain
+copy's, measured in the same run. The second part has a real cluster with one prefill and one decode worker: the time
+from a prompt's last chunk to its first decode step, the share of it that delays the answer, and the slowdown of steps
+during transfers. With two GPUs each worker has its own; with one GPU they share it; `--device cpu` transfers host
+memory. The last line is one JSON object.
 """
 
 import argparse
@@ -31,7 +32,7 @@ _GPU_SHAPE = "llama-3-8b"
 
 
 def pools(plan: PoolPlan, settings: Settings) -> Figures:
-    """Returns the bandwidth of one page, a chunk and longer transfers as shares of a plain copy's."""
+    """Return the bandwidth of transfers of one page, of a chunk and of longer sizes, as shares of a plain copy's."""
     sizes = sorted({1, *(tokens // plan.page_tokens for tokens in (settings.chunk, *settings.transfers))})
     ceiling = copy_ceiling(plan, sizes)
     found, wire, ports = asyncio.run(measure_pools(plan, sizes))
@@ -54,13 +55,13 @@ def pools(plan: PoolPlan, settings: Settings) -> Figures:
 
 
 def allowed_transports(plan: PoolPlan) -> str:
-    """Returns the `UCX_TLS` that UCX gets, from the environment or from Tandem's settings."""
+    """Return the `UCX_TLS` that UCX will use, from the environment or from Tandem's settings."""
     settings = {**ucx_settings(trusted_network=plan.trusted_network), **os.environ}
     return settings.get("UCX_TLS", "all")
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Parses the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kv_transfer", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     add_model_options(parser)
@@ -72,7 +73,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure(only: str | None, settings: Settings, plan: PoolPlan, config: ClusterSettings) -> Figures:
-    """Measures the pools, then the cluster, or `only` one of them."""
+    """Measure the pools and then the cluster, or only the part named by `only`."""
     found: Figures = {}
     if only != "cluster":
         found |= pools(plan, settings)
@@ -86,7 +87,7 @@ def measure(only: str | None, settings: Settings, plan: PoolPlan, config: Cluste
 
 
 def main() -> None:
-    """Runs the measurement, prints it, and saves it with --save."""
+    """Run the measurement, print the result, and save it if `--save` is given."""
     arguments = parse_arguments()
     if arguments.device == "cuda":
         need_gpu()

@@ -1,4 +1,4 @@
-"""Divides hand-overs into named parts, and finds the decode steps that coincide with a transfer, by timelines."""
+"""Divides hand-overs into named parts by the requests' timelines, and finds decode steps that overlap a transfer."""
 
 import statistics
 from collections.abc import Sequence
@@ -18,21 +18,21 @@ _HANDOVER = {
     "checked_to_joined": Edge.DECODE_ADMITTED,
     "joined_to_first_step": Edge.DECODE_STARTED,
 }
-"""The parts of a hand-over after PREFILL_FINISHED, in order: each part ends with that edge.
+"""The parts of a hand-over after PREFILL_FINISHED, in order; each part ends with the given lifecycle event.
 
-All other pages have arrived when the notice is posted. Two processes of one host use the same clock.
+When the notice is posted, all other pages have arrived. The two processes run on one host and use the same clock.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request at its client: arrival of each chunk in seconds, and the cluster's timeline."""
+    """One request as its client sees it: the arrival time of each chunk in seconds, and the cluster's timeline."""
 
     moments: tuple[float, ...]
     timeline: Timeline
 
     def ms(self, start: Edge, end: Edge) -> float:
-        """Returns milliseconds between two edges; RuntimeError if one is missing."""
+        """Return the milliseconds between two lifecycle events. Raises RuntimeError if one is missing."""
         seconds = self.timeline.seconds(start, end)
         if seconds is None:
             raise RuntimeError(f"a request without {start.name} or {end.name}")
@@ -40,17 +40,17 @@ class Answer:
 
     @property
     def gaps_ms(self) -> list[float]:
-        """Gaps between chunks in milliseconds."""
+        """The gaps between chunks in milliseconds."""
         return [(b - a) * _TO_MS for a, b in zip(self.moments, self.moments[1:], strict=False)]
 
 
 def handovers_ms(answers: Sequence[Answer]) -> list[float]:
-    """Returns the time from the end of the last chunk to the request's first decode step, in ms."""
+    """Return the times from the end of the last prefill chunk to the request's first decode step, in milliseconds."""
     return [answer.ms(Edge.PREFILL_FINISHED, Edge.DECODE_STARTED) for answer in answers]
 
 
 def handover_parts_ms(answers: Sequence[Answer]) -> dict[str, float]:
-    """Returns the mean of each part in milliseconds; their sum is the mean hand-over."""
+    """Return the mean of each part in milliseconds; the parts sum up to the mean hand-over."""
     begins = [Edge.PREFILL_FINISHED, *_HANDOVER.values()]
     return {
         name: round(statistics.mean(answer.ms(begin, end) for answer in answers), 4)
@@ -59,11 +59,11 @@ def handover_parts_ms(answers: Sequence[Answer]) -> dict[str, float]:
 
 
 def gaps_meeting_transfers_ms(stream: Answer, prompts: Sequence[Answer]) -> list[float]:
-    """Returns the gaps of `stream` during which pages of one of `prompts` moved, without steps that a request joined.
+    """Return the gaps of `stream` that overlap transfers of `prompts`, in ms, without steps that a request joined.
 
     Only certain overlaps count: a prompt's timeline has the start of its first write, and start and end of the last
-    chunk's writes; the times of the writes between are unknown. Tokens arrive later than their steps by a fraction of a
-    step. Arrivals and timelines use the clock of one host.
+    chunk's writes; the times of the writes in between are unknown. Tokens arrive later than their steps by a fraction
+    of a step. Arrivals and timelines use the clock of one host.
     """
     moving = [span for answer in prompts for span in _moving(answer)]
     joined = {_nearest(stream.moments, answer.moments[-1]) for answer in prompts}
@@ -75,7 +75,10 @@ def gaps_meeting_transfers_ms(stream: Answer, prompts: Sequence[Answer]) -> list
 
 
 def _moving(answer: Answer) -> list[tuple[float, float]]:
-    """Returns the Unix times between which pages moved: the first write's start, and the last chunk's writes."""
+    """Return the Unix times between which pages were transferred.
+
+    They are the first write's start, and the start and end of the last chunk's writes.
+    """
     edges = (Edge.TRANSFER_STARTED, Edge.LAST_PAGES_POSTED, Edge.TRANSFER_FINISHED)
     nanos = [answer.timeline.at(edge) for edge in edges]
     first, posted, finished = (None if each is None else each / _NANOS for each in nanos)
@@ -85,5 +88,5 @@ def _moving(answer: Answer) -> list[tuple[float, float]]:
 
 
 def _nearest(moments: Sequence[float], moment: float) -> int:
-    """Returns the index of the time closest to `moment`, since tokens of one step arrive together."""
+    """Return the index of the time closest to `moment`, because the tokens of one step arrive together."""
     return min(range(len(moments)), key=lambda n: abs(moments[n] - moment))

@@ -1,4 +1,4 @@
-"""Measures hand-overs in a real cluster of one prefill and one decode worker, at the client.
+"""Measures hand-overs in a real cluster of one prefill and one decode worker, as the client sees them.
 
 The figures are the time from a prompt's last chunk to its first decode step, the share of it that delays the answer,
 and the slowdown of steps during transfers.
@@ -23,12 +23,12 @@ Figures = dict[str, object]
 
 
 ANSWER_RESERVE = 16
-"""Tokens of a model's context reserved for the answer."""
+"""Tokens of the model's context reserved for the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Sizes that depend on the device, in tokens; `streams` decode in the background."""
+    """Sizes in tokens, which depend on the device; `streams` requests decode in the background."""
 
     page_tokens: int
     prompt: int
@@ -38,11 +38,11 @@ class Settings:
     rounds: int
     dtype: str
     transfers: tuple[int, ...]
-    """Tokens of transfers whose bandwidth is measured, in addition to one page and a chunk."""
+    """Sizes of the transfers whose bandwidth is measured, in tokens, in addition to one page and one chunk."""
 
     @property
     def prompt_name(self) -> int:
-        """The prompt's length in names of figures, including the answer's reserve."""
+        """The prompt's length in the names of figures, including the reserve for the answer."""
         return self.prompt if self.prompt % self.page_tokens == 0 else self.prompt + ANSWER_RESERVE
 
 
@@ -62,23 +62,23 @@ SETTINGS = {
 
 
 class Asking:
-    """Sends prompts of token ids, of which no two are equal."""
+    """A client that sends prompts of token ids, no two of which are equal."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
         self._sent = 0
 
     async def ask(self, prompt: int, new_tokens: int) -> Answer:
-        """Returns one greedy answer of exactly `new_tokens` tokens to a prompt of `prompt` tokens."""
+        """Return a greedy answer of exactly `new_tokens` tokens to a prompt of `prompt` tokens."""
         self._sent += 1
         ids = [1000 + (17 * self._sent + 131 * i) % 20000 for i in range(prompt)]
         stream = self._client.stream_generate(ids, max_tokens=new_tokens, temperature=0, ignore_eos=True)
-        moments = [time.time() async for chunk in stream if chunk.token_ids]  # by the clock of timelines
+        moments = [time.time() async for chunk in stream if chunk.token_ids]  # the clock of the timelines
         return Answer(tuple(moments), (await stream.answer()).timeline)
 
 
 async def handovers(client: Asking, settings: Settings) -> Figures:
-    """Measures one prompt at a time: the parts between its last chunk and its first decode step."""
+    """Measure one prompt at a time: the parts between its last chunk and its first decode step."""
     await client.ask(settings.prompt, _ANSWER)
     answers = [await client.ask(settings.prompt, _ANSWER) for _ in range(settings.rounds)]
     handover = handovers_ms(answers)
@@ -105,10 +105,10 @@ async def handovers(client: Asking, settings: Settings) -> Figures:
 
 
 async def prefills(client: Asking, settings: Settings) -> Figures:
-    """Measures the slowdown of prefill by transfers, with transferred and local prompts in turns.
+    """Measure how much transfers slow prefill down, by alternating prompts with and without a transfer.
 
-    A request of 1 token has no transfer; 2 tokens are the fewest with one. The order alternates from round to round, so
-    that both follow each other, and a pause, equally often.
+    A request for 1 token needs no transfer; 2 tokens are the fewest that do. The order alternates from round to round,
+    so that either kind follows the other, and a pause, equally often.
     """
     took: dict[int, list[float]] = {1: [], 2: []}
     for number in range(2 * settings.rounds):
@@ -124,9 +124,9 @@ async def prefills(client: Asking, settings: Settings) -> Figures:
 
 
 async def interference(client: Asking, settings: Settings) -> Figures:
-    """Measures the ITL of decoding streams without load, and while prompts arrive one after the other.
+    """Measure the ITL of decoding streams without load, and while prompts arrive one after another.
 
-    There are few streams: with many, a router sends several tokens per chunk.
+    There are only a few streams, because with many a router sends several tokens per chunk.
     """
 
     async def streams() -> list[Answer]:
@@ -138,7 +138,7 @@ async def interference(client: Asking, settings: Settings) -> Figures:
     windows, prompts = [], []
     while not background.done():
         started = time.time()
-        # Two tokens: the KV is transferred, and the request ends after one step.
+        # Two tokens: the KV is transferred, and the request ends after one decode step.
         prompts.append(await client.ask(settings.prompt, 2))
         windows.append((started, time.time()))
     busy = await background
@@ -150,7 +150,7 @@ async def interference(client: Asking, settings: Settings) -> Figures:
         "decode_step_quiet_ms": _median(alone),
         "decode_step_with_transfers_ms": _median(inside),
         "decode_step_with_over_without_transfers": round(statistics.median(inside) / statistics.median(alone), 4),
-        # A prompt's transfer is a hundredth of its time, so few steps coincide with one.
+        # A prompt's transfer takes a hundredth of the prompt's time, so few steps overlap one.
         "decode_step_p99_with_over_without_transfers": round(_p99(inside) / _p99(alone), 4),
         "decode_steps_meeting_transfers": max(len(gaps) for gaps in met),
         "decode_step_meeting_transfers_over_quiet": (
@@ -166,13 +166,13 @@ def _p99(values: Sequence[float]) -> float:
 
 
 def _gaps_within(answer: Answer, windows: list[tuple[float, float]]) -> list[float]:
-    """Returns the gaps that end while another prompt is in progress."""
+    """Return the gaps that end while another prompt is in progress."""
     ends = zip(answer.moments[1:], answer.gaps_ms, strict=True)
     return [gap for moment, gap in ends if any(start <= moment <= end for start, end in windows)]
 
 
 async def through_the_cluster(address: str, settings: Settings) -> Figures:
-    """Runs all measurements over one connection."""
+    """Run all measurements over one connection."""
     async with AsyncClient(address, timeout_s=_TIMEOUT_S) as connection:
         client = Asking(connection)
         found = await handovers(client, settings) | await prefills(client, settings)

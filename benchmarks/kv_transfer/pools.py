@@ -22,18 +22,18 @@ from tandem.protocol.messages import PeerDescription, PeerRef
 from tandem.worker.process import layout_of
 
 IN_FLIGHT = 4
-"""Concurrent writes of a steady stream: a prefill worker hands over several requests at a time."""
+"""Concurrent writes of a steady stream, because a prefill worker hands over several requests at a time."""
 _DEADLINE_S = 60.0
 _POOL_BYTES = {"cuda": 8 << 30, "cpu": 1 << 30}
 _WARM = 4
 _ROUNDS, _ROUNDS_S = 24, 0.3
-"""Minimum number of timed writes, and minimum seconds: short writes need many."""
+"""Minimum number of timed writes, and minimum seconds; short writes need many repetitions."""
 _CEILING_ROUNDS, _CEILING_ROUND_S = 5, 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """The pools' model, tokens per page, dtype of KV and devices."""
+    """The model of the pools, the tokens per page, the KV dtype and the devices."""
 
     model: Path
     page_tokens: int
@@ -44,13 +44,16 @@ class PoolPlan:
 
     @property
     def kind(self) -> str:
-        """`cpu` or `cuda`."""
+        """The type of the devices: `cpu` or `cuda`."""
         return self.sender.split(":")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """Bandwidth of writes of one size in bytes per second: one after the other, and `IN_FLIGHT` at a time."""
+    """Bandwidth of writes of one size, in bytes per second.
+
+    `alone` is for writes one after another, `steady` for `IN_FLIGHT` at a time.
+    """
 
     pages: int
     alone: float
@@ -58,7 +61,7 @@ class Bandwidth:
 
 
 class PoolSide:
-    """One pool with its transport, to be run as an actor."""
+    """One pool with its transport; each of the two runs as a Ray actor."""
 
     def __init__(self, plan: PoolPlan, name: str, device: str) -> None:
         here = torch.device(device)
@@ -73,16 +76,16 @@ class PoolSide:
         self._transport = open_transport("nixl", layout, me, lambda _notice: None, trusted_network=plan.trusted_network)
 
     def describe(self) -> PeerDescription:
-        """Returns the address at which the other side reaches this pool."""
+        """Return the address at which the other side reaches this pool."""
         return self._transport.describe()
 
     def introduce(self, peer: PeerDescription) -> None:
-        """Adds the other side, and polls for its writes from now on."""
+        """Add the other side as a peer, and poll for its writes from now on."""
         self._transport.add_peer(peer)
         self._transport.expect(1)
 
     def bandwidth(self, peer: PeerRef, sizes: Sequence[int]) -> list[Bandwidth]:
-        """Measures writes of these numbers of pages onto shuffled pages, as in a pool that has been in use."""
+        """Measure writes of these numbers of pages to shuffled pages, as in a pool that has been in use."""
         found = []
         for pages in sizes:
             self._stream(peer, pages, 1, writes=_WARM, seconds=0)
@@ -92,21 +95,24 @@ class PoolSide:
         return found
 
     def wire(self) -> str:
-        """Returns the name of the transport, with the UCX transport at the sender."""
+        """Return the name of the transport, including the sender's UCX transport."""
         return self._transport.transport_name()
 
     def open_ports(self) -> tuple[str, ...]:
-        """Returns the TCP ports on which UCX listens."""
+        """Return the TCP ports on which UCX listens."""
         return self._transport.open_ports()
 
     def close(self) -> None:
-        """Closes the transport."""
+        """Close the transport."""
         self._transport.close()
 
     def _stream(
         self, peer: PeerRef, pages: int, in_flight: int, writes: int = _ROUNDS, seconds: float = _ROUNDS_S
     ) -> float:
-        """Returns bytes per second of at least `writes` writes in at least `seconds`, at most `in_flight` at a time."""
+        """Return the bytes per second of a stream of writes, up to `in_flight` at a time.
+
+        The stream has at least `writes` writes and takes at least `seconds`.
+        """
         chosen = random.Random(pages)
         waiting: list[Future[WriteDone]] = []
         done, started = 0, time.perf_counter()
@@ -122,7 +128,7 @@ class PoolSide:
 
 
 async def measure_pools(plan: PoolPlan, sizes: Sequence[int]) -> tuple[list[Bandwidth], str, tuple[str, ...]]:
-    """Returns each size's bandwidth between two processes, the transport, and the TCP ports that UCX opened."""
+    """Return the bandwidth of each size between two processes, the transport, and the TCP ports that UCX opened."""
     node = RayNode()
     node.start({}, processes=2)
     try:
@@ -141,9 +147,9 @@ async def measure_pools(plan: PoolPlan, sizes: Sequence[int]) -> tuple[list[Band
 
 
 def copy_ceiling(plan: PoolPlan, sizes: Sequence[int]) -> float:
-    """Returns bytes per second of plain copies between the devices in this process: the best round of any size.
+    """Return the bytes per second of plain copies between the devices in this process: the best round of any size.
 
-    Copies are as large as writes of `sizes` pages, within buffers twice as large as the largest.
+    Copies are as large as writes of `sizes` pages, within buffers twice as large as the largest one.
     """
     page = page_bytes(load_spec(plan.model), plan.page_tokens, plan.dtype)
     shape = (2 * max(sizes), page)
@@ -160,7 +166,7 @@ def copy_ceiling(plan: PoolPlan, sizes: Sequence[int]) -> float:
 
 
 def _copies(plan: PoolPlan, source: Tensor, target: Tensor, pages: int) -> float:
-    """Returns bytes per second of a round of copies of `pages` contiguous pages, at random positions."""
+    """Return the bytes per second of one round of copies of `pages` contiguous pages at random positions."""
     chosen = random.Random(pages)
     done, started = 0, time.perf_counter()
     while not done or time.perf_counter() - started < _CEILING_ROUND_S:

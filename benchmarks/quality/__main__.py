@@ -1,8 +1,8 @@
 """Measures what quantization or another dtype changes: `python -m benchmarks.quality MODEL --candidate OUTPUT`.
 
-`python -m benchmarks.quality [predictions] MODEL` compares predictions with those of the same model in 16 or 32 bits,
-and `python -m benchmarks.quality retrieval` finds numbers in long texts by a model made for it, with 16-bit and 8-bit
-KV. The last line is one JSON object.
+`python -m benchmarks.quality [predictions] MODEL` compares predictions with those of the same model in 16 or 32 bits.
+`python -m benchmarks.quality retrieval` retrieves numbers from long texts with a model made for that task, over 16-bit
+and 8-bit KV. The last line is one JSON object.
 """
 
 from benchmarks.command_line import run_case

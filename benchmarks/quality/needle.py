@@ -1,4 +1,4 @@
-"""Needle retrieval: a number stands once in a long text, and the prompt ends with the question for it."""
+"""Needle retrieval: a number occurs once in a long text, and the prompt ends with a question for it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,21 +8,21 @@ from tandem.engine.quality.teacher_forced import StepRows
 from tandem.engine.steps.batch import StepBatch
 
 DEPTHS = (0.1, 0.5, 0.9)
-"""The places of the number, as parts of the text."""
+"""The positions of the number, as fractions of the text."""
 _ANSWER_TOKENS = 12
-"""Tokens within which the number must be said: 6 digits and a space take at most 12."""
+"""Tokens within which the answer must contain the number: 6 digits and a space take at most 12."""
 
 
 @dataclass(frozen=True, slots=True)
 class Needles:
-    """Prompts that end in a question for a number that stands in them."""
+    """Prompts that end with a question for a number hidden in them, and these numbers."""
 
     prompts: Sequence[Sequence[int]]
     numbers: Sequence[str]
 
 
 def make_needles(encode: Callable[[str], Sequence[int]], text: str, tokens: int) -> Needles:
-    """Returns a prompt of `tokens` tokens for each of `DEPTHS`, with `text` around the number, repeated as needed."""
+    """Return a prompt of `tokens` tokens for each of `DEPTHS`: `text`, repeated as needed, surrounds the number."""
     special = list(encode(""))
     hay = list(encode(text))[len(special) :]
     prompts, numbers = [], []
@@ -44,7 +44,7 @@ def make_needles(encode: Callable[[str], Sequence[int]], text: str, tokens: int)
 
 
 def found_needles(runner: ModelRunner, decode: Callable[[Sequence[int]], str], needles: Needles, chunk: int) -> int:
-    """Returns the number of prompts whose greedy answer has the number; prompts are read in steps of `chunk` tokens."""
+    """Return how many greedy answers contain the number. Prompts are computed in steps of `chunk` tokens."""
     answers = (decode(_answer(runner, prompt, chunk)) for prompt in needles.prompts)
     return sum(number in answer for number, answer in zip(needles.numbers, answers, strict=True))
 

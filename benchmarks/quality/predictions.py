@@ -1,8 +1,8 @@
 """Compares a model's predictions with those of the same model in 16 or 32 bits: `python -m benchmarks.quality MODEL`.
 
-Candidate and reference read the same text, of which calibration uses none (`tandem/cli/quantization/sample_text.py`).
-Reported are the mean KL(reference ‖ candidate), the agreement of the most likely tokens and both perplexities, for
-positions scored as prompts and as decode steps, and how many numbers hidden in long texts each finds.
+Candidate and reference read the same text, which calibration never uses (`tandem/cli/quantization/sample_text.py`). The
+benchmark reports the mean KL(reference ‖ candidate), the agreement of the most likely tokens and both perplexities, for
+positions scored in prefill and in decode steps, and how many numbers hidden in long texts each model finds.
 """
 
 import argparse
@@ -30,7 +30,7 @@ _NEEDLES = (4096, 16384, 32768)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of this case."""
+    """Add the options of this case."""
     parser.add_argument("model", type=Path, help="the reference: Hugging Face folder or GGUF file")
     parser.add_argument("--candidate", type=Path, help="the model that is compared (the reference's own folder)")
     parser.add_argument("--dtype", choices=_DTYPES, default="auto", help="of the candidate (auto)")
@@ -50,10 +50,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(chosen: argparse.Namespace) -> Measured:
-    """Loads both engines, compares them and prints the tables."""
+    """Load both engines, compare them, and print the tables."""
     console = Console()
     folder = prepare_model(chosen.model)
-    # A GGUF file is served with its own codes, and is its own reference in float32.
+    # A GGUF file is served from its own codes; the reference is the same file in float32.
     other = folder if chosen.candidate is None else prepare_model(chosen.candidate, codes=True)
     context = load_spec(folder).max_context
     lengths = [tokens for tokens in chosen.needle if tokens < context]

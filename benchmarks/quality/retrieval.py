@@ -1,10 +1,10 @@
-"""Needle retrieval at long contexts, by a model made for it: `python -m benchmarks.quality retrieval`.
+"""Needle retrieval in long contexts by a constructed model: `python -m benchmarks.quality retrieval`.
 
 No model that is small enough for a CPU answers questions about 32,768 tokens. Two layers of one head can copy what
-followed a token when it stood in the text before (an induction head, arXiv:2209.11895), exactly and at any distance,
-with weights that are written down instead of trained. So an answer is wrong only if keys and values are: of a wrong
-position, with a wrong scale, or too coarse. The keys that are compared have one coordinate of `OUTLIER` times the size
-of the others, as those of trained models do, which is what 8-bit codes have to bear.
+followed an earlier occurrence of a token (an induction head, arXiv:2209.11895), exactly and at any distance, with
+weights that are written down instead of trained. An answer is therefore wrong only if keys and values are: from a wrong
+position, with a wrong scale, or too coarse. The keys to compare have one coordinate of `OUTLIER` times the size of the
+others, like those of trained models, which is the difficulty for 8-bit codes.
 
 16-bit and quantized KV answer the same prompts in one run.
 """
@@ -30,29 +30,32 @@ from tandem.engine.quality.loading import load_for_comparison
 VOCAB = 512
 NUMBER_TOKENS = 6
 KEY = 3
-"""The token that stands before the number, and at the end of the prompt."""
+"""The token in front of the number, repeated at the end of the prompt."""
 FIRST_DIGIT, FIRST_HAY = 4, 32
-"""Tokens from `FIRST_DIGIT` on are in numbers only, those from `FIRST_HAY` on in the text around them."""
+"""Tokens from `FIRST_DIGIT` on occur only in numbers, tokens from `FIRST_HAY` on only in the surrounding text."""
 OUTLIER = 8.0
 HIDDEN, HEAD_DIM = 128, 64
 ROPE_THETA = 1e12
-"""So large that half of a head's pairs of coordinates hardly turn within 65,536 positions."""
+"""RoPE's base: so large that half of a head's coordinate pairs hardly rotate within 65,536 positions."""
 _HALF = HEAD_DIM // 2
 _TURNING = 14
-"""The pairs that find the position before; the others compare tokens."""
+"""The coordinate pairs that find the previous position; the other pairs compare tokens."""
 _CODE = 2 * (_HALF - _TURNING)
-"""Coordinates of a token's code, each 1 or -1."""
+"""The number of coordinates of a token's code, each 1 or -1."""
 _TOKEN, _BEFORE, _ONE, _COPIED = 0, _CODE, 2 * _CODE, 2 * _CODE + 1
-"""The first coordinates of the hidden state: the token's code, that of the one before, a constant 1, the answer."""
+"""First coordinates in the hidden state of the token's code, the previous token's code, a 1, and the answer."""
 _ALIKE = 12
-"""The largest product of two tokens' codes, of which one is in a number."""
+"""The largest dot product allowed between the codes of two tokens of which one occurs in numbers."""
 _SHARPNESS_BEFORE, _SHARPNESS_SAME = 16.0, 1.0
-"""The score that each pair, or coordinate of a code, adds: weights of other positions are below e^-9 and e^-20."""
+"""The score that each pair, or each coordinate of a code, adds.
+
+The attention weights of other positions are then below e^-9 and e^-20.
+"""
 _CONTEXT = 65_536
 
 
 def write_retrieval_model(folder: Path) -> Path:
-    """Writes the model in Hugging Face layout, without a tokenizer; returns its folder."""
+    """Write the model in Hugging Face layout, without a tokenizer, and return its folder."""
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "vocab_size": VOCAB,
         "hidden_size": HIDDEN, "intermediate_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 1,
@@ -80,7 +83,7 @@ def _weights() -> dict[str, Tensor]:
 
 
 def _token_codes() -> Tensor:
-    """Returns codes [vocab, _CODE] of 1 and -1; those of tokens before `FIRST_HAY` are unlike all others."""
+    """Return codes [vocab, _CODE] of 1 and -1; those of tokens before `FIRST_HAY` are dissimilar to all others."""
     generator, found = torch.Generator().manual_seed(0), torch.zeros(0, _CODE)
     while len(found) < VOCAB:
         code = torch.randint(2, (_CODE,), generator=generator) * 2.0 - 1
@@ -90,11 +93,12 @@ def _token_codes() -> Tensor:
 
 
 def _position_before() -> dict[str, Tensor]:
-    """Returns the first layer's projections: a token attends to the one before it, and takes its code.
+    """Return the first layer's projections, by which each token attends to the previous one and copies its code.
 
-    With queries (1, 0) and keys (cos t, sin t) in a pair of frequency t, the score of a token d before is cos(t (d-1)).
+    With queries (1, 0) and keys (cos t, sin t) in a pair of frequency t, the score of a token d positions back is cos(t
+    (d-1)).
     """
-    # After the norm a hidden state of `ones` coordinates of 1 and -1 has this for each.
+    # After the norm, each coordinate of a hidden state with _CODE + 1 coordinates of 1 and -1 has this size.
     size = math.sqrt(HIDDEN / (_CODE + 1))
     frequencies = ROPE_THETA ** (-torch.arange(_TURNING) / _HALF)
     gain = math.sqrt(_SHARPNESS_BEFORE * math.sqrt(HEAD_DIM)) / size
@@ -107,7 +111,10 @@ def _position_before() -> dict[str, Tensor]:
 
 
 def _same_token() -> dict[str, Tensor]:
-    """Returns the second layer's: a token attends to those that follow the same token, and takes their code."""
+    """Return the second layer's projections.
+
+    A token attends to those that follow the same token, and copies their code.
+    """
     size = math.sqrt(HIDDEN / (2 * _CODE + 1))
     gain = math.sqrt(_SHARPNESS_SAME * math.sqrt(HEAD_DIM)) / size
     slow = torch.cat([torch.arange(_TURNING, _HALF), torch.arange(_HALF + _TURNING, HEAD_DIM)])
@@ -125,7 +132,10 @@ def _empty() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def retrieval_needles(tokens: int) -> Needles:
-    """Returns a prompt of `tokens` token ids for each of `DEPTHS`: random ones around the key and a number."""
+    """Return a prompt of `tokens` random token ids for each of `DEPTHS`.
+
+    Each prompt contains the key followed by a number.
+    """
     prompts, numbers = [], []
     for index, depth in enumerate(DEPTHS):
         generator = torch.Generator().manual_seed(tokens + index)
@@ -139,14 +149,14 @@ def retrieval_needles(tokens: int) -> Needles:
 
 
 def said(token_ids: Sequence[int]) -> str:
-    """Returns tokens as text, as no tokenizer has them."""
+    """Return token ids as text, because the model has no tokenizer."""
     return " ".join(f"<{each}>" for each in token_ids)
 
 
 def count_found(
     lengths: Sequence[int], kv_cache_dtypes: Sequence[str], device: str, dtype: str, chunk: int
 ) -> dict[str, dict[str, int]]:
-    """Returns the numbers found, of `len(DEPTHS)`, by length and dtype of KV."""
+    """Return how many of `len(DEPTHS)` numbers were found, by prompt length and KV dtype."""
     found: dict[str, dict[str, int]] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = write_retrieval_model(Path(folder))
@@ -165,7 +175,7 @@ def count_found(
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of this case."""
+    """Add the options of this case."""
     parser.add_argument(
         "--lengths",
         type=lambda text: [at_least(64)(each) for each in text.split(",")],
@@ -179,7 +189,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> Measured:
-    """Counts the numbers found with each type of KV."""
+    """Count the numbers found with each KV dtype."""
     found = count_found(
         options.lengths, options.kv_cache_dtypes, options.device, options.dtype, options.max_step_tokens
     )

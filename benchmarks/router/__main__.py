@@ -1,7 +1,7 @@
 """Measures the router alone: `python -m benchmarks.router [streams|placement]`.
 
-`streams` counts messages and tokens of a router between a stand-in worker and clients, `placement` the time to choose
-workers for a request. The last line is one JSON object.
+`streams` measures the messages and tokens that a router forwards between a stand-in worker and clients, `placement` the
+time to choose workers for a request. The last line is one JSON object.
 """
 
 from benchmarks.command_line import run_case

@@ -1,11 +1,11 @@
 """Measures the cost of choosing workers for a request: `python -m benchmarks.router placement`.
 
-The prefix caches of a fleet hold a million pages. Requests arrive one after the other, each is placed by predicted cost
-and counted at its workers, while earlier ones end. The measured time is all that the router does to place a request,
-except for the tokenizer, the hashing of pages (which threads do) and the two calls to the workers. It is CPU time, so
-other load of the machine does not count.
+The prefix caches of a fleet hold a million pages. Requests arrive one after another; each is placed by predicted cost
+and counted at its workers, while earlier requests end. The measured time is everything that the router does to place a
+request, except for the tokenizer, the hashing of pages (done by threads) and the two calls to the workers. It is CPU
+time, so that other load of the machine does not count.
 
-Figures are µs per request, and that as a share of one decode step of an 8B model.
+Figures are µs per request, absolute and as a share of one decode step of an 8B model.
 """
 
 import argparse
@@ -35,24 +35,24 @@ RUNNING = 12
 COSTS = CostParameters(
     base_s=3.9e-3, token_s=1.8e-5, pair_s=1.1e-11, row_s=1e-5, context_s=3.3e-8, free_tokens=200, observed=1
 )
-"""Approximate step cost of an 8B model on one H200."""
+"""Approximate step costs of an 8B model on one H200."""
 MODEL = ModelFacts("model", 128_256, 131_072, (), "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The fleet's size and mode, and the number of requests."""
+    """The size and mode of the fleet, and the number of requests."""
 
     workers: int
     pages: int
     requests: int
     mode: Mode
     shared: float
-    """Share of the requests whose prompt has a prefix that some worker holds."""
+    """Share of the requests whose prompt has a prefix in some worker's cache."""
 
 
 def make_fleet(plan: Plan, dice: random.Random) -> tuple[Fleet, list[list[bytes]]]:
-    """Returns the fleet, and the prompts that its caches hold, by their pages' hashes."""
+    """Return the fleet and the prompts in its prefix caches, as hashes of their pages."""
     fleet, pages_each = Fleet(), plan.pages // plan.workers
     roles = [Role.BOTH] * plan.workers if plan.mode is not Mode.DISAGGREGATED else [Role.PREFILL, Role.DECODE]
     held: list[list[bytes]] = []
@@ -74,7 +74,7 @@ def make_fleet(plan: Plan, dice: random.Random) -> tuple[Fleet, list[list[bytes]
 
 
 def make_requests(plan: Plan, held: list[list[bytes]], dice: random.Random) -> list[QueuedRequest]:
-    """Returns prompts of conversations: some continue a cached prompt, others share its system prompt only."""
+    """Return prompts of conversations: some continue a cached prompt, others share only its system prompt."""
     requests = []
     for _ in range(plan.requests):
         known = dice.choice(held) if dice.random() < plan.shared else held[0][:8]
@@ -87,7 +87,7 @@ def make_requests(plan: Plan, held: list[list[bytes]], dice: random.Random) -> l
 
 
 class Placer:
-    """Places requests and ends the oldest, as a router does."""
+    """Places requests and ends the oldest ones, as a router does."""
 
     def __init__(self, plan: Plan, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -97,7 +97,7 @@ class Placer:
         self._most = RUNNING * plan.workers
 
     def place(self, name: str, request: QueuedRequest) -> bool:
-        """Places one request; returns True if it was placed."""
+        """Place one request, and return True on success."""
         if len(self._running) >= self._most:
             self._end(*self._running.popleft())
         pair = self._policy.place(request, self._fleet, 0.0)
@@ -111,7 +111,7 @@ class Placer:
         return True
 
     def computed(self) -> None:
-        """Marks the prompts placed so far as computed."""
+        """Report all prompts placed so far as computed."""
         for name, pair in list(self._running)[-len(self._by_peer) :]:
             self._by_peer[pair.prefill].remove_prompt(name)
 
@@ -122,13 +122,13 @@ class Placer:
 
 
 def measure_mode(plan: Plan) -> dict[str, object]:
-    """Measures the time of each request; returns quantiles and the fleet's size."""
+    """Measure the time of each request, and return its quantiles and the fleet's size."""
     dice = random.Random(1)
     fleet, held = make_fleet(plan, dice)
     requests = make_requests(plan, held, dice)
     placer = Placer(plan, fleet)
     gc.collect()
-    gc.freeze()  # requests and index live on; collecting garbage among them is not part of a placement
+    gc.freeze()  # traversing requests and index, which stay alive, is not part of a placement
     seconds, placed = [], 0
     for number, need in enumerate(requests):
         started = time.thread_time()
@@ -154,7 +154,7 @@ def measure_mode(plan: Plan) -> dict[str, object]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of this case."""
+    """Add the options of this case."""
     parser.add_argument("--workers", type=at_least(2), default=64)
     parser.add_argument("--pages", type=at_least(1), default=1_000_000, help="pages in the prefix index")
     parser.add_argument("--requests", type=at_least(100), default=20_000)
@@ -163,7 +163,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> Measured:
-    """Measures each mode; the figures are those of the one that takes longest."""
+    """Measure each mode; the main figures are those of the slowest mode."""
     results = []
     for mode in [options.mode] if options.mode else list(Mode):
         results.append(measure_mode(Plan(options.workers, options.pages, options.requests, mode, options.shared)))

@@ -1,4 +1,4 @@
-"""The processes of a measurement of the router: the stand-in worker, and a router that says what it uses."""
+"""The processes of a router measurement: the stand-in worker, and a router that reports its resource usage."""
 
 import asyncio
 import os
@@ -22,14 +22,14 @@ from tandem.net.heap import freeze_gc
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Seconds of CPU time since the router was ready, and its memory now."""
+    """CPU time in seconds since the router became ready, and its present memory."""
 
     cpu_s: float
     rss_bytes: int
 
 
 def run_source(pipe: Connection, step_s: float) -> None:
-    """Runs the stand-in worker; sends the controller's address."""
+    """Run the stand-in worker, and send the controller's address through `pipe`."""
 
     async def run() -> None:
         address = await TokenSource(step_s).start()
@@ -41,9 +41,9 @@ def run_source(pipe: Connection, step_s: float) -> None:
 
 
 def run_router(pipe: Connection, controller: str, model: Path, settings: Mapping[str, Any]) -> None:
-    """Runs a router with these fields of `RouterConfig`; sends its gRPC and HTTP address once it is ready.
+    """Run a router with these fields of `RouterConfig`, and send its gRPC and HTTP address once it is ready.
 
-    Each "usage" is answered with a `Usage`; "end" stops it.
+    The process replies to each "usage" with a `Usage`; "end" stops it.
     """
 
     async def run() -> None:

@@ -1,4 +1,4 @@
-"""The clients: one process that reads many answers, by gRPC or HTTP, and clients that do not read theirs."""
+"""The clients: one process that reads many answers over gRPC or HTTP, and clients that leave their answers unread."""
 
 import asyncio
 import json
@@ -24,19 +24,19 @@ _SMALL_BUFFER = 4096
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The messages that a process has read; ages in seconds, from the sending of a token to its reading."""
+    """The messages that a client process has read; ages are seconds from a token's sending to its reading."""
 
     answers: int
-    """Complete answers."""
+    """The number of complete answers."""
     tokens: int
     messages: int
     ages_s: tuple[float, ...]
-    """The age of each message's newest token; empty by HTTP, which carries no token ids."""
+    """The age of the newest token of each message; empty over HTTP, which carries no token ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The number of answers at a time, the tokens of each, and whether ages are kept."""
+    """The number of concurrent answers, the tokens of each, and whether to record ages."""
 
     answers: int
     tokens: int
@@ -44,11 +44,11 @@ class Asked:
 
 
 _CALLS_A_CONNECTION = 500
-"""Half of what a router takes at once over one connection."""
+"""Calls per connection: half of what a router accepts concurrently over one connection."""
 
 
 def run_readers(pipe: Connection, kind: str, address: str, asked: Asked) -> None:
-    """Runs the client process: sends the `Answers` once all have been read."""
+    """Run the client process, and send the `Answers` through `pipe` once all have been read."""
     freeze_gc()
     read = {"grpc": _read_grpc, "http": _read_http}[kind]
     pipe.send(asyncio.run(read(address, asked)))
@@ -69,7 +69,7 @@ async def _read_grpc(address: str, asked: Asked) -> Answers:
     async with AsyncExitStack() as stack:
         stubs = []
         for _ in range(0, asked.answers, _CALLS_A_CONNECTION):
-            # Channels with a pool of their own do not share a connection.
+            # Channels with a subchannel pool of their own do not share a connection.
             own = grpc.aio.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
             stubs.append(inference_pb2_grpc.InferenceStub(await stack.enter_async_context(own)))
         reading = [one(stubs[number // _CALLS_A_CONNECTION]) for number in range(asked.answers)]
@@ -118,7 +118,7 @@ def _host_port(address: str) -> tuple[str, int]:
 
 @contextmanager
 def not_reading(grpc_address: str, http_address: str, tokens: int) -> Iterator[None]:
-    """Keeps an answer by gRPC and one by HTTP open, neither of which is read."""
+    """Keep one answer over gRPC and one over HTTP open within the context, without reading them."""
     with grpc.insecure_channel(grpc_address) as channel, socket.socket() as connection:
         call = inference_pb2_grpc.InferenceStub(channel).Generate(_request(tokens))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SMALL_BUFFER)

@@ -1,8 +1,8 @@
 """Measures the router alone: `python -m benchmarks.router`.
 
 A stand-in worker sends tokens for many answers, and clients in another process read them. Rates "a core" are per second
-of the router process's CPU time, so that other load of the machine hardly counts; ages of messages are on the clock of
-the host, and so contain its load.
+of the router process's CPU time, so that other load of the machine hardly counts. Ages of messages are measured by the
+host's clock, and so include the effect of its load.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from tandem.engine.weights.gguf import prepare_model
 
 Figures = dict[str, float]
 UNCOALESCED = {"chunks_per_s": 1e9}
-"""Settings of a router that sends every token at once, in a message of its own."""
+"""Settings of a router that sends every token at once, in its own message."""
 COALESCED = {"chunks_per_s": 500.0, "chunk_delay_max_s": 1.0}
 """Settings of a router whose messages carry the tokens of many steps."""
 _STEP_S, _SHORT_STEP_S = 0.02, 0.01
@@ -34,20 +34,20 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """A router process: its addresses, and the pipe that asks it."""
+    """A router process: its addresses, and the pipe to query it."""
 
     grpc: str
     http: str
     pipe: Connection
 
     def usage(self) -> Usage:
-        """Returns what it has used."""
+        """Return the router's resource usage."""
         self.pipe.send("usage")
         found: Usage = self.pipe.recv()
         return found
 
     def read(self, kind: str, answers: int, tokens: int, *, keep_ages: bool = False) -> Answers:
-        """Reads `answers` concurrent answers in another process. EOFError if it dies."""
+        """Read `answers` concurrent answers in another process. Raises EOFError if it dies."""
         here, there = _CONTEXT.Pipe()
         address = {"grpc": self.grpc, "http": self.http}[kind]
         arguments = (there, kind, address, Asked(answers, tokens, keep_ages))
@@ -64,14 +64,14 @@ _CONTEXT = mp.get_context("spawn")
 
 @contextmanager
 def running(model: Path, step_s: float, settings: dict[str, Any]) -> Iterator[Router]:
-    """Runs a router and the worker, which sends each answer a token every `step_s` seconds."""
+    """Run a router and the stand-in worker, which sends each answer a token every `step_s` seconds."""
     source, router = _CONTEXT.Pipe(), _CONTEXT.Pipe()
     worker = _CONTEXT.Process(target=run_source, args=(source[1], step_s), daemon=True)
     worker.start()
     source[1].close()
     process = _CONTEXT.Process(target=run_router, args=(router[1], source[0].recv(), model, settings))
     process.start()
-    router[1].close()  # otherwise the router's death would not close the pipe
+    router[1].close()  # otherwise the pipe would stay open after the router's death
     try:
         grpc_address, http_address = router[0].recv()
         yield Router(grpc_address, http_address, router[0])
@@ -91,7 +91,7 @@ def messages_a_core(model: Path, kind: str, answers: int, tokens: int) -> float:
 
 
 def coalesced_tokens_a_core(model: Path, answers: int, tokens: int) -> Figures:
-    """Returns tokens per second of CPU time, and per message, where messages carry the tokens of many steps."""
+    """Return tokens per second of CPU time, and per message, if messages carry the tokens of many steps."""
     with running(model, _SHORT_STEP_S, COALESCED) as router:
         read = router.read("grpc", answers, tokens)
         return {
@@ -101,9 +101,9 @@ def coalesced_tokens_a_core(model: Path, answers: int, tokens: int) -> Figures:
 
 
 def many_streams(model: Path, streams: int, tokens: int, rounds: int) -> Figures:
-    """Returns the figures of `streams` open streams with the default budget of messages, round after round.
+    """Return the figures of `streams` open streams with the default budget of messages, over several rounds.
 
-    `memory_growth_mib` is from the end of the first round to that of the last.
+    `memory_growth_mib` is the growth from the end of the first round to the end of the last.
     """
     with running(model, _STEP_S, {"max_queued_requests": 2 * streams}) as router:
         done, used = [], []
@@ -122,7 +122,7 @@ def many_streams(model: Path, streams: int, tokens: int, rounds: int) -> Figures
 
 
 def half_load(model: Path, per_s: float, answers: int, tokens: int) -> Figures:
-    """Returns the age of messages at half of `per_s` messages per second, alone and beside clients that do not read."""
+    """Return the age of messages at half of `per_s` messages per second, with and without clients that do not read."""
     with running(model, answers / (per_s / 2), UNCOALESCED) as router:
         alone = router.read("grpc", answers, tokens, keep_ages=True)
         before = router.usage()
@@ -143,7 +143,7 @@ def _ms(read: Answers, percent: float) -> float:
 
 
 def measure_all(asked: argparse.Namespace, model: Path) -> Figures:
-    """Runs all measurements, and prints the figures of each."""
+    """Run all measurements, and print the figures of each."""
     figures: Figures = {}
     for kind in ("grpc", "http"):
         figures[f"{kind}_messages_per_s_core"] = round(messages_a_core(model, kind, asked.answers, asked.tokens))
@@ -155,7 +155,7 @@ def measure_all(asked: argparse.Namespace, model: Path) -> Figures:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of this case."""
+    """Add the options of this case."""
     parser.add_argument("--answers", type=at_least(1), default=256, help="at a time, where each token has a message")
     parser.add_argument("--tokens", type=at_least(2), default=300, help="of each of these")
     parser.add_argument("--streams", type=at_least(1), default=2000, help="open at a time, with the default budget")
@@ -164,7 +164,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> Measured:
-    """Runs all measurements of streams."""
+    """Run all measurements of streams."""
     model = prepare_model(find_default_model())
     result = {
         **{key: value for key, value in vars(options).items() if key != "save"},

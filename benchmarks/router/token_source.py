@@ -1,6 +1,6 @@
-"""A stand-in worker that sends each request one token per step, with the membership through which routers find it.
+"""A stand-in worker that sends each request one token per step, and the membership by which routers find it.
 
-It is the load for measurements of a router alone. A token's id says when it was sent.
+It generates the load for measurements of a router alone. Each token id encodes the time at which it was sent.
 """
 
 from __future__ import annotations
@@ -36,42 +36,42 @@ from tandem.protocol.messages import (
 
 MODEL = ModelFacts("tokens", 49_152, 8192, (2,), "none")
 TOKEN = "of a cluster that answers nothing"
-"""The cluster token of the routers, since a cluster's processes communicate encrypted."""
+"""The cluster token of the routers, needed because the processes of a cluster encrypt their communication."""
 _PAGES, _PAGE_TOKENS = 1 << 20, 128
 _REQUESTS_MAX = 4096
 _LEASE_S = 3600.0
 _FIRST_ID = 1000
 """Lowest token id, above all stop tokens."""
 _TICKS, _TICK_S = 40_000, 1e-4
-"""Token ids count ticks of `time.monotonic`, and begin again after `_TICKS`."""
+"""Token ids count ticks of `time.monotonic`, and wrap around after `_TICKS`."""
 
 
 def token_of(now: float) -> int:
-    """Returns the token id that says that it was sent `now`, a time of `time.monotonic`."""
+    """Return the token id that encodes the send time `now`, a time of `time.monotonic`."""
     return _FIRST_ID + int(now / _TICK_S) % _TICKS
 
 
 def age_of(token: int, now: float) -> float:
-    """Returns the seconds since a token was sent, in ticks of 0.1 ms; ages are modulo 4 s."""
+    """Return the seconds since a token was sent, with a resolution of 0.1 ms and modulo 4 s."""
     return (int(now / _TICK_S) - token + _FIRST_ID) % _TICKS * _TICK_S
 
 
 class TokenSource(worker_pb2_grpc.WorkerServicer):
-    """A worker of both roles for one router at a time. Event loop only."""
+    """A stand-in worker of both roles for one router at a time. All methods run in the event loop."""
 
     def __init__(self, step_s: float) -> None:
-        """Sets the interval between a request's tokens to `step_s` seconds."""
+        """Send each request a token every `step_s` seconds."""
         self._step_s = step_s
         self._running: dict[str, tuple[PrefillTask, int]] = {}
         self._out: asyncio.Queue[StepOutput] = asyncio.Queue()
         self._epoch = self._step = 0
 
     async def start(self) -> str:
-        """Serves as the only member of a cluster; returns the controller's address."""
+        """Serve as the only member of a cluster, and return the controller's address."""
         server = open_server()
         worker_pb2_grpc.add_WorkerServicer_to_server(self, server)
         registry = Registry()
-        operator, adapters = cast(Operator, None), cast(Adapters, None)  # no operation is requested
+        operator, adapters = cast(Operator, None), cast(Adapters, None)  # no operation is ever requested
         cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterServicer(registry, operator, adapters), server)
         address = f"127.0.0.1:{listen(server, '127.0.0.1:0', TOKEN)}"
         await server.start()
@@ -83,7 +83,7 @@ class TokenSource(worker_pb2_grpc.WorkerServicer):
         return address
 
     async def Attach(self, _request: Any, context: Any) -> AsyncIterator[worker_pb2.StepOutput]:
-        """Streams step outputs to the router that attached last."""
+        """Stream step outputs to the router that attached last."""
         self._running.clear()
         self._out = asyncio.Queue()
         await context.send_initial_metadata(())
@@ -91,7 +91,7 @@ class TokenSource(worker_pb2_grpc.WorkerServicer):
             yield conversion.step_output_to_proto(await self._out.get())
 
     async def Reserve(self, request: Any, _context: Any) -> Any:
-        """Grants a lease at once."""
+        """Grant a lease at once."""
         ref = conversion.from_proto(request, Reservation).ref
         self._epoch += 1
         return conversion.to_proto(
@@ -99,7 +99,7 @@ class TokenSource(worker_pb2_grpc.WorkerServicer):
         )
 
     async def Prefill(self, request: Any, _context: Any) -> worker_pb2.PrefillResponse:
-        """Sends the first token at once; the others follow by steps."""
+        """Send the first token at once; the others follow step by step."""
         task = conversion.from_proto(request, PrefillTask)
         edges = tuple(EdgeStamp.now(edge) for edge in (Edge.PREFILL_FINISHED, Edge.DECODE_ADMITTED))
         self._running[task.ref.request_id] = task, 1
@@ -107,17 +107,17 @@ class TokenSource(worker_pb2_grpc.WorkerServicer):
         return worker_pb2.PrefillResponse()
 
     async def Abort(self, request: Any, _context: Any) -> worker_pb2.AbortWorkResponse:
-        """Ends these requests."""
+        """End the requests that the message names."""
         for ref in request.requests:
             self._running.pop(ref.request_id, None)
         return worker_pb2.AbortWorkResponse()
 
     async def Heartbeat(self, _request: Any, _context: Any) -> worker_pb2.HeartbeatResponse:
-        """Accepts a router's heartbeat."""
+        """Accept a router's heartbeat."""
         return worker_pb2.HeartbeatResponse()
 
     async def ListPrefixes(self, _request: Any, _context: Any) -> Any:
-        """Returns an empty prefix cache."""
+        """Return an empty list, because there is no prefix cache."""
         return worker_pb2.ListPrefixesResponse()
 
     async def _steps(self) -> None:

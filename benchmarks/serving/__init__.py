@@ -1,1 +1,1 @@
-"""What serving costs beside the engine: a whole cluster, and the host's work of a step."""
+"""The cost of serving beyond the engine: a whole cluster, and the host's work per step."""

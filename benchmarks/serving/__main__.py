@@ -1,6 +1,6 @@
-"""Measures what serving costs beside the engine: `python -m benchmarks.serving [cluster|steps]`.
+"""Measures the cost of serving beyond the engine: `python -m benchmarks.serving [cluster|steps]`.
 
-`cluster` compares a whole cluster with its own engine, and `steps` measures the host's work of a step. The last line is
+`cluster` compares a whole cluster with its own engine, and `steps` measures the host's work per step. The last line is
 one JSON object.
 """
 

@@ -1,4 +1,4 @@
-"""A stand-in engine that packs steps as for a GPU and computes nothing, and the stopwatch for what runs around it."""
+"""A stand-in engine that packs steps as for a GPU but computes nothing, and a stopwatch for the code around it."""
 
 import contextlib
 import time
@@ -37,14 +37,14 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def timing(self, part: str) -> Iterator[None]:
-        """Times the context as one call of `part`."""
+        """Time the context as one call of `part`."""
         clock, cpu = time.perf_counter_ns(), time.thread_time_ns()
         yield
         self.spent[part].append(((time.thread_time_ns() - cpu) / 1e3, (time.perf_counter_ns() - clock) / 1e3))
 
     @contextlib.contextmanager
     def on(self, owner: type, method: str, part: str) -> Iterator[None]:
-        """Times `owner.method` within the context; a plan without a result does not count."""
+        """Time the calls of `owner.method` within the context, except calls that return no plan."""
         timed: Callable[..., Any] = getattr(owner, method)
 
         @wraps(timed)
@@ -63,12 +63,12 @@ class Stopwatch:
 STEP_TOKENS = 2048
 MODEL = ModelFacts("none", 128_256, 131_072, (2,), "bfloat16")
 _TOKENS_FROM = 1000
-"""Lowest id of drawn tokens: above the small integers that Python caches, and no stop token."""
+"""Lowest id of sampled tokens: above the small integers that Python caches, and not a stop token."""
 
 
 @dataclass
 class NoEngine:
-    """Packs every step as for a GPU, draws the same tokens each time, and takes `step_s` seconds per step."""
+    """An engine that packs every step as for a GPU, samples the same tokens each time, and takes `step_s` per step."""
 
     pool: PagePool
     watch: Stopwatch
@@ -96,19 +96,19 @@ class NoEngine:
         self._drawn = torch.randint(_TOKENS_FROM, MODEL.vocab_size, (STEP_TOKENS,))
 
     def begin_answer(self, history: History, grammar: str) -> None:
-        """See `LoadedEngine`; no request has a grammar."""
+        """Do nothing, because no request has a grammar; see `LoadedEngine`."""
 
     def allowed_drafts(self, history: History, grammar: str, drafts: Sequence[int]) -> int:
-        """See `LoadedEngine`; no request has a grammar."""
+        """Return 0, because no request has a grammar; see `LoadedEngine`."""
         del history, grammar, drafts
         return 0
 
     def compatibility_facts(self) -> tuple[tuple[str, str], ...]:
-        """Returns nothing: this engine is compatible with all others."""
+        """Return nothing, because this engine is compatible with all others."""
         return ()
 
     def launch(self, batch: StepBatch) -> PendingStep:
-        """Packs a step; returns a function that waits for its end and returns the draws."""
+        """Pack a step, and return a function that waits for its end and returns the sampled tokens."""
         with self.watch.timing("pack"):
             sizes = self._packed_sizes(batch, self._packer.sizes(batch))
             self._packer.pack(batch, sizes, self._words[: sizes.words])
@@ -127,7 +127,7 @@ class NoEngine:
         return result
 
     def _packed_sizes(self, batch: StepBatch, sizes: StepSizes) -> StepSizes:
-        """Returns the sizes to pack for; decode-only steps are padded to a CUDA graph's rows and longest context."""
+        """Return the sizes to pack for. Decode-only steps are padded to a CUDA graph's rows and longest context."""
         if batch.chunks:
             return sizes
         rows = next(size for size in graph_sizes(self.requests) if size >= sizes.rows)

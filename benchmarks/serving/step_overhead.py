@@ -1,24 +1,24 @@
 """Measures the host's cost of a step: `python -m benchmarks.serving steps`.
 
-A real worker, with both halves, loop, cache, leases, outbox and the packer of a GPU's steps, runs over an engine that
-computes nothing. Every step lasts as long as one of an 8B model on a large GPU, according to a saved run. A router
-reads the worker's stream. The loop's thread does these parts of a step:
+A real worker, with both schedulers, loop, cache, leases, output streams and the packer of a GPU's steps, runs over an
+engine that computes nothing. Every step lasts as long as one of an 8B model on a large GPU, according to a saved run. A
+router reads the worker's stream. The loop's thread does these parts of a step:
 
-  plan     which requests are in the step, with which rows
-  pack     copies rows to the host memory that goes to the device, with the sampling parameters
-  results  tokens become answers and events, and the step's time updates the cost model
-  outbox   the events go to the event loop
+      plan     choose the requests of the step and their rows
+      pack     copy rows and sampling parameters to the host memory that goes to the device
+      results  turn tokens into answers and events, and update the cost model with the step's time
+      outbox   pass the events to the event loop
 
-and the event loop's thread sends them (`send`). Both CPU time and elapsed time are given: they differ by other load of
-the machine, and by the other thread, as one of them runs at a time. First all requests decode, greedily and sampled;
-then prompts join them, under each policy; then answers end as well, and other requests replace them, so that the batch
-changes in most steps.
+The event loop's thread sends the events (`send`). Both CPU time and elapsed time are given: they differ by other load
+of the machine and by the other thread, because only one of the two runs at a time. First all requests decode, greedily
+and sampled; then prompts join them, under each policy; then answers end as well and other requests replace them, so
+that the batch changes in most steps.
 
-The last case has steps of half a millisecond, `close decode`: the same work while the core's caches stay warm between
-two steps. The difference to the other cases is cache misses.
+The last case, `close decode`, has steps of half a millisecond: the same work while the core's caches stay warm between
+two steps. The difference to the other cases is due to cache misses.
 
-With asynchronous engines all of it happens while the device computes another step. Figures are µs per step, and that as
-a share of the step.
+With asynchronous engines all of this happens while the device computes another step. Figures are µs per step, absolute
+and as a share of the step.
 """
 
 import argparse
@@ -52,19 +52,19 @@ from tandem.worker.worker import Worker
 
 PROMPT = 1000
 CHANGING_ANSWER = 256
-"""Answer length where answers end: more tokens than steps until the last request has joined."""
+"""Answer length in cases where answers end: more tokens than there are steps until the last request has joined."""
 JOINING_PROMPT = 1500
 JOINING = 4
-"""Number of prompts that wait at any time while prompts join."""
+"""Number of prompts that wait at any time in cases where prompts join."""
 ME = PeerRef("both-0", 1)
 ROUTER = "router"
 ROWS = (32, 128, 256)
 CLOSE_S = 0.5e-3
-"""Seconds of a step that follows the one before at once."""
+"""Seconds of a step in the case `close decode`."""
 STEP_S = 9.3e-3
-"""Default seconds of a step, without a saved run."""
+"""Seconds of a step by default, without a saved run."""
 PARTS = ("plan", "pack", "results", "outbox")
-"""Parts of a step in the loop's thread."""
+"""The parts of a step in the loop's thread."""
 INSIDE = {
     "plan": "StepScheduler.plan: requests that end, join or need a page, page allocation, the policy, all rows",
     "pack": "columns of rows and draws, checks, the step's host buffer, parameters and numbers of random draws",
@@ -73,19 +73,19 @@ INSIDE = {
     "send": "not in `us`: the event loop's thread, from events to the bytes of one message",
     "nowhere": "launching kernels, copies to the device, gRPC's own threads, requests that arrive",
 }
-"""The content of each part, saved with the figures."""
+"""What each part contains; saved with the figures."""
 _RESULTS = ("drawn", "applied", "tokens", "learned")
 _CLOSE = "close decode"
 _OF_STEPS = ("plan", "pack", *_RESULTS, "outbox")
 LOW = 0.1
-"""Quantile that shows a step's cost without other load on the cores."""
+"""The quantile that shows a step's cost without other load on the cores."""
 _LOOK_S = 0.02
 _HOURS = 1e4
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The number of requests and steps, and the seconds of a step."""
+    """The number of requests and steps, and the seconds per step."""
 
     requests: int
     steps: int
@@ -95,7 +95,7 @@ class Plan:
 async def measure_steps(
     plan: Plan, policy: PolicyName, *, joining: bool = False, changing: bool = False, temperature: float = 0.0
 ) -> Stopwatch:
-    """Measures `plan.steps` steps with all requests running; prompts join them if `joining`.
+    """Measure `plan.steps` steps with all requests running; with `joining`, prompts join them.
 
     With `changing`, answers end and as many other requests begin.
     """
@@ -146,7 +146,7 @@ async def measure_steps(
 
 
 class _Kind(TypedDict, total=False):
-    """Options of `measure_steps`."""
+    """The options of `measure_steps`."""
 
     joining: bool
     changing: bool
@@ -163,14 +163,14 @@ _TIMED = (
 
 
 async def _read(stream: RouterStream, watch: Stopwatch) -> None:
-    """Reads the stream like the servicer, until it ends."""
+    """Read the stream as the servicer does, until it ends."""
     async for message in stream.messages():
         with watch.timing("send"):
             conversion.step_output_to_proto(message).SerializeToString()
 
 
 async def _decode_all(tested: Worker, plan: Plan, sampling: SamplingParams) -> None:
-    """Sends all requests and waits until they decode; RuntimeError if one ends before."""
+    """Send all requests, and wait until all of them decode. Raises RuntimeError if one ends before."""
     for number in range(plan.requests):
         _send(tested, f"d{number}", PROMPT, sampling)
     most = 0
@@ -182,13 +182,13 @@ async def _decode_all(tested: Worker, plan: Plan, sampling: SamplingParams) -> N
 
 
 def _running(tested: Worker) -> int:
-    """Returns the number of requests that decode or will decode."""
+    """Return the number of requests that decode or will decode."""
     load = tested.report.load()
     return load.decode_requests + load.prefill_requests
 
 
 def _send(tested: Worker, name: str, tokens: int, sampling: SamplingParams) -> None:
-    """Sends a prompt with a unique prefix; reserves pages first if it decodes."""
+    """Send a prompt with a unique prefix. If the request decodes on this worker, reserve its pages first."""
     ref, prompt = RequestRef(name, 1), (int.from_bytes(name.encode()) % MODEL.vocab_size, *range(100, 99 + tokens))
     destination = None
     if sampling.max_tokens > 1:
@@ -198,7 +198,7 @@ def _send(tested: Worker, name: str, tokens: int, sampling: SamplingParams) -> N
 
 
 def run(rows: tuple[int, ...], steps: int, step_s: float | None) -> dict[str, object]:
-    """Measures all cases, for JSON."""
+    """Measure all cases, and return their figures as JSON."""
     cases: dict[str, tuple[int, PolicyName, _Kind]] = {}
     cases |= {f"decode {each}": (each, PolicyName.UNCHUNKED, {}) for each in rows}
     cases |= {f"decode sampled {each}": (each, PolicyName.UNCHUNKED, {"temperature": 1.0}) for each in rows}
@@ -216,7 +216,7 @@ def run(rows: tuple[int, ...], steps: int, step_s: float | None) -> dict[str, ob
 
 
 def measured_step_s(rows: int, folder: Path = RESULTS) -> float:
-    """Returns the newest saved step time of `rows` rows for an 8B model on a GPU in seconds; else `STEP_S`."""
+    """Return the newest saved step time of `rows` rows for an 8B model on a GPU in seconds, or else `STEP_S`."""
     for file in sorted(folder.glob("engine-llama-3-8b-*-bfloat16.json"), reverse=True):
         measured = json.loads(file.read_text(encoding="utf-8")).get(f"decode_ms_b{rows}")
         if measured is not None:
@@ -225,7 +225,7 @@ def measured_step_s(rows: int, folder: Path = RESULTS) -> float:
 
 
 def _figures(watch: Stopwatch, plan: Plan) -> dict[str, float]:
-    # Counting may have begun within a step, of which some parts are missing then.
+    # Counting may have begun in the middle of a step, whose earlier parts are then missing.
     counted = min(plan.steps, *(len(watch.spent[part]) for part in _OF_STEPS))
     spent = {part: np.array(each[:counted]) for part, each in watch.spent.items()}
     spent["results"] = np.sum([spent.pop(each) for each in _RESULTS], axis=0)
@@ -246,14 +246,14 @@ def _figures(watch: Stopwatch, plan: Plan) -> dict[str, float]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of this case."""
+    """Add the options of this case."""
     parser.add_argument("--requests", type=at_least(1), nargs="+", default=ROWS, help="that decode")
     parser.add_argument("--steps", type=at_least(1), default=300, help="that are counted in each case")
     parser.add_argument("--step-ms", type=above_0, help="the device's time for a step; default: that of a saved run")
 
 
 def measure(options: argparse.Namespace) -> Measured:
-    """Measures all cases of rows."""
+    """Measure all cases for each number of rows."""
     step_s = None if options.step_ms is None else options.step_ms / 1e3
     cases = run(tuple(options.requests), options.steps, step_s)
     return "scheduling", run_facts("cpu") | {"dtype": "none", "steps": options.steps, "inside": INSIDE, "cases": cases}

@@ -1,8 +1,8 @@
 """Compares a whole cluster with its own engine: `python -m benchmarks.serving --device cpu`.
 
-The same eight requests (greedy, same prompts, same answer length) run through the router of a cluster, and through the
-engine alone in this process. Rounds of both alternate, medians are compared. Both sides compute every prompt token and
-every answer token; the difference is the cost of serving.
+The same eight greedy requests (same prompts, same answer length) run through the router of a cluster and through the
+engine alone in this process. Rounds of the two alternate, and medians are compared. Both sides compute every prompt
+token and every answer token; the difference is the cost of serving.
 
 `cluster_efficiency_b8` is the cluster's tokens per second / the engine's.
 """
@@ -47,8 +47,8 @@ class Workload:
 class Round:
     """One pass over the workload: answer tokens per second, and the answers for comparison.
 
-    `decoding` is tokens per second while every stream decodes, from the last first token to the first end; 0
-    unmeasured.
+    `decoding` is tokens per second while every stream decodes, from the last first token to the first end; 0 = not
+    measured.
     """
 
     tokens_per_second: float
@@ -57,20 +57,20 @@ class Round:
 
 
 def make_workload(streams: int, prompt_tokens: int, new_tokens: int) -> Workload:
-    """Returns fixed token ids, different for every prompt."""
+    """Return fixed token ids, different for every prompt."""
     prompts = tuple(tuple(1000 + (17 * s + 131 * i) % 20000 for i in range(prompt_tokens)) for s in range(streams))
     return Workload(prompts, new_tokens)
 
 
 def decode_rate(runner: ModelRunner, workload: Workload) -> float:
-    """Returns tokens per second of the engine alone, decoding all streams over the same positions as the cluster."""
+    """Return the tokens per second of the engine alone, decoding all streams over the same positions as the cluster."""
     engine = GpuEngine(runner)
     batch, context = len(workload.prompts), len(workload.prompts[0]) + workload.new_tokens // 2
     return batch / engine.decode_seconds(batch, context, steps=workload.new_tokens // 2)
 
 
 def engine_round(runner: ModelRunner, workload: Workload, max_step_tokens: int) -> Round:
-    """Prefills in steps of at most `max_step_tokens`, then decodes all streams together."""
+    """Prefill in steps of at most `max_step_tokens`, then decode all streams together."""
     sampling = SamplingParams(max_tokens=workload.new_tokens, ignore_eos=True)
     total = len(workload.prompts[0]) + workload.new_tokens
     refs = [RequestRef(f"alone-{i}", 1) for i in range(len(workload.prompts))]
@@ -101,7 +101,7 @@ def _drawn(token: int | None) -> int:
 
 
 async def cluster_round(address: str, workload: Workload) -> Round:
-    """Sends all requests at once over one connection; the time ends with the last answer."""
+    """Send all requests at once over one connection; the round ends with the last answer."""
     async with AsyncClient(address, timeout_s=_TIMEOUT_S) as client:
         started = time.perf_counter()
         answers = await asyncio.gather(*(_ask(client, prompt, workload.new_tokens) for prompt in workload.prompts))
@@ -113,7 +113,7 @@ async def cluster_round(address: str, workload: Workload) -> Round:
 
 
 async def _ask(client: AsyncClient, prompt: Sequence[int], new_tokens: int) -> list[tuple[float, Sequence[int]]]:
-    """Returns each chunk's arrival and tokens."""
+    """Return the arrival time and the tokens of each chunk."""
     stream = client.stream_generate(prompt, max_tokens=new_tokens, temperature=0, ignore_eos=True)
     return [(time.perf_counter(), chunk.token_ids) async for chunk in stream if chunk.token_ids]
 
@@ -121,7 +121,7 @@ async def _ask(client: AsyncClient, prompt: Sequence[int], new_tokens: int) -> l
 def compare(
     runner: ModelRunner, cluster: Cluster, workload: Workload, rounds: int, max_step_tokens: int
 ) -> dict[str, object]:
-    """Alternates engine and cluster after one unmeasured round of each; returns medians and their ratio."""
+    """Alternate engine and cluster after one unmeasured round of each, and return the medians and their ratio."""
     address = cluster.endpoints.grpc
     engine_round(runner, workload, max_step_tokens)
     asyncio.run(cluster_round(address, workload))
@@ -157,7 +157,7 @@ def compare(
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of this case."""
+    """Add the options of this case."""
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--dtype", default="auto")
     add_model_options(parser)
@@ -169,7 +169,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> Measured:
-    """Starts a cluster, loads the engine in this process, and measures both."""
+    """Start a cluster, load the engine in this process, and measure both."""
     model = choose_model(arguments.model, arguments.shape)
     engine = EngineConfig(
         model.folder,

@@ -1,1 +1,1 @@
-"""How many tokens a step gains from drafts: real answers that proposers are replayed over, and an oracle."""
+"""How many tokens per step draft tokens gain: proposers on real answers, and an oracle that knows the answers."""

@@ -1,4 +1,4 @@
-"""A worker in this process that computes prompts and decodes answers, with the benchmark as its router."""
+"""A worker in this process that prefills and decodes, with the benchmark in place of its router."""
 
 import asyncio
 import time
@@ -34,22 +34,22 @@ ME = PeerRef("worker-0", 1)
 
 @dataclass(slots=True)
 class Answer:
-    """The answer to one request, with the times of its tokens."""
+    """The answer to one request, with the arrival times of its tokens."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     first_s: float = 0.0
-    """The time of the first token, by `time.perf_counter`."""
+    """The arrival time of the first token, by `time.perf_counter`."""
     last_s: float = 0.0
     finished: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def decode_s(self) -> float:
-        """Seconds from the first token to the last one."""
+        """Seconds from the first to the last token."""
         return self.last_s - self.first_s
 
     def take(self, event: RequestEvent) -> None:
-        """Adds what an event brings. RuntimeError for a failed request."""
+        """Append the tokens of an event. Raises RuntimeError for a failed request."""
         self.token_ids += event.token_ids
         self.logprobs += event.logprobs
         if event.token_ids:
@@ -62,7 +62,7 @@ class Answer:
 
 
 class LocalWorker:
-    """One worker over a real engine; `open` starts and ends it."""
+    """One worker with a real engine; `open` starts and stops it."""
 
     def __init__(self, runner: ModelRunner, engine: EngineConfig, method: SpeculationMethod) -> None:
         config = WorkerConfig(ME.worker_id, Role.BOTH, engine, kv_lease_s=600.0, speculate=method, prefix_cache=False)
@@ -75,7 +75,7 @@ class LocalWorker:
     @classmethod
     @asynccontextmanager
     async def open(cls, runner: ModelRunner, engine: EngineConfig, method: SpeculationMethod) -> AsyncIterator[Self]:
-        """Runs a worker that drafts by `method`, until the context ends."""
+        """Run a worker that proposes draft tokens by `method`, until the context ends."""
         found = cls(runner, engine, method)
         found.worker.start()
         reader = asyncio.create_task(found._read())
@@ -88,11 +88,11 @@ class LocalWorker:
 
     @property
     def speculation(self) -> Any:
-        """The worker's `Speculation`; None without."""
+        """The worker's `Speculation`; None = it has none."""
         return self.worker._halves.decode.speculation
 
     def send(self, prompt: Sequence[int], sampling: SamplingParams) -> Answer:
-        """Sends a request."""
+        """Send a request, and return its answer, which fills as tokens arrive."""
         self._sent += 1
         answer, ref = Answer(), RequestRef(f"q{self._sent}", 1)
         self._answers[ref.request_id] = answer
@@ -101,11 +101,11 @@ class LocalWorker:
         return answer
 
     def refs(self) -> list[RequestRef]:
-        """Returns all requests that were sent."""
+        """Return the references of all requests that were sent."""
         return [RequestRef(request_id, 1) for request_id in self._answers]
 
     def answer_of(self, event: RequestEvent) -> Answer:
-        """Returns the answer of the request that an event belongs to."""
+        """Return the answer of the request that an event belongs to."""
         return self._answers[event.ref.request_id]
 
     async def _read(self) -> None:

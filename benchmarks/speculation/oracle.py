@@ -1,6 +1,7 @@
-"""Proposers that know the answer: they show what a step gains for a given rate of acceptance.
+"""Proposers that know the answer, to show what a step gains at a given acceptance rate.
 
-Models of random weights have no text that a real proposer could guess. Every figure made with these names them.
+Models with random weights produce no text that a real proposer could guess. Every figure made with these proposers
+names them.
 """
 
 import random
@@ -9,46 +10,46 @@ from collections.abc import Callable, Hashable, Sequence
 from tandem.engine.speculation.proposer import NO_DRAFT, Draft, DraftSource, ProposerName
 
 ORACLE = DraftSource(ProposerName.NGRAM, 1)
-"""The class of all guesses."""
+"""The source of all drafts of the oracle."""
 
 
 class OracleProposer:
-    """Proposes each token rightly with probability `alpha`, independently of the others; another token otherwise.
+    """Proposes each token correctly with probability `alpha`, independently of the others, and a wrong token otherwise.
 
-    With `alpha` 0 it is always wrong. Whether the guess for a place in an answer is right depends on the seed and the
-    place only, not on the number of calls, so that runs repeat.
+    With `alpha` 0 every token is wrong. Whether the guess for a position is right depends only on the seed and the
+    position, not on the number of calls, so that runs are reproducible.
     """
 
     def __init__(self, answer_of: Callable[[Hashable], Sequence[int]], alpha: float, seed: int = 0) -> None:
-        """`answer_of` a key returns the prompt and the whole answer of that request."""
+        """Take `answer_of`, which returns the prompt and the whole answer of the request with a given key."""
         if not 0 <= alpha <= 1:
             raise ValueError(f"alpha is a probability, not {alpha}")
         self._answer_of = answer_of
         self.alpha = alpha
-        """The probability; may change."""
+        """The probability of a correct token; may change."""
         self._seed = seed
         self._known: dict[Hashable, int] = {}
-        """The tokens of each request, of its prompt and its answer so far."""
+        """The number of known tokens of each request: its prompt and its answer so far."""
 
     def begin(self, key: Hashable, token_ids: Sequence[int], cache_salt: str = "") -> None:
-        """See `Proposer`."""
+        """Implement `Proposer.begin`."""
         if key in self._known:
             raise ValueError(f"{key} is known already")
         self._known[key] = len(token_ids)
 
     def extend(self, key: Hashable, token_ids: Sequence[int]) -> None:
-        """See `Proposer`."""
+        """Implement `Proposer.extend`."""
         self._known[key] += len(token_ids)
 
     def propose(self, key: Hashable, most: int) -> Draft:
-        """See `Proposer`; no draft after the end of the answer."""
+        """Return a draft of up to `most` tokens, empty after the end of the answer; see `Proposer`."""
         start = self._known[key]
         right = self._answer_of(key)[start : start + most]
         drafted = [self._guess(token, start + index) for index, token in enumerate(right)]
         return Draft(drafted, ORACLE) if drafted else NO_DRAFT
 
     def leave(self, key: Hashable) -> None:
-        """See `Proposer`."""
+        """Implement `Proposer.leave`."""
         del self._known[key]
 
     def _guess(self, token: int, position: int) -> int:

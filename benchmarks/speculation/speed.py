@@ -1,9 +1,9 @@
-"""Measures how many times as fast answers are with drafts: `python -m benchmarks.speculation`.
+"""Measures the speedup of answers by draft tokens: `python -m benchmarks.speculation`.
 
-SmolLM2 answers real text. Each prompt set is answered by one worker without drafts and by another with them, by turns
-in equal batches, so that what else the machine does hits both; their tokens must be the same. In 16 bits on a GPU
-(`--device cuda`) products of other sizes round otherwise, and the answers that differ are counted. With `--shape` the
-model has random weights, and drafts are accepted by chance (`step_table.py`).
+SmolLM2 answers real text. Each prompt set is answered by one worker without draft tokens and by one with them,
+alternating in equal batches, so that other load of the machine affects both. Their tokens must be the same. In 16 bits
+on a GPU (`--device cuda`), products of other sizes round differently, so there the answers that differ are counted.
+With `--shape` the model has random weights, and draft tokens are accepted at random (`step_table.py`).
 """
 
 import argparse
@@ -33,24 +33,24 @@ from tandem.protocol.messages import SamplingParams
 from tandem.protocol.speculation_method import SpeculationMethod
 
 SETS = ("copying", "code", "chat")
-"""Passages to repeat or edit, functions to complete, test or rewrite, and questions; 48 prompts each."""
+"""The prompt sets, 48 prompts each: passages to repeat or edit; functions to complete, test or rewrite; questions."""
 TEXTS = Path(__file__).parent / "texts"
 
 
 def read_prompts(name: str) -> list[str]:
-    """Returns the prompts of one of `SETS`."""
+    """Return the prompts of one of `SETS`."""
     found = json.loads((TEXTS / f"{name}.json").read_text(encoding="utf-8"))
     return [each["prompt"] for each in found["prompts"]]
 
 
 def encode_prompts(tokenizer: Tokenizer, name: str) -> list[list[int]]:
-    """Returns the token ids of the prompts of one of `SETS`, each as the only turn of a conversation."""
+    """Return the token ids of the prompts of one of `SETS`, each formatted as the only message of a conversation."""
     return [tokenizer.encode_chat([ChatTurn("user", prompt)]) for prompt in read_prompts(name)]
 
 
 KV_BYTES, GPU_KV_BYTES = 256 << 20, 4 << 30
 GPU_BATCHES = (1, 8, 32)
-"""The requests at a time on a GPU, where steps of more rows take hardly longer."""
+"""Concurrent requests on a GPU, where steps with more rows take hardly longer."""
 WARM_UP_TOKENS = 16
 
 
@@ -61,7 +61,7 @@ class Decoded:
     tokens: int = 0
     """Tokens after the first one of each answer."""
     seconds: float = 0.0
-    """The time in which they came, from the first token of a batch to its last."""
+    """The sum, over batches, of the time from a batch's first token to its last."""
 
     @property
     def per_s(self) -> float:
@@ -70,7 +70,7 @@ class Decoded:
 
 
 async def answer(worker: LocalWorker, prompts: Sequence[Sequence[int]], most: int, into: Decoded) -> list[list[int]]:
-    """Answers a batch of prompts greedily and counts it; returns the answers."""
+    """Answer a batch of prompts greedily, add it to `into`, and return the answers."""
     answers = [worker.send(prompt, SamplingParams(most)) for prompt in prompts]
     await asyncio.gather(*(each.finished.wait() for each in answers))
     into.tokens += sum(len(each.token_ids) - 1 for each in answers)
@@ -81,9 +81,9 @@ async def answer(worker: LocalWorker, prompts: Sequence[Sequence[int]], most: in
 async def compare(
     workers: Sequence[LocalWorker], prompts: Sequence[Sequence[int]], batch: int, most: int, *, exact: bool
 ) -> tuple[Decoded, Decoded, int]:
-    """Answers the prompts by both workers, batch by batch; the last figure is the number of answers that differ.
+    """Let both workers answer the prompts, batch by batch; the last result is the number of answers that differ.
 
-    SystemExit if any differs and they have to be `exact`.
+    Raises SystemExit if `exact` and any answer differs.
     """
     plain, drafting, different = Decoded(), Decoded(), 0
     for number, first in enumerate(range(0, len(prompts), batch)):
@@ -105,7 +105,7 @@ async def measure_set(
     batch: int,
     most: int,
 ) -> dict[str, object]:
-    """Returns the figures of one prompt set."""
+    """Return the figures of one prompt set."""
     async with (
         LocalWorker.open(runners[0], engines[0], SpeculationMethod.OFF) as off,
         LocalWorker.open(runners[1], engines[1], SpeculationMethod(method)) as on,
@@ -132,7 +132,7 @@ async def measure_set(
 
 
 async def measure_sets(chosen: argparse.Namespace, console: Console) -> dict[str, object]:
-    """Returns the figures of the prompt sets."""
+    """Return the figures of the prompt sets."""
     folder = prepare_model(find_default_model())
     tokenizer = Tokenizer(folder)
     on_gpu = chosen.device != "cpu"
@@ -165,7 +165,7 @@ async def measure_sets(chosen: argparse.Namespace, console: Console) -> dict[str
 
 
 async def measure_shape(chosen: argparse.Namespace, console: Console) -> dict[str, object]:
-    """Returns the figures of a model of random weights; see `StepTable`."""
+    """Return the figures of a model with random weights; see `StepTable`."""
     on_gpu = chosen.device != "cpu"
     batches = chosen.batch or list(step_table.WANTED)
     engine = EngineConfig(
@@ -190,7 +190,7 @@ async def measure_shape(chosen: argparse.Namespace, console: Console) -> dict[st
 
 
 def table_of(rows: Sequence[dict[str, object]]) -> Table:
-    """Returns the figures as a table."""
+    """Return the figures as a table."""
     table = Table("prompts", "batch", "tokens/s without", "with drafts", "times as fast", "tokens a step", "accepted")
     for row in rows:
         names = ("set", "batch", "plain_tokens_per_s", "tokens_per_s", "speedup", "tokens_a_step")
@@ -199,7 +199,7 @@ def table_of(rows: Sequence[dict[str, object]]) -> Table:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of this case."""
+    """Add the options of this case."""
     parser.add_argument("--method", default=SpeculationMethod.NGRAM.value, help="how drafts are proposed (ngram)")
     parser.add_argument("--draft", type=Path, help="the folder of --method draft")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS), help="prompt sets (all)")
@@ -217,7 +217,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> Measured:
-    """Measures answers to the prompt sets, or with `--shape` steps of a model of random weights."""
+    """Measure answers to the prompt sets or, with `--shape`, steps of a model with random weights."""
     measured = measure_shape if options.shape else measure_sets
     result = asyncio.run(measured(options, Console()))
     return f"speculation-speed-{result['model']}", result

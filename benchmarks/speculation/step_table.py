@@ -1,8 +1,8 @@
-"""Measures decode steps with drafts beside those without, by batch and rate of acceptance, of a real worker.
+"""Measures a real worker's decode steps with and without draft tokens, by batch size and acceptance rate.
 
-Each batch is answered by a worker without drafts, then by another with every fixed number of drafts and with as many
-as it chooses itself. Drafts are accepted by chance (`Chance`): with random weights in 16 bits no proposer
-can know the answer, as steps of several rows round otherwise. A figure is taken over some steps in which all
+Each batch is answered by a worker without draft tokens, then by another with every fixed number of draft tokens, and
+with the number that it chooses itself. Draft tokens are accepted at random (`Chance`), because with random weights in
+16 bits no proposer can know the answer: steps with several rows round differently. A figure covers steps in which all
 requests run.
 """
 
@@ -27,37 +27,37 @@ from tandem.protocol.messages import SamplingParams
 from tandem.protocol.speculation_method import SpeculationMethod
 
 CHANCE = DraftSource(ProposerName.NGRAM, 1)
-"""The class of all drafts."""
+"""The source of all drafts."""
 
 
 class ChanceProposer:
-    """Proposes the same tokens always, as many as it may."""
+    """Always proposes the same tokens, as many as allowed."""
 
     def begin(self, key: Hashable, token_ids: Sequence[int], cache_salt: str = "") -> None:
-        """See `Proposer`."""
+        """Implement `Proposer.begin`."""
 
     def extend(self, key: Hashable, token_ids: Sequence[int]) -> None:
-        """See `Proposer`."""
+        """Implement `Proposer.extend`."""
 
     def propose(self, key: Hashable, most: int) -> Draft:
-        """See `Proposer`."""
+        """Implement `Proposer.propose`."""
         return Draft(range(1, most + 1), CHANCE)
 
     def leave(self, key: Hashable) -> None:
-        """See `Proposer`."""
+        """Implement `Proposer.leave`."""
 
 
 class Chance:
-    """Accepts each draft with probability `alpha`, if those before it were."""
+    """Accepts each draft token with probability `alpha`, provided that those before it were accepted."""
 
     def __init__(self, alpha: float, seed: int = 0) -> None:
         self.alpha = alpha
-        """The probability; may change."""
+        """The acceptance probability; may change."""
         self._dice = random.Random(seed)
 
     @contextmanager
     def accepting(self) -> Iterator[None]:
-        """Judges drafts by chance within the context, in all workers of this process."""
+        """Verify draft tokens at random within the context, in all workers of this process."""
         chance = self
 
         def runs(step: StepDrafts, token_ids: Sequence[int]) -> list[tuple[RowDrafts, list[int]]]:
@@ -67,7 +67,7 @@ class Chance:
             yield
 
     def run(self, drafts: RowDrafts, token_ids: Sequence[int]) -> list[int]:
-        """Returns the tokens that a row gains: the drafts that chance accepts, and the one drawn after them."""
+        """Return the tokens that a row gains: the randomly accepted draft tokens, and the token sampled after them."""
         accepted = next(
             (n for n in range(len(drafts.token_ids)) if self._dice.random() >= self.alpha), len(drafts.token_ids)
         )
@@ -75,12 +75,12 @@ class Chance:
 
 
 WANTED = {1: 4, 8: 3, 32: 3, 64: 2, 128: 1}
-"""The number of drafts that a batch is measured with besides `DRAFTS`."""
+"""The additional number of draft tokens, besides `DRAFTS`, to measure each batch size with."""
 ALPHAS = (0.7, 0.8)
 WARM_UP_STEPS, LEARNING_STEPS = 20, 100
-"""Steps before the measured ones: with a fixed number of drafts, and where the worker learns how many pay."""
+"""Unmeasured steps: with a fixed number of draft tokens, and with a number that the worker has to learn."""
 _PROMPT_STEPS = 100
-"""More steps than the prompts of a batch take, meanwhile others decode already."""
+"""Additional steps beyond those that a batch's prompts take, in which other requests already decode."""
 _POLL_S = 0.002
 
 Figures = dict[str, object]
@@ -88,7 +88,7 @@ Figures = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """The tokens of all requests up to a step, and the time at which they arrived."""
+    """The number of tokens of all requests up to a step, and the time at which they arrived."""
 
     step: int
     tokens: int
@@ -96,7 +96,7 @@ class _Mark:
 
 
 class CountingWorker(LocalWorker):
-    """Counts the tokens of steps, at little cost for the thread that runs them."""
+    """A worker that counts the tokens of steps, at little cost for the thread that runs them."""
 
     def __init__(self, runner: ModelRunner, engine: EngineConfig, method: SpeculationMethod) -> None:
         super().__init__(runner, engine, method)
@@ -105,15 +105,15 @@ class CountingWorker(LocalWorker):
         self._marks: list[_Mark] = []
         self._awaited: list[Answer] = []
         self._begun: int | None = None
-        """The first step in which all of `_awaited` have a token."""
+        """The first step in which every request of `_awaited` has a token."""
 
     async def figures(
         self, prompts: Sequence[Sequence[int]], most: int, before: int, steps: int
     ) -> tuple[float, float, int]:
-        """Returns the tokens per second, the seconds of a step, and the steps without a graph.
+        """Return the tokens per second, the seconds per step, and the number of steps without a CUDA graph.
 
-        They are taken over about `steps` steps in which all of `prompts` are answered, each by at most `most` tokens,
-        after the first `before` of such steps. RuntimeError if an answer ends before half of them.
+        The figures cover about `steps` steps in which all of `prompts` are answered, each with at most `most` tokens,
+        after the first `before` such steps. Raises RuntimeError if an answer ends before half of them.
         """
         self._begun = None
         answers = self._awaited = [self.send(prompt, SamplingParams(most, ignore_eos=True)) for prompt in prompts]
@@ -145,7 +145,7 @@ class CountingWorker(LocalWorker):
 
 
 class StepTable:
-    """The measurement of one engine."""
+    """The measurement of one engine over batch sizes, acceptance rates and numbers of draft tokens."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class StepTable:
         alphas: Sequence[float] = ALPHAS,
         drafts: Sequence[int] = DRAFTS,
     ) -> None:
-        """Takes the tokens of each prompt, the steps of a figure, and the fixed numbers of drafts."""
+        """Store the tokens per prompt, the steps per figure, and the fixed numbers of draft tokens."""
         self._runner = runner
         self._engine = engine
         self._context = context
@@ -166,7 +166,7 @@ class StepTable:
         self._drafts = drafts
 
     async def rows(self, batches: Sequence[int], console: Console) -> list[Figures]:
-        """Returns the figures of each batch and rate, and print them as they come."""
+        """Return the figures of each batch size and acceptance rate, and print them as they are measured."""
         found: list[Figures] = []
         for batch in batches:
             async with CountingWorker.open(self._runner, self._engine, SpeculationMethod.OFF) as off:
@@ -222,13 +222,13 @@ class StepTable:
         return [[(7 * n * n + 31 * number + n) % vocabulary for n in range(self._context)] for number in range(batch)]
 
     def _most(self, tokens_a_step: int) -> int:
-        """Returns the length of answers that do not end before their figures are taken, within the context."""
+        """Return the answer length that outlasts a measurement, within the model's context."""
         steps = _PROMPT_STEPS + LEARNING_STEPS + 2 * self._steps
         return min(tokens_a_step * steps, self._runner.facts.max_context - self._context)
 
 
 def table_of(rows: Sequence[Figures]) -> Table:
-    """Returns the figures with the wanted number of drafts as a table."""
+    """Return a table of the figures for the number of draft tokens in `WANTED`."""
     names = ("batch", "α", "drafts", "off ms", "verify ms", "÷ off", "adaptive ÷ off", "÷ best fixed", "best")
     table = Table(*names)
     for row in rows:

@@ -1,1 +1,1 @@
-"""Compares all divisions of GPUs between prefill and decode under the same loads."""
+"""Compares all ways to divide GPUs between prefill and decode under the same loads."""

@@ -3,16 +3,16 @@
     python -m benchmarks.strategies --device cuda --shape llama-3-8b --workers 2
     python -m benchmarks.strategies --simulated --shape llama-3-8b --workers 2
 
-Measured, one cluster is started and switched from row to row without restarts. Each workload is a sweep of rates up to
-the knee, or `--rates`; every row is measured at a rate before any at the next. Every load is saved in `--parts` as soon
-as it is measured: a run that ends after `--minutes` continues when it is started again.
+Without `--simulated`, one cluster is started and switched from row to row without restarts. Each workload is a sweep of
+rates up to the knee, or `--rates`; all rows are measured at one rate before any is measured at the next. Every load is
+saved in `--parts` as soon as it is measured: a run that ends after `--minutes` continues when it is started again.
 
 With `--simulated` the same table is made under a virtual clock: rows, workloads, rates, cells and reports are the same,
-only devices and networks are modelled. The cost of a step is the roofline's of a `--gpu`, or that of `--costs FILE`.
-`tandem plan --check FILE` compares a measured table with simulated knees.
+and only devices and networks are modelled. The cost of a step is that of the roofline of a `--gpu`, or that of `--costs
+FILE`. `tandem plan --check FILE` compares a measured table with simulated knees.
 
-The best placement depends on the class, so the adaptive row has a load for each cell, whose requests name the cell's
-class. The other rows would do the same for any class. The last line is one JSON object.
+The best placement depends on the SLO class, so the adaptive row has one load per cell, whose requests name the cell's
+class. The other rows would behave the same for any class. The last line is one JSON object.
 """
 
 import argparse
@@ -36,11 +36,11 @@ from tandem.engine.config.quantization import Codes
 from tandem.settings.engine import KV_DTYPES
 
 _OF_ALL_LOADS = ("device", "workers", "set", "seconds", "drain_seconds", "seed", "length_scale", "slowdown", "ask")
-"""Options that all loads of one table must share."""
+"""Options that must be the same for all loads of one table."""
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the command line; options of the other kind of table are errors."""
+    """Parse the command line. Options of the other kind of table (measured or simulated) are errors."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.strategies", description=(__doc__ or "").split("\n")[0])
     add_model_options(parser)
     parser.add_argument("--workers", type=int, default=2, help="of the cluster, one on each GPU")
@@ -78,7 +78,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def summary(run: Run, arguments: argparse.Namespace) -> dict[str, object]:
-    """Returns the tables of all workloads and their loads; prints the tables."""
+    """Print the tables of all workloads, and return them together with their loads."""
     tables: dict[str, object] = {}
     loads: dict[str, object] = {}
     dtype: object = None
@@ -99,7 +99,7 @@ def summary(run: Run, arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def without_curves(value: object) -> object:
-    """Returns a result without the curves of its distributions, which are for pictures."""
+    """Return a result without the curves of its distributions, which are needed for pictures only."""
     if isinstance(value, dict):
         return {name: without_curves(each) for name, each in value.items() if not name.startswith("curve")}
     return [without_curves(each) for each in value] if isinstance(value, list) else value
@@ -112,7 +112,7 @@ def _draw(found: Mapping[str, object], folder: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Makes the table and prints it; JSON last. The exit status is 3 if loads are missing."""
+    """Make the table and print it, as JSON last. The exit status is 3 if loads are missing."""
     parsed = parse_arguments(arguments)
     if parsed.simulated:
         _simulated(parsed)

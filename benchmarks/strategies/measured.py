@@ -30,14 +30,14 @@ _PARTS_BITS = 16
 """Bits for the number of a load: more than rows times loads times classes."""
 _CLASSES_MAX = 4
 CELLS = len(standard_cells(1.0))
-"""The number of the table's cells."""
+"""The number of SLO cells of the table."""
 _SPARE_S = 5.0
-"""Seconds before the end of the time in which no load begins."""
+"""Seconds before the end of the allowed time in which no new load begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One load: a workload at a rate in requests per second in a row; saved in `part`."""
+    """One load to measure: a row under a workload at a rate in requests per second; its result goes to `part`."""
 
     row: Strategy
     offer: Offer
@@ -47,7 +47,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class RunningCluster:
-    """The running cluster's listeners, target and cells."""
+    """The running cluster's listeners, load target and SLO cells."""
 
     listeners: Endpoints
     target: Target
@@ -55,7 +55,7 @@ class RunningCluster:
 
 
 class Run:
-    """One start of the command: measures missing loads for `--minutes`."""
+    """One invocation of the command, which measures missing loads for `--minutes`."""
 
     def __init__(self, arguments: argparse.Namespace, model: ServedModel) -> None:
         self._arguments = arguments
@@ -71,11 +71,11 @@ class Run:
         self.offers = chosen_offers(every_offer, arguments.workloads)
 
     def part(self, row: Strategy, offer: Offer) -> Part:
-        """Returns the file of a row and workload."""
+        """Return the file of a row and a workload."""
         return Part(row.name, offer.name, self._arguments.parts / f"{offer.name}--{row.name}.json")
 
     def missing(self) -> Iterator[Turn]:
-        """Yields the missing loads: each workload at a rate in every row before the next rate."""
+        """Yield the missing loads of each workload, all rows at one rate before the next rate."""
         for number in range(len(self._rates) or STEPS_MAX):
             for offer in self.offers:
                 for row in self.rows:
@@ -85,7 +85,7 @@ class Run:
                         yield Turn(row, offer, rate, part)
 
     def _rate(self, offer: Offer, part: Part, number: int) -> float | None:
-        """Returns rate number `number` of a part; None if it was measured or does not exist."""
+        """Return rate number `number` of a part; None = it was measured already or does not exist."""
         if self._rates:
             rate = self._rates[number]
             return None if any(load["rate"] == rate for load in part.loads()) else rate
@@ -95,7 +95,7 @@ class Run:
         return next_rate if next_rate is None or not number or self._goes_to(offer, next_rate) else None
 
     def _goes_to(self, offer: Offer, rate: float) -> bool:
-        """Returns False if the trace is too short for this rate, which ends the sweep."""
+        """Return False if the trace is too short for this rate, which ends the sweep."""
         try:
             self._workload(offer, rate)
         except InvalidArgument:
@@ -109,11 +109,11 @@ class Run:
         return offer.source.at(rate, self._arguments.seconds, self._arguments.seed)
 
     def measure(self) -> bool:
-        """Measures missing loads; returns True if none is missing any more."""
+        """Measure missing loads, and return True if none is missing afterwards."""
         known = list(self.missing())
         if not known:
             return True
-        # Errors of the options are reported before the start, which can take minutes.
+        # Report errors of the options before the start, which can take minutes.
         self._load_settings()
         _ = self.unloaded_step_s
         for turn in known:
@@ -141,7 +141,7 @@ class Run:
         turn.part.add(load, {"curve_levels": list(LEVELS), **target.as_result(), **facts})
 
     def _load_of_class(self, turn: Turn, at: RunningCluster, place: int, slo_class: str) -> Load:
-        """Runs the load of class number `place`."""
+        """Run the load of the class with number `place`."""
         workload = self._workload(turn.offer, turn.rate)
         settings = self._load_settings(slo_class)
         print(f"{turn.offer.name:>14} {turn.row.name:>18} {slo_class:>8} ", end="")
@@ -151,7 +151,7 @@ class Run:
         return load | {"steps": steps_of(ScrapeInterval(before, scraped(at.listeners)))}
 
     def _token_seed(self, turn: Turn, number: int, place: int) -> int:
-        """Returns the token seed of load `number` of a part, class number `place`.
+        """Return the token seed of load `number` of a part, for the class with number `place`.
 
         All parts share one cluster, so each needs its own tokens to avoid prefix cache hits. Arrivals and lengths are
         the same for all rows.
@@ -163,9 +163,9 @@ class Run:
 
     @property
     def unloaded_step_s(self) -> float | None:
-        """The step that defines the strict cell; None before the first start.
+        """The idle cluster's decode step in seconds, which defines the strict cell.
 
-        InvalidArgument if the file is damaged.
+        None = no start has measured it yet. Raises InvalidArgument if the file is damaged.
         """
         if not self._step_file.exists():
             return None
@@ -175,7 +175,7 @@ class Run:
         return step_s
 
     def _unloaded_step(self, target: Target) -> float:
-        """Returns the step in seconds, measured once for all starts: the strict cell is the same for every row."""
+        """Return that step, measured once for all starts, because the strict cell must be the same for every row."""
         if (known := self.unloaded_step_s) is not None:
             return known
         step_s = warm_up(target)
@@ -189,12 +189,12 @@ class Run:
 
 
 def scraped(listeners: Endpoints) -> Scrape:
-    """Returns the cluster's present metrics."""
+    """Scrape the cluster's present metrics."""
     return asyncio.run(scrape(listeners.metrics, listeners.metrics_key))
 
 
 def show(report: LoadReport) -> LoadReport:
-    """Prints a load in one line; returns it."""
+    """Print a load in one line, and return it."""
     shares = ", ".join(f"{score.cell.name} {score.share:.0%}" for score in report.scores)
     errors = "".join(f", {count} {code}" for code, count in report.errors.items())
     print(

@@ -1,6 +1,6 @@
-"""The folder of a measured strategy table: one file for each row and workload, so that an interrupted run can continue.
+"""The folder of a measured strategy table: one file per row and workload, so that an interrupted run can continue.
 
-A folder holds loads of one cluster and one kind of load only.
+A folder holds loads of only one cluster and one kind of load.
 """
 
 import json
@@ -15,11 +15,11 @@ from tandem.protocol.errors import InvalidArgument
 _RUN = "run.json"
 Load = dict[str, Any]
 _ASKED = ("ttft_ms", "gap_ms", "tokens_per_s", "errors", "served_by", "steps")
-"""Figures that are kept of each class's load."""
+"""The figures that are kept for the load of each class."""
 
 
 def claim(folder: Path, run: Mapping[str, object]) -> None:
-    """Claims the folder for this run. InvalidArgument if it has loads of a different run."""
+    """Claim the folder for this run. Raises InvalidArgument if it has loads of a different run."""
     ours = {name: str(value) for name, value in run.items()}
     file = folder / _RUN
     folder.mkdir(parents=True, exist_ok=True)
@@ -35,7 +35,7 @@ def claim(folder: Path, run: Mapping[str, object]) -> None:
 
 
 def read_kept(file: Path) -> Any:
-    """Reads a JSON file of the folder. InvalidArgument if it is damaged."""
+    """Read a JSON file of the folder. Raises InvalidArgument if it is damaged."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except ValueError:
@@ -43,7 +43,7 @@ def read_kept(file: Path) -> Any:
 
 
 def damaged(file: Path) -> InvalidArgument:
-    """Returns the error for a damaged file, with the remedy."""
+    """Return the error for a damaged file, which says what to do about it."""
     if file.name == _RUN:
         return InvalidArgument(
             "--parts", f"{file} is damaged, so the run that these loads belong to is unknown; name another folder"
@@ -53,21 +53,24 @@ def damaged(file: Path) -> InvalidArgument:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The loads of one row under one workload by rising rate, in one file."""
+    """The loads of one row under one workload by ascending rate, stored in one file."""
 
     strategy: str
     workload: str
     file: Path
 
     def loads(self) -> list[Load]:
-        """Returns the loads measured so far, as of `LoadReport.as_result`. InvalidArgument if the file is damaged."""
+        """Return the loads measured so far, in the form of `LoadReport.as_result`.
+
+        Raises InvalidArgument if the file is damaged.
+        """
         if not self.file.exists():
             return []
         loads: list[Load] = self._read()["loads"]
         return loads
 
     def add(self, load: Load, facts: dict[str, object]) -> None:
-        """Saves one more load, atomically."""
+        """Append one load and save the file atomically."""
         loads = [*self.loads(), load]
         text = json.dumps({"strategy": self.strategy, "workload": self.workload, "loads": loads, **facts}, indent=1)
         fresh = self.file.with_suffix(".new")
@@ -75,14 +78,17 @@ class Part:
         fresh.replace(self.file)
 
     def next_rate(self, first: float) -> float | None:
-        """Returns the rate to measure next, as `sweep.next_rate`; None = the knees of all cells are passed.
+        """Return the rate to measure next, as `sweep.next_rate` does; None = the knees of all cells are passed.
 
-        It is the same for every row, so that rates can be compared.
+        The rates are the same for every row, so that rows can be compared.
         """
         return sweep.next_rate(first, [goodput_of(load) for load in self.loads()])
 
     def fact(self, name: str) -> object:
-        """Returns a fact that all loads of the part share, e.g. its `dtype`; FileNotFoundError before the first."""
+        """Return a fact that all loads of the part share, such as its `dtype`.
+
+        Raises FileNotFoundError before the first load.
+        """
         return self._read()[name]
 
     def _read(self) -> Load:
@@ -97,10 +103,10 @@ class Part:
 
 
 def joined(loads: Mapping[str, Load]) -> Load:
-    """Joins loads with the same arrivals under each class.
+    """Join the loads of the different classes, all with the same arrivals, into one.
 
-    A cell's goodput is that of the load with its class; the result is valid if all loads are; everything else is the
-    middle class's.
+    The goodput of a cell is that of the load with its class. The result is valid if all loads are. All other figures
+    are those of the middle class.
     """
     if len(loads) == 1:
         return next(iter(loads.values()))
@@ -112,10 +118,10 @@ def joined(loads: Mapping[str, Load]) -> Load:
 
 
 def knees(loads: Sequence[Load]) -> dict[str, float]:
-    """Returns for each cell the highest goodput with the required share, in requests per second; 0 without any."""
+    """Return, for each cell, the highest goodput with the required share in requests per second; 0 = no load has it."""
     return sweep.knees_of([goodput_of(load) for load in loads])
 
 
 def goodput_of(load: Load) -> sweep.Goodput:
-    """Returns for each cell the share of requests that met it, and their number per second."""
+    """Return, for each cell, the share of requests that met it, and their number per second."""
     return {cell: (score["share"], score["per_s"]) for cell, score in load["goodput"].items()}

@@ -1,4 +1,4 @@
-"""Draws a strategy table: goodput against rate for each workload, with a curve for each row. It needs matplotlib."""
+"""Plots a strategy table: goodput against rate, one picture per workload and one curve per row. Requires matplotlib."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ from tandem.cli.load.pictures import GRID, Run, by_rate, panels_of, save
 
 _LEGEND_COLUMNS, _LEGEND_HEIGHT = 4, 0.7
 _MARKERS = "osv^Dx*"
-"""Hollow, distinct markers: many curves coincide below the knee."""
+"""Hollow, distinct markers, because many curves coincide below the knee."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A result of `benchmarks.strategies`: its label, and a run for each row by workload."""
+    """A result of `benchmarks.strategies`: its label and, for each workload, one run per row."""
 
     label: str
     workloads: Mapping[str, Sequence[Run]]
 
 
 def make_table(label: str, result: Mapping[str, Any]) -> Table:
-    """Returns the runs of the rows in `tables`, from their `loads`."""
+    """Return the runs of the rows in the result's `tables`, built from their `loads`."""
     return Table(
         label,
         {
@@ -34,7 +34,7 @@ def make_table(label: str, result: Mapping[str, Any]) -> Table:
 
 
 def draw_goodput(runs: Sequence[Run], file: Path) -> None:
-    """Draws goodput against the offered rate for runs of one workload, one panel for each SLO cell that all have."""
+    """Plot goodput against the offered rate for runs of one workload, one panel per SLO cell that all of them have."""
     cells = [cell for cell in runs[0].loads[0]["goodput"] if all(cell in run.loads[0]["goodput"] for run in runs)]
     figure, panels = panels_of(len(cells))
     offered = sorted({load["offered_per_s"] for run in runs for load in run.loads})
@@ -53,7 +53,7 @@ def draw_goodput(runs: Sequence[Run], file: Path) -> None:
 
 
 def draw_table(table: Table, folder: Path, suffix: str) -> list[Path]:
-    """Draws a picture for each workload; returns the files."""
+    """Draw one picture per workload, and return the files."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {workload: folder / f"{table.label}-{workload}.{suffix}" for workload in table.workloads}
     for workload, file in files.items():

@@ -1,4 +1,4 @@
-"""The rows of the strategy table: settings of a cluster of equal workers."""
+"""The rows of the strategy table: cluster settings for a number of equal workers."""
 
 from dataclasses import dataclass, field
 
@@ -9,13 +9,13 @@ SHARED = "shared"
 ADAPTIVE = "adaptive"
 DISAGGREGATED = "disaggregated"
 ALL, NONE = "all", "none"
-"""Choices of rows with a load for each cell, whose requests name its class; the default is `ADAPTIVE`."""
+"""Choices of the rows that get one load per cell, with the cell's class in each request; `ADAPTIVE` is the default."""
 _BUDGETS = (512, 2048)
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """A row; of the rows of one `kind` the best one is in the table."""
+    """A row of the table. Of several rows of one `kind`, the table shows the best."""
 
     name: str
     kind: str
@@ -23,7 +23,7 @@ class Strategy:
 
 
 def strategies(workers: int) -> tuple[Strategy, ...]:
-    """Returns all rows for this number of workers, one on each GPU; one alone cannot be disaggregated."""
+    """Return all rows for this number of workers, one per GPU. A single worker cannot be disaggregated."""
     if workers < 1:
         raise InvalidArgument("--workers", f"{workers} is less than 1")
     colocated = {"mode": "colocated", "workers": workers}
@@ -48,7 +48,10 @@ def _chunked(budget: int) -> dict[str, object]:
 
 
 def chosen(every: tuple[Strategy, ...], names: str) -> tuple[Strategy, ...]:
-    """Returns the rows of `names`, comma-separated, all if it is empty; a kind stands for all its rows."""
+    """Return the rows named in `names`, comma-separated.
+
+    A kind names all its rows, and an empty text names all rows.
+    """
     if not names:
         return every
     wanted = names.split(",")
@@ -59,5 +62,5 @@ def chosen(every: tuple[Strategy, ...], names: str) -> tuple[Strategy, ...]:
 
 
 def asks(row: Strategy, asked: str) -> bool:
-    """Returns True if this row has a load for each cell; `asked` is ADAPTIVE, ALL or NONE."""
+    """Return True if this row gets one load per cell; `asked` is ADAPTIVE, ALL or NONE."""
     return asked in {ALL, row.kind}

@@ -29,14 +29,17 @@ _SHAPE = "llama-3-8b"
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """Simulates rows of the table; it can be sent to other processes."""
+    """Simulates rows of the table; the object is pickled to run in other processes."""
 
     stage: Stage
     cells: Sequence[SloCell]
     arguments: argparse.Namespace
 
     def loads(self, row: Strategy, offer: Offer) -> list[Load]:
-        """Returns a row's loads under a workload by rising rate: the given ones, or up to the knee or trace's end."""
+        """Return a row's loads under a workload by ascending rate.
+
+        The loads have the given rates, or go up to the knee or the trace's end.
+        """
         loads: list[Load] = []
         while (rate := self._next_rate(offer, loads)) is not None:
             try:
@@ -54,7 +57,7 @@ class Simulated:
         return sweep.next_rate(offer.first_rate * self.arguments.workers, [goodput_of(load) for load in loads])
 
     def _load(self, row: Strategy, offer: Offer, rate: float) -> Load:
-        """Runs a load; one for each cell if its requests name classes, as in `benchmarks.strategies`."""
+        """Simulate a load, or one load per cell if its requests name classes, as in `benchmarks.strategies`."""
         named = asks(row, self.arguments.ask)
         classes = [slo for slo in DEFAULT_CLASSES if slo.has_targets] if named else [BEST_EFFORT]
         workload = offer.source.at(rate, self.arguments.seconds, self.arguments.seed)
@@ -69,7 +72,7 @@ class Simulated:
 
 
 def read_object(file: Path, option: str) -> Any:
-    """Reads a JSON object. InvalidArgument names the option."""
+    """Read a JSON object. Raises InvalidArgument, which names the option."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -80,7 +83,7 @@ def read_object(file: Path, option: str) -> Any:
 
 
 def read_network(file: Path) -> Network:
-    """Reads a network by the names of its fields."""
+    """Read a network from a JSON object with the names of its fields."""
     content = read_object(file, "--network")
     known = [each.name for each in fields(Network)]
     if strange := sorted(content.keys() - set(known)):
@@ -89,7 +92,7 @@ def read_network(file: Path) -> Network:
 
 
 def hardware_of(arguments: argparse.Namespace) -> Hardware:
-    """Returns the device and model that the options describe; InvalidArgument names the option."""
+    """Return the device and model that the options describe. Raises InvalidArgument, which names the option."""
     return hardware(
         arguments.shape or _SHAPE,
         arguments.costs,
@@ -102,7 +105,7 @@ def hardware_of(arguments: argparse.Namespace) -> Hardware:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
-    """Simulates and prints all tables."""
+    """Simulate and print all tables."""
     if arguments.processes < 1:
         raise InvalidArgument("--processes", f"{arguments.processes} is less than 1")
     machine = hardware_of(arguments)

@@ -1,4 +1,4 @@
-"""A simulated cluster with a measured one's settings, and loads with the same reports."""
+"""A simulated cluster with the settings of a measured one, and simulated loads with the same reports."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,13 +26,13 @@ from tandem.worker.config import WorkerConfig
 
 
 class Chunks:
-    """Delays tokens by the router's budget; first and last tokens never wait."""
+    """Models the router's budget of chunks, which delays tokens; first and last tokens are never delayed."""
 
     def __init__(self, chunks_per_s: float, delay_max_s: float) -> None:
         self._budget = ChunkBudget(chunks_per_s, delay_max_s)
 
     def sent(self, answers: Sequence[Sequence[float]]) -> list[Sequence[float]]:
-        """Returns the times at which tokens leave the router, for the times at which they reach it, by answer."""
+        """Return the times at which tokens leave the router, given the times at which they reach it, by answer."""
         flushes = self._flushes([np.asarray(each[1:-1]) for each in answers])
         return [self._delayed(each, flushes) for each in answers]
 
@@ -75,7 +75,7 @@ def make_cluster(
     classes: Sequence[SloClass] = (),
     jumps: bool = True,
 ) -> VirtualCluster:
-    """Returns the cluster that `tandem up` would start with these settings."""
+    """Return the simulated cluster that `tandem up` would start with these settings."""
     asked = ClusterSettings.of(Path(machine.name), device="cuda", **settings)
     specs = [
         WorkerSpec(
@@ -100,7 +100,7 @@ def make_cluster(
 
 
 def make_requests(workload: Workload, page_tokens: int, slo: SloClass) -> list[LoadRequest]:
-    """Returns the requests of a load, all of one class; pages with equal tokens have equal names."""
+    """Return the requests of a load, all of one SLO class. Pages with equal tokens have equal names."""
     requests = []
     for number, arrival in enumerate(workload.arrivals):
         segments = [(block.key, 0, block.tokens) for block in arrival.prompt]
@@ -111,7 +111,7 @@ def make_requests(workload: Workload, page_tokens: int, slo: SloClass) -> list[L
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """The setting of simulated loads; answers may take `drain_s` seconds after the last due time."""
+    """The environment of simulated loads. Answers may take `drain_s` seconds after the last due time."""
 
     machine: Hardware
     network: Network
@@ -120,7 +120,7 @@ class Stage:
     def simulate(
         self, settings: Mapping[str, object], workload: Workload, cells: Sequence[SloCell], slo: SloClass = BEST_EFFORT
     ) -> tuple[LoadReport, VirtualCluster]:
-        """Runs a load through a new cluster; returns the report of a measured load, and the cluster."""
+        """Run a load through a new cluster; return a report like that of a measured load, and the cluster."""
         fitted = workload.fitted(self.machine.model.max_context)
         cluster = make_cluster(
             self.machine, settings, self.network, classes=() if slo.name in _DEFAULT_NAMES else (slo,)
@@ -132,7 +132,10 @@ class Stage:
         return make_report(fitted, found, cells, 1.0), cluster
 
     def unloaded_step(self) -> float:
-        """Returns seconds of an idle cluster's decode step: the mean gap of a lone answer after its first token."""
+        """Return the decode step of an idle cluster in seconds.
+
+        It is the mean gap of a single answer after its first token.
+        """
         settings = {"mode": "disaggregated", "prefill": 1, "decode": 1}
         lone = Workload("lone", 1.0, 1.0, 0, (Arrival(0.0, (Block(0, LONE_PROMPT),), LONE_TOKENS),))
         report, _ = self.simulate(settings, lone, ())
@@ -144,7 +147,10 @@ _DEFAULT_NAMES = {each.name for each in ClusterSettings(Path("any")).router.slo_
 
 
 def _sent(outcomes: Sequence[Outcome], network: Network, idle_step_s: float) -> list[Sequence[float]]:
-    """Returns when the router sends each answer's tokens; those that may wait share its budget of chunks."""
+    """Return when the router sends the tokens of each answer.
+
+    Answers that may be delayed share the router's budget of chunks.
+    """
     moments: list[Sequence[float]] = [outcome.token_s(network.event_s) for outcome in outcomes]
     if network.chunks_per_s is not None:
         longest_s = network.chunk_delay_max_s
@@ -156,7 +162,7 @@ def _sent(outcomes: Sequence[Outcome], network: Network, idle_step_s: float) -> 
 
 
 def _keeps_pace(outcome: Outcome, idle_step_s: float, longest_s: float) -> bool:
-    """Returns True if the router sends this answer's tokens at once, by predicted steps."""
+    """Return True if the router sends the tokens of this answer at once, judging by predicted steps."""
     slo, prediction = outcome.asked.slo, outcome.prediction
     if prediction is None or not slo.has_gap_target:
         return False
@@ -170,7 +176,7 @@ def records(
     give_up_s: float,
     idle_step_s: float,
 ) -> list[RequestRecord]:
-    """Returns the records that clients would have made; an answer not complete by `give_up_s` has none.
+    """Return the records that clients would have made; answers that are incomplete at `give_up_s` have none.
 
     Targets in steps are multiples of `idle_step_s`.
     """

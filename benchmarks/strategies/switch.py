@@ -20,10 +20,10 @@ _PARTS = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 def steps_of(load: ScrapeInterval) -> dict[str, dict[str, object]]:
-    """Returns statistics of all workers' steps between two scrapes, by kind of step.
+    """Return the statistics of all workers' steps between two scrapes, by kind of step.
 
-    They are the number of steps, and quantiles of milliseconds and of observed / predicted time, as exact as the
-    histograms' buckets.
+    They are the number of steps, and quantiles of the milliseconds and of observed / predicted time, as exact as the
+    buckets of the histograms.
     """
     found: dict[str, dict[str, object]] = {}
     for phase in _PHASES:
@@ -48,11 +48,14 @@ BY_SWITCH = "a switch of the running cluster's mode"
 _FOLLOW_S = 10.0
 _LOOK_S = 0.02
 _ROWS_OWN = frozenset({"mode", "workers", "prefill", "decode", "step_policy", "step_budget"})
-"""Fields of `ClusterSettings` in which rows differ."""
+"""The fields of `ClusterSettings` in which rows differ."""
 
 
 def settings_for_all(extra: dict[str, object], device: str, workers: int) -> dict[str, object]:
-    """Returns the settings of the one cluster for all rows. InvalidArgument for fields that differ between rows."""
+    """Return the settings of the one cluster that serves all rows.
+
+    Raises InvalidArgument for fields that differ between rows.
+    """
     for name in extra:
         if name in _ROWS_OWN:
             raise InvalidArgument("--set", f"{name} is what the rows differ in; choose them with --only")
@@ -60,7 +63,7 @@ def settings_for_all(extra: dict[str, object], device: str, workers: int) -> dic
 
 
 class Switch:
-    """Switches one cluster that has no other clients."""
+    """Switches one cluster, which must have no other clients."""
 
     def __init__(self, listeners: Endpoints, target: Target, drain_s: float) -> None:
         self._controller = ControllerClient(listeners.controller, listeners.token)
@@ -70,9 +73,10 @@ class Switch:
         self._touched: set[str] = set()
 
     def to(self, row: Strategy) -> float:
-        """Switches the cluster to `row`, idle and warmed up; returns the seconds of the switch, 0 without a change.
+        """Wait until the cluster is idle, switch it to `row`, and warm it up on the first switch to this row.
 
-        DeadlineExceeded if the router does not follow.
+        Returns the seconds of the switch; 0 = the cluster is in this row already. Raises DeadlineExceeded if the router
+        does not adopt the change.
         """
         if row == self._row:
             return 0.0

@@ -1,4 +1,4 @@
-"""The strategy table of one workload, with its relations and notes."""
+"""The strategy table of one workload, with the relations between its rows and notes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from tandem.protocol.errors import InvalidArgument
 
 _COLOCATED_SIGN = "colocated"
 _NOT_ALIKE = "_not_swept_alike"
-"""Suffix of a relation's name for the list of cells in which it cannot be determined."""
+"""Suffix of a relation's name, for the list of cells in which the relation cannot be determined."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A strategy, its loads by rising rate, and its goodput in each cell (requests/s)."""
+    """A strategy, its loads by ascending rate, and its goodput in each cell in requests per second."""
 
     strategy: Strategy
     loads: Sequence[Load]
@@ -24,16 +24,16 @@ class Row:
 
     @property
     def rates(self) -> list[float]:
-        """Rates of the loads, ascending."""
+        """The rates of the loads, ascending."""
         return [float(load["rate"]) for load in self.loads]
 
     def has_knee(self, cell: str) -> bool:
-        """Returns True if the cell was missed at the highest rate; else its goodput is only a lower bound."""
+        """Return True if the cell was missed at the highest rate. Otherwise its goodput is only a lower bound."""
         return bool(self.loads[-1]["goodput"][cell]["share"] < GOODPUT_SHARE)
 
 
 def make_rows(measured: Mapping[Strategy, Sequence[Load]]) -> list[Row]:
-    """Returns one row of each measured kind: of several splits the one with the largest goodput over all cells."""
+    """Return one row per measured kind: of several splits, the one with the largest goodput over all cells."""
     best: dict[str, Row] = {}
     for strategy, loads in measured.items():
         if loads:
@@ -45,28 +45,28 @@ def make_rows(measured: Mapping[Strategy, Sequence[Load]]) -> list[Row]:
 
 
 def swept_alike(rows: Sequence[Row], cell: str) -> bool:
-    """Returns True if the rows' goodput in the cell can be compared.
+    """Return True if the rows' goodput in the cell can be compared.
 
-    All must be measured at the same rates, except for those beyond the knee of a row that ended there.
+    All rows must be measured at the same rates, except beyond the knee of a row whose sweep ended there.
     """
     longest = max((row.rates for row in rows), key=len)
     return all(row.rates == longest or (row.rates == longest[: len(row.rates)] and row.has_knee(cell)) for row in rows)
 
 
 def common_load(rows: Sequence[Row]) -> float | None:
-    """Returns the highest rate at which every row was measured; None without one."""
+    """Return the highest rate at which every row was measured; None = there is none."""
     return max(set.intersection(*(set(row.rates) for row in rows)), default=None)
 
 
 def at_rate(row: Row, rate: float) -> Load:
-    """Returns the row's load at a measured rate."""
+    """Return the row's load at a measured rate."""
     return next(load for load in row.loads if load["rate"] == rate)
 
 
 def figures(rows: Sequence[Row]) -> dict[str, object]:
-    """Returns each row's figures at the common rate, goodput by cell, knees and relations, for JSON.
+    """Return each row's figures at the common rate, goodput by cell, knees and relations, as JSON.
 
-    InvalidArgument without a common rate.
+    Raises InvalidArgument if there is no common rate.
     """
     rate = common_load(rows)
     if rate is None:
@@ -88,7 +88,7 @@ def figures(rows: Sequence[Row]) -> dict[str, object]:
 
 
 def invalid_loads(rows: Sequence[Row]) -> list[str]:
-    """Returns the loads whose clients sent late, so that latencies include the clients'."""
+    """Return the loads whose clients sent late, so that latencies include delays of the clients."""
     return [
         f"{row.strategy.name} at {load['rate']:g}/s"
         for row in rows
@@ -98,7 +98,7 @@ def invalid_loads(rows: Sequence[Row]) -> list[str]:
 
 
 def relations(rows: Sequence[Row], rate: float) -> dict[str, object]:
-    """Returns disaggregated / shared, and adaptive / the best of the others, where both were measured."""
+    """Return disaggregated / shared, and adaptive / the best of the others, if both sides were measured."""
     by_kind = {row.strategy.kind: row for row in rows}
     found: dict[str, object] = {}
     apart, shared, adaptive = (by_kind.get(kind) for kind in (DISAGGREGATED, SHARED, ADAPTIVE))
@@ -116,7 +116,7 @@ def relations(rows: Sequence[Row], rate: float) -> dict[str, object]:
 
 
 def _over_best(name: str, ours: Row, others: Sequence[Row]) -> dict[str, object]:
-    """Returns ratios by cell, and the names of cells in which the rows were not swept alike."""
+    """Return the ratios by cell, and the names of cells in which the rows were not swept alike."""
     alike = {cell: swept_alike([ours, *others], cell) for cell in ours.goodput}
     ratios = {
         cell: _ratio(goodput, max(row.goodput[cell] for row in others))
@@ -127,12 +127,12 @@ def _over_best(name: str, ours: Row, others: Sequence[Row]) -> dict[str, object]
 
 
 def _ratio(ours: float, theirs: float) -> float | None:
-    """Returns the ratio; None without a reference."""
+    """Return the ratio; None = the reference is missing."""
     return round(ours / theirs, 4) if theirs else None
 
 
 def as_text(figures_of_workload: Mapping[str, object]) -> str:
-    """Returns a Markdown table."""
+    """Return a Markdown table."""
     rows = figures_of_workload["rows"]
     assert isinstance(rows, dict)
     cells = list(next(iter(rows.values()))["goodput_per_s"])
@@ -157,7 +157,7 @@ def _goodput_text(row: Mapping[str, Any], cell: str) -> str:
 
 
 def _notes(figures_of_workload: Mapping[str, Any], rows: Mapping[str, Any]) -> Iterator[str]:
-    """Yields notes that a comparison of rows requires."""
+    """Yield the notes that a reader needs to compare the rows."""
     if not all(all(row["knee"].values()) for row in rows.values()):
         yield "≥: met at the highest rate that the row was measured at, so a lower bound of the knee."
     if len({tuple(row["rates"]) for row in rows.values()}) > 1:

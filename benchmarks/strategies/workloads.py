@@ -1,4 +1,4 @@
-"""The loads of the strategy table, each with the first rate of its sweep, in requests per second and worker."""
+"""The loads of the strategy table, each with the first rate of its sweep in requests per second and worker."""
 
 import math
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ from tandem.cli.load.workload import Source
 from tandem.protocol.errors import InvalidArgument
 
 _SIGMA = 0.8
-"""Standard deviation of the logarithm of lengths: half of them lie within a factor of 1.7 of the median."""
+"""Standard deviation of the logarithm of lengths: half of them are within a factor of 1.7 of the median."""
 _TRACE_RATE = 0.5
 _TRACE_RATES = {"mooncake-conversation": 0.125}
-"""First rates of traces: prompts of up to a whole context keep a worker busy for half a second."""
+"""First rates of traces, whose prompts of up to a whole context keep a worker busy for half a second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A named workload; at the first rate every strategy meets its targets."""
+    """A named workload with the first rate of its sweep, at which every strategy meets its targets."""
 
     name: str
     source: Source
@@ -27,7 +27,7 @@ class Offer:
 
 
 def chosen_offers(every: Sequence[Offer], names: str) -> list[Offer]:
-    """Returns the workloads of `names`, comma-separated, all if it is empty."""
+    """Return the workloads named in `names`, comma-separated; an empty text names all."""
     wanted = names.split(",") if names else [offer.name for offer in every]
     for name in wanted:
         if name not in {offer.name for offer in every}:
@@ -37,9 +37,9 @@ def chosen_offers(every: Sequence[Offer], names: str) -> list[Offer]:
 
 
 def offers(traces: Sequence[Path], scale: float, slowdown: float) -> list[Offer]:
-    """Returns the two synthetic workloads and each trace, with lengths times `scale` and rates divided by `slowdown`.
+    """Return the two synthetic workloads and each trace, with lengths times `scale` and rates divided by `slowdown`.
 
-    Both are 1 for one H200 and an 8B shape.
+    Both factors are 1 for one H200 and an 8B shape.
     """
     for option, value in (("--length-scale", scale), ("--slowdown", slowdown)):
         if not 0 < value < math.inf:

@@ -1,4 +1,4 @@
-"""Writes a JSON file for each dashboard: `python -m deploy.dashboards`."""
+"""Writes the JSON file of each dashboard: `python -m deploy.dashboards`."""
 
 import json
 from pathlib import Path
@@ -11,12 +11,12 @@ DASHBOARDS: tuple[Dashboard, ...] = (serving.DASHBOARD, phases.DASHBOARD, worker
 
 
 def text_of(dashboard: Dashboard) -> str:
-    """Returns the content of the dashboard's file."""
+    """Return the content of the dashboard's file."""
     return json.dumps(dashboard.as_json(), indent=1) + "\n"
 
 
 def file_of(dashboard: Dashboard) -> Path:
-    """Returns the path of the dashboard's file."""
+    """Return the path of the dashboard's file."""
     return FOLDER / f"{dashboard.name}.json"
 
 

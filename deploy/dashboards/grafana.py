@@ -1,4 +1,4 @@
-"""The parts of a dashboard, and their JSON for Grafana."""
+"""The elements of a dashboard, and their conversion to Grafana's JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tandem.metrics.family import Family
 from tandem.protocol.messages import Role
 
 SCHEMA_VERSION = 39
-"""The schema of Grafana 10.4; newer versions migrate it when they load it."""
+"""The schema version of Grafana 10.4; newer versions of Grafana migrate it on loading."""
 _COLUMNS = 24
 _HEIGHT, _ROW_HEIGHT = 8, 1
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
@@ -23,7 +23,7 @@ Json = dict[str, Any]
 
 
 class Kind(StrEnum):
-    """Grafana's names of panel types."""
+    """The panel types, by Grafana's names."""
 
     LINES = "timeseries"
     NUMBER = "stat"
@@ -32,7 +32,7 @@ class Kind(StrEnum):
 
 
 class Unit(StrEnum):
-    """Grafana's names of units."""
+    """The units, by Grafana's names."""
 
     SECONDS = "s"
     REQUESTS = "reqps"
@@ -49,7 +49,7 @@ class Unit(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """An expression and the legend of its series; `{{label}}` stands for a label's value."""
+    """A PromQL expression and the legend of its series, in which `{{label}}` stands for a label's value."""
 
     expression: str
     legend: str = ""
@@ -57,7 +57,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A panel. `about` is its description; `width` is in Grafana's 24 columns."""
+    """A panel of a dashboard; `about` is its description, and `width` is in Grafana's 24 columns."""
 
     title: str
     unit: Unit
@@ -70,7 +70,7 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Panels under one heading; a folded row sends no queries until it is opened."""
+    """Panels under one heading. A folded row sends no queries until the user opens it."""
 
     title: str
     panels: tuple[Panel, ...]
@@ -79,7 +79,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Dashboard:
-    """A page of rows. `name` is the name of its file, and part of its address in Grafana."""
+    """A page of rows; `name` is the name of its file and part of its address in Grafana."""
 
     name: str
     title: str
@@ -87,7 +87,7 @@ class Dashboard:
     rows: tuple[Row, ...]
 
     def as_json(self) -> Json:
-        """Returns the dashboard as Grafana imports it."""
+        """Return the dashboard in the JSON form that Grafana imports."""
         return {
             "uid": f"tandem-{self.name}",
             "title": self.title,
@@ -120,7 +120,7 @@ def _variables() -> list[Json]:
 
 
 def _variable(name: str, label: str, family: Family, matchers: str = "", everything: str = ".*") -> Json:
-    """Returns a variable with a label's values; by default "All" also matches series without the label."""
+    """Return a variable with the values of a label. By default, "All" also matches series without the label."""
     selected = f"{family.full_name}{{{matchers}}}" if matchers else family.full_name
     return {
         "name": name,
@@ -138,7 +138,7 @@ def _variable(name: str, label: str, family: Family, matchers: str = "", everyth
 
 
 def _panels(rows: Sequence[Row]) -> Iterator[Json]:
-    """Yields rows and panels from top to bottom, numbered from 1."""
+    """Yield the rows and panels from top to bottom, numbered from 1."""
     number, top = 1, 0
     for row in rows:
         head: Json = {"id": number, "type": "row", "title": row.title, "collapsed": row.folded, "panels": []}

@@ -1,4 +1,4 @@
-"""A load of several classes one after the other, which gives every panel of the dashboards something to show."""
+"""A sequence of loads of several SLO classes, which gives every panel of the dashboards something to show."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _SHARED = Block(1 << 40, 96)
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of the load with one class: `rate` in requests per second, `share` of the total time."""
+    """A part of the load with one SLO class.
+
+    `rate` is in requests per second, and `share` is the part's share of the total time.
+    """
 
     slo_class: str
     share: float
@@ -35,7 +38,7 @@ PARTS = (
 
 
 def run_mixed(target: Target, seconds: float, seed: int, clients: int = 2) -> dict[str, list[RequestRecord]]:
-    """Runs all parts and returns the requests by class; takes `seconds` and the time of the last answers."""
+    """Run all parts, and return the requests by class. Takes `seconds`, plus the time of the last answers."""
     found: dict[str, list[RequestRecord]] = {}
     for number, part in enumerate(PARTS):
         workload = _half_shared(part.source.at(part.rate, part.share * seconds, seed + number))
@@ -45,7 +48,7 @@ def run_mixed(target: Target, seconds: float, seed: int, clients: int = 2) -> di
 
 
 def since_sent(records: Sequence[RequestRecord]) -> list[RequestRecord]:
-    """Returns the records with the sending time as due time, which is what a router can observe."""
+    """Return the records with the send time in place of the due time, because a router observes only the send time."""
     return [replace(record, due_s=record.sent_s) for record in records]
 
 

@@ -1,4 +1,4 @@
-"""One panel of a dashboard on paper."""
+"""Plots one panel of a dashboard with matplotlib."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from matplotlib.ticker import EngFormatter, Formatter, FuncFormatter
 from deploy.dashboards.panels import Curve, Shown, TimeRange
 
 _SCALED = {"s": "s", "bytes": "B", "Bps": "B/s", "flops": "FLOP/s"}
-"""Grafana's units that take prefixes, as they are written; and those that take none."""
+"""The text of each Grafana unit that takes SI prefixes; `_PLAIN` has the units without prefixes."""
 _PLAIN = {"reqps": "req/s", "cps": "/s"}
 _SMALL, _TITLE, _BIG = 6.5, 9, 20
 _LEGEND_MAX = 8
 
 
 def draw_panel(axes: Axes, shown: Shown, time_range: TimeRange) -> None:
-    """Times are seconds after the time_range's start."""
+    """Draw a panel. Times on the axis are seconds after the start of `time_range`."""
     start = time_range.start
     axes.set_xlim(0, time_range.end - start)
     axes.set_title(shown.title, fontsize=_TITLE, loc="left")
@@ -81,7 +81,10 @@ def _table(axes: Axes, curves: Sequence[Curve]) -> None:
 
 
 def _heatmap(axes: Axes, curves: Sequence[Curve], start: float) -> None:
-    """Buckets are cumulative: each is shown without those below it. The last one has no upper end."""
+    """Draw a histogram's buckets over time.
+
+    Buckets are cumulative, so each is shown without those below it. The last bucket has no upper bound.
+    """
     rising = sorted(curves, key=lambda curve: float(curve.name))
     moments = sorted({at for curve in rising for at, _ in curve.series.points})
     if len(rising) < 2 or len(moments) < 2:
@@ -97,7 +100,7 @@ def _heatmap(axes: Axes, curves: Sequence[Curve], start: float) -> None:
 
 
 def _on(moments: Sequence[float], curve: Curve) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Values at these moments, NaN where there is none."""
+    """Return the curve's values at these moments; NaN = the curve has no value there."""
     have = dict(curve.series.points)
     found = [have.get(at, math.nan) for at in moments]
     return np.array([value if math.isfinite(value) else math.nan for value in found])

@@ -1,4 +1,4 @@
-"""Runs a dashboard's queries as Grafana would run them."""
+"""Runs the queries of a dashboard as Grafana would."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAME = "__name__"
 
 @dataclass(frozen=True, slots=True)
 class TimeRange:
-    """The time to show: `start` to `end` in Unix seconds, rates over `rate_s`, one point every `step_s`."""
+    """The time to show: from `start` to `end` in Unix seconds, rates over `rate_s`, one point every `step_s`."""
 
     start: float
     end: float
@@ -27,7 +27,7 @@ class TimeRange:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A series with its legend."""
+    """A series with its legend text."""
 
     name: str
     series: Series
@@ -35,7 +35,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A panel as in the file, and the series of each of its queries."""
+    """A panel as in the dashboard's file, and the resulting series of each of its queries."""
 
     panel: Mapping[str, Any]
     answers: tuple[tuple[Curve, ...], ...]
@@ -47,26 +47,29 @@ class Shown:
 
     @property
     def empty(self) -> list[str]:
-        """Queries whose result has no number."""
+        """The queries whose result has no number."""
         found = zip(self.panel["targets"], self.answers, strict=True)
         return [target["expr"] for target, curves in found if not any(curve.series.finite for curve in curves)]
 
 
 def read_dashboard(name: str) -> dict[str, Any]:
-    """Reads the dashboard of this name."""
+    """Read the dashboard named `name` from its file."""
     found: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
     return found
 
 
 def names() -> list[str]:
-    """Returns the names of all dashboards."""
+    """Return the names of all dashboards."""
     return sorted(file.stem for file in FOLDER.glob("*.json"))
 
 
 def show(
     dashboard: Mapping[str, Any], prometheus: Prometheus, time_range: TimeRange, *, folded_row: str | None = None
 ) -> Iterator[Shown]:
-    """Yields every panel outside of folded rows, or of the folded row with this title, with all variables at "All"."""
+    """Yield every panel with the results of its queries, with all variables set to "All".
+
+    The panels are those outside of folded rows, or those of the folded row with the title `folded_row`.
+    """
     chosen = {each["name"]: each.get("allValue", "") for each in dashboard["templating"]["list"]}
     rows = {panel["title"]: panel["panels"] for panel in dashboard["panels"] if panel["type"] == "row"}
     for panel in dashboard["panels"] if folded_row is None else rows[folded_row]:

@@ -1,4 +1,4 @@
-"""The dashboard of phases: queue, prefill, transfer and decode, in the order of a request."""
+"""The dashboard of the phases of a request: queue, prefill, transfer and decode."""
 
 from deploy.dashboards.grafana import Dashboard, Panel, Query, Row, Unit
 from deploy.dashboards.promql import Selection, mean, of_workers, quantile, rate, series, share, total

@@ -1,7 +1,7 @@
-"""Draws the dashboards with a real run's data: `python -m deploy.dashboards.pictures`.
+"""Plots the dashboards with data of a real run: `python -m deploy.dashboards.pictures`.
 
-Starts a cluster on this CPU and a Prometheus that scrapes it, sends two minutes of mixed load, and draws every
-dashboard of `deploy/dashboards/` with the data that Prometheus has then. With `--prometheus HOST:PORT` it draws that
+The script starts a cluster on this host's CPU and a Prometheus that scrapes it, sends two minutes of mixed load, and
+then draws every dashboard of `deploy/dashboards/` with Prometheus' data. With `--prometheus HOST:PORT` it draws that
 server's data of the last `--seconds`.
 """
 
@@ -34,13 +34,13 @@ OUT = Path(__file__).parents[2] / "docs" / "pictures"
 _PROCESSES, _SEED, _DPI = 3, 31, 80
 _COLUMNS, _WIDTH_IN, _LINE_IN = 24, 19.0, 0.27
 _MARGIN_X, _MARGIN_TOP, _MARGIN_BOTTOM = 0.045, 0.9, 0.8
-"""Margins of each panel: shares of a panel's width, and grid lines above and below."""
+"""Margins of each panel: horizontally as shares of the panel's width, above and below in grid lines."""
 _HEAD_LINES = 2
 _POINTS = 150
 
 
 def draw(dashboard: dict[str, Any], prometheus: Prometheus, time_range: TimeRange, file: Path) -> None:
-    """Draws one dashboard, each panel at its position in Grafana."""
+    """Draw one dashboard, with each panel at its position in Grafana."""
     lines = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in dashboard["panels"]) + _HEAD_LINES + 1
     figure = Figure(figsize=(_WIDTH_IN, lines * _LINE_IN), facecolor="white")
     FigureCanvasAgg(figure)
@@ -57,7 +57,7 @@ def draw(dashboard: dict[str, Any], prometheus: Prometheus, time_range: TimeRang
 
 
 def _place(place: dict[str, int], lines: int) -> tuple[float, float, float, float]:
-    """Returns left, bottom, width and height as shares of the figure."""
+    """Return a panel's left, bottom, width and height as shares of the figure."""
     top = place["y"] + _HEAD_LINES
     return (
         place["x"] / _COLUMNS + _MARGIN_X * 0.8,
@@ -69,7 +69,7 @@ def _place(place: dict[str, int], lines: int) -> tuple[float, float, float, floa
 
 @contextmanager
 def _own_run(arguments: argparse.Namespace) -> Iterator[tuple[Prometheus, float]]:
-    """Yields a Prometheus that has scraped a cluster under load, and the start of the load."""
+    """Yield a Prometheus that has scraped a cluster under load, and the start time of the load."""
     config = ClusterSettings.of(
         prepare_model(find_default_model()),
         dtype="float32",
@@ -103,7 +103,7 @@ def _run(arguments: argparse.Namespace) -> Iterator[tuple[Prometheus, float]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Draws all dashboards."""
+    """Draw all dashboards."""
     parser = argparse.ArgumentParser(
         prog="python -m deploy.dashboards.pictures", description=(__doc__ or "").split("\n", maxsplit=1)[0]
     )

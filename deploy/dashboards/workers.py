@@ -7,7 +7,7 @@ from tandem.metrics.family import Family
 
 
 def _process(name: str) -> Selection:
-    """Selects a metric of every process of a cluster; Prometheus' own processes have no `worker`."""
+    """Select a metric that all processes of a cluster export; Prometheus' own processes have no label `worker`."""
     return Selection(f'{name}{{namespace=~"$namespace",model=~"$model",worker!=""}}')
 
 

@@ -1,1 +1,1 @@
-"""Prometheus rules, their test cases, and a server that evaluates them over a running cluster."""
+"""Prometheus rules, test cases for them, and a server that evaluates them over a running cluster."""

@@ -22,7 +22,7 @@ from tandem.protocol.errors import DeadlineExceeded, FailedPrecondition, Unavail
 
 RULES = Path(__file__).parent / "rules.yaml"
 NAMESPACE = "tandem"
-"""The value of the label `namespace`, in place of Kubernetes' namespace."""
+"""The value of the label `namespace`, in place of a Kubernetes namespace."""
 _HOST = "127.0.0.1"
 _READY_S, _STOP_S, _ANSWER_S, _POLL_S = 30.0, 10.0, 10.0, 0.2
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -50,14 +50,14 @@ scrape_configs:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One series of a result; `points` are (Unix seconds, value)."""
+    """One series of a query's result; `points` are pairs of Unix seconds and value."""
 
     labels: Mapping[str, str]
     points: Sequence[tuple[float, float]]
 
     @property
     def finite(self) -> bool:
-        """True if the series has a finite number."""
+        """True if the series has at least one finite value."""
         return any(math.isfinite(value) for _, value in self.points)
 
 
@@ -65,35 +65,38 @@ class Prometheus:
     """A client of a running Prometheus."""
 
     def __init__(self, address: str) -> None:
-        """Sets the address, host:port."""
+        """Store the address, host:port."""
         self.address = address
 
     def at(self, expression: str, when: float | None = None) -> list[Series]:
-        """Evaluates an expression at a time, default now. FailedPrecondition if Prometheus rejects it."""
+        """Evaluate an expression at the time `when`, by default now.
+
+        Raises FailedPrecondition if Prometheus rejects it.
+        """
         moment = {} if when is None else {"time": str(when)}
         found = self.get("query", query=expression, **moment)["result"]
         return [Series(each["metric"], [_point(each["value"])]) for each in found]
 
     def between(self, expression: str, start: float, end: float, step_s: float) -> list[Series]:
-        """Evaluates an expression over a time range, with one point every `step_s`."""
+        """Evaluate an expression over a time range, with one point every `step_s` seconds."""
         found = self.get("query_range", query=expression, start=str(start), end=str(end), step=str(step_s))["result"]
         return [Series(each["metric"], [_point(point) for point in each["values"]]) for each in found]
 
     def number(self, expression: str, when: float | None = None) -> float:
-        """Returns the value of an expression with at most one series; 0 without one."""
+        """Return the value of an expression whose result has at most one series; 0 = it has none."""
         found = self.at(expression, when)
         if len(found) > 1:
             raise FailedPrecondition(f"{len(found)} series instead of one: {expression}")
         return found[0].points[0][1] if found else 0.0
 
     def firing(self) -> set[str]:
-        """Returns the names of the alerts that fire now."""
+        """Return the names of the alerts that are firing."""
         return {each["labels"]["alertname"] for each in self.get("alerts")["alerts"] if each["state"] == "firing"}
 
     def get(self, what: str, **parameters: str) -> Any:
-        """Returns `data` of a reply.
+        """Return the field `data` of a reply.
 
-        Unavailable without one, FailedPrecondition with Prometheus' message for a wrong query.
+        Raises Unavailable if there is none, and FailedPrecondition with Prometheus' message for a wrong query.
         """
         url = f"http://{self.address}/api/v1/{what}?{urllib.parse.urlencode(parameters)}"
         try:
@@ -105,9 +108,9 @@ class Prometheus:
             raise Unavailable(f"no answer from Prometheus at {self.address}: {error}") from None
 
     def await_scrape(self, processes: int, after: float | None = None, within_s: float = _READY_S) -> None:
-        """Waits until `processes` processes were scraped after a time, default now.
+        """Wait until `processes` processes were scraped after the time `after`, by default now.
 
-        DeadlineExceeded after `within_s`.
+        Raises DeadlineExceeded after `within_s` seconds.
         """
         after = time.time() if after is None else after
         give_up = time.monotonic() + within_s
@@ -119,7 +122,7 @@ class Prometheus:
 
 
 def find_prometheus() -> str | None:
-    """Returns the path of the program, None if it is not installed."""
+    """Return the path of the Prometheus program; None = it is not installed."""
     return shutil.which("prometheus")
 
 
@@ -133,11 +136,11 @@ def running_prometheus(
     full_windows: bool = True,
     exporters: Sequence[str] = (),
 ) -> Iterator[Prometheus]:
-    """Runs a Prometheus that scrapes a cluster by its service discovery, and `exporters` at host:port.
+    """Run a Prometheus that scrapes a cluster by its service discovery, and `exporters` at host:port.
 
-    Without `full_windows` alerts fire as soon as their condition holds, and increases and rates, burn rates included,
-    are over ten seconds; over twenty for restarts, as a start takes some. FailedPrecondition if Prometheus is not
-    installed or does not start.
+    Without `full_windows`, alerts fire as soon as their condition holds, and increases and rates, including burn rates,
+    cover ten seconds; those of restarts cover twenty, because a start takes some seconds. Raises FailedPrecondition if
+    Prometheus is not installed or does not start.
     """
     program = find_prometheus()
     if program is None:

@@ -1,7 +1,7 @@
-"""The `tandem` command: one file per command, and no import before it is needed."""
+"""The `tandem` command. Each subcommand has its own module, and imports what it needs only when it runs."""
 
 import os
 
-# gRPC reads it at import, here and in child processes; otherwise each failed handshake and each closed connection
-# prints a line on stderr.
+# gRPC reads this variable at import, here and in child processes. Without it, each failed handshake and each closed
+# connection prints a line on stderr.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

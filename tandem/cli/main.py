@@ -61,7 +61,7 @@ def common(
 
 
 def main() -> None:
-    """Runs the `tandem` script."""
+    """Run the `tandem` script."""
     app()
 
 

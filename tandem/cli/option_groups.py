@@ -1,4 +1,7 @@
-"""Groups of command options: each group is a dataclass whose fields are the options."""
+"""Groups of command options: each group is a dataclass whose fields are the options.
+
+Typer itself knows only flat parameters, so that commands would otherwise repeat long lists.
+"""
 
 import functools
 import inspect
@@ -10,7 +13,7 @@ R = TypeVar("R")
 
 
 def option_groups(command: Callable[..., R]) -> Callable[..., R]:
-    """Lets `command` take such dataclasses by name among its own options; the shell sees a flat list of options."""
+    """Let `command` take such dataclasses as keyword arguments, while the shell sees one flat list of options."""
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     options = []
@@ -25,6 +28,7 @@ def option_groups(command: Callable[..., R]) -> Callable[..., R]:
         }
         return command(*arguments, **given, **made)
 
+    # Typer reads the options from the function's annotations and signature.
     flat.__annotations__ = {option.name: option.annotation for option in options}
     flat.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
     return flat

@@ -1,4 +1,4 @@
-"""Errors for people: one sentence on stderr and an exit code, never a traceback."""
+"""Errors of commands: one sentence on stderr and an exit code, never a traceback."""
 
 import functools
 import re
@@ -28,11 +28,11 @@ SETTINGS = {
     **{name: f"--{name.replace('_', '-')}" for name in ("out", "scheme", "group_size", "method", "samples", "kind")},
     **{name: f"--{name}" for name in ("text", "tokens")},
 }
-"""The options of `tandem up` and other commands by the names of the settings in errors."""
+"""The option for each setting name that errors contain, for `tandem up` and other commands."""
 
 
 def plain_errors(command: Callable[P, R]) -> Callable[P, R]:
-    """Makes `command` end with a sentence and an exit code when it raises a TandemError or is interrupted."""
+    """Make `command` end with a sentence and an exit code if it raises a TandemError or is interrupted."""
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -50,15 +50,15 @@ def plain_errors(command: Callable[P, R]) -> Callable[P, R]:
 
 
 def in_options(message: str) -> str:
-    """Returns `message` with options instead of the engine's setting names.
+    """Return `message` with the engine's setting names replaced by options.
 
-    A name is replaced where the message begins with it, and where it contains an underscore.
+    A name is replaced at the beginning of the message and, if it contains an underscore, anywhere.
     """
     return re.sub(r"^(\w+)(?=:)|\b\w+_\w+\b", lambda found: SETTINGS.get(found.group(), found.group()), message)
 
 
 def exit_code(error: Exception) -> int:
-    """Returns 2 for a wrong option, 3 for a model that cannot be served, 4 for an unavailable cluster, else 1."""
+    """Return 2 for a wrong option, 3 for a model that cannot be served, 4 for an unavailable cluster, else 1."""
     from tandem.protocol.errors import InvalidArgument, ModelError, Unavailable
 
     codes: dict[type[Exception], int] = {InvalidArgument: BAD_OPTION, ModelError: BAD_MODEL, Unavailable: UNAVAILABLE}

@@ -1,4 +1,4 @@
-"""Progress bars of commands that compute for long."""
+"""Progress bars for commands with long computations."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Report = Callable[[str, float], None]
-"""Takes the name of an activity and its completed part, 0 to 1."""
+"""Called with the name of an activity and its completed fraction, 0 to 1."""
 
 
 @contextmanager
 def progress_bars(console: Console) -> Iterator[Report]:
-    """Shows a bar for each activity on a terminal; yields a function that takes its name and completed part."""
+    """Show one bar per activity on a terminal. Yields a function that takes its name and completed fraction."""
     from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())

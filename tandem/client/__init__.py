@@ -1,4 +1,4 @@
-"""The Python client of `tandem.v1.Inference`, synchronous and for asyncio.
+"""The Python client of the gRPC service `tandem.v1.Inference`, synchronous and for asyncio.
 
     from tandem.client import Client
 
@@ -7,7 +7,8 @@
         for chunk in client.stream_chat("And at night?"):
             print(chunk.text, end="", flush=True)
 
-Every failure is a `TandemError`; `retry_after_s` of `ResourceExhausted` and `Unavailable` says when to try again.
+Every failure raises a `TandemError`. The `retry_after_s` of `ResourceExhausted` and `Unavailable` says after how many
+seconds to try again.
 """
 
 from tandem.client.answers import Answer, Chunk, FinishReason, Prompt, ScoredToken, Tokens, TokenScore, ToolCallDelta

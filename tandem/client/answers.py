@@ -1,4 +1,4 @@
-"""The answers to a request: their chunks as they come, and each as a whole."""
+"""The answers to a request: the chunks of a stream, and the complete answers collected from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tandem.protocol.lifecycle.timeline import Timeline
 
 
 class FinishReason(StrEnum):
-    """The reason for which an answer ended."""
+    """The reason why an answer ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -29,13 +29,13 @@ class ScoredToken:
 
     token_id: int
     utf8: bytes
-    """The bytes of the token, which may be a part of a character."""
+    """The bytes of the token, which may be only a part of a UTF-8 character."""
     logprob: float
 
 
 @dataclass(frozen=True, slots=True)
 class TokenScore:
-    """The log probabilities of a token of an answer, and of the most likely tokens in its place."""
+    """The log probability of one token of an answer, and those of the most likely tokens at its position."""
 
     chosen: ScoredToken
     top: Sequence[ScoredToken]
@@ -43,7 +43,7 @@ class TokenScore:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """The next part of a tool call; the first one of a call has its id and name."""
+    """The next part of a tool call; the first part of a call carries its id and name."""
 
     index: int
     id: str
@@ -53,33 +53,36 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The next part of an answer."""
+    """The next part of one answer in a stream."""
 
     index: int
-    """The number of the answer, from 0."""
+    """The number of the answer within the request, from 0."""
     text: str
     reasoning: str
     tool_calls: Sequence[ToolCallDelta]
     token_ids: Sequence[int]
     logprobs: Sequence[TokenScore]
-    """One entry for each token if the request has `logprobs`, else none."""
+    """One entry per token if the request sets `logprobs`, otherwise empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The prompt of an answer, of which each field is empty unless the request asks for it."""
+    """The prompt that belongs to an answer; each field is empty unless the request asks for it."""
 
     text: str = ""
-    """Its text, for `echo`."""
+    """The prompt's text, if the request sets `echo`."""
     token_ids: Sequence[int] = ()
-    """Its token ids, for `return_token_ids`."""
+    """The prompt's token ids, if the request sets `return_token_ids`."""
     logprobs: Sequence[TokenScore] = ()
-    """One entry for each token, for `prompt_logprobs`, or `logprobs` with `echo`; the first has no log probability."""
+    """One entry per token, if the request sets `prompt_logprobs`, or `logprobs` with `echo`.
+
+    The first token has no log probability.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A complete answer; counts are in tokens."""
+    """A complete answer; all counts are in tokens."""
 
     request_id: str
     index: int
@@ -90,41 +93,41 @@ class Answer:
     logprobs: Sequence[TokenScore]
     finish_reason: FinishReason
     matched_stop: str
-    """The stop string that ended it, "" for none."""
+    """The stop string that ended the answer; "" = none."""
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    """Tokens of the prompt whose KV was found in a prefix cache."""
+    """The number of prompt tokens whose KV came from a prefix cache."""
     prompt: Prompt
-    """The parts that the request asks for of its prompt."""
+    """Those parts of the prompt that the request asks for."""
     timeline: Timeline
-    """The edges of the request in the cluster, and the workers that served it."""
+    """The lifecycle events of the request in the cluster, and the workers that served it."""
 
     @property
     def message(self) -> Message:
-        """The assistant's message, for the next request of the conversation."""
+        """The answer as an assistant's message, for the next request of the conversation."""
         return Message("assistant", self.text, self.tool_calls, reasoning=self.reasoning)
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The token ids of a prompt."""
+    """The token ids of a text or a conversation."""
 
     token_ids: Sequence[int]
     token_strs: Sequence[str]
-    """The tokens' spellings, if the request has `spell`, else none."""
+    """The text of each token if the request sets `spell`, otherwise empty."""
     max_context: int
-    """Most tokens of prompt and answer together."""
+    """The maximum number of tokens of prompt and answer together."""
 
 
 def tokens_of(message: inference_pb2.TokenizeResponse) -> Tokens:
-    """Returns the token ids of a response."""
+    """Convert a tokenize response."""
     return Tokens(list(message.token_ids), list(message.token_strs), message.max_context)
 
 
 @dataclass(slots=True)
 class _Parts:
-    """The parts of an answer so far."""
+    """The parts of one answer that have arrived."""
 
     text: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
@@ -143,10 +146,10 @@ class _Parts:
 
 
 class AnswerCollector:
-    """Collects the answers to one request."""
+    """Collects the messages of one request's stream into answers; a `Stream` or `AsyncStream` owns it."""
 
     def __init__(self, prompts: int, n: int) -> None:
-        """The request has `prompts` prompts, and each of them `n` answers."""
+        """Expect `n` answers to each of the request's `prompts` prompts."""
         self._count = prompts * n
         self._n = n
         self._parts: dict[int, _Parts] = {}
@@ -155,11 +158,11 @@ class AnswerCollector:
 
     @property
     def begun(self) -> bool:
-        """True if a part of an answer has come."""
+        """True if a part of an answer has arrived."""
         return bool(self._parts)
 
     def add(self, message: inference_pb2.GenerateResponse) -> Chunk | None:
-        """Adds a message and returns its chunk, None if it has none."""
+        """Add a message of the stream, and return its chunk; None = the message carries no chunk."""
         kind = message.WhichOneof("event")
         if kind == "complete":
             parts = self._parts.setdefault(message.index, _Parts())
@@ -174,7 +177,7 @@ class AnswerCollector:
         return chunk
 
     def answers(self) -> list[Answer]:
-        """Returns the complete answers in order; Unavailable if one has no end, or not all have come."""
+        """Return the complete answers in order. Raises Unavailable if an answer is missing or incomplete."""
         if self._parts.keys() - self._answers.keys() or len(self._answers) < self._count:
             raise Unavailable("the stream ended before its answers were complete; send the request again")
         return [self._answers[index] for index in sorted(self._answers)]

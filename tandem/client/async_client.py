@@ -1,4 +1,4 @@
-"""The client for asyncio."""
+"""The client for asyncio, with the same methods as the synchronous client."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tandem.protocol.generated.tandem.v1 import inference_pb2, inference_pb2_grp
 
 
 class AsyncStream:
-    """The chunks of the answers to one request, as they come. Leaving its context cancels the rest."""
+    """The chunks of the answers to one request, in the order of arrival. Leaving its context cancels the request."""
 
     def __init__(self, connection: Connection, call: Any, collector: AnswerCollector) -> None:
         self._connection = connection
@@ -35,7 +35,7 @@ class AsyncStream:
         self._collector = collector
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
-        """Yields the chunks that have not been read; raises the request's TandemError."""
+        """Yield the chunks that have not been read. Raises the request's TandemError."""
         try:
             async for message in self._call:
                 chunk = self._collector.add(message)
@@ -45,17 +45,17 @@ class AsyncStream:
             raise self._connection.error(error, begun=self._collector.begun) from None
 
     async def answers(self) -> list[Answer]:
-        """Reads the rest, and returns the complete answers, `n` to each prompt."""
+        """Read the rest of the stream, and return the complete answers, `n` for each prompt."""
         async for _ in self:
             pass
         return self._collector.answers()
 
     async def answer(self) -> Answer:
-        """Reads the rest, and returns the first answer."""
+        """Read the rest of the stream, and return the first answer."""
         return (await self.answers())[0]
 
     def close(self) -> None:
-        """Cancels the request if it still runs."""
+        """Cancel the request if it is still running."""
         self._call.cancel()
 
     async def __aenter__(self) -> Self:
@@ -68,7 +68,10 @@ class AsyncStream:
 
 
 class AsyncClient:
-    """A client of the router at `address` (host:port), for one event loop. Close it, or use it as a context."""
+    """A client of the router at `address` (host:port), for use in one event loop.
+
+    Call `close`, or use the client as a context manager.
+    """
 
     def __init__(
         self,
@@ -79,9 +82,10 @@ class AsyncClient:
         timeout_s: float | None = None,
         wording: Wording = PYTHON,
     ) -> None:
-        """Connects with the first call. `timeout_s` is the deadline of each call; None = none.
+        """Store the connection's settings; the first call connects.
 
-        InvalidArgument for a malformed key, or a file of `tls` that cannot be read.
+        `timeout_s` is the deadline of each call in seconds; None = no deadline. Raises InvalidArgument for a malformed
+        key, or for a file of `tls` that cannot be read.
         """
         self.address = address
         self._connection = Connection(address, api_key, tls, wording)
@@ -89,49 +93,49 @@ class AsyncClient:
         self._channel: grpc.aio.Channel | None = None
 
     async def chat(self, conversation: Conversation, **options: Unpack[ChatOptions]) -> Answer:
-        """Returns the answer to a conversation; see `stream_chat`."""
+        """Return the answer to a conversation; see `stream_chat`."""
         return await self.stream_chat(conversation, **options).answer()
 
     def stream_chat(self, conversation: Conversation, **options: Unpack[ChatOptions]) -> AsyncStream:
-        """Streams the answers to a conversation.
+        """Stream the answers to a conversation.
 
-        InvalidArgument for a value that cannot be sent; all other errors are raised as the stream is read.
+        Raises InvalidArgument for a value that cannot be sent. Reading the stream raises all other errors.
         """
         return self._stream(self._stub.Chat, chat_request(conversation, options))
 
     async def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Answer:
-        """Returns the continuation of a text or of token ids; see `stream_generate`."""
+        """Return the continuation of a text or of token ids; see `stream_generate`."""
         return await self.stream_generate(prompt, **options).answer()
 
     async def generate_all(self, prompts: Prompts, **options: Unpack[GenerateOptions]) -> list[Answer]:
-        """Returns the `n` continuations of each prompt, in the order of the prompts; see `stream_generate`."""
+        """Return the continuations of each prompt, `n` per prompt, in the prompts' order; see `stream_generate`."""
         return await self.stream_generate(prompts, **options).answers()
 
     def stream_generate(self, prompts: Prompts, **options: Unpack[GenerateOptions]) -> AsyncStream:
-        """Streams the continuations of one or several texts or lists of token ids, with the errors of `stream_chat`."""
+        """Stream the continuations of one or several texts or lists of token ids. Errors are those of `stream_chat`."""
         return self._stream(self._stub.Generate, generate_request(prompts, options))
 
     async def tokenize(self, text: str, *, spell: bool = False, **options: Unpack[GenerateOptions]) -> Tokens:
-        """Returns the token ids of a text as `generate` encodes it with the same options."""
+        """Return the token ids of a text, encoded as `generate` does with the same options."""
         request = tokenize_request(generate_request(text, options), spell=spell)
         return tokens_of(await self._unary(self._stub.Tokenize, request))
 
     async def tokenize_chat(
         self, conversation: Conversation, *, spell: bool = False, **options: Unpack[ChatOptions]
     ) -> Tokens:
-        """Returns the token ids of a conversation as `chat` encodes it with the same options."""
+        """Return the token ids of a conversation, encoded as `chat` does with the same options."""
         request = tokenize_request(chat_request(conversation, options), spell=spell)
         return tokens_of(await self._unary(self._stub.Tokenize, request))
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "") -> str:
-        """Returns the text of token ids, special tokens included."""
+        """Return the text of token ids, including special tokens."""
         answer: inference_pb2.DetokenizeResponse = await self._unary(
             self._stub.Detokenize, detokenize_request(token_ids, model)
         )
         return answer.text
 
     async def tokenizer_info(self) -> dict[str, Any]:
-        """Returns the tokenizer's class, chat template and special tokens."""
+        """Return the tokenizer's class, chat template and special tokens."""
         answer: inference_pb2.GetTokenizerInfoResponse = await self._unary(
             self._stub.GetTokenizerInfo, inference_pb2.GetTokenizerInfoRequest()
         )
@@ -139,32 +143,32 @@ class AsyncClient:
         return found
 
     async def abort(self, request_id: str) -> bool:
-        """Cancels a request; returns True if it was running."""
+        """Cancel a request, and return True if it was running."""
         request = inference_pb2.AbortRequest(request_id=request_id)
         answer: inference_pb2.AbortResponse = await self._unary(self._stub.Abort, request)
         return answer.found
 
     async def model(self) -> inference_pb2.GetModelInfoResponse:
-        """Returns the facts of the served model; Unavailable until a worker has loaded it."""
+        """Return the properties of the served model. Raises Unavailable if no worker has loaded it."""
         found: inference_pb2.GetModelInfoResponse = await self._unary(
             self._stub.GetModelInfo, inference_pb2.GetModelInfoRequest()
         )
         return found
 
     async def server(self) -> inference_pb2.GetServerInfoResponse:
-        """Returns the router's state and its workers'; PermissionDenied for a tenant's key."""
+        """Return the state of the router and its workers. Raises PermissionDenied for a tenant's key."""
         found: inference_pb2.GetServerInfoResponse = await self._unary(
             self._stub.GetServerInfo, inference_pb2.GetServerInfoRequest()
         )
         return found
 
     async def loads(self) -> inference_pb2.GetLoadsResponse:
-        """Returns the numbers of waiting and running requests; PermissionDenied for a tenant's key."""
+        """Return the numbers of waiting and running requests. Raises PermissionDenied for a tenant's key."""
         found: inference_pb2.GetLoadsResponse = await self._unary(self._stub.GetLoads, inference_pb2.GetLoadsRequest())
         return found
 
     async def close(self) -> None:
-        """Closes the connection; requests that still run are cancelled."""
+        """Close the connection and cancel the requests that are still running."""
         if self._channel is not None:
             await self._channel.close()
 
@@ -178,7 +182,7 @@ class AsyncClient:
 
     @property
     def _stub(self) -> Any:
-        """The stub, whose channel belongs to the event loop of the first call."""
+        """The gRPC stub, whose channel belongs to the event loop of the first call."""
         if self._channel is None:
             self._channel = self._connection.open_async()
         return inference_pb2_grpc.InferenceStub(self._channel)

@@ -1,4 +1,4 @@
-"""The connection to one router: its channel, the metadata of calls, and their errors."""
+"""The connection to one router: its channel, the metadata of each call, and the errors of failed calls."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from tandem.settings.parsing import check_key
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """TLS to a router, or to a proxy before it; files are in PEM."""
+    """The TLS settings for a router, or for a proxy in front of it; all files are in PEM format."""
 
     roots: Path | None = None
-    """The certificates of the authorities that are trusted; None = those of gRPC."""
+    """The certificates of the trusted authorities; None = those of gRPC."""
     certificate: Path | None = None
-    """The client's own certificate chain, for servers that ask for one."""
+    """The client's own certificate chain, for servers that require one (mTLS)."""
     key: Path | None = None
     """The private key of `certificate`."""
     server_name: str = ""
-    """The name that the server's certificate must have; "" = that of the address."""
+    """The name that the server's certificate must have; "" = the host of the address."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wording:
-    """The messages of errors that a client words itself, and the name of the key's argument in them.
+    """The texts of the errors that a client raises by itself, and the name of the API key's argument in them.
 
-    `{router}` stands for the router's address, `{details}` for the transport's own message.
+    `{router}` is replaced by the router's address, `{details}` by the message of the transport.
     """
 
     key_name: str = "api_key"
@@ -43,36 +43,39 @@ class Wording:
 
 
 PYTHON = Wording()
-"""The messages for programs."""
+"""The texts for Python programs; the command line has its own."""
 
 
 class Connection:
-    """The settings of a connection, from which every client opens its channel."""
+    """The checked settings of a connection, from which a client opens its channel."""
 
     def __init__(self, address: str, api_key: str, tls: Tls | None, wording: Wording = PYTHON) -> None:
-        """Checks the settings; InvalidArgument for a key that no call could carry, or a file that cannot be read."""
+        """Check the settings.
+
+        Raises InvalidArgument for a key that no call could carry, or for a file that cannot be read.
+        """
         if api_key:
             check_key(wording.key_name, api_key)
         self.address = address
         self.metadata = ((AUTHORIZATION, f"Bearer {api_key}"),) if api_key else ()
-        """The metadata of every call."""
+        """The metadata of every call: the API key, if there is one."""
         self._credentials = None if tls is None else _credentials(tls)
         self._server_name = tls.server_name if tls is not None else ""
         self._wording = wording
 
     def open(self) -> grpc.Channel:
-        """Opens a channel for threads."""
+        """Open a channel that several threads may use."""
         if self._credentials is None:
             return grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
         name = [("grpc.ssl_target_name_override", self._server_name)] if self._server_name else []
         return grpc.secure_channel(self.address, self._credentials, options=[*CHANNEL_OPTIONS, *name])
 
     def open_async(self) -> grpc.aio.Channel:
-        """Opens a channel for the running event loop."""
+        """Open a channel for the running event loop."""
         return open_client_channel(self.address, credentials=self._credentials, target_name=self._server_name)
 
     def error(self, error: Any, *, begun: bool = False) -> TandemError:
-        """Returns the typed error of a failed call; `begun` says that a part of an answer had come."""
+        """Return the typed error of a failed call; `begun` = a part of an answer had already arrived."""
         router, wording = f"the router at {self.address}", self._wording
         if error.code() is grpc.StatusCode.UNAUTHENTICATED:
             return Unauthenticated((wording.wrong_key if self.metadata else wording.no_key).format(router=router))

@@ -1,4 +1,4 @@
-"""The messages, tools and options of a request, and their form in protobuf."""
+"""The messages, tools and options of a request, and their conversion to protobuf."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tandem.protocol.generated.tandem.v1 import inference_pb2
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a function in an answer, or in an assistant's message."""
+    """A call of a function, in an answer or in an assistant's message."""
 
     id: str
     name: str
     arguments: str
-    """A JSON object, as the model wrote it."""
+    """The arguments as the model wrote them: a JSON object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +29,13 @@ class Message:
     """`system`, `user`, `assistant` or `tool`."""
     content: str = ""
     tool_calls: Sequence[ToolCall] = ()
-    """The calls in an assistant's message."""
+    """The tool calls of an assistant's message."""
     tool_call_id: str = ""
-    """The id of the call that a tool's message answers."""
+    """In a tool's message, the id of the call whose result it carries."""
     name: str = ""
-    """The name of the function that a tool's message answers."""
+    """In a tool's message, the name of the function whose result it carries."""
     reasoning: str = ""
-    """The reasoning in an assistant's message, for chat templates that show it."""
+    """The reasoning of an assistant's message, for chat templates that render it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +45,20 @@ class Tool:
     name: str
     description: str = ""
     parameters: Mapping[str, Any] | None = None
-    """The JSON schema of its arguments."""
+    """The JSON schema of the function's arguments."""
 
 
 class Options(TypedDict, total=False):
-    """Keyword arguments of a request; an absent one has the router's or the model's default.
+    """Keyword arguments of every request; the router or the model has a default for each absent one.
 
-    Those from `max_tokens` on are described in proto/tandem/v1/inference.proto, in `GenerationOptions`. At most one of
-    `json_schema`, `regex`, `grammar` and `choice` is the format that the answers follow.
+    proto/tandem/v1/inference.proto describes those from `max_tokens` on, in `GenerationOptions`. At most one of
+    `json_schema`, `regex`, `grammar` and `choice` may be given: the format that the answers follow.
     """
 
     model: str
-    """The name of the model; absent = the served one."""
+    """The name of the model; absent = the served model."""
     request_id: str
-    """The id for `abort`, unique among the client's running requests; absent = the router makes one."""
+    """The id for `abort`, unique among the client's running requests; absent = the router generates an id."""
     max_tokens: int
     temperature: float
     top_k: int
@@ -91,25 +91,25 @@ class Options(TypedDict, total=False):
 
 
 class GenerateOptions(Options, total=False):
-    """Keyword arguments of a prompt without a conversation."""
+    """Additional keyword arguments of a request that continues a prompt, without a conversation."""
 
     echo: bool
-    """True = the answer has the text of the prompt, and with `logprobs` its log probabilities."""
+    """True = the answer includes the prompt's text, and with `logprobs` its log probabilities."""
     best_of: int
-    """Number of answers to generate, of which the `n` most likely ones are returned."""
+    """The number of answers to generate; the `n` most likely ones are returned."""
 
 
 class ChatOptions(Options, total=False):
-    """Keyword arguments of a conversation."""
+    """Additional keyword arguments of a request that continues a conversation."""
 
     tools: Sequence[Tool]
-    """The functions that the answer may call."""
+    """The functions that the model may call."""
     tool_choice: str | Tool
-    """`auto`, `none`, `required`, or the tool that the answer must call."""
+    """`auto`, `none`, `required`, or the tool that the model must call."""
     parallel_tool_calls: bool
-    """False = only the first call is answered."""
+    """False = the answer contains at most one tool call."""
     chat_template_kwargs: Mapping[str, Any]
-    """Additional variables for the chat template."""
+    """Additional variables of the chat template."""
     add_generation_prompt: bool
     """False = the prompt ends after the last message."""
     continue_final_message: bool
@@ -117,21 +117,21 @@ class ChatOptions(Options, total=False):
 
 
 _GENERATE_FIELDS = ("model", "request_id", "echo", "best_of")
-"""The options that are fields of `GenerateRequest` with the same values."""
+"""The options that are fields of `GenerateRequest` under the same names."""
 _CHAT_FIELDS = ("parallel_tool_calls", "add_generation_prompt", "continue_final_message")
-"""The options that are fields of `ChatRequest` with the same values."""
+"""The options that are fields of `ChatRequest` under the same names."""
 FORMATS = ("json_schema", "regex", "grammar", "choice")
 """The options that are fields of `ResponseFormat`."""
 Prompt = str | Sequence[int]
-"""A text, or token ids."""
+"""A prompt as a text or as token ids."""
 Prompts = Prompt | Sequence[Prompt]
-"""One prompt, or several."""
+"""One prompt or several prompts."""
 Conversation = str | Sequence[Message]
-"""The messages so far, or the text of a single message of the user."""
+"""The messages so far, or the text of a single user message."""
 
 
 def generate_request(prompts: Prompts, options: GenerateOptions) -> inference_pb2.GenerateRequest:
-    """Returns the request; InvalidArgument names a value that cannot be sent."""
+    """Build the request. Raises InvalidArgument, which names the value, for a value that cannot be sent."""
     given: dict[str, Any] = {**options}
     fields = {name: given.pop(name) for name in _GENERATE_FIELDS if given.get(name) is not None}
     several = not isinstance(prompts, str) and any(hasattr(each, "__len__") for each in prompts)
@@ -142,7 +142,7 @@ def generate_request(prompts: Prompts, options: GenerateOptions) -> inference_pb
 
 
 def prompt_count(request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest) -> int:
-    """Returns the number of prompts of a request."""
+    """Return the number of prompts in a request."""
     if isinstance(request, inference_pb2.GenerateRequest) and request.WhichOneof("prompt") == "prompts":
         return len(request.prompts.prompts)
     return 1
@@ -151,14 +151,14 @@ def prompt_count(request: inference_pb2.GenerateRequest | inference_pb2.ChatRequ
 def tokenize_request(
     request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest, *, spell: bool
 ) -> inference_pb2.TokenizeRequest:
-    """Returns the request for the token ids of a request's prompt, with their spellings if `spell`."""
+    """Build the request for the token ids of a request's prompt, with the text of each token if `spell`."""
     if isinstance(request, inference_pb2.ChatRequest):
         return inference_pb2.TokenizeRequest(chat=request, return_token_strs=spell)
     return inference_pb2.TokenizeRequest(generate=request, return_token_strs=spell)
 
 
 def detokenize_request(token_ids: Sequence[int], model: str) -> inference_pb2.DetokenizeRequest:
-    """Returns the request; InvalidArgument names a value that cannot be sent."""
+    """Build the request. Raises InvalidArgument, which names the value, for a value that cannot be sent."""
     request: inference_pb2.DetokenizeRequest = _message(
         inference_pb2.DetokenizeRequest, {"token_ids": list(token_ids), "model": model}
     )
@@ -166,7 +166,7 @@ def detokenize_request(token_ids: Sequence[int], model: str) -> inference_pb2.De
 
 
 def chat_request(conversation: Conversation, options: ChatOptions) -> inference_pb2.ChatRequest:
-    """Returns the request; InvalidArgument names a value that cannot be sent."""
+    """Build the request. Raises InvalidArgument, which names the value, for a value that cannot be sent."""
     messages = [Message("user", conversation)] if isinstance(conversation, str) else conversation
     given: dict[str, Any] = {**options}
     choice, variables = given.pop("tool_choice", ""), given.pop("chat_template_kwargs", None)
@@ -222,7 +222,10 @@ def _options(options: Mapping[str, Any]) -> inference_pb2.GenerationOptions:
 
 
 def _message(kind: type[Any], fields: Mapping[str, Any]) -> Any:
-    """Returns a protobuf message; InvalidArgument names a field of another type, or out of its type's range."""
+    """Build a protobuf message.
+
+    Raises InvalidArgument, which names the field, for a wrong type or a value out of range.
+    """
     message = kind()
     for name, value in fields.items():
         try:

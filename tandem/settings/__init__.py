@@ -1,6 +1,6 @@
-"""The settings tree: each setting is one field, of which option, variable, YAML key, help and docs are made.
+"""The settings tree: one dataclass field per setting, which defines its option, variable, YAML key, help and docs.
 
-`ClusterSettings` is the root; its branches are `router`, `worker`, `engine` and `planner`. The controller hands each
-process its branch, together with what only the controller knows (addresses, ids, secrets), see `RouterConfig`,
+`ClusterSettings` is the root; its branches are `router`, `worker`, `engine` and `planner`. The controller passes each
+process its branch, together with values that only the controller has (addresses, ids, secrets); see `RouterConfig`,
 `WorkerConfig` and `EngineConfig`.
 """

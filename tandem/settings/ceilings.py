@@ -1,4 +1,4 @@
-"""The highest rates of a worker's device."""
+"""The peak compute and memory rates of a worker's device, from which the cost model derives step times."""
 
 import math
 from dataclasses import dataclass
@@ -8,20 +8,23 @@ from tandem.settings.invalid import refuse
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """The highest rates of a device."""
+    """The peak rates and fixed costs of a device, as a roofline model needs them."""
 
     flops: float
-    """Floating-point operations a second, in the model's dtype."""
+    """Peak floating-point operations per second in the model's dtype."""
     bytes_per_s: float
-    """Bytes a second between its memory and its cores."""
+    """Peak bytes per second between the device's memory and its cores."""
     launch_s: float
-    """Seconds of a step that are neither arithmetic nor memory reads."""
+    """Fixed seconds of each step, for launches and everything else that is neither arithmetic nor memory reads."""
     verify_s: float = 0.0
-    """Further seconds of a step that verifies drafts: the host plans it while the device waits."""
+    """Additional fixed seconds of a step that verifies draft tokens: the host plans it while the device waits."""
 
 
 def parse_ceilings(option: str, text: str) -> Ceilings:
-    """TFLOPS:GBPS, 10¹² operations and 10⁹ bytes a second; InvalidArgument names `option`."""
+    """Parse "TFLOPS:GBPS", in units of 10¹² operations and 10⁹ bytes per second.
+
+    Raises InvalidArgument, which names `option`, unless `text` consists of two positive numbers.
+    """
     try:
         tera, giga = (float(part) for part in text.split(":"))
     except ValueError:

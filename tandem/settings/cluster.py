@@ -1,4 +1,4 @@
-"""Settings of a cluster: the root of the tree."""
+"""The root of the settings tree: the model, the workers and their hardware, and checks across branches."""
 
 import re
 from dataclasses import dataclass, field
@@ -22,25 +22,25 @@ if TYPE_CHECKING:
     from tandem.protocol.messages import Role
 
 WORKERS_MAX = 64
-"""The largest number of workers of each role."""
+"""The maximum number of workers of each role."""
 CPU_KV_CACHE_BYTES = GIB
 GPU_MEMORY_FRACTION = 0.9
-"""Fraction of a GPU's memory that all of its workers use together."""
+"""Fraction of a GPU's memory that all workers on this GPU may use together."""
 CPU_BATCH_REQUESTS, GPU_BATCH_REQUESTS = 64, 256
 AUTO = "auto"
-"""Value of --mode and --device: chosen by the hardware and by other options (`tandem/cli/start/hardware.py`)."""
+"""Value of --mode and --device that lets `tandem up` choose by the hardware and by other options."""
 DEFAULT_NAME = "tandem"
 QUANTIZATIONS = ("int8", "fp8", "int4")
 
 
 def check_ray_address(name: str, address: str) -> None:
-    """Raises InvalidArgument unless the address is empty, `auto` or host:port."""
+    """Raise InvalidArgument unless the address is empty, `auto` or HOST:PORT."""
     if address and re.fullmatch(r"auto|[^\s/]+:[0-9]+", address) is None:
         refuse(name, f"{address!r} is neither auto nor HOST:PORT of a Ray cluster")
 
 
 def check_cluster_name(name: str, cluster_name: str) -> None:
-    """Raises InvalidArgument unless the cluster's name can be part of a Ray namespace."""
+    """Raise InvalidArgument unless the cluster's name can be part of a Ray namespace."""
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", cluster_name) is None:
         refuse(name, f"{cluster_name!r} is not made of letters, digits and . _ -")
 
@@ -57,7 +57,11 @@ def _check_secret(name: str, secret: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSettings(Settings):
-    """The model to serve, the number and the hardware of its workers, and the settings of each process."""
+    """The settings of a whole cluster, the root of the tree.
+
+    `tandem up` builds the object from options and hardware, and the controller derives each process's configuration
+    from it.
+    """
 
     model: Path = required(
         help="Hugging Face folder, GGUF file, or a repository of the Hugging Face Hub, ORG/NAME[@REVISION]"
@@ -66,7 +70,7 @@ class ClusterSettings(Settings):
         kind=str,
         parse=lambda _option, path: Path(path),
     )
-    """In a running cluster a folder in Hugging Face layout, already checked."""
+    """A running cluster has the path of a checked folder in Hugging Face layout here."""
     served_model_names: tuple[str, ...] = setting(
         (),
         help="Names by which clients call the model, the first of which answers have; default: that of --model.",
@@ -105,7 +109,7 @@ class ClusterSettings(Settings):
         automatic=AUTO,
         check=_check_device,
     )
-    """`cuda` spreads workers over all GPUs; `cuda:N` places all on that GPU."""
+    """`cuda` spreads workers over all GPUs of the host; `cuda:N` places all workers on that GPU."""
     tokenizer: Path | None = setting(
         None,
         help="Folder with the tokenizer and its chat templates; default: the model's own.",
@@ -160,7 +164,7 @@ class ClusterSettings(Settings):
         topic=Topic.LISTENERS,
         check=check_port,
     )
-    """It is on the controller's address; the router's own metrics are on its HTTP port."""
+    """The port is opened on the controller's address. The router also serves its own metrics on its HTTP port."""
     controller_port: int = setting(
         0,
         help="Port of the controller, for workers and operators; 0 = any free one.",
@@ -175,7 +179,7 @@ class ClusterSettings(Settings):
         secret=True,
         check=_check_secret,
     )
-    """Required at all listeners but the router's."""
+    """All listeners except the router's require this secret."""
     metrics_key: str = setting(
         "",
         help="Key that opens all metrics; default: none on loopback, but with API keys they are closed.",
@@ -183,7 +187,7 @@ class ClusterSettings(Settings):
         secret=True,
         check=_check_secret,
     )
-    """Without it, metrics that are closed open to the cluster's own key only."""
+    """Without this key, metrics that are closed to the public require the cluster's own secret."""
     ray_address: str = setting(
         "",
         help="Join a Ray cluster, HOST:PORT or auto, whose nodes offer `prefill` and `decode`; default: a Ray of its"
@@ -193,9 +197,11 @@ class ClusterSettings(Settings):
         variable="TANDEM_RAY_ADDRESS",
         check=check_ray_address,
     )
-    """`auto` is the cluster that this host belongs to. Workers run on the nodes that offer their role, with one GPU of
-    the node each on `cuda`, and every node has the model in the same folder. Router and controller stay on this host;
-    workers and controller listen on the address of their node.
+    """`auto` is the Ray cluster that this host belongs to.
+
+    Workers run on the nodes that offer their role; with `cuda` each worker takes one GPU of its node. Every node must
+    have the model in the same folder. Router and controller stay on this host; workers and controller listen on the
+    address of their node.
     """
     places_timeout_s: float = setting(
         0.0,
@@ -213,7 +219,7 @@ class ClusterSettings(Settings):
     cluster_name: str = setting(
         DEFAULT_NAME, help="The name that identifies those workers.", topic=Topic.HOSTS, check=check_cluster_name
     )
-    """It separates several clusters on one Ray."""
+    """The name separates several Tandem clusters in one Ray cluster."""
     start_timeout_s: float = setting(
         180.0, help="Seconds that all workers may take to load and serve.", topic=Topic.FAILURES, least=0
     )
@@ -230,7 +236,7 @@ class ClusterSettings(Settings):
         topic=Topic.FAILURES,
         least=0,
     )
-    """While a process starts the deadline is at least 120 s. A step may take longer, up to `step_deadline_s`."""
+    """While a process starts, the deadline is at least 120 s. A single step may take up to `step_deadline_s`."""
     log_format: LogFormat = setting(
         LogFormat.PRETTY, help="pretty, or json: an object a line.", topic=Topic.OBSERVABILITY, choices=LogFormat
     )
@@ -240,9 +246,9 @@ class ClusterSettings(Settings):
         topic=Topic.OBSERVABILITY,
         least=1,
     )
-    """It also limits each log file of a private Ray."""
+    """The limit also applies to each log file of a private Ray instance."""
     log_folder: Path | None = None
-    """Folder with one log file per process, created on each host that lacks it; None = Ray's own files."""
+    """Folder with one log file per process, created on each host that lacks it; None = Ray's own log files."""
     planner: PlannerSettings = field(default_factory=PlannerSettings)
     router: RouterSettings = field(default_factory=RouterSettings)
     worker: WorkerSettings = field(default_factory=WorkerSettings)
@@ -250,19 +256,22 @@ class ClusterSettings(Settings):
 
     @classmethod
     def of(cls, model: Path, **fields: Any) -> "ClusterSettings":
-        """Returns the default settings of a model with these fields; see `with_fields`."""
+        """Return the default settings of a model, with these fields replaced; see `with_fields`."""
         return cls(model).with_fields(**fields)
 
     def with_fields(self, **fields: Any) -> "ClusterSettings":
-        """Returns the settings with these fields, whichever branch has them; TypeError for a name of none."""
+        """Return a copy with these fields replaced, in whichever branch they are.
+
+        Raises TypeError for an unknown name.
+        """
         return replace_fields(self, fields)
 
     def __post_init__(self) -> None:
-        """Checks the whole tree; InvalidArgument names the option and its limit."""
+        """Check the whole tree. Raises InvalidArgument, which names the option and its limit."""
         self.check(option_of)
 
     def check(self, name_of: NameOf = field_name) -> None:
-        """Checks the settings and those that depend on each other; see `Settings.check`."""
+        """Check each setting, then the combinations of settings; see `Settings.check`."""
         Settings.check(self, name_of)
         self._check_ports()
         self._check_quantization()
@@ -318,7 +327,7 @@ class ClusterSettings(Settings):
 
     @property
     def model_name(self) -> str:
-        """The name of the model in answers; clients may also use `model_aliases`."""
+        """The model's name in answers; clients may also use `model_aliases`."""
         return self.served_model_names[0] if self.served_model_names else self.model.name
 
     @property
@@ -327,13 +336,13 @@ class ClusterSettings(Settings):
         return self.served_model_names[1:]
 
     def log_of(self, process: str) -> LogConfig:
-        """The log configuration of the process of this name."""
+        """The log configuration of the process named `process`."""
         file = None if self.log_folder is None else self.log_folder / f"{process}.log"
         return LogConfig(file, self.log_format, self.log_max_mib << 20)
 
     @property
     def ray_namespace(self) -> str | None:
-        """The Ray namespace in which workers and controllers of this cluster are found; None = a private one."""
+        """The Ray namespace in which workers and controllers register; None = a private Ray instance."""
         return namespace_of(self.cluster_name) if self.workers_outlive_s else None
 
     @property
@@ -342,7 +351,7 @@ class ClusterSettings(Settings):
         return self.prefill + self.decode if self._disaggregated else self.workers
 
     def quantization_of(self, role: "Role") -> str | None:
-        """The effective quantization of workers of this role."""
+        """The quantization of workers of this role: the role's own setting, or `quantization`."""
         by_role = {"prefill": self.prefill_quantization, "decode": self.decode_quantization}
         return by_role.get(role.value) or self.quantization
 
@@ -357,17 +366,17 @@ class ClusterSettings(Settings):
 
     @property
     def worker_kv_cache_bytes(self) -> int | None:
-        """The effective size of a worker's KV page pool; None = each worker measures what its GPU has left."""
+        """The size of a worker's KV page pool in bytes; None = each worker measures the free memory of its GPU."""
         size = self.engine.kv_cache_bytes
         return CPU_KV_CACHE_BYTES if size is None and self.on_cpu else size
 
     @property
     def batch_requests(self) -> int:
-        """The effective `max_batch_requests` on this device."""
+        """The effective `max_batch_requests`: the setting, or the default of the device."""
         default = CPU_BATCH_REQUESTS if self.on_cpu else GPU_BATCH_REQUESTS
         return default if self.max_batch_requests is None else self.max_batch_requests
 
 
 def namespace_of(cluster_name: str) -> str:
-    """Returns the Ray namespace in which workers and controllers of the cluster of this name are found."""
+    """Return the Ray namespace of the workers and controllers of the cluster named `cluster_name`."""
     return f"tandem-{cluster_name}"

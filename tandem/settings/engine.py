@@ -1,4 +1,7 @@
-"""Settings of each worker's engine."""
+"""Settings of the engine of each worker.
+
+The cluster adds what depends on a worker's device and role; see `EngineConfig`.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +16,7 @@ KV_DTYPES = ("auto", "int8", "fp8")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings(Settings):
-    """The settings of an engine that do not depend on its worker's device or role; see `EngineConfig`."""
+    """The engine settings that depend neither on the worker's device nor on its role; see `EngineConfig`."""
 
     max_model_len: int | None = setting(
         None,
@@ -28,11 +31,11 @@ class EngineSettings(Settings):
         kind=str,
         parse=lambda _option, _shape: True,
     )
-    """True to draw weights at random instead of reading them: the model's folder then needs only config.json."""
+    """True = initialize weights at random instead of reading them; the model's folder then needs only config.json."""
     dtype: str = setting(
         "auto", help="Of weights and KV: auto, float32, bfloat16 or float16.", topic=Topic.ENGINE, choices=DTYPES
     )
-    """`auto` = float32 on CPUs, the checkpoint's on GPUs."""
+    """`auto` = float32 on CPUs and the checkpoint's dtype on GPUs."""
     kv_cache_dtype: str = setting(
         "auto",
         help="Of the KV cache: auto (as --dtype), or int8 or, on GPUs, fp8, which hold up to twice the tokens.",
@@ -57,7 +60,7 @@ class EngineSettings(Settings):
         least=1 << 20,
         most=1 << 50,
     )
-    """Size of the KV page pool in bytes, one scratch page included, rounded down to whole pages."""
+    """Size of the KV page pool in bytes, including one scratch page, rounded down to whole pages."""
     max_step_tokens: int = setting(
         2048,
         help="Maximum tokens of one step over all its rows: the chunk size of prefill.",

@@ -1,10 +1,13 @@
-"""The error of a wrong setting, imported late: it imports gRPC, which `tandem --help` does without."""
+"""Raises the error of a wrong setting.
+
+The error's module is imported on use, because it imports gRPC, which `tandem --help` does without.
+"""
 
 from typing import NoReturn
 
 
 def refuse(name: str, problem: str) -> NoReturn:
-    """Raises InvalidArgument for the setting `name`."""
+    """Raise InvalidArgument for the setting `name`."""
     from tandem.protocol.errors import InvalidArgument
 
     raise InvalidArgument(name, problem)

@@ -1,4 +1,4 @@
-"""The limits of public servers for connections and calls before authentication."""
+"""The limits that the public servers apply to connections and to calls before authentication."""
 
 import resource
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from tandem.settings.setting import Settings, Topic, setting
 
 _FILES_SHARE = 3
-"""Each of two servers may use at most one third of the process's file descriptors for connections."""
+"""Each of the two servers (HTTP, gRPC) may use at most one third of the process's file descriptors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,22 +20,22 @@ class ListenerLimits(Settings):
         topic=Topic.LIMITS,
         above=0,
     )
-    """If one more HTTP connection comes, the one that has waited longest for a request is closed."""
+    """When a further HTTP connection arrives, the server closes the one that has been idle for longest."""
     max_calls: int = setting(
         8_192,
         help="Maximum calls in progress at each port; more are rejected, 429.",
         topic=Topic.LIMITS,
         above=0,
     )
-    """Calls of the health service are counted separately."""
+    """Calls of the health service have a count of their own."""
     header_timeout_s: float = setting(
         10.0, help="Seconds a client may take for a request's header.", topic=Topic.LIMITS, above=0
     )
-    """From the connection to its first request, and from the first byte of a request to the end of its header."""
+    """It runs from the connection to the first request, and from a request's first byte to its header's end."""
     body_timeout_s: float = setting(
         60.0, help="Seconds a client may take for a request's body.", topic=Topic.LIMITS, above=0
     )
-    """The same limit applies to a gRPC call's message."""
+    """The same limit applies to the message of a gRPC call."""
     idle_timeout_s: float = setting(
         75.0, help="Seconds that a connection may be open between requests.", topic=Topic.LIMITS, above=0
     )
@@ -45,15 +45,15 @@ class ListenerLimits(Settings):
     keepalive_s: float = setting(
         20.0, help="Seconds between keepalive pings to a silent client.", topic=Topic.LIMITS, above=0
     )
-    """After as long without a response the client's calls are aborted."""
+    """If no response arrives for the same time again, the client's calls are aborted."""
 
     def __post_init__(self) -> None:
-        """Raise InvalidArgument with the name of a limit that is not above 0."""
+        """Raise InvalidArgument, which names the limit, if a limit is not above 0."""
         self.check()
 
     @property
     def connections(self) -> int:
-        """Most connections, within `max_connections` and the process's limit of file descriptors."""
+        """The maximum number of connections: `max_connections`, or less if the process has few file descriptors."""
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if files == resource.RLIM_INFINITY:
             return self.max_connections

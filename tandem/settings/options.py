@@ -1,4 +1,4 @@
-"""The options of a settings tree, and the settings made of their values."""
+"""The command-line options of a settings tree, and the conversion of their values into settings."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
@@ -22,22 +22,22 @@ class Option:
     field: Field[Any]
     setting: Setting
     file: bool = False
-    """True for the option with the suffix -file, which names a file with the value of a secret."""
+    """True for the variant with the suffix -file, whose value names a file with the secret."""
 
     @property
     def name(self) -> str:
-        """The name of the option's parameter, with underscores: `kv_lease`."""
+        """The name of the option's parameter, with underscores, such as `kv_lease`."""
         name = self.setting.option.replace("-", "_") or self.field.name.removesuffix(_UNIT)
         return f"{name}_file" if self.file else name
 
     @property
     def flag(self) -> str:
-        """The option: `--kv-lease`."""
+        """The option on the command line, such as `--kv-lease`."""
         return f"--{self.name.replace('_', '-')}"
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """All names on the command line; a switch that is on by default has those of its other side after a slash."""
+        """All names on the command line. A switch that is on by default has its negative names after a slash."""
         if self.kind is not bool or not self.default:
             return self.flag, *self.setting.aliases
         names = (self.flag, *self.setting.aliases)
@@ -45,27 +45,27 @@ class Option:
 
     @property
     def variable(self) -> str:
-        """The environment variable: `TANDEM_KV_LEASE`."""
+        """The environment variable, such as `TANDEM_KV_LEASE`."""
         if self.setting.variable:
             return f"{self.setting.variable}_FILE" if self.file else self.setting.variable
         return _PREFIX + self.name.upper()
 
     @property
     def topic(self) -> Topic:
-        """The topic under which the help shows it."""
+        """The topic under which the help lists the option."""
         assert self.setting.topic is not None
         return self.setting.topic
 
     @property
     def help(self) -> str:
-        """The sentence of the help."""
+        """The option's help text."""
         return (
             f"File with it, where {self.flag.removesuffix('-file')} is not given." if self.file else self.setting.help
         )
 
     @property
     def kind(self) -> Any:
-        """The type of the option's value: `list[str] | None`."""
+        """The Python type of the option's value, such as `list[str] | None`."""
         kind: Any = self.setting.kind or self.field.type
         if self.file:
             return str | None
@@ -79,7 +79,7 @@ class Option:
 
     @property
     def default(self) -> Any:
-        """The value of the option where it is not given; None = the field has its own default."""
+        """The option's value if the user does not give it; None = the field has its own default."""
         if self.setting.automatic is not FIELD_DEFAULT:
             return self.setting.automatic
         if NoneType in get_args(self.kind):
@@ -87,7 +87,7 @@ class Option:
         return str(self.field.default) if self.kind is str else self.field.default
 
     def read(self, value: Any) -> Any:
-        """Returns the field's value for a value of the option. InvalidArgument names the option."""
+        """Return the field's value for a value of the option. Raises InvalidArgument, which names the option."""
         if self.setting.parse is not None:
             return self.setting.parse(self.flag, value)
         if self.setting.unit != 1.0:
@@ -99,7 +99,7 @@ class Option:
 
 
 def options_of(tree: type[Settings]) -> tuple[Option, ...]:
-    """Returns all options of a tree, those of a topic together."""
+    """Return all options of a settings tree, grouped by topic."""
     return tuple(sorted(_options(tree), key=lambda option: list(Topic).index(option.topic)))
 
 
@@ -115,15 +115,16 @@ def _options(tree: Any) -> Iterator[Option]:
 
 
 def option_of(field: Field[Any]) -> str:
-    """Returns the option of a setting, or its field's name if it has none."""
+    """Return the option of a field, or the field's name if it has no option."""
     description = setting_of(field)
     return field.name if description is None or description.topic is None else Option(field, description).flag
 
 
 def read_options(tree: type[S], given: Mapping[str, Any]) -> S:
-    """Returns the settings of a tree from values by the names of its options. InvalidArgument names an option.
+    """Return the settings of a tree from values by option name.
 
-    A value that is an option's default leaves the field its own.
+    A value that equals the option's default leaves the field's own default. Raises InvalidArgument, which names the
+    option.
     """
     return tree(**_values(tree, given))
 
@@ -146,7 +147,7 @@ def _values(tree: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require(branch: Any, values: Mapping[str, Any]) -> None:
-    """Raises InvalidArgument for a branch of which some options are given, and one that these need is not."""
+    """Raise InvalidArgument if some options of a branch are given but one that they require is missing."""
     needed = [field for field in fields(branch) if field.default is MISSING and field.default_factory is MISSING]
     for field in needed:
         if field.name not in values:

@@ -1,4 +1,7 @@
-"""Values of options that are no plain numbers or texts; each function takes the option's name and its value."""
+"""Parsers of option values that are not plain numbers or texts.
+
+Each function takes the option's name, for errors, and the value.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,24 +12,24 @@ _PORT_MAX = 65535
 
 
 def resolved(_option: str, path: Path) -> Path:
-    """Returns the absolute path, without links."""
+    """Return the absolute path with symbolic links resolved."""
     return path.resolve()
 
 
 def absolute(_option: str, path: Path) -> Path:
-    """Returns the absolute path, whose links may change while the cluster runs."""
+    """Return the absolute path with symbolic links kept, because they may change while the cluster runs."""
     return path.absolute()
 
 
 def existing(option: str, path: Path) -> Path:
-    """Returns the absolute path; InvalidArgument if there is none."""
+    """Return the absolute path. Raises InvalidArgument if nothing exists there."""
     if not path.exists():
         refuse(option, f"{path} does not exist")
     return path.resolve()
 
 
 def named_path(option: str, text: str) -> tuple[str, Path]:
-    """Returns the name and the absolute path of NAME=PATH; InvalidArgument for anything else."""
+    """Parse "NAME=PATH" into the name and the absolute path. Raises InvalidArgument for any other form."""
     name, _, path = text.partition("=")
     if not name or not path or not name.isprintable():
         refuse(option, f"{text!r} is not NAME=PATH")
@@ -34,7 +37,7 @@ def named_path(option: str, text: str) -> tuple[str, Path]:
 
 
 def named_paths(option: str, texts: Sequence[str]) -> tuple[tuple[str, Path], ...]:
-    """Returns the names and paths of several NAME=PATH; InvalidArgument also for a name that is given twice."""
+    """Parse several "NAME=PATH". Raises InvalidArgument for a wrong form, or a name that is given twice."""
     paths: dict[str, Path] = {}
     for text in texts:
         name, path = named_path(option, text)
@@ -45,20 +48,23 @@ def named_paths(option: str, texts: Sequence[str]) -> tuple[tuple[str, Path], ..
 
 
 def names(option: str, texts: Sequence[str]) -> tuple[str, ...]:
-    """Returns the names; InvalidArgument for one that is empty or given twice."""
+    """Return the names. Raises InvalidArgument for a name that is empty or given twice."""
     if "" in texts or len({*texts}) < len(texts):
         refuse(option, "has an empty name, or one twice; give each model name once")
     return tuple(texts)
 
 
 def check_port(name: str, port: int) -> None:
-    """Raises InvalidArgument unless the number is a port, or 0, any free one."""
+    """Raise InvalidArgument unless the number is a port, or 0 for any free port."""
     if not 0 <= port <= _PORT_MAX:
         refuse(name, f"{port} is not a port (0 to {_PORT_MAX})")
 
 
 def check_key(name: str, key: str) -> None:
-    """Raises InvalidArgument for `name` unless `key` is visible ASCII without spaces, as headers require."""
+    """Raise InvalidArgument, which names `name`, unless `key` is visible ASCII without spaces.
+
+    HTTP headers require such keys.
+    """
     if not key:
         refuse(name, "is empty, and an empty key would let everybody in; give a key or leave it out")
     if not all("!" <= char <= "~" for char in key):

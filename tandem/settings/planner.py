@@ -1,4 +1,7 @@
-"""Settings of the planner, which adapts roles and the number of workers to the load."""
+"""Settings of the planner, which adapts the roles and the number of workers to the load.
+
+It decides once per observation window, and changes the cluster only after several windows agree.
+"""
 
 import dataclasses
 from dataclasses import dataclass, fields
@@ -9,11 +12,11 @@ from tandem.settings.setting import NameOf, Settings, Topic, field_name, setting
 
 
 class PlannerMode(StrEnum):
-    """The planner's permissions: off, propose changes only, or act."""
+    """What the planner may do: nothing, only propose changes, or change the cluster."""
 
     OFF = "off"
     DRY_RUN = "dry-run"
-    """Decides, logs the decision and changes nothing."""
+    """The planner decides and logs its decisions, but changes nothing."""
     ON = "on"
 
 
@@ -25,17 +28,17 @@ class Range:
     most: int = 1 << 16
 
     def __post_init__(self) -> None:
-        """Validates the range; InvalidArgument if it is empty."""
+        """Validate the range. Raises InvalidArgument if it is empty."""
         if not 1 <= self.least <= self.most:
             refuse("--planner limits", f"{self.least}:{self.most} is no range of 1 or more workers")
 
     def clip(self, number: int) -> int:
-        """Returns `number`, limited to the range."""
+        """Return `number`, limited to the range."""
         return min(max(number, self.least), self.most)
 
 
 def parse_range(option: str, text: str) -> Range:
-    """Parses "MIN:MAX", both included; InvalidArgument names `option`."""
+    """Parse "MIN:MAX", both included. Raises InvalidArgument, which names `option`."""
     low, colon, high = text.partition(":")
     if not (colon and low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
         refuse(option, f"{text!r} is not MIN:MAX with 1 <= MIN <= MAX; 1:8 is, for example")
@@ -44,7 +47,7 @@ def parse_range(option: str, text: str) -> Range:
 
 @dataclass(frozen=True, slots=True)
 class Limits(Settings):
-    """The limits of the planner's changes."""
+    """The limits of the planner's changes. A window is one observation period of `window_s`."""
 
     prefill: Range = setting(
         Range(),
@@ -70,22 +73,22 @@ class Limits(Settings):
         kind=str,
         parse=parse_range,
     )
-    """Workers of all roles; None = the current number: workers only change roles."""
+    """The range of workers of all roles together; None = the number stays, and workers only change roles."""
     required_windows: int = 2
-    """Consecutive windows that must want the same change before it is made."""
+    """Consecutive windows that must propose the same change before the planner makes it."""
     required_windows_down: int = 6
-    """Consecutive windows that must want to remove workers."""
+    """Consecutive windows that must propose to remove workers before the planner removes one."""
     required_windows_back: int = 4
-    """Consecutive windows that must want to undo a change that is not `settled` windows old."""
+    """Consecutive windows that must propose to undo a change that is less than `settled` windows old."""
     cooldown: int = 2
-    """Windows after a change in which no other is made."""
+    """Windows after a change in which the planner makes no further change."""
     settled: int = 6
-    """Windows after a change or a swing of the demand before the policy learns from observed misses."""
+    """Windows after a change, or after a sharp move of the load, before the policy learns from missed targets."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannerSettings(Settings):
-    """Settings of the planner."""
+    """The planner's mode, its observation window and its limits."""
 
     mode: PlannerMode = setting(
         PlannerMode.OFF,
@@ -102,11 +105,11 @@ class PlannerSettings(Settings):
         option="planner-window",
         above=0,
     )
-    """Long enough for some tens of requests."""
+    """The window should be long enough for some tens of requests."""
     limits: Limits = dataclasses.field(default_factory=Limits)
 
     def check(self, name_of: NameOf = field_name) -> None:
-        """Checks the settings; see `Settings.check`."""
+        """Check the settings; see `Settings.check`."""
         Settings.check(self, name_of)
         for field in fields(self.limits):
             if self.mode is PlannerMode.OFF and getattr(self.limits, field.name) != field.default:

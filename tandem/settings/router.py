@@ -1,4 +1,4 @@
-"""Settings of the router."""
+"""Settings of the router: listeners, access, API behaviour and limits."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from tandem.settings.tls import TlsFiles
 
 
 def check_endpoint(name: str, endpoint: str) -> None:
-    """Raises InvalidArgument for a malformed OTLP endpoint; an empty one disables the export."""
+    """Raise InvalidArgument for a malformed OTLP endpoint; an empty endpoint disables the export."""
     if not endpoint:
         return
     try:
@@ -32,7 +32,7 @@ def _check_keys(name: str, keys: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSettings(Settings):
-    """The settings of a router: its listeners, who may use it, its API, and its limits."""
+    """The settings of a router: its listeners, its access control, its API and its limits."""
 
     host: str = setting(
         "127.0.0.1",
@@ -68,7 +68,7 @@ class RouterSettings(Settings):
         option="api-key",
         check=_check_keys,
     )
-    """Keys of tenants without quotas."""
+    """The keys of tenants without quotas."""
     api_key_file: Path | None = setting(
         None,
         help="File with more of them, read again when it changes. A line has KEY or sha256:HEX, then name=NAME,"
@@ -81,7 +81,7 @@ class RouterSettings(Settings):
         False, help="Let every client that reaches --host use the cluster without an API key.", topic=Topic.ACCESS
     )
     tls: TlsFiles | None = None
-    """The certificate of the ports for clients; None = their connections are not encrypted."""
+    """The certificate of the client ports; None = plaintext connections."""
     audit_log: Path | None = setting(
         None,
         help="File for a line of JSON about each call of a client: who, what, when, and how many tokens.",
@@ -94,7 +94,7 @@ class RouterSettings(Settings):
         " model's own.",
         topic=Topic.MODEL,
     )
-    """`tandem up` replaces the file or name by the template itself, in Jinja; empty = the tokenizer's."""
+    """`tandem up` replaces the file or name by the Jinja template itself; empty = the tokenizer's template."""
     generation_config: str = setting(
         "auto",
         help="Sampling of requests that name none: auto = as the model's generation_config.json; none = plain sampling,"
@@ -147,8 +147,10 @@ class RouterSettings(Settings):
         topic=Topic.FAILURES,
         least=0,
     )
-    """A worker responds while a step computes. With the interval between heartbeats this is at most 5 s, and longer
-    than the waits for a core on a busy host of two; if the worker does respond later, its requests cost a prefill each.
+    """A worker responds even while it computes a step.
+
+    Together with the heartbeat interval this is at most 5 s, yet longer than a process waits for a core on a busy
+    two-core host. If the worker responds later after all, each moved request has cost one extra prefill.
     """
     recovery_timeout_s: float = setting(
         180.0,
@@ -156,7 +158,7 @@ class RouterSettings(Settings):
         topic=Topic.FAILURES,
         least=0,
     )
-    """As long as a start of a worker may take. Waits of this kind do not count as waits in the queue."""
+    """As long as the start of a worker may take. This waiting time is not counted as time in the queue."""
     otlp_endpoint: str = setting(
         "",
         help="OTLP/gRPC endpoint for request spans, http://HOST:PORT; needs tandem[otlp].",
@@ -165,63 +167,67 @@ class RouterSettings(Settings):
     )
 
     max_request_items: int = setting(1 << 18, above=0)
-    """Most fields, strings and list entries of a request, counted before it is parsed.
+    """The maximum number of fields, strings and list entries of a request, counted before it is parsed.
 
-    A quarter of those of a JSON body may be strings, lists and objects. A prompt that is a list of token ids may have
-    as many ids as the model's context.
+    At most a quarter of those in a JSON body may be strings, lists and objects. A prompt that is a list of token ids
+    may have as many ids as the model's context.
     """
     max_tokenizing_bytes: int = setting(32 << 20, above=0)
-    """Most bytes of prompts that wait to be parsed and tokenized, which takes about a second per MiB.
+    """The maximum bytes of prompts that wait to be parsed and tokenized, which takes about one second per MiB.
 
-    Above it the newest request of the tenant with the most waiting bytes is rejected.
+    Above the limit, the router rejects the newest request of the tenant with the most waiting bytes.
     """
     max_queued_requests: int = 1024
-    """Most requests that wait for a worker; further ones are rejected at once."""
+    """The maximum number of requests that wait for a worker; further ones are rejected at once."""
     max_queued_per_tenant: int | None = setting(None, least=1)
-    """Most waiting requests of one API key; None = half of `max_queued_requests` with several keys, else all."""
+    """The maximum number of waiting requests per API key; None = half of `max_queued_requests` with several keys, else
+    all.
+    """
     goodput_window_s: float = setting(60.0, above=0)
-    """The length of goodput's sliding window, in seconds."""
+    """The length of the sliding window over which goodput is measured, in seconds."""
     traces_kept: int = setting(512, above=0)
-    """Number of the newest ended requests whose timelines are kept, in addition to the slow ones."""
+    """The number of most recently ended requests whose timelines are kept, in addition to the slow ones."""
     slow_window_s: float = setting(60.0, above=0)
-    """The window in which the slowest request of each latency bucket is kept, in seconds."""
+    """The window in which the router keeps the slowest request of each latency bucket, in seconds."""
     max_deferral_s: float = setting(30.0, above=0)
-    """Longest time for which requests with a TTFT target go before those without, in seconds."""
+    """The maximum time for which requests with a TTFT target overtake a request without one, in seconds."""
     max_choices: int = 16
-    """Most answers to one request (n); each counts as a separate request."""
+    """The maximum number of answers to one request (`n`); each answer counts as a separate request."""
     max_stop_strings: int = 16
-    """Most stop strings of a request."""
+    """The maximum number of stop strings of a request."""
     max_stop_chars: int = 256
-    """Longest stop string, in characters."""
+    """The maximum length of a stop string, in characters."""
     max_stop_token_ids: int = 64
-    """Most stop token ids of a request."""
+    """The maximum number of stop token ids of a request."""
     max_template_kwargs_bytes: int = 16 << 10
-    """Largest `chat_template_kwargs` of a request, in bytes of JSON."""
+    """The maximum size of a request's `chat_template_kwargs`, in bytes of JSON."""
     sse_comment_s: float = setting(10.0, above=0)
-    """Seconds without an event after which a stream gets a comment, so that proxies keep the connection."""
+    """Seconds without an event after which the router sends a comment in the stream, so that proxies keep the
+    connection.
+    """
     max_attempts: int = 3
-    """Most failed attempts of a request before its error is returned to the client."""
+    """The maximum number of failed attempts of a request before its error is returned to the client."""
     retry_after_s: float = 1.0
-    """The retry hint of errors about a full queue or a missing worker, in seconds."""
+    """The retry hint, in seconds, of errors that report a full queue or a missing worker."""
     rpc_timeout_s: float = 10.0
-    """Deadline of one call to a worker, in seconds."""
+    """The deadline of a call to a worker, in seconds."""
     queue_timeout_s: float = 120.0
-    """Longest wait in the queue, in seconds."""
+    """The maximum time in the queue, in seconds."""
     stall_timeout_s: float = 120.0
-    """Longest time without an event of a placed request from its workers, in seconds."""
+    """The maximum time without an event from the workers of a placed request, in seconds."""
     chunks_per_s: float = 5000.0
-    """Most chunks per second, over all answers, before each chunk carries several tokens.
+    """Chunks per second, over all answers, above which the router puts several tokens into each chunk.
 
     A chunk costs about 100 µs in the router and as much at the client, on a CPU that the engine may need. First and
-    last tokens never wait, nor do tokens whose ITL target the delay would break.
+    last tokens are never delayed, nor are tokens whose ITL target the delay would violate.
     """
     chunk_delay_max_s: float = 0.025
-    """Longest time a token waits to be batched with later ones, in seconds."""
+    """The maximum time for which a token is held back to share a chunk with later ones, in seconds."""
     tokenizer_threads: int = setting(2, above=0)
-    """Number of threads that parse large requests and encode prompts."""
+    """The number of threads that parse large requests and encode prompts."""
 
     def check(self, name_of: NameOf = field_name) -> None:
-        """Checks the settings; see `Settings.check`."""
+        """Check the settings; see `Settings.check`."""
         Settings.check(self, name_of)
         names = classes_by_name(self.slo_classes)
         if self.default_slo_class not in names:

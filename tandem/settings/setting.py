@@ -1,4 +1,4 @@
-"""A setting: a field of a dataclass with its help, its limits and the option by which users set it."""
+"""The description of a setting: a dataclass field with its help, its limits and its command-line option."""
 
 import dataclasses
 import math
@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 _KEY = "setting"
 FIELD_DEFAULT = object()
-"""The default of an option that has the default of its field."""
+"""Marks an option whose default is that of its field."""
 
 
 class Topic(StrEnum):
-    """The topics by which `tandem up --help` and the docs group settings, in their order."""
+    """The topics by which `tandem up --help` and the docs group settings, in the order of their sections."""
 
     FIRST = "First settings"
     MODEL = "Model"
@@ -38,37 +38,40 @@ class Topic(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The description of one setting; without a `topic` it has no option, and only code and tests set it."""
+    """The description of one setting. Without a `topic` the setting has no option, and only code and tests set it."""
 
     help: str = ""
     topic: Topic | None = None
     option: str = ""
-    """Name of the option without dashes in front; empty = the field's name without its unit, `_s`."""
+    """Name of the option without the leading dashes; empty = the field's name without the suffix `_s`."""
     variable: str = ""
-    """Environment variable; empty = TANDEM_ and the option's name."""
+    """Environment variable; empty = TANDEM_ followed by the option's name."""
     aliases: tuple[str, ...] = ()
-    """vLLM's names of the option."""
+    """Further names of the option, as vLLM has them."""
     metavar: str | None = None
     kind: Any = None
-    """Type of the option's value; None = that of the field."""
+    """Type of the option's value; None = the field's type."""
     parse: Callable[[str, Any], Any] | None = None
-    """Makes the field's value of the option's name and value; InvalidArgument names the option."""
+    """Converts the option's value to the field's, given the option's name, which its InvalidArgument mentions."""
     automatic: Any = FIELD_DEFAULT
-    """Default of the option where `tandem up` chooses the value unless it is given (`choose_hardware`)."""
+    """Default of an option whose value `tandem up` chooses unless the user gives it (`choose_hardware`)."""
     secret: bool = False
-    """True if the value may also come from a file, which the option with the suffix -file names."""
+    """True if the value may also come from a file, named by the option with the suffix -file."""
     choices: Collection[str] | type[StrEnum] = ()
     least: float = -math.inf
     most: float = math.inf
     above: float = -math.inf
-    """Exclusive lower limit."""
+    """Exclusive lower limit; `least` and `most` are inclusive."""
     unit: float = 1.0
-    """The option's unit in units of the field."""
+    """The option's unit in the field's unit: 1e-3 for an option in milliseconds of a field in seconds."""
     check: Callable[[str, Any], None] | None = None
-    """A further check of the field's value; its InvalidArgument has the name that it is given."""
+    """A further check of the field's value, given the name that its InvalidArgument mentions."""
 
     def checked(self, name: str, value: Any) -> Any:
-        """Returns the value, as a member if the choices are an enum. InvalidArgument calls the setting `name`."""
+        """Return the valid value, converted to an enum member if the choices are an enum.
+
+        Raises InvalidArgument, which calls the setting `name`.
+        """
         if value is None:
             return value
         if self.choices and value not in list(self.choices):
@@ -81,7 +84,7 @@ class Setting:
         return cast(type[StrEnum], self.choices)(value) if is_enum else value
 
     def _check_number(self, name: str, value: float) -> None:
-        """Raises InvalidArgument for a value beyond the limits; infinity and NaN are beyond every limit."""
+        """Raise InvalidArgument for a value outside the limits; infinity and NaN are outside every limit."""
         if math.isfinite(value) and value > self.above and self.least <= value <= self.most:
             return
         shown, above, least, most = (f"{each / self.unit:g}" for each in (value, self.above, self.least, self.most))
@@ -93,43 +96,43 @@ class Setting:
 
 
 def setting(default: T, **description: Any) -> T:
-    """Returns a dataclass field with this default and a `Setting`'s description."""
+    """Return a dataclass field with this default, described by the arguments of `Setting`."""
     made = Setting(**description)
     return dataclasses.field(default=default, metadata={_KEY: made}, repr=not made.secret)
 
 
 def required(**description: Any) -> Any:
-    """Returns a dataclass field without a default, with a `Setting`'s description."""
+    """Return a dataclass field without a default, described by the arguments of `Setting`."""
     return dataclasses.field(metadata={_KEY: Setting(**description)})
 
 
 def setting_of(field: Field[Any]) -> Setting | None:
-    """Returns the description of a field; None = the field is no setting."""
+    """Return the description of a field; None = the field is not a setting."""
     return field.metadata.get(_KEY)
 
 
 NameOf = Callable[[Field[Any]], str]
-"""Makes the name by which errors call a field: its own, or its option."""
+"""Returns the name by which errors refer to a field: the field's name or its option."""
 
 
 def field_name(field: Field[Any]) -> str:
-    """Returns the field's own name."""
+    """Return the field's own name, the default `NameOf`."""
     return field.name
 
 
 class Settings:
-    """Base of the dataclasses of the tree: their fields are settings, or further such dataclasses."""
+    """Base class of the dataclasses in the tree, whose fields are settings or further `Settings`."""
 
     __slots__ = ()
 
     def values(self) -> dict[str, Any]:
-        """Returns the fields by name, for a process's record, which has the same fields."""
+        """Return the fields by name, as keyword arguments of a process's configuration, which has the same fields."""
         return {field.name: getattr(self, field.name) for field in fields(cast(Any, self))}
 
     def check(self, name_of: NameOf = field_name) -> None:
-        """Checks each setting of this branch and of those in it, and turns names into enum members.
+        """Check each setting of this branch and its sub-branches, and convert names to enum members.
 
-        InvalidArgument names a wrong setting by `name_of`.
+        Raises InvalidArgument, which names a wrong setting by `name_of`.
         """
         for field in fields(cast(Any, self)):
             description, value = setting_of(field), getattr(self, field.name)
@@ -140,7 +143,7 @@ class Settings:
 
 
 def branch_of(field: Field[Any]) -> type[Settings] | None:
-    """Returns the class of a field that is a branch of the tree; None = it is a setting."""
+    """Return the class of a field that is a branch of the tree; None = the field is a setting."""
     kinds = [
         kind for kind in (field.type, *get_args(field.type)) if isinstance(kind, type) and issubclass(kind, Settings)
     ]

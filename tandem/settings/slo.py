@@ -1,4 +1,4 @@
-"""SLO classes: latency targets of requests, the policy for targets that cannot be met, and both as texts of options."""
+"""SLO classes: named latency targets, the policy for targets that cannot be met, and their parsing from options."""
 
 import math
 from collections.abc import Iterable
@@ -12,26 +12,28 @@ class Overload(StrEnum):
     """The policy for a request whose targets cannot be met on any worker."""
 
     REJECT = "reject"
-    """Reject it at once, with a retry hint."""
+    """The router rejects the request at once, with a retry hint."""
     DEGRADE = "degrade"
-    """Serve it without targets: its prefill comes after all requests with targets, its decode runs with theirs."""
+    """The request runs without targets: its prefill comes after all requests with targets, its decode shares their
+    batch.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class SloClass:
-    """The latency targets of one SLO class, in seconds; infinite = no target."""
+    """The latency targets of one SLO class, in seconds; infinity = no target."""
 
     name: str
     ttft_s: float = math.inf
-    """The TTFT target, from the request's arrival."""
+    """The TTFT target, measured from the request's arrival."""
     itl_s: float = math.inf
-    """The ITL target, at the percentile `itl_percent`."""
+    """The ITL target, which the percentile `itl_percent` of the gaps must meet."""
     itl_steps: float = math.inf
-    """The ITL target as a multiple of an idle worker's decode step; the smaller of the two targets applies."""
+    """The ITL target as a multiple of an idle worker's decode step; the smaller of the two ITL targets applies."""
     itl_percent: float = 99.0
-    """The percentile of a request's own gaps that must meet the ITL target."""
+    """The percentile of a request's own inter-token gaps that must meet the ITL target."""
     worst_gap_s: float = math.inf
-    """The limit of every single gap."""
+    """The limit of every single inter-token gap."""
     overload: Overload = Overload.REJECT
     has_targets: bool = field(init=False, repr=False, compare=False)
     """True if the class has any target."""
@@ -39,7 +41,7 @@ class SloClass:
     """True if the class has a target for the time between tokens."""
 
     def __post_init__(self) -> None:
-        """Raise InvalidArgument for a missing name or a target out of range; derive the flags."""
+        """Set the derived flags. Raises InvalidArgument for a missing name or a target out of range."""
         if not self.name:
             refuse("slo_classes", "has a class without a name; give it one")
         targets = (self.ttft_s, self.itl_s, self.itl_steps, self.worst_gap_s)
@@ -63,7 +65,7 @@ class SloClass:
 
 
 BEST_EFFORT = SloClass("best_effort", overload=Overload.DEGRADE)
-"""The class without targets, whose requests are never rejected for latency."""
+"""The class without targets; its requests are never rejected for latency."""
 DEFAULT_CLASSES = (
     SloClass("strict", ttft_s=2.0, itl_steps=2.0),
     SloClass("balanced", ttft_s=1.0, itl_s=0.025),
@@ -73,7 +75,7 @@ DEFAULT_CLASSES = (
 
 
 def classes_by_name(classes: Iterable[SloClass]) -> dict[str, SloClass]:
-    """Return the classes by name; raises InvalidArgument if two have the same name."""
+    """Return the classes by name. Raises InvalidArgument if two classes have the same name."""
     named: dict[str, SloClass] = {}
     for each in classes:
         if each.name in named:
@@ -83,12 +85,15 @@ def classes_by_name(classes: Iterable[SloClass]) -> dict[str, SloClass]:
 
 
 def with_defaults(own: Iterable[SloClass]) -> tuple[SloClass, ...]:
-    """Return the default classes and these; one of these replaces the default class of its name."""
+    """Return the default classes and `own`; a class of `own` replaces the default class of the same name."""
     return tuple(({each.name: each for each in DEFAULT_CLASSES} | classes_by_name(own)).values())
 
 
 def parse_class(text: str) -> SloClass:
-    """Parse "NAME:TTFT_MS:ITL_MS[:PERCENT[:WORST_GAP_MS]][:reject|degrade]"; InvalidArgument says what is wrong."""
+    """Parse "NAME:TTFT_MS:ITL_MS[:PERCENT[:WORST_GAP_MS]][:reject|degrade]".
+
+    Raises InvalidArgument, which says what is wrong.
+    """
     name, *values = text.split(":")
     overload = Overload.REJECT
     if values and values[-1] in list(Overload):
@@ -104,12 +109,12 @@ def parse_class(text: str) -> SloClass:
 
 
 def _filled(given: tuple[float, ...]) -> tuple[float, ...]:
-    """Add the defaults of the values that were not given; ValueError for too few or too many."""
+    """Append the defaults of the omitted values. Raises ValueError for too few or too many values."""
     if not 2 <= len(given) <= 4:
         raise ValueError
     return (*given, *(99.0, math.inf)[len(given) - 2 :])
 
 
 def parse_classes(_option: str, texts: Iterable[str]) -> tuple[SloClass, ...]:
-    """Return the default classes and those of these texts; raises as `parse_class`."""
+    """Return the default classes and the parsed classes of `texts`. Raises InvalidArgument as `parse_class` does."""
     return with_defaults(parse_class(text) for text in texts)

@@ -1,4 +1,4 @@
-"""The files of TLS at the ports for clients."""
+"""The TLS files of the ports for clients."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,7 @@ from tandem.settings.setting import Settings, Topic, required, setting
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles(Settings):
-    """Files in PEM format."""
+    """The paths of the certificate, its key and the client authorities, all in PEM format."""
 
     certificate: Path = required(
         help="PEM file with the certificate of both ports for clients; read again when it changes.",
@@ -17,9 +17,9 @@ class TlsFiles(Settings):
         option="tls-certificate",
         parse=absolute,
     )
-    """The server's certificate, then those between it and its authority."""
+    """The server's certificate, followed by the intermediate certificates up to its authority."""
     key: Path = required(help="PEM file with its key.", topic=Topic.ACCESS, option="tls-key", parse=absolute)
-    """The key of the certificate, not encrypted."""
+    """The unencrypted private key of the certificate."""
     client_ca: Path | None = setting(
         None,
         help="PEM file with authorities; clients then need a certificate of one of them (mTLS).",
@@ -27,9 +27,9 @@ class TlsFiles(Settings):
         option="tls-client-ca",
         parse=absolute,
     )
-    """The authorities of clients' certificates, which every client must then present; None = clients need none."""
+    """The authorities whose client certificates are accepted (mTLS); None = clients need no certificate."""
 
     @property
     def all(self) -> tuple[Path, ...]:
-        """All files."""
+        """All configured files."""
         return (self.certificate, self.key, *([self.client_ca] if self.client_ca else ()))

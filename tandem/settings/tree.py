@@ -1,4 +1,4 @@
-"""The fields of the settings tree by their names, whichever branch has them."""
+"""Access to the fields of the settings tree by name alone, whichever branch has the field."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -11,24 +11,26 @@ S = TypeVar("S", bound=Settings)
 
 
 def fields_by_name(tree: Any) -> dict[str, tuple[str, Field[Any]]]:
-    """Returns the dotted path of each field by its name, `engine.page_tokens` by `page_tokens`, and the field.
+    """Map each field's name to its dotted path and the field: `page_tokens` to `engine.page_tokens`.
 
-    A field comes before those of its name further down; of several at the same depth there is none.
+    If several fields have the same name, the one closest to the root wins; if several are at the same depth, the name
+    is left out.
     """
     named: dict[str, tuple[str, Field[Any]]] = {}
     level = [("", tree)]
     while level:
         found = [(f"{path}{field.name}", field) for path, branch in level for field in fields(branch)]
         counts = Counter(field.name for _, field in found)
+        # Levels are visited from the root down, so a name that is already known wins over the same name further down.
         named = {field.name: (path, field) for path, field in found if counts[field.name] == 1} | named
         level = [(f"{path}.", branch) for path, field in found if (branch := branch_of(field)) is not None]
     return named
 
 
 def replace_fields(settings: S, values: Mapping[str, Any]) -> S:
-    """Returns the settings with other values of fields, by their names, whichever branch has them.
+    """Return a copy of the settings with the named fields replaced, in whichever branch they are.
 
-    TypeError for a name of none.
+    Raises TypeError for an unknown name.
     """
     named = fields_by_name(type(settings))
     if unknown := values.keys() - named.keys():
@@ -37,7 +39,7 @@ def replace_fields(settings: S, values: Mapping[str, Any]) -> S:
 
 
 def _replaced(settings: S, values: Mapping[str, Any]) -> S:
-    """Returns the settings with other values, by dotted paths."""
+    """Return a copy of the settings with the fields at these dotted paths replaced."""
     made: dict[str, Any] = {path: value for path, value in values.items() if "." not in path}
     for branch in {path.partition(".")[0] for path in values.keys() - made.keys()}:
         prefix = f"{branch}."

@@ -1,4 +1,4 @@
-"""Settings of each worker, beside those of its engine."""
+"""Settings of each worker apart from those of its engine."""
 
 from dataclasses import dataclass
 
@@ -35,7 +35,7 @@ class WorkerSettings(Settings):
         unit=1e-3,
         above=0,
     )
-    """Where decoding alone is slower the batch does not grow, and prompts are computed in the rest of this time."""
+    """Where decoding alone is slower, the batch does not grow, and prompts use the time that the target leaves."""
     prefix_cache: bool = setting(
         True,
         help="Keep KV pages, while memory allows, for requests with a common prefix.",
@@ -57,7 +57,7 @@ class WorkerSettings(Settings):
         least=0,
         most=1,
     )
-    """At least one page of each prompt unless 0. All workers of a cluster have the same: the handshake checks it."""
+    """At least one page of each prompt is verified unless the rate is 0; the handshake checks that workers agree."""
     kv_lease_s: float = setting(
         5.0,
         help="Seconds that a decode worker keeps its reservation for a request of a silent router.",
@@ -80,8 +80,10 @@ class WorkerSettings(Settings):
         least=0,
         most=1,
     )
-    """A worker above it registers as not ready until silent prefill workers have released enough of the pages that it
-    has in quarantine as a decode worker, or decode workers have taken enough of those that it still writes.
+    """Above this share the worker registers as not ready.
+
+    It becomes ready again when enough quarantined pages are free: pages it received, once silent prefill workers
+    release them, and pages it still sends, once decode workers have them.
     """
     trusted_network: bool = setting(
         False,
@@ -89,7 +91,7 @@ class WorkerSettings(Settings):
         " need. UCX then listens at each worker, and every client that connects can write into its memory.",
         topic=Topic.HOSTS,
     )
-    """All workers of a cluster have the same: the handshake checks it."""
+    """The handshake checks that all workers of a cluster agree."""
     ceilings: Ceilings | None = setting(
         None,
         help="TFLOPS:GBPS that a worker's device can do at best; utilization and `tandem why` go by it. Default: what"
@@ -101,28 +103,32 @@ class WorkerSettings(Settings):
     )
 
     step_deadline_s: float | None = None
-    """The seconds of a step after which its engine counts as stuck; None = 60 on GPUs, 600 on CPUs.
+    """The duration of a step after which its engine counts as stuck, in seconds; None = 60 on GPUs, 600 on CPUs.
 
-    Its requests fail then, and the process ends. On CPUs a step of many tokens is slow.
+    The worker's requests then fail, and its process ends. CPUs have the longer deadline because their large steps are
+    slow.
     """
     transfer_backend: str = "nixl"
-    """The transport of KV pages: `nixl`."""
+    """The transport of KV pages; only `nixl` exists."""
     quarantine_s: float = 5.0
-    """Seconds from the death of a local prefill worker until the pages it might have written are free.
+    """Seconds from a local prefill worker's death until the pages that it may still have written are free.
 
-    They count from the end of its permission to write.
+    The time starts when the prefill worker's write window ends.
     """
     quarantine_far_s: float = 60.0
-    """The same where it ran on another or an unknown host: its writes may still arrive for long."""
+    """The same for a prefill worker on another or an unknown host, whose writes may still arrive for a long time."""
     write_window_s: float = 10.0
-    """Seconds for which a prefill worker may write to the pages it was given before it has to ask again."""
+    """Seconds for which a prefill worker may write to its reserved pages before it must renew the permission."""
     lease_retry_after_s: float = 0.2
     """The retry hint of a refused reservation, in seconds."""
     rpc_timeout_s: float = 5.0
     """Deadline of each call to another worker or the controller, in seconds."""
     attach_grace_s: float = 5.0
-    """Seconds that requests of a router without an event stream may live."""
+    """Seconds for which requests survive while their router has no event stream to this worker."""
     max_prefill_requests: int = 1024
-    """Most requests that prefill on a worker at a time, waiting or not; routers bind late and rarely reach it."""
+    """The maximum number of requests in prefill on a worker, waiting or running.
+
+    Routers dispatch late and rarely reach it.
+    """
     max_prefill_rows: int = 64
-    """Most prompt chunks of one step."""
+    """The maximum number of prompt chunks in one step."""

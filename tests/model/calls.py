@@ -1,7 +1,8 @@
-"""gRPC's place in the model: clients get a `Channel` where they would have opened one of gRPC's.
+"""The model's replacement of gRPC: clients get a `Channel` where they would have opened one of gRPC's.
 
-Servers are the real servicers. Requests and replies travel one by one; the messages of one stream stay in order, as TCP
-has it, and are lost only with all that follow. A call ends with its reply, at its deadline, or with its connection.
+Servers are the real servicers. Requests and replies travel as single messages. As over TCP, the messages of one stream
+stay in order, and a message is lost only together with all that follow it. A call ends with its reply, at its deadline,
+or when its connection breaks.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ from tests.model.processes import Process
 
 
 def rpc_error(error: TandemError) -> grpc.aio.AioRpcError:
-    """Return the gRPC error that a client gets for a server's typed error."""
+    """Return the gRPC error that a client gets for a typed error of the server."""
     trailing = [(ERROR_CODE, error.code)]
     if error.retry_after_s:
         trailing.append((RETRY_AFTER, f"{error.retry_after_s:g}"))
@@ -31,7 +32,7 @@ def rpc_error(error: TandemError) -> grpc.aio.AioRpcError:
 
 
 def transport_error(code: grpc.StatusCode, why: str) -> grpc.aio.AioRpcError:
-    """Return the gRPC error that a client gets if no server has replied."""
+    """Return the gRPC error that a client gets when no server has replied."""
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=why)
 
 
@@ -40,7 +41,7 @@ def connection_lost() -> grpc.aio.AioRpcError:
 
 
 class Channel:
-    """A client's connection to an address."""
+    """A client's connection to an address, with the part of gRPC's channel interface that the product uses."""
 
     def __init__(self, network: Network, client: Process, address: str) -> None:
         self.network = network
@@ -56,7 +57,7 @@ class Channel:
         return lambda request, wait_for_ready=False: StreamCall(self, name, request)
 
     async def close(self) -> None:
-        """End every call as if its caller had been cancelled, like gRPC."""
+        """End every call as if its caller had cancelled it, as gRPC does."""
         for call in [call for call in self.network.calls if call.is_on(self)]:
             call.cancel()
 
@@ -77,7 +78,7 @@ class Call(ABC):
         self.network.send(key, self._arrive, fragile=isinstance(self, UnaryCall))
 
     def lose_connection(self) -> None:
-        """The connection is lost."""
+        """End the call, because its connection is lost."""
         self._to_client("lost", connection_lost())
 
     def is_on(self, channel: object) -> bool:
@@ -85,7 +86,7 @@ class Call(ABC):
 
     @abstractmethod
     def cancel(self) -> None:
-        """The client gives up."""
+        """Cancel the call on behalf of the client."""
 
     def _arrive(self) -> None:
         found = self.network.listener(self.address)
@@ -116,7 +117,7 @@ class Call(ABC):
 
 
 class UnaryCall(Call):
-    """One request, one reply."""
+    """A call with one request and one reply."""
 
     def __init__(self, channel: Channel, method: str, request: object, timeout: float) -> None:
         loop = channel.network.loop
@@ -142,13 +143,13 @@ class UnaryCall(Call):
             return
         if isinstance(outcome, Exception):
             self.reply.set_exception(outcome)
-            self.reply.exception()  # it need not be looked at: its caller may be dead
+            self.reply.exception()  # mark the error as retrieved, because the caller may be dead
         else:
             self.reply.set_result(outcome)
 
 
 class StreamCall(Call):
-    """One request, many replies in order. Its own server context."""
+    """A call with one request and many replies in order; it is also the servicer's context."""
 
     _END = object()
 
@@ -223,7 +224,10 @@ class StreamCall(Call):
         self._changed.set()
 
     def _reset(self, why: str) -> None:
-        """Stop the stream: the client receives only messages in flight, and the server is notified of the end."""
+        """Stop the stream.
+
+        The client receives only messages that are already in flight, and the server is notified of the end.
+        """
         if not self._broken:
             self._broken = True
             self.network.send((self.client.name, self.address, self.method, why), self._end_at_server)

@@ -1,4 +1,4 @@
-"""Invariants that are checked from outside: the owner of each page and the origin of its KV."""
+"""Invariants that are checked from outside the code under test: the owner of each page and the origin of its KV."""
 
 import logging
 import zlib
@@ -21,12 +21,12 @@ from tests.fake_engine import PAGE_TOKENS, FakeEngine
 
 
 class Broken(AssertionError):
-    """Something that must hold does not."""
+    """Raised when an invariant does not hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The state of a page, and the attempt it is in that state for."""
+    """The state of a page, and the attempt of a request that holds the page in this state."""
 
     state: str
     ref: RequestRef | None = None
@@ -34,18 +34,21 @@ class Holder:
 
 FIRST_STAMP = 1
 STEP_TOKENS = 6
-"""The most prompt tokens of a step."""
+"""The maximum prompt tokens of a step."""
 TOKEN_BYTES = 4
-"""Bytes of a token's id, as codes of 8-bit KV."""
+"""Bytes of a token id, which is stored as the codes of 8-bit KV."""
 
 
 def stamp_behind(stamp: int, token: int) -> int:
-    """Return the stamp stored with a token's KV; like keys and values, it depends on all previous tokens."""
+    """Return the stamp stored with the KV of `token`, given the previous token's stamp.
+
+    Like keys and values, a stamp depends on all previous tokens.
+    """
     return zlib.crc32(b"%d %d" % (stamp, token)) >> 1
 
 
 def holder_of(pool: PagePool, page: int) -> Holder:
-    """Return the current holder of the page."""
+    """Return the state of a page in the pool, with the attempt that holds it."""
     for ref, pages in pool._owned.items():
         if page in pages:
             return Holder("owned", ref)
@@ -61,11 +64,15 @@ def ref_of(lease: Lease) -> RequestRef:
 
 
 class WatchedEngine(FakeEngine):
-    """Computes in pages of one attempt alone, reads none but these and shared ones, and of no other prefix."""
+    """A fake engine that checks its accesses to pages.
+
+    A step may write only to pages of its own attempt, and may read only these and shared pages whose KV belongs to the
+    same prefix.
+    """
 
     step_tokens = STEP_TOKENS
     quantized = True
-    """Whether pages are those of 8-bit KV: the four bytes of a token are its codes, and its stamp is their scale."""
+    """True = pages have the form of 8-bit KV: the four bytes of a token id are codes, and its stamp is the scale."""
 
     def __init__(self, pages: int, *, asynchronous: bool) -> None:
         super().__init__(pages)
@@ -73,7 +80,7 @@ class WatchedEngine(FakeEngine):
         dtype = torch.int8 if self.quantized else torch.int32
         each = (2, PAGE_TOKENS) if self.quantized else (PAGE_TOKENS, 2)
         self.stored = np.zeros((pages + 1, *each), dtype="<i4")
-        """The last page belongs to no request: transfers that test a connection use it."""
+        """The memory of all pages. The last page belongs to no request; transfers that test a connection use it."""
         self.memory = self.stored.swapaxes(1, 2) if self.quantized else self.stored
         group = KvGroup((0,), 1, 1, 1, TOKEN_BYTES if self.quantized else 2)
         cache = kernel_view(torch.from_numpy(self.stored).view(pages + 1, -1).view(dtype), group, PAGE_TOKENS)
@@ -102,9 +109,10 @@ class WatchedEngine(FakeEngine):
         return super()._row(row)
 
     def _read(self, pages: Sequence[int], first: int, end: int, known: Sequence[int]) -> list[int]:
-        """The stamps before each position up to `end`, if those from `first` on are right for the tokens before them.
+        """Return the stamps before each position up to `end`.
 
-        The first group has no window: what it says of the tokens is `known` for the others.
+        The stamps from `first` on are checked against the tokens. The first group of layers has no window, so the
+        tokens that it stores are `known` when the other groups are checked.
         """
         stamps = list(known) or [FIRST_STAMP]
         for position in range(first, end):
@@ -121,7 +129,8 @@ class WatchedEngine(FakeEngine):
         """Return the holder of the pages that a step writes to."""
         holders = {holder_of(self.pool, page) for page in pages}
         (holder, *others) = holders
-        # A local prefill writes where its own decode half lets it, as a prefill worker elsewhere does.
+        # A local prefill writes to pages reserved by the decode scheduler of its own process, as a remote prefill
+        # worker does.
         if others or holder.ref is None:
             raise Broken(f"a step computes in pages that are {holders}")
         return holder
@@ -136,7 +145,10 @@ class WatchedEngine(FakeEngine):
 
 
 class Alarms(logging.Handler):
-    """Errors that the code under test logged and went on after. `expected` are loggers whose errors are right."""
+    """Collects errors that the code under test logged and then ignored.
+
+    Errors of the loggers in `expected` are correct behaviour.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)

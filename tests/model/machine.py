@@ -1,4 +1,4 @@
-"""The moves of the cluster model, from which hypothesis chooses: messages, steps, requests and faults."""
+"""The moves of the cluster model, among which hypothesis chooses: messages, steps, requests and faults."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -23,32 +23,32 @@ ROLES = {"prefill-0": Role.PREFILL, "prefill-1": Role.PREFILL, "decode-0": Role.
 WEIGHTS = {
     # progress
     "calm": 5, "deliver": 3, "deliver_all": 2, "land": 3, "land_all": 1, "deliver_notice": 2, "compute": 3, "wait": 2,
-    # load, and what stands still
+    # load, and kinds of events that are held back
     "ask": 2, "leave": 2, "hold": 2,
     # faults
     "repeat": 2, "lose": 4, "repeat_notice": 3, "fail_write": 1, "flip_byte": 1, "lose_notice": 1,
     "break_connection": 1, "kill": 2, "restart": 2, "disown": 2,
 }  # fmt: skip
-"""The moves and their weights; an impossible move is replaced by a calm one."""
+"""The moves and their weights. A move that is impossible at the time is replaced by a calm one."""
 MOVES = [name for name, weight in WEIGHTS.items() for _ in range(weight)]
 OPEN_MIN, OPEN_MAX = 3, 8
-"""The bounds of the number of open requests while workers can serve them."""
+"""The minimum and maximum number of open requests while workers can serve them."""
 BACK_AFTER_S = (0.05, 0.2, 1.0, 4.0)
-"""The delays after which a dead process is restarted, if no move restarts it earlier."""
+"""Delays in seconds after which a dead process is restarted, if no move restarts it earlier."""
 APART_S = (0.0, 0.0, 1.2 * QUARANTINE_S, WINDOW_S + 1.3 * QUARANTINE_S)
-"""The durations of a partition between a worker that is taken for dead and the others."""
+"""Durations in seconds of a partition between a worker that another takes for dead and the others."""
 GRACES_S = (0.0, 0.3, 5.0)
-"""The time that a closing half has to finish its requests."""
+"""Grace periods, in seconds, for the requests of a scheduler that a role change closes."""
 WAITS_S = (0.01, 0.1, 0.4, 1.2)
 STANDING = ((), ("writes",), ("notices",), ("messages",), ("engines",), ("writes", "notices"))
-"""The kinds of events that can be held back during calm moves."""
+"""The kinds of events that are held back together during calm moves."""
 
 
 class ClusterMachine(RuleBasedStateMachine):
-    """Two prefill workers, two decode workers, a router and its clients."""
+    """A hypothesis state machine over two prefill workers, two decode workers, a router and its clients."""
 
     seen: ClassVar[Counter[str]] = Counter()
-    """The counts of events in all runs; "moves" counts the steps."""
+    """The number of events of each kind in all runs; "moves" counts the steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,10 @@ class ClusterMachine(RuleBasedStateMachine):
         gap=st.sampled_from([2, 6, 12, 30]),
     )
     def begin(self, asynchronous: bool, both: bool, one_host: bool, window_s: float, gap: int) -> None:
-        """Create the world; with `both`, one decode worker also prefills; `gap` is the least distance of two faults."""
+        """Create the world.
+
+        With `both`, one decode worker also prefills. `gap` is the minimum number of moves between two faults.
+        """
         self.gap = gap
         roles = ROLES | ({"decode-1": Role.BOTH} if both else {})
         self.world = World(roles, asynchronous=asynchronous, one_host=one_host, window_s=window_s)
@@ -75,7 +78,7 @@ class ClusterMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(MOVES), which=st.integers(0, 63), much=st.integers(0, 63))
     def move(self, name: str, which: int, much: int) -> None:
-        """Make one move; `which` selects its object, modulo their number, and `much` depends on the move."""
+        """Make one move; `which` selects its object, modulo the number of objects, and `much` depends on the move."""
         self.sound = False
         if not getattr(self, name)(which, much):
             self.calm(which, 1)
@@ -129,14 +132,14 @@ class ClusterMachine(RuleBasedStateMachine):
         return True
 
     def land(self, which: int, much: int) -> bool:
-        """Land some or all pages of one write."""
+        """Complete the transfer of some or all pages of one write."""
         writes = self.at.fabric.writes
         if writes:
             self.at.land(pick(writes, which), pick((1, 2, None), much))
         return bool(writes)
 
     def land_all(self, which: int, _much: int) -> bool:
-        """Land every write, in any order."""
+        """Complete every write, in any order."""
         writes = list(self.at.fabric.writes)
         Random(which).shuffle(writes)
         for posted in writes:
@@ -145,7 +148,7 @@ class ClusterMachine(RuleBasedStateMachine):
         return bool(writes)
 
     def deliver_notice(self, which: int, much: int) -> bool:
-        """A notice arrives, and perhaps once more later."""
+        """Deliver a notice, and possibly deliver it again later."""
         notices = self.at.fabric.notices
         if not notices:
             return False
@@ -155,7 +158,7 @@ class ClusterMachine(RuleBasedStateMachine):
         return True
 
     def compute(self, which: int, much: int) -> bool:
-        """Run steps of one engine and checksums of its worker."""
+        """Run steps of one engine, and checksum jobs of its worker."""
         worker = pick(list(self.at.workers.values()), which)
         for _ in range(1 + much % 3):
             worker.turn()
@@ -164,19 +167,19 @@ class ClusterMachine(RuleBasedStateMachine):
         return True
 
     def wait(self, _which: int, much: int) -> bool:
-        """Time passes and nothing arrives."""
+        """Let time pass without any delivery."""
         self.at.loop.advance(pick(WAITS_S, much))
         return True
 
     def ask(self, which: int, much: int) -> bool:
-        """Send a request of a new client, unless too many are open.
+        """Send a request of a new client, unless too many requests are open.
 
         `which` selects the answer's length, a prefix shared with other prompts, an early stop, and penalties.
         """
         clients = self.at.router.clients
         if len(self.open_clients()) >= OPEN_MAX:
             return False
-        # Every second client begins as others do: the same pages, followed by the same tokens or by others.
+        # Every second prompt shares its first pages with others, followed by the same tokens or by different ones.
         first = 7 if which % 2 else 10 + len(clients)
         tokens = [first, *range(500, 500 + much % 13), *([600 + much % 3] if much % 2 else [])]
         sampling = SamplingParams(1 + which % 9, presence_penalty=which // 9 % 2)
@@ -187,7 +190,7 @@ class ClusterMachine(RuleBasedStateMachine):
         return True
 
     def leave(self, which: int, _much: int) -> bool:
-        """A client goes away."""
+        """Let a client disconnect."""
         if clients := self.open_clients():
             self.at.router.leave(pick(clients, which))
         return bool(clients)
@@ -198,14 +201,14 @@ class ClusterMachine(RuleBasedStateMachine):
         return True
 
     def repeat(self, which: int, much: int) -> bool:
-        """A request or a reply arrives now, and later once more."""
+        """Deliver a request or a reply now, and once more later."""
         fragile = self.fragile(much)
         if fragile:
             self.at.network.repeat(pick(fragile, which))
         return bool(fragile)
 
     def lose(self, which: int, much: int) -> bool:
-        """A request or a reply is lost, or all in flight between the same two processes."""
+        """Lose a request or a reply, or all messages in flight between the same two processes."""
         if not self.fragile(much):
             return False
         lost = pick(self.fragile(much), which)
@@ -216,7 +219,7 @@ class ClusterMachine(RuleBasedStateMachine):
         return True
 
     def repeat_notice(self, which: int, much: int) -> bool:
-        """A notice arrives once more, however late; for the most part of a request that still runs."""
+        """Deliver a notice once more, however late; in most cases, a notice of a request that is still running."""
         live = self.at.router.dispatcher._live
         echoes = [each for each in self.echoes if each.notice.lease.request_id in live or much % 8 == 0]
         if echoes:
@@ -224,14 +227,14 @@ class ClusterMachine(RuleBasedStateMachine):
         return bool(echoes)
 
     def fail_write(self, which: int, much: int) -> bool:
-        """A write fails, before or after its notice was sent; if before, its bytes may arrive later."""
+        """Fail a write before or after its notice was sent; if before, its bytes may arrive later."""
         writes = self.at.fabric.writes
         if writes:
             self.at.fail(pick(writes, which), after_notice=much % 2 == 0)
         return bool(writes)
 
     def flip_byte(self, which: int, much: int) -> bool:
-        """Flip a byte of a page that has landed, which checksums must detect."""
+        """Flip a byte of a page that has arrived; checksums must detect it."""
         writes = self.at.fabric.writes
         if writes:
             self.at.corrupt(pick(writes, which), much)
@@ -252,7 +255,7 @@ class ClusterMachine(RuleBasedStateMachine):
         return True
 
     def kill(self, which: int, much: int) -> bool:
-        """Kill a worker, often one that writes; the others may be notified at once."""
+        """Kill a worker, often one with a write in progress; the other processes may be notified at once."""
         workers = list(self.at.workers)
         if self.since_fault < self.gap or len(workers) <= 2:
             return False
@@ -264,10 +267,10 @@ class ClusterMachine(RuleBasedStateMachine):
         return True
 
     def disown(self, which: int, much: int) -> bool:
-        """A live worker is taken for dead by another.
+        """Make one worker believe that another, live one is dead.
 
         The pair is the writer and the receiver of a hand-over, in either direction, or any two workers. The victim
-        continues, at once or after some time in which nothing arrives.
+        continues, at once or after some time without deliveries.
         """
         names = self.at.handing_over() or (list(permutations(self.at.workers, 2)) if which % 4 == 0 else [])
         if self.since_fault < self.gap or not names:
@@ -293,7 +296,10 @@ class ClusterMachine(RuleBasedStateMachine):
         return [client for client in self.at.router.clients if not client.over]
 
     def fragile(self, which: int) -> list[Message]:
-        """Return the fragile messages of one method; methods are equally likely, whatever their message counts."""
+        """Return the messages of one method that may be lost.
+
+        Methods are equally likely, whatever their message counts.
+        """
         found = [message for message in self.at.network.waiting() if message.fragile]
         methods = sorted({str(message.key[2]) for message in found})
         return [message for message in found if message.key[2] == pick(methods, which)]
@@ -302,7 +308,8 @@ class ClusterMachine(RuleBasedStateMachine):
 class FlippingMachine(ClusterMachine):
     """A cluster machine in which workers also change roles.
 
-    Role changes replace half of some other moves, so that the moves of `ClusterMachine` are unchanged for a given seed.
+    Role changes replace half of the occurrences of some other moves, so that the moves of `ClusterMachine` stay the
+    same for a given seed.
     """
 
     def repeat(self, which: int, much: int) -> bool:
@@ -314,7 +321,7 @@ class FlippingMachine(ClusterMachine):
     def flip(self, which: int, much: int) -> bool:
         """Change the role of a worker, with a long, short or no grace period for its requests.
 
-        At least one worker must prefill and one must decode afterwards, as the controller ensures.
+        Afterwards at least one worker must prefill and one must decode, as the controller ensures.
         """
         worker_id, role = pick(list(self.at.workers), which), pick(list(Role), much)
         roles = [role, *(other for name, other in self.at.roles.items() if name != worker_id)]
@@ -325,5 +332,5 @@ class FlippingMachine(ClusterMachine):
 
 
 def pick(found: Sequence[T], which: int) -> T:
-    """Return the element at `which`, modulo the length."""
+    """Return the element at index `which`, modulo the length."""
     return found[which % len(found)]

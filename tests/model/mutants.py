@@ -1,6 +1,6 @@
-"""The cluster with one of its fences taken down: the model must find each of these.
+"""Mutants of the cluster, each without one of its fences; the model must detect every mutant.
 
-A mutant is a function that patches the code under test; what it breaks stands in its docstring.
+A mutant is a function that patches the code under test. Its docstring says how the patched cluster behaves.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Mutant = Callable[[pytest.MonkeyPatch], None]
 
 
 def revoked_pages_are_free(patch: pytest.MonkeyPatch) -> None:
-    """An abort or an expiry frees the pages instead of putting them into quarantine."""
+    """An abort or an expiry frees the pages of a lease instead of quarantining them."""
 
     def revoke(self: LeaseTable, entry: Any) -> LeaseChange:
         return self._end(entry, PageAction.NONE if entry.page_ids is None else PageAction.FREE)
@@ -60,7 +60,7 @@ def a_notice_counts_for_every_epoch(patch: pytest.MonkeyPatch) -> None:
 
 
 def an_aborted_request_is_admitted(patch: pytest.MonkeyPatch) -> None:
-    """An abort that comes while pages are written is forgotten."""
+    """An abort that arrives while pages are being written is ignored."""
     abort = DecodeAdmission._abort
 
     def forget(self: DecodeAdmission, request: DecodeRequest) -> None:
@@ -71,7 +71,7 @@ def an_aborted_request_is_admitted(patch: pytest.MonkeyPatch) -> None:
 
 
 def dead_writers_are_quiescent_at_once(patch: pytest.MonkeyPatch) -> None:
-    """Pages that a dead process wrote to are free when its permission has ended, without the grace."""
+    """Pages written by a dead process are free when its write window ends, without the additional grace period."""
 
     def is_safe(self: Exposure, now: float, _lives: object) -> bool:
         return self._grace_s is not None and now >= self._permitted_at + self._fence.window_s
@@ -94,12 +94,12 @@ def writes_to_removed_peers_fail_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def deliveries_are_never_reported(patch: pytest.MonkeyPatch) -> None:
-    """Lost notices are never recovered."""
+    """The prefill worker never reports delivered notices, so that lost notices are never recovered."""
     patch.setattr(Deliveries, "add", lambda *_: None)
 
 
 def leases_are_released_before_writes_are_quiescent(patch: pytest.MonkeyPatch) -> None:
-    """The prefill worker says that nothing is in flight without waiting for it."""
+    """The prefill worker releases a lease, as if nothing were in flight, without waiting for its writes."""
     settle = Handoff._settle
     patch.setattr(OutgoingWrites, "in_doubt", False)
 
@@ -113,7 +113,7 @@ def leases_are_released_before_writes_are_quiescent(patch: pytest.MonkeyPatch) -
 
 
 def a_release_is_never_in_doubt(patch: pytest.MonkeyPatch) -> None:
-    """The decode worker frees pages at a release though a write to them failed."""
+    """The decode worker frees the pages of a released lease although a write to them failed."""
     release = LeaseTable.release
 
     def trusting(self: LeaseTable, lease: Lease, prefill: PeerRef, *, in_doubt: bool) -> tuple[LeaseChange, ...]:
@@ -123,12 +123,12 @@ def a_release_is_never_in_doubt(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_notice_overtakes_pages(patch: pytest.MonkeyPatch) -> None:
-    """The last page, with the notice, does not wait for the writes that precede it."""
+    """The last page, and with it the notice, does not wait for earlier writes."""
     patch.setattr(kv_transfer.in_memory, "hold", lambda _behind, begin: begin(""))
 
 
 def pages_are_freed_under_their_writes(patch: pytest.MonkeyPatch) -> None:
-    """The prefill worker uses its pages again while they are still being read by writes."""
+    """The prefill worker reuses its pages while writes still read from them."""
 
     async def settle(self: Handoff) -> None:
         self._half.withdraw(self._request)
@@ -140,7 +140,7 @@ def pages_are_freed_under_their_writes(patch: pytest.MonkeyPatch) -> None:
 
 
 def pages_are_freed_under_a_prefill_step(patch: pytest.MonkeyPatch) -> None:
-    """A prompt that is withdrawn counts as released while a step computes it."""
+    """A withdrawn prompt counts as released while a step is computing it."""
     withdraw = PrefillScheduler.withdraw
 
     def hasty(self: PrefillScheduler, request: PrefillRequest) -> None:
@@ -151,7 +151,7 @@ def pages_are_freed_under_a_prefill_step(patch: pytest.MonkeyPatch) -> None:
 
 
 def pages_are_freed_under_a_decode_step(patch: pytest.MonkeyPatch) -> None:
-    """A cancelled request leaves the batch with its pages while a step writes to them."""
+    """A cancelled request leaves the batch, and its pages are freed, while a step writes to them."""
 
     def drained(self: RunningBatch) -> list[DecodeRequest]:
         return [slot.request for slot in self._stopped]
@@ -173,7 +173,7 @@ def cached_pages_of_prefill_are_released_at_once(patch: pytest.MonkeyPatch) -> N
 
 
 def pages_are_known_before_they_are_computed(patch: pytest.MonkeyPatch) -> None:
-    """A prompt's pages are published when it gets them."""
+    """A prompt's pages are published in the prefix cache when they are allocated, before they are computed."""
     take = PromptPages.take
 
     def hasty(self: PromptPages, request: PrefillRequest) -> bool:
@@ -186,7 +186,7 @@ def pages_are_known_before_they_are_computed(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_prompt_may_be_cached_to_its_end(patch: pytest.MonkeyPatch) -> None:
-    """Nothing is left to be computed of it."""
+    """A prompt may be found in the prefix cache completely, so that no token is left to compute."""
     make = PrefixCache.prefix
 
     def prefix(self: PrefixCache, token_ids: Sequence[int], salt: str, *, reads: bool = True) -> Prefix:
@@ -198,7 +198,7 @@ def a_prompt_may_be_cached_to_its_end(patch: pytest.MonkeyPatch) -> None:
 
 
 def cached_pages_of_decode_are_released_at_the_notice(patch: pytest.MonkeyPatch) -> None:
-    """Pages found in the prefix cache are held only until the transferred ones have arrived."""
+    """Pages found in the prefix cache are held only until the transferred pages have arrived."""
     adopt = DecodeRequests.adopt
 
     def hasty(self: DecodeRequests, request: DecodeRequest, check_until: float, pages: Sequence[int] = ()) -> None:
@@ -210,7 +210,7 @@ def cached_pages_of_decode_are_released_at_the_notice(patch: pytest.MonkeyPatch)
 
 
 def wrong_drafts_count(patch: pytest.MonkeyPatch) -> None:
-    """The draws after a wrong draft count as well."""
+    """Tokens sampled after a rejected draft token are accepted as well."""
 
     def runs(self: StepDrafts, token_ids: Sequence[int]) -> list[tuple[RowDrafts, list[int]]]:
         found = []
@@ -223,7 +223,7 @@ def wrong_drafts_count(patch: pytest.MonkeyPatch) -> None:
 
 
 def drafts_are_written_beyond_their_pages(patch: pytest.MonkeyPatch) -> None:
-    """Drafts are written beyond the pages of their request."""
+    """Draft tokens are written beyond the pages of their request."""
     patch.setattr(DraftingBatch, "positions_left", lambda _batch, _request: 7)
 
 
@@ -247,4 +247,4 @@ MUTANTS: dict[Mutant, str] = {
     a_prompt_may_be_cached_to_its_end: "left for ever|allotted 0 pages|was not followed",
     cached_pages_of_decode_are_released_at_the_notice: "a step|inconsistent|does not own",
 }
-"""Each mutant, with the error message that the model must report."""
+"""Each mutant, with a pattern of the error message that the model must report."""

@@ -48,19 +48,19 @@ _TIMED = (
     kv_transfer.in_memory_fabric,
     tandem.protocol.lifecycle.timeline,
 )
-"""The modules whose `time` decides what happens."""
+"""The modules whose behaviour depends on `time`."""
 
 
 def patch_product(network: Network, process_alive: Callable[[PeerRef], bool | None]) -> pytest.MonkeyPatch:
-    """Return the patches, to be undone: time is that of the network's loop, and channels are those of the network.
+    """Patch the product to use the network's clock and channels, and return the patches for undoing.
 
-    `process_alive` says whether a worker sees that the process of a peer lives; None = it cannot see it.
+    `process_alive` tells a worker whether the process of a peer is alive; None = the worker cannot know.
     """
     patches, now = pytest.MonkeyPatch(), network.loop.time
     clock = SimpleNamespace(monotonic=now, time_ns=lambda: int(now() * 1e9), sleep=_no_sleep)
     for module in _TIMED:
         patches.setattr(module, "time", clock)
-    # What steps and transfers cost decides where requests are placed.
+    # Placement depends on the measured costs of steps and transfers, so the meter must use the virtual clock.
     patches.setattr(tandem.worker.worker, "StepMeter", partial(StepMeter, clock=now))
     numbers = itertools.count(1)
     uuid = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{next(numbers):012d}"))

@@ -1,6 +1,6 @@
-"""Processes that run in one virtual event loop and can be killed in it.
+"""Processes that run in one virtual event loop and can be killed there.
 
-Everything that a process starts runs in its context; once it is killed none of that runs any more, not even a
+Everything that a process starts runs in its context. After the process is killed, none of it runs again, not even a
 `finally`, as with SIGKILL.
 """
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Process:
-    """A process: its tasks and timers stop together when it is killed."""
+    """A process, whose tasks and timers all stop when it is killed."""
 
     def __init__(self, name: str, loop: "ProcessLoop") -> None:
         self.name = name
@@ -25,7 +25,10 @@ class Process:
         self._loop = loop
 
     def run(self, call: Callable[..., T], *args: object) -> T:
-        """Call as this process, and then run what that made ready: what it starts belongs to it."""
+        """Call a function as this process, then run the callbacks that it made ready.
+
+        Everything that the function starts belongs to the process.
+        """
         context = copy_context()
         context.run(_PROCESS.set, self)
         with self._loop.running():
@@ -41,7 +44,7 @@ def this_process() -> Process:
 
 
 class ProcessLoop(VirtualLoop):
-    """A virtual loop that runs nothing of a dead process; `failures` holds uncaught errors."""
+    """A virtual event loop that runs nothing of a dead process; `failures` collects uncaught errors."""
 
     def __init__(self) -> None:
         super().__init__(1000.0)
@@ -58,7 +61,7 @@ class ProcessLoop(VirtualLoop):
             super()._run_handle(handle)
 
     def close(self) -> None:
-        """Cancel every task, those of the dead too."""
+        """Cancel every task, including those of dead processes."""
         self._closing = True
         self._ready.extend(self._withheld)
         for _ in range(100):
@@ -69,18 +72,18 @@ class ProcessLoop(VirtualLoop):
             self.run_ready()
 
     def unretrieved_failures(self) -> list[str]:
-        """Failures that no living process has retrieved so far; asyncio logs them when it collects the garbage."""
+        """Return failures that no living process has retrieved; asyncio logs such failures on garbage collection."""
         alive = [future for process, future in self._futures if process is None or process.alive]
         return [repr(future) for future in alive if future._log_traceback]
 
     def create_future(self) -> "asyncio.Future[Any]":
         future = super().create_future()
-        # Kept: what becomes of it must not depend on the garbage collector.
+        # Keep a reference: the future's fate must not depend on the garbage collector.
         self._futures.append((_PROCESS.get(), future))
         return future
 
     def create_task(self, coro: Any, *, name: str | None = None, context: Context | None = None) -> Any:
-        # A dead process's task that was collected would run its `finally` clauses.
+        # If a dead process's task were garbage-collected, its `finally` clauses would run.
         task = super().create_task(coro, name=name, context=context)
         self._futures.append((_PROCESS.get(), task))
         return task

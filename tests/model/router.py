@@ -1,6 +1,6 @@
 """The real router without its listeners, and clients that read its answers.
 
-The real parts are the dispatcher with its queue, placement, request tasks, lease keepers and links to workers.
+The real parts are the dispatcher with its queue, placement, request tasks, lease keepers and the links to workers.
 """
 
 import asyncio
@@ -35,13 +35,13 @@ from tests.model.workers import RPC_TIMEOUT_S, Controller
 
 STALL_S = QUEUE_S = 10.0
 SILENCE_S = 2.0
-"""Longer than a call may take, and shorter than a stall: workers count as silent where heartbeats get lost."""
+"""Seconds of silence after which a worker counts as silent: longer than a call may take, shorter than a stall."""
 CLEAR_ERRORS = (Unavailable, TransferFailed, StaleEpoch, DeadlineExceeded, ResourceExhausted)
-"""The errors that a client may get while processes die; any other is a defect."""
+"""The errors that a client may receive while processes die; any other error is a defect."""
 
 
 class Words:
-    """Token ids as text."""
+    """A tokenizer that turns each token id into text."""
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(f"{token_id} " for token_id in ids)
@@ -51,7 +51,7 @@ class Words:
 
 
 class InlineText:
-    """`router.requests.text_thread.TextThread` without the thread."""
+    """Replaces `router.requests.text_thread.TextThread`, without a thread."""
 
     def __init__(self, deliver: Callable[[list[RequestText]], None]) -> None:
         self._deliver = deliver
@@ -62,11 +62,11 @@ class InlineText:
         asyncio.get_running_loop().call_soon(self._deliver, jobs)
 
     async def stop(self) -> None:
-        """Nothing runs."""
+        """Do nothing, because no thread runs."""
 
 
 class CountedAnswer(Answer):
-    """An answer that must end once."""
+    """An answer that records each of its ends; `Client.check` allows only one."""
 
     __slots__ = ("closing", "ends")
 
@@ -94,7 +94,7 @@ class CountedAnswer(Answer):
 
 @dataclass
 class Client:
-    """One request from the outside."""
+    """A client of the router with one request."""
 
     name: str
     prompt: list[int]
@@ -113,7 +113,7 @@ class Client:
         return self.left or self.ending is not None or self.error is not None
 
     def check(self) -> None:
-        """Check that the request ended at most once and got only tokens of its own answer."""
+        """Check that the request ended at most once and received only tokens of its own answer."""
         expected = self.right
         if self.tokens != expected[: len(self.tokens)]:
             raise Broken(f"{self.name} got {self.tokens} instead of {expected}")
@@ -126,7 +126,7 @@ class Client:
 
 
 class UnmeasuredPolicy(PlacementPolicy):
-    """The product's placement, without what workers measure: durations of real steps differ from run to run."""
+    """The product's placement without measured durations of real steps, which would differ from run to run."""
 
     def place(self, request: QueuedRequest, fleet: Fleet, waited_s: float) -> Placement | None:
         for worker in fleet.live:
@@ -137,7 +137,7 @@ class UnmeasuredPolicy(PlacementPolicy):
 
 
 class RouterProcess:
-    """The router and its clients."""
+    """The process with the router, and its clients."""
 
     def __init__(self, loop: ProcessLoop) -> None:
         self.process = Process("router", loop)
@@ -156,20 +156,20 @@ class RouterProcess:
         self.dispatcher = self.process.run(Dispatcher, self.config, UnmeasuredPolicy(), Words(), lambda: None)
 
     def ask(self, prompt: list[int], sampling: SamplingParams) -> Client:
-        """A client sends a request and reads its answer to the end."""
+        """Start a client that sends a request and reads its answer to the end."""
         client = Client(f"q{len(self.clients)}", prompt, sampling)
         self.clients.append(client)
         self.process.run(self._ask, client)
         return client
 
     def leave(self, client: Client) -> None:
-        """The client goes away without waiting for its answer."""
+        """Disconnect a client that has not read its whole answer."""
         client.left = True
         if client.answer is not None:
             self.process.run(client.answer.close)
 
     def left(self) -> str:
-        """Return the state that the router still keeps; "" if there is none."""
+        """Return the state that the router still keeps; "" = none."""
         dispatcher = self.dispatcher
         links = [link for link in dispatcher.pool.links if link.request_ids or len(link.leases)]
         live = dispatcher._live
@@ -201,6 +201,6 @@ class RouterProcess:
 
 
 def finish_reason(client: Client) -> FinishReason:
-    """Return the finish reason of the right answer."""
+    """Return the finish reason of the correct answer."""
     stopped = client.right[-1] in client.sampling.stop_token_ids
     return FinishReason.STOP if stopped else FinishReason.LENGTH

@@ -1,7 +1,8 @@
-"""Fences that random moves need too long to miss, each with the story that needs it.
+"""Mutants that random moves take too long to detect, each with a scripted story that detects it.
 
-In most of them a worker is taken for dead amid a hand-over, and lives: `World.disown`. The story must end well with the
-code as it is, and badly with the mutant.
+In most stories a worker is taken for dead during a hand-over but is alive (`World.disown`). Each story must succeed
+with the unmodified code, and fail with its mutant. In the docstrings, P is the prefill worker and D the decode worker
+of a hand-over.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from tests.model.workers import QUARANTINE_S, WINDOW_S
 from tests.model.world import World
 
 PROMPT = list(range(40, 54))
-"""Three chunks; the first fills a page."""
+"""A prompt of three prefill chunks, of which the first fills a page."""
 Story = Callable[[World], None]
 
 
 def begun(world: World) -> tuple[str, str]:
-    """(decode worker, prefill worker) of a hand-over whose first chunk is being written."""
+    """Return (decode worker, prefill worker) of a hand-over whose first chunk is being written."""
     for _ in range(20):
         world.calm()
     world.router.ask(PROMPT, SamplingParams(6))
@@ -45,7 +46,7 @@ def begun(world: World) -> tuple[str, str]:
 
 
 def cut_off(world: World, apart_s: float) -> None:
-    """D takes P for dead. Nothing arrives for a while, and then P computes its next chunk."""
+    """Play: D takes P for dead, nothing arrives for `apart_s` seconds, and then P computes its next chunk."""
     decode, prefill = begun(world)
     while world.fabric.writes:
         world.land(world.fabric.writes[0])
@@ -59,17 +60,17 @@ def cut_off(world: World, apart_s: float) -> None:
 
 
 def cut_off_while_it_may_write(world: World) -> None:
-    """The grace alone would be over by now, and P's permission is not."""
+    """The time apart exceeds the grace period, but P's write window is still open."""
     cut_off(world, 1.2 * QUARANTINE_S)
 
 
 def cut_off_for_long(world: World) -> None:
-    """Write window and grace have ended, and D's pages are free."""
+    """Write window and grace period have ended, and D's pages are free."""
     cut_off(world, WINDOW_S + 1.3 * QUARANTINE_S)
 
 
 def cut_off_but_renewals_arrive(world: World) -> None:
-    """D takes P for dead; nobody else does, and P's renewals arrive."""
+    """Only D takes P for dead, and P's renewals of its write window still arrive at D."""
     decode, prefill = begun(world)
     while world.fabric.writes:
         world.land(world.fabric.writes[0])
@@ -87,7 +88,7 @@ def cut_off_but_renewals_arrive(world: World) -> None:
 
 
 def a_scale_is_damaged(world: World) -> None:
-    """A byte of the scale of a page's first token is another one after the page has landed."""
+    """A byte of the scale of a page's first token changes after the page has arrived."""
     begun(world)
     write = world.fabric.writes[0]
     world.land(write, 1)
@@ -97,7 +98,7 @@ def a_scale_is_damaged(world: World) -> None:
 
 
 def stopped_amid_its_write(world: World) -> None:
-    """P stands still, for longer than permission and grace, while D takes it for dead. Then it goes on."""
+    """P is suspended for longer than write window and grace period while D takes it for dead; then P continues."""
     world.one_host = True
     decode, prefill = begun(world)
     world.disown(decode, prefill, back_after_s=10.0)
@@ -110,14 +111,14 @@ def stopped_amid_its_write(world: World) -> None:
 
 
 def disowned_by_its_writer(world: World) -> None:
-    """P takes D for dead and gives up; D, which lives, waits for P's word."""
+    """P takes D for dead and abandons the hand-over; D is alive, and waits for P's message."""
     decode, prefill = begun(world)
     world.disown(prefill, decode, back_after_s=1.0)
     world.end()
 
 
 def a_connection_breaks_amid_a_write(world: World) -> None:
-    """P gives up at once; what its write had left on the way lands later."""
+    """P abandons its write at once; the bytes that are still in flight arrive later."""
     decode, _ = begun(world)
     late = world.fabric.writes[0]
     world.fail(late, after_notice=False)
@@ -132,7 +133,7 @@ def a_connection_breaks_amid_a_write(world: World) -> None:
 
 
 def a_permission_is_no_bound(patch: pytest.MonkeyPatch) -> None:
-    """Pages of a writer that is believed dead are free after the grace, though it may still begin to write."""
+    """Pages of a writer that is believed dead are free after the grace period, although it may still start writes."""
     make = LeaseTable.__init__
 
     def hasty(self: LeaseTable, *args: Any) -> None:
@@ -143,7 +144,7 @@ def a_permission_is_no_bound(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_permission_has_no_end(patch: pytest.MonkeyPatch) -> None:
-    """The prefill worker asks once and then writes for as long as it takes."""
+    """The prefill worker requests a write window once, and then writes for as long as it takes."""
 
     async def ensure_open(self: WriteWindow) -> float:
         return math.inf
@@ -153,23 +154,23 @@ def a_permission_has_no_end(patch: pytest.MonkeyPatch) -> None:
 
 
 def renewals_are_never_refused(patch: pytest.MonkeyPatch) -> None:
-    """A decode worker that gave up a lease lets its writer go on."""
+    """A decode worker that has given up a lease still renews the write window of its writer."""
     patch.setattr(LeaseTable, "prolong", lambda *_: ())
 
 
 def liveness_of_writers_is_ignored(patch: pytest.MonkeyPatch) -> None:
-    """Its silence, and time, are all that counts."""
+    """Only the time since the writer's last sign of life counts, not whether its process is alive."""
     is_safe = Exposure.is_safe
     patch.setattr(Exposure, "is_safe", lambda self, now, _: is_safe(self, now, process_unknown))
 
 
 def leases_of_dead_peers_are_never_released(patch: pytest.MonkeyPatch) -> None:
-    """A decode worker that was taken for dead never hears that its leases are given back."""
+    """A decode worker that was taken for dead is never told that its leases are released."""
     patch.setattr(Peers, "_owe", lambda *_: None)
 
 
 def scales_are_not_checked(patch: pytest.MonkeyPatch) -> None:
-    """Checksums are those of codes alone."""
+    """Checksums cover the codes only, not the scales."""
     part = HostChecksums._part
 
     def codes_only(self: HostChecksums, page: int, chosen: slice) -> int:
@@ -187,4 +188,4 @@ STORIES: dict[Story, tuple[Mutant, str]] = {
     a_scale_is_damaged: (scales_are_not_checked, "reads KV of another prefix"),
     disowned_by_its_writer: (leases_of_dead_peers_are_never_released, "left for ever"),
 }
-"""Each with a fence that it needs, and what the model must say without it."""
+"""Each story, with the mutant that it detects and the error that the model must then report."""

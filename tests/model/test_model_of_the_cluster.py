@@ -1,9 +1,10 @@
-"""Model test of the cluster: invariants hold while messages are delayed, reordered, doubled or lost and workers die.
+"""Model test of the cluster: invariants hold while messages are delayed, reordered, repeated or lost and workers die.
 
-No page is in two states, written to by another request's transfer, or lost; each request ends exactly once, with the
-right tokens or a clear error.
+No page is in two states at once, written by another request's transfer, or leaked. Each request ends exactly once, with
+the right tokens or a clear error.
 
-The KV is of 8 bits: the scales of a page are the stamps that say which prefix it belongs to. With windows it is of 32.
+The KV is 8-bit: the scales of a page are stamps that identify the prefix that it belongs to. In the runs with windows
+the KV is 32-bit.
 
 Hypothesis drives a cluster of real parts in one thread (`world.py` lists the real and the simulated parts).
 `machine.py` defines the moves; `checks.py`, `World.check` and `World.end` define the invariants. `make test` makes the
@@ -13,7 +14,8 @@ same 5,000 moves each time, `make soak` a million others. For a minimal example 
 
 A failure names its seed and its number of runs.
 
-`mutants.py` and `stories.py` show that the checks are effective: each removes one safety measure and must be detected.
+`mutants.py` and `stories.py` show that the checks are effective: each mutant removes one safety measure and must be
+detected.
 """
 
 import os
@@ -39,45 +41,49 @@ from tests.soak import SOAKING, soak
 
 MOVES_A_RUN = 200
 RUNS = 5000 if SOAKING else 25
-"""The number of runs, few of which have fewer moves."""
+"""The number of runs; few of them have less than the maximum number of moves."""
 LEAST_IN_A_RUN = {
     "moves": 190,
     "answered": 9.5,
     "killed": 1.9,
     "taken for dead": 0.47,
-    # permissions to write that outlasted their time
+    # write windows that were renewed, and so outlasted their original end
     "renewed": 0.95,
-    # ones that were asked for when their lease was over
+    # renewals of write windows that were requested after their lease had ended
     "not renewed": 0.19,
-    # writes that come after the end of their request
+    # writes that arrive after the end of their request
     "quarantined": 1.9,
-    # writes that come after the end of their writer
+    # writes that arrive after the death of their writer
     "from the dead": 0.47,
-    # writes that come after they failed
+    # writes that arrive after they failed
     "after a failure": 0.19,
-    # writes of pages that others read as well
+    # writes of pages that other requests read as well
     "from shared pages": 1.9,
-    # steps that read pages of others
+    # steps that read pages of other requests
     "reads shared": 1.9,
     "tokens from the cache": 9.5,
-    # answers that left their pages to older ones
+    # requests that were preempted in favour of older ones
     "gave way": 0.03,
 }
-"""The least number of each event in a run, on average: fewer, and the runs test too little."""
+"""The minimum average number of each event per run; with fewer events, the runs would test too little."""
 WINDOW_RUNS = 20 if SOAKING else 5
-"""The number of additional runs with windows."""
+"""The number of additional runs with sliding windows."""
 WINDOWS = (None, 5, 3)
-"""The windows of the groups of layers in these runs: by the first, a page is unseen as soon as the next one begins."""
+"""The windows of the groups of layers in those runs.
+
+With a window of 5 tokens and pages of 4, a page becomes invisible exactly when a later page begins; with a window of 3,
+in the middle of a page.
+"""
 FLIPPING_RUNS = 12 if SOAKING else 4
 """The number of additional runs with changing roles."""
 SEED = 2
 SEEDS_FOR_A_MUTANT = range(3, 67)
 RUNS_FOR_A_MUTANT = 5
-"""The number of runs per seed: another seed finds a mutant sooner than more runs of the same one."""
+"""The number of runs per seed: another seed finds a mutant sooner than more runs of the same seed."""
 
 
 def play(runs: int, number: int, *phases: Phase, machine: type[ClusterMachine] = ClusterMachine) -> Counter[str]:
-    """Play `runs` runs of the seed `number` until one fails, and return the counts of events."""
+    """Play `runs` runs of seed `number` until one fails, and return the number of events of each kind."""
     ClusterMachine.seen = Counter()
     rules = settings(
         max_examples=runs,
@@ -109,7 +115,7 @@ def test_whatever_happens_the_cluster_holds() -> None:
 
 @pytest.mark.timeout(1200)
 def test_the_cluster_holds_with_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages behind windows are freed while requests run: none is read, sent or given away too early."""
+    """Pages that have left the window are freed while requests run: none is read, sent or reused too early."""
     monkeypatch.setattr(WatchedEngine, "windows", WINDOWS)
     monkeypatch.setattr(WatchedEngine, "quantized", False)
     seen = play(WINDOW_RUNS, SEED)
@@ -147,8 +153,8 @@ def test_a_page_that_is_given_up_too_early_is_found(mutant: Mutant, monkeypatch:
 
 
 def test_a_run_does_not_depend_on_the_speed_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hypothesis repeats a run that failed, and the second one has to fail as well."""
-    fast, pauses = play(3, 102), random.Random()  # Hypothesis seeds the global one
+    """Hypothesis repeats a run that failed, and the repetition has to fail as well."""
+    fast, pauses = play(3, 102), random.Random()  # Hypothesis seeds the global random generator
 
     def slow_down(name: str, most: int) -> None:
         clock = getattr(time, name)

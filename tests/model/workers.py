@@ -38,41 +38,41 @@ BATCH = 4
 LEASE_S = QUARANTINE_S = 1.0
 WINDOW_S = 3.0
 SHORT_WINDOW_S = 0.6
-"""A window so short that every kind of hand-over needs its permission renewed."""
+"""A write window in seconds, so short that every kind of hand-over has to renew it."""
 RPC_TIMEOUT_S = 1.0
 TRANSFER_DEADLINE_S = 2.0
 DRAFTS = 2
-"""The drafts of each request of one decode worker; some are wrong."""
+"""The number of draft tokens per request on one of the decode workers; some are wrong."""
 
 
 def whole_answer(key: Hashable) -> Sequence[int]:
-    """Return the prompt and the answer of a request."""
+    """Return the prompt and the whole answer of a request."""
     assert isinstance(key, DecodeRequest)
     question = list(key.reservation.question)
     return [*question, *answer_to(question, key.reservation.sampling)]
 
 
 def pool_pages() -> int:
-    """Return the number of pages of a worker: as many for each group of layers."""
+    """Return the number of pages of a worker: `PAGES` for each group of layers."""
     return PAGES * len(WatchedEngine.windows)
 
 
 class ManualStepLoop(StepLoop):
-    """A step loop whose thread never starts: `turn` is one round of it."""
+    """A step loop whose thread never starts; each call of `turn` runs one iteration."""
 
     def start(self) -> None:
-        """Do nothing: the test runs the steps."""
+        """Do nothing, because the test runs the steps."""
 
     def wake(self) -> None:
-        """Do nothing: `turn` looks for work itself."""
+        """Do nothing, because `turn` looks for work itself."""
 
     def turn(self) -> bool:
-        """Launch a step and take in what is finished; False when there was nothing to do."""
+        """Launch a step and process finished ones; return False if there was nothing to do."""
         return self._step()
 
 
 class IdleThread:
-    """Replaces the checksum thread and never runs; `sum_pages` does its work."""
+    """Replaces the checksum thread and never runs; `sum_pages` runs its jobs."""
 
     def __init__(self, **_: object) -> None: ...
 
@@ -83,7 +83,7 @@ class IdleThread:
 class Parts:
     """The parts that all workers of a world share.
 
-    `asynchronous`: engines run one step behind. `window_s`: the validity of a permission to write, in seconds.
+    `asynchronous` = engines run one step behind. `window_s` is the length of a write window in seconds.
     """
 
     loop: ProcessLoop
@@ -93,7 +93,7 @@ class Parts:
 
 
 class WorkerProcess:
-    """One run of one worker."""
+    """One incarnation of a worker."""
 
     def __init__(self, made_of: Parts, me: PeerRef, role: Role, address: str) -> None:
         self.me = me
@@ -142,19 +142,25 @@ class WorkerProcess:
         self.worker.start()
 
     def _draft(self) -> None:
-        """Have decode-1 draft in every step in which it may, so that drafts meet plain steps on the other worker."""
+        """Make decode-1 propose draft tokens in every step in which it may.
+
+        The other decode worker runs plain steps.
+        """
         speculation = self.worker._halves.decode.speculation
         assert speculation is not None
         speculation.fixed_drafts = DRAFTS if self.me.worker_id == "decode-1" else 0
 
     def _expect_short_answers(self) -> None:
-        """Teach short answer lengths, so that most requests outgrow them and some are preempted."""
+        """Make the worker expect short answers.
+
+        Most requests then grow beyond the forecast, and some are preempted.
+        """
         for limit in (1, 2, 4, 8):
             for _ in range(SEEN_MIN):
                 self.worker.admission._budget._lengths.learn(limit, 1)
 
     def _watch_transfers(self, routed: RoutedEvent) -> None:
-        """Checks that a hand-over has sent only pages that the next token sees, and whole ones."""
+        """Check that a hand-over has sent only pages that the next token can see, and only whole pages."""
         event, kv = routed.event, self.engine.kv_pages
         if (stats := event.transfer) is not None:
             if stats.bytes != stats.pages * self.engine.layout.page_bytes:
@@ -172,11 +178,11 @@ class WorkerProcess:
         return loop
 
     def turn(self) -> bool:
-        """One round of the engine."""
+        """Run one iteration of the engine's loop."""
         return self.process.run(self.loop.turn)
 
     def sum_pages(self) -> bool:
-        """Run the next job of the checksum thread; returns False if there is none."""
+        """Run the next job of the checksum thread; return False if there is none."""
         work = self.worker._checks._work
         if work.empty() or (sums := work.get_nowait()) is None:
             return False
@@ -191,9 +197,9 @@ class WorkerProcess:
         )  # fmt: skip
 
     def check(self) -> None:
-        """Check that every page is in one state, promises hold and no aborted request runs.
+        """Check that every page is in one state, reservations are consistent and no aborted request runs.
 
-        No request holds more pages than the forecast of its tokens.
+        No request may hold more pages than its forecast number of tokens needs.
         """
         self.worker._cache.check_integrity()
         self._check_forecasts()
@@ -220,7 +226,7 @@ class WorkerProcess:
                 raise Broken(f"{each.reservation.ref} holds {held} pages, counts {each.held} of {forecast}")
 
     def left(self) -> str:
-        """Return the pages and requests that are still held; "" if there are none."""
+        """Return the pages and requests that are still held; "" = none."""
         found = self.worker.report.inspect()
         held = found.pages_total - found.pages_free - found.pages_cached
         busy = held + found.pages_promised + found.requests + found.leases
@@ -242,12 +248,12 @@ class WorkerProcess:
 
 
 class Controller:
-    """The controller, which publishes the membership; its streams never break, but updates may be late."""
+    """The controller, which publishes the membership. Its streams never break, but updates may be late."""
 
     ADDRESS = "controller"
 
     def __init__(self, loop: ProcessLoop, roles: Mapping[str, Role]) -> None:
-        """`roles` has the role of each worker, also of those that are dead: they are restarted."""
+        """Store the role of each worker, including dead ones, which are restarted."""
         self.process = Process("controller", loop)
         self._roles = roles
         self.members: dict[str, WorkerInfo] = {}
@@ -259,7 +265,7 @@ class Controller:
         self._tell()
 
     def expel(self, peer: PeerRef) -> None:
-        """Remove the worker from the membership, unless a later run has replaced it."""
+        """Remove the worker from the membership, unless a later incarnation has replaced it."""
         known = self.members.get(peer.worker_id)
         if known is not None and known.peer == peer:
             del self.members[peer.worker_id]
@@ -283,14 +289,14 @@ class Controller:
 
 
 class Addresses:
-    """Ports: a new one for each process, or one that a dead process had."""
+    """Ports: each process gets a new one, or one that a dead process had."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self._used: list[str] = []
 
     def take(self, *, again: Callable[[str], bool]) -> str:
-        """The last used address that `again` accepts, else a new one."""
+        """Return the most recently used address that `again` accepts, or else a new one."""
         for address in reversed(self._used):
             if again(address):
                 return address

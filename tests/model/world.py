@@ -1,9 +1,9 @@
 """A whole cluster in one thread: two prefill workers, two decode workers and a router, all driven by the test.
 
-Real parts: the workers (both halves, admission, lease table, page pool, handoffs, outbox, servicer), the router without
-its listeners (dispatcher, placement, request tasks, links, lease keepers, event stream) and the protobuf between them.
-Simulated parts: gRPC (`calls.py`), the transfer (`kv_transfer/in_memory_fabric.py`), the engine (the KV of a token is
-the token), the threads, the controller and the clock.
+Real parts: the workers (both schedulers, admission, lease table, page pool, handoffs, output streams, servicer), the
+router without its listeners (dispatcher, placement, request tasks, links, lease keepers, event stream) and the protobuf
+messages between them. Simulated parts: gRPC (`calls.py`), the transfer (`kv_transfer/in_memory_fabric.py`), the engine
+(the KV of a token is the token), the threads, the controller and the clock.
 """
 
 import logging
@@ -30,35 +30,35 @@ from tests.model.workers import (
 )
 
 LATE_S = 0.9 * QUARANTINE_S
-"""The time for which late writes may still land; quarantines are longer.
+"""The maximum delay of late writes in seconds; quarantines are longer.
 
 It applies to writes of a dead process, to failed writes from their failure on, and to writes of a process that is taken
-for dead, from the start of each.
+for dead, from the start of each write.
 """
 CALM_STEP_S = 0.02
 END_WITHIN_S = 60.0
-"""The time limit after the last fault, longer than the sum of all deadlines of the cluster."""
+"""Maximum seconds from the last fault to the end; longer than the sum of all deadlines of the cluster."""
 
 
 def is_warm_up(posted: InFlightWrite) -> bool:
-    """Return True if the write only tests a connection, from and to pages that no request owns."""
+    """Return True if the write only tests a connection: it reads and writes pages that no request owns."""
     return posted.write.local_pages == posted.write.remote_pages == (pool_pages(),)
 
 
 class World:
-    """All processes of the cluster; callers must always `close` it."""
+    """All processes of the cluster; the caller must call `close` in every case."""
 
     def __init__(
         self, roles: dict[str, Role], *, asynchronous: bool, one_host: bool = False, window_s: float = WINDOW_S
     ) -> None:
-        """Start the cluster; with `one_host`, workers can see if each other's processes are alive."""
+        """Start the cluster; with `one_host`, workers can see whether each other's processes are alive."""
         self.one_host = one_host
         self.loop = ProcessLoop()
         self.failures: list[str] = []
         self.network = Network(self.loop, self.failures.append)
         self.fabric = InMemoryFabric(self.loop.time, schedule=self._posted, on_page=self._check_page)
         self.writers: dict[InFlightWrite, PrefillRequest] = {}
-        """The prompt of each write."""
+        """The prompt of each write in flight."""
         self._disowned: set[tuple[PeerRef, PeerRef]] = set()
         self.roles = dict(roles)
         self.workers: dict[str, WorkerProcess] = {}
@@ -66,7 +66,7 @@ class World:
         self._parts = Parts(self.loop, self.fabric, asynchronous, window_s)
         self._addresses = Addresses()
         self.seen: Counter[str] = Counter()
-        """The counts of events, with which tests verify that the model covers them."""
+        """The number of events of each kind, with which tests verify that the model covers them."""
         self._alarms = Alarms()
         logging.getLogger().addHandler(self._alarms)
         self._patches = patch_product(self.network, self._process_alive)
@@ -77,7 +77,7 @@ class World:
         self.router = RouterProcess(self.loop)
 
     def close(self) -> None:
-        """End every task; nothing is checked any more."""
+        """End every task, without further checks."""
         for one in [*self.workers.values(), *self.graveyard]:
             self.seen += one.engine.seen
             self.seen["tokens from the cache"] += one.worker._cache.hit_tokens
@@ -86,7 +86,10 @@ class World:
         self._patches.undo()
 
     def kill(self, worker_id: str, *, noticed: bool = False) -> None:
-        """Kill the worker; messages it has sent still arrive, and its peers are notified later, or now if `noticed`."""
+        """Kill the worker. Messages that it has sent still arrive.
+
+        Its peers are notified later or, if `noticed`, now.
+        """
         self.seen["killed"] += 1
         dead = self.workers.pop(worker_id)
         dead.process.alive = False
@@ -102,14 +105,15 @@ class World:
             self._news(("controller", dead.process.name, "died"), lambda: self._report_death(dead.me))
 
     def restart(self, worker_id: str, *, reuse: bool) -> None:
-        """The next run of a dead worker, at a new address or, with `reuse`, at one of a dead process."""
+        """Start the next incarnation of a dead worker, at a new address or, with `reuse`, at that of a dead process."""
         incarnation = 1 + sum(dead.me.worker_id == worker_id for dead in self.graveyard)
         self._start(worker_id, incarnation, reuse=reuse)
 
     def disown(self, believer: str, victim: str, back_after_s: float) -> None:
-        """Notify a worker that a live one is dead, and after `back_after_s` that it serves.
+        """Notify a worker that a live one is dead, and after `back_after_s` seconds that it serves.
 
-        With `one_host`, the believer sees that the process is alive, so the victim's writes may take any time.
+        `believer` is the notified worker, `victim` the live one. With `one_host`, the believer sees that the process is
+        alive, so the victim's writes may take any time.
         """
         self.seen["taken for dead"] += 1
         one, other = self.workers[believer], self.workers[victim]
@@ -121,7 +125,7 @@ class World:
         self.loop.call_later(back_after_s, self._own_again, one, other)
 
     def flip(self, worker_id: str, role: Role, grace_s: float) -> None:
-        """Change the worker's role, also for its next runs; the router is notified later."""
+        """Change the worker's role, also for its next incarnations; the router is notified later."""
         self.seen["flipped"] += 1
         self.roles[worker_id] = role
         one = self.workers[worker_id]
@@ -138,7 +142,7 @@ class World:
             self.controller.process.run(self.controller.admit, one.info())
 
     def handing_over(self) -> list[tuple[str, str]]:
-        """Return (decode worker, prefill worker) of prompts that are partly written and not fully computed."""
+        """Return (decode worker, prefill worker) of prompts that are partly written but not completely computed."""
         pairs = [
             (request.task.destination.peer.worker_id, one.me.worker_id)
             for one in self.workers.values()
@@ -161,7 +165,12 @@ class World:
             self._bound(posted)
 
     def _bound(self, posted: InFlightWrite) -> None:
-        """Bound the duration of a write by a process that its peer takes for dead to the quarantine time."""
+        """Limit the duration of a write by a process that its peer takes for dead.
+
+        The write must end within the quarantine of its pages.
+        """
+        # On one host the peer sees that the process is alive, and keeps the pages quarantined for as long as the write
+        # takes.
         if not self.one_host:
             self.loop.call_later(LATE_S, lambda: posted in self.fabric.writes and self.fabric.rest(posted))
 
@@ -189,7 +198,7 @@ class World:
         self._mark_dead(peer)
 
     def _report_start(self, started: WorkerProcess) -> None:
-        """Publish a started worker; its predecessor is reported dead."""
+        """Publish a started worker, and report its predecessor dead."""
         if not started.process.alive:
             return
         info = started.info()
@@ -216,11 +225,11 @@ class World:
                 self._news(key, partial(other.process.run, other.worker.peer_gone, gone))
 
     def _news(self, key: Key, arrive: Callable[[], None]) -> None:
-        """Send an update that may be late or out of order, but is never lost, as the membership is resent."""
+        """Send an update that may be late or out of order but is never lost, because the membership is resent."""
         self.network.send(key, arrive)
 
     def check(self) -> None:
-        """Check the invariants of every step; raises `Broken`, or `Internal` from a page pool."""
+        """Check the invariants that hold after every step. Raises `Broken`, or `Internal` from a page pool."""
         for one in self.workers.values():
             one.check()
         for client in self.router.clients:
@@ -230,12 +239,13 @@ class World:
             raise Broken("; ".join(found))
 
     def _check_page(self, posted: InFlightWrite, local: int, remote: int) -> None:
-        """Check a page of a write that is about to land."""
+        """Check one page of a write that is about to arrive."""
         if is_warm_up(posted):
             return
         writer = self.writers[posted]
         ref = writer.task.ref
         completed = posted.future.done()
+        # The sender may reuse its pages once the write has ended for it, so only the target of such a write is checked.
         source = None if completed else self._holder(posted.sender, local)
         target = self._holder(posted.write.peer, remote)
         if source is not None and (local not in writer.pages or source not in (Holder("owned", ref), Holder("shared"))):
@@ -255,23 +265,23 @@ class World:
         target = self._holder(write.peer, write.remote_pages[0])
         if not writers:
             raise Broken(f"a write reads a page of {write.local_pages}, which are no prompt's")
-        # Several may read these pages. To whom it is sent says which one it is, or that something is wrong.
+        # Several prompts may read these pages. The destination tells which prompt this is, or that something is wrong.
         return next((one for one in writers if target is not None and one.task.ref == target.ref), writers[0])
 
     def _holder(self, peer: PeerRef, page: int) -> Holder | None:
-        """Return the holder of a page of this process; None if the process is dead."""
+        """Return the holder of a page of this process; None = the process is dead."""
         found = self.workers.get(peer.worker_id)
         return holder_of(found.engine.pool, page) if found is not None and found.me == peer else None
 
     def lose_notice(self, notice: PendingNotice) -> None:
-        """Lose a notice; its sender takes it for delivered and reports that later."""
+        """Lose a notice, which its sender takes for delivered and reports as such later."""
         self.fabric.lose_notice(notice)
 
     def calm(self, held: frozenset[str] = frozenset()) -> None:
-        """Run one round without faults: messages arrive, every engine takes a step, a little time passes.
+        """Run one round without faults: messages arrive, every engine runs a step, a little time passes.
 
-        Of "messages", "writes", "notices" and "engines", those in `held` do not move. Each write lands one page, but
-        writes of a dead process land later or never.
+        Of "messages", "writes", "notices" and "engines", those in `held` make no progress. Each write transfers one
+        page, but writes of a dead process arrive later or never.
         """
         notices = list(self.fabric.notices)
         if "messages" not in held:
@@ -296,7 +306,7 @@ class World:
         self.loop.run_ready()
 
     def fail(self, posted: InFlightWrite, *, after_notice: bool) -> None:
-        """Fail a write; its remaining pages may still land for `LATE_S`."""
+        """Fail a write; its remaining pages may still arrive for `LATE_S` seconds."""
         self.fabric.fail(posted, after_notice=after_notice)
         if posted in self.fabric.writes:
             self.loop.call_later(LATE_S, lambda: posted in self.fabric.writes and self.fabric.rest(posted))
@@ -308,7 +318,7 @@ class World:
         self.loop.run_ready()
 
     def corrupt(self, posted: InFlightWrite, byte: int) -> None:
-        """Flip a byte of a page that has landed, which checksums must detect."""
+        """Flip a byte of a page that has arrived; checksums must detect it."""
         found = self.workers.get(posted.write.peer.worker_id)
         if posted.landed and found is not None and found.me == posted.write.peer:
             self._alarms.expected.add("decode_worker.kv_arrival")
@@ -317,7 +327,7 @@ class World:
             memory[byte % len(memory)] ^= 0x40
 
     def end(self) -> None:
-        """Check that, without more faults, every request ends, every page is freed and the cluster serves."""
+        """Check that, without further faults, every request ends, every page is freed and the cluster serves."""
         for worker_id in self.dead():
             self.restart(worker_id, reuse=False)
         while self.network.waiting() or self._disowned:

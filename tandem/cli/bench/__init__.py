@@ -1,1 +1,1 @@
-"""`tandem bench`: open-loop load against any server, by gRPC or OpenAI's HTTP API."""
+"""`tandem bench`: open-loop load against any server, over gRPC or OpenAI's HTTP API."""

@@ -28,7 +28,7 @@ _PICTURES = (".svg", ".png")
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """The server under load."""
+    """The options that describe the server under load."""
 
     url: Annotated[
         str,
@@ -59,7 +59,7 @@ class ServerOptions:
     ] = True
 
     def find(self) -> Server:
-        """Returns the server. Unavailable if it does not respond."""
+        """Connect and return the server. Raises Unavailable if it does not respond."""
         from tandem.cli.bench.servers import find_server
         from tandem.cli.connection.options import shown_key
         from tandem.cli.connection.router import tls_of
@@ -81,7 +81,7 @@ def _url_of(cluster: RunningCluster) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """The requests, and when they are sent."""
+    """The options that describe the requests and their arrival times."""
 
     rate: Annotated[str, typer.Option("--rate", "--rates", help="Requests a second, one load for each: 4,8,16.")] = ""
     duration: Annotated[float, typer.Option("--duration", help="Seconds of each load.")] = 30.0
@@ -102,13 +102,13 @@ class LoadOptions:
     clients: Annotated[int, typer.Option("--clients", min=1, help="Client processes.")] = 2
 
     def settings(self) -> LoadSettings:
-        """Returns the settings of the clients."""
+        """Return the settings of the client processes."""
         from tandem.cli.load.run import LoadSettings
 
         return LoadSettings(clients=self.clients, drain_s=self.drain)
 
     def workloads(self) -> list[Workload]:
-        """Returns a workload for each rate. InvalidArgument names the wrong option."""
+        """Return one workload per rate. Raises InvalidArgument, which names the wrong option."""
         from dataclasses import replace
 
         from tandem.cli.load.trace import Trace
@@ -123,7 +123,7 @@ class LoadOptions:
         if isinstance(source, Trace) and not self.rate:
             return [source.at_speed(1.0, self.duration, self.seed)]
         made = [source.at(rate, self.duration, self.seed) for rate in parse_rates(self.rate or "1", "--rate")]
-        # Each load has its own token ids, so that no prompt of an earlier one is in a prefix cache.
+        # Each load has its own token ids, so that no prompt hits the prefix cache entries of an earlier load.
         return [replace(each, seed=self.seed + number) for number, each in enumerate(made)]
 
     def _source(self) -> Source:
@@ -142,7 +142,7 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class ResultOptions:
-    """The outputs that are made of the figures."""
+    """The options that describe the outputs of a run."""
 
     ttft: Annotated[
         float | None, typer.Option("--ttft", help="Target of goodput: milliseconds to the first token.")
@@ -154,7 +154,7 @@ class ResultOptions:
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw the latencies there: FILE.svg or FILE.png.")] = None
 
     def check(self) -> None:
-        """Raises InvalidArgument for files that cannot be written, before the load."""
+        """Raise InvalidArgument, before any load, for an output file that cannot be written."""
         from tandem.protocol.errors import InvalidArgument
 
         for option, file in (("--json", self.json_file), ("--plot", self.plot)):
@@ -166,7 +166,7 @@ class ResultOptions:
             _pictures()
 
     def cells(self) -> list[SloCell]:
-        """Returns the targets of goodput, if there are any; one that is not given is no limit."""
+        """Return the goodput targets, or none if no target is given. A target that is not given is unlimited."""
         import math
 
         from tandem.cli.load.slo import SloCell
@@ -181,7 +181,7 @@ class ResultOptions:
         return [SloCell(self.targets(), *limits)]
 
     def targets(self) -> str:
-        """Returns the targets in words."""
+        """Return the targets as text for the table."""
         named = (("TTFT", self.ttft), ("ITL", self.itl))
         return ", ".join(f"{name} ≤ {limit:g} ms" for name, limit in named if limit is not None)
 
@@ -227,7 +227,7 @@ def _write(server: Server, load: LoadOptions, results: ResultOptions, loads: lis
 
 
 def _pictures() -> ModuleType:
-    """Returns the module that draws. InvalidArgument without matplotlib."""
+    """Import the drawing module. Raises InvalidArgument if matplotlib is missing."""
     from tandem.protocol.errors import InvalidArgument
 
     try:

@@ -1,4 +1,4 @@
-"""The figures of a load, for JSON and for the terminal."""
+"""The results of `tandem bench`, as JSON and as a table for the terminal."""
 
 from __future__ import annotations
 
@@ -17,29 +17,32 @@ _LATENCIES = {"ttft": "TTFT", "gaps": "ITL", "tpot": "TPOT", "end_to_end": "E2E"
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A load at one rate; `interrupted` if Ctrl-C ended it, whose unfinished requests no figure contains."""
+    """The result of a load at one rate.
+
+    `interrupted` is True if Ctrl-C ended the load; unfinished requests are then in none of its results.
+    """
 
     report: LoadReport
     interrupted: bool = False
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Tokens of complete answers per second until the last of them ended."""
+        """Tokens of complete answers per second, until the last request ended."""
         return sum(record.tokens for record in self.report.records if not record.error) / self.report.makespan_s
 
     @property
     def requests_per_s(self) -> float:
-        """Complete answers per second until the last of them ended."""
+        """Complete answers per second, until the last request ended."""
         return sum(not record.error for record in self.report.records) / self.report.makespan_s
 
     @property
     def total_tokens_per_s(self) -> float:
-        """Tokens of prompts and complete answers per second until the last of them ended."""
+        """Tokens of prompts and complete answers per second, until the last request ended."""
         whole = [record for record in self.report.records if not record.error]
         return sum(record.prompt_tokens + record.tokens for record in whole) / self.report.makespan_s
 
     def as_result(self) -> dict[str, object]:
-        """Returns the load for JSON; latencies in milliseconds."""
+        """Return the load as JSON; latencies are in milliseconds."""
         return self.report.as_result() | {
             "interrupted": self.interrupted,
             "requests_per_s": round(self.requests_per_s, 4),
@@ -49,7 +52,7 @@ class Load:
 
 
 def table(loads: Sequence[Load], targets: str) -> Table:
-    """Returns a table with a column for each load; `targets` describes those of goodput, if there are any."""
+    """Return a table with one column per load; `targets` describes the goodput targets, if there are any."""
     made = Table("", *(f"{load.report.workload.rate:g}/s" for load in loads), title_justify="left")
     for column in made.columns[1:]:
         column.justify = "right"
@@ -92,7 +95,7 @@ def _ms(spread: Spread, percent: str) -> str:
 
 
 def result_of(model: str, seed: int, cells: Sequence[SloCell], loads: Sequence[Load]) -> dict[str, object]:
-    """Returns all loads for JSON."""
+    """Return all loads as JSON."""
     return {
         "model": model,
         "workload": loads[0].report.workload.name,

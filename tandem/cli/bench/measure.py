@@ -1,6 +1,6 @@
-"""Sends the loads of `tandem bench` one after the other, with a progress bar.
+"""Sends the loads of `tandem bench` one after another, with a progress bar.
 
-A module of its own, because `tandem --help` imports the command without what a load needs.
+This is a separate module so that `tandem --help` does not import the dependencies of a load.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,10 @@ def measure(
     settings: LoadSettings,
     console: Console,
 ) -> list[Load]:
-    """Returns a load for each workload; Ctrl-C ends the current one, which then holds what has been answered."""
+    """Send each workload, and return one load for each.
+
+    Ctrl-C ends the current load, whose result then contains the requests that were answered until then.
+    """
     loads: list[Load] = []
     for workload in map(server.fitted, workloads):
         with _shown(workload, console) as (progress, task):

@@ -1,4 +1,4 @@
-"""The server under load: the model that it serves, warm-up requests, and its clients' shares of a workload."""
+"""The server under load: its model, the warm-up requests, and the shares of a workload for the client processes."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -24,74 +24,80 @@ _ANSWER_S = 120.0
 _LIST_S = 10.0
 _WARM_TOKENS = 8
 _PROBE_WORDS = 256
-"""Length of the longer of two prompts that show how the server counts words; at most an eighth of the context."""
+"""The number of words in the longer of two prompts that show how many tokens the server counts per word.
+
+The prompt has at most an eighth of the context.
+"""
 _REASON_CHARACTERS = 300
 
 
 class Server(Protocol):
-    """A server under load."""
+    """A server under load, reached over gRPC or HTTP."""
 
     @property
     def model(self) -> str:
-        """The name of its model."""
+        """The name of the served model."""
 
     def warm_up(self, requests: int) -> None:
-        """Sends some concurrent requests that no figure contains. A typed error has the server's reason."""
+        """Send `requests` concurrent requests that are in none of the results.
+
+        Raises a TandemError with the server's reason.
+        """
 
     def send(
         self, workload: Workload, settings: LoadSettings, on_progress: Callable[[Progress], None] | None
     ) -> list[ShareResult]:
-        """Sends each request when it is due."""
+        """Send each request at its due time, and return one result per client process."""
 
     def fitted(self, workload: Workload) -> Workload:
-        """Returns the workload cut to the model's context, where the server says it."""
+        """Return the workload cut to the model's context, if the server reports the context."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrpcServer:
-    """A router of Tandem, by gRPC."""
+    """A router of Tandem, reached over gRPC."""
 
     target: Target
 
     @property
     def model(self) -> str:
-        """The name of its model."""
+        """The name of the served model."""
         return str(self.target.view.model.model)
 
     def warm_up(self, requests: int) -> None:
-        """Sends some concurrent requests; their number is fixed."""
+        """Send a fixed number of concurrent requests, whatever `requests` is."""
         if requests:
             touch(self.target)
 
     def send(
         self, workload: Workload, settings: LoadSettings, on_progress: Callable[[Progress], None] | None
     ) -> list[ShareResult]:
-        """Sends each request when it is due."""
+        """Send each request at its due time; see `Server.send`."""
         if any(len(arrival.messages) > 1 for arrival in workload.arrivals):
             raise InvalidArgument("--dataset", "has conversations; give an http:// --url, with --api chat")
         return run_clients(shares_of(self.target, workload, settings), on_progress=on_progress)
 
     def fitted(self, workload: Workload) -> Workload:
-        """Returns the workload cut to the model's context."""
+        """Return the workload cut to the model's context; see `Server.fitted`."""
         return workload.fitted(self.target.context)
 
 
 @dataclass(slots=True)
 class HttpServer:
-    """A server with OpenAI's HTTP API, whichever it is."""
+    """Any server with OpenAI's HTTP API."""
 
     share: HttpShare
-    """The settings that all requests have in common; they include no arrivals."""
+    """The settings that all requests have in common, without arrivals."""
     context: int | None = None
     words: WordLengths = WordLengths()  # noqa: RUF009  # frozen
 
     @property
     def model(self) -> str:
-        """The name of its model."""
+        """The name of the served model."""
         return self.share.model
 
     def warm_up(self, requests: int) -> None:
-        """Sends some concurrent requests; two of a chat show how many tokens the words of prompts have."""
+        """Send concurrent requests. For chat, two further ones measure how many tokens a word of a prompt takes."""
         long = _PROBE_WORDS if self.context is None else min(_PROBE_WORDS, self.context // 8)
         short = max(1, long // 4)
         if self.share.chat and short < long:
@@ -104,7 +110,7 @@ class HttpServer:
     def send(
         self, workload: Workload, settings: LoadSettings, on_progress: Callable[[Progress], None] | None
     ) -> list[ShareResult]:
-        """Sends each request when it is due."""
+        """Send each request at its due time; see `Server.send`."""
         if not self.share.chat and any(len(arrival.messages) > 1 for arrival in workload.arrivals):
             raise InvalidArgument("--dataset", "has conversations; give --api chat")
         asked = self.words.in_words(workload) if self.share.chat else workload
@@ -116,11 +122,11 @@ class HttpServer:
         return run_clients(shares, on_progress=on_progress)
 
     def fitted(self, workload: Workload) -> Workload:
-        """Returns the workload cut to the model's context, where the server lists it."""
+        """Return the workload cut to the model's context; see `Server.fitted`."""
         return workload if self.context is None else workload.fitted(self.context)
 
     def _probe(self, number: int, length: int) -> int:
-        """Sends one request, not streamed; returns the tokens of its prompt, 0 if the server does not count them."""
+        """Send one request without streaming, and return its prompt tokens; 0 = the server does not count them."""
         share = replace(self.share, seed=WARM_SEED)
         body = request_body(share, Arrival(0.0, (Block(number, length),), _WARM_TOKENS))
         answer = _call(f"{share.url}/{route(share.chat)}", share.api_key, body, _ANSWER_S)
@@ -130,9 +136,9 @@ class HttpServer:
 def find_server(
     url: str, api_key: str, model: str, api: str, vocab_size: int, *, ignore_eos: bool, tls: Tls | None = None
 ) -> Server:
-    """Returns the server at `grpc://HOST:PORT`, `http://…` or `https://…`; its first model, if `model` is empty.
+    """Return the server at `grpc://HOST:PORT`, `http://…` or `https://…`, with its first model if `model` is empty.
 
-    `tls` is that of gRPC. Unavailable if the server does not respond.
+    `tls` applies to gRPC. Raises Unavailable if the server does not respond.
     """
     if url.startswith(f"{GRPC}://"):
         if model:
@@ -152,7 +158,7 @@ def find_server(
 
 
 def list_models(url: str, api_key: str = "") -> Sequence[dict[str, Any]]:
-    """Returns the models that the server lists, at least one, with an `id` each. Unavailable if it lists none."""
+    """Return the models that the server lists, at least one, each with an `id`. Raises Unavailable if it lists none."""
     address_of(url)
     try:
         listed = _call(f"{url.rstrip('/')}/models", api_key, None, _LIST_S)["data"]
@@ -169,7 +175,7 @@ def _with_version(url: str) -> str:
 
 
 def _call(url: str, api_key: str, body: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
-    """Calls the server once. A typed error has its reason."""
+    """Send one call to the server. Raises a TandemError with the server's reason."""
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
     content = None if body is None else json.dumps(body).encode()
     try:
@@ -195,7 +201,7 @@ _KINDS: dict[int, Callable[[str], Exception]] = {400: _refused, 422: _refused, 4
 
 
 def _reason(content: bytes) -> str:
-    """Returns the message of an error's body, or its text."""
+    """Return the message in the body of an error response, or the body's text."""
     try:
         return str(json.loads(content)["error"]["message"])[:_REASON_CHARACTERS]
     except (ValueError, LookupError, TypeError):

@@ -1,1 +1,1 @@
-"""Connection of commands to a cluster: addresses, state files, secrets, and their options."""
+"""How commands find and reach a cluster: addresses, state files, secrets, and the options for them."""

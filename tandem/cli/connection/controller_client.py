@@ -1,4 +1,4 @@
-"""The controller's client for commands and benchmarks that change a running cluster."""
+"""The client of the controller, for commands and benchmarks that change a running cluster."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -12,19 +12,19 @@ from tandem.protocol.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, t
 from tandem.protocol.messages import Absence, AdapterFacts, Membership, WorkerInfo
 
 GRACE_S = 30.0
-"""Default seconds that workers have to finish their requests."""
+"""Default time that workers have to finish their requests, in seconds."""
 WAIT_S = 180.0
-"""Default wait for new workers, in seconds."""
+"""Default time to wait for new workers, in seconds."""
 _CHANGE_MARGIN_S = 240.0
-"""Extra seconds that a change may take: opening, transfers that settle, a worker that restarts."""
+"""Additional deadline of a change in seconds: for connecting, transfers in progress, and a worker's restart."""
 _LOOK_S = 10.0
-"""Timeout for the list of workers, in seconds."""
+"""Deadline of the call that lists the workers, in seconds."""
 
 Result = TypeVar("Result")
 
 
 class ControllerClient:
-    """Calls to one controller. Every failure is a typed error that names it."""
+    """A client of one controller. Every failure is a TandemError that names the controller."""
 
     def __init__(self, address: str, token: str) -> None:
         self._address = address
@@ -41,7 +41,7 @@ class ControllerClient:
         itl_target_s: float = 0.0,
         grace_s: float = GRACE_S,
     ) -> tuple[tuple[WorkerInfo, ...], float]:
-        """Changes the mode; returns the workers as they are then and the duration in seconds. See `SetModeRequest`."""
+        """Change the mode, and return the resulting workers and the duration in seconds. See `SetModeRequest`."""
         request = cluster_pb2.SetModeRequest(
             mode=mode,
             prefill=prefill,
@@ -63,7 +63,10 @@ class ControllerClient:
         grace_s: float = GRACE_S,
         wait_s: float = WAIT_S,
     ) -> tuple[tuple[WorkerInfo, ...], float]:
-        """Changes the number of workers; returns them and the duration in seconds. See `ResizeRequest`."""
+        """Change the number of workers, and return the resulting workers and the duration in seconds.
+
+        See `ResizeRequest`.
+        """
         request = cluster_pb2.ResizeRequest(
             prefill=prefill, decode=decode, workers=workers, grace_s=grace_s, wait_s=wait_s
         )
@@ -71,7 +74,7 @@ class ControllerClient:
         return tuple(conversion.from_proto(info, WorkerInfo) for info in reply.workers), float(reply.seconds)
 
     async def workers(self) -> tuple[WorkerInfo, ...]:
-        """Returns all serving workers."""
+        """Return all workers that serve."""
         return (await self._membership()).workers
 
     async def _membership(self) -> Membership:
@@ -83,7 +86,7 @@ class ControllerClient:
         return conversion.from_proto(membership, Membership)
 
     async def absent(self) -> tuple[Absence, ...]:
-        """Returns the workers that were requested but do not serve now."""
+        """Return the workers that were requested but do not serve at present."""
         reply = await self._call(lambda stub: stub.ListAbsent(cluster_pb2.ListAbsentRequest(), timeout=_LOOK_S))
         return tuple(conversion.from_proto(each, Absence) for each in reply.workers)
 
@@ -96,7 +99,7 @@ class ControllerClient:
         force: bool = False,
         node_leaves: bool = False,
     ) -> float:
-        """Drains a worker; returns the duration in seconds. See `DrainWorkerRequest`."""
+        """Drain a worker, and return the duration in seconds. See `DrainWorkerRequest`."""
         request = cluster_pb2.DrainWorkerRequest(
             worker_id=worker_id, grace_s=grace_s, restart=restart, force=force, node_leaves=node_leaves
         )
@@ -104,25 +107,25 @@ class ControllerClient:
         return float(reply.seconds)
 
     async def load_adapter(self, name: str, path: str) -> AdapterFacts:
-        """Has all workers load an adapter; returns it once requests may name it. See `LoadAdapterRequest`."""
+        """Load an adapter into all workers, and return it as soon as requests may name it. See `LoadAdapterRequest`."""
         request = types_pb2.LoadAdapterRequest(lora_name=name, lora_path=path)
         reply = await self._call(lambda stub: stub.LoadAdapter(request, timeout=_CHANGE_MARGIN_S))
         return conversion.from_proto(reply.adapter, AdapterFacts)
 
     async def unload_adapter(self, name: str) -> None:
-        """Has all workers unload an adapter; NotFound if it is not loaded."""
+        """Unload an adapter from all workers. Raises NotFound if it is not loaded."""
         request = types_pb2.UnloadAdapterRequest(lora_name=name)
         await self._call(lambda stub: stub.UnloadAdapter(request, timeout=_CHANGE_MARGIN_S))
 
     async def adapters(self) -> tuple[AdapterFacts, ...]:
-        """Returns the adapters that requests may name."""
+        """Return the adapters that requests may name."""
         found = await self._membership()
         if found.adapters is not None:
             return found.adapters
         return found.workers[0].model.adapters if found.workers else ()
 
     async def _call(self, ask: Callable[[Any], Awaitable[Any]]) -> Any:
-        """Returns the reply to what `ask` calls of the controller's stub."""
+        """Return the reply to the call that `ask` makes on the controller's stub."""
         async with open_channel(self._address, self._token) as channel:
             return await self._typed(ask(cluster_pb2_grpc.ClusterStub(channel)))
 
@@ -133,7 +136,7 @@ class ControllerClient:
             raise self._error(error) from None
 
     def _error(self, error: grpc.aio.AioRpcError) -> TandemError:
-        """Returns the controller's own error, or a sentence in place of the transport's text where it sent none."""
+        """Return the controller's error, or a readable sentence if only the transport reported a failure."""
         if any(key == ERROR_CODE for key, _ in error.trailing_metadata() or ()):
             return error_of(error, "the controller")
         if is_refused_peer(error):

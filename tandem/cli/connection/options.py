@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Command-line options that several commands share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def _one_of_several(context: typer.Context, parameter: typer.CallbackParam, key: str) -> str:
-    """Returns one API key: of several keys in the environment, as in the pod of `tandem up`, the first."""
+    """Return one API key: the first if the environment variable has several, as in the pod of `tandem up`."""
     source = context.get_parameter_source(parameter.name or "")
     return (key.split() or [""])[0] if source is not None and source.name == "ENVIRONMENT" else key
 
@@ -57,7 +57,7 @@ Grace = Annotated[
 
 
 def checked_grace(grace: float) -> float:
-    """Returns `grace`; InvalidArgument if it is negative or not a number."""
+    """Return `grace` in seconds. Raises InvalidArgument if it is negative or not a number."""
     from tandem.protocol.errors import InvalidArgument
 
     if not grace >= 0:
@@ -67,7 +67,7 @@ def checked_grace(grace: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """Options of sampling."""
+    """The sampling options of a command."""
 
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", help="Maximum tokens to generate.")] = None
     temperature: Temperature = 0.0
@@ -75,7 +75,7 @@ class SamplingOptions:
 
     @property
     def sampling(self) -> Sampling:
-        """The sampling parameters; InvalidArgument names the option and its limits."""
+        """The sampling parameters. Raises InvalidArgument, which names the option and its limits."""
         from tandem.cli.connection.router import Sampling
 
         return Sampling(self.max_tokens, self.temperature, self.seed)
@@ -104,7 +104,7 @@ TlsClientKey = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class RouterOptions:
-    """The router that a command calls, and the API key for it."""
+    """The options that choose a router and the API key for it."""
 
     address: Address = ""
     api_key: ApiKey = field(default="", repr=False)
@@ -114,16 +114,19 @@ class RouterOptions:
     tls_client_key: TlsClientKey = ""
 
     def client(self) -> Client:
-        """Returns a client of the given router or of the newest running cluster's. Unavailable if none runs."""
+        """Return a client of the given router, or of the newest running cluster's.
+
+        Raises Unavailable if no cluster runs.
+        """
         from tandem.cli.connection.router import router_client
 
         return router_client(*self.find())
 
     def find(self, *, reads: bool = False) -> tuple[str, str, Tls | None]:
-        """Returns address, key and TLS of the given router or of the newest running cluster's.
+        """Return address, key and TLS settings of the given router, or of the newest running cluster's.
 
-        With `reads` the key of a cluster on this host is its metrics key, since tenants may not see the load of others.
-        Unavailable if no cluster runs.
+        With `reads`, the key of a cluster on this host is its metrics key, because a tenant's key cannot read the load
+        of other tenants. Raises Unavailable if no cluster runs.
         """
         from tandem.cli.connection.router import tls_of
         from tandem.cli.connection.state import newest
@@ -139,7 +142,7 @@ class RouterOptions:
 
 @dataclass(frozen=True, slots=True)
 class ControllerOptions:
-    """The controller that a command calls, and the cluster's secret for it."""
+    """The options that choose a controller and the cluster's secret for it."""
 
     controller_address: Annotated[
         str,
@@ -161,7 +164,10 @@ class ControllerOptions:
     ] = ""
 
     def client(self) -> ControllerClient:
-        """Returns a client of the given controller or of the newest running cluster's. Unavailable if none runs."""
+        """Return a client of the given controller, or of the newest running cluster's.
+
+        Raises Unavailable if no cluster runs.
+        """
         from tandem.cli.connection.controller_client import ControllerClient
         from tandem.cli.connection.secret_files import one_key
         from tandem.cli.connection.state import newest
@@ -174,14 +180,17 @@ class ControllerOptions:
 
 
 def shown_key(api_key: str, api_key_file: str) -> str:
-    """Returns the key to present to a router. InvalidArgument for a file without keys."""
+    """Return the API key to send to a router. Raises InvalidArgument for a file without keys."""
     from tandem.cli.connection.secret_files import first_key
 
     return first_key("--api-key-file", api_key, api_key_file)
 
 
 def metrics_server(address: str, key: str, key_file: str = "") -> tuple[str, str]:
-    """Returns the metrics address and the key that opens it. Unavailable if neither is given and no cluster runs."""
+    """Return the metrics address and the key for it.
+
+    Raises Unavailable if no address is given and no cluster runs.
+    """
     from tandem.cli.connection.secret_files import one_key
     from tandem.cli.connection.state import newest
 
@@ -193,7 +202,7 @@ def metrics_server(address: str, key: str, key_file: str = "") -> tuple[str, str
 
 
 def checked_prompt(name: str, text: str) -> str:
-    """Returns `text`; InvalidArgument if it is blank."""
+    """Return `text`. Raises InvalidArgument if it is blank."""
     from tandem.protocol.errors import InvalidArgument
 
     if not text.strip():

@@ -1,4 +1,4 @@
-"""The router that a command calls: `tandem.client` with the wording of commands, and the view of `tandem status`."""
+"""Access of a command to a router: `tandem.client` with errors that name options, and the data of `tandem status`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,25 +16,28 @@ COMMANDS = Wording(
     unreachable="cannot reach {router}; is `tandem up` running there?",
     lost="lost {router} before the answer's end; is `tandem up` running?",
 )
-"""The messages of errors for users of the command line."""
+"""The error texts for users of the command line."""
 CA, CERTIFICATE, KEY = "--tls-ca", "--tls-client-certificate", "--tls-client-key"
 MAX_TOKENS_MAX = 2**31 - 1
 SEED_MAX = 2**64 - 1
 TEMPERATURE_MAX = 100.0
 _VIEW_S = 5.0
-"""Seconds within which a router must describe itself."""
+"""Deadline for a router's description of itself, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters of a command, greedy by default; None = the router's default."""
+    """The sampling parameters of a command; greedy by default. None = the router's default."""
 
     max_tokens: int | None = None
     temperature: float = 0.0
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        """Validates the parameters; InvalidArgument names the option and its limits, which are the router's."""
+        """Validate the parameters.
+
+        Raises InvalidArgument, which names the option and its limits, the same as the router's.
+        """
         if self.max_tokens is not None and not 1 <= self.max_tokens <= MAX_TOKENS_MAX:
             raise InvalidArgument("--max-tokens", f"{self.max_tokens} is not between 1 and {MAX_TOKENS_MAX}")
         if not 0 <= self.temperature <= TEMPERATURE_MAX:
@@ -43,7 +46,7 @@ class Sampling:
             raise InvalidArgument("--seed", f"{self.seed} is not between 0 and {SEED_MAX}")
 
     def options(self) -> Options:
-        """Returns the parameters as options of a request."""
+        """Return the parameters as options of a request."""
         options = Options(temperature=self.temperature)
         if self.max_tokens is not None:
             options["max_tokens"] = self.max_tokens
@@ -54,7 +57,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class ServerView:
-    """A router's report of itself, its load and its model."""
+    """A router's description of itself, its load and its model."""
 
     info: inference_pb2.GetServerInfoResponse
     loads: inference_pb2.GetLoadsResponse
@@ -62,12 +65,12 @@ class ServerView:
 
 
 def router_client(address: str, api_key: str = "", tls: Tls | None = None, timeout_s: float | None = None) -> Client:
-    """Returns a client whose errors name the options of commands."""
+    """Return a client whose errors name command-line options."""
     return Client(address, api_key=api_key, tls=tls, timeout_s=timeout_s, wording=COMMANDS)
 
 
 def view_of(address: str, api_key: str = "", tls: Tls | None = None) -> ServerView:
-    """Returns a router's report. Unavailable if it does not respond within five seconds."""
+    """Return the router's description of itself. Raises Unavailable if it does not respond within five seconds."""
     with router_client(address, api_key, tls, _VIEW_S) as client:
         try:
             return ServerView(client.server(), client.loads(), client.model())
@@ -76,7 +79,10 @@ def view_of(address: str, api_key: str = "", tls: Tls | None = None) -> ServerVi
 
 
 def model_of(address: str, api_key: str = "", tls: Tls | None = None) -> inference_pb2.GetModelInfoResponse:
-    """Returns a router's model, which any key may read. Unavailable if it does not respond within five seconds."""
+    """Return the router's model, which any key may read.
+
+    Raises Unavailable if the router does not respond within five seconds.
+    """
     with router_client(address, api_key, tls, _VIEW_S) as client:
         try:
             return client.model()
@@ -85,10 +91,10 @@ def model_of(address: str, api_key: str = "", tls: Tls | None = None) -> inferen
 
 
 def tls_of(ca: str, certificate: str, key: str, pinned: str = "") -> Tls | None:
-    """Returns the TLS that options describe by PEM files, None without `ca` and `pinned`; "" = no file.
+    """Return the TLS settings from the PEM files of options; None if neither `ca` nor `pinned` is given. "" = no file.
 
-    `pinned` is the certificate of a router on this host, which is trusted without `ca`, whatever address it is for.
-    InvalidArgument names the option of a wrong file.
+    `pinned` is the certificate of a router on this host; it is trusted without `ca`, whatever name it was issued for.
+    Raises InvalidArgument, which names the option of a wrong file.
     """
     if bool(certificate) != bool(key):
         missing, given = (KEY, CERTIFICATE) if certificate else (CERTIFICATE, KEY)
@@ -118,7 +124,7 @@ def _readable(option: str, file: str) -> Path:
 
 
 def _name_in(file: str) -> str:
-    """Returns the first name that a certificate is for; "" = it has none."""
+    """Return the first host name of a certificate; "" = it has none."""
     certificate = x509.load_pem_x509_certificate(_readable(CA, file).read_bytes())
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value

@@ -1,4 +1,4 @@
-"""Secrets from files: those of a command line are visible to other users of the host in the process list."""
+"""Secrets from files. Other users of the host can read secrets on a command line in the process list."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ log = logging.getLogger(__name__)
 
 
 def keys_in(option: str, file: str) -> tuple[str, ...]:
-    """Returns the keys in `file`, separated by line ends or blanks; the rest of a line after `#` is a comment.
+    """Return the keys in `file`, separated by whitespace; `#` begins a comment that ends with the line.
 
-    InvalidArgument that names `option` for a file that cannot be read, or has none. A file that every user of this host
-    may read is used, with a warning.
+    Raises InvalidArgument, which names `option`, for a file that cannot be read or has no key. A file that every user
+    of this host may read is used, but logs a warning.
     """
     from tandem.protocol.errors import InvalidArgument
     from tandem.settings.parsing import check_key
@@ -34,7 +34,7 @@ def keys_in(option: str, file: str) -> tuple[str, ...]:
 
 
 def check_key_file(option: str, file: Path) -> None:
-    """Checks a router's file of API keys. InvalidArgument as `keys_in`, and for an error in a line."""
+    """Check a router's file of API keys. Raises InvalidArgument as `keys_in` does, and for a malformed line."""
     from tandem.net.security.api_keys import read_keys
 
     read_keys(option, file)
@@ -42,13 +42,16 @@ def check_key_file(option: str, file: Path) -> None:
 
 
 def warn_if_readable(secret: Path) -> None:
-    """Logs a warning if every user of this host may read the file."""
+    """Log a warning if every user of this host may read the file."""
     if secret.stat().st_mode & stat.S_IROTH:
         log.warning("every user of this host may read %s: `chmod o-r` keeps the secret from them", secret)
 
 
 def one_key(option: str, given: str, file: str) -> str:
-    """Returns `given`, or the only key in `file`, or "". InvalidArgument as `keys_in`, and for several keys."""
+    """Return `given`, or the only key in `file`, or "".
+
+    Raises InvalidArgument as `keys_in` does, and for several keys.
+    """
     from tandem.protocol.errors import InvalidArgument
 
     if given or not file:
@@ -60,7 +63,10 @@ def one_key(option: str, given: str, file: str) -> str:
 
 
 def first_key(option: str, given: str, file: str) -> str:
-    """Returns `given`, or the first key in a router's file of API keys, or "". InvalidArgument if all are hashed."""
+    """Return `given`, or the first key in a router's file of API keys, or "".
+
+    Raises InvalidArgument if the file has only hashed keys.
+    """
     from tandem.net.security.api_keys import plain_keys
     from tandem.protocol.errors import InvalidArgument
 

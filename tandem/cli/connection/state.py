@@ -1,4 +1,4 @@
-"""State files of `tandem up`, by which other commands find it: one small file per running cluster."""
+"""State files of `tandem up`, by which other commands find a running cluster: one small file per cluster."""
 
 import json
 import os
@@ -16,7 +16,10 @@ FOLDER_VARIABLE = "TANDEM_STATE_DIR"
 
 @dataclass(frozen=True, slots=True)
 class RunningCluster:
-    """A `tandem up` of this user. `started` is the start of its process, in seconds since the Unix epoch."""
+    """A running `tandem up` of this user.
+
+    `started` is the start time of its process, in seconds since the Unix epoch.
+    """
 
     pid: int
     started: float
@@ -29,20 +32,20 @@ class RunningCluster:
     metrics: str = ""
     """Address of the cluster-wide metrics, host:port."""
     operations: str = ""
-    """Address of the router's metrics and traces, host:port, if `http` has TLS; else empty."""
+    """Address of the router's metrics and traces, host:port, if `http` uses TLS; otherwise empty."""
     certificate: str = ""
-    """File with the certificate of `grpc` and `http`; empty = they have no TLS."""
+    """File with the certificate of `grpc` and `http`; empty = they use no TLS."""
     stop_grace_s: float = 0.0
-    """Seconds that running requests may continue when the cluster is stopped."""
+    """Seconds for which running requests may continue when the cluster is stopped."""
 
     @property
     def metrics_key(self) -> str:
-        """The key that opens all metrics and traces."""
+        """The key that gives access to all metrics and traces."""
         return metrics_key_of(self.token)
 
     @property
     def alive(self) -> bool:
-        """True if that process still runs; a process id alone may have been reused."""
+        """True if the process still runs. The start time is compared too, because a process id may have been reused."""
         try:
             process = psutil.Process(self.pid)
             return bool(abs(process.create_time() - self.started) < 1.0 and process.status() != psutil.STATUS_ZOMBIE)
@@ -51,9 +54,9 @@ class RunningCluster:
 
 
 def folder() -> Path:
-    """Returns the folder of the state files.
+    """Return the folder of the state files.
 
-    It is TANDEM_STATE_DIR, or tandem/ in the user's runtime folder, or a folder in the user's cache.
+    The folder is TANDEM_STATE_DIR, or tandem/ in the user's runtime folder, or a folder in the user's cache.
     """
     if chosen := os.environ.get(FOLDER_VARIABLE):
         return Path(chosen)
@@ -74,7 +77,7 @@ def announce(
     certificate: str = "",
     stop_grace_s: float = 0.0,
 ) -> Path:
-    """Writes this process's state file, readable by this user alone; the caller removes it."""
+    """Write this process's state file, readable by this user only, and return its path; the caller deletes it."""
     pid = os.getpid()
     started = psutil.Process(pid).create_time()
     state = RunningCluster(
@@ -90,7 +93,7 @@ def announce(
 
 
 def running() -> list[RunningCluster]:
-    """Returns every running cluster of this user, newest first, and removes the files of dead ones."""
+    """Return all running clusters of this user, newest first, and delete the state files of dead ones."""
     found = []
     for path in folder().glob("up-*.json"):
         try:
@@ -105,7 +108,7 @@ def running() -> list[RunningCluster]:
 
 
 def newest() -> RunningCluster:
-    """Returns the newest running cluster, which commands use by default. Unavailable if none runs."""
+    """Return the newest running cluster, the default of commands. Raises Unavailable if no cluster runs."""
     clusters = running()
     if not clusters:
         raise Unavailable("no cluster is running; start one with `tandem up`")

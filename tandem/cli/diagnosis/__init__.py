@@ -1,1 +1,1 @@
-"""`tandem doctor`: checks if this host can serve, and says what to change if it cannot."""
+"""`tandem doctor`: checks whether this host can serve, and says what to change if it cannot."""

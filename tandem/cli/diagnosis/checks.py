@@ -1,4 +1,4 @@
-"""The checks of `tandem doctor`: each is one line with ok, warn or fail, and advice."""
+"""The checks of `tandem doctor`. Each check gives one line with ok, warn or fail, and advice."""
 
 import importlib
 import importlib.util
@@ -28,7 +28,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line: the subject, the level, the finding and, unless the level is ok, the advice."""
+    """One line of output: the subject, the level, the finding and, unless the level is ok, advice."""
 
     name: str
     level: Level
@@ -40,7 +40,7 @@ _SECRET_OPTIONS = ("--token", "--api-key", "--metrics-key")
 
 
 def check_python(running: tuple[int, ...] = tuple(sys.version_info[:3])) -> Check:
-    """Checks that Python is 3.11 or newer."""
+    """Check that Python is 3.11 or newer."""
     found = ".".join(str(part) for part in running)
     if running[:2] < PYTHON_MIN:
         return Check("Python", Level.FAIL, found, "install Python 3.11 or newer and run `make clean run`")
@@ -48,7 +48,7 @@ def check_python(running: tuple[int, ...] = tuple(sys.version_info[:3])) -> Chec
 
 
 def check_cores(cores: int | None = None) -> Check:
-    """Checks for two or more cores, so that prefill and decode can run at once."""
+    """Check for at least two cores, so that prefill and decode can run at the same time."""
     cores = len(os.sched_getaffinity(0)) if cores is None else cores
     if cores < 2:
         return Check(
@@ -58,7 +58,7 @@ def check_cores(cores: int | None = None) -> Check:
 
 
 def check_shared_memory(free_bytes: int | None = None) -> Check:
-    """Checks the free space in /dev/shm for Ray's object store and for transfers within the host."""
+    """Check the free space in /dev/shm, which Ray's object store and transfers within the host use."""
     if free_bytes is None:
         if not SHM.is_dir():
             return Check("/dev/shm", Level.FAIL, "missing", "mount a tmpfs there; in a container give it --shm-size=1g")
@@ -70,7 +70,7 @@ def check_shared_memory(free_bytes: int | None = None) -> Check:
 
 
 def check_ray() -> Check:
-    """Checks that Ray is installed."""
+    """Check that Ray is installed."""
     try:
         return Check("Ray", Level.OK, version("ray"))
     except PackageNotFoundError:
@@ -78,7 +78,7 @@ def check_ray() -> Check:
 
 
 def check_torch() -> Check:
-    """Checks that PyTorch can be imported."""
+    """Check that PyTorch can be imported."""
     try:
         return Check("PyTorch", Level.OK, importlib.import_module("torch").__version__)
     except ImportError as error:
@@ -86,7 +86,7 @@ def check_torch() -> Check:
 
 
 def check_gpu() -> Check:
-    """Checks the GPUs that PyTorch can use; none is fine, the CPU serves then."""
+    """Check the GPUs that PyTorch can use. A host without GPUs passes, because the CPU can serve."""
     try:
         import torch
     except ImportError:
@@ -105,7 +105,7 @@ def check_gpu() -> Check:
 
 
 def check_transfer() -> list[Check]:
-    """Checks NIXL with its UCX plug-in, and the RDMA devices it could use."""
+    """Check NIXL with its UCX plug-in, and list the RDMA devices that it could use."""
     from kv_transfer.backends import available_backends
 
     report = available_backends()
@@ -123,7 +123,10 @@ def check_transfer() -> list[Check]:
 
 
 def check_port(option: str, host: str, port: int, ours: dict[int, int]) -> Check:
-    """Checks that a port is free or used by a `tandem up` of this user (`ours`: port to process id)."""
+    """Check that a port is free or belongs to a `tandem up` of this user.
+
+    `ours` maps the ports of this user's clusters to process ids.
+    """
     name = f"port {port}"
     if port in ours:
         return Check(name, Level.OK, f"in use by the running cluster (process {ours[port]})")
@@ -133,19 +136,19 @@ def check_port(option: str, host: str, port: int, ours: dict[int, int]) -> Check
 
 
 def check_listeners(host: str, grpc_port: int, http_port: int, ours: dict[int, int]) -> list[Check]:
-    """Checks the router's address and, if it can listen there, its ports."""
+    """Check the router's address and, if the host can listen there, its ports."""
     if (problem := host_problem(host)) is not None:
         return [Check(f"host {host!r}", Level.FAIL, problem, "give --host an address of this machine, like 127.0.0.1")]
     return [check_port("--grpc-port", host, grpc_port, ours), check_port("--http-port", host, http_port, ours)]
 
 
 def host_problem(host: str) -> str | None:
-    """Returns the reason why this machine cannot listen at `host`, None if it can."""
+    """Return the reason why this machine cannot listen at `host`; None = it can."""
     return port_problem(host, 0) if host else "it is empty"
 
 
 def port_problem(host: str, port: int) -> str | None:
-    """Returns the reason why this port cannot be opened, None if it can. Port 0 is always fine."""
+    """Return the reason why this port cannot be opened; None = it can. Port 0 always passes."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -157,9 +160,9 @@ def port_problem(host: str, port: int) -> str | None:
 
 
 def check_command_lines(running: Iterable[tuple[int, list[str]]] | None = None) -> list[Check]:
-    """Checks that no `tandem` on this host was given a secret by an option, which every user of the host can read.
+    """Check that no `tandem` process on this host got a secret as an option, which every user of the host can read.
 
-    `running`: process ids and command lines, those of this host by default.
+    `running` has process ids and command lines; the default is the processes of this host.
     """
     showing = [
         Check(
@@ -175,7 +178,7 @@ def check_command_lines(running: Iterable[tuple[int, list[str]]] | None = None) 
 
 
 def _secrets_in(command: list[str]) -> list[str]:
-    """Returns the options of `command` that show a secret, if it runs Tandem."""
+    """Return the options of `command` that reveal a secret, if the command runs Tandem."""
     if not any(Path(word).name == "tandem" or word == "tandem.cli.main" for word in command[:4]):
         return []
     given = {word.partition("=")[0] for word in command}
@@ -189,7 +192,7 @@ def _command_lines() -> list[tuple[int, list[str]]]:
 
 
 def all_checks(host: str, grpc_port: int, http_port: int, ours: dict[int, int]) -> list[Callable[[], list[Check]]]:
-    """Returns every check, in the order of the output; each runs when it is called."""
+    """Return all checks in the order of the output. Each runs when it is called."""
     return [
         lambda: [check_python(), check_cores(), check_shared_memory(), check_ray()],
         lambda: [check_torch(), check_gpu()],
@@ -201,7 +204,7 @@ def all_checks(host: str, grpc_port: int, http_port: int, ours: dict[int, int]) 
 
 
 def check_default_model() -> Check:
-    """Checks for the small model that `tandem up` serves by default."""
+    """Check that the small model that `tandem up` serves by default is installed."""
     from tandem.cli.models.default_model import find_default_model
     from tandem.protocol.errors import ModelError
 

@@ -21,7 +21,7 @@ _SOON = timedelta(days=14)
 
 
 def check_key_file(file: str) -> list[Check]:
-    """Checks a router's file of API keys; none for ""."""
+    """Check a router's file of API keys; "" = no file, no checks."""
     if not file:
         return []
     try:
@@ -37,7 +37,10 @@ def check_key_file(file: str) -> list[Check]:
 
 
 def check_certificate(certificate: str, key: str, client_ca: str, now: datetime | None = None) -> list[Check]:
-    """Checks the certificate of a router's ports for clients at `now`, the present by default; none without files."""
+    """Check the certificate of a router's client ports at the time `now`, by default the present.
+
+    Without files there are no checks.
+    """
     try:
         files = tls_files(certificate, key, client_ca)
         if files is None:
@@ -79,7 +82,7 @@ def doctor(
     from tandem.cli.diagnosis.kv_port_checks import check_running_clusters, check_ucx_environment
     from tandem.settings.cluster import ClusterSettings
 
-    ClusterSettings.of(Path(), grpc_port=grpc_port, http_port=http_port)  # raises for a port that is none
+    ClusterSettings.of(Path(), grpc_port=grpc_port, http_port=http_port)  # raises for an invalid port
     clusters = running()
     ours = {int(listener.rpartition(":")[2]): one.pid for one in clusters for listener in (one.grpc, one.http)}
     groups = all_checks(host, grpc_port, http_port, ours)
@@ -95,7 +98,7 @@ def doctor(
 
 
 def line(check: "Check") -> str:
-    """Returns a check as one line with rich's colours."""
+    """Return a check as one line with rich's colour markup."""
     from rich.markup import escape
 
     colour = COLOURS[check.level.value]

@@ -1,4 +1,4 @@
-"""Checks of the TCP ports by which UCX moves KV pages: the open ones, and the hosts that can reach them.
+"""Checks of the TCP ports over which UCX transfers KV pages: which are open, and which hosts can reach them.
 
 A client that reaches such a port can write into its worker's memory (docs/security.md).
 """
@@ -22,7 +22,10 @@ _EVERYWHERE = ("0.0.0.0", "::")
 
 
 def check_ucx_environment(environment: Mapping[str, str] = os.environ) -> Check:
-    """Checks that workers started here would open no port; fails where `tandem up` would refuse to start."""
+    """Check that workers started here would open no port.
+
+    The check fails in the cases where `tandem up` does not start.
+    """
     from kv_transfer.nixl_backend.ucx_shared_memory import check_transports
 
     try:
@@ -33,7 +36,7 @@ def check_ucx_environment(environment: Mapping[str, str] = os.environ) -> Check:
 
 
 def check_running_clusters(running: "Iterable[RunningCluster]") -> list[Check]:
-    """Returns a check for each worker of this user's clusters that has such a port."""
+    """Return one check for each worker of this user's clusters that has an open port."""
     checks = []
     for cluster in running:
         if not cluster.controller:
@@ -48,7 +51,7 @@ def check_running_clusters(running: "Iterable[RunningCluster]") -> list[Check]:
 
 
 def check_workers(workers: "Iterable[WorkerInfo]") -> list[Check]:
-    """Returns a check for each worker with an open port, or one for all if none has any."""
+    """Return one check for each worker with an open port, or a single check if no worker has one."""
     workers = tuple(workers)
     opened = [
         Check(

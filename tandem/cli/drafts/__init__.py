@@ -1,1 +1,1 @@
-"""Training of the weights that propose drafts for speculative decoding."""
+"""Training of the weights that propose draft tokens for speculative decoding."""

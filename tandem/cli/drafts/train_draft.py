@@ -1,4 +1,4 @@
-"""`tandem train-draft`: trains Medusa or EAGLE heads, whose drafts `--speculate draft --draft PATH` verifies."""
+"""`tandem train-draft`: trains Medusa or EAGLE heads that propose draft tokens for `--speculate draft --draft PATH`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from tandem.engine.draft_training.train_draft import Trained
 
 _PROMPT_TOKENS = 256
-"""The most tokens of a paragraph that is a prompt; longer ones are cut."""
+"""Maximum tokens of a paragraph that serves as a prompt; longer ones are cut."""
 _EPOCHS = {"medusa": 3, "eagle": 24}
-"""The passes over the answers, by kind (docs/decisions/speculative_decoding.md)."""
+"""Default number of epochs over the answers, by kind (docs/decisions/speculative_decoding.md)."""
 _PROMPT_CHARACTERS = 40
-"""Shorter paragraphs, such as headings, are no prompts."""
+"""Minimum characters of a prompt. Shorter paragraphs, such as headings, are skipped."""
 
 
 @plain_errors
@@ -92,9 +92,9 @@ def _report(console: Console, out: Path, trained: Trained) -> None:
 
 
 def prompts_of(folder: Path, text: Path | None) -> list[list[int]]:
-    """Return paragraphs as token ids, as users' turns where the model has a chat template.
+    """Return paragraphs as token ids, formatted as user messages if the model has a chat template.
 
-    InvalidArgument for a text that cannot be read.
+    Raises InvalidArgument for a text that cannot be read.
     """
     from router.text.chat_template import ChatTurn
     from router.text.tokenizer import Tokenizer

@@ -1,4 +1,4 @@
-"""A client process: sends its share of a workload, each request when it is due, and records the answers.
+"""A client process: sends its share of a workload, each request at its due time, and records the answers.
 
 Requests are built and serialized before the start, so that during the load a client only sends, receives and reads the
 clock. The clock is `time.monotonic`, which all processes of one host share.
@@ -25,27 +25,27 @@ from tandem.protocol.messages import FinishReason
 _GENERATE = "/tandem.v1.Inference/Generate"
 _GET_MODEL = "/tandem.v1.Inference/GetModelInfo"
 _NEAR_S = 0.002
-"""Seconds before the due time from which one last sleep is exact enough."""
+"""Remaining seconds before the due time that are short enough for a single exact sleep."""
 _PROGRESS_S = 0.25
-"""Seconds between two reports of a client's progress."""
+"""Interval between two progress reports of a client, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The numbers of a share's requests that were sent, have ended, and have ended with an error."""
+    """How many requests of a share were sent, how many have ended, and how many ended with an error."""
 
     sent: int = 0
     ended: int = 0
     failed: int = 0
     tokens: int = 0
-    """Tokens of the answers that have ended."""
+    """The tokens of all answers that have ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShareResult:
-    """A record for each request of the share, and the share of one core that the client used.
+    """The result of one client process: a record per request, and its CPU use as a share of one core.
 
-    After a stop the requests that had not ended have no record.
+    After a stop, requests that had not ended have no record.
     """
 
     records: tuple[RequestRecord, ...]
@@ -54,7 +54,7 @@ class ShareResult:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A serialized request, with its due time and the expected length of its answer."""
+    """A serialized request, with its due time in seconds after the start and the requested length of its answer."""
 
     index: int
     due_s: float
@@ -63,7 +63,7 @@ class Ready:
 
 
 def make_ready(index: int, arrival: Arrival, seed: int, vocab_size: int, slo_class: str = "") -> Ready:
-    """Returns a greedy request for exactly the workload's number of tokens."""
+    """Build a greedy request for exactly the workload's number of answer tokens."""
     options = inference_pb2.GenerationOptions(
         max_tokens=arrival.new_tokens, temperature=0, ignore_eos=True, slo_class=slo_class
     )
@@ -76,35 +76,42 @@ def make_ready(index: int, arrival: Arrival, seed: int, vocab_size: int, slo_cla
 
 
 class Client(Protocol):
-    """A connection to a server: `LoadClient` by gRPC, `HttpClient` by OpenAI's HTTP API."""
+    """A connection to a server: `LoadClient` over gRPC, `HttpClient` over OpenAI's HTTP API."""
 
     async def connected(self) -> None:
-        """Waits until the server can be reached."""
+        """Wait until the server can be reached."""
 
     async def ask(self, ready: Ready, start: float, give_up_s: float) -> RequestRecord:
-        """Sends `ready` now; the record's times count from `start`, a time of `time.monotonic`."""
+        """Send `ready` immediately, and return its record.
+
+        The record's times are relative to `start`, a time of `time.monotonic`. After `give_up_s` the request counts as
+        failed.
+        """
 
     async def close(self) -> None:
-        """Closes the connections."""
+        """Close the connections."""
 
 
 class Share(Protocol):
-    """The requests of one client process, and the server; it can be sent to that process."""
+    """The requests and the server of one client process; the object is pickled to start that process."""
 
     @property
     def give_up_s(self) -> float:
-        """Seconds after the common start from which on no answer is awaited."""
+        """Seconds after the common start at which all unfinished requests count as failed."""
 
     def requests(self) -> list[Ready]:
-        """Returns the requests, built before the start."""
+        """Build the requests, before the start."""
 
     def connect(self) -> Client:
-        """Returns a client of the server, for the running event loop."""
+        """Return a client of the server, for the running event loop."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrpcShare:
-    """The requests of one client by number in the workload, and the router. No answer is awaited after `give_up_s`."""
+    """The share of one client over gRPC: the router, and the arrivals by their number in the workload.
+
+    After `give_up_s` seconds all unfinished requests count as failed.
+    """
 
     address: str
     api_key: str
@@ -116,11 +123,11 @@ class GrpcShare:
     tls: Tls | None = None
 
     def requests(self) -> list[Ready]:
-        """Returns the serialized requests."""
+        """Build the requests; see `Share.requests`."""
         return [make_ready(i, arrival, self.seed, self.vocab_size, self.slo_class) for i, arrival in self.arrivals]
 
     def connect(self) -> "LoadClient":
-        """Returns a client of the router."""
+        """Return a client of the server; see `Share.connect`."""
         return LoadClient(self.address, self.api_key, self.tls)
 
 
@@ -135,17 +142,20 @@ class LoadClient:
         )
 
     async def connected(self) -> None:
-        """Waits for the connection and makes one call, since a process's first call takes several times as long."""
+        """Wait for the connection and make one call.
+
+        A process's first call takes several times as long as later ones.
+        """
         await self._channel.channel_ready()
         call: Any = self._channel.unary_unary(_GET_MODEL)
         await call(inference_pb2.GetModelInfoRequest().SerializeToString(), metadata=self._connection.metadata)
 
     async def close(self) -> None:
-        """Closes the connection."""
+        """Close the connection."""
         await self._channel.close()
 
     async def ask(self, ready: Ready, start: float, give_up_s: float) -> RequestRecord:
-        """Sends `ready` now; the record's times count from `start`, a time of `time.monotonic`."""
+        """Send one request; see `Client.ask`."""
         token_s: list[float] = []
         chunks, error, complete = 0, "", inference_pb2.Complete()
         sent_s = time.monotonic() - start
@@ -191,20 +201,23 @@ def _finish(complete: inference_pb2.Complete) -> str:
 
 
 def run_share(pipe: Pipe, share: Share) -> None:
-    """Runs the client process: says "ready", takes the common start, and sends its `ShareResult` at the end."""
+    """Run a client process.
+
+    The process sends "ready" through the pipe, receives the common start time, and finally sends a `ShareResult`.
+    """
     asyncio.run(_run_share(pipe, share))
 
 
 async def _run_share(pipe: Pipe, share: Share) -> None:
-    """Sends each request when it is due after the start received by `pipe`; sends a `ShareResult` back.
+    """Receive the start time from `pipe`, send each request at its due time, and send back a `ShareResult`.
 
-    Until then it sends its `Progress` regularly. Another message stops it, and so does the end of the pipe.
+    During the load the process regularly sends its `Progress`. Any further message, or the end of the pipe, stops it.
     """
     everything, client = share.requests(), share.connect()
-    # The process that started this one is interrupted by the same Ctrl-C, and stops it.
+    # Ctrl-C also interrupts the parent process, which then stops this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     await client.connected()
-    # The requests are never garbage; a collection that traverses them would stop the process for tens of ms.
+    # The requests are never garbage. A collection that traverses them would stop the process for tens of milliseconds.
     gc.collect()
     gc.freeze()
     pipe.send("ready")
@@ -219,6 +232,7 @@ async def _run_share(pipe: Pipe, share: Share) -> None:
 
 async def _until_done_or_stopped(pipe: Pipe, work: Coroutine[Any, Any, None], sending: "_Sending") -> None:
     loop, task = asyncio.get_running_loop(), asyncio.create_task(work)
+    # The pipe becomes readable by a message or by its end, and either stops the load.
     loop.add_reader(pipe.fileno(), task.cancel)
     try:
         while not task.done():
@@ -235,10 +249,10 @@ async def until(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> None:
-    """Sleeps until `moment` of `clock`; returns at once if that has passed.
+    """Sleep until `clock` reaches `moment`; return at once if it already has.
 
-    It sleeps half of the remaining time repeatedly: on some hosts a process wakes up to 15 ms late from a long sleep,
-    but not from a short one.
+    The function repeatedly sleeps for half of the remaining time: on some hosts a process wakes up to 15 ms late from a
+    long sleep, but not from a short one.
     """
     while (left_s := moment - clock()) > _NEAR_S:
         await sleep(left_s / 2)
@@ -246,7 +260,7 @@ async def until(
 
 
 class _Sending:
-    """Sends each request when it is due, without waiting for others; `records` are of those that have ended."""
+    """Sends each request of a share at its due time without waiting for others; `records` has those that have ended."""
 
     def __init__(self, client: Client, everything: list[Ready], start: float, give_up_s: float) -> None:
         self._client, self._everything, self._start, self._give_up_s = client, everything, start, give_up_s
@@ -255,12 +269,11 @@ class _Sending:
 
     @property
     def progress(self) -> Progress:
-        """The progress so far."""
         failed = sum(bool(record.error) for record in self.records)
         return Progress(self._sent, len(self.records), failed, sum(record.tokens for record in self.records))
 
     async def run(self) -> None:
-        """Ends with the last answer; a cancellation ends all requests."""
+        """Send all requests, and return after the last answer. A cancellation cancels all requests."""
         async with asyncio.TaskGroup() as calls:
             for ready in self._everything:
                 await until(self._start + ready.due_s)

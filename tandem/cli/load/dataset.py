@@ -1,4 +1,4 @@
-"""Prompts of one's own, one JSON object a line, in the order of the file and from its start again."""
+"""Prompts from the user's own file, one JSON object per line; the file is repeated as often as necessary."""
 
 import json
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _ANSWER_FIELDS = ("max_tokens", "output_length")
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Conversations, each with the length of its answer where its line gives one, and random arrivals."""
+    """Conversations with random arrival times. A line may give the length of its answer, otherwise it is drawn."""
 
     name: str
     lines: tuple[tuple[Messages, int | None], ...]
@@ -27,7 +27,7 @@ class Prompts:
     cv: float = 1.0
 
     def at(self, rate: float, seconds: float, seed: int) -> Workload:
-        """Returns a workload; a seed gives other arrivals, and other lengths of those answers that have none."""
+        """Return a workload. Another seed gives other arrivals and other drawn answer lengths."""
         moments, answers = (np.random.default_rng(each) for each in np.random.SeedSequence(seed).spawn(2))
         due = due_times(moments, self.cv, rate, seconds)
         drawn = self.answer.draw(answers, len(due))
@@ -39,7 +39,10 @@ class Prompts:
 
 
 def read_dataset(file: Path, answer: Lengths, cv: float = 1.0) -> Source:
-    """Reads prompts (`prompt` or `messages` in each line) or a trace. InvalidArgument names the wrong line."""
+    """Read prompts (`prompt` or `messages` in each line) or a trace.
+
+    Raises InvalidArgument, which names the wrong line.
+    """
     if file.suffix == ".csv" or "timestamp" in _first_line(file):
         return read_trace(file)
     lines = tuple(

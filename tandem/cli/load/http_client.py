@@ -1,4 +1,4 @@
-"""A client process for OpenAI's HTTP API: one connection per request, answers streamed as server-sent events."""
+"""A client process for OpenAI's HTTP API: one connection per request; answers arrive as server-sent events."""
 
 import asyncio
 import json
@@ -23,7 +23,10 @@ _KIND_CHARACTERS = 80
 
 @dataclass(frozen=True, slots=True)
 class HttpShare:
-    """The requests of one client by number in the workload, and the server. No answer is awaited after `give_up_s`."""
+    """The share of one client over HTTP: the server, and the arrivals by their number in the workload.
+
+    After `give_up_s` seconds all unfinished requests count as failed.
+    """
 
     url: str
     model: str
@@ -33,21 +36,21 @@ class HttpShare:
     arrivals: tuple[tuple[int, Arrival], ...]
     give_up_s: float
     chat: bool = False
-    """Ask /chat/completions, with words in place of token ids."""
+    """True = call /chat/completions, with words in place of token ids."""
     ignore_eos: bool = True
-    """Ask for exactly the workload's number of tokens, and count any other answer as an error."""
+    """True = request exactly the workload's number of tokens, and count an answer of another length as an error."""
 
     def requests(self) -> list[Ready]:
-        """Returns the bytes of the requests."""
+        """Build the requests; see `Share.requests`."""
         return [make_request(self, index, arrival) for index, arrival in self.arrivals]
 
     def connect(self) -> "HttpClient":
-        """Returns a client of the server."""
+        """Return a client of the server; see `Share.connect`."""
         return HttpClient(self.url, self.ignore_eos)
 
 
 def make_request(share: HttpShare, index: int, arrival: Arrival) -> Ready:
-    """Returns the bytes of an HTTP request for a greedy answer of the workload's number of tokens."""
+    """Build the bytes of an HTTP request for a greedy answer of the workload's number of tokens."""
     body = request_body(share, arrival) | {"stream": True, "stream_options": {"include_usage": True}}
     content = json.dumps(body).encode()
     address = address_of(share.url)
@@ -63,12 +66,12 @@ def make_request(share: HttpShare, index: int, arrival: Arrival) -> Ready:
 
 
 def route(chat: bool) -> str:
-    """Returns the path below /v1."""
+    """Return the path of the endpoint below /v1."""
     return "chat/completions" if chat else "completions"
 
 
 def request_body(share: HttpShare, arrival: Arrival) -> dict[str, Any]:
-    """Returns the JSON fields of one request, without those of streaming."""
+    """Return the JSON fields of one request, except those for streaming."""
     body: dict[str, Any] = {"model": share.model, "max_tokens": arrival.new_tokens, "temperature": 0}
     if share.chat:
         messages = arrival.messages or (("user", prompt_words(arrival.prompt, share.seed)),)
@@ -91,7 +94,7 @@ class HttpAddress:
 
 
 def address_of(url: str) -> HttpAddress:
-    """Splits "http://HOST:PORT/v1" or "https://…". InvalidArgument for any other text."""
+    """Parse "http://HOST:PORT/v1" or "https://…". Raises InvalidArgument for any other text."""
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -104,7 +107,7 @@ def address_of(url: str) -> HttpAddress:
 
 
 class HttpClient:
-    """A client with one connection per request. A token's time is that of the event with its text."""
+    """A client with one connection per request. The time of a token is the arrival of the event with its text."""
 
     def __init__(self, url: str, ignore_eos: bool = True) -> None:
         self._address = address_of(url)
@@ -112,15 +115,15 @@ class HttpClient:
         self._ignore_eos = ignore_eos
 
     async def connected(self) -> None:
-        """Opens and closes a connection, so that a missing server is found before the load begins."""
+        """Open and close a connection, so that an unreachable server is found before the load begins."""
         _, writer = await self._open()
         writer.close()
 
     async def close(self) -> None:
-        """Does nothing: no connection stays open."""
+        """Do nothing, because no connection stays open between requests."""
 
     async def ask(self, ready: Ready, start: float, give_up_s: float) -> RequestRecord:
-        """Sends `ready` now; the record's times count from `start`, a time of `time.monotonic`."""
+        """Send one request; see `Client.ask`."""
         sent_s = time.monotonic() - start
         answer = _Answer()
         try:
@@ -176,7 +179,7 @@ async def _headers(reader: asyncio.StreamReader) -> Mapping[bytes, bytes]:
 
 
 async def _body(reader: asyncio.StreamReader, headers: Mapping[bytes, bytes]) -> AsyncIterator[bytes]:
-    """Yields the body's bytes as they come, without HTTP's chunks."""
+    """Yield the parts of the response body as they arrive, with HTTP's chunked encoding removed."""
     if headers.get(b"transfer-encoding") != b"chunked":
         while piece := await reader.read(_READ_BYTES):
             yield piece
@@ -196,7 +199,7 @@ async def _lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 class _Answer:
-    """The received part of one answer."""
+    """The part of an answer that has arrived, with its times."""
 
     def __init__(self) -> None:
         self.moments: list[float] = []
@@ -205,11 +208,11 @@ class _Answer:
 
     @property
     def tokens(self) -> int:
-        """The answer's tokens: the server's count, or that of its events where it gives none."""
+        """The answer's length in tokens as the server reports it, or the number of events if it does not."""
         return self.completion_tokens or len(self.moments)
 
     def take(self, data: bytes, moment: float) -> bool:
-        """Takes one event's data; returns False after the last. ValueError for invalid JSON."""
+        """Take the data of one event, and return False after the last event. Raises ValueError for invalid JSON."""
         if data.startswith(_DONE):
             return False
         event = json.loads(data)
@@ -231,7 +234,7 @@ def _has_token(choice: Mapping[str, Any]) -> bool:
 
 
 def _kind(error: object) -> str:
-    """Returns the code or type of an error within a stream, or else its text."""
+    """Return the code or type of an error within a stream, or its text if it has neither."""
     if isinstance(error, Mapping):
         error = error.get("code") or error.get("type") or error.get("message")
     return str(error)[:_KIND_CHARACTERS]

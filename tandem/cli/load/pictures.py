@@ -1,4 +1,4 @@
-"""Draws the distributions of a load's latencies; it needs matplotlib."""
+"""Plots the distributions of a load's latencies. Requires matplotlib."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _LATENCIES = {
 _PANEL = (4.6, 3.4)
 GRID = 0.3
 _LEAST_MS = 0.05
-"""Start of logarithmic axes in ms, since tokens of one message have gaps of 0."""
+"""Start of logarithmic time axes, in ms. Tokens of one message have gaps of 0, which a logarithm cannot show."""
 
 Load = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A result of `tandem bench` or a strategy table's row: its label, workload, and loads by ascending rate."""
+    """The result of one `tandem bench`, or of a row of the strategy table, with loads by ascending rate."""
 
     label: str
     workload: str
@@ -39,17 +39,17 @@ class Run:
 
 
 def run_of(label: str, result: Mapping[str, Any]) -> Run:
-    """Returns the run of a result. KeyError if it is none."""
+    """Parse the run in a result file. Raises KeyError if the file contains none."""
     return Run(label, result["workload"], tuple(result["curve_levels"]), by_rate(result["loads"]))
 
 
 def by_rate(loads: Sequence[Load]) -> tuple[Load, ...]:
-    """Returns loads by ascending rate."""
+    """Return the loads by ascending rate."""
     return tuple(sorted(loads, key=lambda load: float(load["rate"])))
 
 
 def draw_latencies(run: Run, file: Path) -> None:
-    """Draws the distributions of all latencies, one panel each, with logarithmic time."""
+    """Draw one panel per latency with its distribution, on a logarithmic time axis."""
     figure, panels = panels_of(len(_LATENCIES))
     for axes, (key, title) in zip(panels, _LATENCIES.items(), strict=True):
         for load in run.loads:
@@ -65,7 +65,7 @@ def draw_latencies(run: Run, file: Path) -> None:
 
 
 def panels_of(count: int) -> tuple[Figure, list[Axes]]:
-    """Returns a figure with `count` panels, at most three beside each other."""
+    """Return a figure with `count` panels, at most three per row."""
     columns = min(3, count)
     rows = -(-count // columns)
     figure = Figure(figsize=(_PANEL[0] * columns, _PANEL[1] * rows), layout="constrained")
@@ -83,7 +83,7 @@ def _finish(axes: Axes) -> None:
 
 
 def save(figure: Figure, title: str, file: Path) -> None:
-    """Saves the figure; equal results give equal bytes."""
+    """Save the figure. Equal results give equal bytes."""
     figure.suptitle(title)
     with mpl.rc_context({"svg.hashsalt": file.stem}):
         figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)

@@ -1,20 +1,21 @@
-"""The record of one request at its client."""
+"""The client's record of one request."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
 WRONG_LENGTH = "WRONG_LENGTH"
-"""The error code of an answer that ended without an error, but with a wrong number of tokens."""
+"""The error code of an answer that ended without an error but with the wrong number of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """Times in seconds after the common start of all clients; `token_s` has one for each token of the answer.
+    """What a client records of one request. Times are in seconds after the common start of all clients.
 
-    Tokens of one message have the same time; `chunks` is the number of messages. By HTTP, whose messages do not say how
-    many tokens they hold, `token_s` has one time for each message. Without an end, as after an error,
-    `finish` is empty and the fields after `error` are 0 or empty.
+    `token_s` has the arrival time of each token of the answer; tokens of one message have the same time, and `chunks`
+    is the number of messages. Over HTTP, whose messages do not say how many tokens they hold, `token_s` has one time
+    per message. If the request did not end, as after an error, `finish` is empty and the fields after `error` are 0 or
+    empty.
     """
 
     index: int
@@ -27,7 +28,7 @@ class RequestRecord:
     finish: str = ""
     """Name of the FinishReason."""
     error: str = ""
-    """Code of the typed error, empty for a complete answer."""
+    """Code of the TandemError; empty for a complete answer."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
@@ -36,36 +37,36 @@ class RequestRecord:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the answer as the server counted them; of one that did not end, those that arrived."""
+        """The answer's length in tokens as the server counted it; for an incomplete answer, the tokens that arrived."""
         return self.completion_tokens or len(self.token_s)
 
     @property
     def lateness_s(self) -> float:
-        """Seconds from the due time to the sending."""
+        """Seconds from the due time to the send."""
         return self.sent_s - self.due_s
 
     @property
     def ttft_s(self) -> float | None:
-        """Seconds from the DUE time to the first token; None without a token."""
+        """TTFT in seconds, from the DUE time to the first token; None without a token."""
         return self.token_s[0] - self.due_s if self.token_s else None
 
     @property
     def end_to_end_s(self) -> float:
-        """Seconds from the due time to the end, with or without an error."""
+        """Seconds from the due time to the end of the request, successful or not."""
         return self.ended_s - self.due_s
 
     @property
     def gaps_s(self) -> tuple[float, ...]:
-        """Seconds between each token and the next; 0 for tokens of one message."""
+        """Inter-token gaps in seconds; tokens of one message have gaps of 0."""
         return tuple(b - a for a, b in zip(self.token_s, self.token_s[1:], strict=False))
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time of a token after the first; None with fewer than two messages, whose times would differ."""
+        """TPOT: mean seconds per token after the first; None if all tokens came in one message."""
         return (self.token_s[-1] - self.token_s[0]) / (self.tokens - 1) if len(self.token_s) > 1 else None
 
     @property
     def worst_decile_s(self) -> float | None:
-        """Mean of the longest tenth of the gaps, rounded up; None with fewer than two tokens."""
+        """Mean of the longest tenth of the gaps in seconds, rounded up to whole gaps; None below two tokens."""
         gaps = sorted(self.gaps_s, reverse=True)
         return float(np.mean(gaps[: -(-len(gaps) // 10)])) if gaps else None

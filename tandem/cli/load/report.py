@@ -1,4 +1,4 @@
-"""The results of a load: latencies, throughput, goodput, errors, and validity."""
+"""The report of a load: latencies, throughput, goodput, errors, and whether the load was sent on time."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,25 +13,25 @@ from tandem.cli.load.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class CellScore:
-    """The outcomes of a load's requests for one SLO cell; rejected requests count, too."""
+    """The outcomes of a load's requests for one SLO cell. Rejected requests count as well."""
 
     cell: SloCell
     outcomes: Mapping[Outcome, int]
     per_s: float
-    """Goodput: requests that met the cell, per second of the workload."""
+    """Goodput: requests per second of the workload that met the cell's limits."""
 
     @property
     def share(self) -> float:
-        """Share of all requests that met the cell."""
+        """The share of all requests that met the cell's limits."""
         return self.outcomes[Outcome.MET] / sum(self.outcomes.values())
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """The results of one workload at one rate, in seconds.
+    """The results of one workload at one rate; times are in seconds.
 
-    Latencies are of requests that got that far: a cluster that rejects requests shows it in `errors` and in the cells'
-    scores, not in `ttft`.
+    A latency covers only the requests that got as far as it measures. Rejected requests therefore appear in `errors`
+    and in the scores of the cells, not in `ttft`.
     """
 
     workload: Workload
@@ -47,23 +47,23 @@ class LoadReport:
     lateness: Spread
     lateness_bound_s: float
     client_cpu_share: float
-    """CPU usage of the busiest client, as a share of one core."""
+    """CPU use of the busiest client, as a share of one core."""
 
     @property
     def valid(self) -> bool:
-        """True if the clients sent on time; otherwise the load differs from the workload."""
+        """True if the clients sent on time. Otherwise the load that the server saw differs from the workload."""
         return self.lateness.p99 <= self.lateness_bound_s
 
     @property
     def tokens_per_s(self) -> float:
-        """Answer tokens that arrived while requests were due, per second of that time."""
+        """Answer tokens per second that arrived during the workload's `seconds`, while requests were due."""
         seconds = self.workload.seconds
         shares = ((record, sum(moment <= seconds for moment in record.token_s)) for record in self.records)
         return sum(record.tokens * arrived / len(record.token_s) for record, arrived in shares if arrived) / seconds
 
     @property
     def finished_per_s(self) -> float:
-        """Complete answers that ended while requests were due, per second of that time."""
+        """Complete answers per second that ended during the workload's `seconds`, while requests were due."""
         seconds = self.workload.seconds
         return sum(not record.error and record.ended_s <= seconds for record in self.records) / seconds
 
@@ -73,7 +73,7 @@ class LoadReport:
         return max(record.ended_s for record in self.records)
 
     def as_result(self) -> dict[str, object]:
-        """Returns the report for JSON, without the records; latencies in milliseconds."""
+        """Return the report as JSON, without the records; latencies are in milliseconds."""
         workload, records = self.workload, self.records
         whole = [record for record in records if not record.error]
         messages = sum(record.chunks for record in records)
@@ -113,7 +113,7 @@ def _score(score: CellScore) -> dict[str, object]:
 
 
 def score_cell(cell: SloCell, records: Sequence[RequestRecord], seconds: float) -> CellScore:
-    """Judges every request of a workload of `seconds`."""
+    """Count the outcomes of all requests of a workload that lasts `seconds`."""
     outcomes = Counter(cell.judge(record) for record in records)
     return CellScore(cell, {each: outcomes[each] for each in Outcome}, outcomes[Outcome.MET] / seconds)
 
@@ -125,7 +125,7 @@ def make_report(
     lateness_bound_s: float,
     client_cpu_share: float = 0.0,
 ) -> LoadReport:
-    """Returns the report; `records` has one record for each arrival, in any order."""
+    """Build the report. `records` has one record per arrival, in any order."""
     ordered = tuple(sorted(records, key=lambda record: record.index))
     return LoadReport(
         workload,

@@ -1,4 +1,4 @@
-"""Runs a workload against a cluster: several client processes, a common start, one report."""
+"""Runs a workload against a cluster: several client processes with a common start, and one report."""
 
 import signal
 import time
@@ -18,24 +18,26 @@ from tandem.cli.load.workload import Arrival, Workload
 from tandem.protocol.errors import Internal, InvalidArgument
 
 _HEAD_START_S = 0.2
-"""Seconds between the message with the start time and the start, so that all clients receive it before."""
+"""Seconds between the message with the start time and the start itself, so that all clients receive it in time."""
 _END_S = 5.0
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSettings:
-    """Settings of the clients, independent of the workload."""
+    """Settings of the client processes that do not depend on the workload."""
 
     clients: int = 4
     """Number of client processes."""
     drain_s: float = 60.0
-    """Seconds for answers after the last due time; requests that have not ended by then have failed."""
+    """Seconds to wait for answers after the last due time. Requests that have not ended by then count as failed."""
     lateness_bound_s: float = 0.010
-    """A run is invalid if more than one request in a hundred is sent later than this after it was due, in seconds."""
+    """Maximum lateness in seconds: a run is invalid if more than 1 % of its requests are sent later after their due
+    time.
+    """
 
     slo_class: str = ""
-    """The service class of every request; empty: none."""
+    """The SLO class of every request; empty = none."""
 
     def __post_init__(self) -> None:
         if self.clients < 1:
@@ -43,7 +45,7 @@ class LoadSettings:
 
 
 class LoadInterrupted(KeyboardInterrupt):
-    """A load was interrupted after `seconds`, with the results of its clients until then."""
+    """Raised when a load is interrupted after `seconds`; carries the results of the clients until then."""
 
     def __init__(self, results: Sequence[ShareResult], seconds: float) -> None:
         super().__init__()
@@ -59,10 +61,10 @@ def run_load(
     *,
     on_start: Callable[[float], None] | None = None,
 ) -> LoadReport:
-    """Sends every request of `workload` when it is due, cut to the model's context, and returns the report.
+    """Cut `workload` to the model's context, send each request at its due time, and return the report.
 
-    `target` may be an address (host:port); `on_start` receives the start, by `time.monotonic`. Unavailable if the
-    cluster does not respond or has other requests, Internal if a client process dies.
+    `target` may be an address (host:port). `on_start` receives the start time, by `time.monotonic`. Raises Unavailable
+    if the cluster does not respond or has other requests, Internal if a client process dies.
     """
     settings = settings or LoadSettings()
     target = find_target(target) if isinstance(target, str) else target
@@ -75,7 +77,7 @@ def run_load(
 def report_of(
     workload: Workload, results: Sequence[ShareResult], cells: Sequence[SloCell], settings: LoadSettings
 ) -> LoadReport:
-    """Returns the report of all clients' results."""
+    """Combine the results of all clients into one report."""
     records = [record for result in results for record in result.records]
     busiest = max(result.cpu_share for result in results)
     return make_report(workload, records, cells, settings.lateness_bound_s, busiest)
@@ -86,10 +88,10 @@ def run_clients(
     on_start: Callable[[float], None] | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> list[ShareResult]:
-    """Runs a client process for each share; all have a common start.
+    """Run one client process per share, with a common start, and return their results.
 
-    `on_progress` receives the progress of all shares together. Ctrl-C stops the clients and raises `LoadInterrupted`,
-    which has their results so far; a second one ends them without.
+    `on_progress` receives the combined progress of all shares. The first Ctrl-C stops the clients and raises
+    `LoadInterrupted` with the results until then; a second one ends them without results.
     """
     with _clients(shares) as pipes:
         for pipe in pipes:
@@ -107,7 +109,7 @@ def run_clients(
 
 
 def _collect(pipes: Sequence[Connection], on_progress: Callable[[Progress], None] | None) -> list[ShareResult]:
-    """Receives until every pipe has sent its result."""
+    """Receive from the pipes until each has delivered its result."""
     results: dict[Connection, ShareResult] = {}
     reached: dict[Connection, Progress] = {}
     while left := [pipe for pipe in pipes if pipe not in results]:
@@ -125,17 +127,18 @@ def _collect(pipes: Sequence[Connection], on_progress: Callable[[Progress], None
 
 @contextmanager
 def _stopped_by_interrupt(pipes: Sequence[Connection]) -> Iterator[list[float]]:
-    """Lets the first Ctrl-C stop the clients, and not this process; yields a list that then has its time."""
+    """Make the first Ctrl-C stop the clients instead of this process. Yields a list that then contains its time."""
     interrupted: list[float] = []
 
     def stop(*_: object) -> None:
+        # From now on Ctrl-C has its usual effect, so that a second one ends the load at once.
         signal.signal(signal.SIGINT, before)
         interrupted.append(time.monotonic())
         for pipe in pipes:
             with suppress(OSError):  # that client has ended
                 pipe.send("stop")
 
-    if current_thread() is not main_thread():  # others receive no signals
+    if current_thread() is not main_thread():  # Python delivers signals to the main thread only.
         yield interrupted
         return
     before = signal.signal(signal.SIGINT, stop)
@@ -146,7 +149,7 @@ def _stopped_by_interrupt(pipes: Sequence[Connection]) -> Iterator[list[float]]:
 
 
 def shares_of(target: Target, workload: Workload, settings: LoadSettings) -> list[GrpcShare]:
-    """Returns each client's share of the workload."""
+    """Split the workload into one share per client."""
     give_up_s = workload.seconds + settings.drain_s
     return [
         GrpcShare(
@@ -164,14 +167,14 @@ def shares_of(target: Target, workload: Workload, settings: LoadSettings) -> lis
 
 
 def deal(workload: Workload, clients: int) -> list[tuple[tuple[int, Arrival], ...]]:
-    """Deals numbered arrivals to the clients in turn, so that a burst is spread over all of them."""
+    """Deal numbered arrivals to the clients in turn, so that a burst is spread over all of them."""
     numbered = tuple(enumerate(workload.arrivals))
     return [numbered[first::clients] for first in range(min(clients, len(numbered)))]
 
 
 @contextmanager
 def _clients(shares: Sequence[Share]) -> Iterator[list[Connection]]:
-    """Starts a process for each share, and yields the pipes; kills the processes at the end."""
+    """Start one process per share, and yield the pipes to them. On exit the processes are killed."""
     context = get_context("spawn")
     pipes, processes = [], []
     try:
@@ -179,7 +182,7 @@ def _clients(shares: Sequence[Share]) -> Iterator[list[Connection]]:
             ours, theirs = context.Pipe()
             process = context.Process(target=run_share, args=(theirs, share), daemon=True)
             process.start()
-            theirs.close()  # so that the end of the process is the end of the pipe
+            theirs.close()  # so that the pipe ends when the client process ends
             pipes.append(ours)
             processes.append(process)
         yield pipes

@@ -1,4 +1,4 @@
-"""SLO cells: limits of a request's latencies, and the verdict on a request."""
+"""SLO cells: limits of a request's latencies, and how a request is judged by them."""
 
 import math
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ from tandem.cli.load.spread import percentile
 from tandem.protocol.errors import InvalidArgument, ResourceExhausted
 
 GAP_PERCENT = 99.0
-"""Default percentile of a request's own gaps that is compared with the limit."""
+"""Default percentile of a request's own gaps that the limit applies to."""
 _SHED = (ResourceExhausted.code, f"HTTP {HTTPStatus.TOO_MANY_REQUESTS:d}")
-"""The errors of requests that a server rejected at once for lack of capacity, by gRPC and by HTTP."""
+"""The errors by which a server rejects a request at once for lack of capacity, over gRPC and over HTTP."""
 STRICT_STEPS = 2.0
-"""The strict cell's limit for gaps, in decode steps of an idle cluster."""
+"""The gap limit of the strict cell, in decode steps of an idle cluster."""
 
 
 @dataclass(frozen=True, slots=True)
 class SloCell:
-    """Limits in seconds: of TTFT from the due time, and of the `gap_percent` percentile of the gaps."""
+    """Latency limits in seconds: TTFT from the due time, and the `gap_percent` percentile of a request's gaps."""
 
     name: str
     ttft_s: float
@@ -27,13 +27,16 @@ class SloCell:
     gap_percent: float = GAP_PERCENT
 
     def as_result(self) -> dict[str, float | None]:
-        """Returns the cell for JSON; None stands for no limit."""
+        """Return the cell as JSON; None = no limit."""
         limits = (round(each * 1e3, 4) if each < math.inf else None for each in (self.ttft_s, self.gap_s))
         ttft_ms, gap_ms = limits
         return {"ttft_ms": ttft_ms, "gap_ms": gap_ms, "gap_percent": self.gap_percent}
 
     def judge(self, record: RequestRecord) -> Outcome:
-        """Returns the outcome; SHED = rejected at once for lack of capacity, FAILED = any other incomplete answer."""
+        """Return the request's outcome.
+
+        SHED = rejected at once for lack of capacity, FAILED = incomplete for another reason.
+        """
         if record.error:
             return Outcome.SHED if record.error in _SHED else Outcome.FAILED
         if record.ttft_s is None or record.ttft_s > self.ttft_s:
@@ -43,7 +46,7 @@ class SloCell:
 
 
 def standard_cells(step_s: float) -> tuple[SloCell, ...]:
-    """Returns strict, balanced and quick; `step_s` is a decode step of the idle cluster in seconds."""
+    """Return the cells strict, balanced and quick; `step_s` is the decode step of an idle cluster in seconds."""
     return (
         SloCell("strict", ttft_s=2.0, gap_s=STRICT_STEPS * step_s),
         SloCell("balanced", ttft_s=1.0, gap_s=0.025),
@@ -52,7 +55,7 @@ def standard_cells(step_s: float) -> tuple[SloCell, ...]:
 
 
 def parse_cell(text: str) -> SloCell:
-    """Parses "name:TTFT_MS:GAP_MS" or "name:TTFT_MS:GAP_MS:PERCENT". InvalidArgument describes errors."""
+    """Parse "name:TTFT_MS:GAP_MS" or "name:TTFT_MS:GAP_MS:PERCENT". Raises InvalidArgument for any other form."""
     name, *numbers = text.split(":")
     try:
         ttft_ms, gap_ms, *rest = (float(each) for each in numbers)

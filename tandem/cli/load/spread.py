@@ -1,4 +1,4 @@
-"""Summaries of measured durations: mean, percentiles and a curve to draw."""
+"""Summaries of measured durations: mean, percentiles, and a curve for plots."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -7,25 +7,25 @@ from dataclasses import dataclass
 import numpy as np
 
 LEVELS = (*range(0, 99, 2), 99, 99.5, 99.9, 100)
-"""The percentiles of a curve; 0 is the minimum."""
+"""The percentiles of a curve; 0 is the minimum, 100 the maximum."""
 _TO_MS = 1e3
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Returns a percentile by nearest rank, which is always one of `values`."""
+    """Return a percentile by the nearest-rank method; the result is always an element of `values`."""
     return sorted(values)[_rank(len(values), percent)]
 
 
 def _rank(count: int, percent: float) -> int:
-    # Rounded first: 99.9 % of 1000 is 999, not the 999.0000000000001 of floating point.
+    # Round first: 99.9 % of 1000 must be 999, not the 999.0000000000001 of floating point.
     return max(0, math.ceil(round(percent / 100 * count, 6)) - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The summary of `count` durations in seconds; `curve` has the percentiles at `LEVELS`, by nearest rank.
+    """The summary of `count` durations in seconds; `curve` has the nearest-rank percentiles at `LEVELS`.
 
-    All fields are 0, and the curve is empty, without durations.
+    Without durations all fields are 0, and the curve is empty.
     """
 
     count: int
@@ -38,7 +38,7 @@ class Spread:
 
     @classmethod
     def of(cls, durations: Iterable[float | None]) -> "Spread":
-        """Summarizes durations; None stands for a duration that does not exist."""
+        """Summarize durations; a None is skipped."""
         values = np.sort([each for each in durations if each is not None])
         if values.size == 0:
             return cls(0, 0.0, 0.0, 0.0, 0.0, 0.0, ())
@@ -49,7 +49,7 @@ class Spread:
         return cls(values.size, float(values.mean()), at(50), at(90), at(99), at(100), tuple(map(at, LEVELS)))
 
     def in_ms(self) -> dict[str, object]:
-        """Returns the summary in milliseconds for JSON."""
+        """Return the summary as JSON, in milliseconds."""
         names = ("mean", "p50", "p90", "p99", "worst")
         figures: dict[str, object] = {name: round(getattr(self, name) * _TO_MS, 3) for name in names}
         return {"count": self.count, **figures, "curve": [round(each * _TO_MS, 3) for each in self.curve]}

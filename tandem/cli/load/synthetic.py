@@ -1,7 +1,7 @@
-"""Random arrivals and lengths; no two prompts share a prefix.
+"""Workloads with random arrivals and lengths, in which no two prompts share a prefix.
 
-Gaps between arrivals are gamma-distributed (Poisson arrivals at a coefficient of variation of 1, equal gaps at 0),
-lengths lognormal or constant.
+Gaps between arrivals are gamma-distributed: Poisson arrivals for a coefficient of variation of 1, equal gaps for 0.
+Lengths are lognormal or constant.
 """
 
 import math
@@ -15,14 +15,14 @@ from tandem.protocol.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Lengths in tokens with this mean: equal if `sigma` is 0, else lognormal with `sigma` of the logarithm."""
+    """A distribution of lengths in tokens: constant if `sigma` is 0, else lognormal with `sigma` of the logarithm."""
 
     mean: float
     sigma: float = 0.0
 
     @classmethod
     def parse(cls, option: str, text: str) -> "Lengths":
-        """Parses "500" or "lognormal:500:0.8". InvalidArgument names `option`."""
+        """Parse "500" or "lognormal:500:0.8". Raises InvalidArgument, which names `option`."""
         kind, *numbers = text.split(":") if ":" in text else ("constant", text)
         try:
             values = [float(number) for number in numbers]
@@ -33,7 +33,7 @@ class Lengths:
         return cls(*values)
 
     def draw(self, generator: np.random.Generator, count: int) -> list[int]:
-        """Draws `count` lengths of at least one token."""
+        """Draw `count` lengths of at least one token."""
         location = math.log(self.mean) - self.sigma**2 / 2
         return [max(1, round(each)) for each in np.exp(location + self.sigma * generator.standard_normal(count))]
 
@@ -47,7 +47,10 @@ def _sensible(mean: float, sigma: float = 0.0) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Synthetic:
-    """Lengths of prompts and answers, and the burstiness of arrivals: `cv` is the gaps' deviation over their mean."""
+    """The distributions of prompt lengths, answer lengths and arrivals.
+
+    `cv` is the coefficient of variation of the gaps: their standard deviation over their mean.
+    """
 
     prompt: Lengths
     answer: Lengths
@@ -59,13 +62,13 @@ class Synthetic:
 
     @property
     def name(self) -> str:
-        """Lengths and burstiness, for file names."""
+        """A name with lengths and burstiness, valid in file names."""
         return f"{self.prompt}-to-{self.answer}-cv{self.cv:g}"
 
     def at(self, rate: float, seconds: float, seed: int) -> Workload:
-        """Returns a workload; arrival times and lengths have generators of their own.
+        """Return a workload. Arrival times and lengths have separate random generators.
 
-        Another rate has the same lengths in the same order.
+        With another rate, the lengths are therefore the same, in the same order.
         """
         moments, prompts, answers = (np.random.default_rng(each) for each in np.random.SeedSequence(seed).spawn(3))
         due = due_times(moments, self.cv, rate, seconds)
@@ -75,9 +78,9 @@ class Synthetic:
 
 
 def due_times(generator: np.random.Generator, cv: float, rate: float, seconds: float) -> list[float]:
-    """Draws the due times of requests at `rate` per second, all below `seconds`; with a `cv` of 0 all gaps are equal.
+    """Draw the due times of requests at `rate` per second, all below `seconds`; with a `cv` of 0 all gaps are equal.
 
-    InvalidArgument unless `rate` is above 0.
+    Raises InvalidArgument unless `rate` is above 0.
     """
     if rate <= 0:
         raise InvalidArgument("--rates", f"{rate:g} is not above 0")

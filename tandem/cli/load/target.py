@@ -1,4 +1,4 @@
-"""The cluster under load as its listener reports it: the model, whether it is idle, and the speed of one request."""
+"""The cluster under load: its model, whether it is idle, and the speed of a single request."""
 
 import asyncio
 import time
@@ -15,14 +15,14 @@ from tandem.protocol.generated.tandem.v1 import inference_pb2
 WARM_REQUESTS, WARM_PROMPT, WARM_TOKENS = 8, 256, 32
 LONE_REQUESTS, LONE_PROMPT, LONE_TOKENS = 3, 1000, 65
 WARM_SEED = 2**62
-"""The seed of warm-ups, which no workload has, so that no prefix cache hit comes from a warm-up."""
+"""The seed of warm-up prompts. No workload has it, so that no prefix cache hit comes from a warm-up."""
 _POLL_S = 0.05
 _TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A router's listener and what it reports."""
+    """A router under load and its description of itself."""
 
     address: str
     api_key: str
@@ -31,7 +31,7 @@ class Target:
 
     @property
     def context(self) -> int:
-        """Maximum tokens of prompt and answer together."""
+        """The maximum number of tokens of prompt and answer together."""
         return self.view.model.max_context
 
     @property
@@ -41,11 +41,11 @@ class Target:
 
     @property
     def on_gpus(self) -> bool:
-        """True if some worker runs on a GPU."""
+        """True if at least one worker runs on a GPU."""
         return any(worker.device.startswith("cuda") for worker in self.view.info.workers)
 
     def as_result(self) -> dict[str, object]:
-        """Returns the cluster's description for JSON."""
+        """Return the cluster's description as JSON."""
         workers = sorted(self.view.info.workers, key=lambda worker: worker.worker_id)
         return {
             "model": self.view.model.model,
@@ -56,18 +56,18 @@ class Target:
 
 
 def find_target(address: str, api_key: str = "") -> Target:
-    """Asks the router. Unavailable if it does not respond or serves nothing yet."""
+    """Query the router's description. Raises Unavailable if it does not respond or serves no model yet."""
     return Target(address, api_key, view_of(address, api_key))
 
 
 def find_model(address: str, api_key: str = "", tls: Tls | None = None) -> Target:
-    """Asks the router for its model alone, which any key may read. Unavailable like `find_target`."""
+    """Query only the router's model, which any key may read. Raises Unavailable as `find_target` does."""
     unread = inference_pb2.GetServerInfoResponse(), inference_pb2.GetLoadsResponse()
     return Target(address, api_key, ServerView(*unread, model_of(address, api_key, tls)), tls)
 
 
 def wait_until_idle(target: Target, within_s: float) -> None:
-    """Waits until the router has no request. Unavailable after `within_s`."""
+    """Wait until the router has no requests. Raises Unavailable after `within_s` seconds."""
     give_up = time.monotonic() + within_s
     while True:
         loads = view_of(target.address, target.api_key).loads
@@ -80,17 +80,18 @@ def wait_until_idle(target: Target, within_s: float) -> None:
 
 
 def warm_up(target: Target) -> float:
-    """Warms up with concurrent, then single requests; returns the seconds of an idle cluster's decode step.
+    """Warm up with concurrent, then single requests, and return the decode step of an idle cluster in seconds.
 
-    It is the mean step of the fastest single request; others were delayed by something else. Unavailable if one fails.
+    The step is the mean gap of the fastest single request, because the other requests were delayed by something else.
+    Raises Unavailable if a request fails.
     """
     return asyncio.run(_warm_up(target))
 
 
 def touch(target: Target) -> None:
-    """Sends some concurrent requests, so that no request of a load is the first of its kind.
+    """Send some concurrent requests, so that no request of a load is the first of its kind.
 
-    Unavailable if one fails.
+    Raises Unavailable if a request fails.
     """
     asyncio.run(_touch(target))
 
@@ -129,6 +130,6 @@ async def _ask(client: LoadClient, target: Target, number: int, prompt: int, tok
 
 
 def _step_s(record: RequestRecord) -> float:
-    """Returns the mean gap without the first, which contains the hand-over."""
+    """Return the mean gap in seconds, without the first gap, which contains the hand-over."""
     moments = record.token_s[1:]
     return (moments[-1] - moments[0]) / (len(moments) - 1)

@@ -1,8 +1,8 @@
-"""Arrivals and lengths from a production trace, at its own speed or scaled to another rate.
+"""Arrivals and lengths from a production trace, replayed at the recorded speed or scaled to another rate.
 
-Two formats, by suffix: `.jsonl` as Mooncake's (https://github.com/kvcache-ai/Mooncake, FAST'25), whose hashes name the
-blocks of each prompt, and `.csv` as Azure's LLM inference traces (Splitwise, ISCA'24). Prompts without hashes share
-nothing.
+There are two formats, by suffix: `.jsonl` is that of Mooncake (https://github.com/kvcache-ai/Mooncake, FAST'25), whose
+hashes identify the blocks of each prompt; `.csv` is that of Azure's LLM inference traces (Splitwise, ISCA'24). Prompts
+without hashes share no prefix.
 """
 
 import csv
@@ -17,21 +17,21 @@ from tandem.cli.load.workload import Arrival, Block, Workload
 from tandem.protocol.errors import InvalidArgument
 
 BLOCK_TOKENS = 512
-"""Tokens of a prompt per hash of a Mooncake trace."""
+"""Tokens of a prompt per hash in a Mooncake trace."""
 _UNSHARED = 1 << 41
-"""Lowest key of prompts whose blocks a trace does not name; no hash of a trace is as large."""
+"""Lowest key of blocks without a hash in the trace; all hashes of a trace are smaller."""
 _COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The recorded requests, the first due at 0."""
+    """The recorded requests; the first is due at 0 s."""
 
     name: str
     requests: tuple[Arrival, ...]
 
     def at(self, rate: float, seconds: float, seed: int) -> Workload:
-        """Returns the first `rate` × `seconds` requests, with times scaled so that they fill `seconds`."""
+        """Return the first `rate` × `seconds` requests, with due times scaled to fill `seconds`."""
         count = round(rate * seconds)
         if not 0 < count <= len(self.requests):
             had = f"the trace has {len(self.requests)}"
@@ -42,14 +42,14 @@ class Trace:
         return self._paced(count, span / seconds, rate, seconds, seed)
 
     def at_speed(self, speed: float, seconds: float, seed: int) -> Workload:
-        """Returns the requests of the trace's first `seconds` × `speed` seconds, `speed` times as fast as recorded."""
+        """Return the requests of the trace's first `seconds` × `speed` seconds, replayed `speed` times as fast."""
         if speed <= 0:
             raise InvalidArgument("--speed", f"{speed:g} is not above 0")
         count = sum(request.due_s < seconds * speed for request in self.requests)
         return self._paced(count, speed, count / seconds, seconds, seed)
 
     def scaled(self, factor: float) -> "Trace":
-        """Returns the trace with prompts, blocks and answers `factor` times as long, at least one token each."""
+        """Return the trace with prompts, blocks and answers `factor` times as long, each at least one token."""
         if factor <= 0:
             raise InvalidArgument("--length-scale", f"{factor:g} is not above 0")
 
@@ -63,7 +63,10 @@ class Trace:
         return replace(self, requests=tuple(requests))
 
     def _span_s(self, count: int) -> float:
-        """Returns the time until the request after the first `count`; at the end of the trace one mean gap is added."""
+        """Return the due time of the request after the first `count`.
+
+        Past the end of the trace, the due time is extrapolated by one mean gap.
+        """
         if count < len(self.requests):
             return self.requests[count].due_s
         return self.requests[-1].due_s * count / max(1, count - 1)
@@ -74,7 +77,7 @@ class Trace:
 
 
 def read_trace(file: Path) -> Trace:
-    """Reads a whole trace. InvalidArgument names the wrong line, or the file."""
+    """Read a whole trace. Raises InvalidArgument, which names the wrong line or the file."""
     if file.suffix not in _FORMATS:
         raise InvalidArgument("--trace", f"{file.name} is neither a .jsonl nor a .csv file")
     try:

@@ -1,4 +1,4 @@
-"""Prompts of common words, for servers that take text: most tokenizers have a token for each."""
+"""Prompts of common words, for servers that accept only text. Most tokenizers encode each word as one token."""
 
 from __future__ import annotations
 
@@ -18,25 +18,28 @@ _WORDS = _TEXT.split()
 
 
 def prompt_words(prompt: tuple[Block, ...], seed: int) -> str:
-    """Returns a text of one word for each token of the blocks: random, but equal for equal keys and seed."""
+    """Return a text with one random word per token of the blocks; equal keys and seed give equal words."""
     return " ".join(_WORDS[number] for number in prompt_ids(prompt, seed, len(_WORDS)))
 
 
 @dataclass(frozen=True, slots=True)
 class WordLengths:
-    """A server's tokens for a number of words, by its tokenizer and chat template: `template` + `per_word` × words."""
+    """How many tokens a server counts for a number of words, given its tokenizer and chat template.
+
+    The model is linear: tokens = `template` + `per_word` × words.
+    """
 
     template: float = 0.0
     per_word: float = 1.0
 
     @classmethod
     def of(cls, short: tuple[int, int], long: tuple[int, int]) -> WordLengths:
-        """Returns the line through two prompts of (words, tokens); one token a word where that is no rising line."""
+        """Fit the line through two prompts of (words, tokens); if it does not rise, assume one token per word."""
         per_word = (long[1] - short[1]) / (long[0] - short[0])
         return cls(max(0.0, short[1] - per_word * short[0]), per_word) if per_word > 0 else cls()
 
     def in_words(self, workload: Workload) -> Workload:
-        """Returns the workload with blocks counted in words, so that prompts have about the asked tokens."""
+        """Return the workload with block lengths in words, so that prompts have about the requested tokens."""
         return replace(workload, arrivals=tuple(map(self._arrival, workload.arrivals)))
 
     def _arrival(self, arrival: Arrival) -> Arrival:
@@ -44,7 +47,7 @@ class WordLengths:
             return arrival
         left = self.template
         blocks = []
-        for block in reversed(arrival.prompt):  # the template's tokens are taken from the end, which is not shared
+        for block in reversed(arrival.prompt):  # the template's tokens are taken off the end, which is not shared
             taken = min(left, block.tokens)
             left -= taken
             blocks.append(Block(block.key, round((block.tokens - taken) / self.per_word)))

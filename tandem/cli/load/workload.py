@@ -1,4 +1,4 @@
-"""A load's definition: when each request is due, the blocks of its prompt, and the length of its answer."""
+"""The definition of a load: due time, prompt blocks and answer length of each request."""
 
 import math
 from dataclasses import dataclass, replace
@@ -12,7 +12,10 @@ from tandem.protocol.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """`tokens` token ids named by `key`: in one workload equal keys give equal ids, as far as both blocks reach."""
+    """A part of a prompt with `tokens` token ids, generated from `key`.
+
+    Within a workload, equal keys give equal ids; a longer block extends a shorter one.
+    """
 
     key: int
     tokens: int
@@ -20,13 +23,13 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request: seconds after the start at which it is due, its prompt, and the exact length of its answer."""
+    """One request: its due time in seconds after the start, its prompt, and the exact length of its answer."""
 
     due_s: float
     prompt: tuple[Block, ...]
     new_tokens: int
     messages: tuple[tuple[str, str], ...] = ()
-    """A conversation of (role, content) pairs in place of the blocks, for a server that tokenizes."""
+    """A conversation of (role, content) pairs instead of the blocks, for servers that tokenize."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -34,7 +37,7 @@ class Arrival:
         return sum(block.tokens for block in self.prompt)
 
     def fitted(self, context: int) -> "Arrival":
-        """Returns the request cut to `context` tokens: the answer to at most half, the prompt to its beginning."""
+        """Return the request cut to `context` tokens: first the answer, to at most half, then the end of the prompt."""
         answer = min(self.new_tokens, context // 2)
         if answer + self.prompt_tokens <= context:
             return replace(self, new_tokens=answer)
@@ -56,7 +59,7 @@ class Workload:
     """Arrivals sorted by due time, all within `seconds`, at about `rate` per second.
 
     `seed` selects the token ids: another seed gives the same lengths and shared prefixes with other tokens, so that a
-    second run hits nothing of the first in a prefix cache. `clipped` is the number of requests cut to a context.
+    second run hits no prefix cache entry of the first. `clipped` is the number of requests cut to a context.
     """
 
     name: str
@@ -75,14 +78,17 @@ class Workload:
             )
 
     def fitted(self, context: int) -> "Workload":
-        """Returns the workload with every request cut to a model's context of `context` tokens."""
+        """Return the workload with every request cut to a model's context of `context` tokens."""
         fitted = tuple(arrival.fitted(context) for arrival in self.arrivals)
         clipped = sum(a != b for a, b in zip(fitted, self.arrivals, strict=True))
         return replace(self, arrivals=fitted, clipped=self.clipped + clipped)
 
 
 def parse_rates(text: str, option: str = "--rates") -> list[float]:
-    """Parses "1,2.5,4" into ascending rates. InvalidArgument names `option` unless all are numbers above 0."""
+    """Parse "1,2.5,4" into ascending rates.
+
+    Raises InvalidArgument, which names `option`, unless all are numbers above 0.
+    """
     try:
         rates = sorted(float(rate) for rate in text.split(","))
     except ValueError:
@@ -100,11 +106,14 @@ class Source(Protocol):
         """A short name that is valid in file names."""
 
     def at(self, rate: float, seconds: float, seed: int) -> Workload:
-        """Returns requests at `rate` per second for `seconds`. InvalidArgument if the source cannot."""
+        """Return requests at `rate` per second for `seconds`.
+
+        Raises InvalidArgument if the source has no such workload.
+        """
 
 
 def prompt_ids(prompt: tuple[Block, ...], seed: int, vocab_size: int) -> NDArray[np.int64]:
-    """Returns the token ids of a prompt, each below `vocab_size`: random, but equal for equal keys and seed."""
+    """Return the token ids of a prompt, each below `vocab_size`: random, but equal for equal keys and seed."""
     return np.concatenate(
         [np.random.default_rng((seed, block.key)).integers(0, vocab_size, block.tokens) for block in prompt]
     )

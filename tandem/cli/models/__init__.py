@@ -1,1 +1,1 @@
-"""Models that commands choose by themselves: the default model, and random weights in the shape of a known one."""
+"""Models that commands provide: the default model, Hub downloads, and random weights in the shape of a known model."""

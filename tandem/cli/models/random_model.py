@@ -1,4 +1,4 @@
-"""A model folder for performance runs: a real model's shape, a tokenizer with as many tokens, no weights."""
+"""A model folder for performance runs: a real model's shape, a tokenizer of the same vocabulary size, no weights."""
 
 import json
 import shutil
@@ -14,10 +14,11 @@ _TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_te
 
 
 def random_model(shape: str) -> Path:
-    """Returns the folder of `shape` ("llama-3-8b") below the user's cache, for `ClusterSettings.random_weights`.
+    """Create the folder of `shape` ("llama-3-8b") in the user's cache, and return it.
 
-    Its tokenizer is the small model's, extended to the shape's vocabulary: random weights sample any token id, and a
-    client that counts or times text needs some text for each. InvalidArgument for an unknown shape.
+    The folder is for `ClusterSettings.random_weights`. Its tokenizer is the small model's, extended to the shape's
+    vocabulary: random weights sample any token id, and a client that counts or times text needs some text for each id.
+    Raises InvalidArgument for an unknown shape.
     """
     folder = write_shape(shape, default_cache() / f"random-{shape}")
     small = prepare_model(find_default_model())
@@ -27,7 +28,7 @@ def random_model(shape: str) -> Path:
     tokenizer = json.loads((small / _TOKENIZER).read_text(encoding="utf-8"))
     vocabulary: dict[str, int] = tokenizer["model"]["vocab"]
     known = 1 + max(vocabulary.values())
-    # No merge yields them, so the encoding of prompts is unchanged. Ġ is a space in byte-level vocabularies.
+    # No merge yields these tokens, so prompts are encoded as before. Ġ is a space in byte-level vocabularies.
     vocabulary.update({f"Ġ{id_}": id_ for id_ in range(known, load_spec(folder).vocab_size)})
     (folder / _TOKENIZER).write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
     return folder

@@ -1,1 +1,1 @@
-"""Commands that show a running cluster: status, top, why, traces, logs."""
+"""Commands that show a running cluster: `status`, `top`, `why`, `trace` and `logs`."""

@@ -1,4 +1,4 @@
-"""The log folders of `tandem up`: one per run, kept after its end."""
+"""The log folders of `tandem up`: one per run, kept after the run has ended."""
 
 import contextlib
 import os
@@ -12,12 +12,12 @@ KEPT_RUNS = 10
 
 
 def log_root() -> Path:
-    """Returns the folder of all runs' log folders, whose names sort by start time."""
+    """Return the folder that contains the log folders of all runs, whose names sort by start time."""
     return user_cache("logs")
 
 
 def new_log_folder() -> Path:
-    """Creates a log folder for this run, readable by this user alone; the last few earlier ones are kept."""
+    """Create a log folder for this run, readable by this user only, and delete all but the last few earlier ones."""
     root = log_root()
     folder = root / f"{time.strftime('%Y-%m-%dT%H%M%S')}-{os.getpid()}"
     folder.mkdir(parents=True, mode=0o700)

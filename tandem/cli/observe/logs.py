@@ -13,33 +13,35 @@ from tandem.logging.log_file import KEPT, earlier
 
 
 class LogTail:
-    """Follows the files of the newest run under a folder of runs, and those of every run that begins later."""
+    """Follows the log files of the newest run in a folder of runs, and those of every run that begins later."""
 
     def __init__(self, root: Path) -> None:
-        """Starts at the newest run; `root` need not exist yet."""
+        """Start with the newest run; `root` need not exist yet."""
         self._root = root
         self._oldest = max((run.name for run in self._runs()), default="")
         self._read: dict[Path, dict[tuple[int, int], int]] = {}
-        """Bytes that were read of each kept file, by device and inode, because names change."""
+        """For each log file, the bytes already read of it and its rotated files, by device and inode, because names
+        change.
+        """
         self._rest: dict[Path, bytes] = {}
         """The last line of each file, if it is incomplete."""
 
     def lines(self) -> Iterator[str]:
-        """Yields the new complete lines since the last call, file by file, without line ends."""
+        """Yield the new complete lines since the last call, file by file, without line ends."""
         for run in sorted(self._runs()):
             if run.name >= self._oldest:
                 for file in sorted(run.glob("*.log")):
                     yield from self._lines_of(file)
 
     def _runs(self) -> list[Path]:
-        """Returns the folders of all runs, whose names sort by start time."""
+        """Return the folders of all runs, whose names sort by start time."""
         try:
             return [each for each in self._root.iterdir() if each.is_dir()]
         except FileNotFoundError:
             return []
 
     def _lines_of(self, file: Path) -> Iterator[str]:
-        """Yields the new lines of a file and of its rotated predecessors, oldest first, as one stream."""
+        """Yield the new lines of a log file and its rotated predecessors, oldest first, as one stream."""
         known, read = self._read.get(file, {}), {}
         fresh = [self._rest.get(file, b"")]
         with ExitStack() as stack:
@@ -47,7 +49,7 @@ class LogTail:
                 status = os.fstat(part.fileno())
                 name = status.st_dev, status.st_ino
                 if name in read:
-                    continue  # it was rotated between two of these openings
+                    continue  # the file was rotated between two openings
                 before = known.get(name, 0)
                 part.seek(before if before <= status.st_size else 0)
                 fresh.append(part.read())
@@ -58,10 +60,10 @@ class LogTail:
 
 
 def _parts(file: Path, stack: ExitStack) -> list[BinaryIO]:
-    """Opens the existing files, newest first: a file that is rotated meanwhile is found under its next name."""
+    """Open the existing files, newest first. A file that is rotated meanwhile is then found under its next name."""
     parts: list[BinaryIO] = []
     for path in (file, *(earlier(file, number) for number in range(1, KEPT + 1))):
-        with suppress(FileNotFoundError):  # none so far, or an old run that was removed
+        with suppress(FileNotFoundError):  # not written yet, or an old run whose folder was deleted
             parts.append(stack.enter_context(path.open("rb")))
     return parts
 

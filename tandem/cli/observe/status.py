@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tandem.protocol.generated.tandem.v1.inference_pb2 import WorkerStatus
 
 WIDE = 200
-"""Columns of output that is not folded: pipes and files."""
+"""Columns of output that goes to a pipe or a file, where lines need not be wrapped."""
 
 
 @plain_errors
@@ -38,7 +38,7 @@ def status(*, router: RouterOptions) -> None:
 
 
 def absences(address: str) -> list[str]:
-    """Returns a line for each worker that does not serve; none for a router given by address.
+    """Return one line per worker that does not serve; empty for a router given by address.
 
     Only the controller knows these workers.
     """
@@ -61,7 +61,7 @@ def absences(address: str) -> list[str]:
 
 
 def summary(address: str, view: "ServerView") -> str:
-    """Returns the router's summary line, and what the model is."""
+    """Return the router's summary line and a description of the model."""
     line = (
         f"router {address} serves {view.model.model} ({view.model.dtype}, context {view.model.max_context}), "
         f"{view.info.mode}, {view.loads.running} running, {view.loads.waiting} waiting, Tandem {view.info.version}"
@@ -70,7 +70,7 @@ def summary(address: str, view: "ServerView") -> str:
 
 
 def worker_table(view: "ServerView") -> "Table":
-    """Returns a table with one row for each worker the router knows."""
+    """Return a table with one row for each worker that the router knows."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -92,7 +92,7 @@ def worker_table(view: "ServerView") -> "Table":
 
 
 def remarks(view: "ServerView") -> list[str]:
-    """Returns a line for each problem: requests that wait, workers that take no new ones, and slow transports."""
+    """Return one line per problem: waiting requests, workers that accept no new ones, and slow transports."""
     lines = [f"degraded: {view.info.degraded}"] if view.info.degraded else []
     for worker in sorted(view.info.workers, key=_role_and_id):
         lines += [f"{worker.worker_id} is not ready: {worker.not_ready}"] if worker.not_ready else []
@@ -111,12 +111,12 @@ def _state(worker: "WorkerStatus") -> str:
 
 
 def _role_and_id(worker: "WorkerStatus") -> tuple[str, list[str | int]]:
-    """Returns a sort key: by role, then by id with 10 after 9."""
+    """Return a sort key: by role, then by id in numerical order (10 after 9)."""
     return worker.role, [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", worker.worker_id)]
 
 
 def _time_of(unix_nanos: int) -> str:
-    """Returns the local time."""
+    """Return the time of day in local time."""
     if unix_nanos == 0:
         return "-"
     return datetime.fromtimestamp(unix_nanos / 1e9).strftime("%Y-%m-%d %H:%M:%S")

@@ -1,4 +1,4 @@
-"""`tandem top`: the cluster live, from every process's metrics."""
+"""`tandem top`: a live view of the cluster, from the metrics of all processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tandem.metrics.scrape import Scrape
 
 _FIRST_S = 1.0
-"""Seconds that the first picture covers."""
+"""Seconds that the first view covers."""
 
 
 @plain_errors
@@ -60,7 +60,7 @@ async def _watch(address: str, key: str, interval: float, *, once: bool) -> None
 
 
 async def scrape(address: str, key: str) -> Scrape:
-    """Returns a scrape of the whole cluster."""
+    """Scrape the metrics of the whole cluster."""
     import time
 
     from tandem.metrics.metrics_server import METRICS_PATH, fetch

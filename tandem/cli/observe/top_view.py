@@ -1,4 +1,4 @@
-"""The picture of a cluster for `tandem top`: router, service classes, phases, workers, in the order of a request."""
+"""The view of `tandem top`: router, SLO classes, phases, workers, in the order of a request."""
 
 from rich.console import Group
 from rich.table import Table
@@ -23,7 +23,7 @@ _OUTCOMES = ("met", "missed_ttft", "missed_itl", "shed", "failed")
 
 
 def picture(interval: ScrapeInterval) -> Group:
-    """Returns the cluster's activity in this interval and its state at the end."""
+    """Return the cluster's activity in this interval and its state at the end."""
     gap = Text()
     return Group(_summary(interval), gap, _promises(interval), gap, _latencies(interval), gap, _workers(interval))
 
@@ -57,7 +57,7 @@ def _table(about: str) -> Table:
 
 
 def _blame(interval: ScrapeInterval, name: str) -> str:
-    """Returns the phases in which requests of a class missed targets since the router's start, worst first."""
+    """Return the phases in which requests of a class missed their targets since the router's start, worst first."""
     phases = interval.now.values(f.SLO_MISSED, "phase", slo_class=name)
     missed = {each: interval.now.total(f.SLO_MISSED, slo_class=name, phase=each) for each in phases}
     worst = sorted((each for each in phases if missed[each]), key=lambda each: -missed[each])

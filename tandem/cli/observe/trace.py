@@ -1,4 +1,4 @@
-"""`tandem trace`: one request's timeline, or the recent and slow requests that the router remembers."""
+"""`tandem trace`: the timeline of one request, or a list of the recent and slow requests that the router remembers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NONE = "-"
 
 
 def drawn(trace: RequestTrace) -> RenderableType:
-    """Returns one request: its identity, its phases, and its transfer."""
+    """Return the view of one request: its identity, its phases and its transfer."""
     table = Table(box=None, pad_edge=False)
     for column in ("phase", "at ms", "took ms", "worker", ""):
         table.add_column(column, justify="right" if column.endswith("ms") else "left", no_wrap=True)
@@ -47,7 +47,7 @@ def drawn(trace: RequestTrace) -> RenderableType:
 
 
 def listed(traces: list[RequestTrace]) -> Table:
-    """Returns a table with one line per request, in their order."""
+    """Return a table with one row per request, in the given order."""
     table = Table(box=None, pad_edge=False)
     left = ("request", "arrived", "class", "outcome")
     for column in (*left, "total ms", "first token ms", *Phase, "prompt", "answer"):

@@ -1,4 +1,4 @@
-"""`tandem why`: each worker's bottleneck, from every process's metrics."""
+"""`tandem why`: the bottleneck of each worker, derived from the metrics of all processes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def why(
 
 
 def models(now: Scrape) -> list[str]:
-    """Returns the lines about the model that the workers serve."""
+    """Return the lines about the model that the workers serve."""
     from tandem.metrics import families as f
 
     found = now.values(f.MODEL_INFO, "summary")
@@ -58,7 +58,7 @@ def models(now: Scrape) -> list[str]:
 
 
 def findings(interval: ScrapeInterval) -> Table:
-    """Returns a table with one worker per row: its bottleneck, the supporting figures, the change."""
+    """Return a table with one row per worker: its bottleneck, the figures behind it, and the recommended change."""
     from rich.table import Table
     from rich.text import Text
 
@@ -85,7 +85,7 @@ def findings(interval: ScrapeInterval) -> Table:
 
 
 def speculation(interval: ScrapeInterval) -> list[str]:
-    """Returns a line about speculative decoding for each worker that decoded."""
+    """Return one line about speculative decoding for each worker that decoded."""
     from tandem.metrics import families as f
 
     found, now = [], interval.now
@@ -109,7 +109,7 @@ def speculation(interval: ScrapeInterval) -> list[str]:
 
 
 def _workers(now: Scrape) -> list[str]:
-    """Returns all workers that the controller supervises, and all that report metrics."""
+    """Return all workers that the controller supervises or that report metrics."""
     from tandem.metrics import families as f
 
     kept = [

@@ -1,4 +1,4 @@
-"""`tandem down`: stops the running cluster, or ends orphaned workers; returns when they are gone."""
+"""`tandem down`: stops the running cluster or ends orphaned workers, and returns when their processes have ended."""
 
 import contextlib
 from typing import TYPE_CHECKING, Annotated
@@ -73,9 +73,9 @@ def _stop_those_here(timeout: float, name: str, *, everything: bool) -> None:
 
 
 def _stop(clusters: "Sequence[RunningCluster]", timeout: float) -> None:
-    """Sends SIGINT to each cluster and waits for its end; DeadlineExceeded names those that remain.
+    """Send SIGINT to each cluster and wait for its end. Raises DeadlineExceeded, which names those that still run.
 
-    SIGTERM is not used, because workers may outlive it.
+    SIGINT rather than SIGTERM, because workers may outlive a SIGTERM.
     """
     import signal
     import time

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 RETRY_FOR_S = 10.0
-"""Seconds that a controller may be unreachable while another takes over, when a node is about to leave."""
+"""Seconds for which calls are retried while another controller takes over, when a node is about to leave."""
 AGAIN_S = 0.5
 
 Answer = TypeVar("Answer")
@@ -59,7 +59,7 @@ def drain(
 
 
 async def _with_retries(ask: Callable[[], Awaitable[Answer]]) -> Answer:
-    """Retries a call for a while if the controller is unavailable."""
+    """Make a call, and retry it for `RETRY_FOR_S` if the controller is unavailable."""
     import asyncio
     import time
 
@@ -76,7 +76,7 @@ async def _with_retries(ask: Callable[[], Awaitable[Answer]]) -> Answer:
 
 
 async def _drain_node(client: "ControllerClient", node: str, grace_s: float) -> None:
-    """Drains all workers of a node at once. The first failure is raised once the others have ended."""
+    """Drain all workers of a node concurrently. The first failure is raised after all drains have ended."""
     import asyncio
 
     workers = await _with_retries(client.workers)

@@ -1,4 +1,4 @@
-"""`tandem ready`: a readiness probe for nodes."""
+"""`tandem ready`: a readiness probe for the nodes of a cluster."""
 
 from typing import Annotated
 

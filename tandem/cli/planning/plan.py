@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from tandem.capacity.planner.decision import Split
 
 BATCHES = (1, 8, 32, 64, 128, 256)
-"""The numbers of decoding requests for which the effect of drafts is printed."""
+"""The numbers of decoding requests for which the effect of draft tokens is printed."""
 _MS = 1e3
 _FULL = 1.0
 
 
 def lines(question: Question, split: Split) -> Iterator[str]:
-    """Yields memory, size, and the bottleneck that binds first."""
+    """Yield the lines about memory, cluster size, and the first bottleneck."""
     from tandem.capacity.simulation.hardware import ITEM_BYTES
     from tandem.cost_model.step_cost import StepCost
     from tandem.engine.memory import GIB
@@ -73,7 +73,7 @@ def lines(question: Question, split: Split) -> Iterator[str]:
 
 
 def strategy_table(found: Iterable[Found], rate: float) -> Table:
-    """Returns a table with one strategy per row."""
+    """Return a table with one row per strategy."""
     table = Table(box=None, pad_edge=False)
     table.add_column("strategy", no_wrap=True)
     for column in ("knee /s", f"kept at {rate:g}/s", "TTFT p50", "p99 ms", "ITL p50", "p99 ms", "missed by"):
@@ -93,7 +93,7 @@ def strategy_table(found: Iterable[Found], rate: float) -> Table:
 
 
 def what_if_lines(question: Question, split: Split) -> Iterator[str]:
-    """Yields the effect of each change, by the cost model alone."""
+    """Yield the effect of each change of the cluster, from the cost model alone."""
     from tandem.capacity.plan.what_if import changes
 
     for change in changes(question.sizing, split, question.quantized_forms()):
@@ -101,7 +101,7 @@ def what_if_lines(question: Question, split: Split) -> Iterator[str]:
 
 
 def speculation_lines(question: Question, drafting: Drafting) -> Iterator[str]:
-    """Yields the effect of drafts by the roofline and, if there are fitted step costs, by those."""
+    """Yield the effect of draft tokens by the roofline, and by the fitted step costs if there are any."""
     from tandem.cost_model.step_cost import StepCost
 
     context = round(question.demand.context_tokens)
@@ -120,7 +120,7 @@ def speculation_lines(question: Question, drafting: Drafting) -> Iterator[str]:
 
 
 def comparison(found: Compared) -> str:
-    """Returns the comparison of a predicted with a measured knee as one line."""
+    """Return one line that compares a predicted knee with the measured one."""
     upper = "more" if found.lost is None else f"{found.lost:g}"
     measured, mark = f"measured {found.kept:g} to {upper}", "" if found.near else "  <-- beyond 20 %"
     return (
@@ -184,7 +184,7 @@ def plan(
 
 
 def _answer(question: Question, drafting: Drafting, *, simulate: bool) -> None:
-    """Prints the split by the cost model, the changes that would affect it, and the results of each strategy."""
+    """Print the split by the cost model, the changes that would affect it, and the results of each strategy."""
     import sys
 
     from rich.console import Console
@@ -209,7 +209,7 @@ def _answer(question: Question, drafting: Drafting, *, simulate: bool) -> None:
 
 
 def _check(file: Path, question: Question) -> None:
-    """Prints one line per row and cell, and the number of knees near the measured ones."""
+    """Print one line per row and cell of a measured table, and how many knees are close to the measured ones."""
     from tandem.capacity.plan.measured_knees import check
 
     knees = []

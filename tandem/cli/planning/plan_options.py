@@ -1,4 +1,4 @@
-"""Options of `tandem plan`, in groups."""
+"""The options of `tandem plan`, in groups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CUSTOM_GIB = 80.0
 
 @dataclass(frozen=True, slots=True)
 class ShapeOptions:
-    """Options of the model."""
+    """The options that describe the model."""
 
     shape: Annotated[str, typer.Option(help="A model's shape: llama-3-8b, qwen3-32b, …")] = "llama-3-8b"
     model: Annotated[Path | None, typer.Option(help="A model folder with config.json, used instead.")] = None
@@ -42,10 +42,10 @@ class ShapeOptions:
         return self.shape if self.model is None else self.model.name
 
     def config(self) -> ModelSpec:
-        """Returns the model's specification.
+        """Return the model's specification.
 
-        InvalidArgument for an unknown shape or quantization; ModelError, as from `tandem up`, for a folder that cannot
-        be served.
+        Raises InvalidArgument for an unknown shape or quantization, and ModelError, as `tandem up` does, for a folder
+        that cannot be served.
         """
         from tandem.engine.models.load_spec import load_spec, quantized_at_load
         from tandem.engine.models.shapes import shape_config, shape_names
@@ -60,16 +60,19 @@ class ShapeOptions:
         return quantized_at_load(spec, self.quantization)
 
     def kv_element_bytes(self, model: ModelSpec) -> float:
-        """Returns the bytes of an element of KV, with its part of a scale.
+        """Return the bytes per KV element, including its part of a scale.
 
-        InvalidArgument for an unknown dtype, or a model whose KV has none of 8 bits.
+        Raises InvalidArgument for an unknown dtype, or for a model that has no 8-bit KV cache.
         """
         from tandem.capacity.simulation.hardware import kv_element_bytes
 
         return kv_element_bytes(model, self.kv_cache_dtype)
 
     def draft_memory(self, model: ModelSpec) -> DraftMemory:
-        """Returns the memory of --draft beside the model, nothing without; ModelError if it cannot be served."""
+        """Return the additional memory of --draft, zero without it.
+
+        Raises ModelError if the draft model cannot be served.
+        """
         from tandem.capacity.plan.memory import NO_DRAFT_MEMORY, DraftMemory
         from tandem.engine.speculation.draft_folder import check_draft_folder
 
@@ -81,7 +84,7 @@ class ShapeOptions:
 
 @dataclass(frozen=True, slots=True)
 class GpuOptions:
-    """Options of each worker's GPU."""
+    """The options that describe the GPU of each worker."""
 
     gpu: Annotated[str, typer.Option(help="Each worker's GPU: B200, H200, H100, A100-80, A100-40, L40S or L4.")] = (
         "H200"
@@ -92,7 +95,7 @@ class GpuOptions:
     memory_gib: Annotated[float | None, typer.Option(help="Its memory; default: that of the GPU, or 80.")] = None
 
     def kind(self) -> DeviceKind:
-        """InvalidArgument names the option."""
+        """Return the device with its rates and memory. Raises InvalidArgument, which names the option."""
         from dataclasses import replace
 
         from tandem.cost_model.devices import DeviceKind, device_kind
@@ -107,13 +110,13 @@ class GpuOptions:
 
 @dataclass(frozen=True, slots=True)
 class TargetOptions:
-    """Options of the latency targets."""
+    """The options that give the latency targets."""
 
     slo_ttft: Annotated[float, typer.Option(help="Milliseconds to the first token.")] = 1000.0
     slo_itl: Annotated[float, typer.Option(help="Milliseconds between tokens, of 99 in 100 gaps.")] = 25.0
 
     def targets(self) -> LatencyTargets:
-        """InvalidArgument names the option."""
+        """Return the targets. Raises InvalidArgument, which names the option."""
         from tandem.capacity.planner.demand import LatencyTargets
 
         check_above_0("--slo-ttft", self.slo_ttft)
@@ -123,7 +126,7 @@ class TargetOptions:
 
 @dataclass(frozen=True, slots=True)
 class DemandOptions:
-    """Options of the load."""
+    """The options that describe the load."""
 
     prompt_tokens: Annotated[float, typer.Option(help="Mean tokens of a prompt.")] = 2000.0
     answer_tokens: Annotated[float, typer.Option(help="Mean output tokens of a request.")] = 500.0
@@ -131,7 +134,7 @@ class DemandOptions:
     rate: Annotated[float, typer.Option(help="Requests per second.")] = 10.0
 
     def demand(self) -> Demand:
-        """InvalidArgument names the option."""
+        """Return the load. Raises InvalidArgument, which names the option."""
         from tandem.capacity.planner.demand import Demand
         from tandem.protocol.errors import InvalidArgument
 
@@ -145,7 +148,7 @@ class DemandOptions:
 
 @dataclass(frozen=True, slots=True)
 class CostOptions:
-    """Options of the source of step costs."""
+    """The options that choose the source of step costs."""
 
     costs: Annotated[
         Path | None, typer.Option("--from", help="JSON with fitted step costs, used instead of the roofline's.")
@@ -153,9 +156,9 @@ class CostOptions:
     live: Annotated[bool, typer.Option("--live", help="Use the fitted costs of the running cluster.")] = False
 
     def fitted(self) -> CostParameters | None:
-        """Returns the given fitted costs; None = none are given.
+        """Return the fitted costs that the options choose; None = the options choose none.
 
-        FailedPrecondition for a cluster that has not fitted any yet, Unavailable if none runs.
+        Raises FailedPrecondition for a cluster that has not fitted any yet, and Unavailable if no cluster runs.
         """
         import asyncio
 
@@ -178,7 +181,7 @@ class CostOptions:
 
 
 def check_above_0(option: str, value: float) -> None:
-    """Checks a number; raises InvalidArgument unless it is above 0 and finite."""
+    """Raise InvalidArgument unless the value is finite and above 0."""
     from tandem.protocol.errors import InvalidArgument
 
     if not 0 < value < float("inf"):

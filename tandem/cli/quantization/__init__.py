@@ -1,1 +1,1 @@
-"""Quantization of a model's weights, and the table of what it costs in quality."""
+"""Quantization of a model's weights, and a table of the loss in quality."""

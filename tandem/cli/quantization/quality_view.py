@@ -1,4 +1,4 @@
-"""The table of a quality comparison."""
+"""The table of a quality comparison between a model and its quantized version."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def quality_table(quality: Quality) -> Table:
-    """Returns one row for the positions scored as prompts and one for those scored as decode steps."""
+    """Return a table with one row for positions scored in prefill and one for positions scored in decode steps."""
     table = Table(title="predictions of the same text: this model, and the one before")
     for heading in ("phase", "tokens", "KL in nats", "top-1", "perplexity", "before", "change"):
         table.add_column(heading, justify="left" if heading == "phase" else "right", no_wrap=True)

@@ -1,4 +1,4 @@
-"""`tandem quantize`: writes a model with weights of 4 or 8 bits, and measures what that costs in quality."""
+"""`tandem quantize`: writes a model with 4-bit or 8-bit weights, and measures the loss in quality."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tandem.engine.quantizer.quantize import Quantized
 
 _QUALITY_SAMPLES, _QUALITY_TOKENS = 32, 256
-"""The text on which quality is measured: enough for a KL known to a few percent, in about a minute on a CPU."""
+"""The text for quality: enough for a KL divergence accurate to a few percent, in about a minute on a CPU."""
 
 
 @plain_errors
@@ -78,7 +78,10 @@ def quantize(
 
 
 def _calibration_samples(folder: Path, text: Path | None, samples: int, tokens: int) -> list[Sequence[int]]:
-    """Returns pieces of the text as token ids. InvalidArgument for a text that is too short or cannot be read."""
+    """Return pieces of the text as token ids.
+
+    Raises InvalidArgument for a text that is too short or cannot be read.
+    """
     from router.text.tokenizer import Tokenizer
     from tandem.cli.quantization.sample_text import sample_text, token_samples
     from tandem.protocol.errors import InvalidArgument
@@ -97,7 +100,7 @@ def _summary(written: Quantized) -> str:
 
 
 def _print_quality(console: Console, folder: Path, output: Path, device: str) -> None:
-    """Prints how the predictions of `output` differ from those of `folder`, on text that no calibration reads."""
+    """Print how the predictions of `output` differ from those of `folder`, on text that no calibration uses."""
     from router.text.tokenizer import Tokenizer
     from tandem.cli.quantization.quality_view import quality_table
     from tandem.cli.quantization.sample_text import sample_text, text_hash, token_samples

@@ -1,7 +1,7 @@
-"""The built-in text: to calibrate quantization on one part of it, and to measure quality on the other.
+"""The built-in text: one part to calibrate quantization, the other to measure quality.
 
-It is what every installation has: the topics of Python's `help` and, in a checkout, the pages of `docs/`. Another
-Python or another commit has another text, so figures name the text's hash.
+The text exists in every installation: the topics of Python's `help` and, in a checkout, the pages of `docs/`. It
+differs between Python versions and commits, so results record its hash.
 """
 
 import hashlib
@@ -16,15 +16,15 @@ Part = Literal["calibration", "evaluation"]
 
 _DOCS = Path(__file__).parents[3] / "docs"
 _BLOCK = 8192
-"""Characters of text that belong to one part."""
+"""Characters per block; a block belongs entirely to one part."""
 _EVALUATION = 4
-"""Every fourth block belongs to evaluation."""
+"""Every fourth block belongs to the part for evaluation."""
 
 
 def sample_text(part: Part, *, docs: bool = True) -> str:
-    """Returns one part of the text. No paragraph is in both parts, as each is kept once.
+    """Return one part of the text. Repeated paragraphs are kept once, so that no paragraph is in both parts.
 
-    Without `docs` it is the same at every commit.
+    Without `docs` the text is the same at every commit.
     """
     pages = [*(topics[name] for name in sorted(topics)), *(_docs() if docs else ())]
     paragraphs = dict.fromkeys(paragraph.strip() for page in pages for paragraph in page.split("\n\n"))
@@ -37,14 +37,14 @@ def sample_text(part: Part, *, docs: bool = True) -> str:
 
 
 def text_hash(text: str) -> str:
-    """Returns the first digits of the text's SHA-256, which name it in results."""
+    """Return the first digits of the text's SHA-256, which identify the text in results."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def token_samples(encode: Callable[[str], Sequence[int]], text: str, count: int, tokens: int) -> list[Sequence[int]]:
-    """Returns `count` pieces of `tokens` tokens, evenly spread over the text, without overlap.
+    """Return `count` pieces of `tokens` tokens each, spread evenly over the text without overlap.
 
-    InvalidArgument if the text is shorter.
+    Raises InvalidArgument if the text is too short.
     """
     ids = encode(text)
     if len(ids) < count * tokens:

@@ -1,4 +1,4 @@
-"""Answers streamed to the terminal as they come."""
+"""Streaming of answers to the terminal as they arrive."""
 
 import sys
 from collections.abc import Sequence
@@ -8,9 +8,9 @@ from tandem.client import Answer, Chunk, Client, InvalidArgument, Message, Strea
 
 
 def answer_one(client: Client, prompt: str, sampling: Sampling, *, raw: bool = False) -> Answer:
-    """Prints the answer to one prompt piece by piece and returns it; `raw` continues the text without a template.
+    """Stream the answer to one prompt to the terminal, and return it; `raw` continues the text without a chat template.
 
-    A model without a chat template continues the text too.
+    A model without a chat template continues the text as well.
     """
     if not raw:
         try:
@@ -22,17 +22,17 @@ def answer_one(client: Client, prompt: str, sampling: Sampling, *, raw: bool = F
 
 
 def answer_chat(client: Client, conversation: Sequence[Message], sampling: Sampling) -> Answer:
-    """Prints the answer to a conversation and returns it."""
+    """Stream the answer to a conversation to the terminal, and return it."""
     return _show(client.stream_chat(conversation, **sampling.options()))
 
 
 def _show(stream: Stream) -> Answer:
-    """Prints a stream so that any later output, an error or Ctrl-C's echo included, begins on a new line."""
+    """Print a stream, and make sure that later output, such as an error or the echo of Ctrl-C, begins on a new line."""
     reasoned = answered = False
     try:
         with stream:
             for chunk in stream:
-                # Reasoning is shown and is no part of the answer.
+                # Reasoning is printed but is not part of the answer.
                 _print(_text_of(chunk, after_reasoning=reasoned and not answered))
                 reasoned, answered = reasoned or bool(chunk.reasoning), answered or bool(chunk.text)
             answer = stream.answer()
@@ -47,12 +47,12 @@ def _show(stream: Stream) -> Answer:
 
 
 def _text_of(chunk: Chunk, *, after_reasoning: bool) -> str:
-    """Returns a chunk's text for the terminal: reasoning and content, with an empty line between."""
+    """Return a chunk's text for the terminal, with an empty line between reasoning and content."""
     divider = "\n\n" if chunk.text and (after_reasoning or chunk.reasoning) else ""
     return f"{chunk.reasoning}{divider}{chunk.text}"
 
 
 def _print(text: str) -> None:
-    """Prints a piece at once."""
+    """Print a piece of text and flush."""
     sys.stdout.write(text)
     sys.stdout.flush()

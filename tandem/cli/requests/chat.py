@@ -38,7 +38,7 @@ def chat(*, drawn: SamplingOptions, router: RouterOptions) -> None:
 
 
 def _turn(client: "Client", sampling: "Sampling", messages: "list[Message]", line: str) -> None:
-    """Sends one question and streams its answer; both are remembered only if the answer is complete."""
+    """Send one message and stream its answer. The conversation keeps both only if the answer is complete."""
     import sys
 
     from tandem.cli.requests.answering import answer_chat
@@ -56,7 +56,7 @@ def _turn(client: "Client", sampling: "Sampling", messages: "list[Message]", lin
 
 
 def _read() -> str | None:
-    """Reads the next line; None at the end of the conversation."""
+    """Read the next line; None = the conversation has ended."""
     try:
         line = input("> ").strip()
     except (EOFError, KeyboardInterrupt):

@@ -38,7 +38,10 @@ def generate(
 
 
 def _piped() -> str:
-    """Returns stdin without the newline that `echo` adds. InvalidArgument for a terminal, which would just wait."""
+    """Return stdin without the newline that `echo` adds.
+
+    Raises InvalidArgument if stdin is a terminal, because reading would wait for input.
+    """
     import sys
 
     from tandem.protocol.errors import InvalidArgument

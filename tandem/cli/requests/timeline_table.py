@@ -1,4 +1,4 @@
-"""The durations of one request's phases, as a table for people."""
+"""The durations of one request's phases, as a table for the terminal."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from tandem.protocol.lifecycle.timeline import Edge, Timeline
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line: name, duration and remark."""
+    """One row: name, duration and remark."""
 
     name: str
     figure: str
@@ -19,9 +19,9 @@ class Row:
 
 
 def timeline_rows(answer: Answer) -> list[Row]:
-    """Returns queue, prefill, transfer, first token, hand-over, inter-token, rate and total; "-" for absent phases.
+    """Return the rows queue, prefill, transfer, first token, hand-over, inter-token, rate and total.
 
-    Phases cover all attempts, the transfer row the last one's.
+    An absent phase shows "-". Phases cover all attempts of the request; the transfer row covers the last one.
     """
     timeline, tokens = answer.timeline, answer.completion_tokens
     took, last = seconds_by_phase(spans_of(timeline)), last_attempt(timeline)
@@ -45,7 +45,7 @@ def timeline_rows(answer: Answer) -> list[Row]:
 
 
 def timeline_table(answer: Answer) -> Table:
-    """Returns `timeline_rows` as a table."""
+    """Return `timeline_rows` as a rich table."""
     table = Table(title="Where the time went", title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
@@ -75,7 +75,8 @@ def _transfer_note(timeline: Timeline) -> str:
     what = f"{moved.bytes / 1e6:.2f} MB in {moved.pages} pages by {moved.backend}"
     overlap = timeline.seconds(Edge.TRANSFER_STARTED, Edge.PREFILL_FINISHED)
     if overlap is not None and overlap > 0:
-        # Most of its time it waits for chunks: bytes over that time would be no rate of the transport.
+        # A transfer waits for prefill chunks most of the time, so bytes over its duration would not be the transport's
+        # rate.
         after = timeline.seconds(Edge.PREFILL_FINISHED, Edge.TRANSFER_FINISHED)
         return f"{what}, overlaps prefill" + (f", {_ms(after)} of it after" if after is not None and after > 0 else "")
     return what + (f", {moved.bytes / moved.duration_nanos:.2f} GB/s" if moved.duration_nanos else "")
@@ -86,7 +87,7 @@ def _decode_note(timeline: Timeline) -> str:
 
 
 def _ms(seconds: float | None) -> str:
-    """Returns milliseconds, or seconds from ten seconds on."""
+    """Format a duration in milliseconds, or in seconds from ten seconds on."""
     if seconds is None:
         return "-"
     return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds * 1e3:.1f} ms"

@@ -1,4 +1,4 @@
-"""Checks before `tandem up` starts anything: listeners, device, memory. Each error names its option."""
+"""Checks that `tandem up` makes before it starts anything: listeners, device, memory. Each error names its option."""
 
 import os
 
@@ -20,9 +20,9 @@ LOOPBACK = "127.0.0.1"
 
 
 def check_listeners(config: ClusterSettings) -> None:
-    """Checks the listeners; InvalidArgument names the option of an unusable address or port.
+    """Check the listeners. Raises InvalidArgument, which names the option, for an unusable address or port.
 
-    An address is unusable if it is not this machine's or open to everybody, a port if it is taken.
+    An address is unusable if it does not belong to this machine or is open to everybody; a port, if it is in use.
     """
     router = config.router
     if (problem := host_problem(router.host)) is not None:
@@ -35,7 +35,7 @@ def check_listeners(config: ClusterSettings) -> None:
         ("--grpc-port", router.host, router.grpc_port),
         ("--http-port", router.host, router.http_port),
         ("--operations-port", router.host, router.operations_port),
-        # On a joined Ray the controller's address is not known yet.
+        # In a joined Ray cluster the controller's address is not known yet.
         ("--metrics-port", LOOPBACK, 0 if config.ray_address else config.metrics_port),
         ("--controller-port", LOOPBACK, 0 if config.ray_address else config.controller_port),
     ):
@@ -48,9 +48,9 @@ def check_listeners(config: ClusterSettings) -> None:
 
 
 def check_network(config: ClusterSettings) -> None:
-    """Checks that UCX does not listen to an untrusted network; raises InvalidArgument otherwise.
+    """Raise InvalidArgument if UCX would listen on an untrusted network.
 
-    Workers on this host inherit its environment, which may configure that.
+    Workers on this host inherit its environment, which may configure UCX that way.
     """
     from kv_transfer.nixl_backend.ucx_shared_memory import check_transports
 
@@ -59,7 +59,7 @@ def check_network(config: ClusterSettings) -> None:
 
 
 def check_device(config: ClusterSettings) -> None:
-    """Checks the workers' GPU and its kernels; raises InvalidArgument if one is missing. Ray checks other hosts."""
+    """Raise InvalidArgument if the workers' GPU or its kernels are missing. Ray checks other hosts."""
     if config.on_cpu or config.ray_address:
         return
     import torch
@@ -76,9 +76,9 @@ def check_device(config: ClusterSettings) -> None:
 
 
 def check_memory(config: ClusterSettings) -> None:
-    """Checks the workers' KV pages; raises InvalidArgument if they exceed the host's memory.
+    """Raise InvalidArgument if the workers' KV pages exceed the host's memory.
 
-    A GPU's memory, or another host's, is checked by its worker.
+    The worker itself checks a GPU's memory, or that of another host.
     """
     if not config.on_cpu or config.worker_kv_cache_bytes is None or config.ray_address:
         return
@@ -93,9 +93,9 @@ def check_memory(config: ClusterSettings) -> None:
 
 
 def check_page(config: ClusterSettings) -> None:
-    """Checks that a worker's KV cache holds at least one page of the model; raises InvalidArgument otherwise.
+    """Raise InvalidArgument unless a worker's KV cache holds at least one page of the model.
 
-    The model's folder is checked already.
+    The model's folder must have been checked before.
     """
     import torch
 
@@ -121,7 +121,10 @@ def check_page(config: ClusterSettings) -> None:
 
 
 def check_loras(config: ClusterSettings) -> None:
-    """Checks the adapters' folders against the model's; InvalidArgument or ModelError says which cannot be served."""
+    """Check the adapters' folders against the model.
+
+    Raises InvalidArgument or ModelError, which names the wrong adapter.
+    """
     if not config.loras:
         return
     from tandem.engine.adapters.load import check_adapters
@@ -134,7 +137,7 @@ def check_loras(config: ClusterSettings) -> None:
 
 
 def check_draft(config: ClusterSettings) -> None:
-    """Checks the folder of --draft against the model's; ModelError says what cannot be served."""
+    """Check the folder of --draft against the model. Raises ModelError, which says what cannot be served."""
     if config.engine.draft is None:
         return
     from tandem.engine.models.load_spec import load_spec
@@ -144,9 +147,9 @@ def check_draft(config: ClusterSettings) -> None:
 
 
 def check_weights(config: ClusterSettings) -> None:
-    """Checks the workers' weights, drafts' included, and KV pages; InvalidArgument if they exceed the host's memory.
+    """Raise InvalidArgument if the workers' weights, including those for drafts, and KV pages exceed the host's memory.
 
-    The model's folder is checked already; a GPU's memory, or another host's, is checked by its worker.
+    The model's folder must have been checked before. The worker itself checks a GPU's memory, or that of another host.
     """
     import torch
 
@@ -156,7 +159,8 @@ def check_weights(config: ClusterSettings) -> None:
     from tandem.engine.models.load_spec import bounded, load_spec, quantized_at_load
     from tandem.engine.speculation.draft_folder import draft_bytes
 
-    # Also where another host or a GPU has the weights: a checkpoint that is quantized already is refused here.
+    # Computed even if the weights are on a GPU or another host: this call rejects a checkpoint that is already
+    # quantized.
     stored = bounded(load_spec(config.model), config.engine.max_model_len)
     shapes = {role: quantized_at_load(stored, config.quantization_of(role)) for role in Role}
     if not config.on_cpu or config.ray_address:
@@ -180,13 +184,13 @@ def check_weights(config: ClusterSettings) -> None:
 
 
 def _engine(config: ClusterSettings) -> EngineConfig:
-    """Returns the settings that determine the sizes of weights and pages."""
+    """Return an engine configuration with the settings that determine the sizes of weights and pages."""
     adapters = tuple(AdapterSource(name, path) for name, path in config.loras)
     return EngineConfig(config.model, adapters=adapters, **config.engine.values())
 
 
 def warn_if_open(config: ClusterSettings) -> None:
-    """Prints a warning where unauthorized clients could use the cluster."""
+    """Print a warning if unauthorized clients could use the cluster."""
     host = config.router.host
     if not config.router.guarded and not is_loopback(host):
         Console(stderr=True, highlight=False, soft_wrap=True).print(
@@ -196,7 +200,7 @@ def warn_if_open(config: ClusterSettings) -> None:
 
 
 def warn_of_slow_pages(config: ClusterSettings) -> None:
-    """Prints a warning where the page size makes prefill slower on GPUs."""
+    """Print a warning if the page size makes prefill slower on GPUs."""
     if config.on_cpu or config.engine.page_tokens is None or config.engine.dtype == "float32":
         return
     if config.engine.page_tokens != GPU_PAGE_TOKENS:

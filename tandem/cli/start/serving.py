@@ -1,4 +1,4 @@
-"""The life of one `tandem up`: check, prepare, start, answer, serve, stop."""
+"""The life of one `tandem up`: check, prepare, start, answer the first prompt, serve, stop."""
 
 import signal
 import sys
@@ -44,7 +44,10 @@ from tandem.settings.cluster import ClusterSettings
 
 
 class StartView:
-    """Start-up lines on `console`, live on a terminal, plain elsewhere. Use as a context; any thread may report."""
+    """The lines printed during the start, updated in place on a terminal and appended elsewhere.
+
+    Use it as a context manager; any thread may report.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -74,13 +77,13 @@ class StartView:
 
     @contextmanager
     def step(self, what: str) -> Iterator[Callable[[str, float], None]]:
-        """Shows a step of this thread; yields a function that takes a description and the fraction done, 0 to 1."""
+        """Show a step of this thread. Yields a function that takes a description and the completed fraction, 0 to 1."""
         self.report(what)
         yield lambda detail, fraction: self.report(what, detail=detail, fraction=fraction)
         self.report(what, done=True)
 
     def cluster_progress(self, event: ClusterProgress) -> None:
-        """Shows the repeated reports of `Cluster.start`, and afterwards processes that die and serve again."""
+        """Show the progress that `Cluster.start` reports, and later the processes that die and serve again."""
         if event.note:
             self._console.print(f"[yellow]{escape(event.note)}[/]")
             return
@@ -91,7 +94,7 @@ class StartView:
         self.report(f"starting {event.name}", done=event.done, detail=event.detail, fraction=event.fraction)
 
     def report(self, what: str, *, done: bool = False, detail: str = "", fraction: float = 0.0) -> None:
-        """Updates the step `what`."""
+        """Create or update the line of the step `what`."""
         with self._lock:
             if what not in self._began:
                 self._began[what] = time.monotonic()
@@ -107,7 +110,7 @@ class StartView:
                 self._live.update(self._tasks[what], total=1, completed=fraction, description=f"{what}: {detail}")
 
     def _say(self, line: str) -> None:
-        """Prints a line as it happens where no line can be redrawn."""
+        """Print a line at once if the output cannot be redrawn."""
         if not self._console.is_terminal:
             self._console.print(line)
             sys.stdout.flush()
@@ -119,17 +122,18 @@ NOT_STARTED = "[dim]stopped; nothing that it started is left running, workers th
 
 @dataclass(frozen=True, slots=True)
 class FirstPrompt:
-    """A prompt to answer as soon as the cluster serves, with its sampling."""
+    """A prompt that is answered as soon as the cluster serves, with its sampling parameters."""
 
     text: str
     sampling: Sampling
 
 
 def serve(config: ClusterSettings, model: Path | None, first: FirstPrompt | None, *, once: bool) -> None:
-    """Starts `config` with `model` (None: the small one) and serves until a signal, with `once` until `first` is done.
+    """Start a cluster and serve until a signal arrives or, with `once`, until `first` is answered.
 
-    Raises a TandemError with the reason if it cannot serve, KeyboardInterrupt for a signal before it serves. In any
-    case, nothing of the cluster is left behind but workers that are to outlive it.
+    `model` is the model's path; None = the default model. Raises a TandemError with the reason if the cluster cannot
+    serve, and KeyboardInterrupt for a signal during the start. In every case all of the cluster's processes have ended
+    on return, except workers that are to outlive it.
     """
     console = Console(highlight=False, soft_wrap=True)
     if first is not None and config.router.tls is not None and config.router.tls.client_ca is not None:
@@ -153,6 +157,7 @@ def serve(config: ClusterSettings, model: Path | None, first: FirstPrompt | None
             leave_workers = _leaves_workers(interrupt)
             raise
         finally:
+            # A further signal must not interrupt the cleanup, which would leave processes behind.
             _ignore_signals()
             console.print("[dim]stopping …[/]")
             cluster.stop(leave_workers=leave_workers)
@@ -160,7 +165,7 @@ def serve(config: ClusterSettings, model: Path | None, first: FirstPrompt | None
 
 
 def _start(console: Console, config: ClusterSettings, view: StartView) -> Cluster:
-    """Returns the running cluster; if it fails to start, prints the folder of the logs and raises the reason."""
+    """Start the cluster and return it; on failure, print the folder of the logs and raise the reason."""
     try:
         return Cluster.start(config, view.cluster_progress)
     except TandemError:
@@ -169,7 +174,7 @@ def _start(console: Console, config: ClusterSettings, view: StartView) -> Cluste
 
 
 def _serve(console: Console, cluster: Cluster, config: ClusterSettings, first: FirstPrompt | None, once: bool) -> bool:
-    """Serves, and returns True if workers that may outlive the cluster are to do so."""
+    """Serve, and return True if workers that may outlive the cluster are to do so."""
     ends = cluster.endpoints
     announced = state.announce(
         ends.grpc,
@@ -193,7 +198,7 @@ def _serve(console: Console, cluster: Cluster, config: ClusterSettings, first: F
 
 def _serve_until_interrupted(console: Console, cluster: Cluster) -> bool:
     try:
-        console.print("Ctrl-C stops it.")  # a Ctrl-C may come before this returns
+        console.print("Ctrl-C stops it.")  # Ctrl-C may arrive before the print returns
         cluster.wait()
     except KeyboardInterrupt as interrupt:
         return _leaves_workers(interrupt)
@@ -201,7 +206,7 @@ def _serve_until_interrupted(console: Console, cluster: Cluster) -> bool:
 
 
 def _answer(console: Console, config: ClusterSettings, ends: Endpoints, first: FirstPrompt) -> None:
-    """Streams the first answer and shows its timeline."""
+    """Stream the answer to the first prompt, and print its timeline."""
     console.print(f"\n{first.text}\n", style="bold", markup=False)
     key_file = "" if config.router.api_key_file is None else str(config.router.api_key_file)
     key = first_key("--api-key-file", next(iter(config.router.api_keys), ""), key_file)
@@ -223,7 +228,7 @@ def _endpoints(config: ClusterSettings, ends: Endpoints) -> str:
 
 
 def _with_model(config: ClusterSettings, model: Path | None, view: StartView) -> ClusterSettings:
-    """Returns the config with a checked model folder and the model name for clients."""
+    """Return the settings with a checked model folder and the model name for clients."""
     hub = None if model is None else hub_model(model)
     if hub is not None:
         with view.step(f"fetching {hub.name}") as progress:
@@ -246,15 +251,15 @@ def _with_model(config: ClusterSettings, model: Path | None, view: StartView) ->
         chosen = config.router.chat_template or (TEMPLATE if model is None and config.tokenizer is None else "")
         template = read_template(chosen, tokenizer) if chosen else ""
         if path.is_dir() or config.tokenizer or template:
-            Tokenizer(tokenizer, template)  # raises if it is missing; a converted GGUF file always has one
+            Tokenizer(tokenizer, template)  # raises if the tokenizer is missing; a converted GGUF file always has one
     return config.with_fields(chat_template=template)
 
 
 @contextmanager
 def _one_interrupt() -> Iterator[None]:
-    """Turns the first SIGINT, SIGTERM or SIGHUP into a KeyboardInterrupt and ignores the rest, to protect the cleanup.
+    """Turn the first SIGINT, SIGTERM or SIGHUP into a KeyboardInterrupt, and ignore later ones to protect the cleanup.
 
-    Set even where the parent ignored SIGINT, as shells do for jobs in the background.
+    The handlers are set even if the parent ignored SIGINT, as shells do for background jobs.
     """
     watched = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, _interrupt) for number in watched}
@@ -271,7 +276,10 @@ def _interrupt(number: int, _frame: object) -> NoReturn:
 
 
 def _leaves_workers(interrupt: KeyboardInterrupt) -> bool:
-    """Returns True for SIGTERM and SIGHUP, which stop this process alone; Ctrl-C and `tandem down` stop the cluster."""
+    """Return True for SIGTERM and SIGHUP, which stop this process only.
+
+    Ctrl-C and `tandem down` stop the workers as well.
+    """
     return interrupt.args in {(signal.SIGTERM,), (signal.SIGHUP,)}
 
 

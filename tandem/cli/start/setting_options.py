@@ -1,4 +1,4 @@
-"""The options of `tandem up`, made of the settings tree, and the settings made of their values."""
+"""The options of `tandem up`, generated from the settings tree, and the conversion of their values to settings."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from tandem.settings.router import RouterSettings
 
 OPTIONS = {option.name: option for option in options_of(ClusterSettings)}
-"""All options of the tree, by the names of their parameters, in the order of the help."""
+"""All options of the tree by parameter name, in the order of the help."""
 
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Lets `command` take all options of the tree; it gets their values as the argument `given`, by name."""
+    """Let `command` take all options of the tree; it gets their values by name in the argument `given`."""
     own = [parameter for name, parameter in inspect.signature(command).parameters.items() if name != "given"]
 
     @functools.wraps(command)
@@ -29,6 +29,7 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
         command(*arguments, **given, given=values)
 
     parameters = [*own, *(_parameter(option) for option in OPTIONS.values())]
+    # Typer reads the options from the function's annotations and signature.
     flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return flat
@@ -52,9 +53,9 @@ def _parameter(option: Option) -> inspect.Parameter:
 
 
 def settings_of(given: Mapping[str, Any]) -> ClusterSettings:
-    """Returns the cluster's settings from the options' values. InvalidArgument names an option.
+    """Return the cluster's settings from the options' values. Raises InvalidArgument, which names an option.
 
-    Secrets are read from their files, and the files and names that the router would refuse are checked.
+    Secrets are read from their files. Files and names that the router would reject are checked here.
     """
     from tandem.cli.connection.secret_files import one_key
 
@@ -69,7 +70,7 @@ def settings_of(given: Mapping[str, Any]) -> ClusterSettings:
 
 
 def _check_router(router: RouterSettings) -> None:
-    """Raises InvalidArgument before anything starts for what the router would refuse at its start."""
+    """Raise InvalidArgument, before anything starts, for settings that the router would reject at its start."""
     from router.observability.otlp import check_endpoint
     from router.text.answer_syntax.formats import REASONING_PARSERS, TOOL_CALL_PARSERS
     from tandem.cli.connection.secret_files import check_key_file

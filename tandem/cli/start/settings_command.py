@@ -1,7 +1,6 @@
-"""The command whose options, those of `tandem up` and `tandem serve`, are also read from a file and the environment.
+"""The command class of `tandem up` and `tandem serve`, whose options may also come from a file and the environment.
 
-An option on the command line comes before the environment, the environment before the file, the file before the
-default.
+The command line takes precedence over the environment, the environment over the file, the file over the default.
 """
 
 from __future__ import annotations
@@ -22,27 +21,27 @@ from tandem.cli.start.setting_options import OPTIONS
 PREFIX = "TANDEM_"
 _CONFIG = "config"
 _NEAR = 0.8
-"""Names count as one with a slip if at least this share of their characters is common to both (difflib's ratio)."""
+"""Names with at least this similarity (difflib's ratio) are treated as a misspelling of each other."""
 _LONGEST = 100
-"""Most characters of a name that are compared."""
+"""Maximum characters of a name that are compared."""
 SEVERAL = frozenset({"--served-model-name", "--lora-modules"})
-"""Options that take several values, as in vLLM."""
+"""Options that take several values after one flag, as in vLLM."""
 
 
 class SettingsCommand(TyperCommand):
-    """A command whose options are also read from `--config FILE` and from variables TANDEM_…."""
+    """A command whose options may also come from `--config FILE` and from variables TANDEM_…."""
 
     def __init__(self, *args: Any, params: list[Any] | None = None, **given: Any) -> None:
-        """Gives those of `params` a variable that are no settings; see `TyperCommand`."""
+        """Give an environment variable to those of `params` that are not settings; see `TyperCommand`."""
         for option in params or ():
             if isinstance(option, TyperOption) and option.name is not None:
                 option.envvar = option.envvar or PREFIX + option.name.upper()
         super().__init__(*args, params=params, **given)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parses the command line, in which an option of `SEVERAL` may have several values.
+        """Parse the command line, in which an option of `SEVERAL` may have several values.
 
-        BadParameter for a variable whose name is nearly that of an option.
+        Raises BadParameter for a variable whose name is nearly that of an option.
         """
         rest = super().parse_args(ctx, _repeated(args))
         if not ctx.resilient_parsing:
@@ -50,7 +49,7 @@ class SettingsCommand(TyperCommand):
         return rest
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Writes the help, which names aliases in the texts of options, since their column is narrow."""
+        """Write the help. Aliases are mentioned in the options' texts, because the column of names is narrow."""
         options = [option for option in self.params if isinstance(option, TyperOption) and option.name in OPTIONS]
         names = [(option, option.opts, option.secondary_opts) for option in options]
         try:
@@ -63,9 +62,10 @@ class SettingsCommand(TyperCommand):
 
 
 def _check_variables(ctx: typer.Context, environment: Mapping[str, str]) -> None:
-    """Raises BadParameter for a variable TANDEM_… that is none of an option, but nearly has the name of one.
+    """Raise BadParameter for a variable TANDEM_… that belongs to no option but is similar to an option's variable.
 
-    Others belong to other programs: Kubernetes, for one, makes TANDEM_PORT and more for a service of the name tandem.
+    Other variables belong to other programs: Kubernetes, for example, sets TANDEM_PORT and more for a service named
+    tandem.
     """
     commands = getattr(ctx.find_root().command, "commands", {})
     known = {_variable(option) for each in (ctx.command, *commands.values()) for option in each.params}
@@ -87,7 +87,7 @@ def _variable(option: Any) -> str:
 
 
 def _repeated(args: Sequence[str]) -> list[str]:
-    """Returns `--name A --name B` for `--name A B`."""
+    """Rewrite `--name A B` as `--name A --name B`."""
     found: list[str] = []
     option = ""
     for word in args:
@@ -100,7 +100,7 @@ def _repeated(args: Sequence[str]) -> list[str]:
 
 
 def with_model_argument(up: Callable[..., None]) -> Callable[..., None]:
-    """Returns `up` as a command that takes the model as an argument, too: `tandem serve MODEL`."""
+    """Return `up` as a command that also takes the model as an argument: `tandem serve MODEL`."""
 
     @functools.wraps(up)
     def serve(ctx: typer.Context, served_model: str | None = None, model: str | None = None, **given: Any) -> None:
@@ -121,7 +121,7 @@ def with_model_argument(up: Callable[..., None]) -> Callable[..., None]:
 
 
 def read_config_file(ctx: typer.Context, file: Path | None) -> Path | None:
-    """Makes the settings in a YAML file the defaults of the other options; the callback of `--config`."""
+    """Make the settings in a YAML file the defaults of the other options; this is the callback of `--config`."""
     if file is not None:
         found = [option for option in ctx.command.params if isinstance(option, TyperOption)]
         options = {option.name: option for option in found if option.name != _CONFIG}
@@ -145,9 +145,9 @@ def _read(file: Path) -> Mapping[str, Any]:
 
 
 def _named(settings: Mapping[str, Any], options: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Returns the settings by the names of their options. BadParameter for names of none.
+    """Return the settings by the names of their options. Raises BadParameter for unknown names.
 
-    Names may have dashes or underscores, and may be vLLM's.
+    Names may have dashes or underscores, and may be those of vLLM.
     """
     names = {spelled.lstrip("-").replace("-", "_"): name for name, option in options.items() for spelled in option.opts}
     found: dict[str, Any] = {}

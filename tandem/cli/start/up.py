@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FirstPromptOptions:
-    """Options of a first prompt."""
+    """The options of a prompt that is answered right after the start."""
 
     prompt: Annotated[str | None, typer.Option("--prompt", help="Answer this first and show its timeline.")] = None
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Maximum tokens of that answer.")] = 160
@@ -32,13 +32,13 @@ class FirstPromptOptions:
 
     @property
     def sampling(self) -> Sampling:
-        """The sampling parameters; InvalidArgument names the option and its limits."""
+        """The sampling parameters. Raises InvalidArgument, which names the option and its limits."""
         from tandem.cli.connection.router import Sampling
 
         return Sampling(self.max_tokens, self.temperature)
 
     def first(self, sampling: Sampling) -> FirstPrompt | None:
-        """Returns the first prompt, if any. InvalidArgument for --once without a prompt."""
+        """Return the first prompt, if there is one. Raises InvalidArgument for --once without a prompt."""
         from tandem.cli.start.serving import FirstPrompt
         from tandem.protocol.errors import InvalidArgument
 
@@ -50,7 +50,7 @@ class FirstPromptOptions:
 
 
 def check_model(given: Mapping[str, Any]) -> None:
-    """Raises InvalidArgument for an empty model, or for two."""
+    """Raise InvalidArgument for an empty model name, or for two models."""
     from tandem.protocol.errors import InvalidArgument
 
     if given["model"] is not None and given["random_weights"] is not None:
@@ -60,7 +60,7 @@ def check_model(given: Mapping[str, Any]) -> None:
 
 
 def model_path(given: Mapping[str, Any]) -> Path | None:
-    """Returns the model's folder or file, created for random weights; None = the default model."""
+    """Return the model's folder or file, creating it for random weights; None = the default model."""
     if given["random_weights"] is not None:
         from tandem.cli.models.random_model import random_model
 
@@ -69,7 +69,7 @@ def model_path(given: Mapping[str, Any]) -> Path | None:
 
 
 def check_workers(mode: str, *, prefill: int | None, decode: int | None, workers: int | None) -> None:
-    """Raises InvalidArgument for numbers of workers that the mode does not have; None = not given."""
+    """Raise InvalidArgument for a worker count that the mode does not have; None = not given."""
     from tandem.protocol.errors import InvalidArgument
     from tandem.protocol.mode import Mode
 
@@ -85,12 +85,12 @@ def check_workers(mode: str, *, prefill: int | None, decode: int | None, workers
 
 
 def choose_hardware(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options' values without `auto`.
+    """Return the options' values with each `auto` replaced by a choice.
 
-    The device is `cuda` where this host has a usable GPU, otherwise `cpu`. On GPUs every worker has a GPU of its own
-    and does both prefill and decode, adaptive over two or more; on a CPU one worker prefills and one decodes.
-    `--prefill`, `--decode` and `--workers` override this. With `--address`, workers run on the nodes of another Ray
-    cluster, whose GPUs are unknown here, so their number has to be given.
+    The device is `cuda` if this host has a usable GPU, otherwise `cpu`. On GPUs, every worker has its own GPU and runs
+    both prefill and decode, in adaptive mode with two or more; on a CPU, one worker prefills and one decodes.
+    `--prefill`, `--decode` and `--workers` override these choices. With `--address`, workers run on the nodes of
+    another Ray cluster, whose GPUs are unknown here, so the number of workers must be given.
     """
     from tandem.engine.device import usable_gpus
 
