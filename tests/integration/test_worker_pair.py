@@ -22,6 +22,7 @@ from tandem.protocol.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
 from tandem.protocol.messages import (
     Destination,
     FinishReason,
+    GrantedLease,
     PeerRef,
     PrefillTask,
     RequestEvent,
@@ -146,7 +147,7 @@ class Pair:
         ref = RequestRef(request_id, 1)
         reservation = Reservation("r", ref, tuple(prompt), sampling, self.prefill.peer)
         reply = await self.decode.stub.Reserve(conversion.to_proto(reservation, worker_pb2.ReserveRequest))
-        lease = conversion.granted_from_proto(reply).lease
+        lease = conversion.from_proto(reply, GrantedLease).lease
         destination = Destination(self.decode.peer, self.decode.info["address"], lease)
         task = PrefillTask("r", ref, tuple(prompt), sampling, destination)
         await self.prefill.stub.Prefill(conversion.to_proto(task, worker_pb2.PrefillRequest))

@@ -128,5 +128,5 @@ async def test_an_event_that_cannot_be_written_ends_its_request_alone() -> None:
         for event in (bad, good):
             pair.decode.worker._outbox.post(RoutedEvent("r", event))
         message = await anext(stream)
-        assert [(each.request_id, each.error.code) for each in message.events] == [(BAD, "INTERNAL"), ("a", "")]
+        assert [(each.ref.request_id, each.error.code) for each in message.events] == [(BAD, "INTERNAL"), ("a", "")]
         call.cancel()

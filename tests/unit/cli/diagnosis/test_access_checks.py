@@ -3,8 +3,8 @@
 from datetime import timedelta
 from pathlib import Path
 
+from tandem.cli.diagnosis.access_checks import check_certificate, check_key_file
 from tandem.cli.diagnosis.checks import Check, Level
-from tandem.cli.diagnosis.doctor import check_certificate, check_key_file
 from tests.certificates import DAY, Authority
 
 

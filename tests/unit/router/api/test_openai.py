@@ -370,7 +370,7 @@ async def test_without_a_setting_no_page_may_call(http: httpx.AsyncClient) -> No
 class TestKeys:
     @pytest.fixture
     def settings(self) -> dict[str, Any]:
-        return {"api_keys": ("sesame", "")}
+        return {"api_keys": ("sesame",)}
 
     async def test_a_key_is_needed_but_for_probes(
         self, cluster: Cluster, client: openai.AsyncOpenAI, http: httpx.AsyncClient

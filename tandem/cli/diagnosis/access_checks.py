@@ -1,0 +1,49 @@
+"""Checks of a router's key file and certificate, which `tandem doctor` imports when it runs, as they import gRPC."""
+
+import stat
+from collections import Counter
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from tandem.cli.diagnosis.checks import Check, Level
+from tandem.net.security.api_keys import KeyRole, read_keys
+from tandem.net.security.server_tls import load, tls_files
+from tandem.protocol.errors import InvalidArgument
+
+_SOON = timedelta(days=14)
+
+
+def check_key_file(file: str) -> list[Check]:
+    """Check a router's file of API keys; "" = no file, no checks."""
+    if not file:
+        return []
+    try:
+        keys = read_keys("--api-key-file", Path(file))
+        mode = Path(file).stat().st_mode
+    except (InvalidArgument, OSError) as error:
+        return [Check("API keys", Level.FAIL, str(error), "correct the file; `tandem up` would not start with it")]
+    roles = Counter(key.role for key in keys)
+    found = ", ".join(f"{roles[role]} of role {role}" for role in KeyRole if roles[role])
+    if mode & stat.S_IROTH:
+        return [Check("API keys", Level.WARN, f"every user of this host may read {file}", f"chmod o-r {file}")]
+    return [Check("API keys", Level.OK, found)]
+
+
+def check_certificate(certificate: str, key: str, client_ca: str, now: datetime | None = None) -> list[Check]:
+    """Check the certificate of a router's client ports at the time `now`, by default the present.
+
+    Without files there are no checks.
+    """
+    try:
+        files = tls_files(certificate, key, client_ca)
+        if files is None:
+            return []
+        ends = load(files).expires
+    except InvalidArgument as error:
+        advice = "correct the file; `tandem up` would not start with it"
+        return [Check("certificate", Level.FAIL, error.message, advice)]
+    found = f"valid until {ends:%Y-%m-%d %H:%M} UTC"
+    if ends - (now or datetime.now(UTC)) < _SOON:
+        advice = "renew it; a running router reads the new one from the same files"
+        return [Check("certificate", Level.WARN, found, advice)]
+    return [Check("certificate", Level.OK, found)]
