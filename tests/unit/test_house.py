@@ -58,3 +58,10 @@ def test_the_command_line_loads_neither_torch_nor_ray_before_a_command_runs() ->
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
     assert run.stderr.strip() == ""
+
+
+def test_a_worker_on_a_cpu_is_imported_without_triton() -> None:
+    """A CPU's installation has no Triton; the tests' own has, for its interpreter."""
+    script = "import sys, tandem.worker.process, tandem.engine.load_engine; sys.exit('triton' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert run.returncode == 0, run.stderr or "it imports triton"

@@ -1,0 +1,65 @@
+"""Checksums of pages in GPU memory, computed beside the engine's steps.
+
+It imports Triton, which a CPU's installation lacks, so that `page_checksums` imports it on GPUs only.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from tandem.engine.cache.page_words import PageWords
+from tandem.engine.device_wait import wait_for
+from tandem.engine.kernels.rowwise.triton_checksum import SPLITS, partial_sums
+
+_MOST_PAGES = 64
+"""The largest number of pages that one kernel launch sums."""
+_MASK = (1 << 64) - 1
+
+
+class DeviceChecksums:
+    """`PageChecksums` on a GPU, on a stream of its own: engine steps do not wait for it, nor does it wait for them.
+
+    Only the calling thread waits, and sleeps after a short spin. The kernel is compiled and all memory is allocated in
+    the constructor.
+    """
+
+    def __init__(self, words: PageWords) -> None:
+        """Take `words` on a GPU, as returned by `tandem.engine.cache.page_words.as_words`."""
+        self._words, device = words, words.words.device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._chosen = torch.zeros(_MOST_PAGES, 2, dtype=torch.int64, device=device)
+        self._parts = torch.zeros(_MOST_PAGES, SPLITS, dtype=torch.int64, device=device)
+        self._chosen_here = torch.zeros(_MOST_PAGES, 2, dtype=torch.int64, pin_memory=True)
+        self._parts_here = torch.zeros(_MOST_PAGES, SPLITS, dtype=torch.int64, pin_memory=True)
+        torch.cuda.synchronize(device)
+        self([0], [0])
+
+    def __call__(self, pages: Sequence[int], filled: Sequence[int]) -> Sequence[int]:
+        """Return the checksum of the first `filled` token positions of each page.
+
+        Raises IndexError if a page number is outside the pool.
+        """
+        chosen = list(zip(pages, filled, strict=True))
+        count = len(self._words.words)
+        outside = [page for page in pages if not 0 <= page < count]
+        if outside:
+            raise IndexError(f"page {outside[0]} of a pool of {count}")
+        sums: list[int] = []
+        for first in range(0, len(chosen), _MOST_PAGES):
+            sums += self._sum(chosen[first : first + _MOST_PAGES])
+        return sums
+
+    def _sum(self, chosen: Sequence[tuple[int, int]]) -> list[int]:
+        count = len(chosen)
+        self._chosen_here.numpy()[:count] = chosen
+        # The current device is a property of each thread; entering the stream's context sets it for this one.
+        with torch.cuda.stream(self._stream):
+            self._chosen[:count].copy_(self._chosen_here[:count], non_blocking=True)
+            words = self._words
+            codes = words.page_tokens * words.token_words
+            partial_sums(words.words, codes, words.token_words, self._chosen[:count], self._parts[:count])
+            self._parts_here[:count].copy_(self._parts[:count], non_blocking=True)
+            self._done.record()
+        wait_for(self._done)
+        return [total & _MASK for total in self._parts_here.numpy()[:count].sum(axis=1).tolist()]
