@@ -44,7 +44,7 @@ class DraftCount:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What the proposer computes before the next step."""
+    """The work that the proposer does before the next step."""
 
     drafts: dict[DecodeRequest, int] = field(default_factory=dict)
     """Requests for which draft tokens are proposed, each with their number."""

@@ -24,7 +24,7 @@ from tandem.engine.speculation.proposer import DRAFTS_MAX, Draft, DraftSource, P
 from tandem.engine.steps.batch import TokenRows
 
 PROBE_EVERY = 64
-"""Where no draft tokens pay, one request is probed with a draft every PROBE_EVERY steps, to notice when they would."""
+"""While no draft tokens pay, one request gets a draft every PROBE_EVERY steps, which shows when they pay again."""
 _SPEEDUP_WEIGHT = 0.05
 """Weight of the newest step in the moving average of the speed-up."""
 _SPEEDUP_SEEN = 1.01
@@ -50,7 +50,7 @@ class SpeculationCounts:
 
 
 class _Launched(NamedTuple):
-    """What was known of a step when it was launched."""
+    """The facts of a step that are known when it is launched."""
 
     cost: StepCost
     work: StepWork

@@ -32,7 +32,7 @@ def process_unknown(_peer: PeerRef) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """How long pages are quarantined that a writer may still write."""
+    """The time limits of the quarantine of pages that a writer may still write."""
 
     window_s: float
     """The seconds for which a permission lets the writer begin writes."""

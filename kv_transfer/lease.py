@@ -71,7 +71,7 @@ class _Entry:
     lease: Lease
     prefill: PeerRef
     expires_at: float
-    """When the lease is revoked unless a heartbeat renews it, by the table's clock."""
+    """The time, by the table's clock, at which the lease is revoked unless a heartbeat renews it."""
     exposure: Exposure
     page_ids: tuple[int, ...] | None = None
     quarantined: bool = False

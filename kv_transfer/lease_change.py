@@ -7,7 +7,7 @@ from tandem.protocol.messages import Lease, PeerRef
 
 
 class PageAction(Enum):
-    """What the caller does with the pages of a lease whose state changed."""
+    """The action of the caller on the pages of a lease whose state changed."""
 
     NONE = "none"
     """The lease has ended and never held pages; its reserved pages are released."""

@@ -29,10 +29,9 @@ from prefill_worker.decode_peers import LocalDecode
 from prefill_worker.notice import make_notice
 from prefill_worker.progress import Progress
 from prefill_worker.prompt_pages import PromptPages
-from prefill_worker.queue import NO_PROMPTS, InFlightSteps, PromptQueue, StartResult, WaitingPrompts
+from prefill_worker.queue import NO_PROMPTS, InFlightSteps, PromptQueue, ScoredTokens, StartResult, WaitingPrompts
 from prefill_worker.registry import PendingTransfers, RequestRegistry
 from prefill_worker.request import Abortable, EventThread, PrefillRequest, ProgressUpdates
-from prefill_worker.scored_tokens import ScoredTokens
 from tandem.engine.cache.prefix_cache import PrefixCache
 from tandem.engine.steps.batch import StepRow
 from tandem.engine.steps.prompt_scoring import PromptScores

@@ -46,7 +46,7 @@ class WriteWindow:
         """
         self.destination = destination
         self.asked_at = self.ends_at = -math.inf
-        """When the request that last granted the window was sent, and when the window ends (`time.monotonic`)."""
+        """The times of the request that last granted the window and of the end of the window (`time.monotonic`)."""
         self.over = False
         """True if the decode worker has said that the lease has ended."""
         self._peers, self._renewals, self._pages = peers, renewals, pages
@@ -115,7 +115,7 @@ class _PeerWindows:
     open: dict[WriteWindow, None] = field(default_factory=dict)
     """The windows of hand-overs that have not ended, in the order in which they were granted."""
     tried_at: float = 0.0
-    """When the last renewal was sent (`time.monotonic`)."""
+    """The time at which the last renewal was sent (`time.monotonic`)."""
     asking: asyncio.Future[None] | None = None
     """The renewal in flight, None if there is none."""
     timer: asyncio.Future[None] | None = None

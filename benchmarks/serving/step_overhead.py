@@ -73,7 +73,7 @@ INSIDE = {
     "send": "not in `us`: the event loop's thread, from events to the bytes of one message",
     "nowhere": "launching kernels, copies to the device, gRPC's own threads, requests that arrive",
 }
-"""What each part contains; saved with the figures."""
+"""The contents of each part, which are saved with the figures."""
 _RESULTS = ("drawn", "applied", "tokens", "learned")
 _CLOSE = "close decode"
 _OF_STEPS = ("plan", "pack", *_RESULTS, "outbox")

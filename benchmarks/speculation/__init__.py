@@ -1,1 +1,1 @@
-"""How many tokens per step draft tokens gain: proposers on real answers, and an oracle that knows the answers."""
+"""Measures the tokens per step that draft tokens gain: proposers on real answers, and an oracle that knows them."""

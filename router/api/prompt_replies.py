@@ -17,7 +17,7 @@ from tandem.protocol.messages import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class PromptForm:
-    """What a reply shows of its prompts. An immutable value of the parsed call."""
+    """The parts of its prompts that a reply shows. An immutable value of the parsed call."""
 
     echo: bool = False
     """True if the text of each choice begins with its prompt."""

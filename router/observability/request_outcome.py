@@ -19,7 +19,7 @@ from tandem.settings.slo import SloClass
 
 
 class Outcome(StrEnum):
-    """How a request ended with regard to its SLO class; the values are those of the metric label `outcome`.
+    """The end of a request with regard to its SLO class; the values are those of the metric label `outcome`.
 
     Goodput counts MET.
     """

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """How many of a prompt's first pages each worker has cached. An immutable result of `PrefixIndex.match`.
+    """The number of a prompt's first pages that each worker has cached. An immutable result of `PrefixIndex.match`.
 
     `levels` has pairs (number of pages, bit set of the workers that hold at least so many), ascending in pages.
     """

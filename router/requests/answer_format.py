@@ -5,6 +5,7 @@ Grammars are compiled in processes of their own, because one may take seconds.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 from collections.abc import Mapping, Sequence
@@ -35,10 +36,11 @@ class AnswerFormat:
     text_only: bool = False
     """True if the format applies only to an answer's text: then it does not conflict with a forced tool call."""
 
-    @property
-    def chars(self) -> int:
-        """The approximate size of the format in characters."""
-        return len(self.value) if isinstance(self.value, str) else len(str(self.value))
+    chars: int = dataclasses.field(init=False, default=0)
+    """The approximate size in characters, counted where the body is parsed: a large schema takes long."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "chars", len(str(self.value)))
 
 
 class FormatCompiler:

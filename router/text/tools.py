@@ -16,7 +16,7 @@ _ARGUMENT_ITEMS_MAX = 1 << 16
 
 
 class ToolChoice(StrEnum):
-    """Whether the answer may or must call tools: not at all, as the model decides, any tool, or a named function."""
+    """The tool choice of a request: no call, a call if the model decides so, a call of any tool, or of one function."""
 
     NONE = "none"
     AUTO = "auto"
@@ -56,6 +56,16 @@ class ToolOptions:
     def shown(self) -> tuple[Mapping[str, Any], ...]:
         """The tools that the chat template gets: none if the model must not call them."""
         return () if self.choice is ToolChoice.NONE else self.tools
+
+
+def function_tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """Return a function in the form of chat templates."""
+    function: dict[str, Any] = {"name": name}
+    if description is not None:
+        function["description"] = description
+    if parameters:
+        function["parameters"] = parameters
+    return {"type": "function", "function": function}
 
 
 def call_arguments(field: str, text: str) -> Any:

@@ -14,7 +14,7 @@ class StepWork:
     decode_context_tokens: int = 0
     """Sum of the numbers of tokens that the decode rows attend to."""
     draft_rows: int = 0
-    """How many of the decode rows verify draft tokens; the others are one for each request."""
+    """The number of decode rows that verify draft tokens; the others are one for each request."""
 
     def with_chunk(self, tokens: int, context: int) -> "StepWork":
         """Return this work with another chunk of `tokens` tokens after `context` tokens of its prompt."""

@@ -163,7 +163,7 @@ class _Answer:
         self.slow = False
         """True once a mask took more CPU time than a step waits."""
         self.drafts = 0
-        """How many of the draft tokens passed last may follow the output."""
+        """The number of the draft tokens passed last that may follow the output."""
 
     def known(self, tokens: Sequence[int]) -> bool:
         """Return True if `allowed` has nothing to compute."""

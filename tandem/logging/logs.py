@@ -50,10 +50,6 @@ class LogConfig:
     """Size in bytes at which the file is rotated; see `tandem.logging.log_file`."""
 
 
-TO_STDERR = LogConfig()
-"""The default settings: text on stderr."""
-
-
 def begin_log(config: LogConfig, process: str = "", incarnation: int | None = None) -> None:
     """Set up logging at level INFO.
 

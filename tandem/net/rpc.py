@@ -91,18 +91,17 @@ def open_channel(address: str, token: str = "") -> grpc.aio.Channel:
 
 
 def open_client_channel(
-    address: str, api_key: str = "", credentials: grpc.ChannelCredentials | None = None, target_name: str = ""
+    address: str, credentials: grpc.ChannelCredentials | None = None, target_name: str = ""
 ) -> grpc.aio.Channel:
-    """Open a channel to a router's client port that sends `api_key` as a bearer token with every call.
+    """Open a channel to a router's client port.
 
     The channel is encrypted if `credentials` are given; the router's certificate must then be for `target_name`, by
     default for `address`.
     """
-    interceptors = [_SendKeyUnary(api_key), _SendKeyStream(api_key)] if api_key else []
     if credentials is not None:
         name = [("grpc.ssl_target_name_override", target_name)] if target_name else []
-        return grpc.aio.secure_channel(address, credentials, [*CHANNEL_OPTIONS, *name], interceptors=interceptors)
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS, interceptors=interceptors)
+        return grpc.aio.secure_channel(address, credentials, [*CHANNEL_OPTIONS, *name])
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
 def listen(server: grpc.aio.Server, address: str, token: str = "") -> int:
@@ -157,29 +156,6 @@ def error_of(error: grpc.aio.AioRpcError, peer: str) -> TandemError:
 def is_refused_peer(error: grpc.aio.AioRpcError) -> bool:
     """Return True if a call was not sent because the peer is not a component of this cluster."""
     return error.code() is grpc.StatusCode.UNAVAILABLE and _HANDSHAKE_FAILED in (error.details() or "")
-
-
-def _with_key(details: grpc.aio.ClientCallDetails, key: str) -> grpc.aio.ClientCallDetails:
-    metadata = grpc.aio.Metadata(*(details.metadata or ()), (AUTHORIZATION, f"Bearer {key}"))
-    return grpc.aio.ClientCallDetails(
-        details.method, details.timeout, metadata, details.credentials, details.wait_for_ready
-    )
-
-
-class _SendKeyUnary(grpc.aio.UnaryUnaryClientInterceptor):
-    def __init__(self, key: str) -> None:
-        self._key = key
-
-    async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        return await continuation(_with_key(client_call_details, self._key), request)
-
-
-class _SendKeyStream(grpc.aio.UnaryStreamClientInterceptor):
-    def __init__(self, key: str) -> None:
-        self._key = key
-
-    async def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        return await continuation(_with_key(client_call_details, self._key), request)
 
 
 class _ConnectionGuard(grpc.aio.ServerInterceptor):

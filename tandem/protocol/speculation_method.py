@@ -4,7 +4,7 @@ from enum import StrEnum
 
 
 class SpeculationMethod(StrEnum):
-    """How draft tokens are proposed."""
+    """The method by which draft tokens are proposed."""
 
     AUTO = "auto"
     """N-grams if an engine's step has ended when its launch returns, as on CPUs; else off."""

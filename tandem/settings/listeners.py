@@ -20,7 +20,7 @@ class ListenerLimits(Settings):
         topic=Topic.LIMITS,
         above=0,
     )
-    """When a further HTTP connection arrives, the server closes the one that has been idle for longest."""
+    """The server closes the HTTP connection that has been idle for longest if a further one arrives."""
     max_calls: int = setting(
         8_192,
         help="Maximum calls in progress at each port; more are rejected, 429.",

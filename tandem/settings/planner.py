@@ -12,7 +12,7 @@ from tandem.settings.setting import NameOf, Settings, Topic, field_name, setting
 
 
 class PlannerMode(StrEnum):
-    """What the planner may do: nothing, only propose changes, or change the cluster."""
+    """The actions that the planner may take: none, only proposals, or changes of the cluster."""
 
     OFF = "off"
     DRY_RUN = "dry-run"

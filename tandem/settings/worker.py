@@ -35,7 +35,7 @@ class WorkerSettings(Settings):
         unit=1e-3,
         above=0,
     )
-    """Where decoding alone is slower, the batch does not grow, and prompts use the time that the target leaves."""
+    """If decoding alone is slower, the batch does not grow, and prompts use the time that the target leaves."""
     prefix_cache: bool = setting(
         True,
         help="Keep KV pages, while memory allows, for requests with a common prefix.",

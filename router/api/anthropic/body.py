@@ -117,7 +117,7 @@ class ClientTool(Body):
 
 
 class ClientToolChoice(Body):
-    """Whether the answer may or must call tools, and which."""
+    """The choice of tools: whether the answer may or must call some, and which."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -125,7 +125,7 @@ class ClientToolChoice(Body):
 
 
 class ThinkingOptions(Body):
-    """Whether the model shall reason, for chat templates that can switch it on and off; the token budget is ignored."""
+    """The switch of reasoning, for chat templates that can turn it on and off; the token budget is ignored."""
 
     inert = frozenset({"budget_tokens", "display", "block_binding"})
     type: Literal["enabled", "adaptive", "disabled"]

@@ -20,7 +20,7 @@ from router.api.body import UnknownFields, read_body
 from router.api.call import ApiCall, FieldNames, Turns
 from router.requests.answer_format import AnswerFormat
 from router.requests.request import ClientRequest, Conversation, Options
-from router.text.tools import ToolChoice, ToolOptions
+from router.text.tools import ToolChoice, ToolOptions, function_tool
 from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.lifecycle.timeline import EdgeStamp
 from tandem.tokenizers.grammar_process import GrammarKind
@@ -184,13 +184,8 @@ def _tool(field: str, tool: ClientTool) -> dict[str, Any]:
     if tool.allowed_callers is not None and "direct" not in tool.allowed_callers:
         message = "has no direct, but only the model calls tools here, as the server runs none"
         raise InvalidArgument(f"{field}.allowed_callers", message)
-    function: dict[str, Any] = {"name": tool.name}
-    if tool.description is not None:
-        function["description"] = tool.description
     examples = {"examples": tool.input_examples} if tool.input_examples else {}
-    if tool.input_schema or examples:
-        function["parameters"] = {**examples, **tool.input_schema}
-    return {"type": "function", "function": function}
+    return function_tool(tool.name, tool.description, {**examples, **tool.input_schema})
 
 
 def _format(body: MessagesRequest) -> AnswerFormat | None:

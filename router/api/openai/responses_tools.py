@@ -14,7 +14,7 @@ from router.api.openai.responses_body import (
     ResponseOtherTool,
     ResponseTool,
 )
-from router.text.tools import ToolChoice, ToolOptions
+from router.text.tools import ToolChoice, ToolOptions, function_tool
 from tandem.protocol.errors import InvalidArgument
 
 Namespaced = Mapping[str, tuple[str, str]]
@@ -84,12 +84,7 @@ class OfferedTools:
         if self.namespaced and name in self._names:
             raise InvalidArgument(f"{field}.name", "is the name of another function, its namespace included")
         self._names.add(name)
-        function: dict[str, Any] = {"name": name}
-        if description is not None:
-            function["description"] = description
-        if tool.parameters:
-            function["parameters"] = tool.parameters
-        self.functions.append((name, {"type": "function", "function": function}))
+        self.functions.append((name, function_tool(name, description, tool.parameters)))
 
     def _leave_out(self, field: str, tool: ResponseOtherTool) -> None:
         if self._required or self._unknown.strict:

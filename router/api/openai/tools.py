@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from router.api.openai.messages import NamedTool, Tool, ToolCall, Tools
-from router.text.tools import ToolChoice, ToolOptions, call_arguments
+from router.text.tools import ToolChoice, ToolOptions, call_arguments, function_tool
 from tandem.protocol.errors import InvalidArgument
 
 
@@ -34,12 +34,7 @@ def tool_calls(calls: Sequence[ToolCall], path: str) -> list[dict[str, Any]]:
 
 
 def _tool(tool: Tool) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": tool.function.name}
-    if tool.function.description is not None:
-        function["description"] = tool.function.description
-    if tool.function.parameters:
-        function["parameters"] = tool.function.parameters
-    return {"type": "function", "function": function}
+    return function_tool(tool.function.name, tool.function.description, tool.function.parameters)
 
 
 def _call(call: ToolCall, path: str) -> dict[str, Any]:

@@ -63,11 +63,6 @@ class Hardware:
             self.name, model.vocab_size, model.max_context, model.eos_token_ids, "bfloat16", kv_windows=windows
         )
 
-    def with_costs(self, costs: CostParameters) -> "Hardware":
-        """Return the same hardware with these step costs, which predictions use too."""
-        known = replace(costs, tile_tokens=self.actual_cost.tile_tokens)
-        return replace(self, actual_cost=known, reported_cost=known)
-
     @property
     def device(self) -> Device:
         """The simulated device of a worker."""

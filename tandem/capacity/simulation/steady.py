@@ -29,7 +29,7 @@ class Lookahead:
     steps: int
     """Further launches with exactly the rows of those in flight."""
     untouched: int
-    """How many of these launches, from the first on, take no new KV page."""
+    """The number of these launches, from the first on, that take no new KV page."""
     needed: int = -1
     """The run holds only while more than this number of pages is free."""
 

@@ -1,1 +1,1 @@
-"""How commands find and reach a cluster: addresses, state files, secrets, and the options for them."""
+"""The connection of commands to a cluster: addresses, state files, secrets, and the options for them."""

@@ -32,7 +32,7 @@ _PROGRESS_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How many requests of a share were sent, how many have ended, and how many ended with an error."""
+    """The numbers of requests of a share that were sent, that have ended, and that ended with an error."""
 
     sent: int = 0
     ended: int = 0

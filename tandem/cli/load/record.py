@@ -10,7 +10,7 @@ WRONG_LENGTH = "WRONG_LENGTH"
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """What a client records of one request. Times are in seconds after the common start of all clients.
+    """The record that a client keeps of one request. Times are in seconds after the common start of all clients.
 
     `token_s` has the arrival time of each token of the answer; tokens of one message have the same time, and `chunks`
     is the number of messages. Over HTTP, whose messages do not say how many tokens they hold, `token_s` has one time

@@ -24,7 +24,7 @@ def prompt_words(prompt: tuple[Block, ...], seed: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WordLengths:
-    """How many tokens a server counts for a number of words, given its tokenizer and chat template.
+    """The number of tokens that a server counts for a number of words, given its tokenizer and chat template.
 
     The model is linear: tokens = `template` + `per_word` × words.
     """

@@ -3,7 +3,7 @@
 import secrets
 
 _RANDOM_BITS, _COUNT_BITS = 24, 20
-"""How many of the 64 bits are random and how many hold the count; the remaining bits hold the generation."""
+"""The numbers of the 64 bits that are random and that hold the count; the remaining bits hold the generation."""
 
 
 class Incarnations:

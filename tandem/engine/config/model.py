@@ -55,7 +55,7 @@ class DenseFeedForward:
 
 @dataclass(frozen=True, slots=True)
 class ExpertRouter:
-    """How a token's experts are chosen from the router's logits, which are computed and kept in float32."""
+    """The rule that chooses a token's experts by the router's logits, which are computed and kept in float32."""
 
     score: str = "softmax"
     """`softmax` or `sigmoid` over all experts' logits, or `softmax_of_top_k` over those of the chosen experts only."""

@@ -26,7 +26,7 @@ RopeTable = Callable[[RopeConfig | None, int], Tensor]
 
 
 class CachePlace(NamedTuple):
-    """Where the KV of a layer is: the number of its group, and its index among the layers in that group's pages."""
+    """The place of a layer's KV: the number of its group, and its index among the layers in that group's pages."""
 
     group: int
     layer: int

@@ -101,7 +101,7 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one tensor of a checkpoint is written to."""
+    """The tensor of the model that one tensor of a checkpoint is written to."""
 
     tensor: Weight
     """The destination: a view into the parameters."""

@@ -45,7 +45,7 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class SamplingInput:
-    """How to sample the token that follows the last token of a row.
+    """The parameters by which the token that follows the last token of a row is sampled.
 
     `index` is the number of this draw in the request's seeded sequence, 0 for the first output token, so that any
     worker draws the same random number in any batch. `history` is set if `sampling.needs_history`, else None.

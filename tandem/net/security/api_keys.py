@@ -62,7 +62,7 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True)
 class KeySource:
-    """Where a process's accepted keys come from."""
+    """The origin of the keys that a process accepts."""
 
     given: tuple[str, ...] = field(default=(), repr=False)
     """Keys of tenants without quotas."""

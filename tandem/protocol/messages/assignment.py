@@ -8,7 +8,7 @@ from tandem.protocol.policy_name import PolicyName
 
 
 class Role(StrEnum):
-    """Which schedulers of a worker take work: that of prefill, that of decode, or both."""
+    """The schedulers of a worker that take work: that of prefill, that of decode, or both."""
 
     PREFILL = "prefill"
     DECODE = "decode"

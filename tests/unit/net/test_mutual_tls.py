@@ -13,6 +13,7 @@ from tandem.net.security.credentials import metrics_key_of
 from tandem.net.security.mutual_tls import credentials_of
 from tandem.protocol import errors
 from tandem.protocol.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, types_pb2
+from tests.keyed_channel import keyed_channel
 from tests.stranger import Stranger
 
 TOKEN = "of-this-cluster"
@@ -71,7 +72,7 @@ async def test_each_process_has_a_certificate_of_its_own_that_the_others_accept(
 async def test_who_has_no_token_is_refused_by_the_server(members: tuple[Members, str]) -> None:
     servicer, address = members
     assert isinstance(await ask(rpc.open_channel(address)), errors.Unavailable)
-    assert isinstance(await ask(rpc.open_client_channel(address, TOKEN)), errors.Unavailable)
+    assert isinstance(await ask(keyed_channel(address, TOKEN)), errors.Unavailable)
     assert servicer.calls == []
 
 

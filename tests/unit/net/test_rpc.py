@@ -10,6 +10,7 @@ from tandem.net import rpc
 from tandem.net.security.api_keys import ApiKeys, KeySource
 from tandem.protocol import errors
 from tandem.protocol.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
+from tests.keyed_channel import keyed_channel
 
 
 class Broken(cluster_pb2_grpc.ClusterServicer):
@@ -37,7 +38,7 @@ class Serving:
         cluster_pb2_grpc.add_ClusterServicer_to_server(Broken(self.error), self.server)
         port = self.server.add_insecure_port("127.0.0.1:0")
         await self.server.start()
-        self.channel = rpc.open_client_channel(f"127.0.0.1:{port}", self.key)
+        self.channel = keyed_channel(f"127.0.0.1:{port}", self.key)
         return cluster_pb2_grpc.ClusterStub(self.channel)
 
     async def __aexit__(self, *_: object) -> None:

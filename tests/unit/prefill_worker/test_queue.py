@@ -5,9 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from prefill_worker.progress import Progress
-from prefill_worker.queue import OLDEST_SHARE, PromptQueue, StartResult, WaitingPrompts
+from prefill_worker.queue import OLDEST_SHARE, STEP_S, PromptQueue, ScoredTokens, StartResult, WaitingPrompts
 from prefill_worker.request import PrefillRequest
-from prefill_worker.scored_tokens import STEP_S, ScoredTokens
 from tandem.engine.cache.page_pool import PagePool
 from tandem.engine.cache.prefix_cache import PrefixCache
 from tandem.engine.steps.prompt_scoring import PromptScores

@@ -43,6 +43,7 @@ from tandem.protocol.messages import (
     WorkerLoad,
 )
 from tandem.protocol.prefixes import PrefixChanges, PrefixList, PrefixRun
+from tests.keyed_channel import keyed_channel
 
 EOS = 2
 VOCAB_SIZE = 400
@@ -451,9 +452,7 @@ async def until(condition: Callable[[], bool], what: str, timeout_s: float = 60.
 
 @contextlib.asynccontextmanager
 async def channel_to(address: str, key: str = "") -> AsyncIterator[grpc.aio.Channel]:
-    from tandem.net.rpc import open_client_channel
-
-    channel = open_client_channel(address, key)
+    channel = keyed_channel(address, key)
     try:
         yield channel
     finally:

@@ -45,7 +45,7 @@ ENDLESS = 1 << 30
 
 
 class _Step(NamedTuple):
-    """What `begin_step` keeps for the calls of the step."""
+    """The tensors and plans that `begin_step` keeps for the calls of the step."""
 
     rows: int
     capacity: int

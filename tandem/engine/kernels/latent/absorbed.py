@@ -41,7 +41,7 @@ _MERGED_DIMS, _MANY_MERGES = 64, 512
 
 
 class _Step(NamedTuple):
-    """What `begin_step` keeps for the calls of the step."""
+    """The tensors and plans that `begin_step` keeps for the calls of the step."""
 
     page_table: Tensor
     contexts: Tensor

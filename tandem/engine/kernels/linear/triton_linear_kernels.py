@@ -9,12 +9,12 @@ from tandem.engine.kernels.triton_math import gelu_tanh
 STORE = tl.constexpr(0)
 GATE_UP = tl.constexpr(1)
 ADD = tl.constexpr(2)
-"""What is done with a product: it is stored, activation(gate) · up is stored, or it is added to the output."""
+"""The use of a product: it is stored, activation(gate) · up is stored, or it is added to the output."""
 
 NO_NORM = tl.constexpr(0)
 NORM_LAST = tl.constexpr(1)
 NORM_FIRST = tl.constexpr(2)
-"""When the input is divided by its root mean square: never, after the product, or before it.
+"""The place of the division by the root mean square of the input: nowhere, after the product, or before it.
 
 float16 cannot hold x ∘ norm of every x, so float16 inputs are divided before, for which x is read twice.
 """
