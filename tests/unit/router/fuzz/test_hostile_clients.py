@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import os
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ import grpc
 import pytest
 
 from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
+from tests.soak import SOAKING
 from tests.unit.router.api.test_listener_limits import (
     END_HEADERS,
     HEADERS_FRAME,
@@ -28,10 +28,11 @@ from tests.unit.router.fuzz.conftest import HOSTILE_AUTHORIZATION, FuzzedRouter
 from tests.unit.router.fuzz.test_http_connections import replies, whole
 
 RST_STREAM_FRAME, CONTINUATION_FRAME = 3, 9
-LIMIT_S = float(os.environ.get("TANDEM_FUZZ_TURN_S", "0.1"))
+LIMIT_S = 0.1 if SOAKING else 2.0
 """The most CPU time in seconds of one turn of the event loop under one hostile client, without other processes' time.
 
-The measured maximum is a quarter of it.
+`make soak` asserts four times the value measured on a quiet machine. Elsewhere the limit only catches work that grows
+faster than its input, which took tens of seconds: CPU time doubles and more on a host that others share.
 """
 TOGETHER_LIMIT_S = 2 * LIMIT_S
 """The limit under all of them at once, whose calls may fall into one turn; the measured value is printed."""

@@ -1,7 +1,6 @@
 """The items of a request are counted before it is parsed, whatever it contains."""
 
 import json
-import time
 from typing import Any
 
 import pytest
@@ -64,13 +63,11 @@ def test_a_number_that_takes_long_to_read_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "variables", [{"x": [1] * 2_000_000}, {"x": ["a" * 50] * 3}, {"x": [0.1] * 100_000}, {"x": "a" * 101}]
+    "values", [[1] * 100, ["a" * 50] * 3, [0.1] * 100, ["a" * 101]], ids=["integers", "strings", "floats", "one string"]
 )
-def test_template_kwargs_are_measured_no_further_than_their_limit(variables: dict[str, Any]) -> None:
-    began = time.thread_time()
+def test_template_kwargs_are_measured_no_further_than_their_limit(values: list[Any]) -> None:
     with pytest.raises(InvalidArgument, match="100 bytes"):
-        check_template_kwargs(variables, 100)
-    assert time.thread_time() - began < 0.05  # parsing the first one takes a quarter of a second
+        check_template_kwargs({"x": [*values, object()]}, 100)  # the object would be a TypeError
 
 
 def test_template_kwargs_that_are_no_json_are_refused() -> None:
