@@ -31,7 +31,7 @@ from kv_transfer.lease import LeaseTable
 from kv_transfer.lease_change import PageAction
 from tandem.engine.cache.prefix_cache import PrefixCache
 from tandem.protocol.errors import StaleEpoch, TransferFailed
-from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
 from tandem.protocol.messages import (
     GrantedLease,
     Lease,
@@ -237,7 +237,7 @@ class DecodeAdmission:
         `pages` are those of a local prompt as `KvPages` lists them. A notice of an old lease is dropped and counted. A
         notice that does not fit the reservation fails the request, and its router has it prefilled again.
         """
-        seen = EdgeStamp.now(Edge.NOTICE_SEEN)
+        seen = EventTime.now(LifecycleEvent.NOTICE_SEEN)
         with self.lock:
             try:
                 change = self._leases.complete(notice.lease, notice.prefill)
@@ -246,7 +246,7 @@ class DecodeAdmission:
                 return
             arrived = self._leased.complete(change)
             if arrived is not None:
-                arrived.edges.append(seen)
+                arrived.event_times.append(seen)
                 self._arrivals.handle(arrived, notice, pages, self._clock())
             checking = arrived is not None and arrived.stage is Stage.CHECKING
         self._changed(work=not checking)

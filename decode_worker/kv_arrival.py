@@ -14,7 +14,7 @@ from kv_transfer.checksums import PageChecks
 from tandem.logging.logs import about
 from tandem.protocol.ending import reason_to_end
 from tandem.protocol.errors import TransferFailed, Unavailable
-from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
 from tandem.protocol.messages import ModelFacts, PeerRef, TransferNotice
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class ArrivalCheck:
             return f"{notice.skipped} pages left out instead of {request.skipped}"
         if notice.token_hash != request.token_hash:
             return "the hash of another prompt"
-        index = reservation.answered
+        index = reservation.prior_output_tokens
         if reason_to_end(notice.first_token_id, index, request.prompt_tokens, reservation.sampling, self._model):
             return "a first token that ends the answer"
         if tuple(each.page for each in notice.checksums) != self._chosen(request, notice):
@@ -150,9 +150,9 @@ class ArrivalHandler:
 
     def _checked(self, request: DecodeRequest, notice: TransferNotice, problem: str) -> None:
         """Handle the result of the checksum comparison. Called on the checksum thread."""
-        checked = EdgeStamp.now(Edge.KV_CHECKED)
+        checked = EventTime.now(LifecycleEvent.KV_CHECKED)
         with self._lock:
-            request.edges.append(checked)
+            request.event_times.append(checked)
             try:
                 self._decide(request, notice, problem)
             except Exception:

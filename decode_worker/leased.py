@@ -46,13 +46,13 @@ class LeasedRequests:
         Raises the errors of `PageBudget.reserve` and `LeaseTable.grant`, after which nothing is reserved.
         """
         local, tokens = reservation.prefill == self._me, len(reservation.prompt_token_ids)
-        pages, claimed = self._budget.reserve(reservation, prefix, local=local)
+        pages, reserved = self._budget.reserve(reservation, prefix, local=local)
         held = prefix.held
         try:
             lease = self._table.grant(reservation.ref, reservation.prefill)
         except TandemError:
             self._cache.release(prefix)
-            self._budget.cancel_reservation(pages, claimed)
+            self._budget.cancel_reservation(pages, reserved)
             raise
         token_hash = hash_token_ids(reservation.prompt_token_ids)
         if local:
@@ -66,7 +66,7 @@ class LeasedRequests:
             lease,
             self._kv.numbers(tokens),
             pages,
-            claimed,
+            reserved,
             token_hash,
             prefix,
             skipped,

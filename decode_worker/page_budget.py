@@ -12,7 +12,7 @@ answer that outgrows its forecast gets a longer forecast, and takes backed pages
 A younger request is preempted only when no backed page is left (`requests.py`). Until the preempted request has
 returned, as many pages as it had committed are kept free for it.
 
-Prompts in transfer are treated differently. Their pages were promised to a prefill worker that is going to write them,
+Prompts in transfer are treated differently. Their pages were granted to a prefill worker that is going to write them,
 so no other request may use that part of the backed pages.
 """
 
@@ -80,19 +80,19 @@ class PageReservations:
         """Reserve `pages` less the cached pages of `prefix`, and return the number of reserved pages.
 
         The request reads the cached pages from now on: those that tokens from `position` on attend to
-        (`PrefixCache.promise`). At least `reserved_for_preempted` pages must stay free. Raises ResourceExhausted, and
+        (`PrefixCache.reserve`). At least `reserved_for_preempted` pages must stay free. Raises ResourceExhausted, and
         changes nothing, if there are too few pages. The caller calls `add_lease` next.
         """
         self._balance()
-        # While some reserved pages have no free page behind them, a new request would compete with the running ones.
+        # While some reserved pages have no free page, a new request would compete with the running ones.
         short = self._backed < self._reserved
         if short or (self._limit is not None and self.committed + pages + reserved_for_preempted > self._limit):
             raise ResourceExhausted("answers have outgrown their forecasts; come back later")
-        claimed = self._cache.promise(prefix, pages, prompt_tokens, aside=reserved_for_preempted, position=position)
+        reserved = self._cache.reserve(prefix, pages, prompt_tokens, aside=reserved_for_preempted, position=position)
         self.committed += pages
-        self._reserved += claimed
-        self._backed += claimed
-        return claimed
+        self._reserved += reserved
+        self._backed += reserved
+        return reserved
 
     def add_lease(self, lease_pages: int, held: int) -> None:
         """Keep `lease_pages` of the backed pages for a new lease, whose request then holds `held` pages."""
@@ -167,11 +167,11 @@ class PageReservations:
         if self._limit is not None and self._held + self._groups > self._limit:
             if not beyond_limit:
                 return False
-            self._backed += self._pool.promise_up_to(self._groups)
+            self._backed += self._pool.reserve_up_to(self._groups)
         # Backed pages that are kept for leases must not be used: prefill workers are going to write them.
         if self._backed - self._groups < self._lease_pages:
             return False
-        self._count_growth(request, self._pool.allocate(request.reservation.ref, self._groups, from_promise=True))
+        self._count_growth(request, self._pool.allocate(request.reservation.ref, self._groups, from_reserved=True))
         return True
 
     def grow_all(self, requests: Sequence[DecodeRequest]) -> bool:
@@ -200,10 +200,10 @@ class PageReservations:
         self._backed -= len(pages)
         self._held += len(pages)
 
-    def subtract(self, committed: int, claimed: int, held: int, lease_pages: int) -> None:
+    def subtract(self, committed: int, reserved: int, held: int, lease_pages: int) -> None:
         """Subtract the pages of a request that has ended, or of a reservation that was reduced, from each count."""
         self.committed -= committed
-        self._reserved -= claimed
+        self._reserved -= reserved
         self._held -= held
         self._lease_pages -= lease_pages
         self._balance()
@@ -212,17 +212,17 @@ class PageReservations:
         """Have the pool back as many of the reserved pages as it can, and return backed pages that are in excess."""
         missing = self._reserved - self._backed
         if missing < 0:
-            self._pool.unpromise(-missing)
+            self._pool.unreserve(-missing)
             self._backed = self._reserved
         elif missing > 0:
             if self._limit is not None:
                 # Pages that are kept for leases count as held and as backed; the limit counts them once.
                 missing = min(missing, self._limit - self._held + self._lease_pages - self._backed)
-            self._backed += self._pool.promise_up_to(max(0, missing))
+            self._backed += self._pool.reserve_up_to(max(0, missing))
 
 
 class PageBudget:
-    """The pages promised to requests, for prompt and answer, until each request ends. Guarded by the admission's lock.
+    """The pages reserved for requests, for prompt and answer, until each request ends. Guarded by the admission's lock.
 
     Quarantined pages are lost until their writers confirm that they have stopped, or are known to have stopped. A
     worker that has lost a large part of its pool reports itself as not ready, and makes no reservation until enough
@@ -300,7 +300,7 @@ class PageBudget:
             )
         if self.not_ready:
             raise self._come_back(f"worker {self._worker_id} promises nothing for now: {self.not_ready}")
-        pages = self.expected_pages(reservation, reservation.answered, decoding=not local)
+        pages = self.expected_pages(reservation, reservation.prior_output_tokens, decoding=not local)
         position = None if local else prompt_tokens
         reserved_for_preempted = self._reserved_for_preempted(reservation, self._limit - pages)
         try:
@@ -313,9 +313,9 @@ class PageBudget:
         self._preempted.pop((reservation.router_id, reservation.ref.request_id), None)
         return pages, reserved
 
-    def cancel_reservation(self, pages: int, claimed: int) -> None:
+    def cancel_reservation(self, pages: int, reserved: int) -> None:
         """Release what `reserve` took for a reservation that was not granted."""
-        self._reservations.subtract(pages, claimed, 0, 0)
+        self._reservations.subtract(pages, reserved, 0, 0)
 
     def add_lease(self, request: DecodeRequest) -> None:
         """Keep reserved pages for the lease of a new request."""
@@ -342,7 +342,7 @@ class PageBudget:
         if not self._kv.windowed:
             return
         self._retire(request, len(request.reservation.prompt_token_ids))
-        pages = self.expected_pages(request.reservation, request.reservation.answered)
+        pages = self.expected_pages(request.reservation, request.reservation.prior_output_tokens)
         self._reservations.complete_transfer(request, pages)
 
     def grow(self, request: DecodeRequest, *, beyond_limit: bool = False) -> bool:

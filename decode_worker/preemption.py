@@ -38,5 +38,5 @@ def age(request: DecodeRequest) -> int:
 
 
 def _may_preempt(request: DecodeRequest) -> bool:
-    answered = request.reservation.answered
-    return not answered or len(request.token_ids) - answered >= PROGRESS_TOKENS
+    prior_output_tokens = request.reservation.prior_output_tokens
+    return not prior_output_tokens or len(request.token_ids) - prior_output_tokens >= PROGRESS_TOKENS

@@ -7,7 +7,7 @@ from typing import Protocol
 from tandem.engine.cache.prefix_cache import Prefix
 from tandem.engine.steps.sampling_metadata import History
 from tandem.protocol.ending import Ending
-from tandem.protocol.lifecycle.timeline import EdgeStamp
+from tandem.protocol.lifecycle.events import EventTime
 from tandem.protocol.messages import Lease, Reservation
 
 
@@ -40,8 +40,8 @@ class DecodeRequest:
     router sends it again. The prefix cache knows the full pages of its prompt from ready on, and those of its answer
     from the end on.
 
-    All fields are guarded by the admission's lock, except `answer`, `edges` and what describes the launched steps of a
-    running request: only the engine thread uses those.
+    All fields are guarded by the admission's lock, except `answer`, `event_times` and what describes the launched steps
+    of a running request: only the engine thread uses those.
     """
 
     reservation: Reservation
@@ -92,7 +92,7 @@ class DecodeRequest:
     """The tokens that penalties or a grammar look back on, for a running request with either."""
     adapter: int = 0
     """The number of its adapter, as in `StepRow`."""
-    edges: list[EdgeStamp] = field(default_factory=list)
+    event_times: list[EventTime] = field(default_factory=list)
     """Lifecycle events that were not sent to the router yet."""
 
     def __post_init__(self) -> None:
@@ -116,7 +116,7 @@ class DecodeRequest:
         The newest token is excluded, because it may not have been fed to the model yet.
         """
         reservation = self.reservation
-        return [*reservation.prompt_token_ids[position:], *self.token_ids[reservation.answered : -1]]
+        return [*reservation.prompt_token_ids[position:], *self.token_ids[reservation.prior_output_tokens : -1]]
 
     @property
     def next_unread(self) -> int:

@@ -13,7 +13,7 @@ from tandem.engine.cache.prefix_cache import PrefixCache
 from tandem.protocol.ending import failure_event
 from tandem.protocol.errors import TandemError, TransferFailed
 from tandem.protocol.kv_pages import FREED
-from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
 from tandem.protocol.messages import Lease, RequestEvent, RequestRef, RoutedEvent, TransferNotice
 
 ADMITTED_REMEMBERED = 4096
@@ -92,7 +92,7 @@ class DecodeRequests:
         answer = request.reservation.answer
         request.answer = [*answer, notice.first_token_id]
         request.first_draw = notice.next_draw - len(answer)
-        request.edges.append(EdgeStamp.now(Edge.DECODE_ADMITTED))
+        request.event_times.append(EventTime.now(LifecycleEvent.DECODE_ADMITTED))
         request.stage = Stage.READY
         self.ready.append(request)
 
@@ -144,8 +144,8 @@ class DecodeRequests:
             self.ready.remove(request)
         self.preemptions += 1
         reservation = request.reservation
-        edges = (*request.edges, EdgeStamp.now(Edge.PREEMPTED))
-        event = RequestEvent(reservation.ref, len(request.token_ids), edges=edges, preempted=True)
+        event_times = (*request.event_times, EventTime.now(LifecycleEvent.PREEMPTED))
+        event = RequestEvent(reservation.ref, len(request.token_ids), event_times=event_times, preempted=True)
         # Before `_leave`, which drops the reservation whose size is kept free here.
         self._budget.expect_return(request)
         self._leave(request)

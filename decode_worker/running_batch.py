@@ -82,7 +82,7 @@ class RunningBatch:
         if ending.stops:
             self._stop_sets[ending.stops] = self._stop_sets.get(ending.stops, 0) + 1
             self._stop_tokens |= ending.stops
-        if request.edges or request.reservation.sampling.logprobs is not None:
+        if request.event_times or request.reservation.sampling.logprobs is not None:
             self._with_events.append(slot)
         if request.history is not None:
             self._with_history.append(slot)

@@ -36,7 +36,7 @@ from tandem.engine.steps.batch import TokenRows
 from tandem.engine.steps.sampling_metadata import History
 from tandem.protocol.ending import Ending
 from tandem.protocol.kv_pages import KvPages
-from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
 from tandem.protocol.messages import ModelFacts, RequestRef, TokenLogprobs
 
 NO_ROWS = TokenRows.of(())
@@ -157,11 +157,11 @@ class DecodeScheduler:
         return bool(joining)
 
     def _start(self, request: DecodeRequest) -> None:
-        request.edges.append(EdgeStamp.now(Edge.DECODE_STARTED))
+        request.event_times.append(EventTime.now(LifecycleEvent.DECODE_STARTED))
         sampling = request.reservation.sampling
         request.ending = Ending.of(request.prompt_tokens, sampling, self._model)
         if sampling.needs_history:
-            request.history = History(request.reservation.question, request.token_ids, may_wait=True)
+            request.history = History(request.reservation.original_prompt, request.token_ids, may_wait=True)
         self._batch.join(request)
         insort(self.gap_targets, request.reservation.gap_target_s)
 

@@ -277,7 +277,7 @@ class Speculation:
         answer, known = request.token_ids, self._known_tokens.get(request)
         if known is None:
             reservation = request.reservation
-            self._proposer.begin(request, [*reservation.question, *answer], reservation.cache_salt)
+            self._proposer.begin(request, [*reservation.original_prompt, *answer], reservation.cache_salt)
         elif known < len(answer):
             self._proposer.extend(request, answer[known:])
         self._known_tokens[request] = len(answer)

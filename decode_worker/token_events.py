@@ -44,7 +44,7 @@ def _event_for(batch: RunningBatch, step: DecodedStep, row: int, scores: Scores)
         raise request.history.failure
     if token_ids[-1] == NO_TOKEN:
         raise NonFiniteLogits
-    edges, request.edges = tuple(request.edges), []
+    event_times, request.event_times = tuple(request.event_times), []
     reason = request.ending.reason(token_ids[-1], index + len(token_ids) - 1)
     if reason is not None:
         request.ended = True
@@ -52,5 +52,5 @@ def _event_for(batch: RunningBatch, step: DecodedStep, row: int, scores: Scores)
     batch.event_sent(request)
     reservation = request.reservation
     logprobs = tuple(score for score in scores if score is not None)
-    event = RequestEvent(reservation.ref, index, tuple(token_ids), reason, edges=edges, logprobs=logprobs)
+    event = RequestEvent(reservation.ref, index, tuple(token_ids), reason, event_times=event_times, logprobs=logprobs)
     return RoutedEvent(reservation.router_id, event)

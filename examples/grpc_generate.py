@@ -31,10 +31,10 @@ def main() -> None:
                 done = reply.complete
     print(f"\ntokens: {done.prompt_tokens} and {done.completion_tokens}")
     print(f"prefill on {done.timeline.prefill_worker}, decode on {done.timeline.decode_worker}")
-    stamps = done.timeline.edges
+    stamps = done.timeline.event_times
     for stamp in stamps:
-        edge = types_pb2.Edge.Name(stamp.edge)
-        print(f"{(stamp.unix_nanos - stamps[0].unix_nanos) / 1e6:8.1f} ms  {edge}")
+        event = types_pb2.LifecycleEvent.Name(stamp.event)
+        print(f"{(stamp.unix_nanos - stamps[0].unix_nanos) / 1e6:8.1f} ms  {event}")
 
 
 if __name__ == "__main__":

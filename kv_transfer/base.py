@@ -44,7 +44,7 @@ class WriteDone:
 class PageWrite:
     """A request to write `local_pages` to `peer`'s `remote_pages`, one to one, and then to deliver `notice`.
 
-    The write begins once all writes in `behind`, which are of the same sender, have completed, and never if one of them
+    The write begins once all writes in `after`, which are of the same sender, have completed, and never if one of them
     failed. The notice arrives after every byte of all of these writes. A write that has not begun by `begin_by`
     (`time.monotonic`) never begins: the peer's permission to write ends then. `begin_by` is called when the write could
     begin, on any thread.
@@ -55,7 +55,7 @@ class PageWrite:
     remote_pages: Sequence[int]
     notice: TransferNotice | None = None
     begin_by: Callable[[], float] = whenever
-    behind: "Sequence[Future[WriteDone]]" = ()
+    after: "Sequence[Future[WriteDone]]" = ()
 
 
 class Sender(ABC):
@@ -81,7 +81,7 @@ class Sender(ABC):
         The future ends with `WriteDone`, or with `TransferFailed` once the write is quiescent on this side.
 
         `deadline_s` is in seconds from now. A write that has not begun by then fails, though not before the writes in
-        `behind` have ended. A write that is in flight then fails when it is quiescent, unless its notice has left: the
+        `after` have ended. A write that is in flight then fails when it is quiescent, unless its notice has left: the
         peer then continues the request. Cancelling the future has no effect, because a posted write must be waited for.
         """
 

@@ -59,12 +59,12 @@ class InMemoryTransport(Transport):
                 posted.peer_removed |= posted.write.peer == known.peer
 
     def write(self, write: PageWrite, deadline_s: float) -> "Future[WriteDone]":
-        """Post a write on the fabric, once the writes in `behind` have completed."""
+        """Post a write on the fabric, once the writes in `after` have completed."""
         future: Future[WriteDone] = Future()
         future.set_running_or_notify_cancel()
         now = self._fabric.now()
         posted = InFlightWrite(self.me, write, now, now + deadline_s, future)
-        hold(write.behind, lambda why_not: self._begin(posted, why_not))
+        hold(write.after, lambda why_not: self._begin(posted, why_not))
         return future
 
     def _begin(self, posted: InFlightWrite, why_not: str) -> None:

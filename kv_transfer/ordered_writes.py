@@ -13,13 +13,13 @@ Begin = Callable[[str], None]
 """Called once, with the reason why the write may not begin; empty = it may."""
 
 
-def hold(behind: "Sequence[Future[WriteDone]]", begin: Begin) -> None:
-    """Call `begin` once all writes in `behind` have completed or one has failed.
+def hold(after: "Sequence[Future[WriteDone]]", begin: Begin) -> None:
+    """Call `begin` once all writes in `after` have completed or one has failed.
 
     The call is made at once, or on the thread that sees the last write complete.
     """
-    if behind:
-        _Held(len(behind), begin).watch(behind)
+    if after:
+        _Held(len(after), begin).watch(after)
     else:
         begin("")
 
@@ -32,8 +32,8 @@ class _Held:
         self._begin: Begin | None = begin
         self._lock = threading.Lock()
 
-    def watch(self, behind: "Sequence[Future[WriteDone]]") -> None:
-        for write in behind:
+    def watch(self, after: "Sequence[Future[WriteDone]]") -> None:
+        for write in after:
             write.add_done_callback(self._on_write_done)
 
     def _on_write_done(self, write: "Future[WriteDone]") -> None:

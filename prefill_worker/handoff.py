@@ -34,7 +34,7 @@ from tandem.logging.logs import about
 from tandem.protocol.ending import failure_event
 from tandem.protocol.errors import Internal, StaleEpoch, TandemError, TransferFailed
 from tandem.protocol.kv_pages import KvPages
-from tandem.protocol.lifecycle.timeline import TransferStats
+from tandem.protocol.lifecycle.events import TransferStats
 from tandem.protocol.messages import (
     Destination,
     PageChecksum,
@@ -77,7 +77,7 @@ class Handoff:
         self,
         *,
         request: PrefillRequest,
-        half: PrefillSchedulerView,
+        scheduler: PrefillSchedulerView,
         me: PeerRef,
         kv: KvPages,
         sender: Sender,
@@ -91,7 +91,7 @@ class Handoff:
         checks: PageChecks | None = None,
     ) -> None:
         self._request = request
-        self._half = half
+        self._scheduler = scheduler
         self._me = me
         self._kv = kv
         self._backend = backend
@@ -138,12 +138,12 @@ class Handoff:
         await self._give_back_unless_delivered()
 
     async def _settle(self) -> None:
-        self._half.withdraw(self._request)
+        self._scheduler.withdraw(self._request)
         await self._request.progress.until_released()
         if self._writes.in_progress:
-            self._half.transfer_outlives_request(self._request)
+            self._scheduler.transfer_outlives_request(self._request)
         await self._writes.settled()
-        self._half.free(self._request)
+        self._scheduler.free(self._request)
 
     async def _give_back_unless_delivered(self) -> None:
         destination = self._request.task.destination
@@ -204,8 +204,8 @@ class Handoff:
             await self._write(destination, window, needed)
         if self._delivered:
             self._peers.delivered(destination)
-            edges = self._writes.edges()
-            self._emit_event(RequestEvent(self._request.task.ref, edges=edges, transfer=self._stats()))
+            event_times = self._writes.event_times()
+            self._emit_event(RequestEvent(self._request.task.ref, event_times=event_times, transfer=self._stats()))
 
     async def _write(self, destination: Destination, window: WriteWindow, needed: int) -> None:
         """Write all pages, the last one with the notice.

@@ -27,7 +27,7 @@ def make_notice(
         token_hash=token_hash,
         pages=request.pages_needed,
         first_token_id=first_token_id,
-        next_draw=task.answered + 1,
+        next_draw=task.prior_output_tokens + 1,
         checksums=checksums,
         skipped=skipped,
     )

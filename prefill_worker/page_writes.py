@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from kv_transfer.base import PageWrite, Sender, WriteDone
 from kv_transfer.checksums import PageChecks
 from tandem.protocol.errors import TransferFailed
-from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
 from tandem.protocol.messages import Lease, PageChecksum, PeerRef, TransferNotice
 
 
@@ -63,7 +63,7 @@ class OutgoingWrites:
         self._awaited: list[asyncio.Future[WriteDone]] = []
         """The same writes as futures of the event loop."""
         self._before_last_chunk = 0
-        self._notice_made: tuple[EdgeStamp, ...] = ()
+        self._notice_made: tuple[EventTime, ...] = ()
 
     def last_chunk_ended(self) -> None:
         """Note that the prompt is computed: the request waits for the writes that are posted from now on."""
@@ -83,10 +83,10 @@ class OutgoingWrites:
 
         The write does not begin after the time that `begin_by` returns.
         """
-        behind = () if notice is None else tuple(self._posted)
+        after = () if notice is None else tuple(self._posted)
         if notice is not None:
-            self._notice_made = (EdgeStamp.now(Edge.NOTICE_MADE),)
-        write = PageWrite(peer, here, there, notice, begin_by, behind)
+            self._notice_made = (EventTime.now(LifecycleEvent.NOTICE_MADE),)
+        write = PageWrite(peer, here, there, notice, begin_by, after)
         self._posted.append(self._sender.write(write, self._deadline_s))
         self._awaited.append(asyncio.wrap_future(self._posted[-1]))
         if not self._in_progress:
@@ -138,15 +138,15 @@ class OutgoingWrites:
         done = [write.result() for write in self._awaited]
         return sum(each.bytes for each in done), sum(each.duration_nanos for each in done)
 
-    def edges(self) -> tuple[EdgeStamp, ...]:
+    def event_times(self) -> tuple[EventTime, ...]:
         """Return the lifecycle events of writes that have all landed, the last of them with the notice."""
         done = [write.result() for write in self._awaited]
         return (
-            EdgeStamp(Edge.TRANSFER_STARTED, done[0].begun_nanos),
-            EdgeStamp(Edge.LAST_PAGES_POSTED, done[self._before_last_chunk].begun_nanos),
+            EventTime(LifecycleEvent.TRANSFER_STARTED, done[0].begun_nanos),
+            EventTime(LifecycleEvent.LAST_PAGES_POSTED, done[self._before_last_chunk].begun_nanos),
             *self._notice_made,
-            EdgeStamp(Edge.NOTICE_POSTED, done[-1].begun_nanos),
-            EdgeStamp(Edge.TRANSFER_FINISHED, done[-1].ended_nanos),
+            EventTime(LifecycleEvent.NOTICE_POSTED, done[-1].begun_nanos),
+            EventTime(LifecycleEvent.TRANSFER_FINISHED, done[-1].ended_nanos),
         )
 
     def _settled(self, _: asyncio.Future[WriteDone]) -> None:

@@ -1,7 +1,7 @@
 """Pages for prompts: missing pages come from the pool, or from the decode phase if the prompt is local.
 
 Pages of groups without a sliding window are allocated for the whole prompt. For groups with a window, the pages that
-are needed at one time are promised; they are allocated chunk by chunk (`cover`), while pages that no further chunk
+are needed at one time are backed_pages; they are allocated chunk by chunk (`cover`), while pages that no further chunk
 attends to are retired.
 """
 
@@ -36,10 +36,10 @@ class PromptPages:
         else:
             ref, needed = request.task.ref, request.pages_needed
             try:
-                pages, promised = self._cache.allocate(ref, request.prefix, needed, request.prompt_tokens)
+                pages, backed_pages = self._cache.allocate(ref, request.prefix, needed, request.prompt_tokens)
             except ResourceExhausted:
                 return False
-            request.pages, request.promised, request.claimed = pages, promised, promised
+            request.pages, request.backed_pages, request.reserved_pages = pages, backed_pages, backed_pages
         request.cached = request.prefix.known * self._kv.page_tokens
         request.computed = request.launched = request.cached
         return True
@@ -70,7 +70,7 @@ class PromptPages:
         if not request.local:
             self._cache.publish(request.task.ref, request.prefix, request.pages)
             self._give_up(request, request.prompt_tokens)
-            self._unpromise(request)
+            self._unreserve(request)
 
     def release(self, request: PrefillRequest) -> None:
         """Free the pages of a request, which nothing uses any more."""
@@ -78,7 +78,7 @@ class PromptPages:
             self._cache.release(request.prefix)
         else:
             self._cache.leave(request.task.ref, request.prefix, request.pages)
-            self._unpromise(request)
+            self._unreserve(request)
         request.pages = []
 
     def _take_local(self, request: PrefillRequest) -> None:
@@ -101,11 +101,11 @@ class PromptPages:
             return self._more_of_lease(request, count)
         pool = self._cache.pool
         with pool.lock:
-            request.promised += pool.promise_up_to(request.claimed - request.promised)
-            count = min(count, request.promised)
-            request.promised -= count
-            request.claimed -= count
-            return pool.allocate(request.task.ref, count, from_promise=True)
+            request.backed_pages += pool.reserve_up_to(request.reserved_pages - request.backed_pages)
+            count = min(count, request.backed_pages)
+            request.backed_pages -= count
+            request.reserved_pages -= count
+            return pool.allocate(request.task.ref, count, from_reserved=True)
 
     def _more_of_lease(self, request: PrefillRequest, count: int) -> list[int]:
         """Take more pages of a local prompt's lease.
@@ -134,8 +134,8 @@ class PromptPages:
             return
         cache, ref = self._cache, request.task.ref
         cache.publish(ref, request.prefix, request.pages, position // self._kv.page_tokens, all_groups=False)
-        request.claimed += cache.retire(ref, request.prefix, request.pages, position)
+        request.reserved_pages += cache.retire(ref, request.prefix, request.pages, position)
 
-    def _unpromise(self, request: PrefillRequest) -> None:
-        self._cache.pool.unpromise(request.promised)
-        request.promised = request.claimed = 0
+    def _unreserve(self, request: PrefillRequest) -> None:
+        self._cache.pool.unreserve(request.backed_pages)
+        request.backed_pages = request.reserved_pages = 0

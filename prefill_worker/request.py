@@ -12,7 +12,7 @@ from tandem.engine.cache.prefix_cache import Prefix
 from tandem.engine.steps.batch import StepRow
 from tandem.engine.steps.prompt_scoring import PromptScores
 from tandem.engine.steps.sampling_metadata import History, SamplingInput
-from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
 from tandem.protocol.messages import PrefillTask
 
 log = logging.getLogger(__name__)
@@ -63,10 +63,10 @@ class PrefillRequest:
     pages: list[int] = field(default_factory=list)
     """The request's pages as `KvPages` lists them. Entries of groups with a sliding window are filled chunk by chunk.
     """
-    claimed: int = 0
+    reserved_pages: int = 0
     """Pages of groups with a sliding window that the request may still take."""
-    promised: int = 0
-    """Pages of `claimed` that the pool has promised."""
+    backed_pages: int = 0
+    """Pages of `reserved_pages` for which the pool keeps free pages."""
     cached: int = 0
     """Tokens of the prompt whose KV was in cached pages, so that they are not computed."""
     computed: int = 0
@@ -80,7 +80,7 @@ class PrefillRequest:
     """True if no further chunk is to be computed."""
     scores: PromptScores | None = None
     """The log probabilities of the prompt's tokens that are computed so far, if the task asks for them."""
-    edges: list[EdgeStamp] = field(default_factory=list)
+    event_times: list[EventTime] = field(default_factory=list)
     """The lifecycle events so far, sent with the first token."""
     history: History | None = None
     """The tokens that penalties or a grammar look back on, if the task has either."""
@@ -98,7 +98,7 @@ class PrefillRequest:
     def next_chunk(self, budget: int) -> StepRow:
         """Return a row of at most `budget` tokens, which count as launched. The row with the last tokens draws one."""
         if self.launched == self.cached:
-            self.edges.append(EdgeStamp.now(Edge.PREFILL_STARTED))
+            self.event_times.append(EventTime.now(LifecycleEvent.PREFILL_STARTED))
         start, chunk = self.launched, min(budget, self.remaining)
         draw = self._first_draw() if chunk == self.remaining else None
         self.launched += chunk
@@ -111,8 +111,8 @@ class PrefillRequest:
     def _first_draw(self) -> SamplingInput:
         task = self.task
         if task.sampling.needs_history and self.history is None:
-            self.history = History(task.question, task.answer)
-        return SamplingInput(task.sampling, task.answered, self.history)
+            self.history = History(task.original_prompt, task.answer)
+        return SamplingInput(task.sampling, task.prior_output_tokens, self.history)
 
 
 class EventThread(Protocol):

@@ -39,7 +39,7 @@ from tandem.engine.steps.sampling_metadata import NO_TOKEN, History
 from tandem.logging.logs import about
 from tandem.protocol.ending import reason_to_end
 from tandem.protocol.errors import Internal, InvalidArgument, NonFiniteLogits, TandemError
-from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
 from tandem.protocol.messages import (
     ModelFacts,
     PeerRef,
@@ -307,10 +307,10 @@ class PrefillScheduler:
         local = task.destination is not None and task.destination.peer == self._me
         prefix = self._cache.prefix(task.prompt_token_ids, task.cache_salt, reads=not task.scores_prompt)
         token_hash = hash_token_ids(task.prompt_token_ids) if local else b""
-        edges = [EdgeStamp.now(Edge.PREFILL_QUEUED)]
-        scores = PromptScores(task.question, task.sampling.prompt_logprobs or 0) if task.scores_prompt else None
+        event_times = [EventTime.now(LifecycleEvent.PREFILL_QUEUED)]
+        scores = PromptScores(task.original_prompt, task.sampling.prompt_logprobs or 0) if task.scores_prompt else None
         return PrefillRequest(
-            task, kv.numbers(tokens), local, Progress(), prefix, token_hash, scores=scores, edges=edges,
+            task, kv.numbers(tokens), local, Progress(), prefix, token_hash, scores=scores, event_times=event_times,
             adapter=adapter, history=history,
         )  # fmt: skip
 
@@ -342,17 +342,17 @@ class PrefillScheduler:
             raise request.history.failure
         if token_id == NO_TOKEN or (scores is not None and not scores.finite):
             raise NonFiniteLogits
-        index = task.answered
+        index = task.prior_output_tokens
         reason = reason_to_end(token_id, index, task.question_tokens, task.sampling, self._model)
         self._pages.publish(request)
-        request.edges.append(EdgeStamp.now(Edge.PREFILL_FINISHED))
+        request.event_times.append(EventTime.now(LifecycleEvent.PREFILL_FINISHED))
         self._updates.add(partial(request.progress.finish, token_id, reason))
         event = RequestEvent(
             task.ref,
             index,
             (token_id,),
             reason,
-            edges=tuple(request.edges),
+            event_times=tuple(request.event_times),
             logprobs=logprobs,
             cached_tokens=request.cached,
             prompt_logprobs=None if scores is None else scores.result(),

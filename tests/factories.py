@@ -12,7 +12,7 @@ import torch
 from tandem.engine.config import EngineConfig
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.models.allocation import allocate_parameters
-from tandem.engine.models.families import places_of
+from tandem.engine.models.families import slots_of
 from tandem.engine.models.load_spec import parse_spec
 from tandem.engine.steps.batch import StepBatch, StepRow
 from tandem.engine.steps.sampling_metadata import SamplingInput
@@ -218,7 +218,7 @@ def write_tiny_model(folder: Path, family: str = "llama3", seed: int = 0, **chan
 def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
     """Return float32 weights of a configuration by checkpoint name, scaled so that activations stay near 1."""
     parsed = parse_spec(config, {})
-    places = places_of(parsed, allocate_parameters(parsed, torch.float32, torch.device("meta")))
+    places = slots_of(parsed, allocate_parameters(parsed, torch.float32, torch.device("meta")))
     rng = np.random.default_rng(seed)
     centre = 0.0 if parsed.wide_norms else 1.0  # the checkpoint stores such norms minus 1
     return {name: _random_tensor(rng, name, place.stored_shape, centre) for name, place in places.items()}

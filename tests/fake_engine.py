@@ -228,7 +228,7 @@ def answer_to(prompt: list[int], sampling: SamplingParams) -> list[int]:
 def whole_text(key: Hashable) -> Sequence[int]:
     """Return the prompt and the answer of a decode worker's request, for oracles that propose draft tokens."""
     assert isinstance(key, DecodeRequest)
-    return _whole_text(tuple(key.reservation.question), key.reservation.sampling)
+    return _whole_text(tuple(key.reservation.original_prompt), key.reservation.sampling)
 
 
 @cache

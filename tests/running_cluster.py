@@ -119,7 +119,7 @@ class RunningCluster:
 
 
 def _idle(one: worker_pb2.InspectResponse) -> bool:
-    taken = one.pages_owned + one.pages_shared + one.pages_advertised + one.pages_quarantined + one.pages_promised
+    taken = one.pages_owned + one.pages_shared + one.pages_advertised + one.pages_quarantined + one.pages_reserved
     return one.pages_free + one.pages_cached == one.pages_total and not (taken or one.requests or one.leases)
 
 

@@ -14,7 +14,7 @@ from kv_transfer.in_memory_fabric import InMemoryFabric
 from tandem.engine.config import EngineConfig
 from tandem.net import rpc
 from tandem.protocol.generated.tandem.v1 import worker_pb2_grpc
-from tandem.protocol.lifecycle.timeline import Edge
+from tandem.protocol.lifecycle.events import LifecycleEvent
 from tandem.protocol.messages import (
     Destination,
     FinishReason,
@@ -31,7 +31,7 @@ from tandem.protocol.messages import (
     TokenLogprobs,
 )
 from tandem.worker.config import WorkerConfig
-from tandem.worker.router_stream import RouterStream
+from tandem.worker.output_streams import OutputStream
 from tandem.worker.servicer import WorkerServicer
 from tandem.worker.worker import Worker
 from tests.fake_engine import FakeEngine
@@ -53,7 +53,7 @@ class Heard:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: PromptLogprobs | None = None
-    edges: list[Edge] = field(default_factory=list)
+    event_times: list[LifecycleEvent] = field(default_factory=list)
     finish: FinishReason | None = None
     error: str = ""
     message: str = ""
@@ -68,7 +68,7 @@ class Heard:
         self.tokens += event.token_ids
         self.logprobs += event.logprobs
         self.prompt_logprobs = event.prompt_logprobs or self.prompt_logprobs
-        self.edges += [stamp.edge for stamp in event.edges]
+        self.event_times += [stamp.event for stamp in event.event_times]
         if event.transfer is not None:
             self.pages = event.transfer.pages
         self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
@@ -133,7 +133,7 @@ class End:
         found = self.worker.report.inspect()
         assert not found.integrity_error
         held = found.pages_total - found.pages_free - found.pages_cached
-        busy = held + found.pages_promised + found.requests + found.leases
+        busy = held + found.pages_reserved + found.requests + found.leases
         return str(found) if busy else ""
 
 
@@ -155,7 +155,7 @@ class WorkerPair:
         self.steps: list[StepOutput] = []
 
     async def __aenter__(self) -> "WorkerPair":
-        self.streams: list[RouterStream] = []
+        self.streams: list[OutputStream] = []
         self.readers = []
         for end in self.ends:
             await end.start()
@@ -169,13 +169,13 @@ class WorkerPair:
         await asyncio.gather(*self.readers)
         self.fabric.close()
 
-    def attach(self, end: End) -> RouterStream:
+    def attach(self, end: End) -> OutputStream:
         stream = end.worker.attach(ROUTER)
         self.streams.append(stream)
         self.readers.append(asyncio.create_task(self._read(stream)))
         return stream
 
-    async def _read(self, stream: RouterStream) -> None:
+    async def _read(self, stream: OutputStream) -> None:
         async for step in stream.messages():
             self.steps.append(step)
             for event in step.each():
@@ -186,10 +186,12 @@ class WorkerPair:
                     heard.take(event)
 
     def reservation(
-        self, name: str, prompt: list[int], sampling: SamplingParams, attempt: int = 1, answered: int = 0
+        self, name: str, prompt: list[int], sampling: SamplingParams, attempt: int = 1, prior_output_tokens: int = 0
     ) -> Reservation:
         ref = RequestRef(name, attempt)
-        return Reservation(ROUTER, ref, tuple(prompt), sampling, self.prefill.me, answered=answered)
+        return Reservation(
+            ROUTER, ref, tuple(prompt), sampling, self.prefill.me, prior_output_tokens=prior_output_tokens
+        )
 
     def reserve(
         self,
@@ -197,11 +199,11 @@ class WorkerPair:
         prompt: list[int],
         sampling: SamplingParams,
         attempt: int = 1,
-        answered: int = 0,
+        prior_output_tokens: int = 0,
         *,
         salt: str = "",
     ) -> Lease:
-        reservation = self.reservation(name, prompt, sampling, attempt, answered)
+        reservation = self.reservation(name, prompt, sampling, attempt, prior_output_tokens)
         return self.decode.worker.reserve(replace(reservation, cache_salt=salt)).lease
 
     def task(
@@ -212,10 +214,12 @@ class WorkerPair:
         lease: Lease | None,
         attempt: int = 1,
         *,
-        answered: int = 0,
+        prior_output_tokens: int = 0,
     ) -> PrefillTask:
         there = None if lease is None else Destination(self.decode.me, self.decode.address, lease)
-        return PrefillTask(ROUTER, RequestRef(name, attempt), tuple(prompt), sampling, there, answered=answered)
+        return PrefillTask(
+            ROUTER, RequestRef(name, attempt), tuple(prompt), sampling, there, prior_output_tokens=prior_output_tokens
+        )
 
     def send(
         self,
@@ -232,11 +236,11 @@ class WorkerPair:
         `answer` has the output tokens of an earlier attempt, which are computed again after the prompt.
         """
         heard = self.heard[name] = Heard(list(answer))
-        asked, answered = [*prompt, *answer], len(answer)
+        asked, prior_output_tokens = [*prompt, *answer], len(answer)
         lease = None
-        if sampling.max_tokens > answered + 1:
-            lease = self.reserve(name, asked, sampling, attempt, answered, salt=salt)
-        task = self.task(name, asked, sampling, lease, attempt, answered=answered)
+        if sampling.max_tokens > prior_output_tokens + 1:
+            lease = self.reserve(name, asked, sampling, attempt, prior_output_tokens, salt=salt)
+        task = self.task(name, asked, sampling, lease, attempt, prior_output_tokens=prior_output_tokens)
         self.prefill.worker.prefill(replace(task, cache_salt=salt))
         return heard
 

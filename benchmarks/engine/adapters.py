@@ -26,7 +26,7 @@ from benchmarks.results import run_facts
 from tandem.engine.config import AdapterSource, EngineConfig
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.models.allocation import allocate_parameters
-from tandem.engine.models.families import places_of
+from tandem.engine.models.families import slots_of
 from tandem.engine.models.load_spec import load_spec
 from tandem.engine.models.shapes import shape_names, write_shape
 from tandem.engine.weights.gguf import default_cache
@@ -120,13 +120,13 @@ def _measure(asked: argparse.Namespace, folder: Path) -> dict[str, object]:
 
 def write_random_adapter(folder: Path, spec: ModelSpec, rank: int) -> Path:
     """Write an adapter with small random weights for every linear layer that adapters may change."""
-    places = places_of(spec, allocate_parameters(spec, torch.bfloat16, torch.device("meta")))
+    slots = slots_of(spec, allocate_parameters(spec, torch.bfloat16, torch.device("meta")))
     generator = np.random.default_rng(1)
     shapes: dict[str, tuple[int, ...]] = {}
-    for name, place in places.items():
+    for name, slot in slots.items():
         module = name.removesuffix(".weight")
         if module.endswith(_MODULES) and ".experts." not in module and "shared" not in module:
-            n, k = place.stored_shape
+            n, k = slot.stored_shape
             shapes[f"base_model.model.{module}.lora_A.weight"] = (rank, k)
             shapes[f"base_model.model.{module}.lora_B.weight"] = (n, rank)
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))

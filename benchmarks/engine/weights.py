@@ -27,7 +27,7 @@ from benchmarks.results import run_facts
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.device import parse_device
 from tandem.engine.models.allocation import allocate_parameters
-from tandem.engine.models.families import places_of
+from tandem.engine.models.families import slots_of
 from tandem.engine.models.load_spec import load_spec
 from tandem.engine.models.parameters import tensors_of
 from tandem.engine.models.shapes import shape_names, write_shape
@@ -55,13 +55,13 @@ def write_checkpoint(folder: Path, shape: str, size: float) -> ModelSpec:
     described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps(described | {"num_hidden_layers": layers}), encoding="utf-8")
     files: dict[str, dict[str, Tensor]] = defaultdict(dict)
-    for name, place in _places(config, torch.device("meta")).items():
+    for name, slot in _slots(config, torch.device("meta")).items():
         layer = name.split(".")[2] if name.startswith("model.layers.") else "rest"
-        files[f"model-{layer}.safetensors"][name] = place
+        files[f"model-{layer}.safetensors"][name] = slot
     block = torch.randn(_BLOCK, generator=torch.Generator().manual_seed(1)).to(_STORED)
-    for file, places in files.items():
-        save_file({name: _repeated(block, place.shape) for name, place in places.items()}, folder / file)
-    weight_map = {name: file for file, places in files.items() for name in places}
+    for file, slots in files.items():
+        save_file({name: _repeated(block, slot.shape) for name, slot in slots.items()}, folder / file)
+    weight_map = {name: file for file, slots in files.items() for name in slots}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
     return config
 
@@ -117,9 +117,9 @@ def measure(options: argparse.Namespace) -> Measured:
     return f"weights-{options.shape}", result | run_facts(options.device)
 
 
-def _places(config: ModelSpec, device: torch.device) -> dict[str, Tensor]:
-    places = places_of(config, allocate_parameters(config, _STORED, device))
-    return {name: place.tensor for name, place in places.items() if isinstance(place.tensor, Tensor)}
+def _slots(config: ModelSpec, device: torch.device) -> dict[str, Tensor]:
+    slots = slots_of(config, allocate_parameters(config, _STORED, device))
+    return {name: slot.tensor for name, slot in slots.items() if isinstance(slot.tensor, Tensor)}
 
 
 def _layers_of(config: ModelSpec, size: float) -> int:
@@ -128,7 +128,7 @@ def _layers_of(config: ModelSpec, size: float) -> int:
 
 
 def _bytes(config: ModelSpec) -> int:
-    return sum(place.numel() for place in _places(config, torch.device("meta")).values()) * _STORED.itemsize
+    return sum(slot.numel() for slot in _slots(config, torch.device("meta")).values()) * _STORED.itemsize
 
 
 def _repeated(block: Tensor, shape: torch.Size) -> Tensor:

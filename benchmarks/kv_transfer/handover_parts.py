@@ -4,19 +4,19 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tandem.protocol.lifecycle.timeline import Edge, Timeline
+from tandem.protocol.lifecycle.events import LifecycleEvent, Timeline
 
 _TO_MS = 1e3
 _NANOS = 1e9
 _HANDOVER = {
-    "computed_to_posted": Edge.LAST_PAGES_POSTED,
-    "posted_to_summed": Edge.NOTICE_MADE,
-    "summed_to_notice_posted": Edge.NOTICE_POSTED,
-    "notice_posted_to_written": Edge.TRANSFER_FINISHED,
-    "written_to_seen": Edge.NOTICE_SEEN,
-    "seen_to_checked": Edge.KV_CHECKED,
-    "checked_to_joined": Edge.DECODE_ADMITTED,
-    "joined_to_first_step": Edge.DECODE_STARTED,
+    "computed_to_posted": LifecycleEvent.LAST_PAGES_POSTED,
+    "posted_to_summed": LifecycleEvent.NOTICE_MADE,
+    "summed_to_notice_posted": LifecycleEvent.NOTICE_POSTED,
+    "notice_posted_to_written": LifecycleEvent.TRANSFER_FINISHED,
+    "written_to_seen": LifecycleEvent.NOTICE_SEEN,
+    "seen_to_checked": LifecycleEvent.KV_CHECKED,
+    "checked_to_joined": LifecycleEvent.DECODE_ADMITTED,
+    "joined_to_first_step": LifecycleEvent.DECODE_STARTED,
 }
 """The parts of a hand-over after PREFILL_FINISHED, in order; each part ends with the given lifecycle event.
 
@@ -31,7 +31,7 @@ class Answer:
     moments: tuple[float, ...]
     timeline: Timeline
 
-    def ms(self, start: Edge, end: Edge) -> float:
+    def ms(self, start: LifecycleEvent, end: LifecycleEvent) -> float:
         """Return the milliseconds between two lifecycle events. Raises RuntimeError if one is missing."""
         seconds = self.timeline.seconds(start, end)
         if seconds is None:
@@ -46,12 +46,12 @@ class Answer:
 
 def handovers_ms(answers: Sequence[Answer]) -> list[float]:
     """Return the times from the end of the last prefill chunk to the request's first decode step, in milliseconds."""
-    return [answer.ms(Edge.PREFILL_FINISHED, Edge.DECODE_STARTED) for answer in answers]
+    return [answer.ms(LifecycleEvent.PREFILL_FINISHED, LifecycleEvent.DECODE_STARTED) for answer in answers]
 
 
 def handover_parts_ms(answers: Sequence[Answer]) -> dict[str, float]:
     """Return the mean of each part in milliseconds; the parts sum up to the mean hand-over."""
-    begins = [Edge.PREFILL_FINISHED, *_HANDOVER.values()]
+    begins = [LifecycleEvent.PREFILL_FINISHED, *_HANDOVER.values()]
     return {
         name: round(statistics.mean(answer.ms(begin, end) for answer in answers), 4)
         for begin, (name, end) in zip(begins, _HANDOVER.items(), strict=False)
@@ -79,8 +79,8 @@ def _moving(answer: Answer) -> list[tuple[float, float]]:
 
     They are the first write's start, and the start and end of the last chunk's writes.
     """
-    edges = (Edge.TRANSFER_STARTED, Edge.LAST_PAGES_POSTED, Edge.TRANSFER_FINISHED)
-    nanos = [answer.timeline.at(edge) for edge in edges]
+    event_times = (LifecycleEvent.TRANSFER_STARTED, LifecycleEvent.LAST_PAGES_POSTED, LifecycleEvent.TRANSFER_FINISHED)
+    nanos = [answer.timeline.at(event) for event in event_times]
     first, posted, finished = (None if each is None else each / _NANOS for each in nanos)
     if first is None or posted is None or finished is None:
         raise RuntimeError("a request without a transfer")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from benchmarks.kv_transfer.handover_parts import Answer, gaps_meeting_transfers_ms, handover_parts_ms, handovers_ms
 from tandem.client import AsyncClient
-from tandem.protocol.lifecycle.timeline import Edge
+from tandem.protocol.lifecycle.events import LifecycleEvent
 
 _TIMEOUT_S = 600
 _BACKGROUND_PROMPT = 256
@@ -82,9 +82,9 @@ async def handovers(client: Asking, settings: Settings) -> Figures:
     await client.ask(settings.prompt, _ANSWER)
     answers = [await client.ask(settings.prompt, _ANSWER) for _ in range(settings.rounds)]
     handover = handovers_ms(answers)
-    exposed = [a.ms(Edge.PREFILL_FINISHED, Edge.DECODE_ADMITTED) for a in answers]
-    ttft = [a.ms(Edge.RECEIVED, Edge.FIRST_TOKEN) for a in answers]
-    prefill = [a.ms(Edge.PREFILL_STARTED, Edge.PREFILL_FINISHED) for a in answers]
+    exposed = [a.ms(LifecycleEvent.PREFILL_FINISHED, LifecycleEvent.DECODE_ADMITTED) for a in answers]
+    ttft = [a.ms(LifecycleEvent.RECEIVED, LifecycleEvent.FIRST_TOKEN) for a in answers]
+    prefill = [a.ms(LifecycleEvent.PREFILL_STARTED, LifecycleEvent.PREFILL_FINISHED) for a in answers]
     shares = [e / (t + h) for e, t, h in zip(exposed, ttft, handover, strict=True)]
     prompt = settings.prompt_name
     found: Figures = {
@@ -95,7 +95,9 @@ async def handovers(client: Asking, settings: Settings) -> Figures:
         f"ttft_ms_{prompt}": _median(ttft),
         f"prefill_ms_{prompt}": _median(prefill),
         "decode_step_ms": _median([gap for a in answers for gap in a.gaps_ms[1:]]),
-        f"last_pages_sent_ms_{prompt}": _median([a.ms(Edge.PREFILL_FINISHED, Edge.TRANSFER_FINISHED) for a in answers]),
+        f"last_pages_sent_ms_{prompt}": _median(
+            [a.ms(LifecycleEvent.PREFILL_FINISHED, LifecycleEvent.TRANSFER_FINISHED) for a in answers]
+        ),
         f"handover_mean_ms_{prompt}": round(statistics.mean(handover), 4),
         f"handover_parts_ms_{prompt}": handover_parts_ms(answers),
         "handovers_ms": [round(each, 3) for each in handover],
@@ -114,7 +116,7 @@ async def prefills(client: Asking, settings: Settings) -> Figures:
     for number in range(2 * settings.rounds):
         for new_tokens in (1, 2) if number % 2 else (2, 1):
             answer = await client.ask(settings.prompt, new_tokens)
-            took[new_tokens].append(answer.ms(Edge.PREFILL_STARTED, Edge.PREFILL_FINISHED))
+            took[new_tokens].append(answer.ms(LifecycleEvent.PREFILL_STARTED, LifecycleEvent.PREFILL_FINISHED))
     without, handed_over = took[1], took[2]
     return {
         f"prefill_without_transfer_ms_{settings.prompt_name}": _median(without),

@@ -17,7 +17,7 @@ from tandem.cluster.supervision.registry import Registry
 from tandem.net.rpc import listen, open_server
 from tandem.protocol import conversion
 from tandem.protocol.generated.tandem.v1 import cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
-from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
 from tandem.protocol.messages import (
     FinishReason,
     GrantedLease,
@@ -101,9 +101,11 @@ class TokenSource(worker_pb2_grpc.WorkerServicer):
     async def Prefill(self, request: Any, _context: Any) -> worker_pb2.PrefillResponse:
         """Send the first token at once; the others follow step by step."""
         task = conversion.from_proto(request, PrefillTask)
-        edges = tuple(EdgeStamp.now(edge) for edge in (Edge.PREFILL_FINISHED, Edge.DECODE_ADMITTED))
+        event_times = tuple(
+            EventTime.now(event) for event in (LifecycleEvent.PREFILL_FINISHED, LifecycleEvent.DECODE_ADMITTED)
+        )
         self._running[task.ref.request_id] = task, 1
-        self._tell((RequestEvent(task.ref, 0, (token_of(time.monotonic()),), edges=edges),))
+        self._tell((RequestEvent(task.ref, 0, (token_of(time.monotonic()),), event_times=event_times),))
         return worker_pb2.PrefillResponse()
 
     async def Abort(self, request: Any, _context: Any) -> worker_pb2.AbortWorkResponse:

@@ -7,7 +7,7 @@ router reads the worker's stream. The loop's thread does these parts of a step:
       plan     choose the requests of the step and their rows
       pack     copy rows and sampling parameters to the host memory that goes to the device
       results  turn tokens into answers and events, and update the cost model with the step's time
-      outbox   pass the events to the event loop
+      streams   pass the events to the event loop
 
 The event loop's thread sends the events (`send`). Both CPU time and elapsed time are given: they differ by other load
 of the machine and by the other thread, because only one of the two runs at a time. First all requests decode, greedily
@@ -45,9 +45,8 @@ from tandem.protocol.messages import Destination, PeerRef, PrefillTask, RequestR
 from tandem.protocol.policy_name import PolicyName
 from tandem.worker.config import WorkerConfig
 from tandem.worker.loop import StepMeter
-from tandem.worker.router_stream import RouterStream
+from tandem.worker.output_streams import OutputStream, OutputStreams
 from tandem.worker.scheduler import StepScheduler
-from tandem.worker.step_publisher import StepPublisher
 from tandem.worker.worker import Worker
 
 PROMPT = 1000
@@ -63,20 +62,20 @@ CLOSE_S = 0.5e-3
 """Seconds of a step in the case `close decode`."""
 STEP_S = 9.3e-3
 """Seconds of a step by default, without a saved run."""
-PARTS = ("plan", "pack", "results", "outbox")
+PARTS = ("plan", "pack", "results", "streams")
 """The parts of a step in the loop's thread."""
 INSIDE = {
     "plan": "StepScheduler.plan: requests that end, join or need a page, page allocation, the policy, all rows",
     "pack": "columns of rows and draws, checks, the step's host buffer, parameters and numbers of random draws",
     "results": "tokens to a list, StepScheduler.apply, columns of tokens for each router; the step's time learned",
-    "outbox": "StepPublisher.publish: the events, given to the event loop",
+    "streams": "OutputStreams.publish: the events, given to the event loop",
     "send": "not in `us`: the event loop's thread, from events to the bytes of one message",
     "nowhere": "launching kernels, copies to the device, gRPC's own threads, requests that arrive",
 }
 """The contents of each part, which are saved with the figures."""
 _RESULTS = ("drawn", "applied", "tokens", "learned")
 _CLOSE = "close decode"
-_OF_STEPS = ("plan", "pack", *_RESULTS, "outbox")
+_OF_STEPS = ("plan", "pack", *_RESULTS, "streams")
 LOW = 0.1
 """The quantile that shows a step's cost without other load on the cores."""
 _LOOK_S = 0.02
@@ -128,7 +127,7 @@ async def measure_steps(
             watch.spent.clear()
             engine.rows.clear()
             joined = 0
-            while len(watch.spent["outbox"]) < plan.steps:
+            while len(watch.spent["streams"]) < plan.steps:
                 while joining and tested.report.load().prefill_requests < JOINING:
                     joined += 1
                     _send(tested, f"p{joined}", JOINING_PROMPT, SamplingParams(max_tokens=1))
@@ -158,11 +157,11 @@ _TIMED = (
     (StepScheduler, "apply", "applied"),
     (DecodedStep, "plain_tokens", "tokens"),
     (StepMeter, "learn", "learned"),
-    (StepPublisher, "publish", "outbox"),
+    (OutputStreams, "publish", "streams"),
 )
 
 
-async def _read(stream: RouterStream, watch: Stopwatch) -> None:
+async def _read(stream: OutputStream, watch: Stopwatch) -> None:
     """Read the stream as the servicer does, until it ends."""
     async for message in stream.messages():
         with watch.timing("send"):

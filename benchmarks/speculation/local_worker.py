@@ -89,7 +89,7 @@ class LocalWorker:
     @property
     def speculation(self) -> Any:
         """The worker's `Speculation`; None = it has none."""
-        return self.worker._halves.decode.speculation
+        return self.worker._schedulers.decode.speculation
 
     def send(self, prompt: Sequence[int], sampling: SamplingParams) -> Answer:
         """Send a request, and return its answer, which fills as tokens arrive."""

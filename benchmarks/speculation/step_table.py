@@ -125,7 +125,7 @@ class CountingWorker(LocalWorker):
         misses = self.runner.graph_use.misses - misses
         window = [mark for mark in self._marks if mark.step >= first]
         self.worker.abort(ROUTER, self.refs())
-        await _until(lambda: not self.worker._halves.open_requests())
+        await _until(lambda: not self.worker._schedulers.open_requests())
         self._marks.clear()
         if not window or window[-1].step - window[0].step < steps // 2:
             raise RuntimeError(f"answers of {most} tokens end before {steps} steps with all of them")

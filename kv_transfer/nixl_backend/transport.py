@@ -196,9 +196,9 @@ class NixlTransport(Transport):
 
     def _take(self, flight: PendingWrite) -> None:
         write = flight.write
-        if write.notice is not None and not all(other.done() for other in write.behind):
+        if write.notice is not None and not all(other.done() for other in write.after):
             self._writes.announce(write.peer)
-        hold(write.behind, partial(self._begin, flight))
+        hold(write.after, partial(self._begin, flight))
 
     def _begin(self, flight: PendingWrite, why_not: str) -> None:
         """Begin a write after the writes that it depends on, unless it may not begin."""

@@ -36,7 +36,7 @@ class ClientCall:
         self.prompt_tokens += prompt_tokens
         self._spend(prompt_tokens)
 
-    def answered(self, tokens: int) -> None:
+    def count_output_tokens(self, tokens: int) -> None:
         """Record tokens that are sent to the client, and take them from the tenant's quota."""
         self.completion_tokens += tokens
         self._spend(tokens)

@@ -15,7 +15,7 @@ from router.api.http import HttpCalls
 from router.api.http_access import LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH
 from router.api.openapi import json_body
 from router.workers.adapter_calls import AdapterCalls
-from tandem.protocol.lifecycle.timeline import EdgeStamp
+from tandem.protocol.lifecycle.events import EventTime
 
 
 class UnloadLoraAdapterRequest(Body):
@@ -53,9 +53,9 @@ def add_adapters(app: FastAPI, calls: HttpCalls, adapters: AdapterCalls) -> None
         app.add_api_route(path, answer, methods=["POST"], response_class=PlainTextResponse, openapi_extra=extra)
 
 
-def _parse_load(data: bytes, _received: EdgeStamp, *, strict: bool) -> LoadLoraAdapterRequest:
+def _parse_load(data: bytes, _received: EventTime, *, strict: bool) -> LoadLoraAdapterRequest:
     return read_body(LoadLoraAdapterRequest, data, UnknownFields(strict=strict))
 
 
-def _parse_unload(data: bytes, _received: EdgeStamp, *, strict: bool) -> UnloadLoraAdapterRequest:
+def _parse_unload(data: bytes, _received: EventTime, *, strict: bool) -> UnloadLoraAdapterRequest:
     return read_body(UnloadLoraAdapterRequest, data, UnknownFields(strict=strict))

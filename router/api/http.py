@@ -27,8 +27,8 @@ from router.requests.request import Admitted, ClientRequest
 from router.requests.validation import RequestValidator
 from router.text.request_reader import check_size
 from tandem.protocol.errors import Cancelled, InvalidArgument, TandemError
+from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
 from tandem.protocol.lifecycle.request_trace import TRACEPARENT, only
-from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
 
 _DRAIN_BYTES = 64 << 20
 """A body over the limit is still read up to this size, so that the client gets the error and not a broken pipe."""
@@ -41,7 +41,7 @@ _C = TypeVar("_C", bound=ApiCall)
 class Parse(Protocol[_T_co]):
     """A function that parses the body of one API."""
 
-    def __call__(self, data: bytes, received: EdgeStamp, /, *, strict: bool) -> _T_co:
+    def __call__(self, data: bytes, received: EventTime, /, *, strict: bool) -> _T_co:
         """Return the parsed call. Raises InvalidArgument for a wrong field, and with `strict` for an unknown one."""
 
 
@@ -78,7 +78,7 @@ class HttpCalls:
 
     async def read(self, request: Request, parse: Parse[_T]) -> _T:
         """Read and parse the body of a request; a rejected body is counted in the metrics."""
-        received = EdgeStamp.now(Edge.RECEIVED)
+        received = EventTime.now(LifecycleEvent.RECEIVED)
         return await self._parsed(await self._data(request), parse, received)
 
     async def served(
@@ -88,7 +88,7 @@ class HttpCalls:
 
         The work is cancelled if the client disconnects.
         """
-        received = EdgeStamp.now(Edge.RECEIVED)
+        received = EventTime.now(LifecycleEvent.RECEIVED)
         data = await self._data(request)
         gone = asyncio.create_task(disconnected(request.receive))
         try:
@@ -112,7 +112,7 @@ class HttpCalls:
         parse: Parse[_C],
         reply_to: Callable[[_C, Sequence[Admitted], ReplyFacts], Reply],
     ) -> Response:
-        received = EdgeStamp.now(Edge.RECEIVED)
+        received = EventTime.now(LifecycleEvent.RECEIVED)
         data = await self._data(request)
         gone = asyncio.create_task(disconnected(request.receive))
         try:
@@ -148,7 +148,7 @@ class HttpCalls:
             self.dispatcher.metrics.refused("", error)
             raise
 
-    async def _parsed(self, data: bytes, parse: Parse[_T], received: EdgeStamp) -> _T:
+    async def _parsed(self, data: bytes, parse: Parse[_T], received: EventTime) -> _T:
         """Parse a body, a large one in a tokenizer thread; a rejected body is counted in the metrics."""
         tenant, strict = served_call().caller.tenant, self.config.strict_requests
         try:
@@ -158,7 +158,7 @@ class HttpCalls:
             raise
 
     async def _used(
-        self, data: bytes, parse: Parse[_T], received: EdgeStamp, use: Callable[[_T], Coroutine[Any, Any, _R]]
+        self, data: bytes, parse: Parse[_T], received: EventTime, use: Callable[[_T], Coroutine[Any, Any, _R]]
     ) -> tuple[_T, _R]:
         call = await self._parsed(data, parse, received)
         return call, await use(call)

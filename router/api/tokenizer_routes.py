@@ -22,7 +22,7 @@ from router.api.openai.requests import conversation, encoding
 from router.api.openapi import json_body
 from router.requests.request import ClientRequest, Options, Prompt
 from tandem.protocol.errors import InvalidArgument
-from tandem.protocol.lifecycle.timeline import EdgeStamp
+from tandem.protocol.lifecycle.events import EventTime
 
 Tokenized = tuple[list[int], list[str] | None, int]
 """Token ids, the text of each token if requested, and the model's context in tokens."""
@@ -84,7 +84,7 @@ def add_tokenizer(app: FastAPI, calls: HttpCalls) -> None:
     app.add_api_route("/tokenizer_info", routes.info, methods=["GET", "HEAD"])
 
 
-def _parse_tokenize(data: bytes, received: EdgeStamp, *, strict: bool) -> _TokenizeCall:
+def _parse_tokenize(data: bytes, received: EventTime, *, strict: bool) -> _TokenizeCall:
     unknown, value = UnknownFields(strict=strict), parse_object(data)
     body: TokenizeTextRequest | TokenizeChatRequest
     prompt: Prompt
@@ -98,5 +98,5 @@ def _parse_tokenize(data: bytes, received: EdgeStamp, *, strict: bool) -> _Token
     return _TokenizeCall(requests=(request,), spell=bool(body.return_token_strs))
 
 
-def _parse_detokenize(data: bytes, _received: EdgeStamp, *, strict: bool) -> DetokenizeRequest:
+def _parse_detokenize(data: bytes, _received: EventTime, *, strict: bool) -> DetokenizeRequest:
     return read_body(DetokenizeRequest, data, UnknownFields(strict=strict))

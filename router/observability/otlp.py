@@ -16,9 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
 from tandem.protocol.errors import FailedPrecondition
+from tandem.protocol.lifecycle.events import LifecycleEvent
 from tandem.protocol.lifecycle.request_trace import RequestTrace
 from tandem.protocol.lifecycle.spans import Phase, Span, spans_of
-from tandem.protocol.lifecycle.timeline import Edge
 from tandem.settings import router as router_settings
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class SpanMaker:
             attributes=_request_attributes(trace),
             start_time=spans[0].begin_nanos,
         )
-        first_token = trace.timeline.at(Edge.FIRST_TOKEN)
+        first_token = trace.timeline.at(LifecycleEvent.FIRST_TOKEN)
         if first_token is not None:
             root.add_event("first_token", timestamp=first_token)
         if trace.outcome not in _ENDED_WELL:
@@ -190,7 +190,7 @@ def _request_attributes(trace: RequestTrace) -> dict[str, AttributeValue]:
         "gen_ai.usage.output_tokens": trace.completion_tokens,
         "gen_ai.usage.cache_read.input_tokens": trace.cached_tokens,
         "tandem.slo_class": trace.slo_class,
-        "tandem.wire_id": trace.wire_id,
+        "tandem.internal_id": trace.internal_id,
     }
     found |= {"gen_ai.response.finish_reasons": (trace.outcome,)} if well else {"error.type": trace.outcome}
     if trace.ttft_s is not None:

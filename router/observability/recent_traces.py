@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tandem.metrics.registry import EXEMPLAR_CHARS, Exemplar, Histogram
+from tandem.protocol.lifecycle.events import LifecycleEvent
 from tandem.protocol.lifecycle.request_trace import RequestTrace
-from tandem.protocol.lifecycle.timeline import Edge
 
 _TRACE_ID, _REQUEST_ID = "trace_id", "request_id"
 SLOW_SHOWN = 20
@@ -45,7 +45,7 @@ class Exemplars:
         held = self._held.get(place)
         if held is None or held.window != window or held.seconds < seconds:
             self._held[place] = _Held(window, seconds, trace)
-            ended = trace.timeline.at(Edge.FINISHED) or 0
+            ended = trace.timeline.at(LifecycleEvent.FINISHED) or 0
             self._spread.exemplars[place] = Exemplar(seconds, ended / 1e9, _labels(trace))
 
     def traces(self) -> list[RequestTrace]:
@@ -79,7 +79,7 @@ class TraceStore:
 
     def slow(self) -> list[RequestTrace]:
         """Return up to `SLOW_SHOWN` exemplars with the longest end-to-end latency, the slowest first."""
-        held = {each.wire_id: each for each in (*self._first_tokens.traces(), *self._whole_answers.traces())}
+        held = {each.internal_id: each for each in (*self._first_tokens.traces(), *self._whole_answers.traces())}
         return sorted(held.values(), key=lambda each: -each.seconds)[:SLOW_SHOWN]
 
     def newest(self) -> list[RequestTrace]:
@@ -88,11 +88,11 @@ class TraceStore:
 
     def _all(self) -> list[RequestTrace]:
         found = (*self._first_tokens.traces(), *self._whole_answers.traces(), *self._newest)
-        return list({each.wire_id: each for each in found}.values())
+        return list({each.internal_id: each for each in found}.values())
 
 
 def _arrival(trace: RequestTrace) -> int:
-    return trace.timeline.at(Edge.RECEIVED) or 0
+    return trace.timeline.at(LifecycleEvent.RECEIVED) or 0
 
 
 def _labels(trace: RequestTrace) -> dict[str, str]:

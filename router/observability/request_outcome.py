@@ -13,8 +13,8 @@ from enum import StrEnum
 
 from router.refusal import Refusal, reason_of
 from tandem.protocol.errors import ResourceExhausted, TandemError
+from tandem.protocol.lifecycle.events import LifecycleEvent, Timeline
 from tandem.protocol.lifecycle.spans import Phase, Span, last_attempt, seconds_by_phase
-from tandem.protocol.lifecycle.timeline import Edge, Timeline
 from tandem.settings.slo import SloClass
 
 
@@ -168,9 +168,9 @@ def rejected(error: TandemError) -> RequestOutcome:
 def failed(timeline: Timeline) -> RequestOutcome:
     """Return the outcome of a request that ended with an error: FAILED, in the phase that its last attempt reached."""
     timeline = last_attempt(timeline)
-    if timeline.at(Edge.PLACED) is None:
+    if timeline.at(LifecycleEvent.PLACED) is None:
         return RequestOutcome(Outcome.FAILED, Phase.QUEUE)
-    if timeline.at(Edge.PREFILL_FINISHED) is None:
+    if timeline.at(LifecycleEvent.PREFILL_FINISHED) is None:
         return RequestOutcome(Outcome.FAILED, Phase.PREFILL)
-    arrived = timeline.at(Edge.DECODE_ADMITTED) is not None
+    arrived = timeline.at(LifecycleEvent.DECODE_ADMITTED) is not None
     return RequestOutcome(Outcome.FAILED, Phase.DECODE if arrived else Phase.TRANSFER)

@@ -23,7 +23,7 @@ class QueuedRequest:
     The `RoutedRequest` owns it; queue, scheduler and placement read and write it on the event loop.
     """
 
-    wire_id: str
+    internal_id: str
     """The request's unique id on workers."""
     sequence: int
     """The request's number in order of arrival."""
@@ -40,7 +40,7 @@ class QueuedRequest:
     """Requests with lower values go first among those of their tenant."""
     slo: SloClass = BEST_EFFORT
     """The SLO class under which the request is served: the requested one, or best effort after a downgrade."""
-    answered: int = 0
+    prior_output_tokens: int = 0
     """Number of answer tokens from earlier attempts, which this attempt prefills after the prompt."""
     resumed: bool = False
     """True for a retried or preempted request whose answer has tokens: it goes before new requests."""
@@ -62,12 +62,12 @@ class QueuedRequest:
     @property
     def prefill_tokens(self) -> int:
         """The number of tokens that this attempt prefills: the prompt and the answer so far."""
-        return self.prompt_tokens + self.answered
+        return self.prompt_tokens + self.prior_output_tokens
 
     @property
     def decodes(self) -> bool:
         """True if the answer may have more tokens than the one that prefill generates."""
-        return self.max_tokens > self.answered + 1
+        return self.max_tokens > self.prior_output_tokens + 1
 
     @property
     def kv_tokens(self) -> int:
@@ -137,9 +137,9 @@ class RequestQueue:
 
     def push(self, request: QueuedRequest) -> None:
         """Add `request`; a request that returns to the queue gets its old position."""
-        self._waiting[request.wire_id] = request
+        self._waiting[request.internal_id] = request
         if request.resumed and not request.yielded:
-            self._resumed[request.wire_id] = request
+            self._resumed[request.internal_id] = request
             return
         # A tenant that was absent must not have saved up credit: its counter is raised to the lowest waiting one.
         if request.tenant not in self._tenants:
@@ -157,9 +157,9 @@ class RequestQueue:
 
     def remove(self, request: QueuedRequest) -> None:
         """Remove `request`; nothing happens if it is not in the queue."""
-        if self._waiting.pop(request.wire_id, None) is None:
+        if self._waiting.pop(request.internal_id, None) is None:
             return
-        if any(some.pop(request.wire_id, None) is not None for some in (self._resumed, self._skipped)):
+        if any(some.pop(request.internal_id, None) is not None for some in (self._resumed, self._skipped)):
             return
         mine = self._tenants[request.tenant]
         del mine[bisect_left(mine, _key(request), key=_key)]
@@ -176,7 +176,7 @@ class RequestQueue:
     def skip(self, request: QueuedRequest) -> None:
         """Keep `request` in the queue, but do not return it from `head` until `restore_skipped`."""
         self.remove(request)
-        self._waiting[request.wire_id] = self._skipped[request.wire_id] = request
+        self._waiting[request.internal_id] = self._skipped[request.internal_id] = request
 
     def restore_skipped(self) -> None:
         """Return all skipped requests to their old positions in the queue."""

@@ -205,14 +205,14 @@ class RequestScheduler:
         """Set the mean and the forecast of the answer's length from the lengths of answers that have ended."""
         limit, to_the_limit = request.max_tokens, request.to_the_limit
         request.mean_tokens = self._lengths.mean(limit, to_the_limit=to_the_limit)
-        request.expected_tokens = self._lengths.expect(limit, request.answered, to_the_limit=to_the_limit)
+        request.expected_tokens = self._lengths.expect(limit, request.prior_output_tokens, to_the_limit=to_the_limit)
 
 
 def record(request: QueuedRequest, placement: Placement, prefill: WorkerState, decode: WorkerState | None) -> None:
     """Count a placed request in the state of its workers; its decode context is the prompt and half of the answer."""
     cached = placement.cached_tokens
-    prefill.add_prompt(request.wire_id, PromptWork(request.prefill_tokens - cached, cached, request.tenant))
+    prefill.add_prompt(request.internal_id, PromptWork(request.prefill_tokens - cached, cached, request.tenant))
     if decode is not None:
         pages = decode.kv.held(request.reserved_tokens, decoding=prefill is not decode)
         context = (request.prefill_tokens + request.reserved_tokens) // 2
-        decode.add_answer(request.wire_id, AnswerWork(pages, context, request.slo))
+        decode.add_answer(request.internal_id, AnswerWork(pages, context, request.slo))

@@ -14,7 +14,7 @@ from tandem.cost_model.margin import LearnedMargin
 from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import chunk_pairs
 from tandem.protocol.ending import answer_tokens
-from tandem.protocol.lifecycle.timeline import TransferStats
+from tandem.protocol.lifecycle.events import TransferStats
 from tandem.protocol.messages import WorkerInfo, WorkerLoad
 from tandem.settings.slo import SloClass
 

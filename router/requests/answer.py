@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from router.text.token_scores import TokenScore
 from tandem.protocol.errors import Cancelled, Internal, TandemError
-from tandem.protocol.lifecycle.timeline import Timeline
+from tandem.protocol.lifecycle.events import Timeline
 from tandem.protocol.messages import FinishReason, PromptLogprobs
 
 

@@ -75,7 +75,7 @@ class Choices:
         if isinstance(event, Ending):
             del self._open[index]
         else:
-            self._call.answered(len(event.token_ids))
+            self._call.count_output_tokens(len(event.token_ids))
         return index, event
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ from router.workers.worker_pool import WorkerPool
 from tandem.metrics import families as f
 from tandem.metrics.registry import Facts
 from tandem.protocol.errors import InvalidArgument, StaleEpoch, TandemError, Unavailable
-from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
 from tandem.protocol.messages import FinishReason, Lease, StepOutput
 from tandem.protocol.mode import Mode
 
@@ -83,7 +83,7 @@ class Dispatcher:
             prediction_quality=self.prediction_quality,
             metrics=self.metrics,
             pump=self._schedule_pump,
-            tell=self._send_error,
+            send_error=self._send_error,
             forget=self._forget,
         )
         self._slots = SlotShares(policy, self.pool.fleet, self._ends)
@@ -214,7 +214,7 @@ class Dispatcher:
                 self._ends.fail(request, self._no_worker())
         # The head of the queue is placed or skipped in each iteration, until one must wait.
         while (queued := self._scheduler.head()) is not None:
-            request = self._live[queued.wire_id]
+            request = self._live[queued.internal_id]
             try:
                 goes_on = self._bind(request)
             except Exception as error:
@@ -230,7 +230,7 @@ class Dispatcher:
         # A retry prefills its answer tokens with the prompt, at most as many as the largest prefill worker can hold.
         # The limit is computed here, because that worker may have died while the request waited.
         capacity = max(0, self.pool.prefill_capacity - queued.prompt_tokens)
-        queued.answered = min(request.assembler.count, capacity)
+        queued.prior_output_tokens = min(request.assembler.count, capacity)
         placement = self._scheduler.bind(queued)
         if placement is None:
             return self._scheduler.may_pass(queued)
@@ -238,7 +238,7 @@ class Dispatcher:
         return True
 
     def _place(self, request: RoutedRequest, placement: Placement) -> None:
-        request.edges.append(EdgeStamp.now(Edge.PLACED))
+        request.event_times.append(EventTime.now(LifecycleEvent.PLACED))
         request.last_event_s = request.placed_s = time.monotonic()
         request.first_token_s = 0.0
         request.prediction = placement
@@ -258,7 +258,7 @@ class Dispatcher:
 
     def waiting_requests(self) -> Iterator[RoutedRequest]:
         """Iterate over the requests in the queue."""
-        return (self._live[queued.wire_id] for queued in self._scheduler.queue)
+        return (self._live[queued.internal_id] for queued in self._scheduler.queue)
 
     def live_requests(self) -> Iterable[RoutedRequest]:
         """Return all requests, waiting and running."""
@@ -281,7 +281,7 @@ class Dispatcher:
         for request in self._live.values():
             self._scheduler.generated(request.queued, request.assembler.count)
         if (queued := self._scheduler.head()) is not None:
-            self._slots.make_room(self._live[queued.wire_id], self._live.values())
+            self._slots.make_room(self._live[queued.internal_id], self._live.values())
         self._schedule_pump()
         if self._update_recovery():
             self._on_readiness()
@@ -372,11 +372,11 @@ class Dispatcher:
     def _leave(self, request: RoutedRequest, tokens: int) -> None:
         """Record that the client's reader has taken a chunk of `tokens` tokens of the answer."""
         if tokens and not request.pace.tokens:
-            request.edges.append(EdgeStamp.now(Edge.FIRST_TOKEN))
+            request.event_times.append(EventTime.now(LifecycleEvent.FIRST_TOKEN))
         gap_s = self.metrics.tokens_leave(request, tokens)
         # Only the decode worker's own steps teach the margin: not a gap that contains the hand-over, nor one that
         # batching or a slow reader made longer.
-        handed_over = request.pace.tokens - tokens <= request.answered + 1
+        handed_over = request.pace.tokens - tokens <= request.prior_output_tokens + 1
         if gap_s is not None and not handed_over and request.answer.at_once and request.decode is not None:
             request.decode.state.observe_gap(gap_s)
 

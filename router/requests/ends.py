@@ -29,7 +29,7 @@ from tandem.protocol.errors import (
     TransferFailed,
     Unavailable,
 )
-from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
 from tandem.protocol.messages import FinishReason
 
 log = logging.getLogger(__name__)
@@ -54,13 +54,13 @@ class RequestEnds:
         prediction_quality: PredictionQuality,
         metrics: RouterMetrics,
         pump: Callable[[], None],
-        tell: Callable[[RoutedRequest, TandemError], None],
+        send_error: Callable[[RoutedRequest, TandemError], None],
         forget: Callable[[RoutedRequest], None],
     ) -> None:
         """Set the callbacks.
 
-        `pump` is called when a waiting request may fit on a worker, `tell` to end an answer with an error after its
-        tokens in the text thread, and `forget` when a request has ended for any reason.
+        `pump` is called when a waiting request may fit on a worker, `send_error` to end an answer with an error after
+        its tokens in the text thread, and `forget` when a request has ended for any reason.
         """
         self._config = config
         self._live = live
@@ -69,7 +69,7 @@ class RequestEnds:
         self._prediction_quality = prediction_quality
         self._metrics = metrics
         self._pump = pump
-        self._tell = tell
+        self._send_error = send_error
         self._forget = forget
 
     def finish(self, request: RoutedRequest, reason: FinishReason, matched_stop: str) -> None:
@@ -77,8 +77,8 @@ class RequestEnds:
         if request.ended:
             return
         if reason is FinishReason.ABORT:
-            after = request.edges[-1].edge.name
-            log.info("request %s cancelled after %s", request.wire_id, after, extra=about(request.wire_id))
+            after = request.event_times[-1].event.name
+            log.info("request %s cancelled after %s", request.internal_id, after, extra=about(request.internal_id))
         request.answer.finish(lambda: self._ending(request, reason, matched_stop))
         if request.generated and (record := request.placement_record()) is not None:
             self._prediction_quality.record(record)
@@ -94,8 +94,8 @@ class RequestEnds:
             return
         if isinstance(error, InvalidArgument) and error.field == "grammar" and request.admitted.format_field:
             error = InvalidArgument(request.admitted.format_field, error.problem)
-        log.info("request %s failed: %s", request.wire_id, error.message, extra=about(request.wire_id))
-        self._tell(request, error)
+        log.info("request %s failed: %s", request.internal_id, error.message, extra=about(request.internal_id))
+        self._send_error(request, error)
         self._metrics.failed(request, error)
         self._end(request)
 
@@ -114,8 +114,8 @@ class RequestEnds:
         if not retry or request.failures >= self._config.max_attempts:
             self.fail(request, error)
             return
-        attempt = request.wire_id, request.attempt, error.message
-        log.info("request %s, attempt %d failed, retrying: %s", *attempt, extra=about(request.wire_id))
+        attempt = request.internal_id, request.attempt, error.message
+        log.info("request %s, attempt %d failed, retrying: %s", *attempt, extra=about(request.internal_id))
         request.waiting_since = time.monotonic()
         if failed:
             self._metrics.retried()
@@ -127,11 +127,11 @@ class RequestEnds:
         The answer fails at once, because some of its tokens may be lost; other requests go on. Never raises: each
         cleanup step runs even if an earlier one failed.
         """
-        log.error("internal error in request %s", request.wire_id, exc_info=error, extra=about(request.wire_id))
+        log.error("internal error in request %s", request.internal_id, exc_info=error, extra=about(request.internal_id))
         reason = Internal("the router could not go on with this request; its log has the details")
         if not request.answer.over:
             request.answer.fail(reason)
-        if request.wire_id not in self._live:
+        if request.internal_id not in self._live:
             return
         request.ended = True
         steps: tuple[Callable[[], None], ...] = (
@@ -146,7 +146,7 @@ class RequestEnds:
             try:
                 step()
             except Exception:
-                log.exception("cleanup failed for request %s", request.wire_id, extra=about(request.wire_id))
+                log.exception("cleanup failed for request %s", request.internal_id, extra=about(request.internal_id))
 
     def _exclude_pair(self, request: RoutedRequest, error: FailedPrecondition) -> TandemError:
         """Exclude the request's pair of incompatible workers from placement; return the error for the client."""
@@ -177,7 +177,7 @@ class RequestEnds:
 
     def preempt(self, request: RoutedRequest) -> None:
         """Return a running answer to the queue, because another tenant needs its slot in the decode batch."""
-        log.info("request %s gives its slot to another tenant", request.wire_id, extra=about(request.wire_id))
+        log.info("request %s gives its slot to another tenant", request.internal_id, extra=about(request.internal_id))
         request.waiting_since = time.monotonic()
         self.requeue(request, yielded=True)
 
@@ -187,9 +187,9 @@ class RequestEnds:
         `yielded` sets `QueuedRequest.yielded`, which stays True after an attempt that brought no token because a worker
         refused it.
         """
-        yielded |= request.queued.yielded and request.assembler.count == request.answered
+        yielded |= request.queued.yielded and request.assembler.count == request.prior_output_tokens
         self._leave_workers(request)
-        request.edges.append(EdgeStamp.now(Edge.REQUEUED))
+        request.event_times.append(EventTime.now(LifecycleEvent.REQUEUED))
         # Events of the old attempt may still arrive; the new number makes the stream drop them as stale.
         request.transfer = None
         request.attempt += 1
@@ -213,9 +213,9 @@ class RequestEnds:
     def release_load(self, request: RoutedRequest) -> None:
         """Remove the attempt from the state of its workers, as placement sees it, and stop renewing its lease."""
         if request.prefill is not None:
-            request.prefill.state.remove_prompt(request.wire_id)
+            request.prefill.state.remove_prompt(request.internal_id)
         if request.decode is not None:
-            request.decode.remove_answer(request.wire_id)
+            request.decode.remove_answer(request.internal_id)
 
     def _ending(self, request: RoutedRequest, reason: FinishReason, matched_stop: str) -> Ending:
         """Return the ending for the client, and count the request as finished."""

@@ -24,7 +24,7 @@ class LiveRequests(Mapping[str, RoutedRequest]):
     def __init__(self, tokens: TokenText) -> None:
         """`tokens` turns the token ids of answers into text."""
         self._tokens = tokens
-        self._by_wire_id: dict[str, RoutedRequest] = {}
+        self._by_internal_id: dict[str, RoutedRequest] = {}
         self._by_client_id: dict[tuple[str, str], list[RoutedRequest]] = {}
         """Requests by tenant and client id, so that two tenants may use the same id."""
         self._emptied = asyncio.Event()
@@ -38,16 +38,16 @@ class LiveRequests(Mapping[str, RoutedRequest]):
     @property
     def by_wire_id(self) -> Mapping[str, RoutedRequest]:
         """The same mapping as a plain dict, whose lookups are faster."""
-        return self._by_wire_id
+        return self._by_internal_id
 
-    def __getitem__(self, wire_id: str) -> RoutedRequest:
-        return self._by_wire_id[wire_id]
+    def __getitem__(self, internal_id: str) -> RoutedRequest:
+        return self._by_internal_id[internal_id]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._by_wire_id)
+        return iter(self._by_internal_id)
 
     def __len__(self) -> int:
-        return len(self._by_wire_id)
+        return len(self._by_internal_id)
 
     def of_client(self, tenant: str, request_id: str) -> Sequence[RoutedRequest]:
         """Return all answers to a client's request, also those that have ended; () once all have ended."""
@@ -74,7 +74,7 @@ class LiveRequests(Mapping[str, RoutedRequest]):
         if others:
             self.held += len(others)
             self._held_of[first.admitted.tenant] += len(others)
-        self._by_wire_id |= {request.wire_id: request for request in requests}
+        self._by_internal_id |= {request.internal_id: request for request in requests}
         self._by_client_id.setdefault(_name(first), []).extend(requests)
 
     def release_held(self, request: RoutedRequest) -> list[RoutedRequest]:
@@ -90,7 +90,7 @@ class LiveRequests(Mapping[str, RoutedRequest]):
 
     def remove(self, request: RoutedRequest) -> None:
         """Remove a request that has ended."""
-        del self._by_wire_id[request.wire_id]
+        del self._by_internal_id[request.internal_id]
         if all(each.ended for each in self._by_client_id[_name(request)]):
             del self._by_client_id[_name(request)]
         if not self:
@@ -104,11 +104,11 @@ class LiveRequests(Mapping[str, RoutedRequest]):
 
     def _make(self, admitted: Admitted, joint: JointOutcome) -> RoutedRequest:
         self.arrivals += 1
-        now, wire_id = time.monotonic(), f"{admitted.request_id}~{uuid.uuid4().hex[:12]}"
+        now, internal_id = time.monotonic(), f"{admitted.request_id}~{uuid.uuid4().hex[:12]}"
         return RoutedRequest(
-            wire_id=wire_id,
+            internal_id=internal_id,
             admitted=admitted,
-            queued=admitted.queued(wire_id, self.arrivals, now - admitted.waited_s),
+            queued=admitted.queued(internal_id, self.arrivals, now - admitted.waited_s),
             text=AnswerText(
                 self._tokens,
                 admitted.stop,
@@ -118,7 +118,7 @@ class LiveRequests(Mapping[str, RoutedRequest]):
             ),
             answer=Answer(admitted.request_id),
             waiting_since=now,
-            edges=list(admitted.edges),
+            event_times=list(admitted.event_times),
             joint=joint,
         )
 

@@ -15,8 +15,8 @@ from router.requests.request import RoutedRequest
 from tandem.metrics import families as f
 from tandem.metrics.registry import Registry
 from tandem.protocol.errors import TandemError
+from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
 from tandem.protocol.lifecycle.spans import Phase, Span, spans_of
-from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
 from tandem.protocol.messages import FinishReason
 
 _ROLE = "router"
@@ -86,7 +86,7 @@ class RouterMetrics:
             return None
         gap = request.pace.leave(tokens, self.clock())
         if gap is None:
-            ttft_s = request.timeline().seconds(Edge.RECEIVED, Edge.FIRST_TOKEN)
+            ttft_s = request.timeline().seconds(LifecycleEvent.RECEIVED, LifecycleEvent.FIRST_TOKEN)
             if ttft_s is not None:
                 self._ttft.observe(ttft_s)
         else:
@@ -130,7 +130,7 @@ class RouterMetrics:
         for spread, seconds in zip(
             (self._e2e, self._tpot, *self._phases),
             (
-                timeline.seconds(Edge.RECEIVED, Edge.FINISHED),
+                timeline.seconds(LifecycleEvent.RECEIVED, LifecycleEvent.FINISHED),
                 pace.mean_gap_s,
                 times.queue_s,
                 times.prefill_s,
@@ -157,7 +157,7 @@ class RouterMetrics:
         if request.counted:
             return
         request.counted = True
-        request.edges.append(EdgeStamp.now(Edge.FINISHED))
+        request.event_times.append(EventTime.now(LifecycleEvent.FINISHED))
         self.registry.counter(f.REQUEST_SUCCESS, FinishReason.ABORT.name.lower()).add()
         self._judge(request, spans_of(request.timeline()), met_counts=False)
         self.traces.add(request.trace(self._model, FinishReason.ABORT.name.lower()), whole=False)
@@ -172,8 +172,10 @@ class RouterMetrics:
 
     def _judge(self, request: RoutedRequest, spans: tuple[Span, ...], *, met_counts: bool = True) -> None:
         timeline, slo = request.timeline(), request.admitted.slo
-        ttft_s = timeline.seconds(Edge.RECEIVED, Edge.FIRST_TOKEN if request.pace.tokens else Edge.FINISHED)
-        before_first = PhaseTimes.of(spans, timeline.at(Edge.FIRST_TOKEN))
+        ttft_s = timeline.seconds(
+            LifecycleEvent.RECEIVED, LifecycleEvent.FIRST_TOKEN if request.pace.tokens else LifecycleEvent.FINISHED
+        )
+        before_first = PhaseTimes.of(spans, timeline.at(LifecycleEvent.FIRST_TOKEN))
         verdict = judge(slo, request.pace, ttft_s, PhaseTimes.of(spans), before_first)
         self._ended(request, verdict if met_counts or verdict.outcome is not Outcome.MET else None)
 

@@ -21,8 +21,8 @@ from router.text.answer_syntax.formats import AnswerSyntax
 from router.text.answer_text import AnswerText
 from router.text.chat_template import ChatTurn, PromptEnd
 from router.text.tools import ToolOptions
+from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent, Timeline, TransferStats
 from tandem.protocol.lifecycle.request_trace import RequestTrace, TraceContext
-from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp, Timeline, TransferStats
 from tandem.protocol.messages import AdapterFacts, FinishReason, Lease, RequestRef, SamplingParams
 from tandem.settings.slo import BEST_EFFORT, SloClass
 
@@ -126,7 +126,7 @@ class ClientRequest:
     model: str
     prompt: Prompt
     options: Options
-    received: EdgeStamp
+    received: EventTime
     tenant: str = ""
     """The tenant that owns the request (`router/access/tenants.py`)."""
     traceparent: str = ""
@@ -147,7 +147,7 @@ class Admitted:
     sampling: SamplingParams
     stop: tuple[str, ...]
     priority: int
-    edges: tuple[EdgeStamp, ...]
+    event_times: tuple[EventTime, ...]
     include_stop: bool = False
     """The same as `Options.include_stop`."""
     cache_salt: str = ""
@@ -176,16 +176,16 @@ class Admitted:
     @property
     def waited_s(self) -> float:
         """The seconds since the router received the request; TTFT counts from there and includes tokenization."""
-        return max(0.0, (time.time_ns() - self.edges[0].unix_nanos) / 1e9) if self.edges else 0.0
+        return max(0.0, (time.time_ns() - self.event_times[0].unix_nanos) / 1e9) if self.event_times else 0.0
 
-    def queued(self, wire_id: str, sequence: int, arrived_s: float) -> QueuedRequest:
+    def queued(self, internal_id: str, sequence: int, arrived_s: float) -> QueuedRequest:
         """Return the sizes and targets of the request for the queue and placement.
 
         `arrived_s` is its time of arrival in seconds by the router's clock. The digests are left out if the prompt is
         scored, because every token must be computed then.
         """
         return QueuedRequest(
-            wire_id=wire_id,
+            internal_id=internal_id,
             sequence=sequence,
             arrived_s=arrived_s,
             prompt_tokens=len(self.prompt_token_ids),
@@ -202,7 +202,7 @@ class Admitted:
 class RoutedRequest:
     """The state of one answer in flight. The dispatcher owns it until it ends; only the event loop changes it."""
 
-    wire_id: str
+    internal_id: str
     """The id of the request on workers, which is unique even if clients reuse ids."""
     admitted: Admitted
     queued: QueuedRequest
@@ -227,7 +227,7 @@ class RoutedRequest:
     decode: WorkerLink | None = None
     lease: Lease | None = None
     assembler: TokenAssembler = field(default_factory=TokenAssembler)
-    edges: list[EdgeStamp] = field(default_factory=list)
+    event_times: list[EventTime] = field(default_factory=list)
     transfer: TransferStats | None = None
     preempted_at: int | None = None
     """Number of answer tokens when the decode worker preempted the current attempt; None = not preempted.
@@ -255,17 +255,17 @@ class RoutedRequest:
     @property
     def ref(self) -> RequestRef:
         """The wire id and number of the current attempt."""
-        return RequestRef(self.wire_id, self.attempt)
+        return RequestRef(self.internal_id, self.attempt)
 
     @property
-    def answered(self) -> int:
+    def prior_output_tokens(self) -> int:
         """Number of answer tokens from earlier attempts, which this attempt prefills with the prompt."""
-        return self.queued.answered
+        return self.queued.prior_output_tokens
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The token ids to prefill: the prompt and the first `answered` tokens of the answer."""
-        return self.admitted.prompt_token_ids + self.assembler.first(self.answered)
+        """The token ids to prefill: the prompt and the first `prior_output_tokens` tokens of the answer."""
+        return self.admitted.prompt_token_ids + self.assembler.first(self.prior_output_tokens)
 
     def only_continues_at(self, index: int) -> bool:
         """Return True if tokens that begin at `index` are next in the answer and change no other state.
@@ -274,25 +274,25 @@ class RoutedRequest:
         of the answer is known.
         """
         return (
-            index > self.queued.answered
+            index > self.queued.prior_output_tokens
             and self.lease is None
             and self.preempted_at is None
             and self.assembler.only_continues_at(index)
         )
 
     def note_silence(self, now: float) -> None:
-        """Record a SILENT edge at the last event from the workers, as the attempt is abandoned at `now` (monotonic)."""
+        """Record SILENT at the time of the workers' last event. The attempt is abandoned at `now` (monotonic)."""
         silent_s = now - self.last_event_s
         if self.prefill is not None and silent_s > SILENCE_S:
-            self.edges.append(EdgeStamp(Edge.SILENT, time.time_ns() - int(silent_s * 1e9)))
+            self.event_times.append(EventTime(LifecycleEvent.SILENT, time.time_ns() - int(silent_s * 1e9)))
 
     def timeline(self) -> Timeline:
-        """Return the timeline of the request's edges so far."""
-        return Timeline(tuple(self.edges), self.transfer, self.prefill_worker, self.decode_worker)
+        """Return the timeline of the request's events so far."""
+        return Timeline(tuple(self.event_times), self.transfer, self.prefill_worker, self.decode_worker)
 
     def ending(self, reason: FinishReason, matched_stop: str) -> Ending:
-        """Return the ending of the answer for the client, and record the FINISHED edge."""
-        self.edges.append(EdgeStamp.now(Edge.FINISHED))
+        """Return the ending of the answer for the client, and record the FINISHED event."""
+        self.event_times.append(EventTime.now(LifecycleEvent.FINISHED))
         return Ending(
             finish_reason=reason,
             matched_stop=matched_stop,
@@ -304,13 +304,13 @@ class RoutedRequest:
 
     def trace(self, model: str, outcome: str) -> RequestTrace:
         """Return the trace of the request; `model` is the base model, `outcome` a finish reason or an error code."""
-        if self.edges[-1].edge is not Edge.FINISHED:
-            self.edges.append(EdgeStamp.now(Edge.FINISHED))
+        if self.event_times[-1].event is not LifecycleEvent.FINISHED:
+            self.event_times.append(EventTime.now(LifecycleEvent.FINISHED))
         admitted = self.admitted
         prompt = len(admitted.prompt_token_ids)
         return RequestTrace(
             request_id=admitted.request_id,
-            wire_id=self.wire_id,
+            internal_id=self.internal_id,
             context=admitted.context,
             model=admitted.model_name(model),
             operation=admitted.operation,

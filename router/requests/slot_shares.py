@@ -68,5 +68,5 @@ def answer_to_preempt(
     largest = max(shares.values(), key=share, default=())
     if not largest or share(largest) < _SHARE * share([*shares[waiting.admitted.tenant], waiting]):
         return None
-    able = (each for each in largest if each.assembler.count - each.answered >= _PROGRESS_TOKENS)
+    able = (each for each in largest if each.assembler.count - each.prior_output_tokens >= _PROGRESS_TOKENS)
     return max(able, key=lambda each: (each.admitted.priority, each.placed_s), default=None)

@@ -20,7 +20,7 @@ from router.requests.first_token import hold_s
 from router.requests.request import RoutedRequest
 from router.requests.text_thread import RequestText, TextThread
 from tandem.protocol.errors import Internal, TandemError, Unavailable, from_code
-from tandem.protocol.lifecycle.timeline import Edge
+from tandem.protocol.lifecycle.events import LifecycleEvent
 from tandem.protocol.messages import FinishReason, RequestEvent, StepOutput, TokenLogprobs
 
 
@@ -115,7 +115,7 @@ class EventStream:
         `urgent` collects the jobs to send at once; it is sent before an error, so that tokens precede the error.
         """
         request.last_event_s = now
-        if event.edges or event.transfer is not None:
+        if event.event_times or event.transfer is not None:
             self._note(request, event)
         if event.prompt_logprobs is not None:
             request.answer.prompt_logprobs = event.prompt_logprobs
@@ -153,7 +153,7 @@ class EventStream:
             self._owner.fail(request, error)
             return
         if must_not_wait:
-            urgent.append(self._jobs.pop(request.wire_id))
+            urgent.append(self._jobs.pop(request.internal_id))
         self._requeue_if_preempted(request, now)
 
     def _requeue_if_preempted(self, request: RoutedRequest, now: float) -> None:
@@ -168,16 +168,16 @@ class EventStream:
 
     def forget(self, request: RoutedRequest) -> None:
         """Drop the unsent tokens of a request that has ended."""
-        self._jobs.pop(request.wire_id, None)
-        self._held.pop(request.wire_id, None)
+        self._jobs.pop(request.internal_id, None)
+        self._held.pop(request.internal_id, None)
 
     def fail(self, request: RoutedRequest, error: TandemError) -> None:
         """End the answer with `error`, after all tokens that are in order have been delivered."""
         if not request.assembler.count or request.answer.over:
             request.answer.fail(error)
             return
-        wire_id = request.wire_id
-        job = self._held.pop(wire_id, None) or self._jobs.pop(wire_id, None) or RequestText(request=request)
+        internal_id = request.internal_id
+        job = self._held.pop(internal_id, None) or self._jobs.pop(internal_id, None) or RequestText(request=request)
         job.error = error
         self._text.submit([job])
 
@@ -207,11 +207,12 @@ class EventStream:
         fresh, scores = assembler.add(first_index, token_ids, logprobs)
         if finish is not None:
             assembler.finish_at(first_index + len(token_ids), finish)
-        # The token at index `answered` is sampled by the prefill worker, so that the prompt is computed. A later token
-        # comes from the decode worker, which must have admitted the request, even if that event is still to come.
-        if first_index == request.answered:
+        # The token at index `prior_output_tokens` is sampled by the prefill worker, so that the prompt is computed. A
+        # later token comes from the decode worker, which must have admitted the request, even if that event is still to
+        # come.
+        if first_index == request.prior_output_tokens:
             assert request.prefill is not None
-            request.prefill.state.prompt_computed(request.wire_id)
+            request.prefill.state.prompt_computed(request.internal_id)
             request.first_token_s = request.first_token_s or now
         elif request.lease is not None:
             self._admitted(request)
@@ -221,14 +222,14 @@ class EventStream:
             self._generated(request)
         if not fresh and finished is None:
             return False
-        held = self._held.pop(request.wire_id, None)
-        job = held or self._jobs.get(request.wire_id) or RequestText(request=request)
+        held = self._held.pop(request.internal_id, None)
+        job = held or self._jobs.get(request.internal_id) or RequestText(request=request)
         job.token_ids.extend(fresh)
         job.logprobs.extend(scores)
         job.finish = finished
         if first and len(fresh) == 1 and finished is None and self._hold(job, now):
             return False
-        self._jobs[request.wire_id] = job
+        self._jobs[request.internal_id] = job
         return first or held is not None or finished is not None or self._delay_breaks_target(request)
 
     def _delay_breaks_target(self, request: RoutedRequest) -> bool:
@@ -250,14 +251,14 @@ class EventStream:
         queued = request.queued
         seconds = hold_s(queued.slo, now - queued.arrived_s, queued.mean_tokens)
         if seconds:
-            self._held[request.wire_id] = job
+            self._held[request.internal_id] = job
         if 0 < seconds < math.inf:
-            asyncio.get_running_loop().call_later(seconds, self._release_held, request.wire_id)
+            asyncio.get_running_loop().call_later(seconds, self._release_held, request.internal_id)
         return seconds > 0
 
-    def _release_held(self, wire_id: str) -> None:
+    def _release_held(self, internal_id: str) -> None:
         """Send a first token that has been held for its full time."""
-        job = self._held.pop(wire_id, None)
+        job = self._held.pop(internal_id, None)
         if job is not None and not job.request.ended:
             self._text.submit([job])
 
@@ -288,13 +289,13 @@ class EventStream:
         self._owner.release_load(request)
 
     def _note(self, request: RoutedRequest, event: RequestEvent) -> None:
-        request.edges.extend(event.edges)
+        request.event_times.extend(event.event_times)
         if event.transfer is not None:
             request.transfer = event.transfer
             if request.decode is not None:
                 request.decode.state.learn_transfer(event.transfer)
             self._handed_over(request)
-        if any(stamp.edge is Edge.DECODE_ADMITTED for stamp in event.edges):
+        if any(stamp.event is LifecycleEvent.DECODE_ADMITTED for stamp in event.event_times):
             self._admitted(request)
 
     def _admitted(self, request: RoutedRequest) -> None:
@@ -303,13 +304,13 @@ class EventStream:
         if request.held:
             self._owner.release(request)
         if request.decode is not None:
-            request.decode.leases.drop(request.wire_id)
+            request.decode.leases.drop(request.internal_id)
         self._handed_over(request)
 
     def _handed_over(self, request: RoutedRequest) -> None:
         """Release the prefill worker if its token has arrived, because the request no longer depends on that worker."""
-        if request.prefill is not None and request.assembler.count > request.answered:
-            request.prefill.state.remove_prompt(request.wire_id)
+        if request.prefill is not None and request.assembler.count > request.prior_output_tokens:
+            request.prefill.state.remove_prompt(request.internal_id)
 
     def _deliver(self, jobs: list[RequestText]) -> None:
         """Deliver a batch of jobs that the text thread has completed.

@@ -66,8 +66,8 @@ class TextThread:
             try:
                 job.request.text.run(job)
             except Exception:
-                wire_id = job.request.wire_id
-                log.exception("detokenization failed for request %s", wire_id, extra=about(wire_id))
+                internal_id = job.request.internal_id
+                log.exception("detokenization failed for request %s", internal_id, extra=about(internal_id))
                 job.failed = True
         self._loop.call_soon_threadsafe(self._deliver, jobs)
         return True

@@ -23,8 +23,8 @@ from router.text.tokenizer import Tokenizer
 from router.text.tokenizing import TokenizerPool
 from router.workers.worker_pool import ServedModel
 from tandem.protocol.errors import InvalidArgument, NotFound, TandemError, Unavailable, shown
+from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
 from tandem.protocol.lifecycle.request_trace import TraceContext
-from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
 from tandem.protocol.messages import (
     FREQUENCY_MAX,
     LOGIT_BIAS_MAX,
@@ -168,7 +168,7 @@ class RequestValidator:
             stop=request.options.stop,
             include_stop=request.options.include_stop,
             priority=request.options.priority,
-            edges=(request.received, EdgeStamp.now(Edge.TOKENIZED)),
+            event_times=(request.received, EventTime.now(LifecycleEvent.TOKENIZED)),
             cache_salt=salt,
             adapter=adapter,
             tenant=request.tenant,

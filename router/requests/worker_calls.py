@@ -19,7 +19,7 @@ from tandem.protocol.errors import (
     TandemError,
     Unavailable,
 )
-from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
 from tandem.protocol.messages import Destination, PrefillTask, RequestRef, Reservation
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class DispatchCalls:
         The task is never cancelled: if the request ends meanwhile, it must still release a lease that was granted.
         """
         asked = prefill if decode is None else decode
-        admitted, token_ids, answered = request.admitted, request.token_ids, request.answered
+        admitted, token_ids, prior_output_tokens = request.admitted, request.token_ids, request.prior_output_tokens
         sampling, salt = admitted.sampling, admitted.cache_salt
         adapter = "" if admitted.adapter is None else admitted.adapter.identity
         try:
@@ -83,7 +83,7 @@ class DispatchCalls:
                     token_ids,
                     sampling,
                     peer,
-                    answered=answered,
+                    prior_output_tokens=prior_output_tokens,
                     cache_salt=salt,
                     gap_target_s=decode.state.gap_target(request.queued.slo),
                     adapter=adapter,
@@ -98,13 +98,13 @@ class DispatchCalls:
                         token_ids,
                         sampling,
                         destination,
-                        answered=answered,
+                        prior_output_tokens=prior_output_tokens,
                         cache_salt=salt,
                         adapter=adapter,
                     )
                 )
                 if _current(request, ref):
-                    prefill.state.prompt_accepted(request.wire_id)
+                    prefill.state.prompt_accepted(request.internal_id)
         except TandemError as error:
             self._refused(request, ref, asked, error)
         except Exception as error:
@@ -119,7 +119,7 @@ class DispatchCalls:
     async def _reserve(self, request: RoutedRequest, reservation: Reservation, decode: WorkerLink) -> Destination:
         granted = await decode.reserve(reservation)
         if _current(request, reservation.ref):
-            request.edges.append(EdgeStamp.now(Edge.RESERVED))
+            request.event_times.append(EventTime.now(LifecycleEvent.RESERVED))
             request.lease = granted.lease
             decode.leases.keep(granted)
         return Destination(decode.info.peer, decode.info.address, granted.lease)

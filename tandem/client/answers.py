@@ -10,7 +10,7 @@ from tandem.client.requests import Message, ToolCall
 from tandem.protocol import conversion
 from tandem.protocol.errors import Unavailable
 from tandem.protocol.generated.tandem.v1 import inference_pb2, types_pb2
-from tandem.protocol.lifecycle.timeline import Timeline
+from tandem.protocol.lifecycle.events import Timeline
 
 
 class FinishReason(StrEnum):

@@ -45,7 +45,7 @@ class Controller:
         self._config = config
         self._registry = Registry()
         self._server = open_server()
-        self._router = RouterProcess(cluster, config.token, config.number, config.router_place)
+        self._router = RouterProcess(cluster, config.token, config.number, config.router_group)
         incarnations = Incarnations()
         self._router_keeper = ProcessSupervisor(
             "router",

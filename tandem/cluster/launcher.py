@@ -189,8 +189,8 @@ class Cluster:
 
     def _start_ray(self) -> None:
         self._progress(Progress("Ray", False))
-        places = offer(self._config) if self._config.ray_address else capacity()
-        self._node.start(places, processes=self._config.worker_count + BESIDES_WORKERS)
+        resources = offer(self._config) if self._config.ray_address else capacity()
+        self._node.start(resources, processes=self._config.worker_count + BESIDES_WORKERS)
         # A caller that sees Ray running may send SIGTERM, so the main thread must first restore its handler, which Ray
         # replaced.
         self._ray_up.set()

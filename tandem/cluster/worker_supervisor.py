@@ -63,7 +63,7 @@ class ControllerConfig:
     """The cluster's secret, which every client that registers or watches has to present."""
     number: int = 0
     """The number of this controller in its cluster; a higher number means a younger controller."""
-    router_place: Any = None
+    router_group: Any = None
     """The placement group of routers, on this host; it ends with `tandem up`."""
     before: ClusterHealth | None = None
     """The last health report of the controller that this one replaces; None = there was no earlier controller."""

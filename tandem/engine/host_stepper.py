@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tandem.engine.cache.paged_cache import PagedCache
 from tandem.engine.graph_use import GraphUse
-from tandem.engine.kernels.base import Feed
+from tandem.engine.kernels.base import DeferredTokens
 from tandem.engine.logprobs import logprobs, score
 from tandem.engine.models.decoder import DecoderModel
 from tandem.engine.steps.batch import PendingStep, StepBatch, rows_of
@@ -16,7 +16,7 @@ from tandem.engine.steps.sampling_metadata import SamplingMetadata
 from tandem.engine.steps.scored_step import with_scoring
 from tandem.engine.steps.step_packer import PackedStep, StepPacker, unpack
 
-Forward = Callable[[PackedStep, Feed | None], Tensor | None]
+Forward = Callable[[PackedStep, DeferredTokens | None], Tensor | None]
 """A function that stores a step's KV and returns logits [drawn, vocab], None if no row samples a token."""
 
 _WORDS_AT_FIRST = 4096
@@ -25,7 +25,7 @@ _WORDS_AT_FIRST = 4096
 def forward_over(model: DecoderModel, cache: PagedCache) -> Forward:
     """Return the function that runs the model's steps over one KV cache."""
 
-    def forward(step: PackedStep, feed: Feed | None) -> Tensor | None:
+    def forward(step: PackedStep, feed: DeferredTokens | None) -> Tensor | None:
         return model.forward(step.token_ids, step.layouts, cache.tensor, step.drawn, feed, scoring=step.scoring)
 
     return forward

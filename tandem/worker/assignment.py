@@ -52,7 +52,7 @@ class WorkerAssignment:
         self,
         me: PeerRef,
         assignment: Assignment,
-        halves: Sequence[PhaseControl],
+        schedulers: Sequence[PhaseControl],
         *,
         resize: Callable[[Role], None],
         set_steps: Callable[[Assignment], None],
@@ -71,14 +71,14 @@ class WorkerAssignment:
         self.on_change: Callable[[], None] = lambda: None
         """Called whenever the facts with which the worker registers have changed."""
         self._me = me
-        self._halves = halves
+        self._schedulers = schedulers
         self._resize = resize
         self._set_steps = set_steps
         self._emit = emit
         self._closing: dict[Role, asyncio.Task[None]] = {}
-        for half in halves:
-            if assignment.role | half.role is not assignment.role:
-                half.close(OTHER_ROLE)
+        for scheduler in schedulers:
+            if assignment.role | scheduler.role is not assignment.role:
+                scheduler.close(OTHER_ROLE)
 
     @property
     def closing(self) -> Role | None:
@@ -100,14 +100,14 @@ class WorkerAssignment:
         self.assignment, self.role = assignment, before | assignment.role
         self._set_steps(assignment)
         self._resize(self.role)
-        for half in self._halves:
-            if assignment.role | half.role is assignment.role:
-                self._cancel(half)
-                half.open()
-            elif before | half.role is before:
-                self._cancel(half)
-                half.close(OTHER_ROLE)
-                self._closing[half.role] = asyncio.ensure_future(self._finish(half, grace_s))
+        for scheduler in self._schedulers:
+            if assignment.role | scheduler.role is assignment.role:
+                self._cancel(scheduler)
+                scheduler.open()
+            elif before | scheduler.role is before:
+                self._cancel(scheduler)
+                scheduler.close(OTHER_ROLE)
+                self._closing[scheduler.role] = asyncio.ensure_future(self._finish(scheduler, grace_s))
         self.on_change()
 
     async def drain(self, grace_s: float) -> int:
@@ -117,68 +117,68 @@ class WorkerAssignment:
         """
         self.draining = True
         self.stop()
-        for half in self._halves:
-            half.close(DRAINS)
+        for scheduler in self._schedulers:
+            scheduler.close(DRAINS)
         self.on_change()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                await self._emptied(self._halves)
-        return len({ref for half in self._halves for ref in self._give_up(half, DRAINS)})
+                await self._emptied(self._schedulers)
+        return len({ref for scheduler in self._schedulers for ref in self._give_up(scheduler, DRAINS)})
 
     def stop(self) -> None:
         """Stop waiting for phases that close."""
-        for half in self._halves:
-            self._cancel(half)
+        for scheduler in self._schedulers:
+            self._cancel(scheduler)
 
-    async def _finish(self, half: PhaseControl, grace_s: float) -> None:
+    async def _finish(self, scheduler: PhaseControl, grace_s: float) -> None:
         """Wait until the phase is empty, whatever happens to its requests, and remove it from the role."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                await self._emptied([half])
-        if left := self._give_up(half, OTHER_ROLE):
-            log.info("%s gives up %d requests of its %s half", self._me.worker_id, len(left), half.role)
-            await self._come_to_rest(half)
-        del self._closing[half.role]
-        self.role = self.role.without(half.role) or self.assignment.role
+                await self._emptied([scheduler])
+        if left := self._give_up(scheduler, OTHER_ROLE):
+            log.info("%s gives up %d requests of its %s phase", self._me.worker_id, len(left), scheduler.role)
+            await self._come_to_rest(scheduler)
+        del self._closing[scheduler.role]
+        self.role = self.role.without(scheduler.role) or self.assignment.role
         self._resize(self.role)
         self.on_change()
 
-    async def _come_to_rest(self, half: PhaseControl) -> None:
+    async def _come_to_rest(self, scheduler: PhaseControl) -> None:
         """Wait until nothing reads or writes the pages of the phase any more, however long that takes.
 
         No other request may have the pages before.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(REST_S):
-                await self._emptied([half])
-        if left := half.requests():
+                await self._emptied([scheduler])
+        if left := scheduler.requests():
             log.warning(
-                "%s still closes its %s half: pages of %d requests that are over are not at rest yet; look at the"
+                "%s still closes its %s phase: transfers of %d ended requests are still in flight; look at the"
                 " workers that they were handed over to or came from, or restart those",
                 self._me.worker_id,
-                half.role,
+                scheduler.role,
                 left,
             )
-            await self._emptied([half])
+            await self._emptied([scheduler])
 
-    def _give_up(self, half: PhaseControl, why: str) -> list[tuple[str, RequestRef]]:
-        left = half.refs()
+    def _give_up(self, scheduler: PhaseControl, why: str) -> list[tuple[str, RequestRef]]:
+        left = scheduler.refs()
         by_router: dict[str, list[RequestRef]] = defaultdict(list)
         reason = RoleClosed(f"worker {self._me.worker_id} {why}; others go on with the request")
         for router_id, ref in left:
             by_router[router_id].append(ref)
             self._emit(RoutedEvent(router_id, failure_event(ref, reason)))
         for router_id, refs in by_router.items():
-            half.abort(router_id, refs)
+            scheduler.abort(router_id, refs)
         return left
 
-    def _cancel(self, half: PhaseControl) -> None:
-        closing = self._closing.pop(half.role, None)
+    def _cancel(self, scheduler: PhaseControl) -> None:
+        closing = self._closing.pop(scheduler.role, None)
         if closing is not None:
             closing.cancel()
 
-    async def _emptied(self, halves: Sequence[PhaseControl]) -> None:
-        while any(half.requests() for half in halves):  # noqa: ASYNC110 - they empty on other threads
+    async def _emptied(self, schedulers: Sequence[PhaseControl]) -> None:
+        while any(scheduler.requests() for scheduler in schedulers):  # noqa: ASYNC110 - they empty on other threads
             await asyncio.sleep(DRAIN_LOOK_S)
 
 

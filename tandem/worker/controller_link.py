@@ -168,7 +168,7 @@ class ControllerLink:
                 if self._describe() != self._announced:
                     await self._announce_again()
             except Exception:
-                log.exception("what this worker learned of itself was not told; it is tried again")
+                log.exception("the costs that this worker measured were not reported; it is tried again")
 
     async def _announce_again(self) -> None:
         """Register again, because a controller that restarted does not know this worker."""

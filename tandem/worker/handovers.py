@@ -40,11 +40,11 @@ class Handovers:
     def __post_init__(self) -> None:
         self._renewals = WindowRenewals(self.peers)
 
-    def begin(self, request: PrefillRequest, half: PrefillSchedulerView) -> Handoff:
+    def begin(self, request: PrefillRequest, scheduler: PrefillSchedulerView) -> Handoff:
         """Begin the hand-over of a request that has just been queued."""
         handoff = Handoff(
             request=request,
-            half=half,
+            scheduler=scheduler,
             me=self.me,
             kv=self.kv,
             sender=self.transport,

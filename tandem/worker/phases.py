@@ -15,7 +15,7 @@ from tandem.worker.config import WorkerConfig
 
 log = logging.getLogger(__name__)
 
-DIES = "has lost its engine"
+ENGINE_LOST = "has lost its engine"
 """The reason with which new requests are refused after the engine was lost."""
 
 
@@ -111,7 +111,7 @@ class PhaseSchedulers:
 
     def engine_gone(self, reason: TandemError) -> list[RoutedEvent]:
         """Reject new requests and abandon those of launched steps; return the events for their routers."""
-        self.close(DIES)
+        self.close(ENGINE_LOST)
         lost = set(self.refs()).intersection(self.abandon())
         return [RoutedEvent(router_id, failure_event(ref, reason)) for router_id, ref in lost]
 

@@ -27,7 +27,7 @@ ID_LENGTH_MAX = 256
 def check_prefill(task: PrefillTask, model: ModelFacts) -> None:
     """Raise InvalidArgument, with the field and the limit, if the task is invalid."""
     _check(task, model)
-    if task.destination is None and task.sampling.max_tokens > task.answered + 1:
+    if task.destination is None and task.sampling.max_tokens > task.prior_output_tokens + 1:
         raise InvalidArgument("destination", "is missing, and max_tokens leaves room for more than one token")
 
 
@@ -52,8 +52,10 @@ def _check(asked: PrefillTask | Reservation, model: ModelFacts) -> None:
     if sampling.prompt_scores(asked.question_tokens) > PROMPT_SCORES_MAX:
         raise InvalidArgument("prompt_logprobs", f"asks for more than {PROMPT_SCORES_MAX} log probabilities")
     limit = min(len(asked.prompt_token_ids), sampling.max_tokens)
-    if not 0 <= asked.answered < limit:
-        raise InvalidArgument("answered", f"{asked.answered} is not below prompt tokens and max_tokens, {limit}")
+    if not 0 <= asked.prior_output_tokens < limit:
+        raise InvalidArgument(
+            "prior_output_tokens", f"{asked.prior_output_tokens} is not below prompt tokens and max_tokens, {limit}"
+        )
 
 
 def _check_prompt(token_ids: tuple[int, ...], model: ModelFacts) -> None:

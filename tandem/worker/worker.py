@@ -40,15 +40,13 @@ from tandem.worker.config import WorkerConfig
 from tandem.worker.handovers import Handovers
 from tandem.worker.loaded_engine import LoadedEngine, engine_facts
 from tandem.worker.loop import StepLoop, StepMeter
-from tandem.worker.outbox import Outbox
+from tandem.worker.output_streams import OutputStream, OutputStreams
 from tandem.worker.peers.peers import Peers
 from tandem.worker.peers.warm_ups import WarmUps
 from tandem.worker.phases import PhaseSchedulers
 from tandem.worker.reporting.metrics import Utilization, WorkerMetrics
 from tandem.worker.reporting.report import WorkerReport
 from tandem.worker.reporting.watchdog import Watchdog
-from tandem.worker.router_stream import RouterStream
-from tandem.worker.step_publisher import StepPublisher
 from tandem.worker.validation import check_prefill, check_reservation
 
 log = logging.getLogger(__name__)
@@ -58,7 +56,7 @@ _GRAMMAR_THREADS = 2
 
 
 class Worker:
-    """Owns both schedulers, the loop and the outbox, and ends them in `close`.
+    """Owns both schedulers, the loop and the streams, and ends them in `close`.
 
     Engine and transport are used, not owned.
     """
@@ -83,37 +81,39 @@ class Worker:
         self.metrics = WorkerMetrics(engine.facts.name, me.worker_id, used)
         """The metrics of this worker. Export `worker_facts` together with them."""
         self._cache = PrefixCache(engine.pool, engine.kv_pages, enabled=config.prefix_cache)
-        self._outbox = Outbox(self._events, self._load, self._router_gone, config.attach_grace_s, self._cache.changes)
+        self._streams = OutputStreams(
+            self._events, self._load, self._router_gone, config.attach_grace_s, self._cache.changes
+        )
         self._checks = PageChecks(engine.page_sums, config.kv_checksum_rate, engine.kv_pages)
         self.admission = self._make_admission()
         self.transport = open_transport(self.admission.notice)
         self.peers = self._make_peers(engine, layout)
         self._handovers = self._make_handovers(engine)
-        self._halves = self._make_halves(engine)
+        self._schedulers = self._make_schedulers(engine)
         self._meter = StepMeter(engine.cost_guess, on_step=self.metrics.step)
         self._loop = self._make_loop(engine)
-        halves, loop, post = self._halves, self._loop, self._outbox.post
+        schedulers, loop, post = self._schedulers, self._loop, self._streams.post
         self.assignment = WorkerAssignment(
             me,
             config.assignment,
-            halves.phase_controls(),
-            resize=halves.resize,
+            schedulers.phase_controls(),
+            resize=schedulers.resize,
             set_steps=loop.set_assignment,
             emit=post,
         )
         """The assignment of this worker: its open phases and how its steps are made."""
-        self.adapters = WorkerAdapters(me, engine.adapters, halves.adapters)
+        self.adapters = WorkerAdapters(me, engine.adapters, schedulers.adapters)
         """The adapters of this worker."""
         self._warm_ups = WarmUps(
             self.peers, lambda: self.assignment.assignment.role.prefills and not self.assignment.draining
         )
         self._watchdog = Watchdog(
-            config, loop=loop, halves=halves, cache=self._cache, checks=self._checks, on_stuck=self._die
+            config, loop=loop, schedulers=schedulers, cache=self._cache, checks=self._checks, on_stuck=self._die
         )
         self.report = WorkerReport(
             me,
             cache=self._cache,
-            halves=halves,
+            schedulers=schedulers,
             loop=loop,
             meter=self._meter,
             assignment=self.assignment,
@@ -128,16 +128,16 @@ class Worker:
 
     # ---- routers ----
 
-    def attach(self, router_id: str, *, prefixes: bool = False) -> RouterStream:
+    def attach(self, router_id: str, *, prefixes: bool = False) -> OutputStream:
         """Return the stream of a router's events, with changes of the prefix cache if `prefixes`.
 
         The caller passes it to `detach` when the stream ends.
         """
-        return self._outbox.attach(router_id, prefixes=prefixes)
+        return self._streams.attach(router_id, prefixes=prefixes)
 
-    def detach(self, stream: RouterStream) -> None:
+    def detach(self, stream: OutputStream) -> None:
         """Abort the requests of a router whose stream has ended, unless another stream has replaced it."""
-        self._outbox.detach(stream)
+        self._streams.detach(stream)
 
     async def begin_answer(self, work: Reservation | PrefillTask) -> History | None:
         """Return the history of an answer that penalties or a grammar need, or None, before a step needs it.
@@ -146,7 +146,7 @@ class Worker:
         """
         if not work.sampling.needs_history:
             return None
-        history, grammar = History(work.question, work.answer), work.sampling.grammar
+        history, grammar = History(work.original_prompt, work.answer), work.sampling.grammar
         if grammar:
             await self._events.run_in_executor(self._grammar_threads, self._begin_answer, history, grammar)
         return history
@@ -164,7 +164,7 @@ class Worker:
         except ResourceExhausted:
             self.metrics.refused()
             raise
-        self._outbox.expect(reservation.router_id)
+        self._streams.expect(reservation.router_id)
         return granted
 
     def prefill(self, task: PrefillTask, history: History | None = None) -> None:
@@ -176,12 +176,12 @@ class Worker:
         errors of `PrefillScheduler.submit`.
         """
         check_prefill(task, self.facts)
-        self._halves.prefill.submit(task, self.adapters.number(task.adapter), history)
-        self._outbox.expect(task.router_id)
+        self._schedulers.prefill.submit(task, self.adapters.number(task.adapter), history)
+        self._streams.expect(task.router_id)
 
     def abort(self, router_id: str, refs: Sequence[RequestRef]) -> None:
         """Abort these requests in both phases. Unknown ones are ignored."""
-        self._halves.abort(router_id, refs)
+        self._schedulers.abort(router_id, refs)
 
     # ---- other workers ----
 
@@ -226,13 +226,13 @@ class Worker:
         self._watchdog.stop()
         self.assignment.stop()
         await self._warm_ups.close()
-        self._halves.abort_all()
+        self._schedulers.abort_all()
         await asyncio.to_thread(self._loop.stop)
-        self._halves.abandon()
+        self._schedulers.abandon()
         await asyncio.to_thread(self.transport.close)
         self._checks.close()
         await self._handovers.wait_until_ended()
-        self._outbox.close()
+        self._streams.close()
         await self.peers.close()
         self._grammar_threads.shutdown(wait=False, cancel_futures=True)
 
@@ -246,7 +246,7 @@ class Worker:
             model=self.facts,
             clock=time.monotonic,
             expect=self._expect,
-            emit=lambda routed: self._post_threadsafe(self._outbox.post, routed),
+            emit=lambda routed: self._post_threadsafe(self._streams.post, routed),
             wake=self._wake,
             transport_poll_s=self._transport_poll_s,
             same_host=self._is_near,
@@ -267,12 +267,12 @@ class Worker:
             self.peers,
             self.admission,
             self._checks,
-            self.metrics.hearing(self._outbox.post),
+            self.metrics.hearing(self._streams.post),
             self._config.kv_transfer_deadline_s,
             self.metrics.writing,
         )
 
-    def _make_halves(self, engine: LoadedEngine) -> PhaseSchedulers:
+    def _make_schedulers(self, engine: LoadedEngine) -> PhaseSchedulers:
         config, cache, model, admission = self._config, self._cache, self.facts, self.admission
         prefill = PrefillScheduler(
             config=config,
@@ -301,14 +301,14 @@ class Worker:
         config = self._config
         return StepLoop(
             engine,
-            decode=self._halves.decode,
-            prefill=self._halves.prefill,
+            decode=self._schedulers.decode,
+            prefill=self._schedulers.prefill,
             max_step_tokens=config.engine.max_step_tokens,
             assignment=config.assignment,
             meter=self._meter,
             deadline_s=config.step_deadline,
             gather_s=config.gather_s,
-            publish=StepPublisher(self._events, self._outbox).publish,
+            publish=self._streams.publish,
             on_death=lambda error: self._post_threadsafe(self._die, error),
         )
 
@@ -330,7 +330,7 @@ class Worker:
         return self.report.load()
 
     def _router_gone(self, router_id: str) -> list[RequestEvent]:
-        return self._halves.router_gone(router_id)
+        return self._schedulers.router_gone(router_id)
 
     def _wake(self) -> None:
         self._loop.wake()
@@ -350,9 +350,9 @@ class Worker:
         reason = Internal(
             f"worker {self.me.worker_id} failed in a step ({first_line(error)}) and restarts; send it again"
         )
-        for event in self._halves.engine_gone(reason):
-            self._outbox.post(event)
-        self._outbox.close()
+        for event in self._schedulers.engine_gone(reason):
+            self._streams.post(event)
+        self._streams.close()
         self.died.set_result(error)
 
 

@@ -74,7 +74,7 @@ def test_grpc_streams_an_answer_and_its_timeline(cluster: Any) -> None:
     said = run("grpc_generate.py", cluster.grpc_address)
     assert "Paris" in said
     assert "prefill on prefill-0, decode on decode-0" in said
-    assert re.search(r"0\.0 ms +EDGE_\w+", said)
+    assert re.search(r"0\.0 ms +LIFECYCLE_EVENT_\w+", said)
 
 
 @soak

@@ -14,7 +14,7 @@ import pytest
 
 from tandem.net.rpc import open_client_channel
 from tandem.protocol.generated.tandem.v1 import inference_pb2, inference_pb2_grpc, types_pb2
-from tandem.protocol.lifecycle.timeline import Edge
+from tandem.protocol.lifecycle.events import LifecycleEvent
 
 REQUESTS = 120
 AT_ONCE = 24
@@ -25,17 +25,17 @@ PROMPTS = 16
 """The number of prompts that requests are drawn from: the shortest, up to 129 tokens."""
 ANSWER_TOKENS_MAX = 24
 MOMENTS = {
-    "queued": {Edge.RECEIVED, Edge.TOKENIZED},
-    "at the prefill worker": {Edge.PLACED, Edge.RESERVED},
+    "queued": {LifecycleEvent.RECEIVED, LifecycleEvent.TOKENIZED},
+    "at the prefill worker": {LifecycleEvent.PLACED, LifecycleEvent.RESERVED},
     "between prefill and decode": {
-        Edge.PREFILL_FINISHED,
-        Edge.FIRST_TOKEN,
-        Edge.TRANSFER_STARTED,
-        Edge.TRANSFER_FINISHED,
+        LifecycleEvent.PREFILL_FINISHED,
+        LifecycleEvent.FIRST_TOKEN,
+        LifecycleEvent.TRANSFER_STARTED,
+        LifecycleEvent.TRANSFER_FINISHED,
     },
-    "in decode": {Edge.DECODE_ADMITTED, Edge.DECODE_STARTED},
+    "in decode": {LifecycleEvent.DECODE_ADMITTED, LifecycleEvent.DECODE_STARTED},
 }
-"""The phase of a request, by the last edge that its router has recorded."""
+"""The phase of a request, by the last event that its router has recorded."""
 WAYS = {"waiting", "token", "socket", "abort", "req"}
 """Prefixes of the names of cancelled requests; requests of HTTP clients are named req-…."""
 
@@ -169,9 +169,9 @@ def test_cancelled_requests_leave_every_page_free(
 
 def cancelled_requests(cluster: Any) -> list[tuple[str, str]]:
     """Returns the name and the phase of each request that the router cancelled while it ran."""
-    moment_of = {edge.name: moment for moment, edges in MOMENTS.items() for edge in edges}
+    moment_of = {event.name: moment for moment, event_times in MOMENTS.items() for event in event_times}
     found = re.findall(r"request (\S+) cancelled after (\w+)", cluster.log("router"))
-    return [(name, moment_of[edge]) for name, edge in found]
+    return [(name, moment_of[event]) for name, event in found]
 
 
 @pytest.mark.timeout(240)

@@ -115,7 +115,7 @@ class JoinedCluster:
             while True:
                 one = await self.inspect(worker_id)
                 assert not one.integrity_error
-                if one.pages_free == one.pages_total and not (one.requests or one.leases or one.pages_promised):
+                if one.pages_free == one.pages_total and not (one.requests or one.leases or one.pages_reserved):
                     break
                 assert time.monotonic() < give_up, one
                 await asyncio.sleep(0.1)

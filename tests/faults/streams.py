@@ -46,8 +46,8 @@ class Question:
 class Stream:
     """One request: its tokens as they arrive, and its end."""
 
-    def __init__(self, stub: Any, question: Question, name: str) -> None:
-        self.question = question
+    def __init__(self, stub: Any, original_prompt: Question, name: str) -> None:
+        self.original_prompt = original_prompt
         self.name = name
         self.tokens: list[int] = []
         self.code = grpc.StatusCode.UNKNOWN
@@ -58,7 +58,7 @@ class Stream:
 
     async def _run(self, stub: Any) -> None:
         try:
-            async for message in stub.Generate(self.question.request(self.name), timeout=DEADLINE_S):
+            async for message in stub.Generate(self.original_prompt.request(self.name), timeout=DEADLINE_S):
                 self.tokens += message.chunk.token_ids
                 self._news.set()
             self.code = grpc.StatusCode.OK
@@ -96,16 +96,16 @@ class Client:
     async def __aexit__(self, *_: object) -> None:
         await self._channel.close()
 
-    def ask(self, question: Question, name: str = "stream") -> Stream:
+    def ask(self, original_prompt: Question, name: str = "stream") -> Stream:
         """Sends a request whose name begins with `name`."""
         self._asked += 1
-        return Stream(self._stub, question, f"{name}-{self._asked}-{time.time_ns()}")
+        return Stream(self._stub, original_prompt, f"{name}-{self._asked}-{time.time_ns()}")
 
 
 async def undisturbed(address: str, questions: Sequence[Question]) -> list[list[int]]:
     """Returns the answers of a cluster in which nothing fails."""
     async with Client(address) as client:
-        streams = [client.ask(question) for question in questions]
+        streams = [client.ask(original_prompt) for original_prompt in questions]
         await asyncio.gather(*(stream.task for stream in streams))
         assert {stream.code for stream in streams} == {grpc.StatusCode.OK}, [stream.words for stream in streams]
         return [stream.tokens for stream in streams]

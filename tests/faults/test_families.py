@@ -49,7 +49,7 @@ FOLLOWS_WITHIN_S = 60.0
 async def with_a_death(cluster: Any, questions: list[Question]) -> tuple[list[Stream], Any]:
     """Returns the streams of all questions and the decode worker that was killed while it generated answers."""
     async with Client(cluster.grpc_address) as client:
-        streams = [client.ask(question) for question in questions]
+        streams = [client.ask(original_prompt) for original_prompt in questions]
         await asyncio.gather(*(stream.reached(IN_DECODE) for stream in streams))
         owners = await asyncio.to_thread(busy, cluster, "decode", lambda one: one.pages_owned)
         dead = cluster.named(owners[0])
@@ -97,7 +97,7 @@ def test_answers_are_those_of_transformers_though_a_worker_dies(
     for stream in streams:
         assert stream.code is grpc.StatusCode.OK, (stream.name, stream.words)
         assert len(stream.tokens) == ANSWER
-        choices = reference(stream.question.prompt, tuple(stream.tokens))
+        choices = reference(stream.original_prompt.prompt, tuple(stream.tokens))
         for token, best, second, gap in zip(stream.tokens, choices.best, choices.seconds, choices.gaps, strict=True):
             assert token == best or (gap < TIE and token == second), stream.name
     if drafting:
@@ -112,7 +112,9 @@ def drafts_of(model: Path, folder: Path) -> dict[str, Any]:
     """Writes heads that know the answers by heart; returns the settings with them."""
     config = tiny_engine_config(model, kv_cache_bytes=1 << 24, keep_hidden=True)
     runner = ModelRunner.load(config)
-    answers = next(Answering(runner, 0.0, 0).answers([question.prompt for question in questions()], ANSWER))
+    answers = next(
+        Answering(runner, 0.0, 0).answers([original_prompt.prompt for original_prompt in questions()], ANSWER)
+    )
     torch.manual_seed(0)
     vocabulary = len(PROMPTS) * ANSWER
     token_map = frequent_tokens(answers, vocabulary, VOCAB)
@@ -199,7 +201,7 @@ def test_answers_from_8_bits_are_those_of_one_engine_though_a_worker_dies(
     if family == "llama3":
         runner = ModelRunner.load(tiny_engine_config(folder, **scheme, max_step_tokens=32, threads=1))
         for stream in streams:
-            assert stream.tokens == greedy_answer(runner, stream.question.prompt, ANSWER), stream.name
+            assert stream.tokens == greedy_answer(runner, stream.original_prompt.prompt, ANSWER), stream.name
     restarted(cluster, dead)
     asyncio.run(cluster.controller.set_mode("colocated", step_policy="chunked", step_budget=48))
     colocated = asyncio.run(undisturbed(cluster.grpc_address, questions()))

@@ -121,9 +121,9 @@ class Prefill:
         notice: TransferNotice | None = None,
         *,
         deadline_s: float = 20.0,
-        behind: "Sequence[Future[WriteDone]]" = (),
+        after: "Sequence[Future[WriteDone]]" = (),
     ) -> "Future[WriteDone]":
-        return self.transport.write(PageWrite(peer.ref, local, remote, notice, behind=behind), deadline_s)
+        return self.transport.write(PageWrite(peer.ref, local, remote, notice, after=after), deadline_s)
 
 
 @pytest.fixture(params=["", "tcp"], ids=["best", "tcp"])
@@ -206,7 +206,7 @@ def test_many_requests_at_once(prefill: Prefill, peer: Peer) -> None:
         for i in range(3):
             futures.append(prefill.write(peer, [local[i]], [first + i]))
         notice = prefill.notice(epoch, local, first)
-        futures.append(prefill.write(peer, local[3:], [first + 3], notice, behind=futures[-3:]))
+        futures.append(prefill.write(peer, local[3:], [first + 3], notice, after=futures[-3:]))
     assert sum(future.result(timeout=60).bytes for future in futures) == PAGES * PAGE_FLOATS * 4
     heard = peer.hears(32)
     assert sorted(one["epoch"] for one in heard) == list(range(1, 33))
@@ -218,7 +218,7 @@ def test_a_killed_peer_fails_its_writes_and_its_next_run_is_served(
 ) -> None:
     every = list(range(PAGES))
     futures = [prefill.write(peer, every, every) for _ in range(6)]
-    futures.append(prefill.write(peer, every, every, behind=futures[:]))
+    futures.append(prefill.write(peer, every, every, after=futures[:]))
     futures[0].result(timeout=60)
     peer.process.kill()
     peer.process.wait()

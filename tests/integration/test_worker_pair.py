@@ -128,7 +128,7 @@ class WorkerEnd:
                 found = await self.inspect()
                 assert found.integrity_error == ""
                 unused = found.pages_free + found.pages_cached
-                if unused == found.pages_total and not (found.requests or found.leases or found.pages_promised):
+                if unused == found.pages_total and not (found.requests or found.leases or found.pages_reserved):
                     return found
                 await asyncio.sleep(0.02)
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.engine.config.attention import AttentionShape
-from tandem.engine.kernels.base import Feed
+from tandem.engine.kernels.base import DeferredTokens
 from tandem.engine.kernels.layers import AttentionLayer, Norm
 from tandem.engine.kernels.linear.triton_activation import gelu_mul, silu_mul
 from tandem.engine.kernels.reference import ReferenceKernels, activate
@@ -115,7 +115,7 @@ def test_embed(tokens: int, width: int, dtype: torch.dtype) -> None:
     late = embed(late_ids.to(DEVICE), sources.to(DEVICE), previous.to(DEVICE), on_device, pdl=PDL)
     wanted = torch.where(sources >= 0, previous[sources.long()], ids)
     assert torch.equal(late.cpu(), table[wanted].to(dtype))
-    feed = Feed(sources.clamp(min=0), torch.full((7,), NO_TOKEN))
+    feed = DeferredTokens(sources.clamp(min=0), torch.full((7,), NO_TOKEN))
     late = embed(late_ids.to(DEVICE), feed.sources.to(DEVICE), feed.drawn.to(DEVICE), on_device, pdl=PDL)
     assert torch.equal(late.cpu(), table[torch.zeros(tokens, dtype=torch.int64)].to(dtype))
     assert not feed.tokens(late_ids).any()

@@ -131,9 +131,9 @@ def pages_are_freed_under_their_writes(patch: pytest.MonkeyPatch) -> None:
     """The prefill worker reuses its pages while writes still read from them."""
 
     async def settle(self: Handoff) -> None:
-        self._half.withdraw(self._request)
+        self._scheduler.withdraw(self._request)
         await self._request.progress.until_released()
-        self._half.free(self._request)
+        self._scheduler.free(self._request)
         await self._writes.settled()
 
     patch.setattr(Handoff, "_settle", settle)

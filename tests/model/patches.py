@@ -21,7 +21,7 @@ import router.workers.lease_keeper
 import router.workers.worker_link
 import router.workers.worker_pool
 import tandem.net.rpc
-import tandem.protocol.lifecycle.timeline
+import tandem.protocol.lifecycle.events
 import tandem.worker.loop
 import tandem.worker.peers.peers
 import tandem.worker.worker
@@ -46,7 +46,7 @@ _TIMED = (
     tandem.worker.worker,
     prefill_worker.write_window,
     kv_transfer.in_memory_fabric,
-    tandem.protocol.lifecycle.timeline,
+    tandem.protocol.lifecycle.events,
 )
 """The modules whose behaviour depends on `time`."""
 

@@ -26,7 +26,7 @@ from tandem.protocol.errors import (
     TransferFailed,
     Unavailable,
 )
-from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
 from tandem.protocol.messages import FinishReason, SamplingParams
 from tests.fake_engine import answer_to
 from tests.model.checks import Broken
@@ -177,7 +177,7 @@ class RouterProcess:
         return f"{list(live.values())} {links}" if busy else ""
 
     def _ask(self, client: Client) -> None:
-        now = EdgeStamp.now(Edge.RECEIVED)
+        now = EventTime.now(LifecycleEvent.RECEIVED)
         admitted = Admitted(client.name, tuple(client.prompt), client.sampling, (), 0, (now,))
         try:
             choices = self.dispatcher.submit(admitted)

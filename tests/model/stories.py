@@ -39,7 +39,7 @@ def begun(world: World) -> tuple[str, str]:
     for _ in range(40):
         if found := world.handing_over():
             return found[0]
-        known = [request for one in world.workers.values() for _, request in one.worker._halves.prefill.registry]
+        known = [request for one in world.workers.values() for _, request in one.worker._schedulers.prefill.registry]
         computed = any(request.progress.computed_tokens for request in known)
         world.calm(frozenset({"writes", "engines"} if computed else {"writes"}))
     raise AssertionError("no prompt is handed over")

@@ -48,8 +48,8 @@ DRAFTS = 2
 def whole_answer(key: Hashable) -> Sequence[int]:
     """Return the prompt and the whole answer of a request."""
     assert isinstance(key, DecodeRequest)
-    question = list(key.reservation.question)
-    return [*question, *answer_to(question, key.reservation.sampling)]
+    original_prompt = list(key.reservation.original_prompt)
+    return [*original_prompt, *answer_to(original_prompt, key.reservation.sampling)]
 
 
 def pool_pages() -> int:
@@ -146,7 +146,7 @@ class WorkerProcess:
 
         The other decode worker runs plain steps.
         """
-        speculation = self.worker._halves.decode.speculation
+        speculation = self.worker._schedulers.decode.speculation
         assert speculation is not None
         speculation.fixed_drafts = DRAFTS if self.me.worker_id == "decode-1" else 0
 
@@ -165,7 +165,7 @@ class WorkerProcess:
         if (stats := event.transfer) is not None:
             if stats.bytes != stats.pages * self.engine.layout.page_bytes:
                 raise Broken(f"{event.ref} was sent as {stats.bytes} bytes in {stats.pages} pages")
-            for _, request in self.worker._halves.prefill.registry:
+            for _, request in self.worker._schedulers.prefill.registry:
                 most = kv.sent_pages(request.prompt_tokens)
                 if request.task.ref == event.ref and stats.pages > most:
                     raise Broken(f"{event.ref} was sent as {stats.pages} pages, and the next token sees {most}")
@@ -204,7 +204,7 @@ class WorkerProcess:
         self.worker._cache.check_integrity()
         self._check_forecasts()
         admission = self.worker.admission
-        running = self.worker._halves.decode._batch.requests
+        running = self.worker._schedulers.decode._batch.requests
         alive = [*admission.requests.ready, *(r for r in running if not (r.cancelled or r.ended))]
         for request in alive:
             ref = request.reservation.ref
@@ -214,12 +214,12 @@ class WorkerProcess:
             raise Broken(f"{self.process.name} died by itself: {self.worker.died.result()!r}")
 
     def _check_forecasts(self) -> None:
-        kv, halves = self.engine.kv_pages, self.worker._halves
-        for _, request in halves.prefill.registry:
+        kv, schedulers = self.engine.kv_pages, self.worker._schedulers
+        for _, request in schedulers.prefill.registry:
             held, forecast = len(held_pages(request.pages)), kv.held(request.prompt_tokens)
             if not request.local and held > forecast:
                 raise Broken(f"{request.task.ref} holds {held} pages of a forecast of {forecast}")
-        for each in halves.decode._batch.requests:
+        for each in schedulers.decode._batch.requests:
             held, tokens = len(held_pages(each.pages)), kv.tokens_of(each.pages)
             forecast = kv.held(tokens, decoding=True)
             if held != each.held or held > forecast:
@@ -229,7 +229,7 @@ class WorkerProcess:
         """Return the pages and requests that are still held; "" = none."""
         found = self.worker.report.inspect()
         held = found.pages_total - found.pages_free - found.pages_cached
-        busy = held + found.pages_promised + found.requests + found.leases
+        busy = held + found.pages_reserved + found.requests + found.leases
         committed = self.worker.admission._budget.committed
         return f"{found}, {committed} pages committed" if busy or committed else ""
 

@@ -146,7 +146,7 @@ class World:
         pairs = [
             (request.task.destination.peer.worker_id, one.me.worker_id)
             for one in self.workers.values()
-            for _, request in one.worker._halves.prefill.registry
+            for _, request in one.worker._schedulers.prefill.registry
             if request.task.destination is not None and not request.progress.released
             if any(request is writer for writer in self.writers.values())
         ]
@@ -259,8 +259,8 @@ class World:
 
     def _writer_of(self, posted: InFlightWrite) -> PrefillRequest:
         """Return the prompt of a write that is being posted."""
-        half = self.workers[posted.sender.worker_id].worker._halves.prefill
-        write, known = posted.write, [*half.registry._requests.values(), *half.registry._replaced]
+        scheduler = self.workers[posted.sender.worker_id].worker._schedulers.prefill
+        write, known = posted.write, [*scheduler.registry._requests.values(), *scheduler.registry._replaced]
         writers = [one for one in known if set(write.local_pages) <= set(one.pages)]
         target = self._holder(write.peer, write.remote_pages[0])
         if not writers:
@@ -338,7 +338,7 @@ class World:
         if last.ending is None or last.ending.finish_reason is not finish_reason(last):
             raise Broken(f"the cluster serves no more: {last}")
         self.seen["gave way"] += sum(one.worker.admission.requests.preemptions for one in self.workers.values())
-        self.seen["answered"] += sum(client.ending is not None for client in self.router.clients)
+        self.seen["prior_output_tokens"] += sum(client.ending is not None for client in self.router.clients)
         if failures := self.loop.unretrieved_failures():
             raise Broken(f"failures that nobody retrieves: {failures}")
 

@@ -22,7 +22,7 @@ from router.requests.answer_format import AnswerFormat
 from router.requests.request import ClientRequest, Conversation, Options
 from router.text.tools import ToolChoice, ToolOptions, function_tool
 from tandem.protocol.errors import InvalidArgument
-from tandem.protocol.lifecycle.timeline import EdgeStamp
+from tandem.protocol.lifecycle.events import EventTime
 from tandem.tokenizers.grammar_process import GrammarKind
 
 
@@ -98,7 +98,7 @@ _CHOICES = {"auto": ToolChoice.AUTO, "any": ToolChoice.REQUIRED, "tool": ToolCho
 _RENAMED = {"stop": "stop_sequences"}
 
 
-def parse_message(data: bytes, received: EdgeStamp, *, strict: bool = False) -> ApiCall:
+def parse_message(data: bytes, received: EventTime, *, strict: bool = False) -> ApiCall:
     """Parse the body of /v1/messages.
 
     Raises InvalidArgument, which names the field, for a wrong field, and with `strict` for an unknown one.
@@ -113,7 +113,7 @@ def parse_message(data: bytes, received: EdgeStamp, *, strict: bool = False) -> 
     return _call(body, options, received, unknown, stream=bool(body.stream))
 
 
-def parse_count(data: bytes, received: EdgeStamp, *, strict: bool = False) -> ApiCall:
+def parse_count(data: bytes, received: EventTime, *, strict: bool = False) -> ApiCall:
     """Parse the body of /v1/messages/count_tokens; arguments and errors are those of `parse_message`."""
     unknown = UnknownFields(strict=strict)
     return _call(read_body(CountTokensRequest, data, unknown), Options(), received, unknown, stream=False)
@@ -122,7 +122,7 @@ def parse_count(data: bytes, received: EdgeStamp, *, strict: bool = False) -> Ap
 def _call(
     body: MessagesRequest | CountTokensRequest,
     options: Options,
-    received: EdgeStamp,
+    received: EventTime,
     unknown: UnknownFields,
     *,
     stream: bool,

@@ -23,7 +23,7 @@ from router.text.request_reader import check_message_count
 from router.text.tools import ToolOptions
 from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.generated.tandem.v1 import inference_pb2
-from tandem.protocol.lifecycle.timeline import EdgeStamp
+from tandem.protocol.lifecycle.events import EventTime
 from tandem.tokenizers.grammar_process import GrammarKind
 
 _NO_OTHERS = UnknownFields(strict=True)
@@ -155,7 +155,7 @@ def _answer_format(message: inference_pb2.ResponseFormat) -> AnswerFormat:
 class CallFacts:
     """The facts of a call that are not in its message: time of arrival, tenant and traceparent."""
 
-    received: EdgeStamp
+    received: EventTime
     tenant: str
     traceparent: str
 

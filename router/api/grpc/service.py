@@ -30,8 +30,8 @@ from tandem.net.rpc import values_of
 from tandem.protocol import conversion
 from tandem.protocol.errors import InvalidArgument, TandemError, Unavailable, clipped
 from tandem.protocol.generated.tandem.v1 import inference_pb2, types_pb2
+from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
 from tandem.protocol.lifecycle.request_trace import TRACEPARENT, only
-from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _M = TypeVar("_M", bound=Message)
@@ -168,7 +168,7 @@ class InferenceServicer:
         gone = asyncio.get_running_loop().create_future()
         context.add_done_callback(lambda _: _set_once(gone))  # type: ignore[arg-type]  # the stubs name a class, not a protocol
         tenant = served_call().caller.tenant
-        return _Caller(CallFacts(EdgeStamp.now(Edge.RECEIVED), tenant, _traceparent(context)), gone)
+        return _Caller(CallFacts(EventTime.now(LifecycleEvent.RECEIVED), tenant, _traceparent(context)), gone)
 
     async def _tokenized(self, request: bytes, caller: _Caller) -> tuple[list[int], list[str] | None, int]:
         parse = partial(self._parser.tokenize, caller.facts)

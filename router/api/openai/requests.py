@@ -17,7 +17,7 @@ from router.api.prompt_replies import PromptForm
 from router.requests.request import ClientRequest, Conversation, Options
 from router.text.chat_template import ChatTurn, PromptEnd
 from tandem.protocol.errors import InvalidArgument, shown
-from tandem.protocol.lifecycle.timeline import EdgeStamp
+from tandem.protocol.lifecycle.events import EventTime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class OpenAICall(ApiCall):
     """True if the reply has the token ids of the prompt and of the answers."""
 
 
-def parse_chat(data: bytes, received: EdgeStamp, *, strict: bool = False) -> OpenAICall:
+def parse_chat(data: bytes, received: EventTime, *, strict: bool = False) -> OpenAICall:
     """Parse the body of /v1/chat/completions.
 
     Raises InvalidArgument, which names the field, for a wrong field, and with `strict` for an unknown one.
@@ -47,7 +47,7 @@ def parse_chat(data: bytes, received: EdgeStamp, *, strict: bool = False) -> Ope
     return _call(body, (request,), form, unknown)
 
 
-def parse_completion(data: bytes, received: EdgeStamp, *, strict: bool = False) -> OpenAICall:
+def parse_completion(data: bytes, received: EventTime, *, strict: bool = False) -> OpenAICall:
     """Parse the body of /v1/completions; arguments and errors are those of `parse_chat`."""
     unknown = UnknownFields(strict=strict)
     body = read_body(CompletionRequest, data, unknown)

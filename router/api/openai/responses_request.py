@@ -26,7 +26,7 @@ from router.requests.answer_format import AnswerFormat
 from router.requests.request import ClientRequest, Conversation
 from router.text.tools import call_arguments
 from tandem.protocol.errors import InvalidArgument
-from tandem.protocol.lifecycle.timeline import EdgeStamp
+from tandem.protocol.lifecycle.events import EventTime
 from tandem.tokenizers.grammar_process import GrammarKind
 
 
@@ -121,7 +121,7 @@ class ResponsesCall(ApiCall):
     """The namespaces of the offered functions."""
 
 
-def parse_response(data: bytes, received: EdgeStamp, *, strict: bool = False) -> ResponsesCall:
+def parse_response(data: bytes, received: EventTime, *, strict: bool = False) -> ResponsesCall:
     """Parse the body of /v1/responses.
 
     Raises InvalidArgument, which names the field, for a wrong field, and with `strict` for an unknown one.

@@ -28,7 +28,7 @@ class Sizing:
     """Work on queued prompts in addition to the new load, in device seconds per second."""
     prefill_scale: float = 1.0
     decode_scale: float = 1.0
-    """Learned factors on the modelled load ratios of prefill and decode."""
+    """EvalResult factors on the modelled load ratios of prefill and decode."""
 
     def load_ratios(self, split: Split) -> tuple[LoadRatio, LoadRatio]:
         """Return the load ratios of both roles under a split; for shared workers, the same ratio twice."""

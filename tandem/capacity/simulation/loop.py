@@ -16,7 +16,7 @@ from decode_worker.batch_snapshot import DecodedStep
 from prefill_worker.scheduler import PrefillScheduler
 from tandem.capacity.simulation.clock import VirtualClock
 from tandem.capacity.simulation.request import StepLog
-from tandem.capacity.simulation.steady import Lookahead, SteadyDecodeHalf, SteadyRun, after_steps, steady_run
+from tandem.capacity.simulation.steady import Lookahead, SteadyDecodeScheduler, SteadyRun, after_steps, steady_run
 from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import StepWork
 from tandem.engine.steps.batch import ModelRunnerOutput
@@ -106,7 +106,7 @@ class VirtualStepLoop:
         scheduler: StepScheduler,
         actual_cost: StepCost,
         *,
-        decode: SteadyDecodeHalf,
+        decode: SteadyDecodeScheduler,
         prefill: PrefillScheduler,
         spare_pages: Callable[[], int],
         publish: Callable[[int, StepWork, Sequence[RoutedEvent], DecodedStep | None], None],

@@ -55,7 +55,7 @@ class Flow:
     @property
     def ref(self) -> RequestRef:
         """The request's id with its attempt."""
-        return RequestRef(self.queued.wire_id, self.attempt)
+        return RequestRef(self.queued.internal_id, self.attempt)
 
     def close_piece(self, log: StepLog, number: int, event: RequestEvent, tokens: StepLog | None) -> None:
         """Record the tokens of the attempt up to this event, one token per step unless `tokens` has their times.
@@ -63,7 +63,7 @@ class Flow:
         The event belongs to step `number` of the worker with that `log`; a preempted request decoded before that step.
         """
         self.tokens = event.first_index + len(event.token_ids)
-        decoded = self.tokens - self.queued.answered - 1
+        decoded = self.tokens - self.queued.prior_output_tokens - 1
         pieces, attempts = self.outcome.pieces, len(self.outcome.firsts_s)
         del pieces[attempts - 1 :]
         first = number + (not event.preempted) - decoded
@@ -79,7 +79,7 @@ class Flow:
             return None
         gaps = self.tokens - 1
         return PlacementRecord(
-            request_id=self.queued.wire_id,
+            request_id=self.queued.internal_id,
             prefill_worker=outcome.prefill_worker,
             decode_worker=outcome.decode_worker,
             slo_class=self.queued.slo.name,
@@ -152,7 +152,7 @@ class VirtualRouter:
         self._arrivals += 1
         prompt, sampling = asked.prompt, SamplingParams(max_tokens=asked.new_tokens, ignore_eos=True)
         queued = QueuedRequest(
-            wire_id=f"r{self._arrivals}",
+            internal_id=f"r{self._arrivals}",
             sequence=self._arrivals,
             arrived_s=self.clock.now,
             prompt_tokens=len(prompt),
@@ -169,7 +169,7 @@ class VirtualRouter:
             flow.outcome.rejected = rejected(error)
             self._end(flow, error.code)
             return
-        self._flows[queued.wire_id] = flow
+        self._flows[queued.internal_id] = flow
         self.pump()
 
     def pump(self) -> None:
@@ -178,8 +178,8 @@ class VirtualRouter:
             return
         self._pumping = True
         while (queued := self.scheduler.head()) is not None:
-            flow = self._flows[queued.wire_id]
-            queued.answered = flow.tokens
+            flow = self._flows[queued.internal_id]
+            queued.prior_output_tokens = flow.tokens
             pair = self.scheduler.bind(queued)
             if pair is not None:
                 self._place(flow, pair)
@@ -203,14 +203,14 @@ class VirtualRouter:
 
     def _reserve(self, flow: Flow, ref: RequestRef, pair: Placement) -> None:
         assert pair.decode is not None
-        prompt = flow.outcome.asked.prompt + (0,) * flow.queued.answered
+        prompt = flow.outcome.asked.prompt + (0,) * flow.queued.prior_output_tokens
         reservation = Reservation(
             ROUTER_ID,
             ref,
             prompt,  # type: ignore[arg-type]
             flow.sampling,
             pair.prefill,
-            answered=flow.queued.answered,
+            prior_output_tokens=flow.queued.prior_output_tokens,
             gap_target_s=self._links[pair.decode].state.gap_target(flow.queued.slo),
         )
         try:
@@ -222,14 +222,14 @@ class VirtualRouter:
         self.clock.after(2 * self.network.call_s, lambda: self._prefill(flow, ref, pair, destination))
 
     def _prefill(self, flow: Flow, ref: RequestRef, pair: Placement, destination: Destination | None) -> None:
-        prompt = flow.outcome.asked.prompt + (0,) * flow.queued.answered
+        prompt = flow.outcome.asked.prompt + (0,) * flow.queued.prior_output_tokens
         task = PrefillTask(
             ROUTER_ID,
             ref,
             prompt,  # type: ignore[arg-type]
             flow.sampling,
             destination,
-            answered=flow.queued.answered,
+            prior_output_tokens=flow.queued.prior_output_tokens,
         )
         try:
             self._links[pair.prefill].worker.prefill(task)
@@ -240,7 +240,7 @@ class VirtualRouter:
 
     def _on_accepted(self, flow: Flow, ref: RequestRef, pair: Placement) -> None:
         if flow.ref == ref:
-            self._links[pair.prefill].state.prompt_accepted(flow.queued.wire_id)
+            self._links[pair.prefill].state.prompt_accepted(flow.queued.internal_id)
 
     def _state_of(self, peer: PeerRef | None) -> WorkerState | None:
         return None if peer is None else self._links[peer].state
@@ -272,9 +272,9 @@ class VirtualRouter:
         self._release(flow, pair)
 
     def _release(self, flow: Flow, pair: Placement) -> None:
-        self._links[pair.prefill].state.remove_prompt(flow.queued.wire_id)
+        self._links[pair.prefill].state.remove_prompt(flow.queued.internal_id)
         if pair.decode is not None:
-            self._links[pair.decode].state.remove_answer(flow.queued.wire_id)
+            self._links[pair.decode].state.remove_answer(flow.queued.internal_id)
 
     # ---- step outputs of workers ----
 
@@ -305,8 +305,8 @@ class VirtualRouter:
         elif event.preempted:
             self._close_piece(flow, event, source)
             self._retry(flow)
-        elif event.token_ids and event.first_index == flow.queued.answered:
-            self._links[pair.prefill].state.prompt_computed(flow.queued.wire_id)
+        elif event.token_ids and event.first_index == flow.queued.prior_output_tokens:
+            self._links[pair.prefill].state.prompt_computed(flow.queued.internal_id)
             flow.outcome.firsts_s.append(source.moment_s)
             flow.tokens = event.first_index + 1
             if event.first_index == 0:
@@ -339,7 +339,7 @@ class VirtualRouter:
     def _end(self, flow: Flow, code: str) -> None:
         outcome = flow.outcome
         outcome.error, outcome.ended_s = code, self.clock.now
-        if self._flows.pop(flow.queued.wire_id, None) is not None:
+        if self._flows.pop(flow.queued.internal_id, None) is not None:
             self.scheduler.ended(flow.queued, flow.tokens)
             if (record := flow.placement_record(self.network.event_s)) is not None:
                 self.prediction_quality.record(record)

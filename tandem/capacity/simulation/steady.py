@@ -95,7 +95,7 @@ class SteadyBatch(DraftingBatch):
         self.in_flight_steps = deque((step + steps, snapshot) for step, snapshot in self.in_flight_steps)
 
 
-class SteadyDecodeHalf(DecodeScheduler):
+class SteadyDecodeScheduler(DecodeScheduler):
     """A decode scheduler that can apply many equal steps at once."""
 
     _batch: SteadyBatch

@@ -20,7 +20,7 @@ from tandem.capacity.simulation.loop import VirtualStepLoop
 from tandem.capacity.simulation.prompt import PageNames
 from tandem.capacity.simulation.request import StepLog
 from tandem.capacity.simulation.spec import WorkerSpec
-from tandem.capacity.simulation.steady import SteadyDecodeHalf
+from tandem.capacity.simulation.steady import SteadyDecodeScheduler
 from tandem.capacity.simulation.transfer import VirtualFabric, VirtualPeers, layout_of
 from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import StepWork
@@ -48,7 +48,7 @@ from tandem.worker.reporting.report import load_of
 from tandem.worker.scheduler import StepScheduler
 
 
-class _SyncedPrefillHalf(PrefillScheduler):
+class _SyncedPrefillScheduler(PrefillScheduler):
     """A prefill scheduler whose hand-overs first apply the steps that have ended by their time."""
 
     sync: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -88,7 +88,7 @@ class VirtualWorker:
         self.pool = PagePool(spec.device.pages)
         self.cache = PrefixCache(self.pool, spec.kv, enabled=spec.config.prefix_cache, names=PageNames())
         self.admission = self._make_admission()
-        self._decode = SteadyDecodeHalf(
+        self._decode = SteadyDecodeScheduler(
             requests=self.admission.requests,
             lock=self.admission.lock,
             model=spec.model,
@@ -100,7 +100,7 @@ class VirtualWorker:
         layout = layout_of(spec.device.pages, spec.device.page_bytes)
         self.transport = InMemoryTransport(fabric.fabric, layout, self.peer, self.notice)
         self.handovers = self._make_handovers(VirtualPeers(self.transport, peers, fabric.network))
-        self._prefill = _SyncedPrefillHalf(
+        self._prefill = _SyncedPrefillScheduler(
             config=spec.config,
             me=self.peer,
             cache=self.cache,
@@ -110,7 +110,7 @@ class VirtualWorker:
             wake=self._wake,
             events=clock,
         )
-        self._halves = PhaseSchedulers(
+        self._schedulers = PhaseSchedulers(
             spec.config, self.cache, spec.model, prefill=self._prefill, decode=self._decode, admission=self.admission
         )
         scheduler = self._make_scheduler()
@@ -129,7 +129,7 @@ class VirtualWorker:
         self.assignment = WorkerAssignment(
             self.peer,
             spec.config.assignment,
-            self._halves.phase_controls(),
+            self._schedulers.phase_controls(),
             resize=self._resize,
             set_steps=scheduler.set_assignment,
             emit=self._emit,
@@ -150,7 +150,7 @@ class VirtualWorker:
     def abort(self, router_id: str, refs: Sequence[RequestRef]) -> None:
         """End these requests of a router."""
         with self.sync():
-            self._halves.abort(router_id, refs)
+            self._schedulers.abort(router_id, refs)
 
     def allocate_pages(self, lease: Lease, pages: int, prefill: PeerRef) -> Sequence[int]:
         """Allocate a lease's pages like `DecodeAdmission.allocate_pages`."""
@@ -185,7 +185,7 @@ class VirtualWorker:
 
     def load(self) -> WorkerLoad:
         """Return the load report that a real worker in this state would send."""
-        return load_of(self._halves, self.cache, self._loop.decoding, self._reported_cost.parameters)
+        return load_of(self._schedulers, self.cache, self._loop.decoding, self._reported_cost.parameters)
 
     @property
     def info(self) -> WorkerInfo:
@@ -196,7 +196,7 @@ class VirtualWorker:
             role=now.role,
             assignment=now.assignment,
             closing=now.closing,
-            max_batch_requests=self._halves.batch_limit(now.role),
+            max_batch_requests=self._schedulers.batch_limit(now.role),
         )
 
     @property
@@ -216,7 +216,7 @@ class VirtualWorker:
 
     def _resize(self, role: Role) -> None:
         with self.sync():
-            self._halves.resize(role)
+            self._schedulers.resize(role)
 
     def _step_ended(
         self, number: int, work: StepWork, events: Sequence[RoutedEvent], decoded: DecodedStep | None

@@ -59,13 +59,13 @@ def train_draft(
 
     from tandem.cli.models.hub_model import hub_model
     from tandem.engine.config import EngineConfig
-    from tandem.engine.draft_training.train_draft import Recipe
+    from tandem.engine.draft_training.train_draft import TrainingConfig
     from tandem.engine.draft_training.train_draft import train_draft as train
     from tandem.engine.weights.gguf import prepare_model
 
     console = Console()
     passes = _EPOCHS.get(kind, 1) if epochs is None else epochs
-    recipe = Recipe(kind, tokens, heads, layers, vocabulary, passes, temperature, seed)
+    recipe = TrainingConfig(kind, tokens, heads, layers, vocabulary, passes, temperature, seed)
     with progress_bars(console) as report:
         hub = hub_model(model)
         folder = prepare_model(model if hub is None else hub.download(report), progress=report)

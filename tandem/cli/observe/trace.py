@@ -13,9 +13,9 @@ from rich.text import Text
 
 from tandem.cli.connection.options import MetricsKey, MetricsKeyFile
 from tandem.cli.plain_errors import plain_errors
+from tandem.protocol.lifecycle.events import LifecycleEvent
 from tandem.protocol.lifecycle.request_trace import RequestTrace
 from tandem.protocol.lifecycle.spans import Phase, last_attempt, seconds_by_phase, spans_of
-from tandem.protocol.lifecycle.timeline import Edge
 
 if TYPE_CHECKING:
     from tandem.protocol.lifecycle.request_trace import RequestTrace
@@ -86,16 +86,16 @@ def _notes(trace: RequestTrace) -> list[Text]:
     timeline = last_attempt(trace.timeline)
     moved = timeline.transfer
     if moved is not None:
-        ahead = timeline.seconds(Edge.TRANSFER_STARTED, Edge.PREFILL_FINISHED)
+        ahead = timeline.seconds(LifecycleEvent.TRANSFER_STARTED, LifecycleEvent.PREFILL_FINISHED)
         overlap = f", from {_ms(ahead)} ms before the prompt's end" if ahead is not None and ahead > 0 else ""
         wrote = f"{_ms(moved.duration_nanos / 1e9)} ms of writing"
         lines.append(f"{moved.bytes / 1e6:.2f} MB in {moved.pages} pages by {moved.backend}, {wrote}{overlap}")
-    lines.append(f"in logs {trace.wire_id}   trace {trace.context.trace_id}")
+    lines.append(f"in logs {trace.internal_id}   trace {trace.context.trace_id}")
     return [Text(line, style="dim") for line in lines]
 
 
 def _clock(trace: RequestTrace) -> str:
-    arrived = trace.timeline.at(Edge.RECEIVED)
+    arrived = trace.timeline.at(LifecycleEvent.RECEIVED)
     return _NONE if arrived is None else f"{datetime.fromtimestamp(arrived / 1e9):%H:%M:%S}"
 
 

@@ -49,8 +49,8 @@ def _clear(address: str, name: str, *, everything: bool) -> None:
     if everything:
         raise InvalidArgument("--all", "is for clusters of this host; leave it out where --address is given")
     cleared = clear_ray(address, name)
-    workers, places = (", ".join(names) for names in (cleared.workers, cleared.places))
-    print(f"ended {workers or 'no worker'}; released the resources of {places or 'no worker'}")
+    workers, groups = (", ".join(names) for names in (cleared.workers, cleared.groups))
+    print(f"ended {workers or 'no worker'}; released the resources of {groups or 'no worker'}")
 
 
 def _stop_those_here(timeout: float, name: str, *, everything: bool) -> None:

@@ -54,7 +54,7 @@ def quantize(
 
     from tandem.cli.models.hub_model import hub_model
     from tandem.engine.device import parse_device
-    from tandem.engine.quantizer.quantize import Recipe
+    from tandem.engine.quantizer.quantize import QuantizationRecipe
     from tandem.engine.quantizer.quantize import quantize as write_quantized
     from tandem.engine.quantizer.scheme import parse_scheme
     from tandem.engine.weights.gguf import prepare_model, refuse_codes
@@ -63,7 +63,7 @@ def quantize(
     if text is not None and method == "rtn":
         raise InvalidArgument("text", "rtn reads no text; choose another --method.")
     console = Console()
-    recipe = Recipe(parse_scheme(scheme), method, group_size)
+    recipe = QuantizationRecipe(parse_scheme(scheme), method, group_size)
     target = parse_device(device)
     with progress_bars(console) as report:
         hub = hub_model(model)

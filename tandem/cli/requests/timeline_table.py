@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from tandem.client import Answer
+from tandem.protocol.lifecycle.events import LifecycleEvent, Timeline
 from tandem.protocol.lifecycle.spans import Phase, last_attempt, seconds_by_phase, spans_of
-from tandem.protocol.lifecycle.timeline import Edge, Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +25,17 @@ def timeline_rows(answer: Answer) -> list[Row]:
     """
     timeline, tokens = answer.timeline, answer.completion_tokens
     took, last = seconds_by_phase(spans_of(timeline)), last_attempt(timeline)
-    after_first = timeline.seconds(Edge.FIRST_TOKEN, Edge.FINISHED)
+    after_first = timeline.seconds(LifecycleEvent.FIRST_TOKEN, LifecycleEvent.FINISHED)
     gap = after_first / (tokens - 1) if after_first is not None and tokens > 1 else None
     return [
         Row("queue", _ms(took.get(Phase.QUEUE)), "router and prefill worker, until the first chunk begins"),
         Row("prefill", _ms(took.get(Phase.PREFILL)), _prefill_note(answer)),
         Row("transfer", _ms(_transfer_s(last)), _transfer_note(last)),
-        Row("first token", _ms(timeline.seconds(Edge.RECEIVED, Edge.FIRST_TOKEN)), "from the request's arrival"),
+        Row(
+            "first token",
+            _ms(timeline.seconds(LifecycleEvent.RECEIVED, LifecycleEvent.FIRST_TOKEN)),
+            "from the request's arrival",
+        ),
         Row("hand-over", _ms(took.get(Phase.TRANSFER)), _decode_note(timeline)),
         *(
             [Row("stall", _ms(took[Phase.STALL]), "workers were silent, until others took over")]
@@ -40,7 +44,7 @@ def timeline_rows(answer: Answer) -> list[Row]:
         ),
         Row("inter-token", _ms(gap), "mean"),
         Row("rate", "-" if not gap else f"{1 / gap:.1f} tokens/s", f"{tokens} tokens"),
-        Row("total", _ms(timeline.seconds(Edge.RECEIVED, Edge.FINISHED)), ""),
+        Row("total", _ms(timeline.seconds(LifecycleEvent.RECEIVED, LifecycleEvent.FINISHED)), ""),
     ]
 
 
@@ -58,11 +62,11 @@ def timeline_table(answer: Answer) -> Table:
 def _transfer_s(timeline: Timeline) -> float | None:
     if timeline.transfer is not None:
         return timeline.transfer.duration_nanos / 1e9
-    return timeline.seconds(Edge.TRANSFER_STARTED, Edge.TRANSFER_FINISHED)
+    return timeline.seconds(LifecycleEvent.TRANSFER_STARTED, LifecycleEvent.TRANSFER_FINISHED)
 
 
 def _prefill_note(answer: Answer) -> str:
-    seconds = last_attempt(answer.timeline).seconds(Edge.PREFILL_STARTED, Edge.PREFILL_FINISHED)
+    seconds = last_attempt(answer.timeline).seconds(LifecycleEvent.PREFILL_STARTED, LifecycleEvent.PREFILL_FINISHED)
     rate = f", {answer.prompt_tokens / seconds:.0f} tokens/s" if seconds else ""
     where = f" on {answer.timeline.prefill_worker}" if answer.timeline.prefill_worker else ""
     return f"{answer.prompt_tokens} tokens{rate}{where}"
@@ -73,11 +77,11 @@ def _transfer_note(timeline: Timeline) -> str:
     if moved is None:
         return "no KV moved"
     what = f"{moved.bytes / 1e6:.2f} MB in {moved.pages} pages by {moved.backend}"
-    overlap = timeline.seconds(Edge.TRANSFER_STARTED, Edge.PREFILL_FINISHED)
+    overlap = timeline.seconds(LifecycleEvent.TRANSFER_STARTED, LifecycleEvent.PREFILL_FINISHED)
     if overlap is not None and overlap > 0:
         # A transfer waits for prefill chunks most of the time, so bytes over its duration would not be the transport's
         # rate.
-        after = timeline.seconds(Edge.PREFILL_FINISHED, Edge.TRANSFER_FINISHED)
+        after = timeline.seconds(LifecycleEvent.PREFILL_FINISHED, LifecycleEvent.TRANSFER_FINISHED)
         return f"{what}, overlaps prefill" + (f", {_ms(after)} of it after" if after is not None and after > 0 else "")
     return what + (f", {moved.bytes / moved.duration_nanos:.2f} GB/s" if moved.duration_nanos else "")
 

@@ -28,11 +28,11 @@ ANSWER_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """The workers that were stopped and the slots that were released, by name."""
+    """The workers that were stopped and the placement groups that were released, by name."""
 
     workers: tuple[str, ...]
-    places: tuple[str, ...]
-    """The released slots, including those of workers that were dead or had not started."""
+    groups: tuple[str, ...]
+    """The released placement groups, including those of workers that were dead or had not started."""
 
 
 class Clearing:
@@ -55,13 +55,13 @@ class Clearing:
             if others := await self._controllers.others(self._number):
                 raise FailedPrecondition(await _live_controllers(others))
             workers = await self._left.living()
-            await asyncio.gather(*(each.end(keep_place=True) for each in workers))
-            places = await self._left.clear(())
+            await asyncio.gather(*(each.end(keep_group=True) for each in workers))
+            groups = await self._left.clear(())
         finally:
             self._over.set()
-        if not workers and not places:
+        if not workers and not groups:
             raise NotFound("no workers were left there; --cluster-name says whose are meant")
-        return Cleared(_sorted([each.peer.worker_id for each in workers]), _sorted(places))
+        return Cleared(_sorted([each.peer.worker_id for each in workers]), _sorted(groups))
 
     async def release_workers(self) -> Handover:
         """Return an empty handover to a younger controller, once all orphaned workers are stopped."""

@@ -66,7 +66,7 @@ class Assignments:
         self.topology = topology
         here = self._here()
         # Without the drained workers one phase may have no worker; the present workers then do both.
-        if not all(_played(half, here.values()) for half in (Role.PREFILL, Role.DECODE)):
+        if not all(_played(phase, here.values()) for phase in (Role.PREFILL, Role.DECODE)):
             self._wanted.update({each: replace(assignment, role=Role.BOTH) for each, assignment in here.items()})
         self._registry.set_mode(topology.mode)
         self._look()
@@ -157,7 +157,7 @@ class Assignments:
             self._absent[worker_id] = role
             self.topology = _with_more(topology, role, -1)
             before = self._here()
-            missing = [half for half in (Role.PREFILL, Role.DECODE) if not _played(half, before.values())]
+            missing = [phase for phase in (Role.PREFILL, Role.DECODE) if not _played(phase, before.values())]
             if missing and before:
                 try:
                     await self._open(
@@ -277,8 +277,8 @@ def _role_when_back(topology: Topology, role: Role) -> Role:
     return Role.DECODE if role is Role.BOTH else role
 
 
-def _played(half: Role, assignments: Iterable[Assignment]) -> bool:
-    return any(assignment.role | half is assignment.role for assignment in assignments)
+def _played(phase: Role, assignments: Iterable[Assignment]) -> bool:
+    return any(assignment.role | phase is assignment.role for assignment in assignments)
 
 
 def _opened(info: WorkerInfo, assignment: Assignment) -> bool:

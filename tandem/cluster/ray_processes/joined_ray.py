@@ -78,7 +78,7 @@ class JoinedRay:
                 "`ray start`, and give its RAY_AUTH_TOKEN if it has one"
             ) from error
         try:
-            self._waiting(give_up, lambda: self._check_places(resources))
+            self._waiting(give_up, lambda: self._check_resources(resources))
             self._check_network(resources)
         except BaseException:
             self.stop()
@@ -123,7 +123,7 @@ class JoinedRay:
             ) from error
         return address
 
-    def _check_places(self, needed: dict[str, float]) -> None:
+    def _check_resources(self, needed: dict[str, float]) -> None:
         import ray
 
         if self._shared and ray.util.list_named_actors():

@@ -45,8 +45,8 @@ class OrphanedWorker(ABC):
         """
 
     @abstractmethod
-    async def end(self, *, keep_place: bool = False) -> None:
-        """Kill the worker and, unless `keep_place` is set, release its placement group. Never raises."""
+    async def end(self, *, keep_group: bool = False) -> None:
+        """Kill the worker and, unless `keep_group` is set, release its placement group. Never raises."""
 
 
 class OrphanedWorkers(ABC):
@@ -104,11 +104,11 @@ class _RayOrphanedWorker(OrphanedWorker):
         start = partial(self._actor.change_controller.remote, controller_address, outlive_s)
         return RayProcess(self._actor, on_start, start=start)
 
-    async def end(self, *, keep_place: bool = False) -> None:
+    async def end(self, *, keep_group: bool = False) -> None:
         import ray
 
         ray.kill(self._actor, no_restart=True)
-        if not keep_place:
+        if not keep_group:
             await asyncio.to_thread(release_placement_group, self.peer.worker_id)
 
 
@@ -131,7 +131,7 @@ async def fitting(
         before = kept.pop(worker.peer.worker_id, None)
         unfit += [before[0]] if before else []
         kept[worker.peer.worker_id] = worker, description
-    await asyncio.gather(*(each.end(keep_place=each.peer.worker_id in kept) for each in unfit))
+    await asyncio.gather(*(each.end(keep_group=each.peer.worker_id in kept) for each in unfit))
     return kept
 
 
@@ -189,21 +189,21 @@ def release_placement_group(worker_id: str) -> bool:
     return group is not None
 
 
-def is_removed(place: Any) -> bool:
+def is_removed(group: Any) -> bool:
     """Return True if this placement group has been released."""
-    return _state(place) in {"REMOVED", None}
+    return _state(group) in {"REMOVED", None}
 
 
-def is_made(place: Any) -> bool:
+def is_made(group: Any) -> bool:
     """Return True if this placement group has a node."""
-    return place is not None and _state(place) == "CREATED"
+    return group is not None and _state(group) == "CREATED"
 
 
-def _state(place: Any) -> str | None:
+def _state(group: Any) -> str | None:
     """Return the state of a placement group; None = Ray knows no such group."""
     from ray.util.placement_group import placement_group_table
 
-    state: str | None = placement_group_table(place).get("state")
+    state: str | None = placement_group_table(group).get("state")
     return state
 
 

@@ -44,11 +44,11 @@ def place_here() -> Any:
     return placement_group([{f"node:{address}": _SHARE_OF_NODE}])
 
 
-def in_place(place: Any) -> Any:
+def in_group(group: Any) -> Any:
     """Return a scheduling strategy for actors in this placement group."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    return PlacementGroupSchedulingStrategy(place)
+    return PlacementGroupSchedulingStrategy(group)
 
 
 def node_address() -> str:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kv_transfer.nixl_backend.processes import this_process
-from tandem.cluster.ray_processes.ray_process import RayProcess, actor_class, in_place
+from tandem.cluster.ray_processes.ray_process import RayProcess, actor_class, in_group
 from tandem.cluster.supervision.process_supervisor import Process
 from tandem.logging.logs import LogConfig, begin_log
 from tandem.net.heap import freeze_gc, keep_imports
@@ -106,12 +106,12 @@ class RouterProcess:
     The actors are detached, so that they outlive a controller that dies. Owned by the controller.
     """
 
-    def __init__(self, config: ClusterSettings, token: str, number: int = 0, place: Any = None) -> None:
-        """Create the spawner of the controller of this `number`; `place` is the placement group of its routers."""
+    def __init__(self, config: ClusterSettings, token: str, number: int = 0, group: Any = None) -> None:
+        """Create the spawner of the controller of this `number`; `group` is the placement group of its routers."""
         self._cluster = config
         self._token = token
         self._prefix = f"router-{number}-"
-        self._place = place
+        self._group = group
         self.controller_address = ""
         """The controller's listener, host:port; set before the first `spawn`."""
         self.listeners = "", "", ""
@@ -149,7 +149,7 @@ class RouterProcess:
         options = {"name": f"{self._prefix}{incarnation}", "num_cpus": 0, "lifetime": "detached"}
         cluster = self._cluster
         settings = self._config(incarnation), incarnation, cluster.log_of("router"), cluster.stop_grace_s
-        return actor_class(RouterActor).options(**options, scheduling_strategy=in_place(self._place)).remote(*settings)
+        return actor_class(RouterActor).options(**options, scheduling_strategy=in_group(self._group)).remote(*settings)
 
     def _process_of(self, actor: Any) -> RayProcess:
         return RayProcess(actor, on_start=self._opened)

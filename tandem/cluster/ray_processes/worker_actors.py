@@ -12,7 +12,7 @@ from tandem.cluster.ray_processes.orphaned_workers import (
     place_of,
     release_placement_group,
 )
-from tandem.cluster.ray_processes.ray_process import RayProcess, actor_class, in_place
+from tandem.cluster.ray_processes.ray_process import RayProcess, actor_class, in_group
 from tandem.cluster.supervision.process_supervisor import Process
 from tandem.cluster.supervision.roles import GPU, Slot, bundle
 from tandem.net.security.credentials import metrics_key_of
@@ -65,7 +65,7 @@ class WorkerActors:
             "num_cpus": 0,
             "resources": {name: count for name, count in bundle(slot).items() if name != GPU},
             "num_gpus": bundle(slot).get(GPU),
-            "scheduling_strategy": in_place(await asyncio.to_thread(self._group, slot)),
+            "scheduling_strategy": in_group(await asyncio.to_thread(self._group, slot)),
             "lifetime": "detached",
         }
         settings = self.config(slot, assignment), incarnation, self._cluster.log_of(slot.worker_id)

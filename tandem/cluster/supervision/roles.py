@@ -83,14 +83,14 @@ def _device(asked: str, number: int, gpus: int) -> str:
 
 def bundle(slot: Slot) -> dict[str, float]:
     """Return the resources of a slot's placement group: one unit per role, and a GPU if Ray has to assign one."""
-    return _places(slot.role, 1) | ({GPU: 1.0} if slot.device == "cuda" else {})
+    return _role_resources(slot.role, 1) | ({GPU: 1.0} if slot.device == "cuda" else {})
 
 
 def offer(config: ClusterSettings) -> dict[str, float]:
     """Return the resources that all nodes of a joined Ray must offer together to run every worker of `config`."""
     offered: Counter[str] = Counter()
     for role, count in _counts(config).items():
-        offered.update(_places(role, count))
+        offered.update(_role_resources(role, count))
     if config.ray_address and not config.on_cpu:
         offered[GPU] = config.worker_count
     return dict(offered)
@@ -101,6 +101,6 @@ def capacity() -> dict[str, float]:
     return {role.value: 2.0 * WORKERS_MAX for role in (Role.PREFILL, Role.DECODE)}
 
 
-def _places(role: Role, count: int) -> dict[str, float]:
+def _role_resources(role: Role, count: int) -> dict[str, float]:
     played = ((Role.PREFILL, role.prefills), (Role.DECODE, role.decodes))
     return {each.value: float(count) for each, plays in played if plays}

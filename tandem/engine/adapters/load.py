@@ -52,7 +52,7 @@ class AdapterTables:
         """
         by_product: dict[int, list[PlacedUpdate]] = defaultdict(list)
         for each in updates:
-            by_product[each.place.product].append(each)
+            by_product[each.slot.product].append(each)
         with torch.inference_mode(), self._beside_steps():
             for number, tables in self._tables.items():
                 a, b = _matrices(tables, by_product[number])
@@ -90,19 +90,19 @@ def _matrices(tables: LoraTables, updates: Sequence[PlacedUpdate]) -> tuple[Tens
     rank = tables.rank
     into_a, into_b = (torch.zeros(each.shape[1:], dtype=each.dtype) for each in (tables.a, tables.b))
     for each in updates:
-        update, place = each.update, each.place
+        update, slot = each.update, each.slot
         a, b = (torch.empty(entry.shape, dtype=torch.float32) for entry in (update.a, update.b))
         read_tensors({"a": update.a, "b": update.b}, {"a": a, "b": b})
-        if place.transform is not None:
-            b = place.transform(b)
+        if slot.transform is not None:
+            b = slot.transform(b)
         b.mul_(update.scale)
         for matrix, entry in ((a, update.a), (b, update.b)):
             check_range(matrix, tables.b.dtype, f"{entry.file}: the update of {each.module}")
         _check_size(each, a, b, tables.b.dtype)
-        end = place.first + len(b)
-        into_b[place.first : end, : update.rank] = b.to(into_b)
+        end = slot.first + len(b)
+        into_b[slot.first : end, : update.rank] = b.to(into_b)
         for part, rows in enumerate(tables.part_rows):
-            if rows.start < end and place.first < rows.stop:
+            if rows.start < end and slot.first < rows.stop:
                 into_a[part * rank : part * rank + update.rank] = a.to(into_a)
     return into_a, into_b
 
@@ -152,7 +152,7 @@ def load_adapters(config: EngineConfig, spec: ModelSpec, parameters: Parameters)
     changed: Sequence[int] = range(len(modules.products))
     count, rank = config.max_loras, config.max_lora_rank
     if not config.runtime_loras:
-        changed = sorted({update.place.product for each in placed for update in each})
+        changed = sorted({update.slot.product for each in placed for update in each})
         count, rank = len(folders), max(folder.rank for folder in folders)
     device = parameters.final_norm.device
     tables = AdapterTables(

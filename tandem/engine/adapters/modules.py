@@ -10,8 +10,8 @@ from tandem.engine.adapters.folder import AdapterFolder, LowRank
 from tandem.engine.config.attention import AttentionShape
 from tandem.engine.config.model import GroupedQueryAttention, ModelSpec
 from tandem.engine.kernels.packed_weight import PackedWeight, Weight
-from tandem.engine.models.families import places_of
-from tandem.engine.models.parameters import DenseParameters, Parameters, Place
+from tandem.engine.models.families import slots_of
+from tandem.engine.models.parameters import DenseParameters, Parameters, ParameterSlot
 from tandem.protocol.errors import ModelError
 
 _SUFFIX = ".weight"
@@ -27,7 +27,7 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True)
-class ModulePlace:
+class ModuleSlot:
     """The rows of a module in a product: those from `first` on."""
 
     product: int
@@ -41,10 +41,10 @@ class ModulePlace:
 
 @dataclass(frozen=True, slots=True)
 class PlacedUpdate:
-    """An update of a module, and the place of this module."""
+    """An update of a module, and the slot of this module."""
 
     module: str
-    place: ModulePlace
+    slot: ModuleSlot
     update: LowRank
 
 
@@ -56,11 +56,11 @@ class AdaptedModules:
     """
 
     products: tuple[Product, ...]
-    modules: Mapping[str, ModulePlace | None]
-    """The place of each module; None = adapters of this module are not supported."""
+    modules: Mapping[str, ModuleSlot | None]
+    """The slot of each module; None = adapters of this module are not supported."""
 
     def place(self, folder: AdapterFolder) -> list[PlacedUpdate]:
-        """Return the updates of an adapter with their places. Raises ModelError if one does not fit the model."""
+        """Return the updates of an adapter with their slots. Raises ModelError if one does not fit the model."""
         return [self._placed(folder, module, update) for module, update in folder.updates.items()]
 
     def _placed(self, folder: AdapterFolder, module: str, update: LowRank) -> PlacedUpdate:
@@ -68,17 +68,17 @@ class AdaptedModules:
             raise ModelError(
                 f"{folder.path} changes {module}, which the model lacks; is it an adapter of another model?"
             )
-        place, shape = self.modules[module], (update.b.shape[0], update.a.shape[1])
-        if place is None:
+        slot, shape = self.modules[module], (update.b.shape[0], update.a.shape[1])
+        if slot is None:
             raise ModelError(
                 f"{folder.path} changes {module}; adapters are served of the linear layers of attention and of dense"
                 " feed-forward networks, not of embeddings, experts or latents."
             )
-        if shape != place.stored_shape:
+        if shape != slot.stored_shape:
             raise ModelError(
-                f"{folder.path} changes {module} of shape {list(shape)}; the model's has {list(place.stored_shape)}."
+                f"{folder.path} changes {module} of shape {list(shape)}; the model's has {list(slot.stored_shape)}."
             )
-        return PlacedUpdate(module, place, update)
+        return PlacedUpdate(module, slot, update)
 
 
 def adapted_modules(spec: ModelSpec, parameters: Parameters) -> AdaptedModules:
@@ -91,19 +91,19 @@ def adapted_modules(spec: ModelSpec, parameters: Parameters) -> AdaptedModules:
         n, k = weight.shape
         products.append(Product(id(weight), (n, k), part_ends))
     found = {
-        name.removesuffix(_SUFFIX): _module_place(place, by_storage.get(_storage(_codes(place.tensor)), ()))
-        for name, place in places_of(spec, parameters).items()
+        name.removesuffix(_SUFFIX): _module_slot(slot, by_storage.get(_storage(_codes(slot.tensor)), ()))
+        for name, slot in slots_of(spec, parameters).items()
         if name.endswith(_SUFFIX)
     }
     return AdaptedModules(tuple(products), found)
 
 
-def _module_place(place: Place, stacked: list[tuple[int, Tensor]] | tuple[()]) -> ModulePlace | None:
-    rows = _codes(place.tensor)
+def _module_slot(slot: ParameterSlot, stacked: list[tuple[int, Tensor]] | tuple[()]) -> ModuleSlot | None:
+    rows = _codes(slot.tensor)
     for product, codes in stacked:
         first = (rows.storage_offset() - codes.storage_offset()) // codes.stride(0)
-        if 0 <= first < len(codes) and place.shape is None:
-            return ModulePlace(product, first, place.stored_shape, place.transform)
+        if 0 <= first < len(codes) and slot.shape is None:
+            return ModuleSlot(product, first, slot.stored_shape, slot.transform)
     return None
 
 

@@ -11,7 +11,7 @@ from tandem.protocol.messages import Lease, RequestRef
 class PageCounts:
     """The number of pages in each state.
 
-    `promised` is the number of reserved pages, which `free` and `cached` include.
+    `reserved` is the number of reserved pages, which `free` and `cached` include.
     """
 
     total: int
@@ -21,7 +21,7 @@ class PageCounts:
     cached: int
     advertised: int
     quarantined: int
-    promised: int
+    reserved: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class PageCensus:
     cached: Collection[int]
     advertised: Mapping[Lease, Collection[int]]
     quarantined: Mapping[Lease, Collection[int]]
-    promised: int
+    reserved: int
 
     def counts(self) -> PageCounts:
         """Return the number of pages in each state."""
@@ -51,7 +51,7 @@ class PageCensus:
             cached=len(self.cached),
             advertised=_sum(self.advertised.values()),
             quarantined=_sum(self.quarantined.values()),
-            promised=self.promised,
+            reserved=self.reserved,
         )
 
     def faults(self) -> Iterator[str]:
@@ -70,8 +70,8 @@ class PageCensus:
             elif len(found) > 1:
                 yield f"page {page} is in {len(found)} states: {', '.join(found)}"
         there = len(self.free) + len(self.cached)
-        if not 0 <= self.promised <= there:
-            yield f"{self.promised} pages are promised and {there} are free"
+        if not 0 <= self.reserved <= there:
+            yield f"{self.reserved} pages are reserved and {there} are free"
         yield from (f"shared page {page} has {count} readers" for page, count in self.shared.items() if count < 1)
 
     def _places(self) -> Iterator[tuple[str, int]]:

@@ -9,7 +9,7 @@ Each page is in exactly one state:
     advertised   by a lease: the prefill worker named in the lease may write it at any moment, so nothing else uses it
     quarantined  its lease has ended, but late writes may still arrive: only `free_quarantined` makes it free again
 
-A reservation (`promise`) withholds a number of free pages from callers without a reservation; it names no particular
+A reservation (`reserve`) withholds a number of free pages from callers without a reservation; it names no particular
 pages. Cached pages count as free: when no free page is left they are evicted, least recently used first, so cached
 pages never cause a request to be refused.
 """
@@ -39,7 +39,7 @@ class PagePool:
         It is reentrant, and held for microseconds only.
         """
         self._free = FreePages(range(total))
-        self._promised = 0
+        self._reserved = 0
         self._owned: dict[RequestRef, dict[int, None]] = {}
         self._shared: dict[int, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -51,24 +51,24 @@ class PagePool:
         """Register `on_taken(page)`, which is called under the lock for each cached page that is evicted."""
         self._on_taken = on_taken
 
-    def promise(self, pages: int) -> None:
+    def reserve(self, pages: int) -> None:
         """Reserve `pages` free pages for a later allocation.
 
-        The caller either spends the reservation, page by page, or returns the rest of it with `unpromise`. Raises
+        The caller either spends the reservation, page by page, or returns the rest of it with `unreserve`. Raises
         ResourceExhausted if fewer pages are free and unreserved.
         """
         with self.lock:
             self._need(pages)
-            self._promised += pages
+            self._reserved += pages
 
-    def promise_up_to(self, pages: int) -> int:
+    def reserve_up_to(self, pages: int) -> int:
         """Reserve `pages` pages, or as many as are free and unreserved; return the number of pages reserved."""
         with self.lock:
-            promised = max(0, min(pages, self._unreserved))
-            self._promised += promised
-            return promised
+            reserved = max(0, min(pages, self._unreserved))
+            self._reserved += reserved
+            return reserved
 
-    def unpromise(self, pages: int) -> None:
+    def unreserve(self, pages: int) -> None:
         """Return `pages` reserved pages that were not spent.
 
         The caller keeps count of its reservation; the pool only has a total.
@@ -76,13 +76,15 @@ class PagePool:
         with self.lock:
             self._spend(pages)
 
-    def allocate(self, owner: RequestRef, pages: int, *, from_promise: bool = False) -> list[int]:
-        """Allocate free pages to the owner, who returns them with `free`; `from_promise` spends an earlier reservation.
+    def allocate(self, owner: RequestRef, pages: int, *, from_reserved: bool = False) -> list[int]:
+        """Allocate free pages to the owner, who returns them with `free`.
+
+        With `from_reserved` the pages are taken from an earlier reservation.
 
         Raises ResourceExhausted if too few pages are free and unreserved, and Internal if the reservation is too small.
         """
         with self.lock:
-            taken = self._take(pages, from_promise)
+            taken = self._take(pages, from_reserved)
             if taken:
                 self._owned.setdefault(owner, {}).update(dict.fromkeys(taken))
             return taken
@@ -90,12 +92,12 @@ class PagePool:
     def allocate_each(self, owners: Sequence[RequestRef]) -> list[int]:
         """Allocate one reserved page to each owner and return the pages, in the order of the owners."""
         with self.lock:
-            taken = [self._take(1, from_promise=True)[0] for _ in owners]
+            taken = [self._take(1, from_reserved=True)[0] for _ in owners]
             for owner, page in zip(owners, taken, strict=True):
                 self._owned.setdefault(owner, {})[page] = None
             return taken
 
-    def advertise(self, lease: Lease, pages: int, *, from_promise: bool = True) -> list[int]:
+    def advertise(self, lease: Lease, pages: int, *, from_reserved: bool = True) -> list[int]:
         """Allocate free pages to the lease, for its prefill worker to write.
 
         The state ends by `adopt`, `quarantine` or `free_lease`.
@@ -105,7 +107,7 @@ class PagePool:
         with self.lock:
             if lease in self._quarantined:
                 raise StaleEpoch(f"Lease {lease_name(lease)} is over; ask for a new one.")
-            taken = self._take(pages, from_promise)
+            taken = self._take(pages, from_reserved)
             if taken:
                 self._advertised.setdefault(lease, []).extend(taken)
             return list(taken)
@@ -244,11 +246,11 @@ class PagePool:
             self._cached,
             self._advertised,
             self._quarantined,
-            self._promised,
+            self._reserved,
         )
 
-    def _take(self, pages: int, from_promise: bool) -> list[int]:
-        if from_promise:
+    def _take(self, pages: int, from_reserved: bool) -> list[int]:
+        if from_reserved:
             self._spend(pages)
         else:
             self._need(pages)
@@ -261,9 +263,9 @@ class PagePool:
         return self._free.take(pages)
 
     def _spend(self, pages: int) -> None:
-        if not 0 <= pages <= self._promised:
-            raise Internal(f"{pages} promised pages were spent or given back, {self._promised} are promised.")
-        self._promised -= pages
+        if not 0 <= pages <= self._reserved:
+            raise Internal(f"{pages} reserved pages were spent or given back, {self._reserved} are reserved.")
+        self._reserved -= pages
 
     def _need(self, pages: int) -> None:
         if pages < 0:
@@ -276,7 +278,7 @@ class PagePool:
     @property
     def _unreserved(self) -> int:
         """The number of pages that may be allocated without a reservation."""
-        return len(self._free) + len(self._cached) - self._promised
+        return len(self._free) + len(self._cached) - self._reserved
 
     @staticmethod
     def _need_known(pages: Sequence[int], strangers: Sequence[int]) -> None:

@@ -125,7 +125,7 @@ class PrefixCache:
             parent = prefix.digests[-1] if prefix.digests else prefix.root
             prefix.digests += self._names(token_ids, self.page_tokens, parent)
 
-    def promise(
+    def reserve(
         self, prefix: Prefix, pages: int, prompt_tokens: int, *, aside: int = 0, position: int | None = None
     ) -> int:
         """Retain the indexed pages of the prompt, and reserve the rest of `pages`; return the number of pages reserved.
@@ -138,11 +138,11 @@ class PrefixCache:
             self._read(prefix, position)
             try:
                 # `aside` is reserved here and returned below, which checks that so many more pages are free.
-                self.pool.promise(pages - prefix.held + aside)
+                self.pool.reserve(pages - prefix.held + aside)
             except TandemError:
                 self._release_prefix(prefix)
                 raise
-            self.pool.unpromise(aside)
+            self.pool.unreserve(aside)
             self._count(prefix, prompt_tokens)
             return pages - prefix.held
 
@@ -156,20 +156,20 @@ class PrefixCache:
         with self.pool.lock:
             self._read(prefix, None)
             missing = numbers - prefix.known
-            promised = self.kv.held(prompt_tokens) - len(self._full) * numbers
+            reserved = self.kv.held(prompt_tokens) - len(self._full) * numbers
             try:
-                self.pool.promise(promised + len(self._full) * missing)
+                self.pool.reserve(reserved + len(self._full) * missing)
             except TandemError:
                 self._release_prefix(prefix)
                 raise
-            new = self.pool.allocate(owner, len(self._full) * missing, from_promise=True)
+            new = self.pool.allocate(owner, len(self._full) * missing, from_reserved=True)
             self._count(prefix, prompt_tokens)
             if not self._windowed:
                 return [*prefix.pages, *new], 0
             rest = [FREED] * (missing * self.kv.groups)
             for index, group in enumerate(self._full):
                 rest[group :: self.kv.groups] = new[index :: len(self._full)]
-            return [*prefix.pages, *rest], promised
+            return [*prefix.pages, *rest], reserved
 
     def join(self, prefix: Prefix, numbers: int) -> None:
         """Retain the first `numbers` pages of the path, all of which must be indexed.

@@ -9,7 +9,7 @@ from torch import Tensor
 from tandem.engine.cuda.sampler_cuda import PARAMS, DeviceSampler
 from tandem.engine.cuda.step_graph import Pool, StepGraph, capture_step, empty_step
 from tandem.engine.host_stepper import Forward
-from tandem.engine.kernels.base import Feed
+from tandem.engine.kernels.base import DeferredTokens
 from tandem.engine.steps.batch import StepBatch
 from tandem.engine.steps.step_buffer import StepSizes
 from tandem.engine.steps.step_packer import StepPacker
@@ -74,7 +74,7 @@ class DecodeGraphs:
         unread = torch.zeros(rows, PARAMS, dtype=torch.float64, device=words.device)
 
         def compute() -> Tensor:
-            logits = self._forward(step, Feed(step.sources, self._drawn))
+            logits = self._forward(step, DeferredTokens(step.sources, self._drawn))
             assert logits is not None
             # The graph samples the most likely tokens too, so greedy rows need no further sampling. It reads no
             # parameters.

@@ -12,7 +12,7 @@ from tandem.engine.cuda.token_draws import DrawMemory, TokenDraws
 from tandem.engine.cuda.verify_graphs import VerifyGraphs
 from tandem.engine.graph_use import GraphUse
 from tandem.engine.host_stepper import Forward
-from tandem.engine.kernels.base import Feed
+from tandem.engine.kernels.base import DeferredTokens
 from tandem.engine.steps.batch import ModelRunnerOutput, PendingStep, StepBatch, rows_of
 from tandem.engine.steps.draft_groups import fill_draft_groups
 from tandem.engine.steps.prompt_scoring import StepScoring
@@ -111,7 +111,7 @@ class CudaStepper:
         sizes, memory = self._packer.sizes(batch), self._memory[0]
         if every_token:
             step = self._pack(batch, sizes, memory)
-            logits = self._forward(replace(step, drawn=None), Feed(step.sources, self._drawn))
+            logits = self._forward(replace(step, drawn=None), DeferredTokens(step.sources, self._drawn))
         else:
             logits, *_ = self._compute(batch, sizes, memory)
         torch.cuda.synchronize()
@@ -145,7 +145,7 @@ class CudaStepper:
         if batch.scored:
             step = with_scoring(step, batch, self.draws.score_tokens)
         self.graph_use.misses += 1
-        return self._forward(step, Feed(step.sources, self._drawn)), False, step.scoring
+        return self._forward(step, DeferredTokens(step.sources, self._drawn)), False, step.scoring
 
     def _pack(self, batch: StepBatch, sizes: StepSizes, memory: _HostMemory) -> PackedStep:
         """Return the tensors of the step on the device."""

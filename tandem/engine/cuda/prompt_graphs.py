@@ -13,7 +13,7 @@ from tandem.cost_model.step_grid import TILE_TOKENS, answer_slots, step_sizes
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.cuda.step_graph import Pool, StepGraph, capture_step, empty_step
 from tandem.engine.host_stepper import Forward
-from tandem.engine.kernels.base import Feed
+from tandem.engine.kernels.base import DeferredTokens
 from tandem.engine.model_sizes import active_weights
 from tandem.engine.steps.batch import StepBatch
 from tandem.engine.steps.step_buffer import StepSizes
@@ -130,7 +130,7 @@ class PromptGraphs:
         )
 
         def compute() -> Tensor:
-            logits = self._forward(step, Feed(step.sources, self._drawn))
+            logits = self._forward(step, DeferredTokens(step.sources, self._drawn))
             assert logits is not None
             return logits
 

@@ -19,7 +19,7 @@ from tandem.engine.cuda.cuda_graphs import graph_sizes
 from tandem.engine.cuda.sampler_cuda import PARAMS, DeviceSampler
 from tandem.engine.cuda.step_graph import Pool, StepGraph, capture_step, empty_step
 from tandem.engine.host_stepper import Forward
-from tandem.engine.kernels.base import DraftGroups, Feed, Kernels
+from tandem.engine.kernels.base import DeferredTokens, DraftGroups, Kernels
 from tandem.engine.steps.batch import StepBatch, TokenRows
 from tandem.engine.steps.draft_groups import FIELDS, DraftGroupSizes, fill_draft_groups, groups_needed
 from tandem.engine.steps.step_buffer import StepSizes
@@ -112,7 +112,7 @@ class VerifyGraphs:
         unread = torch.zeros(rows, PARAMS, dtype=torch.float64, device=words.device)
 
         def compute() -> Tensor:
-            logits = self._forward(step, Feed(step.sources, self._drawn))
+            logits = self._forward(step, DeferredTokens(step.sources, self._drawn))
             assert logits is not None
             most = self._sampler.max_rows
             for first in range(0, rows, most):

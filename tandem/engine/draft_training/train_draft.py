@@ -47,7 +47,7 @@ _SPARE_PAGES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class TrainingConfig:
     """The settings of a training."""
 
     kind: str
@@ -79,7 +79,7 @@ class Trained:
 
 
 def train_draft(
-    config: EngineConfig, output: Path, prompts: Sequence[Sequence[int]], recipe: Recipe, progress: Progress
+    config: EngineConfig, output: Path, prompts: Sequence[Sequence[int]], recipe: TrainingConfig, progress: Progress
 ) -> Trained:
     """Train heads of either kind for the model of `config`, and write them to `output`.
 
@@ -104,7 +104,7 @@ def train_draft(
 
 
 @dataclass(frozen=True, slots=True)
-class Learned:
+class EvalResult:
     """The trained heads: their losses, their guesses, and how they are written."""
 
     losses: Sequence[float]
@@ -120,8 +120,12 @@ class Learned:
 
 
 def learn(
-    base: BaseWeights, spec: ModelSpec, answers: Sequence[Answer], recipe: Recipe, progress: Progress | None = None
-) -> Learned:
+    base: BaseWeights,
+    spec: ModelSpec,
+    answers: Sequence[Answer],
+    recipe: TrainingConfig,
+    progress: Progress | None = None,
+) -> EvalResult:
     """Train heads on outputs of the model."""
     token_map = frequent_tokens(answers, recipe.vocabulary, spec.vocab_size)
     if token_map is not None:
@@ -129,14 +133,16 @@ def learn(
     if recipe.kind == EAGLE:
         layer = EagleLayer(base, EagleSizes.of(spec), token_map, ANSWER_TOKENS + recipe.heads)
         losses = train_eagle(layer, answers, epochs=recipe.epochs, seed=recipe.seed, progress=progress)
-        return Learned(losses, lambda each: eagle_guesses(layer, each, recipe.heads), partial(write_eagle, layer, spec))
+        return EvalResult(
+            losses, lambda each: eagle_guesses(layer, each, recipe.heads), partial(write_eagle, layer, spec)
+        )
     heads = TrainedHeads(base, HeadSizes(recipe.heads, recipe.layers, recipe.vocabulary), token_map)
     losses = train_heads(heads, answers, epochs=recipe.epochs, seed=recipe.seed, progress=progress)
-    return Learned(losses, lambda each: heads.guess(each.hidden), partial(write_heads, heads, spec))
+    return EvalResult(losses, lambda each: heads.guess(each.hidden), partial(write_heads, heads, spec))
 
 
 def make_answers(
-    config: EngineConfig, spec: ModelSpec, prompts: Sequence[Sequence[int]], recipe: Recipe, progress: Progress
+    config: EngineConfig, spec: ModelSpec, prompts: Sequence[Sequence[int]], recipe: TrainingConfig, progress: Progress
 ) -> tuple[list[Answer], list[Answer]]:
     """Return the model's outputs: those to train on, and those to evaluate on."""
     answers = _answer(config, spec, prompts, recipe, progress)
@@ -147,7 +153,7 @@ def make_answers(
 
 
 def _answer(
-    config: EngineConfig, spec: ModelSpec, prompts: Sequence[Sequence[int]], recipe: Recipe, progress: Progress
+    config: EngineConfig, spec: ModelSpec, prompts: Sequence[Sequence[int]], recipe: TrainingConfig, progress: Progress
 ) -> list[Answer]:
     if not prompts:
         raise InvalidArgument("text", "has no paragraph to answer.")

@@ -77,7 +77,7 @@ class StepLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
+class DeferredTokens:
     """Tokens that only the device knows: where sources[t] >= 0, token t of the step is drawn[sources[t]].
 
     `sources` is [T] int32. `drawn` is [n] int64, the tokens that the previous step sampled; a row of it that has no
@@ -193,8 +193,8 @@ class Kernels(Products):
         """
 
     @abstractmethod
-    def embed(self, token_ids: Tensor, table: Tensor, feed: Feed | None = None) -> Tensor:
-        """Return the rows of `table` [vocab, hidden] for `token_ids` [T] (int64) → [T, hidden]; see `Feed`."""
+    def embed(self, token_ids: Tensor, table: Tensor, feed: DeferredTokens | None = None) -> Tensor:
+        """Return the rows of `table` [vocab, hidden] for `token_ids` [T] (int64) and `feed` → [T, hidden]."""
 
     @abstractmethod
     def norm_add(self, x: Tensor, norm: Norm, hidden: Tensor) -> None:

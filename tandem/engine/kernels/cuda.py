@@ -14,7 +14,7 @@ from tandem.engine.kernels.attention.prefill_attention import FlashPrefill, Pref
 from tandem.engine.kernels.attention.quantized_prefill import QuantizedPrefill, make_copies
 from tandem.engine.kernels.attention.triton_attention import DecodeAttention
 from tandem.engine.kernels.attention.triton_attention_plan import group_rows, make_group_plan
-from tandem.engine.kernels.base import Feed, Kernels, StepLayout
+from tandem.engine.kernels.base import DeferredTokens, Kernels, StepLayout
 from tandem.engine.kernels.experts import packed_experts
 from tandem.engine.kernels.experts.triton_experts import ExpertKernels
 from tandem.engine.kernels.fallback import why_no_flash
@@ -168,7 +168,7 @@ class CudaKernels(Kernels):
             else:
                 attention.begin_step(cache, layout.page_table[:single], layout.context_lens[:single])
 
-    def embed(self, token_ids: Tensor, table: Tensor, feed: Feed | None = None) -> Tensor:
+    def embed(self, token_ids: Tensor, table: Tensor, feed: DeferredTokens | None = None) -> Tensor:
         """Look up the rows of `table`, also for tokens that only the device knows."""
         sources, drawn = (None, None) if feed is None else (feed.sources, feed.drawn)
         return embed(token_ids, sources, drawn, table, pdl=self._pdl)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tandem.engine.config.attention import AttentionShape, LatentShape
 from tandem.engine.config.model import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertRouter, MixtureOfExperts
-from tandem.engine.kernels.base import Feed, Kernels, StepLayout
+from tandem.engine.kernels.base import DeferredTokens, Kernels, StepLayout
 from tandem.engine.kernels.kv_cache import KvCache, QuantizedKv, dequantize_kv, quantize_kv
 from tandem.engine.kernels.layers import AttentionLayer, Experts, ExpertsLayer, LatentLayer, Linear, Norm
 from tandem.engine.kernels.packed_weight import PackedWeight
@@ -20,7 +20,7 @@ from tandem.engine.kernels.unpacked import as_matrix
 class ReferenceKernels(Kernels):
     """Every operation in plain PyTorch. It holds no state, and dequantizes packed weights in each product."""
 
-    def embed(self, token_ids: Tensor, table: Tensor, feed: Feed | None = None) -> Tensor:
+    def embed(self, token_ids: Tensor, table: Tensor, feed: DeferredTokens | None = None) -> Tensor:
         """Look up the rows of `table`; tokens that the feed names come from the feed."""
         if feed is not None:
             token_ids = feed.tokens(token_ids)

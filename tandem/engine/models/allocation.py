@@ -21,14 +21,14 @@ from tandem.engine.config.quantization import Codes, Packing, WeightFormat, Weig
 from tandem.engine.kernels.held_weight import held_bytes
 from tandem.engine.kernels.layers import Experts, Linear
 from tandem.engine.kernels.packed_weight import PackedWeight, Weight
-from tandem.engine.models.families import places_of
+from tandem.engine.models.families import slots_of
 from tandem.engine.models.parameters import (
     AttentionParameters,
     DenseParameters,
     LatentParameters,
     LayerParameters,
     Parameters,
-    Place,
+    ParameterSlot,
     named_weights,
 )
 
@@ -153,13 +153,13 @@ def quantized_weights(spec: ModelSpec) -> QuantizedWeights:
     schemes: dict[str, WeightScheme] = {}
     found: dict[str, set[Packing | None]] = {}
     stacked: dict[str, str] = {}
-    for name, place in places_of(spec, shapes).items():
-        assert isinstance(place.tensor, Tensor)
-        stacked[name] = path = paths[id(place.tensor.untyped_storage())]
-        scheme = _scheme(spec, name, place, path.rpartition(".")[2])
+    for name, slot in slots_of(spec, shapes).items():
+        assert isinstance(slot.tensor, Tensor)
+        stacked[name] = path = paths[id(slot.tensor.untyped_storage())]
+        scheme = _scheme(spec, name, slot, path.rpartition(".")[2])
         if scheme is not None:
             schemes[name] = scheme
-        found.setdefault(path, set()).add(None if scheme is None else scheme.packing(place.tensor.shape[-1]))
+        found.setdefault(path, set()).add(None if scheme is None else scheme.packing(slot.tensor.shape[-1]))
     packings = {}
     for path, forms in found.items():
         form = next(iter(forms))
@@ -175,17 +175,17 @@ def packing_of(weight: PackedWeight) -> Packing:
     return Packing(codes, weight.group, weight.offsets is not None, scales, weight.quantized_inputs)
 
 
-def _scheme(spec: ModelSpec, name: str, place: Place, field: str) -> WeightScheme | None:
+def _scheme(spec: ModelSpec, name: str, slot: ParameterSlot, field: str) -> WeightScheme | None:
     """Return the scheme of a tensor, None if it is not quantized."""
     assert spec.quantization is not None
-    if field in _PLAIN_FIELDS or len(place.tensor.shape) < 2:
+    if field in _PLAIN_FIELDS or len(slot.tensor.shape) < 2:
         return None
     scheme = spec.quantization.scheme_of(name.removesuffix(".weight"))
     if scheme is None:
         return None
     if scheme.format is WeightFormat.ROUND_TO_NEAREST:
-        return scheme if field in _PACKED_FIELDS and scheme.packing(place.tensor.shape[-1]) else None
-    return scheme if name.endswith(".weight") and place.shape is None else None
+        return scheme if field in _PACKED_FIELDS and scheme.packing(slot.tensor.shape[-1]) else None
+    return scheme if name.endswith(".weight") and slot.shape is None else None
 
 
 def _empty_packed(shape: tuple[int, ...], packing: Packing, device: torch.device) -> PackedWeight:

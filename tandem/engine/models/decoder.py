@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.expert_tokens import ExpertTokens
-from tandem.engine.kernels.base import Feed, Kernels, Products, StepLayout
+from tandem.engine.kernels.base import DeferredTokens, Kernels, Products, StepLayout
 from tandem.engine.kernels.kv_cache import KvCache
 from tandem.engine.kernels.layers import Linear, Norm
 from tandem.engine.kernels.lora.adapted_products import AdaptedProducts
@@ -70,7 +70,7 @@ class DecoderModel:
         layouts: Sequence[StepLayout],
         cache: KvCache,
         drawn: Tensor | None,
-        feed: Feed | None = None,
+        feed: DeferredTokens | None = None,
         *,
         scoring: StepScoring | None = None,
     ) -> Tensor | None:
@@ -80,7 +80,7 @@ class DecoderModel:
         layouts    one for each group of layers
         cache      as in `Kernels.rope_and_store`
         drawn      [D] int64: the tokens whose logits are returned; None = all tokens
-        feed       the tokens that only the device knows, see `Feed`
+        feed       the tokens that only the device knows, see `DeferredTokens`
         scoring    scores prompt tokens; `drawn` then includes the positions it needs
 
         If no logits are needed (D = 0), it returns None, and skips everything after the KV store of the last layer.
@@ -109,7 +109,7 @@ class DecoderModel:
         self._finish(last, mixed, hidden, slots)
         return self._logits(hidden) if scoring is None else scoring.logits(hidden, self._logits)
 
-    def _embed(self, token_ids: Tensor, feed: Feed | None) -> Tensor:
+    def _embed(self, token_ids: Tensor, feed: DeferredTokens | None) -> Tensor:
         table = self._embedding
         if isinstance(table, Tensor):
             return self.kernels.embed(token_ids, table, feed)

@@ -25,7 +25,7 @@ from tandem.engine.models.rope import rope_table
 RopeTable = Callable[[RopeConfig | None, int], Tensor]
 
 
-class CachePlace(NamedTuple):
+class CacheLayer(NamedTuple):
     """The place of a layer's KV: the number of its group, and its index among the layers in that group's pages."""
 
     group: int
@@ -64,8 +64,8 @@ def prepare_layers(
             tables[rope, dims] = rope_table(rope, dims, max_context, device)
         return tables[rope, dims]
 
-    places = {
-        layer: CachePlace(number, index)
+    slots = {
+        layer: CacheLayer(number, index)
         for number, group in enumerate(kv_groups(spec))
         for index, layer in enumerate(group.layers)
     }
@@ -73,7 +73,7 @@ def prepare_layers(
         _prepare_layer(
             spec,
             number,
-            places[number],
+            slots[number],
             weights,
             kernels=kernels,
             products=products,
@@ -87,7 +87,7 @@ def prepare_layers(
 def _prepare_layer(
     spec: ModelSpec,
     number: int,
-    place: CachePlace,
+    slot: CacheLayer,
     weights: LayerParameters,
     *,
     kernels: Kernels,
@@ -104,13 +104,13 @@ def _prepare_layer(
         assert isinstance(outer, AttentionParameters)
         rope = table(attention.rope, attention.shape.rotated)
         attention_block = AttentionBlock(
-            attention, place.layer, before, outer, rope=rope, kernels=kernels, products=products
+            attention, slot.layer, before, outer, rope=rope, kernels=kernels, products=products
         )
     else:
         assert isinstance(outer, LatentParameters)
         rope = table(attention.rope, attention.shape.rope)
         attention_block = LatentBlock(
-            attention, place.layer, before, outer, rope=rope, kernels=kernels, products=products
+            attention, slot.layer, before, outer, rope=rope, kernels=kernels, products=products
         )
     feed_forward_block: DenseBlock | ExpertsBlock
     if isinstance(feed_forward, MixtureOfExperts):
@@ -125,7 +125,7 @@ def _prepare_layer(
         _output_norm(weights.attention_output_norm, spec),
         feed_forward_block,
         _output_norm(weights.feed_forward_output_norm, spec),
-        place.group,
+        slot.group,
     )
 
 

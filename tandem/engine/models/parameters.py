@@ -1,4 +1,4 @@
-"""The weights of a model, layer by layer, and their places in a checkpoint.
+"""The weights of a model, layer by layer, and their slots in a checkpoint.
 
 q, k and v are stacked into one matrix for the kernels, and so are gate and up. H is the hidden size, E the number of
 experts, I the inner size of a feed-forward network.
@@ -100,7 +100,7 @@ class Parameters:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ParameterSlot:
     """The tensor of the model that one tensor of a checkpoint is written to."""
 
     tensor: Weight
@@ -139,54 +139,54 @@ def named_weights(parameters: object) -> Iterator[tuple[str, Weight]]:
             yield path, weight
 
 
-def standard_places(spec: ModelSpec, parameters: Parameters) -> dict[str, Place]:
-    """Return the places by the tensor names that Llama's checkpoints use, and most others."""
+def standard_slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
+    """Return the slots by the tensor names that Llama's checkpoints use, and most others."""
     found = {
-        "model.embed_tokens.weight": Place(parameters.embedding),
-        "model.norm.weight": Place(parameters.final_norm),
+        "model.embed_tokens.weight": ParameterSlot(parameters.embedding),
+        "model.norm.weight": ParameterSlot(parameters.final_norm),
     }
     if not spec.tied_embeddings:
-        found["lm_head.weight"] = Place(parameters.lm_head)
+        found["lm_head.weight"] = ParameterSlot(parameters.lm_head)
     for number, (layer, weights) in enumerate(zip(spec.layers, parameters.layers, strict=True)):
         prefix = f"model.layers.{number}."
-        found |= {prefix + name: place for name, place in layer_places(layer, weights).items()}
+        found |= {prefix + name: slot for name, slot in layer_slots(layer, weights).items()}
     return found
 
 
-def layer_places(spec: LayerSpec, weights: LayerParameters) -> dict[str, Place]:
-    """Return the places of one layer, by their names after `model.layers.N.`."""
+def layer_slots(spec: LayerSpec, weights: LayerParameters) -> dict[str, ParameterSlot]:
+    """Return the slots of one layer, by their names after `model.layers.N.`."""
     found = {
-        "input_layernorm.weight": Place(weights.input_norm),
-        "post_attention_layernorm.weight": Place(weights.feed_forward_norm),
+        "input_layernorm.weight": ParameterSlot(weights.input_norm),
+        "post_attention_layernorm.weight": ParameterSlot(weights.feed_forward_norm),
     }
     attention, feed_forward = spec.attention, weights.feed_forward
     if isinstance(attention, GroupedQueryAttention) and isinstance(weights.attention, AttentionParameters):
-        found |= _attention_places(attention, weights.attention)
+        found |= _attention_slots(attention, weights.attention)
     if isinstance(feed_forward, DenseParameters):
-        return found | dense_places("mlp.", feed_forward)
-    return found | expert_places(feed_forward)
+        return found | dense_slots("mlp.", feed_forward)
+    return found | expert_slots(feed_forward)
 
 
-def dense_places(prefix: str, weights: DenseParameters) -> dict[str, Place]:
-    """Return the places of a feed-forward network whose gate and up matrices are stored separately."""
+def dense_slots(prefix: str, weights: DenseParameters) -> dict[str, ParameterSlot]:
+    """Return the slots of a feed-forward network whose gate and up matrices are stored separately."""
     gate, up = weights.gate_up.chunk(2)
     found = {
-        f"{prefix}gate_proj.weight": Place(gate),
-        f"{prefix}up_proj.weight": Place(up),
-        f"{prefix}down_proj.weight": Place(weights.down),
+        f"{prefix}gate_proj.weight": ParameterSlot(gate),
+        f"{prefix}up_proj.weight": ParameterSlot(up),
+        f"{prefix}down_proj.weight": ParameterSlot(weights.down),
     }
     if weights.gate_up_bias is not None and weights.down_bias is not None:
         gate, up = weights.gate_up_bias.chunk(2)
         found |= {
-            f"{prefix}gate_proj.bias": Place(gate),
-            f"{prefix}up_proj.bias": Place(up),
-            f"{prefix}down_proj.bias": Place(weights.down_bias),
+            f"{prefix}gate_proj.bias": ParameterSlot(gate),
+            f"{prefix}up_proj.bias": ParameterSlot(up),
+            f"{prefix}down_proj.bias": ParameterSlot(weights.down_bias),
         }
     return found
 
 
-def expert_places(weights: Experts) -> dict[str, Place]:
-    """Return the places of a mixture of experts whose experts are stored separately."""
+def expert_slots(weights: Experts) -> dict[str, ParameterSlot]:
+    """Return the slots of a mixture of experts whose experts are stored separately."""
     named: dict[str, Weight | None] = {
         "mlp.gate.weight": weights.router,
         "mlp.gate.bias": weights.router_bias,
@@ -202,30 +202,30 @@ def expert_places(weights: Experts) -> dict[str, Place]:
         prefix = f"mlp.experts.{number}."
         named |= {f"{prefix}gate_proj.weight": gate, f"{prefix}up_proj.weight": up}
         named |= {f"{prefix}down_proj.weight": weights.down[number]}
-    return {name: Place(tensor) for name, tensor in named.items() if tensor is not None}
+    return {name: ParameterSlot(tensor) for name, tensor in named.items() if tensor is not None}
 
 
-def renamed(places: dict[str, Place], names: Mapping[str, str]) -> dict[str, Place]:
-    """Return the same places under other names: the first key of `names` in each is replaced by its value."""
+def renamed(slots: dict[str, ParameterSlot], names: Mapping[str, str]) -> dict[str, ParameterSlot]:
+    """Return the same slots under other names: the first key of `names` in each is replaced by its value."""
     found = {}
-    for name, place in places.items():
+    for name, slot in slots.items():
         for old, new in names.items():
             if old in name:
                 name = name.replace(old, new)  # noqa: PLW2901
                 break
-        found[name] = place
+        found[name] = slot
     return found
 
 
-def _attention_places(spec: GroupedQueryAttention, weights: AttentionParameters) -> dict[str, Place]:
+def _attention_slots(spec: GroupedQueryAttention, weights: AttentionParameters) -> dict[str, ParameterSlot]:
     shape = spec.shape
     rows = [shape.heads * shape.head_dim] + [shape.kv_heads * shape.head_dim] * 2
     names = [f"self_attn.{name}_proj" for name in "qkv"]
     stacked: Sequence[Weight] = weights.qkv.split_with_sizes(rows)
-    found = {f"{name}.weight": Place(part) for name, part in zip(names, stacked, strict=True)}
+    found = {f"{name}.weight": ParameterSlot(part) for name, part in zip(names, stacked, strict=True)}
     if weights.qkv_bias is not None:
         parts = weights.qkv_bias.split_with_sizes(rows)
-        found |= {f"{name}.bias": Place(part) for name, part in zip(names, parts, strict=True)}
+        found |= {f"{name}.bias": ParameterSlot(part) for name, part in zip(names, parts, strict=True)}
     single: dict[str, Weight | None] = {
         "o_proj.weight": weights.output,
         "o_proj.bias": weights.output_bias,
@@ -233,7 +233,7 @@ def _attention_places(spec: GroupedQueryAttention, weights: AttentionParameters)
         "k_norm.weight": weights.k_norm,
         "sinks": weights.sinks,
     }
-    return found | {f"self_attn.{name}": Place(tensor) for name, tensor in single.items() if tensor is not None}
+    return found | {f"self_attn.{name}": ParameterSlot(tensor) for name, tensor in single.items() if tensor is not None}
 
 
 def _walk(found: object, path: str) -> Iterator[tuple[str, Weight]]:

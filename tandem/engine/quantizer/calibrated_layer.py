@@ -12,7 +12,7 @@ from tandem.engine.kernels.base import StepLayout
 from tandem.engine.kernels.packed_weight import Weight
 from tandem.engine.models.allocation import allocate_parameters
 from tandem.engine.models.decoder import DecoderModel
-from tandem.engine.models.families import places_of
+from tandem.engine.models.families import slots_of
 from tandem.engine.models.parameters import AttentionParameters, DenseParameters
 from tandem.engine.quantizer.calibration import CalibrationKernels, InputStatistics
 from tandem.engine.quantizer.codes import QuantizedWeight
@@ -44,11 +44,11 @@ class CalibratedLayer:
         self.qkv, self.output = _plain(layer.attention.qkv), _plain(layer.attention.output)
         self.gate_up, self.down = _plain(layer.feed_forward.gate_up), _plain(layer.feed_forward.down)
         prefix, own = f"model.layers.{number}.", "model.layers.0."
-        places = places_of(self.spec, parameters).items()
-        self._places = {prefix + name.removeprefix(own): place for name, place in places if name.startswith(own)}
-        for name, place in self._places.items():
+        slots = slots_of(self.spec, parameters).items()
+        self._slots = {prefix + name.removeprefix(own): slot for name, slot in slots if name.startswith(own)}
+        for name, slot in self._slots.items():
             stored = source.read(name).to(device).float()
-            _plain(place.tensor).copy_(stored if place.transform is None else place.transform(stored))
+            _plain(slot.tensor).copy_(stored if slot.transform is None else slot.transform(stored))
         self._model = DecoderModel(self.spec, parameters, kernels, spec.max_context)
         self._kernels = kernels
 
@@ -73,8 +73,8 @@ class CalibratedLayer:
         """Yield the layer's products in the order of the computation."""
         for weight in (self.qkv, self.output, self.gate_up, self.down):
             parts = {}
-            for name, place in self._places.items():
-                part = _plain(place.tensor)
+            for name, slot in self._slots.items():
+                part = _plain(slot.tensor)
                 if _inside(part, weight):
                     first = (part.data_ptr() - weight.data_ptr()) // (weight.shape[1] * weight.itemsize)
                     parts[name] = slice(first, first + len(part))
@@ -86,7 +86,7 @@ class CalibratedLayer:
         The keys are their names in the checkpoint.
         """
         quantized = {name for product in self.products() for name in product.parts}
-        return {name: _plain(place.tensor) for name, place in self._places.items() if name not in quantized}
+        return {name: _plain(slot.tensor) for name, slot in self._slots.items() if name not in quantized}
 
 
 def store(product: Product, found: QuantizedWeight) -> dict[str, QuantizedWeight]:
@@ -104,8 +104,8 @@ def check_calibrated(spec: ModelSpec, source: Source) -> None:
         raise ModelError(
             f"{source.folder} ({spec.architecture}) has {what}, for which there is no calibration; use --method rtn."
         )
-    places = places_of(spec, allocate_parameters(spec, torch.float32, torch.device("meta")))
-    changed = sorted(name for name, place in places.items() if place.transform is not None and "layers." in name)
+    slots = slots_of(spec, allocate_parameters(spec, torch.float32, torch.device("meta")))
+    changed = sorted(name for name, slot in slots.items() if slot.transform is not None and "layers." in name)
     # The values of such a layer could not be written under their names.
     if changed:
         raise ModelError(

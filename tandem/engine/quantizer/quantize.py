@@ -65,7 +65,7 @@ Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class QuantizationRecipe:
     """The scheme, method and group size with which a model is quantized."""
 
     scheme: OutputScheme
@@ -97,7 +97,7 @@ class Quantized:
 def quantize(
     folder: Path,
     output: Path,
-    recipe: Recipe,
+    recipe: QuantizationRecipe,
     samples: Sequence[Sequence[int]] = (),
     *,
     device: torch.device,
@@ -135,7 +135,7 @@ def scale_dtype(scheme: OutputScheme, stored: torch.dtype) -> torch.dtype:
 
 
 def _rounded(
-    source: Source, recipe: Recipe, group: int | None, device: torch.device
+    source: Source, recipe: QuantizationRecipe, group: int | None, device: torch.device
 ) -> Iterator[tuple[float, Tensors]]:
     """Yield the completed fraction and the tensors to write, for each tensor of the checkpoint."""
     products, names = set(source.products), source.names
@@ -150,7 +150,11 @@ def _rounded(
 
 
 def _calibrated(
-    source: Source, recipe: Recipe, group: int | None, samples: Sequence[Sequence[int]], device: torch.device
+    source: Source,
+    recipe: QuantizationRecipe,
+    group: int | None,
+    samples: Sequence[Sequence[int]],
+    device: torch.device,
 ) -> Iterator[tuple[float, Tensors]]:
     """Yield the completed fraction and the tensors to write, for each layer."""
     yield 0.0, {name: source.read(name) for name in source.names if layer_of(name) is None}
@@ -176,7 +180,7 @@ def _calibrated(
 def _fold(
     layer: CalibratedLayer,
     statistics: Mapping[int, InputStatistics],
-    recipe: Recipe,
+    recipe: QuantizationRecipe,
     group: int | None,
     stored: torch.dtype,
 ) -> None:
@@ -190,7 +194,7 @@ def _fold(
 
 
 def _quantized(
-    product: Product, inputs: InputStatistics, recipe: Recipe, group: int | None, dtype: torch.dtype
+    product: Product, inputs: InputStatistics, recipe: QuantizationRecipe, group: int | None, dtype: torch.dtype
 ) -> QuantizedWeight:
     if recipe.method == "gptq":
         return gptq(product.weight, inputs, recipe.scheme, group, dtype)

@@ -192,7 +192,7 @@ class DraftModel(BatchProposer):
     def _draw(
         self, fed: Mapping[Hashable, Sequence[tuple[int, int]]], draws: Mapping[Hashable, SamplingInput]
     ) -> dict[Hashable, int]:
-        """Feed these (position, token) pairs to the model.
+        """DeferredTokens these (position, token) pairs to the model.
 
         Return the token sampled after the last one of each request.
         """

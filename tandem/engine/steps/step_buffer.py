@@ -163,14 +163,14 @@ def _slices(rooms: list[int], lengths: list[int]) -> list[slice]:
     return [slice(end - room, end - room + length) for end, room, length in zip(ends, rooms, lengths, strict=True)]
 
 
-FINE = -1
+OK = -1
 SHORT_OF_PAGES, WRONG_TOKEN, WRONG_PAGE = range(3)
 """The errors of a row that `fill_rows` reports."""
 _FAULTS = 3
 
 
-def fault_of(found: int) -> tuple[int, int]:
-    """Return the error and the row number encoded in the result of `fill_rows`, which must not be FINE."""
+def decode_error(found: int) -> tuple[int, int]:
+    """Return the error and the row number encoded in the result of `fill_rows`, which must not be OK."""
     return found % _FAULTS, found // _FAULTS
 
 
@@ -206,7 +206,7 @@ def _fill_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a compiled fu
     limits          [3 + groups] int64: tokens of a page, size of the vocabulary, pages of the cache, and each group's
                     window, 0 = none
 
-    Returns FINE, or the last error found, encoded for `fault_of`.
+    Returns OK, or the last error found, encoded for `decode_error`.
     """
     page_tokens, vocab_size, pages, windows = limits[0], limits[1], limits[2], limits[3:]
     groups, group_slots, group_table = len(windows), at[10], at[11]
@@ -214,7 +214,7 @@ def _fill_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a compiled fu
     ids, slots, drawn = words[at[0] :], words[at[1] :], words[at[2] :]
     positions, from_rows, row_starts = narrow[at[4] :], narrow[at[5] :], narrow[at[6] :]
     contexts, into, adapted = narrow[at[7] :], narrow[at[8] :], narrow[at[9] :]
-    found = FINE
+    found = OK
     for row in range(len(position_offset)):
         slot = slot_indices[row]
         position, has = position_offset[row] + step, page_counts[slot] // groups

@@ -15,13 +15,13 @@ from tandem.engine.steps.batch import RowColumns, StepBatch
 from tandem.engine.steps.chunk_packer import Sections, check_chunks, fill_chunks
 from tandem.engine.steps.prompt_scoring import StepScoring
 from tandem.engine.steps.step_buffer import (
-    FINE,
+    OK,
     WRONG_PAGE,
     WRONG_TOKEN,
     StepLimits,
     StepSizes,
     Words,
-    fault_of,
+    decode_error,
     fill_rows,
 )
 from tandem.protocol.errors import Internal
@@ -129,8 +129,8 @@ class StepPacker:
             sizes.width,
             self._row_limits,
         )
-        if found != FINE:
-            self._refuse(rows, *fault_of(found))
+        if found != OK:
+            self._refuse(rows, *decode_error(found))
 
     def _refuse(self, rows: RowColumns, fault: int, row: int) -> NoReturn:
         if fault == WRONG_TOKEN:

@@ -14,9 +14,9 @@ from torch import Tensor
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.config.quantization import Quantization, WeightScheme
 from tandem.engine.models.allocation import QuantizedWeights, allocate_parameters, quantized_weights
-from tandem.engine.models.families import places_of
+from tandem.engine.models.families import slots_of
 from tandem.engine.models.load_spec import load_spec, read_json, text_part, towers_of
-from tandem.engine.models.parameters import Parameters, Place
+from tandem.engine.models.parameters import Parameters, ParameterSlot
 from tandem.engine.weights.quantized.format import StoredTensor
 from tandem.engine.weights.quantized_loader import load_quantized, stored_tensors
 from tandem.engine.weights.safetensors_file import TensorEntry, read_header
@@ -101,12 +101,12 @@ def check_model(folder: Path) -> ModelSpec:
     if a file is truncated or corrupt, or if tensors are missing, unknown or of the wrong shape.
     """
     spec = load_spec(folder)
-    places = places_of(spec, allocate_parameters(spec, torch.float32, torch.device("meta")))
+    slots = slots_of(spec, allocate_parameters(spec, torch.float32, torch.device("meta")))
     names = TensorNames.of(spec, read_json(folder / "config.json"))
     entries = names.text_model(read_entries(folder))
     if spec.quantization is not None:
-        spec = replace(spec, quantization=_as_stored(spec.quantization, places, quantized_weights(spec), entries))
-    _match(folder, places, spec, names, entries)
+        spec = replace(spec, quantization=_as_stored(spec.quantization, slots, quantized_weights(spec), entries))
+    _match(folder, slots, spec, names, entries)
     return spec
 
 
@@ -116,13 +116,13 @@ def load_weights(folder: Path, spec: ModelSpec, parameters: Parameters, progress
     Places on the `meta` device are skipped. Raises ModelError as `check_model` does. The host holds no second copy (see
     `tensor_reader`), except of one tensor at a time among those whose values are transformed.
     """
-    places = places_of(spec, parameters)
+    slots = slots_of(spec, parameters)
     config = read_json(folder / "config.json")
     names = TensorNames.of(spec, config)
-    entries = _match(folder, places, spec, names, names.text_model(read_entries(folder)))
-    places = {name: place for name, place in places.items() if place.tensor.device.type != "meta"}
+    entries = _match(folder, slots, spec, names, names.text_model(read_entries(folder)))
+    slots = {name: slot for name, slot in slots.items() if slot.tensor.device.type != "meta"}
     quantized = quantized_weights(spec)
-    schemes = {name: scheme for name, scheme in quantized.schemes.items() if name in places}
+    schemes = {name: scheme for name, scheme in quantized.schemes.items() if name in slots}
     if quantized.dequantized:
         log.info(
             "%s: %s of %s quantized tensors are dequantized, as their columns or layers are in no order of the kernels",
@@ -142,16 +142,16 @@ def load_weights(folder: Path, spec: ModelSpec, parameters: Parameters, progress
             progress("loading weights", done / total)
 
     plain: dict[str, Tensor] = {}
-    for name, place in places.items():
+    for name, slot in slots.items():
         if name in schemes:
             continue
-        assert isinstance(place.tensor, Tensor)
-        if place.transform is None and place.tensor.is_contiguous():
-            plain[name] = place.tensor
+        assert isinstance(slot.tensor, Tensor)
+        if slot.transform is None and slot.tensor.is_contiguous():
+            plain[name] = slot.tensor
         else:
-            _read_transformed(name, entries[name], place, count)
+            _read_transformed(name, entries[name], slot, count)
     read_tensors({name: entries[name] for name in plain}, plain, count)
-    load_quantized(places, schemes, entries, count)
+    load_quantized(slots, schemes, entries, count)
 
 
 def revision_hash(folder: Path) -> str:
@@ -210,14 +210,14 @@ def read_entries(folder: Path) -> dict[str, TensorEntry]:
 
 def _as_stored(
     quantization: Quantization,
-    places: Mapping[str, Place],
+    slots: Mapping[str, ParameterSlot],
     quantized: QuantizedWeights,
     entries: Mapping[str, TensorEntry],
 ) -> Quantization:
     """Return the quantization without the modules that the checkpoint stores in 16 bits or more."""
     found = set()
     for name, scheme in quantized.schemes.items():
-        codes = next(iter(stored_tensors(name, places[name], scheme)))
+        codes = next(iter(stored_tensors(name, slots[name], scheme)))
         stored_plainly = name in entries and entries[name].dtype in FLOATS
         if stored_plainly and not quantization.at_load and (codes == name or codes not in entries):
             found.add(name.removesuffix(".weight"))
@@ -226,7 +226,7 @@ def _as_stored(
 
 def _match(
     folder: Path,
-    places: Mapping[str, Place],
+    slots: Mapping[str, ParameterSlot],
     spec: ModelSpec,
     names: TensorNames,
     found: Mapping[str, TensorEntry],
@@ -235,10 +235,10 @@ def _match(
     schemes = quantized_weights(spec).schemes
     wanted: dict[str, StoredTensor] = {}
     of: dict[str, WeightScheme | None] = {}
-    for name, place in places.items():
-        stored = stored_tensors(name, place, schemes.get(name))
+    for name, slot in slots.items():
+        stored = stored_tensors(name, slot, schemes.get(name))
         # A bias that the model has takes precedence over a bias tensor that the weight's format allows.
-        wanted |= {each: tensor for each, tensor in stored.items() if tensor.read or each not in places}
+        wanted |= {each: tensor for each, tensor in stored.items() if tensor.read or each not in slots}
         of |= dict.fromkeys(stored, schemes.get(name))
     missing = [name for name, tensor in wanted.items() if tensor.required and name not in found]
     if missing:
@@ -270,12 +270,12 @@ def _named(scheme: WeightScheme | None) -> str:
     return f" ({scheme.format}, {scheme.codes}, {group})"
 
 
-def _read_transformed(name: str, entry: TensorEntry, place: Place, count: Callable[[int], None]) -> None:
+def _read_transformed(name: str, entry: TensorEntry, slot: ParameterSlot, count: Callable[[int], None]) -> None:
     """Read one tensor into host memory, and write the transformed values to their place."""
-    assert isinstance(place.tensor, Tensor)
-    stored = torch.empty(entry.shape, dtype=place.tensor.dtype)
+    assert isinstance(slot.tensor, Tensor)
+    stored = torch.empty(entry.shape, dtype=slot.tensor.dtype)
     read_tensors({name: entry}, {name: stored}, count)
-    place.tensor.copy_(stored if place.transform is None else place.transform(stored))
+    slot.tensor.copy_(stored if slot.transform is None else slot.transform(stored))
 
 
 def _some(names: list[str]) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 from tandem.engine.config.quantization import WeightFormat, WeightScheme
 from tandem.engine.kernels.packed_weight import PackedWeight
 from tandem.engine.models.allocation import packing_of
-from tandem.engine.models.parameters import Place
+from tandem.engine.models.parameters import ParameterSlot
 from tandem.engine.weights.quantized import FORMATS
 from tandem.engine.weights.quantized.format import StoredTensor
 from tandem.engine.weights.quantized.rounding import rounded
@@ -21,17 +21,17 @@ _BATCH_BYTES = MAX_THREADS * PIECE_BYTES
 """The bytes that are read at once, one piece per thread. No other part of a checkpoint is held twice."""
 
 
-def stored_tensors(name: str, place: Place, scheme: WeightScheme | None) -> dict[str, StoredTensor]:
+def stored_tensors(name: str, slot: ParameterSlot, scheme: WeightScheme | None) -> dict[str, StoredTensor]:
     """Return the tensors in which a checkpoint stores the weight `name`, by their names; the first has its codes."""
     if scheme is None or scheme.format is WeightFormat.ROUND_TO_NEAREST:
-        return {name: StoredTensor(name, (place.stored_shape,), frozenset(FLOATS))}
+        return {name: StoredTensor(name, (slot.stored_shape,), frozenset(FLOATS))}
     module = name.removesuffix("weight")
-    rows, columns = place.stored_shape
+    rows, columns = slot.stored_shape
     return {module + each.name: each for each in FORMATS[scheme.format].tensors(scheme, rows, columns)}
 
 
 def load_quantized(
-    places: Mapping[str, Place],
+    slots: Mapping[str, ParameterSlot],
     schemes: Mapping[str, WeightScheme],
     entries: Mapping[str, TensorEntry],
     on_read: Callable[[int], None],
@@ -40,25 +40,25 @@ def load_quantized(
 
     `on_read` is that of `read_tensors`, and counts all elements of all tensors.
     """
-    for batch in _batches(places, schemes, entries):
+    for batch in _batches(slots, schemes, entries):
         wanted = {name: entries[name] for names in batch.values() for name in names}
-        device = next(iter(places.values())).tensor.device
+        device = next(iter(slots.values())).tensor.device
         read = {
             name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=device) for name, entry in wanted.items()
         }
         read_tensors(wanted, read, on_read)
         for name, names in batch.items():
             try:
-                _place(places[name], schemes[name], {each: read.pop(each) for each in names}, name)
+                _fill_slot(slots[name], schemes[name], {each: read.pop(each) for each in names}, name)
             except ModelError as error:
                 raise ModelError(f"{wanted[names[0]].file}: {name} {error.message}; it cannot be loaded.") from error
 
 
 def _batches(
-    places: Mapping[str, Place], schemes: Mapping[str, WeightScheme], entries: Mapping[str, TensorEntry]
+    slots: Mapping[str, ParameterSlot], schemes: Mapping[str, WeightScheme], entries: Mapping[str, TensorEntry]
 ) -> Iterator[dict[str, list[str]]]:
     """Yield batches of weights with the names of their tensors, in file order, large enough to be read fast."""
-    stored = {name: _to_read(name, places, scheme, entries) for name, scheme in schemes.items()}
+    stored = {name: _to_read(name, slots, scheme, entries) for name, scheme in schemes.items()}
     batch: dict[str, list[str]] = {}
     size = 0
     for name in sorted(stored, key=lambda name: (entries[stored[name][0]].file, entries[stored[name][0]].start)):
@@ -73,11 +73,11 @@ def _batches(
 
 
 def _to_read(
-    name: str, places: Mapping[str, Place], scheme: WeightScheme, entries: Mapping[str, TensorEntry]
+    name: str, slots: Mapping[str, ParameterSlot], scheme: WeightScheme, entries: Mapping[str, TensorEntry]
 ) -> list[str]:
     """Return the names of the tensors to read for a weight; the model's own biases have places of their own."""
-    found = stored_tensors(name, places[name], scheme)
-    own = {each for each in found if each == name or each not in places}
+    found = stored_tensors(name, slots[name], scheme)
+    own = {each for each in found if each == name or each not in slots}
     return [each for each, stored in found.items() if stored.read and each in own and each in entries]
 
 
@@ -85,13 +85,13 @@ def _bytes(entry: TensorEntry) -> int:
     return torch.Size(entry.shape).numel() * DTYPES[entry.dtype].itemsize
 
 
-def _place(place: Place, scheme: WeightScheme, stored: Mapping[str, Tensor], name: str) -> None:
+def _fill_slot(slot: ParameterSlot, scheme: WeightScheme, stored: Mapping[str, Tensor], name: str) -> None:
     """Write a weight to its place, packed or dequantized."""
-    target = place.tensor
+    target = slot.tensor
     if scheme.format is WeightFormat.ROUND_TO_NEAREST:
         assert isinstance(target, PackedWeight)
         weight = next(iter(stored.values()))
-        weight = weight if place.transform is None else place.transform(weight)
+        weight = weight if slot.transform is None else slot.transform(weight)
         # Stacked experts are rounded one by one, because rounding holds several float32 copies of a matrix.
         experts = range(len(weight)) if weight.dim() > 2 else (...,)
         for index in experts:
@@ -101,14 +101,14 @@ def _place(place: Place, scheme: WeightScheme, stored: Mapping[str, Tensor], nam
     tensors = {each.removeprefix(module): tensor for each, tensor in stored.items()}
     if "bias" in tensors and bool(tensors["bias"].any()):
         raise ModelError("has a bias that is not zero, and the model has none there")
-    rows, columns = place.stored_shape
+    rows, columns = slot.stored_shape
     found = FORMATS[scheme.format].read(scheme, tensors, (rows, columns))
     if isinstance(target, PackedWeight):
-        _copy(found.packed(packing_of(target), place.transform), target)
+        _copy(found.packed(packing_of(target), slot.transform), target)
     else:
         matrix = found.matrix()
         check_range(matrix, target.dtype, f"{name}, dequantized,")
-        target.copy_(matrix if place.transform is None else place.transform(matrix))
+        target.copy_(matrix if slot.transform is None else slot.transform(matrix))
 
 
 def _copy(source: PackedWeight, target: PackedWeight, index: int | EllipsisType = ...) -> None:

@@ -80,14 +80,14 @@ def check_range(values: Tensor, dtype: torch.dtype, subject: str) -> None:
 class _Piece:
     """A piece of the tensor `name`: its bytes in `file` begin at `start`, stored as `dtype`.
 
-    `place` is the destination.
+    `target` is the destination.
     """
 
     name: str
     file: Path
     start: int
     dtype: torch.dtype
-    place: Tensor
+    target: Tensor
 
 
 class _Staging(threading.local):
@@ -113,16 +113,16 @@ class _Staging(threading.local):
             self._free[0].synchronize()
         return self._buffers[0][:size]
 
-    def copy(self, source: Tensor, place: Tensor) -> None:
+    def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy from the buffer that was taken last; on a GPU it does not wait for the copy."""
         if not self._on_gpu:
-            place.copy_(source)
+            target.copy_(source)
             return
         with torch.cuda.stream(self.stream):
-            if source.dtype != place.dtype:
+            if source.dtype != target.dtype:
                 # Cast on the device, because casting on the host would take longer than the copy.
-                source = source.to(place.device, non_blocking=True)
-            place.copy_(source, non_blocking=True)
+                source = source.to(target.device, non_blocking=True)
+            target.copy_(source, non_blocking=True)
             self._free[0].record()
 
 
@@ -150,18 +150,18 @@ def _pieces(entries: Mapping[str, TensorEntry], into: Mapping[str, Tensor]) -> I
 
 def _read(piece: _Piece, opened: int, staging: _Staging) -> int:
     """Read a piece and return its number of elements."""
-    place = piece.place
+    target = piece.target
     # Threads do not inherit inference mode, in which the weights were allocated and must be written.
     with torch.inference_mode():
-        if place.device.type == "cpu" and place.dtype == piece.dtype:
-            _fill(place.view(torch.uint8).numpy(), piece, opened)
+        if target.device.type == "cpu" and target.dtype == piece.dtype:
+            _fill(target.view(torch.uint8).numpy(), piece, opened)
         else:
-            buffer = staging.take(len(place) * piece.dtype.itemsize)
+            buffer = staging.take(len(target) * piece.dtype.itemsize)
             _fill(buffer.numpy(), piece, opened)
             stored = buffer.view(piece.dtype)
-            check_range(stored, place.dtype, f"{piece.file}: {piece.name}")
-            staging.copy(stored, place)
-    return len(place)
+            check_range(stored, target.dtype, f"{piece.file}: {piece.name}")
+            staging.copy(stored, target)
+    return len(target)
 
 
 def _fill(target: Any, piece: _Piece, opened: int) -> None:

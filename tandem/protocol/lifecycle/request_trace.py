@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from tandem.protocol.lifecycle.timeline import Edge, Timeline
+from tandem.protocol.lifecycle.events import LifecycleEvent, Timeline
 
 TRACEPARENT = "traceparent"
 """The name of the HTTP header and gRPC metadata key of W3C Trace Context."""
@@ -63,7 +63,7 @@ class RequestTrace:
 
     request_id: str
     """The client's id of the request."""
-    wire_id: str
+    internal_id: str
     """The request's id on workers and in logs."""
     context: TraceContext
     model: str
@@ -80,18 +80,18 @@ class RequestTrace:
     @property
     def seconds(self) -> float:
         """Seconds from arrival to end."""
-        return self.timeline.seconds(Edge.RECEIVED, Edge.FINISHED) or 0.0
+        return self.timeline.seconds(LifecycleEvent.RECEIVED, LifecycleEvent.FINISHED) or 0.0
 
     @property
     def ttft_s(self) -> float | None:
         """Seconds from arrival to the first token that the router sent; None without a token."""
-        return self.timeline.seconds(Edge.RECEIVED, Edge.FIRST_TOKEN)
+        return self.timeline.seconds(LifecycleEvent.RECEIVED, LifecycleEvent.FIRST_TOKEN)
 
     def named(self, name: str) -> bool:
         """Return True if `name` is the trace's request id, OpenAI reply id, wire id or trace id."""
         return name in (
             self.request_id,
             *(f"{kind}-{self.request_id}" for kind in _REPLIES),
-            self.wire_id,
+            self.internal_id,
             self.context.trace_id,
         )

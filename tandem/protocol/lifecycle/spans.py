@@ -1,6 +1,6 @@
 """Converts a timeline into contiguous spans, whose sum is the request's latency.
 
-Workers stamp their edges with other clocks. All edges of a worker are shifted together, by the smallest amount that
+Workers stamp their events with other clocks. All events of a worker are shifted together, by the smallest amount that
 puts them after their cause and before their effect, which are both measured by the router's clock. With synchronized
 clocks nothing is shifted.
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp, Timeline
+from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent, Timeline
 
 
 class Phase(StrEnum):
@@ -23,16 +23,16 @@ class Phase(StrEnum):
     """The time without events from the request's workers, until the router abandoned them."""
 
 
-_PREFILL_EDGES = (
-    Edge.PREFILL_QUEUED,
-    Edge.PREFILL_STARTED,
-    Edge.PREFILL_FINISHED,
+_PREFILL_EVENTS = (
+    LifecycleEvent.PREFILL_QUEUED,
+    LifecycleEvent.PREFILL_STARTED,
+    LifecycleEvent.PREFILL_FINISHED,
 )
-"""Edges of the prefill worker before it sends the first token."""
-_TRANSFER_EDGES = (Edge.TRANSFER_STARTED, Edge.TRANSFER_FINISHED)
-"""Edges of the prefill worker before or after it sends the first token."""
-_DECODE_EDGES = (Edge.DECODE_ADMITTED, Edge.DECODE_STARTED, Edge.PREEMPTED)
-"""Edges of the decode worker."""
+"""Events of the prefill worker before it sends the first token."""
+_TRANSFER_EVENTS = (LifecycleEvent.TRANSFER_STARTED, LifecycleEvent.TRANSFER_FINISHED)
+"""Events of the prefill worker before or after it sends the first token."""
+_DECODE_EVENTS = (LifecycleEvent.DECODE_ADMITTED, LifecycleEvent.DECODE_STARTED, LifecycleEvent.PREEMPTED)
+"""Events of the decode worker."""
 
 _Mark = tuple[int, Phase]
 """The time in nanoseconds at which a phase begins."""
@@ -58,56 +58,59 @@ class Span:
 
 @dataclass(slots=True)
 class _Attempt:
-    """The edges of one attempt: the first stamp of each, shifted by `settle`."""
+    """The events of one attempt: the first stamp of each, shifted by `align`."""
 
-    at: dict[Edge, int] = field(default_factory=dict)
+    at: dict[LifecycleEvent, int] = field(default_factory=dict)
 
-    def add(self, stamp: EdgeStamp) -> None:
-        self.at.setdefault(stamp.edge, stamp.unix_nanos)
+    def add(self, stamp: EventTime) -> None:
+        self.at.setdefault(stamp.event, stamp.unix_nanos)
 
     @property
     def began(self) -> int | None:
         """Start of the attempt by the router's clock; None if the request never left the queue."""
-        return self.at.get(Edge.REQUEUED, self.at.get(Edge.PLACED))
+        return self.at.get(LifecycleEvent.REQUEUED, self.at.get(LifecycleEvent.PLACED))
 
-    def settle(self, end: int) -> None:
-        """Shift the workers' edges so that they lie between the router's; the attempt ended at `end`."""
-        end = min(end, self.at.get(Edge.SILENT, end))
-        reserved = max((self.at[edge] for edge in (Edge.PLACED, Edge.RESERVED) if edge in self.at), default=0)
-        seen = [self.at[edge] for edge in _PREFILL_EDGES if edge in self.at]
+    def align(self, end: int) -> None:
+        """Shift the workers' events so that they lie between the router's; the attempt ended at `end`."""
+        end = min(end, self.at.get(LifecycleEvent.SILENT, end))
+        reserved = max(
+            (self.at[event] for event in (LifecycleEvent.PLACED, LifecycleEvent.RESERVED) if event in self.at),
+            default=0,
+        )
+        seen = [self.at[event] for event in _PREFILL_EVENTS if event in self.at]
         if seen:
             # The first token leaves the router soon after the prompt is computed, unless it is held back
             # (`router/requests/first_token.py`): this is the tightest available bound.
-            token = self.at.get(Edge.FIRST_TOKEN, end)
+            token = self.at.get(LifecycleEvent.FIRST_TOKEN, end)
             token = end if token < reserved else token  # the token is that of an earlier attempt
-            # Edges before the reservation move forward; edges after the token move back, but not before the
+            # Events before the reservation move forward; events after the token move back, but not before the
             # reservation.
             late = min(seen[-1] - token, seen[0] - reserved)
-            self._move((*_PREFILL_EDGES, *_TRANSFER_EDGES), max(reserved - seen[0], 0) or -max(late, 0))
-        seen = [self.at[edge] for edge in _DECODE_EDGES if edge in self.at]
+            self._move((*_PREFILL_EVENTS, *_TRANSFER_EVENTS), max(reserved - seen[0], 0) or -max(late, 0))
+        seen = [self.at[event] for event in _DECODE_EVENTS if event in self.at]
         if seen:
-            computed = max(self.at.get(Edge.PREFILL_FINISHED, 0), reserved)
-            self._move(_DECODE_EDGES, 0 if computed <= seen[0] and seen[-1] <= end else computed - seen[0])
+            computed = max(self.at.get(LifecycleEvent.PREFILL_FINISHED, 0), reserved)
+            self._move(_DECODE_EVENTS, 0 if computed <= seen[0] and seen[-1] <= end else computed - seen[0])
 
     def marks(self) -> Iterator[_Mark]:
         """Yield the phases of the attempt with the times at which they begin."""
-        moved = any(edge in self.at for edge in _TRANSFER_EDGES)
-        for edge, phase in (
-            (Edge.REQUEUED, Phase.QUEUE),
-            (Edge.PLACED, Phase.QUEUE),
-            (Edge.PREFILL_STARTED, Phase.PREFILL),
-            (Edge.PREFILL_FINISHED, Phase.TRANSFER if moved else Phase.DECODE),
-            (Edge.DECODE_STARTED, Phase.DECODE),
-            (Edge.PREEMPTED, Phase.QUEUE),
-            (Edge.SILENT, Phase.STALL),
+        moved = any(event in self.at for event in _TRANSFER_EVENTS)
+        for event, phase in (
+            (LifecycleEvent.REQUEUED, Phase.QUEUE),
+            (LifecycleEvent.PLACED, Phase.QUEUE),
+            (LifecycleEvent.PREFILL_STARTED, Phase.PREFILL),
+            (LifecycleEvent.PREFILL_FINISHED, Phase.TRANSFER if moved else Phase.DECODE),
+            (LifecycleEvent.DECODE_STARTED, Phase.DECODE),
+            (LifecycleEvent.PREEMPTED, Phase.QUEUE),
+            (LifecycleEvent.SILENT, Phase.STALL),
         ):
-            if edge in self.at:
-                yield self.at[edge], phase
+            if event in self.at:
+                yield self.at[event], phase
 
-    def _move(self, edges: tuple[Edge, ...], by: int) -> None:
-        for edge in edges:
-            if edge in self.at:
-                self.at[edge] += by
+    def _move(self, event_times: tuple[LifecycleEvent, ...], by: int) -> None:
+        for event in event_times:
+            if event in self.at:
+                self.at[event] += by
 
 
 def spans_of(timeline: Timeline) -> tuple[Span, ...]:
@@ -115,14 +118,14 @@ def spans_of(timeline: Timeline) -> tuple[Span, ...]:
 
     Each attempt has its own phases; an unsuccessful attempt ends with STALL or with the phase in which it failed.
     """
-    begin, end = timeline.at(Edge.RECEIVED), timeline.at(Edge.FINISHED)
+    begin, end = timeline.at(LifecycleEvent.RECEIVED), timeline.at(LifecycleEvent.FINISHED)
     if begin is None or end is None:
         return ()
-    attempts = _attempts(timeline.edges)
+    attempts = _attempts(timeline.event_times)
     marks: list[tuple[int, Phase, int]] = [(begin, Phase.QUEUE, 1)]
     for number, attempt in enumerate(attempts, 1):
         later = attempts[number].began if number < len(attempts) else None
-        attempt.settle(end if later is None else later)
+        attempt.align(end if later is None else later)
         marks.extend((max(begin, min(nanos, end)), phase, number) for nanos, phase in attempt.marks())
     return tuple(_spans(marks, end, len(attempts), timeline))
 
@@ -139,15 +142,15 @@ def seconds_by_phase(spans: Iterable[Span], until: int | None = None) -> dict[Ph
 
 def last_attempt(timeline: Timeline) -> Timeline:
     """Return the part of the timeline since the request last returned to the queue."""
-    begun = [place for place, stamp in enumerate(timeline.edges) if stamp.edge is Edge.REQUEUED]
-    return replace(timeline, edges=timeline.edges[begun[-1] :]) if begun else timeline
+    begun = [place for place, stamp in enumerate(timeline.event_times) if stamp.event is LifecycleEvent.REQUEUED]
+    return replace(timeline, event_times=timeline.event_times[begun[-1] :]) if begun else timeline
 
 
-def _attempts(edges: Iterable[EdgeStamp]) -> list[_Attempt]:
-    """Split the edges into attempts: each but the first begins with a return to the queue."""
+def _attempts(event_times: Iterable[EventTime]) -> list[_Attempt]:
+    """Split the events into attempts: each but the first begins with a return to the queue."""
     attempts = [_Attempt()]
-    for stamp in edges:
-        if stamp.edge is Edge.REQUEUED:
+    for stamp in event_times:
+        if stamp.event is LifecycleEvent.REQUEUED:
             attempts.append(_Attempt())
         attempts[-1].add(stamp)
     return attempts

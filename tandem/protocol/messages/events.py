@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from tandem.protocol.lifecycle.timeline import EdgeStamp, TransferStats
+from tandem.protocol.lifecycle.events import EventTime, TransferStats
 from tandem.protocol.messages.finish import ErrorDetail, FinishReason
 from tandem.protocol.messages.load import WorkerLoad
 from tandem.protocol.messages.references import RequestRef
@@ -24,7 +24,7 @@ class RequestEvent:
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     error: ErrorDetail | None = None
-    edges: tuple[EdgeStamp, ...] = ()
+    event_times: tuple[EventTime, ...] = ()
     transfer: TransferStats | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     cached_tokens: int = 0

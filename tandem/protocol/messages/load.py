@@ -36,7 +36,7 @@ class WorkerInspection:
     pages_shared: int
     pages_advertised: int
     pages_quarantined: int
-    pages_promised: int
+    pages_reserved: int
     requests: int
     leases: int
     integrity_error: str

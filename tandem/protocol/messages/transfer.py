@@ -53,8 +53,8 @@ class TransferNotice:
     """The notice that completes a KV transfer, with the state to continue: the sampled token and the next random draw.
 
     It is sent with the last write. The first `skipped` of the `pages` pages were not sent, because the receiver has
-    them in its prefix cache. `token_hash` covers all prefilled tokens: the prompt and the `answered` answer tokens
-    after it. `first_token_id` is the answer's token number `answered`, the first one of this attempt.
+    them in its prefix cache. `token_hash` covers all prefilled tokens: the prompt and the `prior_output_tokens` answer
+    tokens after it. `first_token_id` is the answer's token number `prior_output_tokens`, the first one of this attempt.
     """
 
     lease: Lease

@@ -12,14 +12,14 @@ from tandem.protocol.messages.sampling import SamplingParams
 class _Continued:
     """An attempt that may continue an answer.
 
-    The last `answered` of `prompt_token_ids` are answer tokens that earlier attempts have generated.
+    The last `prior_output_tokens` of `prompt_token_ids` are answer tokens that earlier attempts have generated.
     """
 
     router_id: str
     ref: RequestRef
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
-    answered: int = field(default=0, kw_only=True)
+    prior_output_tokens: int = field(default=0, kw_only=True)
     cache_salt: str = field(default="", kw_only=True)
     adapter: str = field(default="", kw_only=True)
     """The hash of the request's adapter, "" = the base model; each adapter has its own cache salt."""
@@ -27,15 +27,15 @@ class _Continued:
     @property
     def scores_prompt(self) -> bool:
         """True if the attempt has to score the prompt and therefore computes all of it; later attempts do not."""
-        return self.sampling.prompt_logprobs is not None and not self.answered
+        return self.sampling.prompt_logprobs is not None and not self.prior_output_tokens
 
     @property
     def question_tokens(self) -> int:
         """Number of tokens of the client's prompt."""
-        return len(self.prompt_token_ids) - self.answered
+        return len(self.prompt_token_ids) - self.prior_output_tokens
 
     @property
-    def question(self) -> tuple[int, ...]:
+    def original_prompt(self) -> tuple[int, ...]:
         """The token ids of the client's prompt."""
         return self.prompt_token_ids[: self.question_tokens]
 

@@ -19,7 +19,7 @@ MOST_LEASES = 1024
 MOST_WAITING = 16 * MOST_LEASES
 """The most leases that are kept for one unreachable peer. Older ones are dropped, and end with either process."""
 
-Tell = Callable[[PeerRef, str, Sequence[Lease]], Awaitable[bool]]
+ReportDeliveries = Callable[[PeerRef, str, Sequence[Lease]], Awaitable[bool]]
 """A call with (peer, address, leases) that returns True if they were delivered or the peer is gone."""
 
 
@@ -33,7 +33,7 @@ class _Peer:
     address: str
     late: list[Lease] = field(default_factory=list)
     fresh: list[Lease] = field(default_factory=list)
-    telling: asyncio.Task[None] | None = None
+    reporting: asyncio.Task[None] | None = None
     """The task that sends the reports."""
 
 
@@ -43,9 +43,9 @@ class Deliveries:
     Used on the event loop. Owned by `Peers`.
     """
 
-    def __init__(self, tell: Tell, period_s: float) -> None:
+    def __init__(self, report: ReportDeliveries, period_s: float) -> None:
         """Create the reports; a lease is reported at least `period_s` seconds after its notice was sent."""
-        self._tell = tell
+        self._report = report
         self._period_s = period_s
         self._peers: dict[PeerRef, _Peer] = {}
 
@@ -55,34 +55,34 @@ class Deliveries:
         peer.fresh.append(destination.lease)
         if len(peer.late) + len(peer.fresh) > MOST_WAITING and peer.late:
             del peer.late[0]
-        if peer.telling is None:
-            peer.telling = asyncio.ensure_future(self._tell_all(destination.peer, peer))
+        if peer.reporting is None:
+            peer.reporting = asyncio.ensure_future(self._report_all(destination.peer, peer))
 
     async def close(self) -> None:
         """Stop reporting. A worker that loses this one ends its leases itself."""
-        telling = [peer.telling for peer in self._peers.values() if peer.telling is not None]
-        for each in telling:
+        reporting = [peer.reporting for peer in self._peers.values() if peer.reporting is not None]
+        for each in reporting:
             each.cancel()
-        await asyncio.gather(*telling, return_exceptions=True)
+        await asyncio.gather(*reporting, return_exceptions=True)
 
-    async def _tell_all(self, ref: PeerRef, peer: _Peer) -> None:
+    async def _report_all(self, ref: PeerRef, peer: _Peer) -> None:
         while peer.late or peer.fresh:
             await asyncio.sleep(self._period_s)
             some = peer.late[:MOST_LEASES]
-            if not some or await self._heard(ref, peer.address, some):
+            if not some or await self._is_reported(ref, peer.address, some):
                 # The oldest leases may have been dropped in the meantime.
-                heard = set(some)
-                peer.late = [*(lease for lease in peer.late if lease not in heard), *peer.fresh]
+                reported = set(some)
+                peer.late = [*(lease for lease in peer.late if lease not in reported), *peer.fresh]
                 peer.fresh = []
         del self._peers[ref]
 
-    async def _heard(self, peer: PeerRef, address: str, leases: Sequence[Lease]) -> bool:
+    async def _is_reported(self, peer: PeerRef, address: str, leases: Sequence[Lease]) -> bool:
         try:
-            return await self._tell(peer, address, leases)
+            return await self._report(peer, address, leases)
         except (Unavailable, DeadlineExceeded) as error:
-            log.info("%d deliveries to %s are named again: %s", len(leases), peer.worker_id, error.message)
+            log.info("%d deliveries to %s are reported again: %s", len(leases), peer.worker_id, error.message)
             return False
         except Exception:
             # The peer would refuse a repeated call as well.
-            log.exception("%s does not want to hear of %d deliveries", peer.worker_id, len(leases))
+            log.exception("%s refuses a report of %d deliveries", peer.worker_id, len(leases))
             return True

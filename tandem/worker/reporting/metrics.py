@@ -17,7 +17,7 @@ from tandem.engine.speculation.proposer import DRAFT_SOURCES, DRAFTS_MAX, DraftS
 from tandem.metrics import families as f
 from tandem.metrics.registry import Facts, Reading, Registry
 from tandem.protocol.cost_parameters import SECONDS, CostParameters
-from tandem.protocol.lifecycle.timeline import TransferStats
+from tandem.protocol.lifecycle.events import TransferStats
 from tandem.protocol.messages import FinishReason, RoutedEvent, WorkerInspection
 from tandem.settings.ceilings import Ceilings
 
@@ -135,7 +135,7 @@ class WorkerMetrics:
     def hearing(self, emit: Emit) -> Emit:
         """Return a function that calls `emit` and counts how each hand-over has ended."""
 
-        def heard(routed: RoutedEvent) -> None:
+        def record(routed: RoutedEvent) -> None:
             event = routed.event
             if event.transfer is not None:
                 self._transfer(event.transfer)
@@ -143,7 +143,7 @@ class WorkerMetrics:
                 self._failures.add()
             emit(routed)
 
-        return heard
+        return record
 
     def _engine_facts(self) -> Facts:
         used = self.utilization
@@ -255,5 +255,5 @@ def _pages(found: WorkerInspection) -> Reading:
         ("cached",): found.pages_cached,
         ("advertised",): found.pages_advertised,
         ("quarantined",): found.pages_quarantined,
-        ("reserved",): found.pages_promised,
+        ("reserved",): found.pages_reserved,
     }

@@ -12,20 +12,20 @@ from tandem.worker.phases import PhaseSchedulers
 from tandem.worker.reporting.watchdog import Watchdog
 
 
-def load_of(halves: PhaseSchedulers, cache: PrefixCache, decoding: StepWork, cost: CostParameters) -> WorkerLoad:
+def load_of(schedulers: PhaseSchedulers, cache: PrefixCache, decoding: StepWork, cost: CostParameters) -> WorkerLoad:
     """Return the load of a worker, real or simulated, from its newest decode rows and its cost parameters."""
-    pool, speculation = cache.pool, halves.decode.speculation
+    pool, speculation = cache.pool, schedulers.decode.speculation
     return WorkerLoad(
-        prefill_requests=halves.prefill.queue.length,
-        prefill_tokens=halves.prefill.waiting_tokens(),
-        decode_requests=halves.decode.running_requests(),
+        prefill_requests=schedulers.prefill.queue.length,
+        prefill_tokens=schedulers.prefill.waiting_tokens(),
+        decode_requests=schedulers.decode.running_requests(),
         pages_used=pool.total - pool.unreserved,
         pages_total=pool.total,
         prefix_query_tokens=cache.query_tokens,
         prefix_hit_tokens=cache.hit_tokens,
         decode_context_tokens=decoding.decode_context_tokens,
         cost=cost,
-        preemptions=halves.admission.requests.preemptions,
+        preemptions=schedulers.admission.requests.preemptions,
         decode_speedup=1.0 if speculation is None else speculation.speedup,
     )
 
@@ -41,7 +41,7 @@ class WorkerReport:
         me: PeerRef,
         *,
         cache: PrefixCache,
-        halves: PhaseSchedulers,
+        schedulers: PhaseSchedulers,
         loop: StepLoop,
         meter: StepMeter,
         assignment: WorkerAssignment,
@@ -49,7 +49,7 @@ class WorkerReport:
     ) -> None:
         self._me = me
         self._cache = cache
-        self._halves = halves
+        self._schedulers = schedulers
         self._loop = loop
         self._meter = meter
         self._assignment = assignment
@@ -57,27 +57,27 @@ class WorkerReport:
 
     def load(self) -> WorkerLoad:
         """Return the current load."""
-        return load_of(self._halves, self._cache, self._loop.decoding, self._meter.parameters)
+        return load_of(self._schedulers, self._cache, self._loop.decoding, self._meter.parameters)
 
     @property
     def not_ready(self) -> str:
         """The reason why the worker accepts nothing at present, empty if it does."""
-        return self._halves.not_ready
+        return self._schedulers.not_ready
 
     @property
     def batch_limit(self) -> int:
         """The most requests that decode in one step, in the current role."""
-        return self._halves.batch_limit(self._assignment.role)
+        return self._schedulers.batch_limit(self._assignment.role)
 
     @property
     def expired_leases(self) -> int:
         """The number of leases that ended because no heartbeat renewed them."""
-        return self._halves.admission.expired_leases
+        return self._schedulers.admission.expired_leases
 
     @property
     def pending_transfer_pages(self) -> int:
         """The number of KV pages of prompts that have ended but whose writes still read the pages."""
-        return self._halves.prefill.pending_transfer_pages()
+        return self._schedulers.prefill.pending_transfer_pages()
 
     @property
     def prefix_events(self) -> tuple[int, int]:
@@ -87,7 +87,7 @@ class WorkerReport:
     @property
     def speculation(self) -> SpeculationCounts | None:
         """The counts of draft tokens since the worker started; None without speculative decoding."""
-        speculation = self._halves.decode.speculation
+        speculation = self._schedulers.decode.speculation
         return None if speculation is None else speculation.counts
 
     def known_prefixes(self) -> PrefixList:
@@ -96,7 +96,7 @@ class WorkerReport:
 
     def inspect(self) -> WorkerInspection:
         """Return page counts, open work, and whether the pool was consistent whenever this worker was idle."""
-        counts, admission = self._cache.pool.counts(), self._halves.admission
+        counts, admission = self._cache.pool.counts(), self._schedulers.admission
         return WorkerInspection(
             peer=self._me,
             pages_total=counts.total,
@@ -105,16 +105,16 @@ class WorkerReport:
             pages_shared=counts.shared,
             pages_advertised=counts.advertised,
             pages_quarantined=counts.quarantined,
-            pages_promised=counts.promised,
-            requests=self._halves.open_requests(),
+            pages_reserved=counts.reserved,
+            requests=self._schedulers.open_requests(),
             leases=admission.open_leases,
             integrity_error=self._watchdog.integrity_error,
-            fenced=admission.fenced + self._halves.prefill.fenced,
+            fenced=admission.fenced + self._schedulers.prefill.fenced,
             checksums_equal=admission.arrival.checksums_equal,
             checksum_failures=admission.arrival.checksum_failures,
             pages_cached=counts.cached,
             prefix_query_tokens=self._cache.query_tokens,
             prefix_hit_tokens=self._cache.hit_tokens,
             step_cost_error=self._meter.parameters.error,
-            adapters_in_use=tuple(sorted(self._halves.adapters() - {""})),
+            adapters_in_use=tuple(sorted(self._schedulers.adapters() - {""})),
         )

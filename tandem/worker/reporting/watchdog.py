@@ -27,7 +27,7 @@ class Watchdog:
         config: WorkerConfig,
         *,
         loop: StepLoop,
-        halves: PhaseSchedulers,
+        schedulers: PhaseSchedulers,
         cache: PrefixCache,
         checks: PageChecks,
         on_stuck: Callable[[BaseException], None],
@@ -35,7 +35,7 @@ class Watchdog:
         self._step_deadline_s = config.step_deadline
         self._period_s = max(0.01, min(config.kv_lease_s, config.quarantine_s, config.step_deadline) / 10)
         self._loop = loop
-        self._halves = halves
+        self._schedulers = schedulers
         self._cache = cache
         self._checks = checks
         self._on_stuck = on_stuck
@@ -73,7 +73,7 @@ class Watchdog:
             try:
                 if self.check_device():
                     return
-                self._halves.admission.expire()
+                self._schedulers.admission.expire()
                 self._check_when_idle()
             except Exception:
                 log.exception("the watchdog continues after an error")
@@ -93,7 +93,7 @@ class Watchdog:
         The timer continues meanwhile: a check that hangs must not hide a device that hangs.
         """
         steps = self._loop.steps
-        if steps == self._steps_checked or self._halves.open_requests() or self._checking_since:
+        if steps == self._steps_checked or self._schedulers.open_requests() or self._checking_since:
             return
         self._steps_checked, self._checking_since = steps, time.monotonic()
         self._check = asyncio.ensure_future(self._check_pool())

@@ -138,8 +138,8 @@ def answer_of(plain: dict[Hashable, list[int]]) -> Callable[[Hashable], Sequence
 
     def whole(key: Hashable) -> Sequence[int]:
         assert isinstance(key, DecodeRequest)
-        question = tuple(key.reservation.question)
-        return [*question, *plain[question, key.reservation.sampling]]
+        original_prompt = tuple(key.reservation.original_prompt)
+        return [*original_prompt, *plain[original_prompt, key.reservation.sampling]]
 
     return whole
 
@@ -168,7 +168,8 @@ async def _compare_answers(runner: ModelRunner, config: EngineConfig) -> None:
     async with LocalWorker.open(runner, config, SpeculationMethod.OFF) as worker:
         wanted = await answers(worker, asked)
     plain: dict[Hashable, list[int]] = {
-        (tuple(question), sampling): found for (question, sampling), found in zip(asked, wanted, strict=True)
+        (tuple(original_prompt), sampling): found
+        for (original_prompt, sampling), found in zip(asked, wanted, strict=True)
     }
     proposers: dict[str, Callable[[], Proposer]] = {
         "n-grams": NgramProposer,

@@ -11,7 +11,7 @@ from tandem.engine.config import EngineConfig
 from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.engine.quality.loading import load_for_comparison
 from tandem.engine.quality.teacher_forced import compare
-from tandem.engine.quantizer.quantize import Recipe, quantize
+from tandem.engine.quantizer.quantize import QuantizationRecipe, quantize
 from tandem.engine.quantizer.scheme import SCHEMES
 from tests.factories import write_tiny_model
 from tests.unit.engine.quantizer.plain_reader import read_plainly
@@ -28,7 +28,9 @@ SAMPLES = [torch.randint(3, 160, (64,), generator=torch.Generator().manual_seed(
 def test_a_gpu_writes_what_the_cpu_writes(method: str, scheme: str, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "tiny")
     for device in ("cpu", "cuda"):
-        quantize(folder, tmp_path / device, Recipe(SCHEMES[scheme], method), SAMPLES, device=torch.device(device))
+        quantize(
+            folder, tmp_path / device, QuantizationRecipe(SCHEMES[scheme], method), SAMPLES, device=torch.device(device)
+        )
     cpu, gpu = read_plainly(tmp_path / "cpu"), read_plainly(tmp_path / "cuda")
     assert cpu.keys() == gpu.keys()
     for name, weight in cpu.items():
@@ -41,7 +43,9 @@ def test_a_gpu_finds_scales_as_good_as_the_cpu_does(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "tiny")
     divergences = []
     for device in ("cpu", "cuda"):
-        quantize(folder, tmp_path / device, Recipe(SCHEMES["w4a16"], "awq"), SAMPLES, device=torch.device(device))
+        quantize(
+            folder, tmp_path / device, QuantizationRecipe(SCHEMES["w4a16"], "awq"), SAMPLES, device=torch.device(device)
+        )
         ours, theirs = (
             load_for_comparison(EngineConfig(each, dtype="float32"), 4 * 64, kernels=ReferenceKernels())
             for each in (folder, tmp_path / device)

@@ -83,8 +83,8 @@ def test_codes_are_those_of_the_stored_numbers(
 def test_numbers_of_any_size_and_ties(kind: torch.dtype) -> None:
     step = make_step([(40, 40)], heads(2, 2, 64), 16, filled=False)
     sizes = torch.logspace(-7, 4, 40).double()[:, None]
-    halves = torch.arange(64).double() - 31.5  # codes between two integers
-    qkv = torch.where(torch.arange(40)[:, None] % 2 == 0, halves.repeat(6) * 4, step.qkv * sizes)
+    schedulers = torch.arange(64).double() - 31.5  # codes between two integers
+    qkv = torch.where(torch.arange(40)[:, None] % 2 == 0, schedulers.repeat(6) * 4, step.qkv * sizes)
     qkv[3] = 0
     qkv[:, 4 * 64 + 3] = torch.where(torch.arange(40) % 2 == 0, 127.0 * 4, qkv[:, 4 * 64 + 3])
     step = replace(step, qkv=qkv.half().double())

@@ -5,23 +5,23 @@ import random
 import pytest
 
 from benchmarks.kv_transfer.handover_parts import Answer, handover_parts_ms, handovers_ms
-from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp, Timeline
+from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent, Timeline
 
 ORDER = [
-    Edge.PREFILL_FINISHED,
-    Edge.LAST_PAGES_POSTED,
-    Edge.NOTICE_MADE,
-    Edge.NOTICE_POSTED,
-    Edge.TRANSFER_FINISHED,
-    Edge.NOTICE_SEEN,
-    Edge.KV_CHECKED,
-    Edge.DECODE_ADMITTED,
-    Edge.DECODE_STARTED,
+    LifecycleEvent.PREFILL_FINISHED,
+    LifecycleEvent.LAST_PAGES_POSTED,
+    LifecycleEvent.NOTICE_MADE,
+    LifecycleEvent.NOTICE_POSTED,
+    LifecycleEvent.TRANSFER_FINISHED,
+    LifecycleEvent.NOTICE_SEEN,
+    LifecycleEvent.KV_CHECKED,
+    LifecycleEvent.DECODE_ADMITTED,
+    LifecycleEvent.DECODE_STARTED,
 ]
 
 
 def answer(moments_ms: list[float]) -> Answer:
-    stamps = [EdgeStamp(edge, int(ms * 1e6)) for edge, ms in zip(ORDER, moments_ms, strict=True)]
+    stamps = [EventTime(event, int(ms * 1e6)) for event, ms in zip(ORDER, moments_ms, strict=True)]
     return Answer((), Timeline(tuple(stamps), None, "p", "d"))
 
 

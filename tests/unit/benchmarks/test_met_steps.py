@@ -3,14 +3,18 @@
 import pytest
 
 from benchmarks.kv_transfer.handover_parts import Answer, gaps_meeting_transfers_ms
-from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp, Timeline
+from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent, Timeline
 
 _MS = 1e-3
 
 
 def answer(arrivals_ms: list[float], first: float | None = None, posted: float = 0, finished: float = 0) -> Answer:
-    edges = {Edge.TRANSFER_STARTED: first, Edge.LAST_PAGES_POSTED: posted, Edge.TRANSFER_FINISHED: finished}
-    stamps = [EdgeStamp(edge, int(ms * 1e6)) for edge, ms in edges.items() if ms is not None]
+    event_times = {
+        LifecycleEvent.TRANSFER_STARTED: first,
+        LifecycleEvent.LAST_PAGES_POSTED: posted,
+        LifecycleEvent.TRANSFER_FINISHED: finished,
+    }
+    stamps = [EventTime(event, int(ms * 1e6)) for event, ms in event_times.items() if ms is not None]
     return Answer(tuple(ms * _MS for ms in arrivals_ms), Timeline(tuple(stamps), None, "p", "d"))
 
 

@@ -18,15 +18,15 @@ from tandem.cli.observe.status import absences, remarks, summary, worker_table
 from tandem.cli.requests.timeline_table import timeline_rows, timeline_table
 from tandem.client import Answer, FinishReason, Prompt
 from tandem.protocol.generated.tandem.v1 import inference_pb2
-from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp, Timeline, TransferStats
+from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent, Timeline, TransferStats
 from tandem.protocol.messages import Absence
 
 ROOT = Path(__file__).parents[3]
 MS = 1_000_000
 
 
-def stamps(**at_ms: float) -> tuple[EdgeStamp, ...]:
-    return tuple(EdgeStamp(Edge[name], int(ms * MS)) for name, ms in at_ms.items())
+def stamps(**at_ms: float) -> tuple[EventTime, ...]:
+    return tuple(EventTime(LifecycleEvent[name], int(ms * MS)) for name, ms in at_ms.items())
 
 
 def text(table: Table) -> str:
@@ -40,11 +40,11 @@ def answer_of(timeline: Timeline, prompt_tokens: int, tokens: int) -> Answer:
 
 
 def disaggregated() -> Answer:
-    edges = stamps(
+    event_times = stamps(
         RECEIVED=0, PREFILL_STARTED=5, PREFILL_FINISHED=25, FIRST_TOKEN=27, TRANSFER_STARTED=15, TRANSFER_FINISHED=29,
         DECODE_STARTED=31, FINISHED=127,
     )  # fmt: skip
-    timeline = Timeline(edges, TransferStats(2_500_000, 3, "UCX", 5 * MS), "prefill-0", "decode-0")
+    timeline = Timeline(event_times, TransferStats(2_500_000, 3, "UCX", 5 * MS), "prefill-0", "decode-0")
     return answer_of(timeline, 40, 11)
 
 
@@ -65,8 +65,8 @@ def test_a_disaggregated_request() -> None:
 
 
 def test_a_transfer_after_prefill_has_a_rate_and_long_times_are_seconds() -> None:
-    edges = stamps(RECEIVED=0, PREFILL_FINISHED=25, TRANSFER_STARTED=26, TRANSFER_FINISHED=31, FINISHED=12_345)
-    timeline = Timeline(edges, TransferStats(2_500_000, 3, "UCX", 5 * MS), "prefill-0", "decode-0")
+    event_times = stamps(RECEIVED=0, PREFILL_FINISHED=25, TRANSFER_STARTED=26, TRANSFER_FINISHED=31, FINISHED=12_345)
+    timeline = Timeline(event_times, TransferStats(2_500_000, 3, "UCX", 5 * MS), "prefill-0", "decode-0")
     rows = {row.name: row for row in timeline_rows(answer_of(timeline, 40, 11))}
     assert rows["transfer"].note == "2.50 MB in 3 pages by UCX, 0.50 GB/s"
     assert rows["total"].figure == "12.3 s"

@@ -14,20 +14,27 @@ from tandem.cli.main import app
 from tandem.cli.observe.trace import drawn, listed
 from tandem.metrics.metrics_server import TRACES_PATH, MetricsServer
 from tandem.protocol.conversion import traces_to_json
+from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent, Timeline, TransferStats
 from tandem.protocol.lifecycle.request_trace import RequestTrace, TraceContext
-from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp, Timeline, TransferStats
 
 MS = 10**6
 ARRIVED = 1_763_000_000 * 1000 * MS
 KEY = "operator"
-EDGES = {
-    Edge.RECEIVED: 0, Edge.PLACED: 10, Edge.PREFILL_STARTED: 20, Edge.TRANSFER_STARTED: 60, Edge.PREFILL_FINISHED: 100,
-    Edge.FIRST_TOKEN: 102, Edge.TRANSFER_FINISHED: 110, Edge.DECODE_ADMITTED: 111, Edge.DECODE_STARTED: 120,
-    Edge.FINISHED: 400,
-}  # fmt: skip
-_ONCE = (Edge.RECEIVED, Edge.FIRST_TOKEN, Edge.FINISHED)
+EVENTS_MS = {
+    LifecycleEvent.RECEIVED: 0,
+    LifecycleEvent.PLACED: 10,
+    LifecycleEvent.PREFILL_STARTED: 20,
+    LifecycleEvent.TRANSFER_STARTED: 60,
+    LifecycleEvent.PREFILL_FINISHED: 100,
+    LifecycleEvent.FIRST_TOKEN: 102,
+    LifecycleEvent.TRANSFER_FINISHED: 110,
+    LifecycleEvent.DECODE_ADMITTED: 111,
+    LifecycleEvent.DECODE_STARTED: 120,
+    LifecycleEvent.FINISHED: 400,
+}
+_ONCE = (LifecycleEvent.RECEIVED, LifecycleEvent.FIRST_TOKEN, LifecycleEvent.FINISHED)
 TIMELINE = Timeline(
-    tuple(EdgeStamp(edge, ARRIVED + at * MS) for edge, at in EDGES.items()),
+    tuple(EventTime(event, ARRIVED + at * MS) for event, at in EVENTS_MS.items()),
     TransferStats(3_000_000, 6, "nixl", 12 * MS),
     "prefill-0",
     "decode-0",
@@ -63,12 +70,15 @@ def test_a_request_is_drawn() -> None:
 
 def test_a_request_that_was_tried_again() -> None:
     """The transfer is the last attempt's; the silence of the first one is a phase."""
-    later = {**EDGES, Edge.TRANSFER_STARTED: 70}
-    again = [EdgeStamp(edge, ARRIVED + (at + 1000) * MS) for edge, at in later.items() if edge not in _ONCE]
-    first = TIMELINE.edges[:-1]
-    lost = (EdgeStamp(Edge.SILENT, ARRIVED + 150 * MS), EdgeStamp(Edge.REQUEUED, ARRIVED + 1005 * MS))
-    edges = (*first, *lost, *again, EdgeStamp(Edge.FINISHED, ARRIVED + 1400 * MS))
-    _, _, *rest = lines(drawn(replace(TRACE, timeline=replace(TIMELINE, edges=edges))))
+    later = {**EVENTS_MS, LifecycleEvent.TRANSFER_STARTED: 70}
+    again = [EventTime(event, ARRIVED + (at + 1000) * MS) for event, at in later.items() if event not in _ONCE]
+    first = TIMELINE.event_times[:-1]
+    lost = (
+        EventTime(LifecycleEvent.SILENT, ARRIVED + 150 * MS),
+        EventTime(LifecycleEvent.REQUEUED, ARRIVED + 1005 * MS),
+    )
+    event_times = (*first, *lost, *again, EventTime(LifecycleEvent.FINISHED, ARRIVED + 1400 * MS))
+    _, _, *rest = lines(drawn(replace(TRACE, timeline=replace(TIMELINE, event_times=event_times))))
     assert [(row[0], row[2].rstrip(")"), *row[3:5]) for row in rest[:8]] == [
         ("queue", "1", "0.0", "20.0"), ("prefill", "1", "20.0", "80.0"), ("transfer", "1", "100.0", "20.0"),
         ("decode", "1", "120.0", "30.0"), ("stall", "1", "150.0", "855.0"), ("queue", "2", "1005.0", "15.0"),
@@ -78,7 +88,7 @@ def test_a_request_that_was_tried_again() -> None:
 
 
 def test_bars_lie_on_one_axis() -> None:
-    """Each bar begins where the previous one ends, and the last one ends at the edge."""
+    """Each bar begins where the previous one ends, and the last one ends at the event."""
     out = io.StringIO()
     Console(file=out, width=200).print(drawn(TRACE))
     bars = [line for line in out.getvalue().splitlines() if "█" in line]

@@ -32,7 +32,7 @@ PAGE = 16
 
 class FakeReservation:
     def __init__(self, prompt: int) -> None:
-        self.question = [5] * prompt
+        self.original_prompt = [5] * prompt
         self.cache_salt = ""
         self.sampling = SamplingParams(1000)
 
@@ -51,7 +51,7 @@ class FakeRequest:
 
     @property
     def tokens(self) -> int:
-        return len(self.reservation.question) + len(self.token_ids)
+        return len(self.reservation.original_prompt) + len(self.token_ids)
 
 
 class FakeBatch:

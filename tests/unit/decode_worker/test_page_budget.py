@@ -28,7 +28,7 @@ def crowded(seed: int) -> tuple[PageReservations, list[DecodeRequest]]:
         prefix = Prefix(b"")
         reservation = Reservation("r", ref, tuple(range(4 * prompt_pages)), SamplingParams(9), PeerRef("p", 1))
         try:
-            claimed = claims.reserve(prefix, pages, 4 * prompt_pages, 0)
+            reserved = claims.reserve(prefix, pages, 4 * prompt_pages, 0)
         except ResourceExhausted:
             break
         request = DecodeRequest(
@@ -36,7 +36,7 @@ def crowded(seed: int) -> tuple[PageReservations, list[DecodeRequest]]:
             Lease(ref.request_id, 1, number),
             prompt_pages,
             pages,
-            claimed,
+            reserved,
             b"",
             prefix,
             0,
@@ -46,7 +46,7 @@ def crowded(seed: int) -> tuple[PageReservations, list[DecodeRequest]]:
         claims.add_lease(request.lease_pages, request.held)
         if dice.random() < 0.7:
             claims.spend_on_lease(request, prompt_pages)
-            request.pages += pool.allocate(ref, prompt_pages, from_promise=True)
+            request.pages += pool.allocate(ref, prompt_pages, from_reserved=True)
             claims.extend(request, request.committed + dice.randrange(6))
             running.append(request)
     if dice.random() < 0.3:
@@ -83,12 +83,12 @@ def entered(claims: PageReservations, name: str, pages: int, lease_pages: int, t
     """Return a request that claims `pages`, of which so many were for its prompt, and some of those are taken."""
     ref, prefix = RequestRef(name, 1), Prefix(b"")
     reservation = Reservation("r", ref, (7,) * 4 * lease_pages, SamplingParams(9), PeerRef("p", 1))
-    claimed = claims.reserve(prefix, pages, 4 * lease_pages, 0)
-    request = DecodeRequest(reservation, Lease(name, 1, 1), lease_pages, pages, claimed, b"", prefix, 0)
+    reserved = claims.reserve(prefix, pages, 4 * lease_pages, 0)
+    request = DecodeRequest(reservation, Lease(name, 1, 1), lease_pages, pages, reserved, b"", prefix, 0)
     request.lease_pages = request.held = lease_pages
     claims.add_lease(lease_pages, lease_pages)
     spent = claims.spend_on_lease(request, taken)
-    request.pages += claims._pool.allocate(ref, spent, from_promise=True)
+    request.pages += claims._pool.allocate(ref, spent, from_reserved=True)
     return request
 
 
@@ -105,9 +105,9 @@ def test_a_request_whose_kv_is_here_is_committed_to_no_less_than_it_holds(
     request, pool = entered(claims, "q", 8, 5, taken=3), claims._pool
     claims.complete_transfer(request, committed)
     assert (request.committed, request.reserved_pages, request.held, request.lease_pages) == (left, left - 3, 3, 0)
-    assert (claims.committed, claims.left, pool.counts().promised) == (left, 16 - 3, left - 3)
+    assert (claims.committed, claims.left, pool.counts().reserved) == (left, 16 - 3, left - 3)
     claims.remove(request)
-    assert (claims.committed, claims.left, pool.counts().promised) == (0, 16, 0)
+    assert (claims.committed, claims.left, pool.counts().reserved) == (0, 16, 0)
 
 
 def test_what_is_left_is_never_below_nothing(claims: PageReservations) -> None:
@@ -163,4 +163,4 @@ def test_within_a_limit_only_as_much_is_promised_as_may_be_held(claims: PageRese
     claims.extend(running, 9)
     grown = [claims.grow(running) for _ in range(3)]
     assert grown == [True, True, False]
-    assert (claims.left, claims._pool.counts().promised) == (0, 2), "the two of the prompt that is coming"
+    assert (claims.left, claims._pool.counts().reserved) == (0, 2), "the two of the prompt that is coming"

@@ -23,7 +23,7 @@ from tandem.engine.cache.prefix_cache import Prefix, PrefixCache
 from tandem.engine.steps.batch import StepRow
 from tandem.protocol.errors import InvalidArgument, ResourceExhausted
 from tandem.protocol.kv_pages import KvPages
-from tandem.protocol.lifecycle.timeline import Edge
+from tandem.protocol.lifecycle.events import LifecycleEvent
 from tandem.protocol.messages import (
     GrantedLease,
     Lease,
@@ -101,7 +101,7 @@ class House:
             same_host=lambda _peer: True,
         )
         self.admission.limit(max_pages)
-        self.half = DecodeScheduler(
+        self.scheduler = DecodeScheduler(
             requests=self.admission.requests,
             lock=self.admission.lock,
             model=FACTS,
@@ -146,7 +146,7 @@ class House:
 
     def step(self) -> list[StepRow]:
         self.now += 0.01
-        rows = self.half.schedule(1000)
+        rows = self.scheduler.schedule(1000)
         self.cache.check_integrity()
         self.most_running = max(self.most_running, len(rows))
         written: set[int] = set()
@@ -163,10 +163,10 @@ class House:
         if launched:
             self.flying.append(launched)
         # The step loop sleeps now, until somebody else wakes it.
-        assert launched or self.flying or self.half.idle or self.coming
+        assert launched or self.flying or self.scheduler.idle or self.coming
         while len(self.flying) > (1 if self.behind and launched else 0):
             done = self.flying.popleft()
-            for routed in events_of(self.half.apply([asked.token(index) for asked, index in done])):
+            for routed in events_of(self.scheduler.apply([asked.token(index) for asked, index in done])):
                 self._take(self.asked[routed.event.ref.request_id], routed.event)
         # Within a step what the half says itself may be heard before its tokens.
         while self.notes:
@@ -182,14 +182,16 @@ class House:
         for asked in self.asked.values():
             assert asked.got == [asked.token(index) for index in range(asked.length)], asked
         counts = self.pool.counts()
-        assert (counts.free + counts.cached, counts.promised) == (counts.total, 0)
+        assert (counts.free + counts.cached, counts.reserved) == (counts.total, 0)
         assert self.admission.open_requests == self.admission.open_leases == 0
         assert self.admission._budget.committed == 0
 
     def _send(self, asked: Asked) -> None:
-        ref, answered = RequestRef(asked.name, asked.attempt + 1), len(asked.got)
+        ref, prior_output_tokens = RequestRef(asked.name, asked.attempt + 1), len(asked.got)
         prompt = (*asked.prompt, *asked.got)
-        granted = self.admission.reserve(Reservation("r", ref, prompt, asked.sampling, P, answered=answered))
+        granted = self.admission.reserve(
+            Reservation("r", ref, prompt, asked.sampling, P, prior_output_tokens=prior_output_tokens)
+        )
         asked.attempt += 1
         asked.progress.append(0)
         self.coming.append(lambda: self._arrive(asked, ref, prompt, granted))
@@ -197,17 +199,19 @@ class House:
             self.coming.pop()()
 
     def _arrive(self, asked: Asked, ref: RequestRef, prompt: tuple[int, ...], granted: GrantedLease) -> None:
-        answered = len(asked.got)
+        prior_output_tokens = len(asked.got)
         pages = -(-len(prompt) // PAGE_TOKENS)
         self.admission.allocate_pages(granted.lease, pages, P)
-        first = asked.token(answered)
-        self._take(asked, RequestEvent(ref, answered, (first,)))
+        first = asked.token(prior_output_tokens)
+        self._take(asked, RequestEvent(ref, prior_output_tokens, (first,)))
         if asked.over:
             self.admission.abort("r", [ref])
             self.admission.release(granted.lease, P)
             return
         skipped = granted.held_tokens // PAGE_TOKENS
-        notice = TransferNotice(granted.lease, P, hash_token_ids(prompt), pages, first, answered + 1, skipped=skipped)
+        notice = TransferNotice(
+            granted.lease, P, hash_token_ids(prompt), pages, first, prior_output_tokens + 1, skipped=skipped
+        )
         self.admission.notice(notice)
 
     def _hear(self, event: RequestEvent) -> None:
@@ -215,7 +219,7 @@ class House:
         assert event.error is None
         assert event.preempted
         assert event.first_index == len(asked.got)
-        assert event.edges[-1].edge is Edge.PREEMPTED
+        assert event.event_times[-1].event is LifecycleEvent.PREEMPTED
         asked.preempted += 1
         self.waiting.appendleft(asked)
 
@@ -326,13 +330,13 @@ def test_nobody_new_takes_the_pages_of_one_that_gave_way() -> None:
     assert not house.waiting
 
 
-def decoding(epoch: int, brought: int, answered: int = 0) -> DecodeRequest:
+def decoding(epoch: int, brought: int, prior_output_tokens: int = 0) -> DecodeRequest:
     """One that was granted the lease number `epoch` and has brought so many tokens behind `answered` ones."""
-    ref, prompt = RequestRef(f"q{epoch}", 1 + bool(answered)), (7,) * (4 + answered)
-    reservation = Reservation("r", ref, prompt, SamplingParams(200), P, answered=answered)
+    ref, prompt = RequestRef(f"q{epoch}", 1 + bool(prior_output_tokens)), (7,) * (4 + prior_output_tokens)
+    reservation = Reservation("r", ref, prompt, SamplingParams(200), P, prior_output_tokens=prior_output_tokens)
     lease = Lease(ref.request_id, ref.attempt, epoch)
     return DecodeRequest(
-        reservation, lease, 1, 1, 0, b"", Prefix(b""), 0, Stage.RUNNING, answer=[100] * (answered + brought)
+        reservation, lease, 1, 1, 0, b"", Prefix(b""), 0, Stage.RUNNING, answer=[100] * (prior_output_tokens + brought)
     )
 
 
@@ -345,7 +349,7 @@ def test_the_youngest_is_chosen_and_never_the_oldest() -> None:
 
 
 def test_one_that_came_back_makes_progress_before_it_gives_way_again() -> None:
-    old, middle, back = decoding(1, 1), decoding(2, 1), decoding(3, PROGRESS_TOKENS - 1, answered=5)
+    old, middle, back = decoding(1, 1), decoding(2, 1), decoding(3, PROGRESS_TOKENS - 1, prior_output_tokens=5)
     there = [old, middle, back]
     assert choose(middle, there) is middle
     assert choose(back, there) is None
@@ -357,10 +361,10 @@ def test_one_that_came_back_makes_progress_before_it_gives_way_again() -> None:
 
 def test_no_progress_keeps_those_from_the_batch_that_are_older_and_ready() -> None:
     """Nobody joins while one waits for a page."""
-    ready, back = decoding(1, 1), decoding(2, PROGRESS_TOKENS - 1, answered=5)
+    ready, back = decoding(1, 1), decoding(2, PROGRESS_TOKENS - 1, prior_output_tokens=5)
     ready.stage = Stage.READY
     assert choose(back, [ready, back]) is back
-    behind = decoding(3, 1, answered=5)
+    behind = decoding(3, 1, prior_output_tokens=5)
     assert choose(back, [ready, back, behind]) is behind
     assert choose(behind, [ready, back, behind]) is None
     ready.stage = Stage.RUNNING

@@ -87,7 +87,7 @@ class Model:
         request.answer, request.pages = [100 + self.made], [1000 + self.made * 50 + each for each in range(pages)]
         request.ending = Ending.of(request.prompt_tokens, sampling, FACTS)
         if sampling.penalized:
-            request.history = History(reservation.question, request.answer)
+            request.history = History(reservation.original_prompt, request.answer)
         self.known.append(Known(request, [request.answer[0]]))
         self.batch.join(request)
 

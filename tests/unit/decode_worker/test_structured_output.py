@@ -165,7 +165,7 @@ async def test_a_worker_refuses_a_grammar_that_does_not_compile_or_that_the_answ
         with pytest.raises(InvalidArgument, match="grammar"):
             await worker.begin_answer(pair.reservation("q", [5], SamplingParams(4, grammar=of_regex("(("))))
         with pytest.raises(InvalidArgument, match="grammar"):
-            await worker.begin_answer(pair.reservation("q", [5, EOS], SAMPLINGS[1], answered=1))
+            await worker.begin_answer(pair.reservation("q", [5, EOS], SAMPLINGS[1], prior_output_tokens=1))
         history = await worker.begin_answer(pair.reservation("q", [5], SAMPLINGS[1]))
         assert history is not None
         assert (list(history.prompt), list(history.answer)) == ([5], [])

@@ -206,7 +206,7 @@ async def test_drafts_that_no_longer_fit(tmp_path: Path, monkeypatch: pytest.Mon
     oracle = OracleProposer(whole_text, alpha=1.0)
     monkeypatch.setattr(tandem.worker.worker, "make_proposer", lambda *_, **__: oracle)
     async with SmallCluster(both=True, pages=600) as cluster:
-        decode = cluster.pair.decode.worker._halves.decode
+        decode = cluster.pair.decode.worker._schedulers.decode
         assert decode.speculation is not None
         decode.speculation.fixed_drafts = DRAFTS
         for alpha, minutes, times in ((1.0, 20, 2), (0.0, 10, 4), (1.0, 20, 1)):

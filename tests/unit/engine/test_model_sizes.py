@@ -11,7 +11,7 @@ from tandem.engine import model_sizes as sizes_module
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.model_sizes import cost_guess, model_sizes, step_grid
 from tandem.engine.models.allocation import allocate_parameters
-from tandem.engine.models.families import places_of
+from tandem.engine.models.families import slots_of
 from tests.factories import tiny_engine_config, write_tiny_model
 
 
@@ -20,7 +20,7 @@ def test_sizes_are_those_of_the_loaded_matrices(tmp_path: Path, family: str) -> 
     runner = ModelRunner.load(tiny_engine_config(write_tiny_model(tmp_path / family, family)))
     shape, cache = runner.spec, runner.cache
     sizes = model_sizes(shape, cache.item_bytes)
-    loaded = places_of(shape, allocate_parameters(shape, torch.float32, torch.device("meta")))
+    loaded = slots_of(shape, allocate_parameters(shape, torch.float32, torch.device("meta")))
     multiplied = {name: each.tensor for name, each in loaded.items() if each.tensor.ndim == 2}
     if not shape.tied_embeddings:
         del multiplied["model.embed_tokens.weight"]

@@ -20,7 +20,7 @@ from prefill_worker.write_window import WindowRenewals
 from tandem.engine.cache.prefix_cache import Prefix
 from tandem.protocol.errors import DeadlineExceeded, StaleEpoch, TandemError, TransferFailed, Unavailable
 from tandem.protocol.kv_pages import KvPages
-from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
 from tandem.protocol.messages import (
     Destination,
     FinishReason,
@@ -62,7 +62,7 @@ class Scene(Sender, DecodePeers):
         self.request = PrefillRequest(task, 3, False, Progress(), Prefix(b""), pages=[10, 11, 12])
         self.handoff = Handoff(
             request=self.request,
-            half=self,
+            scheduler=self,
             me=ME,
             kv=KvPages(PAGE_TOKENS),
             sender=self,
@@ -84,7 +84,7 @@ class Scene(Sender, DecodePeers):
         self.writes.append(write)
         future: Future[WriteDone] = Future()
         self.futures.append(future)
-        hold(write.behind, lambda why_not: future.set_exception(TransferFailed(why_not)) if why_not else None)
+        hold(write.after, lambda why_not: future.set_exception(TransferFailed(why_not)) if why_not else None)
         return future
 
     async def connect(self, destination: Destination) -> None:
@@ -152,7 +152,7 @@ async def test_pages_go_as_they_fill_and_the_notice_goes_last() -> None:
     assert scene.diary[2:] == ["write [10]"]
     await scene.finish()
     assert scene.diary[3:] == ["write [11]", "write [12] + notice"]
-    assert [list(write.behind) for write in scene.writes] == [[], [], scene.futures[:2]]
+    assert [list(write.after) for write in scene.writes] == [[], [], scene.futures[:2]]
     for write in (1, 0, 2):
         await scene.settle(write)
     await scene.handoff.ended
@@ -172,15 +172,15 @@ async def test_pages_go_as_they_fill_and_the_notice_goes_last() -> None:
     assert routed.event.transfer is not None
     assert (routed.event.transfer.bytes, routed.event.transfer.pages) == (300, 3)
     assert routed.event.transfer.duration_nanos == 3, "the writes alone, not the chunks that were computed between them"
-    made = routed.event.edges[2]
-    assert routed.event.edges == (
-        EdgeStamp(Edge.TRANSFER_STARTED, 999),
-        EdgeStamp(Edge.LAST_PAGES_POSTED, 1000),
+    made = routed.event.event_times[2]
+    assert routed.event.event_times == (
+        EventTime(LifecycleEvent.TRANSFER_STARTED, 999),
+        EventTime(LifecycleEvent.LAST_PAGES_POSTED, 1000),
         made,
-        EdgeStamp(Edge.NOTICE_POSTED, 1001),
-        EdgeStamp(Edge.TRANSFER_FINISHED, 1002),
+        EventTime(LifecycleEvent.NOTICE_POSTED, 1001),
+        EventTime(LifecycleEvent.TRANSFER_FINISHED, 1002),
     )
-    assert made.edge is Edge.NOTICE_MADE
+    assert made.event is LifecycleEvent.NOTICE_MADE
 
 
 async def test_what_decode_holds_is_not_sent() -> None:

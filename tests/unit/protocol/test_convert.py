@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tandem.protocol import conversion, cost_parameters, messages, prefixes
 from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.generated.tandem.v1 import cluster_pb2, inference_pb2, types_pb2, worker_pb2
-from tandem.protocol.lifecycle import request_trace, timeline
+from tandem.protocol.lifecycle import events as lifecycle_events
+from tandem.protocol.lifecycle import request_trace
 from tandem.protocol.policy_name import PolicyName
 
 
@@ -51,11 +52,12 @@ prompt_scores = st.builds(
     messages.PromptLogprobs, st.lists(unit, max_size=5).map(tuple), uint32, token_ids, st.lists(unit).map(tuple)
 )
 scores = st.builds(messages.TokenLogprobs, unit, token_ids, st.lists(unit, max_size=5).map(tuple))
-edges = st.lists(st.builds(timeline.EdgeStamp, st.sampled_from(timeline.Edge), st.integers(0, 2**62)), max_size=3).map(
-    tuple
-)
-transfers = st.builds(timeline.TransferStats, uint64, uint32, text, uint64)
-timelines = st.builds(timeline.Timeline, edges, st.none() | transfers, text, text)
+event_times = st.lists(
+    st.builds(lifecycle_events.EventTime, st.sampled_from(lifecycle_events.LifecycleEvent), st.integers(0, 2**62)),
+    max_size=3,
+).map(tuple)
+transfers = st.builds(lifecycle_events.TransferStats, uint64, uint32, text, uint64)
+timelines = st.builds(lifecycle_events.Timeline, event_times, st.none() | transfers, text, text)
 errors = st.builds(messages.ErrorDetail, text, text, st.floats(0, 9))
 events = st.builds(
     messages.RequestEvent,
@@ -64,7 +66,7 @@ events = st.builds(
     token_ids,
     st.none() | st.sampled_from(messages.FinishReason),
     st.none() | errors,
-    edges,
+    event_times,
     st.none() | transfers,
     st.lists(scores, max_size=2).map(tuple),
     uint32,
@@ -171,7 +173,7 @@ CASES: dict[str, tuple[st.SearchStrategy[Any], type[Message]]] = {
             token_ids,
             sampling,
             peers,
-            answered=uint32,
+            prior_output_tokens=uint32,
             cache_salt=text,
             adapter=text,
             gap_target_s=st.just(math.inf) | st.floats(1e-6, 60),
@@ -188,7 +190,7 @@ CASES: dict[str, tuple[st.SearchStrategy[Any], type[Message]]] = {
             token_ids,
             sampling,
             st.none() | destinations,
-            answered=uint32,
+            prior_output_tokens=uint32,
             cache_salt=text,
             adapter=text,
         ),
@@ -290,7 +292,7 @@ def test_a_message_with_other_fields_than_the_dataclass_is_refused() -> None:
 @pytest.mark.parametrize(
     ("mine", "theirs", "prefix"),
     [
-        (timeline.Edge, types_pb2.Edge, "EDGE_"),
+        (lifecycle_events.LifecycleEvent, types_pb2.LifecycleEvent, "LIFECYCLE_EVENT_"),
         (messages.FinishReason, types_pb2.FinishReason, "FINISH_REASON_"),
     ],
 )
@@ -302,7 +304,10 @@ def test_enums_have_the_schema_s_members(mine: Any, theirs: Any, prefix: str) ->
 
 def test_every_dataclass_is_frozen() -> None:
     classes = [
-        c for m in (cost_parameters, messages, timeline) for c in vars(m).values() if dataclasses.is_dataclass(c)
+        c
+        for m in (cost_parameters, messages, lifecycle_events)
+        for c in vars(m).values()
+        if dataclasses.is_dataclass(c)
     ]
     assert classes
     assert all(c.__dataclass_params__.frozen for c in classes)  # type: ignore[union-attr]
@@ -324,10 +329,11 @@ def test_an_event_that_cannot_be_written_is_its_request_s_failure(caplog: pytest
 
 
 def test_an_event_that_cannot_be_read_is_its_request_s_failure(caplog: pytest.LogCaptureFixture) -> None:
-    """Such an event comes from a worker of a later release, which has more edges."""
+    """Such an event comes from a worker of a later release, which has more events."""
     message = conversion.step_output_to_proto(messages.StepOutput(1, (), LOAD))
     message.events.add(
-        ref=worker_pb2.RequestRef(request_id="b", attempt=2), edges=[types_pb2.EdgeStamp(edge=9999, unix_nanos=1)]
+        ref=worker_pb2.RequestRef(request_id="b", attempt=2),
+        event_times=[types_pb2.EventTime(event=9999, unix_nanos=1)],
     )  # type: ignore[arg-type]
     message.events.add(ref=worker_pb2.RequestRef(request_id="a", attempt=1), token_ids=[7])
     bad, good = conversion.step_output_from_proto(message).each()

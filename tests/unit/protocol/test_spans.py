@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent, Timeline
 from tandem.protocol.lifecycle.spans import Span, last_attempt, seconds_by_phase, spans_of
-from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp, Timeline
 
 MS = 10**6
 WHOLE = (
@@ -19,8 +19,8 @@ PREFILL = ("PREFILL_QUEUED", "PREFILL_STARTED", "PREFILL_FINISHED", "TRANSFER_ST
 DECODE = ("DECODE_ADMITTED", "DECODE_STARTED")
 
 
-def timeline_of(*edges: tuple[str, int]) -> Timeline:
-    stamps = tuple(EdgeStamp(Edge[name], at * MS) for name, at in edges)
+def timeline_of(*event_times: tuple[str, int]) -> Timeline:
+    stamps = tuple(EventTime(LifecycleEvent[name], at * MS) for name, at in event_times)
     return Timeline(stamps, None, "prefill-0", "decode-0")
 
 
@@ -37,9 +37,11 @@ def test_a_request_that_is_handed_over() -> None:
 
 
 def test_one_token_alone_and_one_worker_alone() -> None:
-    short = timeline_of(*[edge for edge in WHOLE if edge[0] not in (*DECODE, "TRANSFER_STARTED", "TRANSFER_FINISHED")])
+    short = timeline_of(
+        *[event for event in WHOLE if event[0] not in (*DECODE, "TRANSFER_STARTED", "TRANSFER_FINISHED")]
+    )
     assert drawn(short)[-2:] == [("prefill", 10, 50, 1), ("decode", 50, 200, 1)]
-    here = timeline_of(*[edge for edge in WHOLE if "TRANSFER" not in edge[0]])
+    here = timeline_of(*[event for event in WHOLE if "TRANSFER" not in event[0]])
     assert drawn(here)[-2:] == [("prefill", 10, 50, 1), ("decode", 50, 200, 1)]
 
 
@@ -79,7 +81,7 @@ def test_a_death_amid_an_answer() -> None:
         assert took["prefill"] == pytest.approx(0.08)
         assert took["stall"] == pytest.approx(1.84)
         assert seconds_by_phase(spans_of(timeline), 52 * MS)["queue"] == pytest.approx(0.01)
-        assert last_attempt(timeline).at(Edge.PREFILL_STARTED) == 2010 * MS
+        assert last_attempt(timeline).at(LifecycleEvent.PREFILL_STARTED) == 2010 * MS
 
 
 def test_a_first_token_that_leaves_late_bends_no_later_try() -> None:
@@ -106,9 +108,9 @@ def test_what_has_not_ended_has_none() -> None:
     assert drawn(timeline_of(("RECEIVED", 1), ("FINISHED", 9))) == [("queue", 1, 9, 1)]
 
 
-@given(st.lists(st.tuples(st.sampled_from([e.name for e in Edge]), st.integers(-100, 300)), max_size=20))
-def test_they_always_add_up(edges: list[tuple[str, int]]) -> None:
-    inner = [edge for edge in edges if edge[0] not in ("RECEIVED", "FINISHED")]
+@given(st.lists(st.tuples(st.sampled_from([e.name for e in LifecycleEvent]), st.integers(-100, 300)), max_size=20))
+def test_they_always_add_up(event_times: list[tuple[str, int]]) -> None:
+    inner = [event for event in event_times if event[0] not in ("RECEIVED", "FINISHED")]
     spans: tuple[Span, ...] = spans_of(timeline_of(("RECEIVED", 0), *inner, ("FINISHED", 200)))
     assert (spans[0].begin_nanos, spans[-1].end_nanos) == (0, 200 * MS)
     assert all(a.end_nanos == b.begin_nanos for a, b in pairwise(spans))

@@ -19,7 +19,7 @@ from tandem.protocol import conversion
 from tandem.protocol.cost_parameters import UNMEASURED
 from tandem.protocol.errors import ResourceExhausted, RoleClosed, StaleEpoch, TandemError
 from tandem.protocol.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
-from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp, TransferStats
+from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent, TransferStats
 from tandem.protocol.messages import (
     AdapterFacts,
     ErrorDetail,
@@ -67,7 +67,7 @@ def prompt_logprobs(task: PrefillTask) -> PromptLogprobs | None:
     if not task.scores_prompt:
         return None
     top = task.sampling.prompt_logprobs or 0
-    found = [answer_logprobs(token_id, top)[0] for token_id in task.question[1:]]
+    found = [answer_logprobs(token_id, top)[0] for token_id in task.original_prompt[1:]]
     ids, values = [each.top_ids for each in found], [each.top for each in found]
     return PromptLogprobs(tuple(each.chosen for each in found), top, tuple(chain(*ids)), tuple(chain(*values)))
 
@@ -290,12 +290,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     # ---- request execution ----
 
     async def _prefill(self, task: PrefillTask) -> None:
-        prompt, destination, index = task.question, task.destination, task.answered
+        prompt, destination, index = task.original_prompt, task.destination, task.prior_output_tokens
         only = task.sampling.max_tokens == index + 1 or self.switches.stop_at == index
         reason = (FinishReason.STOP if self.switches.stop_at == index else FinishReason.LENGTH) if only else None
         first = RequestEvent(
             task.ref, index, (self._token(prompt, index),), reason,
-            edges=(EdgeStamp.now(Edge.PREFILL_STARTED), EdgeStamp.now(Edge.PREFILL_FINISHED)),
+            event_times=(EventTime.now(LifecycleEvent.PREFILL_STARTED), EventTime.now(LifecycleEvent.PREFILL_FINISHED)),
             logprobs=answer_logprobs(self._token(prompt, index), task.sampling.logprobs),
             cached_tokens=self.switches.cached_tokens + index, prompt_logprobs=prompt_logprobs(task),
         )  # fmt: skip
@@ -315,14 +315,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             detail = ErrorDetail("TRANSFER_FAILED", "the pages did not arrive")
             self.send(task.router_id, RequestEvent(task.ref, finish_reason=FinishReason.ERROR, error=detail))
             return
-        began = EdgeStamp.now(Edge.TRANSFER_STARTED)
+        began = EventTime.now(LifecycleEvent.TRANSFER_STARTED)
         self.peers[destination.peer.worker_id].arrive(task)
         if self.switches.decode_first:
             await asyncio.sleep(0.05)
             self.send(task.router_id, first)
         stats = TransferStats(4096, 1, "fake", 1000)
-        edges = (began, EdgeStamp.now(Edge.TRANSFER_FINISHED))
-        self.send(task.router_id, RequestEvent(task.ref, edges=edges, transfer=stats))
+        event_times = (began, EventTime.now(LifecycleEvent.TRANSFER_FINISHED))
+        self.send(task.router_id, RequestEvent(task.ref, event_times=event_times, transfer=stats))
 
     def arrive(self, task: PrefillTask) -> None:
         """Starts decoding `task`, whose KV has arrived, if the lease is still valid."""
@@ -336,11 +336,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self._start(task.ref, self._decode(task))
 
     async def _decode(self, task: PrefillTask) -> None:
-        edges: tuple[EdgeStamp, ...] = (EdgeStamp.now(Edge.DECODE_ADMITTED), EdgeStamp.now(Edge.DECODE_STARTED))
-        for index in range(task.answered + 1, task.sampling.max_tokens):
-            if index - task.answered - 1 == self.switches.preempt_after:
-                edges = (*edges, EdgeStamp.now(Edge.PREEMPTED))
-                self.send(task.router_id, RequestEvent(task.ref, index, edges=edges, preempted=True))
+        event_times: tuple[EventTime, ...] = (
+            EventTime.now(LifecycleEvent.DECODE_ADMITTED),
+            EventTime.now(LifecycleEvent.DECODE_STARTED),
+        )
+        for index in range(task.prior_output_tokens + 1, task.sampling.max_tokens):
+            if index - task.prior_output_tokens - 1 == self.switches.preempt_after:
+                event_times = (*event_times, EventTime.now(LifecycleEvent.PREEMPTED))
+                self.send(task.router_id, RequestEvent(task.ref, index, event_times=event_times, preempted=True))
                 return
             if index == self.switches.mute_after:
                 await asyncio.Event().wait()
@@ -348,14 +351,16 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 await self.go.wait()
             await asyncio.sleep(self.switches.step_s)
             await self.runs.wait()
-            ids = (self._token(task.question, index),)
+            ids = (self._token(task.original_prompt, index),)
             reason = FinishReason.LENGTH if index == task.sampling.max_tokens - 1 else None
             if self.switches.stop_at == index:
                 reason = FinishReason.STOP
             logprobs = answer_logprobs(ids[0], task.sampling.logprobs)
-            self.send(task.router_id, RequestEvent(task.ref, index, ids, reason, edges=edges, logprobs=logprobs))
-            edges = ()
-            if self.switches.give_up_after == index + 1 - task.answered and reason is None:
+            self.send(
+                task.router_id, RequestEvent(task.ref, index, ids, reason, event_times=event_times, logprobs=logprobs)
+            )
+            event_times = ()
+            if self.switches.give_up_after == index + 1 - task.prior_output_tokens and reason is None:
                 detail = ErrorDetail(RoleClosed.code, "others go on with it")
                 self.send(task.router_id, RequestEvent(task.ref, finish_reason=FinishReason.ERROR, error=detail))
                 return

@@ -45,5 +45,5 @@ async def test_a_later_attempt_says_nothing_of_the_prompt(cluster: Cluster, clie
     cluster.prefill.switches.cached_tokens = 1
     _, _, complete = await client.run(ask(9))
     assert len(cluster.prefill.prefills) == 2
-    assert cluster.prefill.prefills[1].answered == 1
+    assert cluster.prefill.prefills[1].prior_output_tokens == 1
     assert complete.cached_tokens == 1

@@ -90,7 +90,7 @@ async def test_answer_usage_and_timeline(cluster: Cluster, client: Client, token
     assert (timeline.prefill_worker, timeline.decode_worker, timeline.transfer.backend) == (
         "prefill-0", "decode-0", "fake",
     )  # fmt: skip
-    edges = {stamp.edge for stamp in timeline.edges}
+    events = {stamp.event for stamp in timeline.event_times}
     names = (
         "RECEIVED",
         "TOKENIZED",
@@ -101,7 +101,7 @@ async def test_answer_usage_and_timeline(cluster: Cluster, client: Client, token
         "DECODE_ADMITTED",
         "FINISHED",
     )
-    assert {types_pb2.Edge.Value(f"EDGE_{name}") for name in names} <= edges
+    assert {types_pb2.LifecycleEvent.Value(f"LIFECYCLE_EVENT_{name}") for name in names} <= events
     reservation, task = cluster.decode.reservations[0], cluster.prefill.prefills[0]
     assert task.destination is not None
     assert (task.destination.address, reservation.prefill) == (cluster.decode.address, cluster.prefill.info.peer)
@@ -369,7 +369,7 @@ async def test_an_attempt_that_samples_another_first_token_is_not_spliced_in(clu
     tight.switches.fail_transfers = 1
     _, ids, _ = await client.run(ask(8, prompt))
     assert ids == expected(8, prompt)
-    assert [task.answered for task in tight.prefills] == [0, 0]
+    assert [task.prior_output_tokens for task in tight.prefills] == [0, 0]
     tight.switches.fail_transfers = 1
     tight.prefills.clear()
     tight.answer = lambda prompt, index: answer_token(prompt, index) + len(tight.prefills) - 1
@@ -397,10 +397,10 @@ async def test_answers_go_on_elsewhere_when_their_decode_worker_dies(
         assert (complete.prompt_tokens, complete.completion_tokens) == (2, tokens)
     second = [task for task in cluster.prefill.prefills if task.ref.attempt == 2]
     assert len(second) == 6
-    assert {task.answered for task in second} == {out}
-    assert {task.question for task in second} == {(5, n) for n in range(6)}
+    assert {task.prior_output_tokens for task in second} == {out}
+    assert {task.original_prompt for task in second} == {(5, n) for n in range(6)}
     assert len({each.ref.request_id for each in heir.reservations}) == (6 if tokens - out > 1 else 0)
-    assert all(each.answer == tuple(expected(out, list(each.question))) for each in heir.reservations)
+    assert all(each.answer == tuple(expected(out, list(each.original_prompt))) for each in heir.reservations)
     await cluster.members(cluster.prefill, heir)
 
 
@@ -425,7 +425,7 @@ async def test_an_answer_that_no_live_prefill_worker_can_hold_is_computed_again(
     await cluster.controller.set(large, small, doomed, heir)
     _, ids, _ = await asyncio.wait_for(running, 60)
     assert ids == expected(40)
-    assert [task.answered for task in small.prefills] == [small.page_tokens - len(PROMPT)]
+    assert [task.prior_output_tokens for task in small.prefills] == [small.page_tokens - len(PROMPT)]
     await cluster.members(small, heir)
 
 
@@ -458,7 +458,7 @@ async def test_a_failure_behind_the_last_token_fails_nothing(cluster: Cluster, c
     cluster.prefill.send("router-0", whole, failure_event(request.ref, TransferFailed("the pages did not arrive")))
     _, ids, complete = await running
     assert ids == expected(3)
-    assert types_pb2.EDGE_REQUEUED not in [stamp.edge for stamp in complete.timeline.edges]
+    assert types_pb2.LIFECYCLE_EVENT_REQUEUED not in [stamp.event for stamp in complete.timeline.event_times]
     cluster.decode.forget()
     cluster.prefill.forget()
 

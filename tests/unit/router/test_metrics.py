@@ -35,8 +35,8 @@ from tandem.metrics.exposition import Exposition
 from tandem.net.security.credentials import metrics_key_of
 from tandem.protocol.errors import InvalidArgument, TransferFailed, Unavailable
 from tandem.protocol.generated.tandem.v1 import inference_pb2
+from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent, Timeline
 from tandem.protocol.lifecycle.spans import Phase, spans_of
-from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp, Timeline
 from tandem.protocol.messages import FinishReason, PeerRef, SamplingParams
 from tandem.settings.slo import BEST_EFFORT, SloClass
 from tests.unit.router.conftest import Cluster
@@ -57,8 +57,8 @@ def pace_of(*gaps: float, target_s: float = 0.025) -> GapTracker:
 
 
 def timeline_of(**seconds: float) -> Timeline:
-    edges = tuple(EdgeStamp(Edge[name], int(at * SECOND)) for name, at in seconds.items())
-    return Timeline(edges, None, "prefill-0", "decode-0")
+    event_times = tuple(EventTime(LifecycleEvent[name], int(at * SECOND)) for name, at in seconds.items())
+    return Timeline(event_times, None, "prefill-0", "decode-0")
 
 
 WHOLE = {
@@ -84,7 +84,7 @@ def test_phases_of_a_request_that_was_tried_again(metrics: RouterMetrics) -> Non
     metrics.clock.now += 6.0  # type: ignore[attr-defined]
     metrics.tokens_leave(request, 8)
     again = {name: at + 6.0 for name, at in WHOLE.items() if name not in ("RECEIVED", "FIRST_TOKEN")}
-    request.edges += timeline_of(SILENT=1.5, REQUEUED=6.0, **again).edges
+    request.event_times += timeline_of(SILENT=1.5, REQUEUED=6.0, **again).event_times
     metrics.finished(request, FinishReason.STOP)
     families = (f.QUEUE_TIME, f.PREFILL_TIME, f.TRANSFER_TIME, f.DECODE_TIME, f.STALL_TIME)
     totals = [metrics.registry.histogram(each).total for each in families]
@@ -95,9 +95,11 @@ def test_phases_of_a_request_that_was_tried_again(metrics: RouterMetrics) -> Non
 
 def test_a_first_token_that_a_silent_worker_kept_back(metrics: RouterMetrics) -> None:
     request = request_of(TIGHT, RECEIVED=0.0, PLACED=0.1, SILENT=0.1, REQUEUED=3.0)
-    request.edges += timeline_of(PLACED=3.1, PREFILL_STARTED=3.2, PREFILL_FINISHED=3.3, FIRST_TOKEN=3.3).edges
+    request.event_times += timeline_of(
+        PLACED=3.1, PREFILL_STARTED=3.2, PREFILL_FINISHED=3.3, FIRST_TOKEN=3.3
+    ).event_times
     metrics.tokens_leave(request, 1)
-    request.edges += timeline_of(PREEMPTED=4.0, FINISHED=9.0).edges  # later phases do not count for TTFT
+    request.event_times += timeline_of(PREEMPTED=4.0, FINISHED=9.0).event_times  # later phases do not count for TTFT
     metrics.finished(request, FinishReason.STOP)
     assert outcomes(metrics) == {("tight", "missed_ttft"): 1, ("tight", "stall"): 1}
 
@@ -164,8 +166,8 @@ def test_the_phase_in_which_a_request_failed(last: str, phase: str) -> None:
     names = list(WHOLE)
     seen = {name: WHOLE[name] for name in names[: names.index(last) + 1]}
     assert failed(timeline_of(**seen)) == RequestOutcome(Outcome.FAILED, Phase(phase))
-    before = timeline_of(**{**WHOLE, "REQUEUED": 2.9}).edges
-    retried = replace(timeline_of(), edges=(*before, *timeline_of(**seen).edges))
+    before = timeline_of(**{**WHOLE, "REQUEUED": 2.9}).event_times
+    retried = replace(timeline_of(), event_times=(*before, *timeline_of(**seen).event_times))
     assert failed(retried) == RequestOutcome(Outcome.FAILED, Phase(phase)), "of the last try"
 
 
@@ -196,11 +198,11 @@ def metrics(model: Any, clock: VirtualClock) -> RouterMetrics:
     return RouterMetrics(config, clock)
 
 
-def request_of(slo: SloClass, prompt: int = 7, **edges: float) -> RoutedRequest:
+def request_of(slo: SloClass, prompt: int = 7, **event_times: float) -> RoutedRequest:
     admitted = Admitted("r", (1,) * prompt, SamplingParams(8), (), 0, (), slo=slo)
     request = RoutedRequest("r~1", admitted, admitted.queued("r~1", 1, 0.0), cast(Any, None), cast(Any, None), 0.0)
     request.pace.target_s = slo.itl_target(0.01)
-    request.edges = list(timeline_of(**edges).edges)
+    request.event_times = list(timeline_of(**event_times).event_times)
     return request
 
 
@@ -216,7 +218,7 @@ def test_a_request_from_its_first_token_to_its_end(metrics: RouterMetrics, clock
     for tokens, gap in ((1, 0.0), (4, 0.02), (0, 0.0), (1, 0.01)):
         clock.now += gap
         metrics.tokens_leave(request, tokens)
-    request.edges.append(EdgeStamp(Edge.FINISHED, int(2.8 * SECOND)))
+    request.event_times.append(EventTime(LifecycleEvent.FINISHED, int(2.8 * SECOND)))
     request.cached_tokens = 16
     metrics.finished(request, FinishReason.STOP)
     metrics.finished(request, FinishReason.STOP)
@@ -241,17 +243,17 @@ def test_a_request_from_its_first_token_to_its_end(metrics: RouterMetrics, clock
 def test_placement_counts_from_the_reception_as_the_metric_does() -> None:
     """It counted from the end of the tokenization: a request could be late before its clock began."""
     now = time.time_ns()
-    edges = EdgeStamp(Edge.RECEIVED, now - 3 * 10**9), EdgeStamp(Edge.TOKENIZED, now)
-    admitted = Admitted("r", (1,), SamplingParams(8), (), 0, edges)
+    event_times = EventTime(LifecycleEvent.RECEIVED, now - 3 * 10**9), EventTime(LifecycleEvent.TOKENIZED, now)
+    admitted = Admitted("r", (1,), SamplingParams(8), (), 0, event_times)
     (request,) = LiveRequests(cast(Any, SimpleNamespace(decode=str, eos_token_ids=()))).make(admitted, JointOutcome())
     assert time.monotonic() - request.queued.arrived_s == pytest.approx(3.0, abs=0.5)
-    ahead = Admitted("r", (1,), SamplingParams(8), (), 0, (EdgeStamp(Edge.RECEIVED, now + 10**12),))
+    ahead = Admitted("r", (1,), SamplingParams(8), (), 0, (EventTime(LifecycleEvent.RECEIVED, now + 10**12),))
     assert ahead.waited_s == 0.0, "the wall clock was set back"
 
 
 def test_ends_that_are_not_good(metrics: RouterMetrics) -> None:
     early, late, broken = (request_of(TIGHT, RECEIVED=0.0, PLACED=0.1) for _ in range(3))
-    early.edges = [EdgeStamp.now(Edge.RECEIVED)]
+    early.event_times = [EventTime.now(LifecycleEvent.RECEIVED)]
     metrics.left(early)  # before any target was missed
     assert outcomes(metrics) == {}
     metrics.finished(late, FinishReason.ABORT)  # long after every target

@@ -44,9 +44,11 @@ async def test_the_stream_has_every_token_once(
     assert [score.chosen.logprob for score in scores] == [answer_logprobs(token, 2)[0].chosen for token in ids]
     assert complete.completion_tokens == count
     starts = list(range(0, count, 1 + brought))
-    assert [task.answered for task in cluster.prefill.prefills] == starts
-    edges = [stamp.edge for stamp in complete.timeline.edges]
-    assert edges.count(types_pb2.EDGE_PREEMPTED) == len(cluster.decode.reservations) - (count - starts[-1] > 1)
+    assert [task.prior_output_tokens for task in cluster.prefill.prefills] == starts
+    events = [stamp.event for stamp in complete.timeline.event_times]
+    assert events.count(types_pb2.LIFECYCLE_EVENT_PREEMPTED) == len(cluster.decode.reservations) - (
+        count - starts[-1] > 1
+    )
 
 
 async def test_a_client_may_leave_while_it_waits_to_go_on(cluster: Cluster, client: Client) -> None:
@@ -128,7 +130,7 @@ def test_a_skipped_request_waits_on_without_a_turn() -> None:
     queue.skip(hopeless)
     assert len(queue) == 3
     assert queue.head() is other
-    assert {each.wire_id for each in queue} == {"hopeless", "back", "other"}
+    assert {each.internal_id for each in queue} == {"hopeless", "back", "other"}
     queue.remove(other)
     assert queue.head() is None
     queue.restore_skipped()
@@ -154,7 +156,7 @@ def test_a_worker_is_given_what_it_is_expected_to_have_room_for() -> None:
             scheduler.enter(new)
             if (pair := scheduler.bind(new)) is not None:
                 record(new, pair, prefill, decode)
-                prefill.remove_prompt(new.wire_id)
+                prefill.remove_prompt(new.internal_id)
             scheduler.queue.remove(new)
         return len(decode.request_ids) - before
 

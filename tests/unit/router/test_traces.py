@@ -30,8 +30,8 @@ from tandem.net.security.credentials import metrics_key_of
 from tandem.protocol.conversion import traces_from_json
 from tandem.protocol.errors import FailedPrecondition, Internal, InvalidArgument, Unavailable
 from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
+from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent, Timeline
 from tandem.protocol.lifecycle.request_trace import RequestTrace, TraceContext
-from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp, Timeline
 from tandem.protocol.messages import Role
 from tandem.settings.cluster import ClusterSettings
 from tests.unit.router.conftest import WITHOUT_RECOVERY, Cluster
@@ -237,8 +237,8 @@ async def test_http_failures_and_what_a_client_does_not_record(cluster: Cluster,
         (mine,) = traces_from_json((await http.get("/traces", params={"id": done.json()["id"]})).text)[0]
         assert mine.context == TraceContext(TRACE, SPAN)
     await flush(cluster)
-    answered, failed = receiver.roots
-    assert (answered.trace_id.hex(), answered.name) == (TRACE, "chat fake")
+    prior_output_tokens, failed = receiver.roots
+    assert (prior_output_tokens.trace_id.hex(), prior_output_tokens.name) == (TRACE, "chat fake")
     assert attributes(failed)["error.type"] == "INTERNAL"
     assert failed.status.code == failed.status.STATUS_CODE_ERROR
     assert not failed.parent_span_id
@@ -251,7 +251,7 @@ async def test_http_failures_and_what_a_client_does_not_record(cluster: Cluster,
 async def test_a_failed_answer_s_trace_has_the_tokens_that_its_client_got(cluster: Cluster) -> None:
     """Regression: tokens not yet delivered when the failure was recorded were missing, and the first one's time."""
     cluster.decode.switches.break_after = 6
-    prompt = ClientRequest("slow", "fake", (5, 6, 7), Options(max_tokens=20), EdgeStamp.now(Edge.RECEIVED))
+    prompt = ClientRequest("slow", "fake", (5, 6, 7), Options(max_tokens=20), EventTime.now(LifecycleEvent.RECEIVED))
     choices = cluster.router._dispatcher.submit(await cluster.router._validator.admit(prompt))
     await until(lambda: choices.answers[0].over, "it failed before its client has read anything")
     kept = cluster.router._dispatcher.metrics.traces.newest
@@ -265,13 +265,13 @@ async def test_a_failed_answer_s_trace_has_the_tokens_that_its_client_got(cluste
     assert kept() == [trace]
     assert got >= 5
     assert (trace.outcome, trace.completion_tokens) == ("UNAVAILABLE", got)
-    edges = [stamp.edge for stamp in trace.timeline.edges]
-    assert edges[-2:] == [Edge.FIRST_TOKEN, Edge.FINISHED]
+    events = [stamp.event for stamp in trace.timeline.event_times]
+    assert events[-2:] == [LifecycleEvent.FIRST_TOKEN, LifecycleEvent.FINISHED]
 
 
 async def test_a_failed_answer_whose_client_left_unheard_has_a_trace(cluster: Cluster) -> None:
     cluster.prefill.switches.prefill_error = Internal("broken")
-    prompt = ClientRequest("gone", "fake", (5, 6, 7), Options(max_tokens=20), EdgeStamp.now(Edge.RECEIVED))
+    prompt = ClientRequest("gone", "fake", (5, 6, 7), Options(max_tokens=20), EventTime.now(LifecycleEvent.RECEIVED))
     choices = cluster.router._dispatcher.submit(await cluster.router._validator.admit(prompt))
     await until(lambda: choices.answers[0].over, "it failed")
     choices.close()
@@ -294,7 +294,7 @@ async def test_whoever_scrapes_an_exemplar_finds_its_request(cluster: Cluster) -
             assert sample.exemplar.labels["request_id"] == "an/id?of=t"
             for wanted in sample.exemplar.labels.values():
                 (found,) = traces_from_json((await http.get("/traces", params={"id": wanted})).text)[0]
-                assert found.timeline.at(Edge.FINISHED)
+                assert found.timeline.at(LifecycleEvent.FINISHED)
                 assert found.prompt_tokens == 4
         assert len(traces_from_json((await http.get("/traces?slow")).text)[0]) == 1
         assert traces_from_json((await http.get("/traces?id=nobody")).text)[0] == []
@@ -329,8 +329,11 @@ class TestByDefault:
 
 
 def trace(number: int, length_s: float, name: str = "") -> RequestTrace:
-    edges = (EdgeStamp(Edge.RECEIVED, 0), EdgeStamp(Edge.FIRST_TOKEN, int(length_s * SECOND / 2)))
-    timeline = Timeline((*edges, EdgeStamp(Edge.FINISHED, int(length_s * SECOND))), None, "p", "d")
+    event_times = (
+        EventTime(LifecycleEvent.RECEIVED, 0),
+        EventTime(LifecycleEvent.FIRST_TOKEN, int(length_s * SECOND / 2)),
+    )
+    timeline = Timeline((*event_times, EventTime(LifecycleEvent.FINISHED, int(length_s * SECOND))), None, "p", "d")
     named = name or f"r{number}"
     context = TraceContext(f"{number:032x}")
     return RequestTrace(named, f"{named}~{number}", context, "m", "chat", "quick", "stop", 3, 4, 0, timeline)

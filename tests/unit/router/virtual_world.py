@@ -78,7 +78,7 @@ class World:
         queued = QueuedRequest(f"r{number}", number, at, tokens, 100, slo=slo, **more)
         request = Request(queued, slo)
         self.requests.append(request)
-        self._by_id[queued.wire_id] = request
+        self._by_id[queued.internal_id] = request
         self.schedule(at, lambda: self._enter(request))
         return request
 
@@ -96,13 +96,17 @@ class World:
         while (queued := self.scheduler.head()) is not None:
             placement = self.scheduler.bind(queued)
             if placement is not None:
-                self._place(self._by_id[queued.wire_id], placement)
+                self._place(self._by_id[queued.internal_id], placement)
             elif not self.scheduler.may_pass(queued):
                 return
 
     def _place(self, request: Request, placement: Placement) -> None:
         assert placement.decode is not None
-        prefill, decode, name = self.by_peer[placement.prefill], self.by_peer[placement.decode], request.queued.wire_id
+        prefill, decode, name = (
+            self.by_peer[placement.prefill],
+            self.by_peer[placement.decode],
+            request.queued.internal_id,
+        )
         record(request.queued, placement, prefill, decode)
         tokens = placement.computed_tokens
         compute_s = prefill.cost.prefill_seconds(tokens, chunk_pairs(tokens, 0), 2048)[0] * self.slowness

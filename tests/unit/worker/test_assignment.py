@@ -110,7 +110,7 @@ async def test_the_role_is_the_old_one_until_the_last_request_has_ended() -> Non
         assert heard.tokens == answer_to(PROMPT, TEN)
 
 
-async def test_a_half_that_opens_is_ready_at_once() -> None:
+async def test_a_scheduler_that_opens_is_ready_at_once() -> None:
     async with WorkerPair() as pair:
         waiting = await decodes(pair)
         become(pair.decode, Role.PREFILL)
@@ -137,7 +137,7 @@ async def test_what_takes_too_long_goes_on_elsewhere(queue: object) -> None:
         await pair.empty()
 
 
-async def test_a_half_whose_pages_are_still_read_says_so_and_closes_once_they_rest(
+async def test_a_scheduler_whose_transfers_are_in_flight_says_so_and_closes_after_them(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("tandem.worker.assignment.REST_S", 0.05)
@@ -146,14 +146,14 @@ async def test_a_half_whose_pages_are_still_read_says_so_and_closes_once_they_re
         become(pair.prefill, Role.DECODE, grace_s=0.01)
         await until(lambda: heard.error == RoleClosed.code)
         pair.abort("q")
-        await until(lambda: "still closes its prefill half: pages of 1 requests" in caplog.text)
+        await until(lambda: "still closes its prefill phase: transfers of 1 ended requests" in caplog.text)
         assert state(pair.prefill) == (Role.BOTH, Role.PREFILL)
         let_writes_land(pair)
         await until(lambda: state(pair.prefill) == (Role.DECODE, None))
         await pair.empty()
 
 
-async def test_a_half_that_opens_again_before_it_was_empty_stays() -> None:
+async def test_a_scheduler_that_opens_again_before_it_was_empty_stays_open() -> None:
     async with WorkerPair() as pair:
         heard = await decodes(pair)
         become(pair.decode, Role.PREFILL)
@@ -170,18 +170,18 @@ async def test_a_half_that_opens_again_before_it_was_empty_stays() -> None:
 async def test_limits_follow_the_role() -> None:
     async with WorkerPair(max_batch_requests=16) as pair:
         decode = pair.decode.worker
-        assert (decode._halves.decode._max_batch, decode.admission._budget._limit) == (16, 64)
+        assert (decode._schedulers.decode._max_batch, decode.admission._budget._limit) == (16, 64)
         become(pair.decode, Role.BOTH)
-        assert (decode._halves.decode._max_batch, decode.admission._budget._limit) == (8, 32)
+        assert (decode._schedulers.decode._max_batch, decode.admission._budget._limit) == (8, 32)
         become(pair.decode, Role.DECODE)
         await until(lambda: state(pair.decode) == (Role.DECODE, None))
-        assert (decode._halves.decode._max_batch, decode.admission._budget._limit) == (16, 64)
+        assert (decode._schedulers.decode._max_batch, decode.admission._budget._limit) == (16, 64)
 
 
 async def test_limits_are_the_first_roles_at_the_start() -> None:
     async with WorkerPair(both=True, max_batch_requests=16) as pair:
         worker = pair.decode.worker
-        assert (worker._halves.decode._max_batch, worker.admission._budget._limit) == (8, 32)
+        assert (worker._schedulers.decode._max_batch, worker.admission._budget._limit) == (8, 32)
 
 
 async def test_steps_follow_the_policy() -> None:

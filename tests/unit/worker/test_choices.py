@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.protocol.lifecycle.timeline import Edge
+from tandem.protocol.lifecycle.events import LifecycleEvent
 from tandem.protocol.messages import SamplingParams
 from tests.fake_engine import PAGE_TOKENS, FakeEngine, answer_to
 from tests.worker_pair import WorkerPair, until
@@ -26,7 +26,7 @@ async def test_full_pages_are_shared_and_the_last_is_private(tail: int) -> None:
     prompt = list(range(30, 30 + full * PAGE_TOKENS + tail))
     async with WorkerPair(pages=128, max_step_tokens=64) as pair:
         first = pair.send("c0", prompt, TWENTY)
-        await until(lambda: Edge.DECODE_ADMITTED in first.edges)
+        await until(lambda: LifecycleEvent.DECODE_ADMITTED in first.event_times)
         computed = sum(len(row.token_ids) for batch in pair.prefill.engine.batches for row in batch.rows)
         samplings = [SamplingParams(20, presence_penalty=0.1 * n) for n in (1, 2)]
         others = [pair.send(f"c{n}", prompt, each) for n, each in enumerate(samplings, 1)]

@@ -12,8 +12,7 @@ from decode_worker.kv_arrival import ArrivalCheck
 from decode_worker.requests import DecodeRequests
 from prefill_worker.scheduler import PrefillScheduler
 from tandem.protocol.messages import FinishReason, RequestEvent, RequestRef, RoutedEvent, SamplingParams, WorkerLoad
-from tandem.worker.outbox import Outbox
-from tandem.worker.step_publisher import StepPublisher
+from tandem.worker.output_streams import OutputStreams
 from tests.fake_engine import answer_to
 from tests.worker_pair import WorkerPair, until
 
@@ -63,14 +62,14 @@ async def test_a_token_that_cannot_be_told(
 
 @pytest.mark.parametrize("both", [False, True])
 async def test_a_prompt_whose_end_cannot_be_handled(both: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = lambda _half, request, *_: request.task.ref.request_id  # noqa: E731
+    name = lambda _scheduler, request, *_: request.task.ref.request_id  # noqa: E731
     monkeypatch.setattr(PrefillScheduler, "_finish", defect(PrefillScheduler._finish, name))
     async with WorkerPair(both=both) as pair:
         await others_are_whole(pair, "INTERNAL")
 
 
 async def test_a_local_prompt_that_cannot_be_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = lambda _half, request, *_: request.task.ref.request_id  # noqa: E731
+    name = lambda _scheduler, request, *_: request.task.ref.request_id  # noqa: E731
     monkeypatch.setattr(PrefillScheduler, "_local_notice", defect(PrefillScheduler._local_notice, name))
     async with WorkerPair(both=True) as pair:
         await others_are_whole(pair, "INTERNAL")
@@ -94,10 +93,8 @@ async def test_pages_that_cannot_be_taken_in(
 
 async def test_a_call_that_fails_keeps_no_other_from_being_made(caplog: pytest.LogCaptureFixture) -> None:
     made: list[int] = []
-    outbox = Outbox(asyncio.get_running_loop(), lambda: WorkerLoad(0, 0, 0, 0, 8), lambda _: [], 60.0)
-    StepPublisher(asyncio.get_running_loop(), outbox).publish(
-        1, (), (), (lambda: made.append(1), lambda: made.remove(0), lambda: made.append(2))
-    )
+    streams = OutputStreams(asyncio.get_running_loop(), lambda: WorkerLoad(0, 0, 0, 0, 8), lambda _: [], 60.0)
+    streams.publish(1, (), (), (lambda: made.append(1), lambda: made.remove(0), lambda: made.append(2)))
     await until(lambda: len(made) == 2)
     assert "did not hear of its step" in caplog.text
 
@@ -106,11 +103,11 @@ async def test_a_step_is_sent_without_the_cache_changes_that_cannot_be_told() ->
     def broken() -> None:
         raise KeyError("defect")
 
-    outbox = Outbox(asyncio.get_running_loop(), lambda: WorkerLoad(0, 0, 0, 0, 8), lambda _: [], 60.0, broken)
-    messages = aiter(outbox.attach("r", prefixes=True).messages())
+    streams = OutputStreams(asyncio.get_running_loop(), lambda: WorkerLoad(0, 0, 0, 0, 8), lambda _: [], 60.0, broken)
+    messages = aiter(streams.attach("r", prefixes=True).messages())
     await anext(messages)
     event = RequestEvent(RequestRef("a", 1))
-    StepPublisher(asyncio.get_running_loop(), outbox).publish(1, [RoutedEvent("r", event)])
+    streams.publish(1, [RoutedEvent("r", event)])
     async with asyncio.timeout(30):
         assert (await anext(messages)).events == (event,)
 
@@ -126,7 +123,7 @@ async def test_an_event_that_cannot_be_written_ends_its_request_alone() -> None:
         await anext(stream)
         good, bad = RequestEvent(RequestRef("a", 1)), RequestEvent(RequestRef(BAD, 1), 0, (-1,))
         for event in (bad, good):
-            pair.decode.worker._outbox.post(RoutedEvent("r", event))
+            pair.decode.worker._streams.post(RoutedEvent("r", event))
         message = await anext(stream)
         assert [(each.ref.request_id, each.error.code) for each in message.events] == [(BAD, "INTERNAL"), ("a", "")]
         call.cancel()

@@ -58,7 +58,7 @@ async def test_no_ended_request_stays_alive(drafts: str, monkeypatch: pytest.Mon
     others = alive()  # kept, so that no other object gets the id of one
     known = {id(each) for each in others}
     async with WorkerPair(pages=100) as pair:
-        if (speculation := pair.decode.worker._halves.decode.speculation) is not None:
+        if (speculation := pair.decode.worker._schedulers.decode.speculation) is not None:
             speculation.fixed_drafts = 3
         for first in range(0, REQUESTS, TOGETHER):
             heard = {}

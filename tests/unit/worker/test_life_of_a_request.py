@@ -1,4 +1,4 @@
-"""Every edge of a request's life on two workers, and no page lost on any of them."""
+"""Every event of a request's life on two workers, and no page lost on any of them."""
 
 import asyncio
 import threading
@@ -16,7 +16,7 @@ from tandem.protocol.errors import (
     StaleEpoch,
     Unavailable,
 )
-from tandem.protocol.lifecycle.timeline import Edge
+from tandem.protocol.lifecycle.events import LifecycleEvent
 from tandem.protocol.messages import (
     Destination,
     FinishReason,
@@ -35,19 +35,19 @@ PROMPT = [11, 12, 13, 14, 15, 16, 17]
 TEN = SamplingParams(max_tokens=10)
 LONG = SamplingParams(max_tokens=150)
 TRANSFER = [
-    Edge.TRANSFER_STARTED,
-    Edge.LAST_PAGES_POSTED,
-    Edge.NOTICE_MADE,
-    Edge.NOTICE_POSTED,
-    Edge.TRANSFER_FINISHED,
-    Edge.KV_CHECKED,
+    LifecycleEvent.TRANSFER_STARTED,
+    LifecycleEvent.LAST_PAGES_POSTED,
+    LifecycleEvent.NOTICE_MADE,
+    LifecycleEvent.NOTICE_POSTED,
+    LifecycleEvent.TRANSFER_FINISHED,
+    LifecycleEvent.KV_CHECKED,
 ]
-"""The edges of a request whose KV is transferred."""
+"""The events of a request whose KV is transferred."""
 
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["", "asynchronous"])
 def _engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every edge with both kinds of engine."""
+    """Every event with both kinds of engine."""
     monkeypatch.setattr(FakeEngine, "asynchronous", request.param)
 
 
@@ -60,10 +60,16 @@ async def test_one_request(length: int, both: bool) -> None:
         await until(lambda: heard.finish and (both or heard.pages))
         assert heard.tokens == answer_to(prompt, TEN)
         assert heard.finish is FinishReason.LENGTH
-        edges = [Edge.PREFILL_QUEUED, Edge.PREFILL_STARTED, Edge.PREFILL_FINISHED]
-        assert heard.edges[:3] == edges
+        event_times = [LifecycleEvent.PREFILL_QUEUED, LifecycleEvent.PREFILL_STARTED, LifecycleEvent.PREFILL_FINISHED]
+        assert heard.event_times[:3] == event_times
         transfer = [] if both else TRANSFER
-        assert set(heard.edges) == {*edges, *transfer, Edge.NOTICE_SEEN, Edge.DECODE_ADMITTED, Edge.DECODE_STARTED}
+        assert set(heard.event_times) == {
+            *event_times,
+            *transfer,
+            LifecycleEvent.NOTICE_SEEN,
+            LifecycleEvent.DECODE_ADMITTED,
+            LifecycleEvent.DECODE_STARTED,
+        }
         assert heard.pages == (0 if both else -(-length // PAGE_TOKENS))
         await pair.empty()
 

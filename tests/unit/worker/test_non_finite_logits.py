@@ -72,7 +72,7 @@ async def test_it_fails_in_a_step_that_verifies_drafts(
     monkeypatch.setattr(tandem.worker.worker, "make_proposer", lambda *_, **__: OracleProposer(whole_text, 1.0))
     break_at(monkeypatch, index)
     async with WorkerPair(both=True) as pair:
-        speculation = pair.decode.worker._halves.decode.speculation
+        speculation = pair.decode.worker._schedulers.decode.speculation
         assert speculation is not None
         speculation.fixed_drafts = 3
         await fails_alone(pair)

@@ -398,7 +398,9 @@ SCORED = replace(TEN, prompt_logprobs=2)
 
 
 @pytest.mark.parametrize("both", [False, True])
-@pytest.mark.parametrize("sampling", [SCORED, replace(SCORED, max_tokens=1)], ids=["answered", "scored alone"])
+@pytest.mark.parametrize(
+    "sampling", [SCORED, replace(SCORED, max_tokens=1)], ids=["prior_output_tokens", "scored alone"]
+)
 async def test_a_scored_prompt_is_computed_whole_and_cached_for_others(both: bool, sampling: SamplingParams) -> None:
     async with WorkerPair(both=both, max_step_tokens=7) as pair:
         await ask(pair, "first")

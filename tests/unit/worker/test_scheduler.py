@@ -46,16 +46,16 @@ class PhaseSchedulers:
 
 def rows_of_step(assignment: Assignment, *, steered: bool) -> tuple[int, int]:
     """Rows that may decode beside DECODING, and prompt tokens beside nobody."""
-    halves: Any = PhaseSchedulers()
+    schedulers: Any = PhaseSchedulers()
     first = SHARED if steered else assignment
     scheduler = StepScheduler(
-        decode=halves, prefill=halves, max_step_tokens=STEP, cost=lambda: StepCost(MS), assignment=first
+        decode=schedulers, prefill=schedulers, max_step_tokens=STEP, cost=lambda: StepCost(MS), assignment=first
     )
     if steered:
         scheduler.set_assignment(assignment)
     scheduler.decoding = DECODING
     assert scheduler.plan() is None
-    rows, tokens = halves.asked
+    rows, tokens = schedulers.asked
     return rows, tokens
 
 

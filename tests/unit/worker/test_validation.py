@@ -34,8 +34,8 @@ GOOD = Reservation("r", RequestRef("q", 1), (1, 2, 3), SamplingParams(max_tokens
         ({"ref": RequestRef("x" * 257, 1)}, "request_id"),
         ({"ref": RequestRef("q", 0)}, "attempt"),
         ({"cache_salt": "x" * 513}, "cache_salt"),
-        ({"answered": 3}, "answered"),
-        ({"answered": 2, "sampling": SamplingParams(max_tokens=2)}, "answered"),
+        ({"prior_output_tokens": 3}, "prior_output_tokens"),
+        ({"prior_output_tokens": 2, "sampling": SamplingParams(max_tokens=2)}, "prior_output_tokens"),
         ({"prompt_token_ids": ()}, "prompt_token_ids"),
         ({"prompt_token_ids": (1, FACTS.vocab_size)}, "prompt_token_ids"),
         ({"prompt_token_ids": (1,) * FACTS.max_context}, "prompt_token_ids"),
@@ -69,7 +69,7 @@ def test_both_listeners_name_the_field(change: dict[str, Any], field: str) -> No
         bad.prompt_token_ids,
         bad.sampling,
         None,
-        answered=bad.answered,
+        prior_output_tokens=bad.prior_output_tokens,
         cache_salt=bad.cache_salt,
     )
     for check in (
@@ -81,15 +81,22 @@ def test_both_listeners_name_the_field(change: dict[str, Any], field: str) -> No
         assert caught.value.field == field
 
 
-@pytest.mark.parametrize("answered", [0, 2])
-def test_only_a_prompt_whose_next_token_is_the_last_needs_no_destination(answered: int) -> None:
-    last = PrefillTask("r", RequestRef("q", 1), (1, 2, 3), SamplingParams(answered + 1), None, answered=answered)
+@pytest.mark.parametrize("prior_output_tokens", [0, 2])
+def test_only_a_prompt_whose_next_token_is_the_last_needs_no_destination(prior_output_tokens: int) -> None:
+    last = PrefillTask(
+        "r",
+        RequestRef("q", 1),
+        (1, 2, 3),
+        SamplingParams(prior_output_tokens + 1),
+        None,
+        prior_output_tokens=prior_output_tokens,
+    )
     check_prefill(last, FACTS)
     for more in (2, 3):
         with pytest.raises(InvalidArgument, match="destination"):
-            check_prefill(replace(last, sampling=SamplingParams(answered + more)), FACTS)
+            check_prefill(replace(last, sampling=SamplingParams(prior_output_tokens + more)), FACTS)
     there = Destination(PeerRef("d", 1), "d:1", Lease("q", 1, 1))
-    check_prefill(replace(last, sampling=SamplingParams(answered + 2), destination=there), FACTS)
+    check_prefill(replace(last, sampling=SamplingParams(prior_output_tokens + 2), destination=there), FACTS)
 
 
 @pytest.mark.parametrize("target_s", [0.0, -1.0, math.nan])

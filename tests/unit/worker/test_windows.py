@@ -42,9 +42,9 @@ class Watch:
     def look(self) -> None:
         worker, counts = self._end.worker, self._end.engine.pool.counts()
         self.most_in_pool = max(self.most_in_pool, counts.total - counts.free - counts.cached)
-        for _, request in worker._halves.prefill.registry:
+        for _, request in worker._schedulers.prefill.registry:
             self.most = max(self.most, len(held_pages(request.pages)))
-        for request in worker._halves.decode._batch.requests:
+        for request in worker._schedulers.decode._batch.requests:
             assert request.held == len(held_pages(request.pages))
             self.most = max(self.most, request.held)
 

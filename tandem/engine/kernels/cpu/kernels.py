@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.engine.config.attention import AttentionShape
-from tandem.engine.kernels.base import Feed, Kernels, StepLayout, is_cpu
+from tandem.engine.kernels.base import DeferredTokens, Kernels, StepLayout, is_cpu
 from tandem.engine.kernels.cpu import attention as cpu_attention
 from tandem.engine.kernels.cpu import jobs as cpu_jobs
 from tandem.engine.kernels.cpu import latent as cpu_latent
@@ -103,7 +103,7 @@ class CpuKernels(Kernels):
             replace(experts, gate_up=gate_up, down=down, shared_gate_up=shared_gate_up, shared_down=shared_down)
         )
 
-    def embed(self, token_ids: Tensor, table: Tensor, feed: Feed | None = None) -> Tensor:
+    def embed(self, token_ids: Tensor, table: Tensor, feed: DeferredTokens | None = None) -> Tensor:
         """Look up the rows of `table`. Raises Internal if there is a feed: on a CPU the host knows all tokens."""
         if feed is not None:
             raise Internal("On CPUs the tokens of a step are known before it starts.")

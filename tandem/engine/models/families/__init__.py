@@ -7,7 +7,7 @@ from typing import Any
 
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.models.families.family import Family, Json
-from tandem.engine.models.parameters import Parameters, Place
+from tandem.engine.models.parameters import Parameters, ParameterSlot
 from tandem.protocol.errors import ModelError
 
 _SHARED = {"family", "rows"}
@@ -42,9 +42,9 @@ def is_supported(config: Json) -> bool:
     return any(_matches(family, config) for family in families())
 
 
-def places_of(spec: ModelSpec, parameters: Parameters) -> dict[str, Place]:
+def slots_of(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
     """Return where each tensor of a checkpoint of this model is written to, by the tensor's name."""
-    return family_of({"architectures": [spec.architecture]}).places(spec, parameters)
+    return family_of({"architectures": [spec.architecture]}).slots(spec, parameters)
 
 
 def _matches(family: Family, config: Json) -> bool:

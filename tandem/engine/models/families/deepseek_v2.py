@@ -22,7 +22,7 @@ from tandem.engine.models.families.family import (
     parse_expert_count,
 )
 from tandem.engine.models.families.rows import permute_rope_rows
-from tandem.engine.models.parameters import LatentParameters, Parameters, Place, standard_places
+from tandem.engine.models.parameters import LatentParameters, Parameters, ParameterSlot, standard_slots
 from tandem.protocol.errors import ModelError
 
 _QUERY_RANK = 1536
@@ -108,41 +108,48 @@ def _temperature(config: Json, rope: RopeConfig) -> float:
     return yarn_temperature(rope.factor, float(found.get("mscale_all_dim") or 0.0))
 
 
-def latent_places(spec: ModelSpec, parameters: Parameters) -> dict[str, Place]:
-    """Return the places of a model with latent attention; its checkpoints store rotated rows in neighbouring pairs."""
-    found = standard_places(spec, parameters)
+def latent_slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
+    """Return the slots of a model with latent attention; its checkpoints store rotated rows in neighbouring pairs."""
+    found = standard_slots(spec, parameters)
     for number, (layer, weights) in enumerate(zip(spec.layers, parameters.layers, strict=True)):
         assert isinstance(layer.attention, LatentAttention)
         assert isinstance(weights.attention, LatentParameters)
         prefix = f"model.layers.{number}.self_attn."
-        places = _layer_places(layer.attention, weights.attention)
-        found |= {prefix + name: place for name, place in places.items()}
+        slots = _layer_slots(layer.attention, weights.attention)
+        found |= {prefix + name: slot for name, slot in slots.items()}
     return found
 
 
-def _layer_places(spec: LatentAttention, weights: LatentParameters) -> dict[str, Place]:
+def _layer_slots(spec: LatentAttention, weights: LatentParameters) -> dict[str, ParameterSlot]:
     shape = spec.shape
     rotated_key = slice(shape.latent, shape.cached)
     first = weights.down.shape[0] - shape.cached
     queries = weights.down[:first] if weights.query_up is None else weights.query_up
     name = "q_proj" if weights.query_up is None else "q_b_proj"
     found = {
-        f"{name}.weight": permute_rope_rows(Place(queries), shape.heads, shape.query, slice(shape.nope, shape.query)),
-        "kv_a_proj_with_mqa.weight": permute_rope_rows(Place(weights.down[first:]), 1, shape.cached, rotated_key),
-        "kv_a_layernorm.weight": Place(weights.latent_norm),
-        "kv_b_proj.weight": Place(weights.kv_up.view(-1, shape.latent)),
-        "o_proj.weight": Place(weights.output),
+        f"{name}.weight": permute_rope_rows(
+            ParameterSlot(queries), shape.heads, shape.query, slice(shape.nope, shape.query)
+        ),
+        "kv_a_proj_with_mqa.weight": permute_rope_rows(
+            ParameterSlot(weights.down[first:]), 1, shape.cached, rotated_key
+        ),
+        "kv_a_layernorm.weight": ParameterSlot(weights.latent_norm),
+        "kv_b_proj.weight": ParameterSlot(weights.kv_up.view(-1, shape.latent)),
+        "o_proj.weight": ParameterSlot(weights.output),
     }
     if weights.query_norm is not None:
-        found |= {"q_a_proj.weight": Place(weights.down[:first]), "q_a_layernorm.weight": Place(weights.query_norm)}
+        found |= {
+            "q_a_proj.weight": ParameterSlot(weights.down[:first]),
+            "q_a_layernorm.weight": ParameterSlot(weights.query_norm),
+        }
     if weights.down_bias is not None and weights.output_bias is not None:
         found["kv_a_proj_with_mqa.bias"] = permute_rope_rows(
-            Place(weights.down_bias[first:]), 1, shape.cached, rotated_key
+            ParameterSlot(weights.down_bias[first:]), 1, shape.cached, rotated_key
         )
-        found["o_proj.bias"] = Place(weights.output_bias)
+        found["o_proj.bias"] = ParameterSlot(weights.output_bias)
         if weights.query_norm is not None:
-            found["q_a_proj.bias"] = Place(weights.down_bias[:first])
+            found["q_a_proj.bias"] = ParameterSlot(weights.down_bias[:first])
     return found
 
 
-FAMILY = Family(("DeepseekV2ForCausalLM",), ("deepseek_v2",), _parse, latent_places)
+FAMILY = Family(("DeepseekV2ForCausalLM",), ("deepseek_v2",), _parse, latent_slots)

@@ -1,7 +1,7 @@
 """DeepSeek-V3 and R1, and Kimi K2, which has the same architecture."""
 
 from tandem.engine.config.model import ModelSpec
-from tandem.engine.models.families.deepseek_v2 import latent_model, latent_places
+from tandem.engine.models.families.deepseek_v2 import latent_model, latent_slots
 from tandem.engine.models.families.family import Family, Json, parse_sigmoid_router
 
 
@@ -9,4 +9,4 @@ def _parse(config: Json) -> ModelSpec:
     return latent_model(config, "DeepseekV3ForCausalLM", parse_sigmoid_router(config))
 
 
-FAMILY = Family(("DeepseekV3ForCausalLM",), ("deepseek_v3", "kimi_k2"), _parse, latent_places)
+FAMILY = Family(("DeepseekV3ForCausalLM",), ("deepseek_v3", "kimi_k2"), _parse, latent_slots)

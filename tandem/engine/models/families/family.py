@@ -16,7 +16,7 @@ from tandem.engine.config.model import (
     ModelSpec,
 )
 from tandem.engine.config.rope import RopeConfig, parse_rope, rotary_fraction
-from tandem.engine.models.parameters import Parameters, Place, standard_places
+from tandem.engine.models.parameters import Parameters, ParameterSlot, standard_slots
 from tandem.engine.models.size_limits import MAX_CONTEXT, check_limit
 from tandem.protocol.errors import ModelError
 
@@ -38,7 +38,7 @@ class Family:
     model_types: tuple[str, ...]
     """The values of `model_type` in config.json, which decides if `architectures` is missing."""
     parse: Callable[[Json], ModelSpec]
-    places: Callable[[ModelSpec, Parameters], dict[str, Place]] = standard_places
+    slots: Callable[[ModelSpec, Parameters], dict[str, ParameterSlot]] = standard_slots
     """Returns where each tensor of a checkpoint is written to, by its name."""
 
 

@@ -17,7 +17,7 @@ from tandem.engine.models.families.family import (
     parse_window,
     windows_by_type,
 )
-from tandem.engine.models.parameters import Parameters, Place, renamed, standard_places
+from tandem.engine.models.parameters import Parameters, ParameterSlot, renamed, standard_slots
 
 
 def gemma_model(config: Json, architecture: str, layers: Sequence[LayerSpec]) -> ModelSpec:
@@ -33,19 +33,19 @@ def gemma_model(config: Json, architecture: str, layers: Sequence[LayerSpec]) ->
     )
 
 
-def gemma_places(spec: ModelSpec, parameters: Parameters) -> dict[str, Place]:
-    """Return the places of a model with output norms, whose norm weights are stored minus 1."""
-    found = standard_places(spec, parameters)
+def gemma_slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
+    """Return the slots of a model with output norms, whose norm weights are stored minus 1."""
+    found = standard_slots(spec, parameters)
     named = renamed(found, {"post_attention_layernorm": "pre_feedforward_layernorm"})
     for number, weights in enumerate(parameters.layers):
         prefix = f"model.layers.{number}."
         assert weights.attention_output_norm is not None
         assert weights.feed_forward_output_norm is not None
-        named[f"{prefix}post_attention_layernorm.weight"] = Place(weights.attention_output_norm)
-        named[f"{prefix}post_feedforward_layernorm.weight"] = Place(weights.feed_forward_output_norm)
+        named[f"{prefix}post_attention_layernorm.weight"] = ParameterSlot(weights.attention_output_norm)
+        named[f"{prefix}post_feedforward_layernorm.weight"] = ParameterSlot(weights.feed_forward_output_norm)
     return {
-        name: replace(place, transform=_plus_one) if name.endswith("norm.weight") else place
-        for name, place in named.items()
+        name: replace(slot, transform=_plus_one) if name.endswith("norm.weight") else slot
+        for name, slot in named.items()
     }
 
 
@@ -65,4 +65,4 @@ def _parse(config: Json) -> ModelSpec:
     return gemma_model({"final_logit_softcapping": 30.0} | dict(config), "Gemma2ForCausalLM", layers)
 
 
-FAMILY = Family(("Gemma2ForCausalLM",), ("gemma2",), _parse, gemma_places)
+FAMILY = Family(("Gemma2ForCausalLM",), ("gemma2",), _parse, gemma_slots)

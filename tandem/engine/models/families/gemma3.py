@@ -14,7 +14,7 @@ from tandem.engine.models.families.family import (
     parse_window,
     windows_by_type,
 )
-from tandem.engine.models.families.gemma2 import gemma_model, gemma_places
+from tandem.engine.models.families.gemma2 import gemma_model, gemma_slots
 
 _DEFAULTS = {
     "vocab_size": 262_208,
@@ -66,4 +66,4 @@ def _ropes(config: Json) -> tuple[RopeConfig, RopeConfig]:
     return parse_rope(config, full), RopeConfig(theta=float(config.get("rope_local_base_freq") or _LOCAL_THETA))
 
 
-FAMILY = Family(("Gemma3ForCausalLM",), ("gemma3_text",), _parse, gemma_places)
+FAMILY = Family(("Gemma3ForCausalLM",), ("gemma3_text",), _parse, gemma_slots)

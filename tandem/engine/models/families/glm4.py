@@ -5,7 +5,7 @@ from dataclasses import replace
 from tandem.engine.config.model import GroupedQueryAttention, ModelSpec
 from tandem.engine.models.families.family import Family, Json, grouped_layers, make_model, parse_dense, parse_shape
 from tandem.engine.models.families.rows import permute_rope_rows
-from tandem.engine.models.parameters import DenseParameters, Parameters, Place, standard_places
+from tandem.engine.models.parameters import DenseParameters, Parameters, ParameterSlot, standard_slots
 
 
 def _parse(config: Json) -> ModelSpec:
@@ -20,9 +20,9 @@ def _parse(config: Json) -> ModelSpec:
     return make_model(config, "Glm4ForCausalLM", [replace(layer, output_norms=True) for layer in layers])
 
 
-def _places(spec: ModelSpec, parameters: Parameters) -> dict[str, Place]:
-    every = standard_places(spec, parameters).items()
-    found = {name: place for name, place in every if "gate_proj" not in name and "up_proj" not in name}
+def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
+    every = standard_slots(spec, parameters).items()
+    found = {name: slot for name, slot in every if "gate_proj" not in name and "up_proj" not in name}
     for number, (layer, weights) in enumerate(zip(spec.layers, parameters.layers, strict=True)):
         assert isinstance(layer.attention, GroupedQueryAttention)
         assert isinstance(weights.feed_forward, DenseParameters)
@@ -35,11 +35,11 @@ def _places(spec: ModelSpec, parameters: Parameters) -> dict[str, Place]:
                 if key in found:
                     found[key] = permute_rope_rows(found[key], heads, shape.head_dim, slice(0, shape.rotated))
         found |= {
-            f"{prefix}mlp.gate_up_proj.weight": Place(weights.feed_forward.gate_up),
-            f"{prefix}post_self_attn_layernorm.weight": Place(weights.attention_output_norm),
-            f"{prefix}post_mlp_layernorm.weight": Place(weights.feed_forward_output_norm),
+            f"{prefix}mlp.gate_up_proj.weight": ParameterSlot(weights.feed_forward.gate_up),
+            f"{prefix}post_self_attn_layernorm.weight": ParameterSlot(weights.attention_output_norm),
+            f"{prefix}post_mlp_layernorm.weight": ParameterSlot(weights.feed_forward_output_norm),
         }
     return found
 
 
-FAMILY = Family(("Glm4ForCausalLM",), ("glm4",), _parse, _places)
+FAMILY = Family(("Glm4ForCausalLM",), ("glm4",), _parse, _slots)

@@ -26,7 +26,7 @@ from tandem.engine.models.families.family import (
     parse_window,
     windows_by_type,
 )
-from tandem.engine.models.parameters import Parameters, Place, standard_places
+from tandem.engine.models.parameters import Parameters, ParameterSlot, standard_slots
 from tandem.protocol.errors import ModelError
 
 _ROPE_SCALING = {
@@ -72,8 +72,8 @@ def _with_sinks(layer: LayerSpec) -> LayerSpec:
     return replace(layer, attention=replace(layer.attention, sinks=True))
 
 
-def _places(spec: ModelSpec, parameters: Parameters) -> dict[str, Place]:
-    found = {name: place for name, place in standard_places(spec, parameters).items() if ".mlp." not in name}
+def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
+    found = {name: slot for name, slot in standard_slots(spec, parameters).items() if ".mlp." not in name}
     for number, weights in enumerate(parameters.layers):
         experts = weights.feed_forward
         assert isinstance(experts, Experts)
@@ -83,12 +83,12 @@ def _places(spec: ModelSpec, parameters: Parameters) -> dict[str, Place]:
         count, inner, hidden = experts.gate_up.shape
         prefix = f"model.layers.{number}.mlp."
         found |= {
-            f"{prefix}router.weight": Place(experts.router),
-            f"{prefix}router.bias": Place(experts.router_bias),
-            f"{prefix}experts.gate_up_proj": Place(experts.gate_up, _split_columns, (count, hidden, inner)),
-            f"{prefix}experts.gate_up_proj_bias": Place(experts.gate_up_bias, _split),
-            f"{prefix}experts.down_proj": Place(experts.down, _transposed, (count, inner // 2, hidden)),
-            f"{prefix}experts.down_proj_bias": Place(experts.down_bias),
+            f"{prefix}router.weight": ParameterSlot(experts.router),
+            f"{prefix}router.bias": ParameterSlot(experts.router_bias),
+            f"{prefix}experts.gate_up_proj": ParameterSlot(experts.gate_up, _split_columns, (count, hidden, inner)),
+            f"{prefix}experts.gate_up_proj_bias": ParameterSlot(experts.gate_up_bias, _split),
+            f"{prefix}experts.down_proj": ParameterSlot(experts.down, _transposed, (count, inner // 2, hidden)),
+            f"{prefix}experts.down_proj_bias": ParameterSlot(experts.down_bias),
         }
     return found
 
@@ -107,4 +107,4 @@ def _transposed(stored: Tensor) -> Tensor:
     return stored.transpose(1, 2)
 
 
-FAMILY = Family(("GptOssForCausalLM",), ("gpt_oss",), _parse, _places)
+FAMILY = Family(("GptOssForCausalLM",), ("gpt_oss",), _parse, _slots)

@@ -10,7 +10,7 @@ from tandem.engine.models.families.family import (
     parse_shape,
     parse_window,
 )
-from tandem.engine.models.parameters import Parameters, Place, renamed, standard_places
+from tandem.engine.models.parameters import Parameters, ParameterSlot, renamed, standard_slots
 
 _NAMES = {
     ".mlp.gate.": ".block_sparse_moe.gate.",
@@ -31,8 +31,8 @@ def _parse(config: Json) -> ModelSpec:
     return make_model(config, "MixtralForCausalLM", grouped_layers(config, parse_shape(config), windows, experts))
 
 
-def _places(spec: ModelSpec, parameters: Parameters) -> dict[str, Place]:
-    return renamed(renamed(standard_places(spec, parameters), _NAMES), {".mlp.experts.": ".block_sparse_moe.experts."})
+def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
+    return renamed(renamed(standard_slots(spec, parameters), _NAMES), {".mlp.experts.": ".block_sparse_moe.experts."})
 
 
-FAMILY = Family(("MixtralForCausalLM",), ("mixtral",), _parse, _places)
+FAMILY = Family(("MixtralForCausalLM",), ("mixtral",), _parse, _slots)

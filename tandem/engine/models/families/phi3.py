@@ -14,8 +14,8 @@ from tandem.engine.models.parameters import (
     AttentionParameters,
     DenseParameters,
     Parameters,
-    Place,
-    standard_places,
+    ParameterSlot,
+    standard_slots,
 )
 
 _APART = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -28,15 +28,15 @@ def _parse(config: Json) -> ModelSpec:
     )
 
 
-def _places(spec: ModelSpec, parameters: Parameters) -> dict[str, Place]:
-    every = standard_places(spec, parameters).items()
-    found = {name: place for name, place in every if not any(part in name for part in _APART)}
+def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
+    every = standard_slots(spec, parameters).items()
+    found = {name: slot for name, slot in every if not any(part in name for part in _APART)}
     for number, weights in enumerate(parameters.layers):
         assert isinstance(weights.attention, AttentionParameters)
         assert isinstance(weights.feed_forward, DenseParameters)
-        found[f"model.layers.{number}.self_attn.qkv_proj.weight"] = Place(weights.attention.qkv)
-        found[f"model.layers.{number}.mlp.gate_up_proj.weight"] = Place(weights.feed_forward.gate_up)
+        found[f"model.layers.{number}.self_attn.qkv_proj.weight"] = ParameterSlot(weights.attention.qkv)
+        found[f"model.layers.{number}.mlp.gate_up_proj.weight"] = ParameterSlot(weights.feed_forward.gate_up)
     return found
 
 
-FAMILY = Family(("Phi3ForCausalLM",), ("phi3",), _parse, _places)
+FAMILY = Family(("Phi3ForCausalLM",), ("phi3",), _parse, _slots)

@@ -12,7 +12,7 @@ from tandem.engine.models.families.family import (
 )
 from tandem.engine.models.families.qwen2 import qwen_windows
 from tandem.engine.models.families.qwen3_moe import dense_layers
-from tandem.engine.models.parameters import Parameters, Place, renamed, standard_places
+from tandem.engine.models.parameters import Parameters, ParameterSlot, renamed, standard_slots
 
 
 def _parse(config: Json) -> ModelSpec:
@@ -29,8 +29,8 @@ def _parse(config: Json) -> ModelSpec:
     return make_model(config, "Qwen2MoeForCausalLM", with_dense(config, layers, dense_layers(config)))
 
 
-def _places(spec: ModelSpec, parameters: Parameters) -> dict[str, Place]:
-    return renamed(standard_places(spec, parameters), {".mlp.shared_experts.": ".mlp.shared_expert."})
+def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
+    return renamed(standard_slots(spec, parameters), {".mlp.shared_experts.": ".mlp.shared_expert."})
 
 
-FAMILY = Family(("Qwen2MoeForCausalLM",), ("qwen2_moe",), _parse, _places)
+FAMILY = Family(("Qwen2MoeForCausalLM",), ("qwen2_moe",), _parse, _slots)

@@ -5,11 +5,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tandem.engine.models.parameters import Place
+from tandem.engine.models.parameters import ParameterSlot
 
 
-def permute_rope_rows(place: Place, heads: int, dims: int, rotated: slice) -> Place:
-    """Return a place that reorders rotated rows from neighbouring pairs into pairs half a width apart, as kernels need.
+def permute_rope_rows(slot: ParameterSlot, heads: int, dims: int, rotated: slice) -> ParameterSlot:
+    """Return a slot that reorders rotated rows from neighbouring pairs into pairs half a width apart, as kernels need.
 
     The rows belong to `heads` heads of `dims` rows each; in each head, the rows `rotated` are reordered.
     """
@@ -20,4 +20,4 @@ def permute_rope_rows(place: Place, heads: int, dims: int, rotated: slice) -> Pl
         rows[:, rotated] = torch.cat((pairs[:, 0::2], pairs[:, 1::2]), dim=1)
         return rows.view(stored.shape)
 
-    return replace(place, transform=reorder)
+    return replace(slot, transform=reorder)

@@ -17,9 +17,9 @@ import torch
 
 from tandem.engine.config.model import DenseFeedForward, GroupedQueryAttention, ModelSpec
 from tandem.engine.models.allocation import allocate_parameters
-from tandem.engine.models.families import is_supported, places_of
+from tandem.engine.models.families import is_supported, slots_of
 from tandem.engine.models.load_spec import naming_the_file, parse_spec, read_json
-from tandem.engine.models.parameters import Parameters, Place
+from tandem.engine.models.parameters import Parameters, ParameterSlot
 from tandem.engine.weights.checkpoint import read_entries
 from tandem.engine.weights.safetensors_file import TensorEntry
 from tandem.engine.weights.tensor_reader import FLOATS
@@ -82,7 +82,7 @@ def read_eagle(folder: Path, target: ModelSpec) -> EagleFolder:
     spec = _spec(folder, config, target)
     vocabulary = _vocabulary(folder, config, entries)
     hidden = spec.hidden_size
-    shapes = {name: place.stored_shape for name, place in layer_places(spec, empty_layer(spec)).items()}
+    shapes = {name: slot.stored_shape for name, slot in layer_slots(spec, empty_layer(spec)).items()}
     shapes |= {PRODUCT: (hidden, 2 * hidden)}
     if BIAS in entries or config.get("bias") is True:
         shapes[BIAS] = (hidden,)
@@ -100,10 +100,10 @@ def empty_layer(spec: ModelSpec, dtype: torch.dtype = torch.float32, device: tor
     return allocate_parameters(replace(spec, vocab_size=1, tied_embeddings=True), dtype, torch.device(device))
 
 
-def layer_places(spec: ModelSpec, parameters: Parameters) -> dict[str, Place]:
+def layer_slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
     """Return the places of the layer's tensors, by their names in the folder."""
-    named = {name.removeprefix("model."): place for name, place in places_of(spec, parameters).items()}
-    return {name: place for name, place in named.items() if name.startswith(_LAYER) and name != _FIRST_NORM}
+    named = {name.removeprefix("model."): slot for name, slot in slots_of(spec, parameters).items()}
+    return {name: slot for name, slot in named.items() if name.startswith(_LAYER) and name != _FIRST_NORM}
 
 
 def _layer_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,8 +132,8 @@ def _spec(folder: Path, config: Mapping[str, Any], target: ModelSpec) -> ModelSp
             raise ModelError(f"{folder / CONFIG}: {field} is {its}, {asked}; the head is that of another model.")
     layer = spec.layers[0]
     plain = isinstance(layer.attention, GroupedQueryAttention) and isinstance(layer.feed_forward, DenseFeedForward)
-    places = layer_places(spec, empty_layer(spec)).values()
-    if not plain or layer.output_norms or spec.quantization or any(place.transform or place.shape for place in places):
+    slots = layer_slots(spec, empty_layer(spec)).values()
+    if not plain or layer.output_norms or spec.quantization or any(slot.transform or slot.shape for slot in slots):
         raise ModelError(
             f"{folder / CONFIG}: heads of {spec.architecture} are not supported; supported are layers as Llama's, with"
             " grouped-query attention and a dense feed-forward network that are not quantized."

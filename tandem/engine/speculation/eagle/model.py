@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.config.model import ModelSpec
-from tandem.engine.kernels.base import Feed, Kernels, StepLayout
+from tandem.engine.kernels.base import DeferredTokens, Kernels, StepLayout
 from tandem.engine.kernels.kv_cache import KvCache
 from tandem.engine.kernels.layers import Linear
 from tandem.engine.models.blocks import AttentionBlock
@@ -22,7 +22,7 @@ from tandem.engine.speculation.eagle.folder import (
     PRODUCT,
     TOKEN_OFFSETS,
     empty_layer,
-    layer_places,
+    layer_slots,
     read_eagle,
 )
 from tandem.engine.speculation.heads.hidden_states import HiddenStateModel
@@ -75,7 +75,7 @@ class EagleModel(HiddenStateModel):
         assert isinstance(layer.attention, AttentionBlock)
         self._layers[0] = replace(layer, attention=_AttentionWithoutNorm.of(layer.attention))
 
-    def _embed(self, token_ids: Tensor, feed: Feed | None) -> Tensor:
+    def _embed(self, token_ids: Tensor, feed: DeferredTokens | None) -> Tensor:
         embedded = super()._embed(token_ids, feed)
         return self.kernels.linear(torch.cat((embedded, self.states[: len(embedded)]), dim=-1), self._product)
 
@@ -105,7 +105,7 @@ def load_eagle(folder: Path, target: ModelSpec, parameters: Parameters, kernels:
         torch.empty(hidden, 2 * hidden, dtype=parameters.dtype, device=device),
         torch.empty(hidden, dtype=parameters.dtype, device=device) if BIAS in found.entries else None,
     )
-    tensors = {name: place.tensor for name, place in layer_places(found.spec, layer).items()}
+    tensors = {name: slot.tensor for name, slot in layer_slots(found.spec, layer).items()}
     tensors |= {PRODUCT: product.weight} | ({} if product.bias is None else {BIAS: product.bias})
     token_map = None
     if found.vocabulary is not None:

@@ -33,16 +33,16 @@ def test_places_are_counted(*, decode: float | None, enough: bool, monkeypatch: 
     monkeypatch.setattr("ray.cluster_resources", lambda: offered)
     node = JoinedRay("head:6379")
     if enough:
-        node._check_places({"prefill": 1.0, "decode": 2.0})
+        node._check_resources({"prefill": 1.0, "decode": 2.0})
         return
     with pytest.raises(FailedPrecondition, match=r"head:6379 has [01] slots for decode workers, 2 are needed"):
-        node._check_places({"prefill": 1.0, "decode": 2.0})
+        node._check_resources({"prefill": 1.0, "decode": 2.0})
 
 
 def test_missing_gpus_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.cluster_resources", lambda: {"prefill": 1.0})
     with pytest.raises(FailedPrecondition, match=r"has 0 GPUs, 2 are needed; .* --num-gpus=2"):
-        JoinedRay("head:6379")._check_places({"prefill": 1.0, "GPU": 2.0})
+        JoinedRay("head:6379")._check_resources({"prefill": 1.0, "GPU": 2.0})
 
 
 def test_nodes_that_come_late_are_waited_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -50,7 +50,7 @@ def test_nodes_that_come_late_are_waited_for(monkeypatch: pytest.MonkeyPatch, ca
     offers = iter([{}, {}, {"prefill": 1.0}, {"prefill": 2.0}])
     monkeypatch.setattr("ray.cluster_resources", lambda: next(offers))
     node = JoinedRay("head:6379")
-    node._waiting(time.monotonic() + 60, lambda: node._check_places({"prefill": 2.0}))
+    node._waiting(time.monotonic() + 60, lambda: node._check_resources({"prefill": 2.0}))
     assert next(offers, None) is None
     told = [record.getMessage().partition(" slots")[0] for record in caplog.records]
     assert told == [f"waiting: the Ray cluster at head:6379 has {count}" for count in (0, 1)]
@@ -62,7 +62,7 @@ def test_who_stops_does_not_wait_for_nodes(monkeypatch: pytest.MonkeyPatch) -> N
     stopping.set()
     node = JoinedRay("head:6379", 1e9, stopping)
     with pytest.raises(FailedPrecondition, match="has 0 slots"):
-        node._waiting(time.monotonic() + 1e9, lambda: node._check_places({"prefill": 2.0}))
+        node._waiting(time.monotonic() + 1e9, lambda: node._check_resources({"prefill": 2.0}))
 
 
 def node(address: str, *, alive: bool = True, **resources: float) -> dict[str, object]:

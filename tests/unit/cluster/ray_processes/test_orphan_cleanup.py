@@ -58,15 +58,15 @@ class One(OrphanedWorker):
     def process(self, controller_address: str, outlive_s: float, on_start: Callable[[str], None]) -> Process:
         raise AssertionError("nobody keeps it")
 
-    async def end(self, *, keep_place: bool = False) -> None:
+    async def end(self, *, keep_group: bool = False) -> None:
         await self._left.may_end.wait()
         self._left.workers.remove(self.peer.worker_id)
 
 
 class Left(OrphanedWorkers):
-    def __init__(self, workers: Collection[str] = (), places: Collection[str] = ()) -> None:
+    def __init__(self, workers: Collection[str] = (), groups: Collection[str] = ()) -> None:
         self.workers = list(workers)
-        self.places = list(places)
+        self.groups = list(groups)
         self.may_end = asyncio.Event()
         self.may_end.set()
 
@@ -79,7 +79,7 @@ class Left(OrphanedWorkers):
     async def clear(self, kept: Collection[str]) -> Collection[str]:
         assert not kept
         assert not self.workers
-        cleared, self.places = self.places, []
+        cleared, self.groups = self.groups, []
         return cleared
 
 
@@ -91,14 +91,14 @@ async def test_all_that_was_left_is_ended_and_named() -> None:
     left = Left(["decode-0", "both-1", "both-0"], ["both-1", "both-0", "decode-0", "decode-4"])
     cleared = await Clearing(9, Others(), left).clear()
     assert cleared.workers == ("both-0", "both-1", "decode-0")
-    assert cleared.places == ("both-0", "both-1", "decode-0", "decode-4")
+    assert cleared.groups == ("both-0", "both-1", "decode-0", "decode-4")
     assert not left.workers
-    assert not left.places
+    assert not left.groups
 
 
 async def test_a_place_that_nobody_filled_is_given_back_too() -> None:
-    cleared = await Clearing(9, Others(), Left(places=["decode-0"])).clear()
-    assert (cleared.workers, cleared.places) == ((), ("decode-0",))
+    cleared = await Clearing(9, Others(), Left(groups=["decode-0"])).clear()
+    assert (cleared.workers, cleared.groups) == ((), ("decode-0",))
 
 
 async def test_where_nothing_was_left_the_name_is_asked_for() -> None:
@@ -122,7 +122,7 @@ async def test_whom_a_start_serves_with_is_left_alone(
     clear = Clearing(9, Others(Other(listener)), left)
     with pytest.raises(FailedPrecondition, match=said):
         await clear.clear()
-    assert left.workers == left.places == ["decode-0"]
+    assert left.workers == left.groups == ["decode-0"]
     assert await clear.release_workers() == Handover(), "whoever begins does not wait for what was refused"
 
 
@@ -138,5 +138,5 @@ async def test_a_start_that_begins_meanwhile_waits_until_all_is_over() -> None:
     assert not asked.done()
     left.may_end.set()
     assert await asked == Handover()
-    assert not left.places
+    assert not left.groups
     await clearing_up

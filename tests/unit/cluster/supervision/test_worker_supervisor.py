@@ -110,8 +110,8 @@ class Left(OrphanedWorker):
         self._running.world.followed.append((self.peer.worker_id, controller_address, outlive_s))
         return OneProcess(self._running, on_start)
 
-    async def end(self, *, keep_place: bool = False) -> None:
-        self._running.world.killed.append((self.peer, keep_place))
+    async def end(self, *, keep_group: bool = False) -> None:
+        self._running.world.killed.append((self.peer, keep_group))
         self._running.world.running.remove(self._running)
 
 

@@ -14,8 +14,8 @@ LEASE = Lease("alice", 1, 7)
 
 
 def counts(pool: PagePool, **held: int) -> PageCounts:
-    free = pool.counts().total - sum(count for state, count in held.items() if state != "promised")
-    empty = dict.fromkeys(("owned", "shared", "cached", "advertised", "quarantined", "promised"), 0)
+    free = pool.counts().total - sum(count for state, count in held.items() if state != "reserved")
+    empty = dict.fromkeys(("owned", "shared", "cached", "advertised", "quarantined", "reserved"), 0)
     return PageCounts(total=pool.counts().total, free=free, **(empty | held))
 
 
@@ -42,32 +42,32 @@ def test_no_room_changes_nothing() -> None:
 
 def test_a_promise_keeps_pages_from_others() -> None:
     pool = PagePool(4)
-    pool.promise(3)
+    pool.reserve(3)
     with pytest.raises(ResourceExhausted):
         pool.allocate(BOB, 2)
     with pytest.raises(ResourceExhausted):
-        pool.promise(2)
+        pool.reserve(2)
     assert len(pool.advertise(LEASE, 2)) == 2
-    assert len(pool.allocate(ALICE, 1, from_promise=True)) == 1
+    assert len(pool.allocate(ALICE, 1, from_reserved=True)) == 1
     assert pool.counts() == counts(pool, advertised=2, owned=1)
     assert len(pool.allocate(BOB, 1)) == 1
     pool.check_integrity()
 
 
-def test_a_promise_is_not_spent_twice() -> None:
+def test_a_reservation_is_not_spent_twice() -> None:
     pool = PagePool(4)
-    pool.promise(1)
+    pool.reserve(1)
     with pytest.raises(Internal):
         pool.advertise(LEASE, 2)
-    pool.unpromise(1)
+    pool.unreserve(1)
     with pytest.raises(Internal):
-        pool.unpromise(1)
+        pool.unreserve(1)
     assert pool.counts() == counts(pool)
 
 
 def test_a_lease_is_adopted_in_order() -> None:
     pool = PagePool(8)
-    pool.promise(5)
+    pool.reserve(5)
     pages = pool.advertise(LEASE, 2) + pool.advertise(LEASE, 3)
     assert pool.adopt(LEASE, ALICE) == pages
     more = pool.allocate(ALICE, 1)
@@ -79,7 +79,7 @@ def test_a_lease_is_adopted_in_order() -> None:
 
 def test_quarantined_pages_are_nobodys_until_freed() -> None:
     pool = PagePool(4)
-    pool.promise(2)
+    pool.reserve(2)
     pages = pool.advertise(LEASE, 2)
     assert pool.quarantine(LEASE) == pages
     for late in (lambda: pool.adopt(LEASE, ALICE), lambda: pool.free_lease(LEASE), lambda: pool.advertise(LEASE, 0)):
@@ -95,7 +95,7 @@ def test_quarantined_pages_are_nobodys_until_freed() -> None:
 
 def test_another_epoch_is_another_lease() -> None:
     pool = PagePool(4)
-    pool.promise(1)
+    pool.reserve(1)
     pool.advertise(LEASE, 1)
     for wrong in (Lease("alice", 1, 8), Lease("alice", 2, 7), Lease("bob", 1, 7)):
         with pytest.raises(StaleEpoch, match="epoch"):
@@ -136,12 +136,12 @@ def test_cached_pages_are_room_and_are_taken_in_the_order_they_were_left() -> No
     first, second, third = cached(pool, 3)
     pool.retain([first])
     pool.release([first])
-    pool.promise(3)
+    pool.reserve(3)
     pool.allocate(ALICE, 1)
     assert taken == []
     assert set(pool.advertise(LEASE, 2)) == {second, third}
     assert taken == [second, third]
-    assert pool.counts() == counts(pool, owned=1, advertised=2, cached=1, promised=1)
+    assert pool.counts() == counts(pool, owned=1, advertised=2, cached=1, reserved=1)
     with pytest.raises(ResourceExhausted, match="0 of 4 are free"):
         pool.allocate(ALICE, 1)
     pool.check_integrity()
@@ -150,11 +150,11 @@ def test_cached_pages_are_room_and_are_taken_in_the_order_they_were_left() -> No
 def test_a_cached_page_that_is_promised_to_somebody_is_not_retained() -> None:
     pool = PagePool(4)
     pages = cached(pool, 3)
-    pool.promise(2)
+    pool.reserve(2)
     assert pool.retain(pages) == 2
-    assert pool.counts() == counts(pool, shared=2, cached=1, promised=2)
+    assert pool.counts() == counts(pool, shared=2, cached=1, reserved=2)
     assert pool.retain(pages[:1]) == 1, "it is read already"
-    assert len(pool.allocate(ALICE, 2, from_promise=True)) == 2
+    assert len(pool.allocate(ALICE, 2, from_reserved=True)) == 2
     pool.check_integrity()
 
 
@@ -178,7 +178,7 @@ def test_strangers_pages_are_refused_whole() -> None:
         (lambda pool: pool._free.give([next(iter(pool._free))]), "2 states: free, free"),
         (lambda pool: pool._free.give([next(iter(pool._owned.get(ALICE, ())))]), "owned by alice#1"),
         (lambda pool: pool._free.give([99]), "page 99"),
-        (lambda pool: setattr(pool, "_promised", 9), "9 pages are promised"),
+        (lambda pool: setattr(pool, "_reserved", 9), "9 pages are reserved"),
         (lambda pool: pool._shared.update({pool._free.take(1)[0]: 0}), "0 readers"),
     ],
 )

@@ -24,7 +24,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.readers: dict[int, int] = {}
         self.unread: list[int] = []
         """The cached pages, least recently read first."""
-        self.promised = 0
+        self.reserved = 0
         self.asked = 0
         """Pages requested by the newest allocating call."""
         self.pool.on_eviction(self.taken)
@@ -38,7 +38,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.state[page] = "free"
 
     def room(self) -> int:
-        return len(self.held("free")) + len(self.unread) - self.promised
+        return len(self.held("free")) + len(self.unread) - self.reserved
 
     def handed_out(self, pages: list[int], size: int, state: object) -> None:
         assert len(pages) == size
@@ -47,35 +47,35 @@ class PoolMachine(RuleBasedStateMachine):
             self.state[page] = state
 
     @rule(size=sizes)
-    def promise(self, size: int) -> None:
+    def reserve(self, size: int) -> None:
         if size > self.room():
             with pytest.raises(ResourceExhausted):
-                self.pool.promise(size)
+                self.pool.reserve(size)
         else:
-            self.pool.promise(size)
-            self.promised += size
+            self.pool.reserve(size)
+            self.reserved += size
 
     @rule(size=sizes)
-    def unpromise(self, size: int) -> None:
-        if size > self.promised:
+    def unreserve(self, size: int) -> None:
+        if size > self.reserved:
             with pytest.raises(Internal):
-                self.pool.unpromise(size)
+                self.pool.unreserve(size)
         else:
-            self.pool.unpromise(size)
-            self.promised -= size
+            self.pool.unreserve(size)
+            self.reserved -= size
 
-    @rule(owner=owners, size=sizes, promised=st.booleans())
-    def allocate(self, owner: RequestRef, size: int, promised: bool) -> None:
+    @rule(owner=owners, size=sizes, reserved=st.booleans())
+    def allocate(self, owner: RequestRef, size: int, reserved: bool) -> None:
         self.asked = size
-        if promised and size > self.promised:
+        if reserved and size > self.reserved:
             with pytest.raises(Internal):
-                self.pool.allocate(owner, size, from_promise=True)
-        elif not promised and size > self.room():
+                self.pool.allocate(owner, size, from_reserved=True)
+        elif not reserved and size > self.room():
             with pytest.raises(ResourceExhausted):
                 self.pool.allocate(owner, size)
         else:
-            self.handed_out(self.pool.allocate(owner, size, from_promise=promised), size, owner)
-            self.promised -= size * promised
+            self.handed_out(self.pool.allocate(owner, size, from_reserved=reserved), size, owner)
+            self.reserved -= size * reserved
 
     @rule(lease=leases, size=sizes)
     def advertise(self, lease: Lease, size: int) -> None:
@@ -83,12 +83,12 @@ class PoolMachine(RuleBasedStateMachine):
         if self.held(("quarantined", lease)):
             with pytest.raises(StaleEpoch):
                 self.pool.advertise(lease, size)
-        elif size > self.promised:
+        elif size > self.reserved:
             with pytest.raises(Internal):
                 self.pool.advertise(lease, size)
         else:
             self.handed_out(self.pool.advertise(lease, size), size, ("advertised", lease))
-            self.promised -= size
+            self.reserved -= size
 
     def move(self, call, source: object, target: object) -> None:
         pages = self.held(source)
@@ -173,7 +173,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert counts.advertised == kinds.count("advertised")
         assert counts.quarantined == kinds.count("quarantined")
         assert counts.owned == sum(isinstance(kind, RequestRef) for kind in kinds)
-        assert counts.promised == self.promised
+        assert counts.reserved == self.reserved
         for owner in (RequestRef(f"r{number}", 1) for number in range(3)):
             assert sorted(self.pool._owned.get(owner, ())) == self.held(owner)
 

@@ -147,10 +147,10 @@ def test_what_is_read_is_never_taken() -> None:
     desk.cache.check_integrity()
 
 
-def test_what_was_promised_is_not_read_away() -> None:
+def test_what_was_reserved_is_not_read_away() -> None:
     desk = Desk(8)
     desk.run("a")
-    desk.pool.promise(7)
+    desk.pool.reserve(7)
     assert desk.cache.prefix(PROMPT, "").digests
     with pytest.raises(ResourceExhausted):
         desk.begin("b")
@@ -158,19 +158,19 @@ def test_what_was_promised_is_not_read_away() -> None:
     desk.cache.check_integrity()
 
 
-def test_a_promise_is_for_what_is_missing() -> None:
+def test_a_reservation_is_for_what_is_missing() -> None:
     desk = Desk(8)
     desk.run("a")
     prefix = desk.cache.prefix(PROMPT, "")
-    assert desk.cache.promise(prefix, 5, len(PROMPT)) == 2
-    assert (desk.pool.counts().shared, desk.pool.counts().promised) == (3, 2)
+    assert desk.cache.reserve(prefix, 5, len(PROMPT)) == 2
+    assert (desk.pool.counts().shared, desk.pool.counts().reserved) == (3, 2)
     own = desk.pool.advertise(Lease("q", 1, 1), 2)
     desk.pool.adopt(Lease("q", 1, 1), ref("q"))
     desk.cache.leave(ref("q"), prefix, [*prefix.pages, *own])
     assert (desk.pool.counts().owned, desk.pool.counts().shared) == (0, 0)
     full = desk.cache.prefix(PROMPT, "")
     with pytest.raises(ResourceExhausted):
-        desk.cache.promise(full, 9, len(PROMPT))
+        desk.cache.reserve(full, 9, len(PROMPT))
     assert full.pages == []
     assert desk.pool.counts().shared == 0
     assert desk.cache.query_tokens == 2 * len(PROMPT), "what was refused counts when it comes back"

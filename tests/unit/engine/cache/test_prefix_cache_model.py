@@ -26,12 +26,12 @@ class Reference:
     readers: dict[Path, int] = field(default_factory=dict)
     left: dict[Path, tuple[int, int]] = field(default_factory=dict)
     owned: int = 0
-    promised: int = 0
+    reserved: int = 0
     clock: int = 0
 
     @property
     def room(self) -> int:
-        return TOTAL - self.owned - sum(count > 0 for count in self.readers.values()) - self.promised
+        return TOTAL - self.owned - sum(count > 0 for count in self.readers.values()) - self.reserved
 
     def read(self, paths: list[Path]) -> list[Path]:
         """Adds one reader to the first of these, as far as they are indexed and pages are free."""
@@ -129,18 +129,18 @@ class CacheMachine(RuleBasedStateMachine):
         self.reference.let_go(request.read)
 
     @rule(pages=st.integers(0, 3))
-    def promise(self, pages: int) -> None:
+    def reserve(self, pages: int) -> None:
         if pages > self.reference.room:
             with pytest.raises(ResourceExhausted):
-                self.pool.promise(pages)
+                self.pool.reserve(pages)
         else:
-            self.pool.promise(pages)
-            self.reference.promised += pages
+            self.pool.reserve(pages)
+            self.reference.reserved += pages
 
     @rule()
-    def unpromise(self) -> None:
-        self.pool.unpromise(self.reference.promised)
-        self.reference.promised = 0
+    def unreserve(self) -> None:
+        self.pool.unreserve(self.reference.reserved)
+        self.reference.reserved = 0
 
     @invariant()
     def agrees(self) -> None:
@@ -148,7 +148,7 @@ class CacheMachine(RuleBasedStateMachine):
         counts, reference = self.pool.counts(), self.reference
         assert len(self.cache) == len(reference.readers)
         assert counts.shared == sum(count > 0 for count in reference.readers.values())
-        assert (counts.owned, counts.promised) == (reference.owned, reference.promised)
+        assert (counts.owned, counts.reserved) == (reference.owned, reference.reserved)
         assert (self.cache.query_tokens, self.cache.hit_tokens) == (self.queries, self.hits)
         for request in self.requests:
             assert len(request.prefix.pages) == len(request.read)

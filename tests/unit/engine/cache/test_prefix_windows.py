@@ -34,19 +34,19 @@ class Desk:
         """Computes a prompt and publishes it; returns the number of its pages that were known."""
         prefix = self.cache.prefix(prompt, "")
         numbers = self.kv.numbers(len(prompt))
-        pages, promised = self.cache.allocate(ref(name), prefix, numbers, len(prompt))
-        known, claimed = prefix.known, promised
+        pages, reserved = self.cache.allocate(ref(name), prefix, numbers, len(prompt))
+        known, reserved_pages = prefix.known, reserved
         for number in range(known, numbers):
             self.cache.publish(ref(name), prefix, pages, number, all_groups=False)
-            claimed += self.cache.retire(ref(name), prefix, pages, number * PAGE)
-            promised += self.pool.promise_up_to(claimed - promised)
+            reserved_pages += self.cache.retire(ref(name), prefix, pages, number * PAGE)
+            reserved += self.pool.reserve_up_to(reserved_pages - reserved)
             for entry in self.kv.seen(number * PAGE, number, number + 1):
                 if pages[entry] == FREED:
-                    (pages[entry],) = self.pool.allocate(ref(name), 1, from_promise=True)
-                    claimed, promised = claimed - 1, promised - 1
+                    (pages[entry],) = self.pool.allocate(ref(name), 1, from_reserved=True)
+                    reserved_pages, reserved = reserved_pages - 1, reserved - 1
             assert len(held_pages(pages)) <= self.kv.held(len(prompt))
             self.cache.check_integrity()
-        self.pool.unpromise(promised)
+        self.pool.unreserve(reserved)
         self.cache.publish(ref(name), prefix, pages)
         self.cache.check_integrity()
         self.open[name] = prefix, pages
@@ -105,12 +105,12 @@ def test_a_decoding_request_reads_what_its_next_token_sees() -> None:
     desk = Desk()
     desk.run("a")
     prefix = desk.cache.prefix(PROMPT, "")
-    promised = desk.cache.promise(prefix, 20, len(PROMPT), position=len(PROMPT))
+    reserved = desk.cache.reserve(prefix, 20, len(PROMPT), position=len(PROMPT))
     # 17 tokens: the second group sees 13 .., pages 6 and 7; the third 15 .., page 7.
-    assert (prefix.known, prefix.held, promised) == (8, 8 + 2 + 1, 9)
+    assert (prefix.known, prefix.held, reserved) == (8, 8 + 2 + 1, 9)
     assert desk.cache.retire_read(prefix, len(PROMPT) + 2) == 2
     desk.cache.release(prefix)
-    desk.pool.unpromise(promised)
+    desk.pool.unreserve(reserved)
     desk.cache.check_integrity()
 
 

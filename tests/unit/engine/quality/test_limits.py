@@ -24,7 +24,7 @@ from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.quality.loading import load_for_comparison
 from tandem.engine.quality.teacher_forced import compare
-from tandem.engine.quantizer.quantize import Recipe, quantize
+from tandem.engine.quantizer.quantize import QuantizationRecipe, quantize
 from tandem.engine.quantizer.scheme import SCHEMES
 from tandem.engine.steps.batch import StepBatch
 from tests.soak import soak
@@ -118,7 +118,7 @@ def test_gptq_halves_what_rounding_to_4_bits_costs(full: Yardstick, tmp_path: Pa
     for method in ("rtn", "gptq"):
         out, whole = tmp_path / method, tmp_path / f"{method}-whole"
         samples = full.samples("calibration", 12, 128) if method == "gptq" else ()
-        quantize(first, out, Recipe(SCHEMES["w4a16"], method), samples, device=torch.device("cpu"))
+        quantize(first, out, QuantizationRecipe(SCHEMES["w4a16"], method), samples, device=torch.device("cpu"))
         shutil.copytree(full.folder, whole, ignore=shutil.ignore_patterns("*.safetensors"))
         weights = load_file(full.folder / "model.safetensors") | read_plainly(out)
         save_file({name: each.contiguous() for name, each in weights.items()}, whole / "model.safetensors")

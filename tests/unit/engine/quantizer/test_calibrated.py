@@ -17,7 +17,7 @@ from tandem.engine.quantizer.calibrated_layer import CalibratedLayer, embedded
 from tandem.engine.quantizer.calibration import CalibrationKernels, InputStatistics
 from tandem.engine.quantizer.folding import Fold, folds
 from tandem.engine.quantizer.gptq import gptq
-from tandem.engine.quantizer.quantize import Recipe, quantize
+from tandem.engine.quantizer.quantize import QuantizationRecipe, quantize
 from tandem.engine.quantizer.rtn import round_to_nearest
 from tandem.engine.quantizer.scheme import SCHEMES
 from tandem.engine.quantizer.smoothquant import smooth
@@ -176,7 +176,7 @@ def test_a_calibrated_folder_is_whole(method: str, scheme: str, family: str, tmp
     quantize(
         folder,
         tmp_path / "out",
-        Recipe(SCHEMES[scheme], method),
+        QuantizationRecipe(SCHEMES[scheme], method),
         SAMPLES,
         device=CPU,
         progress=lambda _, part: done.append(part),
@@ -193,7 +193,7 @@ def test_a_calibrated_folder_is_whole(method: str, scheme: str, family: str, tmp
 
 
 def test_what_has_no_calibration_is_refused(tmp_path: Path) -> None:
-    recipe = Recipe(SCHEMES["w4a16"], "gptq")
+    recipe = QuantizationRecipe(SCHEMES["w4a16"], "gptq")
     for family, reason in (
         ("mixtral", "experts"),
         ("gemma3", "norms that are stored minus 1"),
@@ -203,4 +203,4 @@ def test_what_has_no_calibration_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ModelError, match=reason + r".*; use --method rtn"):
             quantize(folder, tmp_path / "out", recipe, SAMPLES, device=CPU)
     with pytest.raises(InvalidArgument, match="smoothquant is for 8-bit activations"):
-        Recipe(SCHEMES["w4a16"], "smoothquant")
+        QuantizationRecipe(SCHEMES["w4a16"], "smoothquant")

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tandem.engine.quantizer.quantize import Recipe, quantize
+from tandem.engine.quantizer.quantize import QuantizationRecipe, quantize
 from tandem.engine.quantizer.rtn import round_to_nearest
 from tandem.engine.quantizer.scheme import SCHEMES, choose_group, parse_scheme
 from tandem.protocol.errors import InvalidArgument, ModelError
@@ -31,7 +31,7 @@ def test_written_bytes_are_the_values_meant(scheme: str, dtype: torch.dtype, tmp
     weights = {name: each.to(dtype) for name, each in load_file(folder / "model.safetensors").items()}
     save_file(weights, folder / "model.safetensors")
     chosen = SCHEMES[scheme]
-    written = quantize(folder, tmp_path / "out", Recipe(chosen), device=CPU)
+    written = quantize(folder, tmp_path / "out", QuantizationRecipe(chosen), device=CPU)
     found = read_plainly(tmp_path / "out")
     assert found.keys() == weights.keys()
     assert written.group == (32 if chosen.grouped else None)
@@ -46,7 +46,7 @@ def test_written_bytes_are_the_values_meant(scheme: str, dtype: torch.dtype, tmp
 @pytest.mark.parametrize("scheme", HALF_STEPS)
 def test_each_weight_is_within_half_a_step(scheme: str, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "tiny")
-    quantize(folder, tmp_path / "out", Recipe(SCHEMES[scheme]), device=CPU)
+    quantize(folder, tmp_path / "out", QuantizationRecipe(SCHEMES[scheme]), device=CPU)
     weight, found = load_file(folder / "model.safetensors")[PRODUCT], read_plainly(tmp_path / "out")[PRODUCT]
     width = 32 if SCHEMES[scheme].grouped else weight.shape[1]
     groups, errors = (each.view(len(weight), -1, width) for each in (weight, (found - weight).abs()))
@@ -72,7 +72,7 @@ def test_a_group_of_zeros_stays_zero() -> None:
 def test_the_configuration_is_that_of_compressed_tensors(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "tiny", "qwen3_moe")
     (folder / "tokenizer.json").write_text("{}")
-    quantize(folder, tmp_path / "out", Recipe(SCHEMES["w4a16-asym"]), device=CPU)
+    quantize(folder, tmp_path / "out", QuantizationRecipe(SCHEMES["w4a16-asym"]), device=CPU)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     stored = load_file(tmp_path / "out" / "model.safetensors")
     quantization = config.pop("quantization_config")
@@ -91,7 +91,7 @@ def test_the_configuration_is_that_of_compressed_tensors(tmp_path: Path) -> None
 def test_large_models_are_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_tiny_model(tmp_path / "tiny")
     monkeypatch.setattr("tandem.engine.quantizer.folder_writer._SHARD_BYTES", 100_000)
-    written = quantize(folder, tmp_path / "out", Recipe(SCHEMES["w8a8"]), device=CPU)
+    written = quantize(folder, tmp_path / "out", QuantizationRecipe(SCHEMES["w8a8"]), device=CPU)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted(file.name for file in (tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 1
@@ -106,7 +106,7 @@ def test_tokenizers_with_code_and_templates_are_copied(tmp_path: Path) -> None:
     kept = ["additional_chat_templates/rag.jinja", "chat_template.jinja", "tokenization_tiny.py", "tokenizer.json"]
     for name in (*kept, "modeling_tiny.py", "README.md"):
         (folder / name).write_text(name)
-    quantize(folder, tmp_path / "out", Recipe(SCHEMES["w8a8"]), device=CPU)
+    quantize(folder, tmp_path / "out", QuantizationRecipe(SCHEMES["w8a8"]), device=CPU)
     files = [file.relative_to(tmp_path / "out") for file in (tmp_path / "out").rglob("*") if file.is_file()]
     assert sorted(map(str, files)) == sorted([*kept, "config.json", "model.safetensors"])
     assert (tmp_path / "out" / kept[0]).read_text() == kept[0]
@@ -121,7 +121,7 @@ def test_a_full_disk_is_said_in_a_sentence(place: str, tmp_path: Path, monkeypat
     (folder / "tokenizer.json").write_text("{}")
     monkeypatch.setattr(f"tandem.engine.quantizer.folder_writer.{place}", full)
     with pytest.raises(InvalidArgument, match=r"out cannot be written: .*No space left on device\."):
-        quantize(folder, tmp_path / "out", Recipe(SCHEMES["w8a8"]), device=CPU)
+        quantize(folder, tmp_path / "out", QuantizationRecipe(SCHEMES["w8a8"]), device=CPU)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["tiny"]
 
 
@@ -130,18 +130,23 @@ def test_a_full_disk_is_said_in_a_sentence(place: str, tmp_path: Path, monkeypat
 )
 def test_what_cannot_be_quantized_is_refused(family: str, reason: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=reason):
-        quantize(write_tiny_model(tmp_path / "tiny", family), tmp_path / "out", Recipe(SCHEMES["fp8"]), device=CPU)
+        quantize(
+            write_tiny_model(tmp_path / "tiny", family),
+            tmp_path / "out",
+            QuantizationRecipe(SCHEMES["fp8"]),
+            device=CPU,
+        )
     assert not (tmp_path / "out").exists()
 
 
 def test_settings_that_cannot_be_met_are_refused(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "tiny")
     with pytest.raises(InvalidArgument, match="64, 96 inputs, which groups of 64 do not divide"):
-        quantize(folder, tmp_path / "out", Recipe(SCHEMES["w4a16"], group_size=64), device=CPU)
+        quantize(folder, tmp_path / "out", QuantizationRecipe(SCHEMES["w4a16"], group_size=64), device=CPU)
     with pytest.raises(InvalidArgument, match="one scale for each output"):
         choose_group(SCHEMES["fp8"], 64, {64})
     with pytest.raises(InvalidArgument, match="use w4a16, w4a16-asym"):
         parse_scheme("w3a16")
     with pytest.raises(InvalidArgument, match="exists"):
-        quantize(folder, folder, Recipe(SCHEMES["w4a16"]), device=CPU)
+        quantize(folder, folder, QuantizationRecipe(SCHEMES["w4a16"]), device=CPU)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["tiny"]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.engine.quantizer.quantize import Recipe, quantize
+from tandem.engine.quantizer.quantize import QuantizationRecipe, quantize
 from tandem.engine.quantizer.scheme import SCHEMES
 from tests.factories import write_tiny_model
 from tests.unit.engine.quantizer.plain_reader import read_plainly, write_plain_copy
@@ -22,7 +22,7 @@ def test_transformers_loads_the_folder(scheme: str, family: str, tmp_path: Path)
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
     folder = write_tiny_model(tmp_path / "tiny", family)
-    quantize(folder, tmp_path / "out", Recipe(SCHEMES[scheme]), device=torch.device("cpu"))
+    quantize(folder, tmp_path / "out", QuantizationRecipe(SCHEMES[scheme]), device=torch.device("cpu"))
     plain = AutoModelForCausalLM.from_pretrained(write_plain_copy(tmp_path / "out", tmp_path / "copy"))
     found = AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", quantization_config=CompressedTensorsConfig(run_compressed=False), dtype=torch.float32

@@ -12,14 +12,14 @@ from tandem.engine.speculation.proposer import NGRAM_MAX, NO_DRAFT, Draft, Draft
 from tandem.engine.speculation.suffix import SuffixProposer
 
 
-def answered(
+def prior_output_tokens(
     proposer: SuffixProposer, answer: Sequence[int], salt: str = "", prompt: Sequence[int] = (7, 8, 9)
 ) -> None:
     """Let a request come, be answered and leave."""
-    proposer.begin("answered", prompt, salt)
+    proposer.begin("prior_output_tokens", prompt, salt)
     for token in answer:
-        proposer.extend("answered", [token])
-    proposer.leave("answered")
+        proposer.extend("prior_output_tokens", [token])
+    proposer.leave("prior_output_tokens")
 
 
 def suffix_draft(token_ids: Sequence[int], match: int) -> Draft:
@@ -56,7 +56,7 @@ def searched(tokens: Sequence[int], answers: Sequence[Sequence[int]], most: int)
 
 def test_an_earlier_answer_is_followed() -> None:
     proposer = SuffixProposer()
-    answered(proposer, [1, 2, 3, 4, 5])
+    prior_output_tokens(proposer, [1, 2, 3, 4, 5])
     assert asked(proposer, [60, 1, 2, 3], 4) == suffix_draft([4, 5], 3)
     assert asked(proposer, [60, 61, 2, 3], 1) == suffix_draft([4], 2)
     assert asked(proposer, [60, 61, 62, 3], 1) == suffix_draft([4], 1)
@@ -65,13 +65,13 @@ def test_an_earlier_answer_is_followed() -> None:
 
 def test_the_beginning_of_an_answer_is_found_behind_the_end_of_its_prompt() -> None:
     proposer = SuffixProposer()
-    answered(proposer, [1, 2])
+    prior_output_tokens(proposer, [1, 2])
     assert asked(proposer, [60, 7, 8, 9], 2) == suffix_draft([1, 2], 3)
 
 
 def test_prompts_of_others_are_not_proposed() -> None:
     proposer = SuffixProposer()
-    answered(proposer, [1], prompt=[20, 21, 22, 23, 24])
+    prior_output_tokens(proposer, [1], prompt=[20, 21, 22, 23, 24])
     assert asked(proposer, [20, 21, 22]) == NO_DRAFT
 
 
@@ -86,7 +86,7 @@ def test_an_answer_is_found_when_its_request_has_left() -> None:
 
 def test_of_equal_matches_the_request_itself_goes_first_and_a_longer_one_before_both() -> None:
     proposer = SuffixProposer()
-    answered(proposer, [1, 2, 3, 4])
+    prior_output_tokens(proposer, [1, 2, 3, 4])
     assert asked(proposer, [1, 2, 3, 6, 1, 2, 3]) == ngram_draft([6], 3)
     assert asked(proposer, [2, 3, 6, 1, 2, 3]) == suffix_draft([4], 3)
 
@@ -94,10 +94,10 @@ def test_of_equal_matches_the_request_itself_goes_first_and_a_longer_one_before_
 @pytest.mark.parametrize(("theirs", "mine"), [("a", "b"), ("", "b"), ("a", "")])
 def test_tenants_never_share_answers(theirs: str, mine: str) -> None:
     proposer = SuffixProposer()
-    answered(proposer, [1, 2, 3, 4], theirs)
+    prior_output_tokens(proposer, [1, 2, 3, 4], theirs)
     assert asked(proposer, [7, 8, 9], salt=mine) == NO_DRAFT
     assert asked(proposer, [1, 2, 3], salt=mine) == NO_DRAFT
-    answered(proposer, [1, 2, 3, 5], mine)
+    prior_output_tokens(proposer, [1, 2, 3, 5], mine)
     assert asked(proposer, [1, 2, 3], salt=theirs).token_ids == [4]
     assert asked(proposer, [1, 2, 3], salt=mine).token_ids == [5]
 
@@ -105,10 +105,10 @@ def test_tenants_never_share_answers(theirs: str, mine: str) -> None:
 def test_the_oldest_answers_are_dropped_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suffix, "ANSWERS_MAX", 10)
     proposer = SuffixProposer()
-    answered(proposer, [1, 2, 3, 4])
-    answered(proposer, [11, 12, 13, 14, 15], "a")
+    prior_output_tokens(proposer, [1, 2, 3, 4])
+    prior_output_tokens(proposer, [11, 12, 13, 14, 15], "a")
     assert asked(proposer, [1, 2]).token_ids == [3]
-    answered(proposer, [21, 22], "b")
+    prior_output_tokens(proposer, [21, 22], "b")
     assert asked(proposer, [1, 2]) == NO_DRAFT
     assert asked(proposer, [2, 3]) == NO_DRAFT
     assert asked(proposer, [11, 12], salt="a").token_ids == [13]
@@ -118,18 +118,18 @@ def test_the_oldest_answers_are_dropped_whole(monkeypatch: pytest.MonkeyPatch) -
 def test_a_newer_answer_outlives_an_older_one_with_the_same_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suffix, "ANSWERS_MAX", 9)
     proposer = SuffixProposer()
-    answered(proposer, [1, 2, 3, 4])
-    answered(proposer, [1, 2, 3, 5])
-    answered(proposer, [30, 31, 32])
+    prior_output_tokens(proposer, [1, 2, 3, 4])
+    prior_output_tokens(proposer, [1, 2, 3, 5])
+    prior_output_tokens(proposer, [30, 31, 32])
     assert asked(proposer, [1, 2, 3]).token_ids == [5]
 
 
 def test_an_answer_that_is_longer_than_the_memory_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suffix, "ANSWERS_MAX", 3)
     proposer = SuffixProposer()
-    answered(proposer, [1, 2, 3, 4])
+    prior_output_tokens(proposer, [1, 2, 3, 4])
     assert asked(proposer, [1, 2]) == NO_DRAFT
-    answered(proposer, [5, 6])
+    prior_output_tokens(proposer, [5, 6])
     assert asked(proposer, [7, 8, 9]).token_ids == [5]
 
 
@@ -158,7 +158,7 @@ def test_equals_a_search_of_what_is_kept(
         proposer = SuffixProposer()
         kept: list[tuple[str, list[int]]] = []
         for theirs, prompt, answer in done:
-            answered(proposer, answer, theirs, [9, *prompt])
+            prior_output_tokens(proposer, answer, theirs, [9, *prompt])
             if answer:
                 kept.append((theirs, [*([-1] * NGRAM_MAX + [9, *prompt])[-NGRAM_MAX:], *answer]))
             while sum(len(each) - NGRAM_MAX for _, each in kept) > limit:

@@ -43,13 +43,13 @@ def awq(rng: np.random.Generator, n: int, k: int) -> tuple[Tensors, np.ndarray]:
     qweight, qzeros = np.zeros((k, n // 8), np.int64), np.zeros((k // GROUP, n // 8), np.int64)
     weight = np.zeros((n, k), np.float32)
     for row in range(n):
-        word, place = row // 8, AWQ_ORDER.index(row % 8)
+        word, slot = row // 8, AWQ_ORDER.index(row % 8)
         for column in range(k):
-            put(qweight, (column, word), int(codes[row, column]), 4 * place)
+            put(qweight, (column, word), int(codes[row, column]), 4 * slot)
             group = column // GROUP
             weight[row, column] = (codes[row, column] - zeros[row, group]) * by_group[group, row]
         for group in range(k // GROUP):
-            put(qzeros, (group, word), int(zeros[row, group]), 4 * place)
+            put(qzeros, (group, word), int(zeros[row, group]), 4 * slot)
     return {"qweight": int32(qweight), "qzeros": int32(qzeros), "scales": scales}, weight
 
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.engine.models.allocation import allocate_parameters
-from tandem.engine.models.families import places_of
+from tandem.engine.models.families import slots_of
 from tandem.engine.models.parameters import tensors_of
 from tandem.engine.weights.checkpoint import check_model, load_weights, revision_hash, stored_dtype
 from tandem.protocol.errors import ModelError
@@ -32,7 +32,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Tensors:
     load_weights(folder, config, parameters)
     # The stacked tensors themselves must have no hole left.
     assert not any(tensor.isnan().any() for _, tensor in tensors_of(parameters))
-    return {name: place.tensor for name, place in places_of(config, parameters).items()}
+    return {name: slot.tensor for name, slot in slots_of(config, parameters).items()}
 
 
 def shard(folder: Path) -> None:

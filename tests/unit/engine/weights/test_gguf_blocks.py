@@ -48,8 +48,8 @@ def q4_k(block: np.ndarray) -> list[float]:
         else:
             scale = packed[part + 4] % 16 + packed[part - 4] // 64 * 16
             minimum = packed[part + 4] // 16 + packed[part] // 64 * 16
-        for place in range(32):
-            pair = int(block[16 + part // 2 * 32 + place])
+        for slot in range(32):
+            pair = int(block[16 + part // 2 * 32 + slot])
             code = pair // 16 if part % 2 else pair % 16
             values.append(half(block, 0) * scale * code - half(block, 2) * minimum)
     return values
@@ -58,8 +58,8 @@ def q4_k(block: np.ndarray) -> list[float]:
 def q6_k(block: np.ndarray) -> list[float]:
     values = []
     for element in range(256):
-        side, place = divmod(element, 128)
-        quarter, column = divmod(place, 32)
+        side, slot = divmod(element, 128)
+        quarter, column = divmod(slot, 32)
         lower = int(block[side * 64 + quarter % 2 * 32 + column])
         lower = lower // 16 if quarter > 1 else lower % 16
         upper = int(block[128 + side * 32 + column]) >> 2 * quarter & 3
@@ -80,11 +80,11 @@ KINDS: dict[str, tuple[Callable[[np.ndarray], list[float]], tuple[int, ...]]] = 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_mean_what_the_format_says(kind: str) -> None:
-    decode, halves = KINDS[kind]
+    decode, schedulers = KINDS[kind]
     elements, size = BLOCKS[WeightFormat(kind)]
     rng = np.random.default_rng(3)
     stored = rng.integers(0, 256, (ROWS, COLUMNS // elements, size), dtype=np.uint8)
-    for at in halves:
+    for at in schedulers:
         numbers = rng.uniform(-0.1, 0.1, stored.shape[:2]).astype(np.float16)
         stored[..., at : at + 2] = numbers[..., None].view(np.uint8)
     wanted = np.array([[value for block in row for value in decode(block)] for row in stored], dtype=np.float32)

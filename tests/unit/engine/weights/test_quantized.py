@@ -15,7 +15,7 @@ from tandem.engine.kernels.packed_weight import PackedWeight
 from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.models.allocation import allocate_parameters, weight_bytes
-from tandem.engine.models.families import places_of
+from tandem.engine.models.families import slots_of
 from tandem.engine.models.parameters import named_weights, tensors_of
 from tandem.engine.models.quantization_config import parse_quantization
 from tandem.engine.steps.batch import StepBatch
@@ -33,7 +33,7 @@ def loaded(folder: Path) -> dict[str, torch.Tensor]:
     spec = check_model(folder)
     parameters = allocate_parameters(spec, torch.float32, CPU)
     load_weights(folder, spec, parameters)
-    found = {name: place.tensor for name, place in places_of(spec, parameters).items()}
+    found = {name: slot.tensor for name, slot in slots_of(spec, parameters).items()}
     return {
         name: each.dequantized(torch.float32) if isinstance(each, PackedWeight) else each
         for name, each in found.items()

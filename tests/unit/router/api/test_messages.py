@@ -13,7 +13,7 @@ from router.access.tenants import tenant_of, tenant_salt
 from router.api.anthropic.request import parse_message
 from router.text.tokenizer import Tokenizer
 from tandem.protocol.errors import Internal
-from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
 from tandem.settings.listeners import ListenerLimits
 from tandem.tokenizers.grammars import of_tool_calls
 from tests.unit.router.api.test_responses import prompt_text
@@ -319,7 +319,9 @@ async def test_a_tools_examples_and_failed_calls_reach_the_model(cluster: Cluste
     failed = {"type": "tool_result", "tool_use_id": "1", "content": "no such city", "is_error": True}
     messages = [*MESSAGES, {"role": "assistant", "content": [call]}, {"role": "user", "content": [failed]}]
     body = BODY | {"tools": [tool], "messages": messages}
-    prompt: Any = parse_message(json.dumps(body).encode(), EdgeStamp.now(Edge.RECEIVED), strict=True).request.prompt
+    prompt: Any = parse_message(
+        json.dumps(body).encode(), EventTime.now(LifecycleEvent.RECEIVED), strict=True
+    ).request.prompt
     (made,) = prompt.tools.shown
     assert made["function"]["parameters"] == {"type": "object", "examples": [{"city": "Köln"}]}
     assert prompt.turns[-1].content == "Error: no such city"
@@ -334,7 +336,9 @@ async def test_a_deferred_tool_is_offered_once_a_search_has_found_it(cluster: Cl
     later = [*MESSAGES, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
     for messages, offered in ((MESSAGES, ["f"]), (later, ["f", "g"])):
         body = BODY | {"tools": tools, "messages": messages}
-        prompt: Any = parse_message(json.dumps(body).encode(), EdgeStamp.now(Edge.RECEIVED), strict=True).request.prompt
+        prompt: Any = parse_message(
+            json.dumps(body).encode(), EventTime.now(LifecycleEvent.RECEIVED), strict=True
+        ).request.prompt
         assert [tool["function"]["name"] for tool in prompt.tools.shown] == offered
         assert (await http.post("/v1/messages", json=body)).status_code == 200
     assert prompt.turns[-1].content == "The tool g can be called now.\n"

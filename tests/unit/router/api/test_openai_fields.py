@@ -11,10 +11,10 @@ import pytest
 from router.api.openai.requests import parse_chat, parse_completion
 from router.api.unserved_fields import CHAT_UNSERVED, COMPLETION_UNSERVED, IgnoredLog
 from tandem.protocol.errors import InvalidArgument
-from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
 from tests.unit.router.conftest import Cluster
 
-NOW = EdgeStamp.now(Edge.RECEIVED)
+NOW = EventTime.now(LifecycleEvent.RECEIVED)
 USER = {"role": "user", "content": "Hello there"}
 CHAT: dict[str, Any] = {"model": "fake", "messages": [USER], "max_tokens": 4}
 TEXT: dict[str, Any] = {"model": "fake", "prompt": "x", "max_tokens": 4}

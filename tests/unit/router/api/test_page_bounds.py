@@ -11,10 +11,10 @@ import pytest
 from router.api.openai.bodies import ChatCompletionRequest, CompletionRequest
 from router.api.openai.requests import parse_chat, parse_completion
 from tandem.protocol.errors import InvalidArgument
-from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
 from tests.unit.router.conftest import Cluster
 
-NOW = EdgeStamp.now(Edge.RECEIVED)
+NOW = EventTime.now(LifecycleEvent.RECEIVED)
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "logprobs": True}
 TEXT = {"prompt": "Hello", "max_tokens": 4, "echo": True}
 

@@ -12,7 +12,7 @@ import pytest
 from router.api.openai.responses_request import parse_response
 from router.text.tokenizer import Tokenizer
 from tandem.protocol.errors import Internal
-from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
 from tandem.settings.listeners import ListenerLimits
 from tandem.tokenizers.grammars import of_tool_calls
 from tests.unit.router.api.test_tool_calls import ANSWER, ARGUMENTS, FORCED, script
@@ -194,7 +194,7 @@ async def test_tools_that_the_server_cannot_run_are_left_out_and_named(
     assert reply.status_code == 200, reply.text
     assert reply.headers["x-tandem-ignored"] == "tools[web_search], tools[custom]"
     assert [tool["type"] for tool in reply.json()["tools"]] == ["function", "function", "namespace"]
-    call = parse_response(json.dumps(body).encode(), EdgeStamp.now(Edge.RECEIVED))
+    call = parse_response(json.dumps(body).encode(), EventTime.now(LifecycleEvent.RECEIVED))
     tools: Any = call.request.prompt.tools.tools  # type: ignore[union-attr]
     assert [(tool["function"]["name"], tool["function"]["description"]) for tool in tools] == [
         ("f", "d"),
@@ -218,7 +218,7 @@ async def test_a_call_of_a_function_in_a_namespace_goes_to_and_fro(
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "1"}
     items = [call.model_dump(exclude_none=True), result]
     body = {**asked, "input": [{"role": "user", "content": "a"}, *items]}
-    parsed: Any = parse_response(json.dumps(body).encode(), EdgeStamp.now(Edge.RECEIVED)).request.prompt
+    parsed: Any = parse_response(json.dumps(body).encode(), EventTime.now(LifecycleEvent.RECEIVED)).request.prompt
     assert parsed.turns[1].extras["tool_calls"][0]["function"]["name"] == parsed.turns[2].extras["name"] == "mcp__f"
     assert (await http.post("/v1/responses", json=body)).status_code == 200
 

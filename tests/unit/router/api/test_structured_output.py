@@ -16,7 +16,7 @@ from router.api.openai.requests import parse_chat
 from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
 from tandem.protocol.generated.tandem.v1 import inference_pb2_grpc
-from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
 from tandem.tokenizers.grammar_process import GrammarKind, GrammarProcess
 from tandem.tokenizers.grammars import of_choices, of_ebnf, of_json_schema, of_regex
 from tests.unit.router.conftest import Cluster
@@ -138,7 +138,7 @@ async def test_a_grammar_that_fails_on_a_worker_names_the_field_of_the_request(
 
 
 def test_unknown_fields_of_a_format_are_refused_where_requests_are_strict() -> None:
-    now = EdgeStamp.now(Edge.RECEIVED)
+    now = EventTime.now(LifecycleEvent.RECEIVED)
     body = json.dumps({**CHAT, "structured_outputs": {"regex": "a", "colour": "red"}}).encode()
     assert parse_chat(body, now).ignored == ("structured_outputs.colour",)
     with pytest.raises(InvalidArgument, match="colour"):

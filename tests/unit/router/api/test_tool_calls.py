@@ -256,7 +256,7 @@ class TestReasoningModel:
 def test_the_template_gets_tools_and_calls(tokenizer: Tokenizer) -> None:
     from router.api.openai.requests import parse_chat
     from router.text.chat_template import ChatTemplate
-    from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+    from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
 
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     messages = [
@@ -265,7 +265,7 @@ def test_the_template_gets_tools_and_calls(tokenizer: Tokenizer) -> None:
         {"role": "tool", "tool_call_id": "call_1", "content": "<b>"},
     ]
     body = json.dumps({"messages": messages, "tools": TOOLS}).encode()
-    prompt: Any = parse_chat(body, EdgeStamp.now(Edge.RECEIVED), strict=True).request.prompt
+    prompt: Any = parse_chat(body, EventTime.now(LifecycleEvent.RECEIVED), strict=True).request.prompt
     source = (
         "{{ tools[1].function.name }} {{ messages[1].tool_calls[0].function.arguments | tojson }} "
         "{{ messages[2].tool_call_id }}"

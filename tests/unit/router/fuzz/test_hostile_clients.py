@@ -209,14 +209,14 @@ HOSTILE: list[Callable[[FuzzedRouter], None]] = [
 def silent_connections(router: FuzzedRouter) -> Iterator[None]:
     """Many connections that send half a header or half a body and then nothing, over gRPC and HTTP."""
     host, port = router.grpc_address.split(":")
-    halves = [
+    schedulers = [
         (router.http_listener, b"POST /v1/completions HTTP/1.1\r\nHost:"),
         (router.http_listener, whole(b"x" * 1000)[:-900]),
         (router.http_listener, b""),
         ((host, int(port)), b"PRI * HTTP/2.0\r\n"),
     ]
     with contextlib.ExitStack() as stack:
-        for listener, half in halves * 25:
+        for listener, half in schedulers * 25:
             stack.enter_context(socket.create_connection(listener, timeout=60)).sendall(half)
         yield
 

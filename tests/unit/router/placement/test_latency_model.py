@@ -6,7 +6,7 @@ import pytest
 
 from router.placement.latency_model import AnswerPrediction, PromptPrediction, exposed_transfer_s, prefill_time
 from tandem.cost_model.step_work import StepWork, chunk_pairs
-from tandem.protocol.lifecycle.timeline import TransferStats
+from tandem.protocol.lifecycle.events import TransferStats
 from tandem.protocol.messages import Assignment, Role
 from tandem.protocol.policy_name import PolicyName
 from tandem.settings.slo import SloClass

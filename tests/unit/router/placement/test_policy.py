@@ -10,7 +10,7 @@ from router.placement.latency_model import PromptPrediction
 from router.placement.policy import Placement, PlacementPolicy
 from router.placement.queue import QueuedRequest
 from router.placement.worker_state import AnswerWork, PromptWork, WorkerState
-from tandem.protocol.lifecycle.timeline import TransferStats
+from tandem.protocol.lifecycle.events import TransferStats
 from tandem.protocol.messages import Role
 from tandem.protocol.mode import Mode
 from tandem.settings.slo import SloClass

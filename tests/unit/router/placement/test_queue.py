@@ -14,7 +14,7 @@ def queued(name: str, sequence: int, start_by_s: float = 0.0, **more: object) ->
 def drained(queue: RequestQueue, charge: float = 0.0) -> list[str]:
     order = []
     while (head := queue.head()) is not None:
-        order.append(head.wire_id)
+        order.append(head.internal_id)
         queue.remove(head)
         queue.charge(head.tenant, charge)
     return order
@@ -46,7 +46,7 @@ def test_the_departed_are_forgotten_and_who_comes_back_keeps_the_place() -> None
     queue.remove(first)
     assert len(queue) == 2
     queue.push(first)
-    assert drained(queue) == [each.wire_id for each in (first, second, third)]
+    assert drained(queue) == [each.internal_id for each in (first, second, third)]
     assert (len(queue._tenants), queue.ahead(queued("next", 9, 1e9))) == (0, (0.0, 0))
 
 
@@ -117,22 +117,29 @@ def test_how_much_is_ahead() -> None:
     assert ahead("third", 3.0) == 0.0
 
 
-@pytest.mark.parametrize(("answered", "limit", "decodes"), [(0, 1, False), (0, 2, True), (3, 4, False), (3, 5, True)])
-def test_it_decodes_if_a_token_follows_the_one_that_prefill_generates(answered: int, limit: int, decodes: bool) -> None:
-    assert QueuedRequest("q", 1, 0.0, 100, limit, answered=answered).decodes == decodes
+@pytest.mark.parametrize(
+    ("prior_output_tokens", "limit", "decodes"), [(0, 1, False), (0, 2, True), (3, 4, False), (3, 5, True)]
+)
+def test_it_decodes_if_a_token_follows_the_one_that_prefill_generates(
+    prior_output_tokens: int, limit: int, decodes: bool
+) -> None:
+    assert QueuedRequest("q", 1, 0.0, 100, limit, prior_output_tokens=prior_output_tokens).decodes == decodes
 
 
 @pytest.mark.parametrize(
-    ("answered", "expected", "reserved"), [(0, None, 149), (0, 20, 119), (9, 20, 119), (30, 20, 130), (0, 50, 149)]
+    ("prior_output_tokens", "expected", "reserved"),
+    [(0, None, 149), (0, 20, 119), (9, 20, 119), (30, 20, 130), (0, 50, 149)],
 )
 def test_kv_is_reserved_for_the_expected_answer_and_for_what_is_prefilled(
-    answered: int, expected: int | None, reserved: int
+    prior_output_tokens: int, expected: int | None, reserved: int
 ) -> None:
     """The newest token of an answer has no KV yet."""
-    request = QueuedRequest("q", 1, 0.0, 100, 50, answered=answered, expected_tokens=expected, mean_tokens=17.0)
-    assert request.prefill_tokens == 100 + answered
+    request = QueuedRequest(
+        "q", 1, 0.0, 100, 50, prior_output_tokens=prior_output_tokens, expected_tokens=expected, mean_tokens=17.0
+    )
+    assert request.prefill_tokens == 100 + prior_output_tokens
     assert (request.kv_tokens, request.reserved_tokens) == (149, reserved)
-    assert request.decode_context == 100 + answered + 8
+    assert request.decode_context == 100 + prior_output_tokens + 8
 
 
 def test_a_tenant_that_comes_back_begins_with_what_it_was_given_above_the_level() -> None:

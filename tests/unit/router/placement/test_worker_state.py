@@ -9,7 +9,7 @@ from router.placement.worker_state import AnswerWork, PromptWork, WorkerState
 from tandem.cost_model.chunks import StepLimit
 from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import chunk_pairs
-from tandem.protocol.lifecycle.timeline import TransferStats
+from tandem.protocol.lifecycle.events import TransferStats
 from tandem.protocol.messages import Assignment, Role
 from tandem.protocol.policy_name import PolicyName
 from tandem.settings.slo import BEST_EFFORT, SloClass

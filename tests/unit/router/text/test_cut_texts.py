@@ -13,7 +13,7 @@ from router.text.tokenizer import Tokenizer
 from router.text.tokenizing import TokenizerPool
 from router.workers.worker_pool import ServedModel
 from tandem.protocol.errors import ContextLengthExceeded
-from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
 from tandem.protocol.messages import ModelFacts
 
 _WORDS = (
@@ -93,7 +93,7 @@ async def test_keeping_more_tokens_than_the_context_has_does_not_lift_the_limit_
     tokenizer, inner = counted
     pool = TokenizerPool(1, 8 * MIB, 1.0)
     encoder = PromptEncoder(tokenizer, pool, max_messages=10)
-    request = ClientRequest("", "", "word " * MIB, Options(), EdgeStamp.now(Edge.RECEIVED))
+    request = ClientRequest("", "", "word " * MIB, Options(), EventTime.now(LifecycleEvent.RECEIVED))
     for last in (SERVED.facts.max_context, 2**31 - 1):
         with pytest.raises(ContextLengthExceeded, match="at least"):
             await encoder.token_ids(request, SERVED, last)

@@ -51,7 +51,7 @@ async def test_what_a_closing_half_gives_up_goes_on_elsewhere(
     """
     cluster.decode.switches.give_up_after = 2
     assert await run(stub) == RIGHT
-    begun = [task.answered for task in cluster.prefill.prefills]
+    begun = [task.prior_output_tokens for task in cluster.prefill.prefills]
     assert begun == sorted(begun)
     assert set(begun) == {0, 2, 4, 6, 8, 10}
 

@@ -126,15 +126,15 @@ async def test_a_cancelled_request_keeps_the_slot_until_no_step_computes_it(
         steps = held_steps(pair.decode.engine, monkeypatch, after)
         send(pair, "cancelled", one.identity)
         await until(steps.waiting.is_set)
-        assert worker._halves.adapters() == {one.identity}
+        assert worker._schedulers.adapters() == {one.identity}
         pair.abort("cancelled")
         worker.adapters.unload(me, "it")
         assert not worker.admission.refs()
-        assert worker._halves.adapters() == {one.identity}
+        assert worker._schedulers.adapters() == {one.identity}
         with pytest.raises(ResourceExhausted, match="'it' still finishes requests"):
             await worker.adapters.load(me, other)
         steps.go.set()
-        await until(lambda: not worker._halves.adapters())
+        await until(lambda: not worker._schedulers.adapters())
         await worker.adapters.load(me, other)
         await pair.empty()
 

@@ -100,7 +100,7 @@ async def test_answers_are_those_of_the_merged_models(
             await until(lambda again=again: again.finish)
             assert (again.tokens, again.cached_tokens) == (tokens, 64)
         if speculate is SpeculationMethod.DRAFT:
-            assert pair.decode.worker._halves.decode.speculation.counts.drafted, "the head proposed nothing"
+            assert pair.decode.worker._schedulers.decode.speculation.counts.drafted, "the head proposed nothing"
 
 
 async def test_an_unknown_adapter_is_refused(engines: Factory) -> None:

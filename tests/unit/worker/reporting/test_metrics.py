@@ -20,7 +20,7 @@ from tandem.metrics.scrape import Scrape, ScrapeInterval
 from tandem.metrics.worker_figures import figures_of
 from tandem.protocol.cost_parameters import UNMEASURED
 from tandem.protocol.errors import ResourceExhausted
-from tandem.protocol.lifecycle.timeline import TransferStats
+from tandem.protocol.lifecycle.events import TransferStats
 from tandem.protocol.messages import (
     Assignment,
     FinishReason,

@@ -70,8 +70,8 @@ async def answers(
 def oracle(plain: Sequence[Answer], alpha: float) -> Proposer:
     def whole(key: Hashable) -> Sequence[int]:
         assert isinstance(key, DecodeRequest)
-        question = list(key.reservation.question)
-        return [*question, *plain[PROMPTS.index(question)].token_ids]
+        original_prompt = list(key.reservation.original_prompt)
+        return [*original_prompt, *plain[PROMPTS.index(original_prompt)].token_ids]
 
     return OracleProposer(whole, alpha)
 

@@ -24,7 +24,7 @@ from tandem.engine.steps.batch import ModelRunnerOutput, StepBatch, StepRow
 from tandem.protocol.errors import InvalidArgument, ResourceExhausted
 from tandem.protocol.messages import FinishReason, SamplingParams
 from tandem.tokenizers.grammars import of_regex
-from tandem.worker.step_publisher import StepPublisher
+from tandem.worker.output_streams import OutputStreams
 from tandem.worker.worker import Worker
 from tests.fake_engine import EOS, PAGE_TOKENS, FakeEngine, answer_to, logprobs_of, whole_text
 from tests.worker_pair import Heard, WorkerPair, until
@@ -158,7 +158,7 @@ class KnowingEagle(EagleProposer):
     def begin(self, key: Hashable, token_ids: Sequence[int], cache_salt: str = "") -> None:
         assert isinstance(key, DecodeRequest)
         super().begin(key, token_ids, cache_salt)
-        head, text, first = self._head, whole_text(key), len(key.reservation.question)
+        head, text, first = self._head, whole_text(key), len(key.reservation.original_prompt)
         assert isinstance(head, FakeHead)
         head.following |= {(text[first + n - 1], n): text[first + n] for n in range(len(text) - first)}
 
@@ -173,13 +173,13 @@ def computing_oracle(engine: FakeEngine) -> ComputingOracle:
 
 def draft(pair: WorkerPair, count: int | None) -> None:
     for end in pair.ends:
-        speculation = end.worker._halves.decode.speculation
+        speculation = end.worker._schedulers.decode.speculation
         assert speculation is not None
         speculation.fixed_drafts = count
 
 
 def accepted(of: Worker) -> int:
-    speculation = of._halves.decode.speculation
+    speculation = of._schedulers.decode.speculation
     assert speculation is not None
     return sum(speculation.counts.accepted.values())
 
@@ -223,15 +223,15 @@ async def test_the_device_does_not_wait_for_messages(monkeypatch: pytest.MonkeyP
         open_steps += 1
         return launched(self, batch)
 
-    def publish(self: StepPublisher, *given: Any) -> None:
+    def publish(self: OutputStreams, *given: Any) -> None:
         nonlocal open_steps
         seen.append(open_steps)
         open_steps -= 1
         published(self, *given)
 
-    launched, published = FakeEngine.launch, StepPublisher.publish
+    launched, published = FakeEngine.launch, OutputStreams.publish
     monkeypatch.setattr(FakeEngine, "launch", launch)
-    monkeypatch.setattr(StepPublisher, "publish", publish)
+    monkeypatch.setattr(OutputStreams, "publish", publish)
     async with WorkerPair(pages=64, both=True) as pair:
         draft(pair, 3)
         heard = pair.send("q", PROMPTS[0], SAMPLINGS[0])

@@ -275,16 +275,16 @@ class Complete(_message.Message):
     def __init__(self, finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., matched_stop: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ...) -> None: ...
 
 class Timeline(_message.Message):
-    __slots__ = ("edges", "transfer", "prefill_worker", "decode_worker")
-    EDGES_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("event_times", "transfer", "prefill_worker", "decode_worker")
+    EVENT_TIMES_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
-    edges: _containers.RepeatedCompositeFieldContainer[_types_pb2.EdgeStamp]
+    event_times: _containers.RepeatedCompositeFieldContainer[_types_pb2.EventTime]
     transfer: _types_pb2.TransferStats
     prefill_worker: str
     decode_worker: str
-    def __init__(self, edges: _Optional[_Iterable[_Union[_types_pb2.EdgeStamp, _Mapping]]] = ..., transfer: _Optional[_Union[_types_pb2.TransferStats, _Mapping]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ...) -> None: ...
+    def __init__(self, event_times: _Optional[_Iterable[_Union[_types_pb2.EventTime, _Mapping]]] = ..., transfer: _Optional[_Union[_types_pb2.TransferStats, _Mapping]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("generate", "chat", "return_token_strs")
@@ -433,9 +433,9 @@ class GetLoadsResponse(_message.Message):
     def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ...) -> None: ...
 
 class RequestTrace(_message.Message):
-    __slots__ = ("request_id", "wire_id", "context", "model", "operation", "slo_class", "outcome", "prompt_tokens", "completion_tokens", "cached_tokens", "timeline")
+    __slots__ = ("request_id", "internal_id", "context", "model", "operation", "slo_class", "outcome", "prompt_tokens", "completion_tokens", "cached_tokens", "timeline")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    WIRE_ID_FIELD_NUMBER: _ClassVar[int]
+    INTERNAL_ID_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     OPERATION_FIELD_NUMBER: _ClassVar[int]
@@ -446,7 +446,7 @@ class RequestTrace(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
-    wire_id: str
+    internal_id: str
     context: TraceContext
     model: str
     operation: str
@@ -456,7 +456,7 @@ class RequestTrace(_message.Message):
     completion_tokens: int
     cached_tokens: int
     timeline: Timeline
-    def __init__(self, request_id: _Optional[str] = ..., wire_id: _Optional[str] = ..., context: _Optional[_Union[TraceContext, _Mapping]] = ..., model: _Optional[str] = ..., operation: _Optional[str] = ..., slo_class: _Optional[str] = ..., outcome: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., internal_id: _Optional[str] = ..., context: _Optional[_Union[TraceContext, _Mapping]] = ..., model: _Optional[str] = ..., operation: _Optional[str] = ..., slo_class: _Optional[str] = ..., outcome: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ...) -> None: ...
 
 class TraceContext(_message.Message):
     __slots__ = ("trace_id", "parent_id", "sampled")

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tandem/v1/types.proto\x12\ttandem.v1\"\x9e\x04\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x19\n\x11\x66requency_penalty\x18\t \x01(\x02\x12\x18\n\x10presence_penalty\x18\n \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\x0b \x01(\x02H\x00\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0c \x01(\rH\x01\x88\x01\x01\x12\x12\n\nmin_tokens\x18\r \x01(\r\x12\x16\n\tspeculate\x18\x0e \x01(\x08H\x02\x88\x01\x01\x12\x0f\n\x07grammar\x18\x0f \x01(\t\x12\x1c\n\x0fprompt_logprobs\x18\x10 \x01(\rH\x03\x88\x01\x01\x12<\n\nlogit_bias\x18\x11 \x03(\x0b\x32(.tandem.v1.SamplingParams.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x0c\n\n_speculateB\x12\n\x10_prompt_logprobs\">\n\tEdgeStamp\x12\x1d\n\x04\x65\x64ge\x18\x01 \x01(\x0e\x32\x0f.tandem.v1.Edge\x12\x12\n\nunix_nanos\x18\x02 \x01(\x03\"V\n\rTransferStats\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\r\n\x05pages\x18\x02 \x01(\r\x12\x0f\n\x07\x62\x61\x63kend\x18\x03 \x01(\t\x12\x16\n\x0e\x64uration_nanos\x18\x04 \x01(\x04\"C\n\x0b\x45rrorDetail\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01\"1\n\x07PeerRef\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"Z\n\nAssignment\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x13\n\x0bstep_policy\x18\x02 \x01(\t\x12\x13\n\x0bstep_budget\x18\x03 \x01(\r\x12\x14\n\x0citl_target_s\x18\x04 \x01(\x01\"<\n\x0c\x41\x64\x61pterFacts\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08identity\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\":\n\x12LoadAdapterRequest\x12\x11\n\tlora_name\x18\x01 \x01(\t\x12\x11\n\tlora_path\x18\x02 \x01(\t\"?\n\x13LoadAdapterResponse\x12(\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x17.tandem.v1.AdapterFacts\")\n\x14UnloadAdapterRequest\x12\x11\n\tlora_name\x18\x01 \x01(\t\"\x17\n\x15UnloadAdapterResponse*\xaf\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x05*\xf5\x03\n\x04\x45\x64ge\x12\x14\n\x10\x45\x44GE_UNSPECIFIED\x10\x00\x12\x11\n\rEDGE_RECEIVED\x10\x01\x12\x12\n\x0e\x45\x44GE_TOKENIZED\x10\x02\x12\x0f\n\x0b\x45\x44GE_PLACED\x10\x03\x12\x11\n\rEDGE_RESERVED\x10\x04\x12\x17\n\x13\x45\x44GE_PREFILL_QUEUED\x10\x05\x12\x18\n\x14\x45\x44GE_PREFILL_STARTED\x10\x06\x12\x19\n\x15\x45\x44GE_PREFILL_FINISHED\x10\x07\x12\x19\n\x15\x45\x44GE_TRANSFER_STARTED\x10\x08\x12\x1a\n\x16\x45\x44GE_TRANSFER_FINISHED\x10\t\x12\x14\n\x10\x45\x44GE_FIRST_TOKEN\x10\n\x12\x18\n\x14\x45\x44GE_DECODE_ADMITTED\x10\x0b\x12\x17\n\x13\x45\x44GE_DECODE_STARTED\x10\x0c\x12\x11\n\rEDGE_FINISHED\x10\r\x12\x12\n\x0e\x45\x44GE_PREEMPTED\x10\x0e\x12\x1a\n\x16\x45\x44GE_LAST_PAGES_POSTED\x10\x0f\x12\x14\n\x10\x45\x44GE_NOTICE_MADE\x10\x10\x12\x16\n\x12\x45\x44GE_NOTICE_POSTED\x10\x11\x12\x14\n\x10\x45\x44GE_NOTICE_SEEN\x10\x12\x12\x13\n\x0f\x45\x44GE_KV_CHECKED\x10\x13\x12\x0f\n\x0b\x45\x44GE_SILENT\x10\x14\x12\x11\n\rEDGE_REQUEUED\x10\x15\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tandem/v1/types.proto\x12\ttandem.v1\"\x9e\x04\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x19\n\x11\x66requency_penalty\x18\t \x01(\x02\x12\x18\n\x10presence_penalty\x18\n \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\x0b \x01(\x02H\x00\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0c \x01(\rH\x01\x88\x01\x01\x12\x12\n\nmin_tokens\x18\r \x01(\r\x12\x16\n\tspeculate\x18\x0e \x01(\x08H\x02\x88\x01\x01\x12\x0f\n\x07grammar\x18\x0f \x01(\t\x12\x1c\n\x0fprompt_logprobs\x18\x10 \x01(\rH\x03\x88\x01\x01\x12<\n\nlogit_bias\x18\x11 \x03(\x0b\x32(.tandem.v1.SamplingParams.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x0c\n\n_speculateB\x12\n\x10_prompt_logprobs\"I\n\tEventTime\x12(\n\x05\x65vent\x18\x01 \x01(\x0e\x32\x19.tandem.v1.LifecycleEvent\x12\x12\n\nunix_nanos\x18\x02 \x01(\x03\"V\n\rTransferStats\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\r\n\x05pages\x18\x02 \x01(\r\x12\x0f\n\x07\x62\x61\x63kend\x18\x03 \x01(\t\x12\x16\n\x0e\x64uration_nanos\x18\x04 \x01(\x04\"C\n\x0b\x45rrorDetail\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01\"1\n\x07PeerRef\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"Z\n\nAssignment\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x13\n\x0bstep_policy\x18\x02 \x01(\t\x12\x13\n\x0bstep_budget\x18\x03 \x01(\r\x12\x14\n\x0citl_target_s\x18\x04 \x01(\x01\"<\n\x0c\x41\x64\x61pterFacts\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08identity\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\":\n\x12LoadAdapterRequest\x12\x11\n\tlora_name\x18\x01 \x01(\t\x12\x11\n\tlora_path\x18\x02 \x01(\t\"?\n\x13LoadAdapterResponse\x12(\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x17.tandem.v1.AdapterFacts\")\n\x14UnloadAdapterRequest\x12\x11\n\tlora_name\x18\x01 \x01(\t\"\x17\n\x15UnloadAdapterResponse*\xaf\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x05*\xf1\x05\n\x0eLifecycleEvent\x12\x1f\n\x1bLIFECYCLE_EVENT_UNSPECIFIED\x10\x00\x12\x1c\n\x18LIFECYCLE_EVENT_RECEIVED\x10\x01\x12\x1d\n\x19LIFECYCLE_EVENT_TOKENIZED\x10\x02\x12\x1a\n\x16LIFECYCLE_EVENT_PLACED\x10\x03\x12\x1c\n\x18LIFECYCLE_EVENT_RESERVED\x10\x04\x12\"\n\x1eLIFECYCLE_EVENT_PREFILL_QUEUED\x10\x05\x12#\n\x1fLIFECYCLE_EVENT_PREFILL_STARTED\x10\x06\x12$\n LIFECYCLE_EVENT_PREFILL_FINISHED\x10\x07\x12$\n LIFECYCLE_EVENT_TRANSFER_STARTED\x10\x08\x12%\n!LIFECYCLE_EVENT_TRANSFER_FINISHED\x10\t\x12\x1f\n\x1bLIFECYCLE_EVENT_FIRST_TOKEN\x10\n\x12#\n\x1fLIFECYCLE_EVENT_DECODE_ADMITTED\x10\x0b\x12\"\n\x1eLIFECYCLE_EVENT_DECODE_STARTED\x10\x0c\x12\x1c\n\x18LIFECYCLE_EVENT_FINISHED\x10\r\x12\x1d\n\x19LIFECYCLE_EVENT_PREEMPTED\x10\x0e\x12%\n!LIFECYCLE_EVENT_LAST_PAGES_POSTED\x10\x0f\x12\x1f\n\x1bLIFECYCLE_EVENT_NOTICE_MADE\x10\x10\x12!\n\x1dLIFECYCLE_EVENT_NOTICE_POSTED\x10\x11\x12\x1f\n\x1bLIFECYCLE_EVENT_NOTICE_SEEN\x10\x12\x12\x1e\n\x1aLIFECYCLE_EVENT_KV_CHECKED\x10\x13\x12\x1a\n\x16LIFECYCLE_EVENT_SILENT\x10\x14\x12\x1c\n\x18LIFECYCLE_EVENT_REQUEUED\x10\x15\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,32 +33,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1201
-  _globals['_FINISHREASON']._serialized_end=1376
-  _globals['_EDGE']._serialized_start=1379
-  _globals['_EDGE']._serialized_end=1880
+  _globals['_FINISHREASON']._serialized_start=1212
+  _globals['_FINISHREASON']._serialized_end=1387
+  _globals['_LIFECYCLEEVENT']._serialized_start=1390
+  _globals['_LIFECYCLEEVENT']._serialized_end=2143
   _globals['_SAMPLINGPARAMS']._serialized_start=37
   _globals['_SAMPLINGPARAMS']._serialized_end=579
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=461
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=509
-  _globals['_EDGESTAMP']._serialized_start=581
-  _globals['_EDGESTAMP']._serialized_end=643
-  _globals['_TRANSFERSTATS']._serialized_start=645
-  _globals['_TRANSFERSTATS']._serialized_end=731
-  _globals['_ERRORDETAIL']._serialized_start=733
-  _globals['_ERRORDETAIL']._serialized_end=800
-  _globals['_PEERREF']._serialized_start=802
-  _globals['_PEERREF']._serialized_end=851
-  _globals['_ASSIGNMENT']._serialized_start=853
-  _globals['_ASSIGNMENT']._serialized_end=943
-  _globals['_ADAPTERFACTS']._serialized_start=945
-  _globals['_ADAPTERFACTS']._serialized_end=1005
-  _globals['_LOADADAPTERREQUEST']._serialized_start=1007
-  _globals['_LOADADAPTERREQUEST']._serialized_end=1065
-  _globals['_LOADADAPTERRESPONSE']._serialized_start=1067
-  _globals['_LOADADAPTERRESPONSE']._serialized_end=1130
-  _globals['_UNLOADADAPTERREQUEST']._serialized_start=1132
-  _globals['_UNLOADADAPTERREQUEST']._serialized_end=1173
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=1175
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=1198
+  _globals['_EVENTTIME']._serialized_start=581
+  _globals['_EVENTTIME']._serialized_end=654
+  _globals['_TRANSFERSTATS']._serialized_start=656
+  _globals['_TRANSFERSTATS']._serialized_end=742
+  _globals['_ERRORDETAIL']._serialized_start=744
+  _globals['_ERRORDETAIL']._serialized_end=811
+  _globals['_PEERREF']._serialized_start=813
+  _globals['_PEERREF']._serialized_end=862
+  _globals['_ASSIGNMENT']._serialized_start=864
+  _globals['_ASSIGNMENT']._serialized_end=954
+  _globals['_ADAPTERFACTS']._serialized_start=956
+  _globals['_ADAPTERFACTS']._serialized_end=1016
+  _globals['_LOADADAPTERREQUEST']._serialized_start=1018
+  _globals['_LOADADAPTERREQUEST']._serialized_end=1076
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=1078
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=1141
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=1143
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=1184
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=1186
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=1209
 # @@protoc_insertion_point(module_scope)

@@ -16,58 +16,58 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_ERROR: _ClassVar[FinishReason]
     FINISH_REASON_TOOL_CALLS: _ClassVar[FinishReason]
 
-class Edge(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+class LifecycleEvent(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
-    EDGE_UNSPECIFIED: _ClassVar[Edge]
-    EDGE_RECEIVED: _ClassVar[Edge]
-    EDGE_TOKENIZED: _ClassVar[Edge]
-    EDGE_PLACED: _ClassVar[Edge]
-    EDGE_RESERVED: _ClassVar[Edge]
-    EDGE_PREFILL_QUEUED: _ClassVar[Edge]
-    EDGE_PREFILL_STARTED: _ClassVar[Edge]
-    EDGE_PREFILL_FINISHED: _ClassVar[Edge]
-    EDGE_TRANSFER_STARTED: _ClassVar[Edge]
-    EDGE_TRANSFER_FINISHED: _ClassVar[Edge]
-    EDGE_FIRST_TOKEN: _ClassVar[Edge]
-    EDGE_DECODE_ADMITTED: _ClassVar[Edge]
-    EDGE_DECODE_STARTED: _ClassVar[Edge]
-    EDGE_FINISHED: _ClassVar[Edge]
-    EDGE_PREEMPTED: _ClassVar[Edge]
-    EDGE_LAST_PAGES_POSTED: _ClassVar[Edge]
-    EDGE_NOTICE_MADE: _ClassVar[Edge]
-    EDGE_NOTICE_POSTED: _ClassVar[Edge]
-    EDGE_NOTICE_SEEN: _ClassVar[Edge]
-    EDGE_KV_CHECKED: _ClassVar[Edge]
-    EDGE_SILENT: _ClassVar[Edge]
-    EDGE_REQUEUED: _ClassVar[Edge]
+    LIFECYCLE_EVENT_UNSPECIFIED: _ClassVar[LifecycleEvent]
+    LIFECYCLE_EVENT_RECEIVED: _ClassVar[LifecycleEvent]
+    LIFECYCLE_EVENT_TOKENIZED: _ClassVar[LifecycleEvent]
+    LIFECYCLE_EVENT_PLACED: _ClassVar[LifecycleEvent]
+    LIFECYCLE_EVENT_RESERVED: _ClassVar[LifecycleEvent]
+    LIFECYCLE_EVENT_PREFILL_QUEUED: _ClassVar[LifecycleEvent]
+    LIFECYCLE_EVENT_PREFILL_STARTED: _ClassVar[LifecycleEvent]
+    LIFECYCLE_EVENT_PREFILL_FINISHED: _ClassVar[LifecycleEvent]
+    LIFECYCLE_EVENT_TRANSFER_STARTED: _ClassVar[LifecycleEvent]
+    LIFECYCLE_EVENT_TRANSFER_FINISHED: _ClassVar[LifecycleEvent]
+    LIFECYCLE_EVENT_FIRST_TOKEN: _ClassVar[LifecycleEvent]
+    LIFECYCLE_EVENT_DECODE_ADMITTED: _ClassVar[LifecycleEvent]
+    LIFECYCLE_EVENT_DECODE_STARTED: _ClassVar[LifecycleEvent]
+    LIFECYCLE_EVENT_FINISHED: _ClassVar[LifecycleEvent]
+    LIFECYCLE_EVENT_PREEMPTED: _ClassVar[LifecycleEvent]
+    LIFECYCLE_EVENT_LAST_PAGES_POSTED: _ClassVar[LifecycleEvent]
+    LIFECYCLE_EVENT_NOTICE_MADE: _ClassVar[LifecycleEvent]
+    LIFECYCLE_EVENT_NOTICE_POSTED: _ClassVar[LifecycleEvent]
+    LIFECYCLE_EVENT_NOTICE_SEEN: _ClassVar[LifecycleEvent]
+    LIFECYCLE_EVENT_KV_CHECKED: _ClassVar[LifecycleEvent]
+    LIFECYCLE_EVENT_SILENT: _ClassVar[LifecycleEvent]
+    LIFECYCLE_EVENT_REQUEUED: _ClassVar[LifecycleEvent]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_ABORT: FinishReason
 FINISH_REASON_ERROR: FinishReason
 FINISH_REASON_TOOL_CALLS: FinishReason
-EDGE_UNSPECIFIED: Edge
-EDGE_RECEIVED: Edge
-EDGE_TOKENIZED: Edge
-EDGE_PLACED: Edge
-EDGE_RESERVED: Edge
-EDGE_PREFILL_QUEUED: Edge
-EDGE_PREFILL_STARTED: Edge
-EDGE_PREFILL_FINISHED: Edge
-EDGE_TRANSFER_STARTED: Edge
-EDGE_TRANSFER_FINISHED: Edge
-EDGE_FIRST_TOKEN: Edge
-EDGE_DECODE_ADMITTED: Edge
-EDGE_DECODE_STARTED: Edge
-EDGE_FINISHED: Edge
-EDGE_PREEMPTED: Edge
-EDGE_LAST_PAGES_POSTED: Edge
-EDGE_NOTICE_MADE: Edge
-EDGE_NOTICE_POSTED: Edge
-EDGE_NOTICE_SEEN: Edge
-EDGE_KV_CHECKED: Edge
-EDGE_SILENT: Edge
-EDGE_REQUEUED: Edge
+LIFECYCLE_EVENT_UNSPECIFIED: LifecycleEvent
+LIFECYCLE_EVENT_RECEIVED: LifecycleEvent
+LIFECYCLE_EVENT_TOKENIZED: LifecycleEvent
+LIFECYCLE_EVENT_PLACED: LifecycleEvent
+LIFECYCLE_EVENT_RESERVED: LifecycleEvent
+LIFECYCLE_EVENT_PREFILL_QUEUED: LifecycleEvent
+LIFECYCLE_EVENT_PREFILL_STARTED: LifecycleEvent
+LIFECYCLE_EVENT_PREFILL_FINISHED: LifecycleEvent
+LIFECYCLE_EVENT_TRANSFER_STARTED: LifecycleEvent
+LIFECYCLE_EVENT_TRANSFER_FINISHED: LifecycleEvent
+LIFECYCLE_EVENT_FIRST_TOKEN: LifecycleEvent
+LIFECYCLE_EVENT_DECODE_ADMITTED: LifecycleEvent
+LIFECYCLE_EVENT_DECODE_STARTED: LifecycleEvent
+LIFECYCLE_EVENT_FINISHED: LifecycleEvent
+LIFECYCLE_EVENT_PREEMPTED: LifecycleEvent
+LIFECYCLE_EVENT_LAST_PAGES_POSTED: LifecycleEvent
+LIFECYCLE_EVENT_NOTICE_MADE: LifecycleEvent
+LIFECYCLE_EVENT_NOTICE_POSTED: LifecycleEvent
+LIFECYCLE_EVENT_NOTICE_SEEN: LifecycleEvent
+LIFECYCLE_EVENT_KV_CHECKED: LifecycleEvent
+LIFECYCLE_EVENT_SILENT: LifecycleEvent
+LIFECYCLE_EVENT_REQUEUED: LifecycleEvent
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop_token_ids", "ignore_eos", "frequency_penalty", "presence_penalty", "repetition_penalty", "logprobs", "min_tokens", "speculate", "grammar", "prompt_logprobs", "logit_bias")
@@ -114,13 +114,13 @@ class SamplingParams(_message.Message):
     logit_bias: _containers.ScalarMap[int, float]
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logprobs: _Optional[int] = ..., min_tokens: _Optional[int] = ..., speculate: _Optional[bool] = ..., grammar: _Optional[str] = ..., prompt_logprobs: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ...) -> None: ...
 
-class EdgeStamp(_message.Message):
-    __slots__ = ("edge", "unix_nanos")
-    EDGE_FIELD_NUMBER: _ClassVar[int]
+class EventTime(_message.Message):
+    __slots__ = ("event", "unix_nanos")
+    EVENT_FIELD_NUMBER: _ClassVar[int]
     UNIX_NANOS_FIELD_NUMBER: _ClassVar[int]
-    edge: Edge
+    event: LifecycleEvent
     unix_nanos: int
-    def __init__(self, edge: _Optional[_Union[Edge, str]] = ..., unix_nanos: _Optional[int] = ...) -> None: ...
+    def __init__(self, event: _Optional[_Union[LifecycleEvent, str]] = ..., unix_nanos: _Optional[int] = ...) -> None: ...
 
 class TransferStats(_message.Message):
     __slots__ = ("bytes", "pages", "backend", "duration_nanos")

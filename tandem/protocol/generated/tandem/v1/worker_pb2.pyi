@@ -84,13 +84,13 @@ class ListPrefixesResponse(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., stored: _Optional[_Iterable[_Union[PrefixRun, _Mapping]]] = ...) -> None: ...
 
 class RequestEvent(_message.Message):
-    __slots__ = ("ref", "first_index", "token_ids", "finish_reason", "error", "edges", "transfer", "logprobs", "cached_tokens", "preempted", "prompt_logprobs")
+    __slots__ = ("ref", "first_index", "token_ids", "finish_reason", "error", "event_times", "transfer", "logprobs", "cached_tokens", "preempted", "prompt_logprobs")
     REF_FIELD_NUMBER: _ClassVar[int]
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
-    EDGES_FIELD_NUMBER: _ClassVar[int]
+    EVENT_TIMES_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -101,13 +101,13 @@ class RequestEvent(_message.Message):
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     finish_reason: _types_pb2.FinishReason
     error: _types_pb2.ErrorDetail
-    edges: _containers.RepeatedCompositeFieldContainer[_types_pb2.EdgeStamp]
+    event_times: _containers.RepeatedCompositeFieldContainer[_types_pb2.EventTime]
     transfer: _types_pb2.TransferStats
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
     cached_tokens: int
     preempted: bool
     prompt_logprobs: PromptLogprobs
-    def __init__(self, ref: _Optional[_Union[RequestRef, _Mapping]] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., error: _Optional[_Union[_types_pb2.ErrorDetail, _Mapping]] = ..., edges: _Optional[_Iterable[_Union[_types_pb2.EdgeStamp, _Mapping]]] = ..., transfer: _Optional[_Union[_types_pb2.TransferStats, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., preempted: _Optional[bool] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
+    def __init__(self, ref: _Optional[_Union[RequestRef, _Mapping]] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., error: _Optional[_Union[_types_pb2.ErrorDetail, _Mapping]] = ..., event_times: _Optional[_Iterable[_Union[_types_pb2.EventTime, _Mapping]]] = ..., transfer: _Optional[_Union[_types_pb2.TransferStats, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., preempted: _Optional[bool] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class PromptLogprobs(_message.Message):
     __slots__ = ("chosen", "top_count", "top_ids", "top")
@@ -188,13 +188,13 @@ class CostParameters(_message.Message):
     def __init__(self, base_s: _Optional[float] = ..., prompt_base_s: _Optional[float] = ..., token_s: _Optional[float] = ..., pair_s: _Optional[float] = ..., row_s: _Optional[float] = ..., context_s: _Optional[float] = ..., free_tokens: _Optional[int] = ..., error: _Optional[float] = ..., observed: _Optional[int] = ..., tile_tokens: _Optional[int] = ..., mixed_noise: _Optional[float] = ..., wave_tokens: _Optional[int] = ..., verify_base_s: _Optional[float] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("router_id", "ref", "prompt_token_ids", "sampling", "prefill", "answered", "cache_salt", "gap_target_s", "adapter")
+    __slots__ = ("router_id", "ref", "prompt_token_ids", "sampling", "prefill", "prior_output_tokens", "cache_salt", "gap_target_s", "adapter")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     REF_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
-    ANSWERED_FIELD_NUMBER: _ClassVar[int]
+    PRIOR_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     GAP_TARGET_S_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
@@ -203,11 +203,11 @@ class ReserveRequest(_message.Message):
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _types_pb2.SamplingParams
     prefill: _types_pb2.PeerRef
-    answered: int
+    prior_output_tokens: int
     cache_salt: str
     gap_target_s: float
     adapter: str
-    def __init__(self, router_id: _Optional[str] = ..., ref: _Optional[_Union[RequestRef, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., prefill: _Optional[_Union[_types_pb2.PeerRef, _Mapping]] = ..., answered: _Optional[int] = ..., cache_salt: _Optional[str] = ..., gap_target_s: _Optional[float] = ..., adapter: _Optional[str] = ...) -> None: ...
+    def __init__(self, router_id: _Optional[str] = ..., ref: _Optional[_Union[RequestRef, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., prefill: _Optional[_Union[_types_pb2.PeerRef, _Mapping]] = ..., prior_output_tokens: _Optional[int] = ..., cache_salt: _Optional[str] = ..., gap_target_s: _Optional[float] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
     __slots__ = ("lease", "duration_s", "held_tokens")
@@ -220,13 +220,13 @@ class ReserveResponse(_message.Message):
     def __init__(self, lease: _Optional[_Union[Lease, _Mapping]] = ..., duration_s: _Optional[float] = ..., held_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("router_id", "ref", "prompt_token_ids", "sampling", "destination", "answered", "cache_salt", "adapter")
+    __slots__ = ("router_id", "ref", "prompt_token_ids", "sampling", "destination", "prior_output_tokens", "cache_salt", "adapter")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     REF_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     DESTINATION_FIELD_NUMBER: _ClassVar[int]
-    ANSWERED_FIELD_NUMBER: _ClassVar[int]
+    PRIOR_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     router_id: str
@@ -234,10 +234,10 @@ class PrefillRequest(_message.Message):
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _types_pb2.SamplingParams
     destination: Destination
-    answered: int
+    prior_output_tokens: int
     cache_salt: str
     adapter: str
-    def __init__(self, router_id: _Optional[str] = ..., ref: _Optional[_Union[RequestRef, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., destination: _Optional[_Union[Destination, _Mapping]] = ..., answered: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
+    def __init__(self, router_id: _Optional[str] = ..., ref: _Optional[_Union[RequestRef, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., destination: _Optional[_Union[Destination, _Mapping]] = ..., prior_output_tokens: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class Destination(_message.Message):
     __slots__ = ("peer", "address", "lease")
@@ -344,7 +344,7 @@ class InspectRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InspectResponse(_message.Message):
-    __slots__ = ("peer", "pages_total", "pages_free", "pages_owned", "pages_shared", "pages_advertised", "pages_quarantined", "pages_promised", "requests", "leases", "integrity_error", "fenced", "checksums_equal", "checksum_failures", "pages_cached", "prefix_query_tokens", "prefix_hit_tokens", "step_cost_error", "adapters_in_use")
+    __slots__ = ("peer", "pages_total", "pages_free", "pages_owned", "pages_shared", "pages_advertised", "pages_quarantined", "pages_reserved", "requests", "leases", "integrity_error", "fenced", "checksums_equal", "checksum_failures", "pages_cached", "prefix_query_tokens", "prefix_hit_tokens", "step_cost_error", "adapters_in_use")
     PEER_FIELD_NUMBER: _ClassVar[int]
     PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
@@ -352,7 +352,7 @@ class InspectResponse(_message.Message):
     PAGES_SHARED_FIELD_NUMBER: _ClassVar[int]
     PAGES_ADVERTISED_FIELD_NUMBER: _ClassVar[int]
     PAGES_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
-    PAGES_PROMISED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_RESERVED_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
     INTEGRITY_ERROR_FIELD_NUMBER: _ClassVar[int]
@@ -371,7 +371,7 @@ class InspectResponse(_message.Message):
     pages_shared: int
     pages_advertised: int
     pages_quarantined: int
-    pages_promised: int
+    pages_reserved: int
     requests: int
     leases: int
     integrity_error: str
@@ -383,7 +383,7 @@ class InspectResponse(_message.Message):
     prefix_hit_tokens: int
     step_cost_error: float
     adapters_in_use: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, peer: _Optional[_Union[_types_pb2.PeerRef, _Mapping]] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_owned: _Optional[int] = ..., pages_shared: _Optional[int] = ..., pages_advertised: _Optional[int] = ..., pages_quarantined: _Optional[int] = ..., pages_promised: _Optional[int] = ..., requests: _Optional[int] = ..., leases: _Optional[int] = ..., integrity_error: _Optional[str] = ..., fenced: _Optional[int] = ..., checksums_equal: _Optional[int] = ..., checksum_failures: _Optional[int] = ..., pages_cached: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., step_cost_error: _Optional[float] = ..., adapters_in_use: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, peer: _Optional[_Union[_types_pb2.PeerRef, _Mapping]] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_owned: _Optional[int] = ..., pages_shared: _Optional[int] = ..., pages_advertised: _Optional[int] = ..., pages_quarantined: _Optional[int] = ..., pages_reserved: _Optional[int] = ..., requests: _Optional[int] = ..., leases: _Optional[int] = ..., integrity_error: _Optional[str] = ..., fenced: _Optional[int] = ..., checksums_equal: _Optional[int] = ..., checksum_failures: _Optional[int] = ..., pages_cached: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., step_cost_error: _Optional[float] = ..., adapters_in_use: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ConnectPeerRequest(_message.Message):
     __slots__ = ("protocol_version", "compatibility_hash", "compatibility_facts", "description")

@@ -22,7 +22,7 @@ from router.text.tokenizer import Tokenizer
 from tandem.protocol.errors import Cancelled
 from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
 from tandem.protocol.generated.tandem.v1 import inference_pb2_grpc
-from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
 from tandem.protocol.messages import PROMPT_SCORES_MAX, PromptLogprobs
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import answer_logprobs
@@ -181,7 +181,7 @@ async def test_the_scores_are_not_lost_if_another_answer_begins_first(cluster: C
     """Regression: the echo of a stream had no log probabilities if answer 1 began before answer 0, which scores."""
     ids = (5, 6, 7)
     options = Options(n=2, logprobs=0, prompt_logprobs=0)
-    request = ClientRequest("", "", ids, options, EdgeStamp.now(Edge.RECEIVED))
+    request = ClientRequest("", "", ids, options, EventTime.now(LifecycleEvent.RECEIVED))
     answers = [Answer("r"), Answer("r")]
     form = PromptForm(echo=True, echo_top=0)
     validator = cluster.router._validator

@@ -16,7 +16,7 @@ from router.text.token_scores import ScoredToken, TokenScore
 from router.text.tokenizer import Tokenizer
 from tandem.metrics import families as f
 from tandem.protocol.errors import Internal
-from tandem.protocol.lifecycle.timeline import Timeline
+from tandem.protocol.lifecycle.events import Timeline
 from tandem.protocol.messages import FinishReason, SamplingParams
 from tandem.tokenizers.grammar_process import GrammarKind, GrammarProcess
 from tests.unit.router.conftest import Cluster

@@ -13,7 +13,7 @@ from tandem.net.rpc import ERROR_CODE
 from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
 from tandem.protocol.generated.tandem.v1 import types_pb2
-from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
 from tandem.tokenizers.grammars import of_tool_calls
 from tests.unit.router.api.test_tool_calls import ANSWER, ARGUMENTS, FORCED, script
 from tests.unit.router.conftest import Cluster
@@ -128,7 +128,9 @@ def test_a_conversation_is_the_same_over_both_listeners() -> None:
         "parallel_tool_calls": False,
         "continue_final_message": True,
     }
-    over_http = parse_chat(json.dumps(body).encode(), EdgeStamp.now(Edge.RECEIVED), strict=True).request.prompt
+    over_http = parse_chat(
+        json.dumps(body).encode(), EventTime.now(LifecycleEvent.RECEIVED), strict=True
+    ).request.prompt
     assert conversation(over_grpc, {}) == over_http
 
 

@@ -1,7 +1,7 @@
 """The output of a worker: one stream of events for each router.
 
-`StepPublisher` takes a step's events from the engine thread. Here they are sorted by router, and the streams send them.
-A stream that is slower than the steps sends several of them as one message.
+The engine thread publishes the events of each step. On the event loop they are sorted by router, and the streams send
+them. A stream that is slower than the steps sends several of them as one message.
 
 Changes of the prefix cache are sent to the routers that want them, in numbered batches. A stream that is much too slow
 loses some batches, which its router notices by the numbers.
@@ -12,18 +12,69 @@ A router's requests live no longer than its stream. When the stream ends, or whe
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from prefill_worker.request import call_all
 from tandem.protocol.messages import RequestEvent, RoutedEvent, RoutedTokens, StepOutput, StepTokens, WorkerLoad
 from tandem.protocol.prefixes import PrefixChanges
-from tandem.worker.router_stream import RouterStream
 
 log = logging.getLogger(__name__)
 
 
-class Outbox:
-    """The event streams of all routers. Used on the event loop. Owned by the worker."""
+PREFIX_BATCHES_MAX = 64
+"""The most batches of prefix changes that wait in one stream; if there are more, the oldest is lost."""
+
+Snapshot = Callable[[tuple[RequestEvent, ...], tuple[PrefixChanges, ...], tuple[StepTokens, ...]], StepOutput]
+
+
+class OutputStream:
+    """The events and tokens that wait to be sent to one router. Made by `OutputStreams`; used on the event loop."""
+
+    def __init__(self, router_id: str, snapshot: Snapshot, *, prefixes: bool = False) -> None:
+        """Create the stream. `prefixes` is True if the router wants the changes of the prefix cache."""
+        self.router_id = router_id
+        self.pending: list[RequestEvent] = []
+        self.tokens: list[StepTokens] = []
+        """Tokens to be sent after `pending`."""
+        self.prefixes = prefixes
+        self.changes: deque[PrefixChanges] = deque(maxlen=PREFIX_BATCHES_MAX)
+        self.attached = False
+        self.closed = False
+        self._snapshot = snapshot
+        self._changed = asyncio.Event()
+
+    def add(self, event: RequestEvent) -> None:
+        """Append an event after everything that waits."""
+        for some in self.tokens:
+            self.pending.extend(some.events())
+        self.tokens.clear()
+        self.pending.append(event)
+
+    def wake(self) -> None:
+        """Send what waits."""
+        self._changed.set()
+
+    def close(self) -> None:
+        """Close the stream. The reader ends once it has sent everything that is pending."""
+        self.closed = True
+        self._changed.set()
+
+    async def messages(self) -> AsyncIterator[StepOutput]:
+        """Yield one message at once, then one for each step, or for several steps if the reader is slower."""
+        self._changed.set()
+        while not self.closed or self.pending or self.tokens:
+            await self._changed.wait()
+            self._changed.clear()
+            pending, self.pending = self.pending, []
+            tokens, self.tokens = self.tokens, []
+            changes = tuple(self.changes)
+            self.changes.clear()
+            yield self._snapshot(tuple(pending), changes, tuple(tokens))
+
+
+class OutputStreams:
+    """The event streams of all routers. Owned by the worker, and used on the event loop except for `publish`."""
 
     def __init__(
         self,
@@ -33,7 +84,7 @@ class Outbox:
         attach_grace_s: float,
         changes: Callable[[], PrefixChanges | None] = lambda: None,
     ) -> None:
-        """Create the outbox.
+        """Create the streams of a worker that no router is attached to.
 
         `on_gone(router_id)` aborts the router's requests and returns the events that a stream that replaces the lost
         one must send. `changes` returns the next batch of changes of the prefix cache, or None.
@@ -43,7 +94,7 @@ class Outbox:
         self._on_gone = on_gone
         self._attach_grace_s = attach_grace_s
         self._changes = changes
-        self._streams: dict[str, RouterStream] = {}
+        self._streams: dict[str, OutputStream] = {}
         self._step = 0
         self._closed = False
 
@@ -57,17 +108,17 @@ class Outbox:
     def expect(self, router_id: str) -> None:
         """Keep the events of a router whose request arrives, for the stream that must be attached soon."""
         if router_id not in self._streams:
-            stream = self._streams[router_id] = RouterStream(router_id, self._snapshot)
+            stream = self._streams[router_id] = OutputStream(router_id, self._snapshot)
             self._events.call_later(self._attach_grace_s, self._lose_unattached, stream)
 
-    def attach(self, router_id: str, *, prefixes: bool = False) -> RouterStream:
+    def attach(self, router_id: str, *, prefixes: bool = False) -> OutputStream:
         """Return the stream of one router.
 
         A second attach ends the first stream and aborts its requests: the router gets an event for each on the new
         stream.
         """
         known = self._streams.get(router_id)
-        stream = RouterStream(router_id, self._snapshot, prefixes=prefixes)
+        stream = OutputStream(router_id, self._snapshot, prefixes=prefixes)
         if known is not None and known.attached:
             stream.pending.extend(self._on_gone(router_id))
         elif known is not None:
@@ -80,7 +131,7 @@ class Outbox:
         self._streams[router_id] = stream
         return stream
 
-    def detach(self, stream: RouterStream) -> None:
+    def detach(self, stream: OutputStream) -> None:
         """Abort the requests of a router whose stream has ended, unless another stream has replaced it. Idempotent."""
         if self._streams.get(stream.router_id) is stream:
             del self._streams[stream.router_id]
@@ -93,18 +144,31 @@ class Outbox:
         for stream in self._streams.values():
             stream.close()
 
-    def _lose_unattached(self, stream: RouterStream) -> None:
+    def _lose_unattached(self, stream: OutputStream) -> None:
         if not stream.attached:
             self.detach(stream)
 
-    def take_step(
+    def publish(
+        self,
+        step: int,
+        events: Sequence[RoutedEvent],
+        tokens: Sequence[RoutedTokens] = (),
+        then: Sequence[Callable[[], None]] = (),
+    ) -> None:
+        """Pass a step's events and tokens to the event loop, which then makes the calls. Called on the engine thread.
+
+        The function never waits. It wakes the event loop once: with two wake-ups, the event loop could write messages
+        while the engine thread waits to make the second.
+        """
+        self._events.call_soon_threadsafe(self._take_step, step, events, tokens, then)
+
+    def _take_step(
         self,
         step: int,
         events: Sequence[RoutedEvent],
         tokens: Sequence[RoutedTokens],
         then: Sequence[Callable[[], None]],
     ) -> None:
-        """Take the events and tokens of a step, and then make the calls."""
         self._step = step
         for routed in events:
             stream = self._streams.get(routed.router_id)
@@ -122,7 +186,7 @@ class Outbox:
         try:
             changes = self._changes()
         except Exception:
-            log.exception("what changed in the prefix cache is not told; the step's events are")
+            log.exception("the changes of the prefix cache are not sent; the step's events are")
             changes = None
         for stream in self._streams.values():
             if changes is not None and stream.prefixes:

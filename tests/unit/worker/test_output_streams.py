@@ -14,9 +14,7 @@ from tandem.protocol.messages import (
     WorkerLoad,
 )
 from tandem.protocol.prefixes import PrefixChanges
-from tandem.worker.outbox import Outbox
-from tandem.worker.router_stream import PREFIX_BATCHES_MAX, RouterStream
-from tandem.worker.step_publisher import StepPublisher
+from tandem.worker.output_streams import PREFIX_BATCHES_MAX, OutputStream, OutputStreams
 
 LOAD = WorkerLoad(0, 0, 0, 0, 8)
 
@@ -31,14 +29,14 @@ def tokens(index: int, *names: str) -> StepTokens:
 
 
 class Office:
-    """An outbox that notes whose requests it has given up."""
+    """An streams that notes whose requests it has given up."""
 
     def __init__(self, grace_s: float = 0.01) -> None:
         self.gone: list[str] = []
         self.batches = 0
         events = asyncio.get_running_loop()
-        self.outbox = Outbox(events, lambda: LOAD, self._router_gone, grace_s, self._changes)
-        self.publish = StepPublisher(events, self.outbox).publish
+        self.streams = OutputStreams(events, lambda: LOAD, self._router_gone, grace_s, self._changes)
+        self.publish = self.streams.publish
 
     def _changes(self) -> PrefixChanges | None:
         """One batch a step, if any were asked for."""
@@ -52,7 +50,7 @@ class Office:
         return [event("lost")]
 
 
-async def read(stream: RouterStream) -> tuple[AsyncIterator[StepOutput], StepOutput]:
+async def read(stream: OutputStream) -> tuple[AsyncIterator[StepOutput], StepOutput]:
     """The stream and its first message, which comes at once."""
     messages = aiter(stream.messages())
     return messages, await anext(messages)
@@ -60,18 +58,18 @@ async def read(stream: RouterStream) -> tuple[AsyncIterator[StepOutput], StepOut
 
 async def test_steps_go_to_each_router_alone() -> None:
     office = Office()
-    (one, first), (two, _) = await read(office.outbox.attach("1")), await read(office.outbox.attach("2"))
+    (one, first), (two, _) = await read(office.streams.attach("1")), await read(office.streams.attach("2"))
     assert first == StepOutput(0, (), LOAD)
     office.publish(7, [RoutedEvent("1", event("a")), RoutedEvent("2", event("b")), RoutedEvent("3", event("c"))])
     assert await anext(one) == StepOutput(7, (event("a"),), LOAD)
     assert await anext(two) == StepOutput(7, (event("b"),), LOAD)
-    office.outbox.post(RoutedEvent("1", event("d")))
+    office.streams.post(RoutedEvent("1", event("d")))
     assert await anext(one) == StepOutput(7, (event("d"),), LOAD)
 
 
 async def test_a_slow_reader_gets_several_steps_as_one_message() -> None:
     office = Office()
-    messages, _ = await read(office.outbox.attach("1"))
+    messages, _ = await read(office.streams.attach("1"))
     for step in (1, 2, 3):
         office.publish(step, [RoutedEvent("1", event(str(step)))])
     await asyncio.sleep(0)
@@ -80,7 +78,7 @@ async def test_a_slow_reader_gets_several_steps_as_one_message() -> None:
 
 async def test_tokens_of_a_step_go_to_their_router_behind_its_events() -> None:
     office = Office()
-    (one, _), (two, _) = await read(office.outbox.attach("1")), await read(office.outbox.attach("2"))
+    (one, _), (two, _) = await read(office.streams.attach("1")), await read(office.streams.attach("2"))
     some, others, lost = tokens(3, "a", "b"), tokens(5, "c"), tokens(0, "d")
     routed = [RoutedTokens("1", some), RoutedTokens("2", others), RoutedTokens("3", lost)]
     office.publish(7, [RoutedEvent("2", event("z"))], routed)
@@ -93,7 +91,7 @@ async def test_tokens_of_a_step_go_to_their_router_behind_its_events() -> None:
 async def test_a_slow_reader_gets_tokens_before_what_came_later() -> None:
     """The end of an answer must not overtake its tokens, nor later tokens the ones before."""
     office = Office()
-    messages, _ = await read(office.outbox.attach("1"))
+    messages, _ = await read(office.streams.attach("1"))
     office.publish(1, [], [RoutedTokens("1", tokens(3, "a", "b"))])
     office.publish(2, [], [RoutedTokens("1", tokens(4, "a", "b"))])
     end = RequestEvent(RequestRef("a", 1), 5, (9,), FinishReason.STOP)
@@ -111,91 +109,91 @@ async def test_a_slow_reader_gets_tokens_before_what_came_later() -> None:
 
 async def test_an_event_between_steps_comes_behind_tokens_that_wait() -> None:
     office = Office(grace_s=60.0)
-    office.outbox.expect("1")
+    office.streams.expect("1")
     office.publish(1, [], [RoutedTokens("1", tokens(3, "a"))])
     await asyncio.sleep(0)
-    office.outbox.post(RoutedEvent("1", RequestEvent(RequestRef("a", 1), 4, preempted=True)))
+    office.streams.post(RoutedEvent("1", RequestEvent(RequestRef("a", 1), 4, preempted=True)))
     office.publish(2, [], [RoutedTokens("1", tokens(3, "b"))])
     await asyncio.sleep(0)
-    _, first = await read(office.outbox.attach("1"))  # takes over what the stream that was expected had
+    _, first = await read(office.streams.attach("1"))  # takes over what the stream that was expected had
     assert [(each.ref.request_id, each.first_index) for each in first.each()] == [("a", 3), ("a", 4), ("b", 3)]
 
 
 async def test_a_router_is_gone_with_its_stream() -> None:
     office = Office()
-    stream = office.outbox.attach("1")
-    office.outbox.detach(stream)
-    office.outbox.detach(stream)
+    stream = office.streams.attach("1")
+    office.streams.detach(stream)
+    office.streams.detach(stream)
     assert office.gone == ["1"]
     office.publish(1, [RoutedEvent("1", event("a"))])  # nobody listens any more
 
 
 async def test_events_wait_for_a_stream_that_is_about_to_come() -> None:
     office = Office(grace_s=60.0)
-    office.outbox.expect("1")
-    office.outbox.post(RoutedEvent("1", event("early")))
-    _, first = await read(office.outbox.attach("1"))
+    office.streams.expect("1")
+    office.streams.post(RoutedEvent("1", event("early")))
+    _, first = await read(office.streams.attach("1"))
     assert first.events == (event("early"),)
     assert office.gone == []
 
 
 async def test_a_router_that_does_not_come_is_gone() -> None:
     office = Office()
-    office.outbox.expect("1")
-    office.outbox.expect("2")
-    office.outbox.attach("2")
+    office.streams.expect("1")
+    office.streams.expect("2")
+    office.streams.attach("2")
     await asyncio.sleep(0.05)
     assert office.gone == ["1"]
 
 
 async def test_a_second_stream_ends_the_first_and_hears_what_was_lost() -> None:
     office = Office()
-    old = office.outbox.attach("1")
+    old = office.streams.attach("1")
     messages, _ = await read(old)
-    _, first = await read(office.outbox.attach("1"))
+    _, first = await read(office.streams.attach("1"))
     assert first.events == (event("lost"),)
     assert [message async for message in messages] in ([], [StepOutput(0, (), LOAD)])
-    office.outbox.detach(old)
+    office.streams.detach(old)
     assert office.gone == ["1"]
 
 
 async def test_closing_sends_what_is_pending_first() -> None:
     office = Office()
-    messages, _ = await read(office.outbox.attach("1"))
-    office.outbox.post(RoutedEvent("1", event("last")))
-    office.outbox.close()
+    messages, _ = await read(office.streams.attach("1"))
+    office.streams.post(RoutedEvent("1", event("last")))
+    office.streams.close()
     assert [message.events async for message in messages] == [(event("last"),)]
-    late = office.outbox.attach("2")
+    late = office.streams.attach("2")
     assert [message.events async for message in late.messages()] in ([], [()])
 
 
 async def test_tokens_that_wait_when_the_worker_closes_are_sent_before_the_stream_ends() -> None:
     office = Office()
-    messages, _ = await read(office.outbox.attach("1"))
+    messages, _ = await read(office.streams.attach("1"))
     office.publish(1, [], [RoutedTokens("1", tokens(3, "a"))])
     await asyncio.sleep(0)
-    office.outbox.close()
+    office.streams.close()
     assert [message.tokens async for message in messages] == [(tokens(3, "a"),)]
 
 
 async def test_changes_of_the_prefix_cache_go_to_those_who_asked() -> None:
     office = Office()
     office.batches = 1
-    asked, _ = await read(office.outbox.attach("1", prefixes=True))
-    others, _ = await read(office.outbox.attach("2"))
+    asked, _ = await read(office.streams.attach("1", prefixes=True))
+    others, _ = await read(office.streams.attach("2"))
     for step in (1, 2):
         office.publish(step, [])
     await asyncio.sleep(0)
     assert await anext(asked) == StepOutput(2, (), LOAD, (PrefixChanges(1), PrefixChanges(2)))
     assert await anext(others) == StepOutput(2, (), LOAD)
-    office.outbox.post(RoutedEvent("1", event("a")))
+    office.streams.post(RoutedEvent("1", event("a")))
     assert (await anext(asked)).prefixes == ()
 
 
 async def test_a_router_that_does_not_read_loses_the_oldest_changes_and_can_see_it() -> None:
     office = Office()
     office.batches = 1
-    messages, _ = await read(office.outbox.attach("1", prefixes=True))
+    messages, _ = await read(office.streams.attach("1", prefixes=True))
     for step in range(PREFIX_BATCHES_MAX + 3):
         office.publish(step, [])
     await asyncio.sleep(0)
@@ -205,7 +203,7 @@ async def test_a_router_that_does_not_read_loses_the_oldest_changes_and_can_see_
 
 async def test_what_follows_a_step_is_called_behind_its_events_and_runs_before_they_are_sent() -> None:
     office = Office()
-    messages, _ = await read(office.outbox.attach("1"))
+    messages, _ = await read(office.streams.attach("1"))
     order: list[str] = []
     woken = asyncio.Event()
 
@@ -221,7 +219,7 @@ async def test_what_follows_a_step_is_called_behind_its_events_and_runs_before_t
     await asyncio.sleep(0)
 
     def call() -> None:
-        order.append(f"call behind {len(office.outbox._streams['1'].pending)} event")
+        order.append(f"call behind {len(office.streams._streams['1'].pending)} event")
         woken.set()
 
     office.publish(1, [RoutedEvent("1", event("a"))], (), [call])

@@ -1,6 +1,6 @@
-"""The edges of a request's life, in one enum for logs, metrics, traces and tests.
+"""The events of a request's life, in one enum for logs, metrics, traces and tests.
 
-Stamps are wall-clock nanoseconds of the process that records the edge. Durations between two hosts therefore contain
+Stamps are wall-clock nanoseconds of the process that records the event. Durations between two hosts therefore contain
 the offset of their clocks; durations within one process do not.
 """
 
@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 
-class Edge(IntEnum):
-    """The edges, numbered as in `tandem.v1.Edge`; those up to FINISHED are in the order of a disaggregated request.
+class LifecycleEvent(IntEnum):
+    """The events of a request, numbered as in `tandem.v1.LifecycleEvent`.
+
+    Those up to FINISHED are in the order of a disaggregated request.
 
     LAST_PAGES_POSTED to KV_CHECKED are the parts of a KV transfer, between PREFILL_FINISHED and DECODE_ADMITTED. SILENT
-    and REQUEUED end an attempt: edges after them belong to the next one.
+    and REQUEUED end an attempt: events after them belong to the next one.
     """
 
     RECEIVED = 1
@@ -40,16 +42,16 @@ class Edge(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class EdgeStamp:
-    """An edge and its time, by the wall clock of the process that recorded it."""
+class EventTime:
+    """An event and its time, by the wall clock of the process that recorded it."""
 
-    edge: Edge
+    event: LifecycleEvent
     unix_nanos: int
 
     @classmethod
-    def now(cls, edge: Edge) -> "EdgeStamp":
-        """Stamp an edge with the current time."""
-        return cls(edge, time.time_ns())
+    def now(cls, event: LifecycleEvent) -> "EventTime":
+        """Stamp an event with the current time."""
+        return cls(event, time.time_ns())
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +70,18 @@ class TransferStats:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """All edges recorded for one request, with its transfer and the workers that served it."""
+    """All events recorded for one request, with its transfer and the workers that served it."""
 
-    edges: tuple[EdgeStamp, ...]
+    event_times: tuple[EventTime, ...]
     transfer: TransferStats | None
     prefill_worker: str
     decode_worker: str
 
-    def at(self, edge: Edge) -> int | None:
-        """Return the first stamp of `edge` in Unix nanoseconds, None if there is none."""
-        return min((s.unix_nanos for s in self.edges if s.edge is edge), default=None)
+    def at(self, event: LifecycleEvent) -> int | None:
+        """Return the first stamp of `event` in Unix nanoseconds, None if there is none."""
+        return min((s.unix_nanos for s in self.event_times if s.event is event), default=None)
 
-    def seconds(self, start: Edge, end: Edge) -> float | None:
+    def seconds(self, start: LifecycleEvent, end: LifecycleEvent) -> float | None:
         """Return the seconds from `start` to `end`, None if either is missing."""
         a, b = self.at(start), self.at(end)
         return None if a is None or b is None else (b - a) / 1e9

@@ -13,7 +13,7 @@ from tandem.engine.cache.page_pool import PagePool
 from tandem.engine.cache.prefix_cache import PrefixCache
 from tandem.protocol.errors import InvalidArgument, ResourceExhausted, StaleEpoch, Unavailable
 from tandem.protocol.kv_pages import KvPages
-from tandem.protocol.lifecycle.timeline import Edge
+from tandem.protocol.lifecycle.events import LifecycleEvent
 from tandem.protocol.messages import (
     FinishReason,
     Lease,
@@ -62,7 +62,7 @@ class House:
             checks=checks,
         )
         self.admission.limit(max_pages)
-        self.half = DecodeScheduler(
+        self.scheduler = DecodeScheduler(
             requests=self.admission.requests,
             lock=self.admission.lock,
             model=FACTS,
@@ -133,7 +133,7 @@ class House:
 
     def assert_empty(self) -> None:
         counts = self.pool.counts()
-        assert (counts.free + counts.cached, counts.promised) == (counts.total, 0)
+        assert (counts.free + counts.cached, counts.reserved) == (counts.total, 0)
         self.pool.check_integrity()
         assert self.admission.open_requests == 0
         assert self.admission.open_leases == self.expected == 0
@@ -142,22 +142,26 @@ class House:
 def test_the_answer_grows_from_the_promise_and_its_pages_are_free_at_the_end() -> None:
     house = House(pages=4)
     house.arrive("q", tokens=5, max_tokens=10)  # 14 positions: the whole pool
-    assert house.pool.counts().promised == 2
+    assert house.pool.counts().reserved == 2
     events = []
     for index in range(1, 10):
-        (row,) = house.half.schedule(16)
+        (row,) = house.scheduler.schedule(16)
         assert row.start == 5 + index - 1
         assert row.token_ids == ((FIRST,) if index == 1 else (100 + index - 1,))
         assert row.draw is not None
         assert row.draw.index == index
         assert row.start < len(row.page_ids) * PAGE_TOKENS
         house.pool.check_integrity()
-        events += [each.event for each in events_of(house.half.apply([100 + index]))]
+        events += [each.event for each in events_of(house.scheduler.apply([100 + index]))]
     assert [event.first_index for event in events] == list(range(1, 10))
-    assert [stamp.edge for stamp in events[0].edges] == [Edge.NOTICE_SEEN, Edge.DECODE_ADMITTED, Edge.DECODE_STARTED]
-    assert all(not event.edges for event in events[1:])
+    assert [stamp.event for stamp in events[0].event_times] == [
+        LifecycleEvent.NOTICE_SEEN,
+        LifecycleEvent.DECODE_ADMITTED,
+        LifecycleEvent.DECODE_STARTED,
+    ]
+    assert all(not event.event_times for event in events[1:])
     assert [event.finish_reason for event in events] == [None] * 8 + [FinishReason.LENGTH]
-    assert not house.half.schedule(16)
+    assert not house.scheduler.schedule(16)
     house.assert_empty()
 
 
@@ -166,17 +170,17 @@ def test_gaps_that_answers_tolerate_are_known_while_they_run() -> None:
     house = House()
     for name, target_s in (("quick", 0.06), ("strict", 0.008), ("any", math.inf)):
         house.deliver(house.allotted(name, target_s))
-    assert house.half.gap_targets == []
-    house.half.schedule(16)
-    assert house.half.gap_targets == [0.008, 0.06, math.inf]
-    house.half.apply([100, 100, 100])
+    assert house.scheduler.gap_targets == []
+    house.scheduler.schedule(16)
+    assert house.scheduler.gap_targets == [0.008, 0.06, math.inf]
+    house.scheduler.apply([100, 100, 100])
     house.abort("strict")
-    house.half.schedule(16)
-    assert house.half.gap_targets == [0.06, math.inf]
-    while house.half.running_requests():
-        house.half.apply([100] * len(house.half.gap_targets))
-        house.half.schedule(16)
-    assert house.half.gap_targets == []
+    house.scheduler.schedule(16)
+    assert house.scheduler.gap_targets == [0.06, math.inf]
+    while house.scheduler.running_requests():
+        house.scheduler.apply([100] * len(house.scheduler.gap_targets))
+        house.scheduler.schedule(16)
+    assert house.scheduler.gap_targets == []
     house.assert_empty()
 
 
@@ -184,8 +188,8 @@ def test_gaps_that_answers_tolerate_are_known_while_they_run() -> None:
 def test_end_of_sequence(ignore_eos: bool, finish: FinishReason | None) -> None:
     house = House()
     house.arrive("q", ignore_eos=ignore_eos)
-    house.half.schedule(16)
-    (routed,) = events_of(house.half.apply([FACTS.eos_token_ids[0]]))
+    house.scheduler.schedule(16)
+    (routed,) = events_of(house.scheduler.apply([FACTS.eos_token_ids[0]]))
     assert routed.event.finish_reason is finish
 
 
@@ -193,32 +197,32 @@ def test_the_batch_is_limited_and_refilled_in_order_of_arrival() -> None:
     house = House(batch=2)
     for name in "abc":
         house.arrive(name, max_tokens=3 if name == "a" else 5)
-    assert len(house.half.schedule(16)) == 2
-    house.half.apply([50, 50])
-    assert len(house.half.schedule(16)) == 2
-    house.half.apply([50, 50])
-    house.half.schedule(16)
-    events = events_of(house.half.apply([50, 50]))
+    assert len(house.scheduler.schedule(16)) == 2
+    house.scheduler.apply([50, 50])
+    assert len(house.scheduler.schedule(16)) == 2
+    house.scheduler.apply([50, 50])
+    house.scheduler.schedule(16)
+    events = events_of(house.scheduler.apply([50, 50]))
     assert {routed.event.ref.request_id for routed in events} == {"b", "c"}
 
 
 def test_a_request_joins_at_a_step_boundary_only() -> None:
     house = House()
     house.arrive("a")
-    assert len(house.half.schedule(16)) == 1
+    assert len(house.scheduler.schedule(16)) == 1
     house.arrive("b")
-    assert len(events_of(house.half.apply([50]))) == 1
-    assert len(house.half.schedule(16)) == 2
+    assert len(events_of(house.scheduler.apply([50]))) == 1
+    assert len(house.scheduler.schedule(16)) == 2
 
 
 def test_a_running_request_is_dropped_at_the_boundary() -> None:
     house = House()
     house.arrive("a")
-    house.half.schedule(16)
+    house.scheduler.schedule(16)
     house.abort("a")
     assert house.pool.counts().owned > 0
-    house.half.apply([50])
-    assert not house.half.schedule(16)
+    house.scheduler.apply([50])
+    assert not house.scheduler.schedule(16)
     house.assert_empty()
 
 
@@ -229,11 +233,11 @@ def test_an_adapter_is_in_use_until_no_step_computes_with_it() -> None:
         lease = house.reserve(name, adapter="" if name == "base" else "hash")
         house.allocate_pages(lease)
         house.deliver(lease)
-    house.half.schedule(16)
+    house.scheduler.schedule(16)
     house.abort("tuned")
     assert house.admission.open_requests == 1
     assert house.admission.adapters() == {"", "hash"}
-    house.half.apply([50, 50])
+    house.scheduler.apply([50, 50])
     assert house.admission.adapters() == {""}
 
 
@@ -241,8 +245,8 @@ def test_a_lease_that_is_refused_takes_neither_promised_nor_cached_pages() -> No
     house = House(pages=8)
     house.arrive("q", tokens=9, max_tokens=3)
     for token in (50, 51):
-        house.half.schedule(16)
-        house.half.apply([token])
+        house.scheduler.schedule(16)
+        house.scheduler.apply([token])
     house.assert_empty()
     assert house.pool.counts().cached > 0
     before = house.pool.counts()
@@ -286,7 +290,7 @@ def test_a_late_notice_frees_the_quarantine() -> None:
     house.abort("a")
     assert house.pool.counts().quarantined == 2
     house.deliver(lease)
-    assert not house.half.schedule(16)
+    assert not house.scheduler.schedule(16)
     assert house.admission.fenced == 1
     house.assert_empty()
 
@@ -360,7 +364,7 @@ def test_a_check_without_a_result_ends_the_request_at_once_and_frees_its_pages_l
     assert house.admission.open_requests == 0
     assert house.pool.counts().owned == 2
     checks.results[0](result)
-    assert not house.half.schedule(16)
+    assert not house.scheduler.schedule(16)
     assert errors_of(house) == ["TRANSFER_FAILED"]
     house.assert_empty()
 
@@ -371,7 +375,7 @@ def test_a_result_that_cannot_be_followed_ends_the_request(monkeypatch: pytest.M
     lease = house.reserve("a")
     house.allocate_pages(lease)
     house.deliver(lease, checksums=SUMS)
-    monkeypatch.setattr("decode_worker.requests.EdgeStamp", None)
+    monkeypatch.setattr("decode_worker.requests.EventTime", None)
     checks.results[0]("")
     assert errors_of(house) == ["TRANSFER_FAILED"]
     house.assert_empty()
@@ -415,7 +419,7 @@ def test_a_stranger_cannot_deliver() -> None:
     lease = house.reserve("a")
     house.allocate_pages(lease)
     house.deliver(lease, prefill=PeerRef("prefill-0", 2))
-    assert not house.half.schedule(16)
+    assert not house.scheduler.schedule(16)
     assert house.admission.fenced == 1
 
 
@@ -465,16 +469,16 @@ def random_walk(rng: random.Random) -> None:
                 house.now += 2.0
                 house.admission.expire()
             else:
-                rows = house.half.schedule(16)
+                rows = house.scheduler.schedule(16)
                 pages = [page for row in rows for page in row.page_ids]
                 assert len(set(pages)) == len(pages)
                 if rows:
-                    house.half.apply([100 + turn] * len(rows))
+                    house.scheduler.apply([100 + turn] * len(rows))
         except (StaleEpoch, ResourceExhausted):
             pass
         house.pool.check_integrity()
     house.admission.abort_router("r")
-    house.half.schedule(16)
+    house.scheduler.schedule(16)
     house.admission.peer_gone(P)
     house.now += 10.0
     house.admission.expire()
@@ -490,15 +494,15 @@ def test_an_abort_of_an_earlier_attempt_leaves_the_one_that_is_here(stage: str) 
     if stage != "leased":
         house.deliver(lease)
     if stage == "running":
-        assert len(house.half.schedule(16)) == 1
-        house.half.apply([7])
+        assert len(house.scheduler.schedule(16)) == 1
+        house.scheduler.apply([7])
     house.abort("q", attempt=1)
     if stage == "leased":
         house.deliver(lease)
-    assert len(house.half.schedule(16)) == 1
-    house.half.apply([8])
+    assert len(house.scheduler.schedule(16)) == 1
+    house.scheduler.apply([8])
     house.abort("q", attempt=3)
-    assert len(house.half.schedule(16)) == 0
+    assert len(house.scheduler.schedule(16)) == 0
     house.assert_empty()
 
 
@@ -512,10 +516,10 @@ def test_two_routers_may_use_the_same_request_id() -> None:
     with pytest.raises(StaleEpoch):
         house.admission.allocate_pages(other, 1, P)
     house.deliver(lease)
-    assert len(house.half.schedule(16)) == 1
+    assert len(house.scheduler.schedule(16)) == 1
     house.abort("q")
-    house.half.apply([7])
-    house.half.schedule(16)
+    house.scheduler.apply([7])
+    house.scheduler.schedule(16)
     house.assert_empty()
 
 
@@ -523,30 +527,30 @@ def test_a_step_of_two_routers_has_columns_for_each_and_events_for_those_that_en
     house = House()
     for name, router, limit in (("a", "r", 6), ("b", "other", 5), ("c", "r", 6)):
         house.arrive(name, router=router, max_tokens=limit)
-    house.half.schedule(16)
-    joined = house.half.apply([10, 20, 30])
+    house.scheduler.schedule(16)
+    joined = house.scheduler.apply([10, 20, 30])
     assert [(each.router_id, each.event.token_ids) for each in joined.events] == [
         ("r", (10,)), ("other", (20,)), ("r", (30,)),
     ]  # fmt: skip
     assert not joined.plain_tokens()
 
-    house.half.schedule(16)
-    usual = house.half.apply([11, 21, 31])
+    house.scheduler.schedule(16)
+    usual = house.scheduler.apply([11, 21, 31])
     assert not usual.events
     assert usual.plain_tokens() == [
         RoutedTokens("r", StepTokens(["a", "c"], [1, 1], [2, 2], [11, 31])),
         RoutedTokens("other", StepTokens(["b"], [1], [2], [21])),
     ]
 
-    house.half.schedule(16)
+    house.scheduler.schedule(16)
     house.abort("a")  # its step is launched: what comes of it is nobody's
-    assert house.half.apply([12, 22, 32]).plain_tokens() == [
+    assert house.scheduler.apply([12, 22, 32]).plain_tokens() == [
         RoutedTokens("r", StepTokens(["c"], [1], [3], [32])),
         RoutedTokens("other", StepTokens(["b"], [1], [3], [22])),
     ]
 
-    house.half.schedule(16)
-    ended = house.half.apply([23, 33])
+    house.scheduler.schedule(16)
+    ended = house.scheduler.apply([23, 33])
     assert [(each.router_id, each.event.finish_reason) for each in ended.events] == [("other", FinishReason.LENGTH)]
     assert ended.plain_tokens() == [RoutedTokens("r", StepTokens(["c"], [1], [4], [33]))]
 
@@ -556,13 +560,13 @@ def test_an_answer_is_whole_whenever_it_is_asked_for() -> None:
     house = House(pages=64, batch=2)
     house.arrive("late", max_tokens=90)
     house.arrive("soon", max_tokens=90, presence_penalty=1)
-    house.half.schedule(16)
-    late, soon = house.half._batch.requests
-    house.half.apply([100, 100])
+    house.scheduler.schedule(16)
+    late, soon = house.scheduler._batch.requests
+    house.scheduler.apply([100, 100])
     said = [FIRST, 100]
     for index in range(2, 80):
-        house.half.schedule(16)
-        house.half.apply([99 + index, 99 + index])
+        house.scheduler.schedule(16)
+        house.scheduler.apply([99 + index, 99 + index])
         said.append(99 + index)
         assert soon.history is not None
         assert soon.history.answer == said  # as the sampler looks back on it, without asking
@@ -570,7 +574,7 @@ def test_an_answer_is_whole_whenever_it_is_asked_for() -> None:
             assert late.token_ids == said
             assert late.token_ids == said  # asked twice, handed over once
     house.abort("late")
-    house.half.schedule(16)
+    house.scheduler.schedule(16)
     assert late.batch is None
     assert late.answer == said
 

@@ -13,7 +13,7 @@ from tandem.engine.cache.prefix_cache import PrefixCache
 from tandem.engine.steps.batch import StepRow
 from tandem.protocol.errors import InvalidArgument, StaleEpoch
 from tandem.protocol.kv_pages import KvPages
-from tandem.protocol.lifecycle.timeline import Edge
+from tandem.protocol.lifecycle.events import LifecycleEvent
 from tandem.protocol.messages import (
     Destination,
     FinishReason,
@@ -31,7 +31,7 @@ from tests.fake_engine import FACTS, PAGE_TOKENS
 ME = PeerRef("prefill-0", 1)
 
 
-class OtherHalf:
+class OtherScheduler:
     """A decode half in this process, with leases made by hand."""
 
     def __init__(self) -> None:
@@ -71,9 +71,9 @@ class House:
 
     def __init__(self, pages: int = 64, max_rows: int = 64) -> None:
         self.pool = PagePool(pages)
-        self.local = OtherHalf()
+        self.local = OtherScheduler()
         self.requests: dict[str, PrefillRequest] = {}
-        self.half = PrefillScheduler(
+        self.scheduler = PrefillScheduler(
             config=WorkerSettings(max_prefill_rows=max_rows),
             me=ME,
             cache=PrefixCache(self.pool, KvPages(PAGE_TOKENS)),
@@ -84,7 +84,7 @@ class House:
             events=asyncio.get_running_loop(),
         )
 
-    def _hand_over(self, request: PrefillRequest, half: PrefillScheduler) -> Handed:
+    def _hand_over(self, request: PrefillRequest, scheduler: PrefillScheduler) -> Handed:
         self.requests[request.task.ref.request_id] = request
         return Handed()
 
@@ -103,11 +103,11 @@ class House:
         prompt = tuple(range(3, 3 + tokens))
         ref, sampling = RequestRef(name, attempt), SamplingParams(max_tokens)
         salt = name if salt is None else salt
-        self.half.submit(PrefillTask("r", ref, prompt, sampling, there, cache_salt=salt))
+        self.scheduler.submit(PrefillTask("r", ref, prompt, sampling, there, cache_salt=salt))
 
     def step(self, budget: int) -> list[StepRow]:
-        rows = self.half.schedule(budget)
-        self.half.apply([7 if row.draw else None for row in rows])
+        rows = self.scheduler.schedule(budget)
+        self.scheduler.apply([7 if row.draw else None for row in rows])
         return rows
 
 
@@ -154,30 +154,30 @@ async def test_the_head_of_the_line_waits_for_pages_and_nobody_overtakes() -> No
     house.submit("small", 2)
     assert pieces(house.step(100)) == [(0, 30)]
     assert house.step(100) == []
-    assert house.half.queue.length == 2
-    assert house.half.waiting_tokens() == 22
-    assert house.half.waiting() == WaitingPrompts(2, 22, 0)
-    house.half.free(house.requests["first"])
+    assert house.scheduler.queue.length == 2
+    assert house.scheduler.waiting_tokens() == 22
+    assert house.scheduler.waiting() == WaitingPrompts(2, 22, 0)
+    house.scheduler.free(house.requests["first"])
     assert pieces(house.step(100)) == [(0, 20), (0, 2)]
     for name in ("large", "small"):
-        house.half.free(house.requests[name])
+        house.scheduler.free(house.requests[name])
     counts = house.pool.counts()
     assert counts.free + counts.cached == 8
-    assert house.half.known_requests() == 0
+    assert house.scheduler.known_requests() == 0
 
 
 async def test_a_prompt_larger_than_the_pool_is_refused() -> None:
     house = House(pages=2)
     with pytest.raises(InvalidArgument, match="prompt_token_ids"):
         house.submit("a", 9)
-    assert house.half.known_requests() == 0
+    assert house.scheduler.known_requests() == 0
 
 
 async def test_first_token_that_ends_the_answer_says_so() -> None:
     house = House()
     house.submit("a", 3, max_tokens=1)
-    rows = house.half.schedule(10)
-    (routed,) = house.half.apply([7] * len(rows))
+    rows = house.scheduler.schedule(10)
+    (routed,) = house.scheduler.apply([7] * len(rows))
     assert routed.router_id == "r"
     assert routed.event.token_ids == (7,)
     assert routed.event.finish_reason is FinishReason.LENGTH
@@ -186,11 +186,11 @@ async def test_first_token_that_ends_the_answer_says_so() -> None:
 async def test_a_withdrawn_request_is_released_only_after_its_step() -> None:
     house = House()
     house.submit("a", 3)
-    rows = house.half.schedule(10)
-    house.half.withdraw(house.requests["a"])
+    rows = house.scheduler.schedule(10)
+    house.scheduler.withdraw(house.requests["a"])
     assert not house.requests["a"].progress.released
-    assert house.half.apply([7] * len(rows)) == []
-    house.half.deliver_updates()
+    assert house.scheduler.apply([7] * len(rows)) == []
+    house.scheduler.deliver_updates()
     await asyncio.sleep(0)
     assert house.requests["a"].progress.released
     assert house.requests["a"].progress.first_token_id is None
@@ -200,25 +200,25 @@ async def test_a_withdrawn_request_is_released_only_after_the_last_of_its_steps_
     house = House()
     house.submit("a", 20)
     request = house.requests["a"]
-    chunks = [house.half.schedule(8), house.half.schedule(8)]
+    chunks = [house.scheduler.schedule(8), house.scheduler.schedule(8)]
     assert [pieces(rows) for rows in chunks] == [[(0, 8)], [(8, 8)]]
-    house.half.withdraw(request)
+    house.scheduler.withdraw(request)
     for in_flight in (1, 0):
-        assert house.half.apply([None]) == []
-        house.half.deliver_updates()
+        assert house.scheduler.apply([None]) == []
+        house.scheduler.deliver_updates()
         await asyncio.sleep(0)
         assert request.progress.released == (not in_flight), "the step in flight writes to its pages"
     assert house.step(8) == []
-    house.half.free(request)
+    house.scheduler.free(request)
     assert house.pool.counts().owned == 0
 
 
 async def test_when_the_engine_has_died_its_step_is_released() -> None:
     house = House()
     house.submit("a", 30)
-    house.half.schedule(10)
-    house.half.withdraw(house.requests["a"])
-    house.half.abandon()
+    house.scheduler.schedule(10)
+    house.scheduler.withdraw(house.requests["a"])
+    house.scheduler.abandon()
     assert house.requests["a"].progress.released
 
 
@@ -232,7 +232,7 @@ async def test_local_prompts_are_computed_in_the_leases_pages() -> None:
     (notice,) = house.local.notices  # at once: the next step that is planned has its row
     assert (notice.lease, notice.pages, notice.first_token_id, notice.skipped) == (lease, 2, 7, 0)
     assert notice.token_hash == hash_token_ids(range(3, 9))
-    house.half.free(house.requests["a"])
+    house.scheduler.free(house.requests["a"])
     assert house.pool.counts().owned == 0
 
 
@@ -242,9 +242,9 @@ async def test_a_local_prompt_that_ends_with_its_first_token_or_is_withdrawn_goe
         lease = Lease(name, 1, 1)
         house.local.pages[lease] = [40, 41]
         house.submit(name, 6, most, lease=lease)
-    rows = house.half.schedule(100)
-    house.half.withdraw(house.requests["gone"])
-    house.half.apply([7] * len(rows))
+    rows = house.scheduler.schedule(100)
+    house.scheduler.withdraw(house.requests["gone"])
+    house.scheduler.apply([7] * len(rows))
     assert house.local.notices == []
 
 
@@ -253,22 +253,26 @@ async def test_a_prompt_that_is_known_starts_behind_what_is_known() -> None:
     house.submit("a", 10, salt="")
     assert pieces(house.step(100)) == [(0, 10)]
     house.submit("b", 10, salt="")
-    assert house.half.waiting_tokens() == 10, "nobody knows before its pages are taken"
-    rows = house.half.schedule(1)
+    assert house.scheduler.waiting_tokens() == 10, "nobody knows before its pages are taken"
+    rows = house.scheduler.schedule(1)
     assert pieces(rows) == [(8, 1)]
     assert rows[0].page_ids[:2] == house.requests["a"].pages[:2]
-    assert house.half.waiting_tokens() == 2, "one of them is being computed"
-    house.half.apply([None])
-    assert house.half.waiting_tokens() == 1
-    rows = house.half.schedule(100)
+    assert house.scheduler.waiting_tokens() == 2, "one of them is being computed"
+    house.scheduler.apply([None])
+    assert house.scheduler.waiting_tokens() == 1
+    rows = house.scheduler.schedule(100)
     assert pieces(rows) == [(9, 1)]
-    (event,) = house.half.apply([7])
+    (event,) = house.scheduler.apply([7])
     assert event.event.cached_tokens == 8
-    edges = [stamp.edge for stamp in event.event.edges]
-    assert edges == [Edge.PREFILL_QUEUED, Edge.PREFILL_STARTED, Edge.PREFILL_FINISHED]
+    events = [stamp.event for stamp in event.event.event_times]
+    assert events == [
+        LifecycleEvent.PREFILL_QUEUED,
+        LifecycleEvent.PREFILL_STARTED,
+        LifecycleEvent.PREFILL_FINISHED,
+    ]
     await asyncio.sleep(0)
     for name in "ab":
-        house.half.free(house.requests[name])
+        house.scheduler.free(house.requests[name])
     assert house.pool.counts().shared == 0
 
 
@@ -277,7 +281,7 @@ async def test_its_handoff_hears_of_cached_pages_before_anything_is_computed() -
     house.submit("a", 10, salt="")
     house.step(100)
     house.submit("b", 10, salt="")
-    house.half.schedule(1)
+    house.scheduler.schedule(1)
     await asyncio.sleep(0)
     assert house.requests["b"].progress.computed_tokens == 8
 
@@ -292,9 +296,9 @@ async def test_what_decode_holds_of_a_local_prompt_is_read_in_the_cache() -> Non
     (row,) = house.step(100)
     assert row.start == 8
     assert list(row.page_ids) == [*house.requests["a"].pages[:2], 41]
-    house.half.free(house.requests["a"])
+    house.scheduler.free(house.requests["a"])
     assert house.pool.counts().shared == 2
-    house.half.free(house.requests["b"])
+    house.scheduler.free(house.requests["b"])
     assert house.pool.counts().shared == 0
 
 
