@@ -97,7 +97,7 @@ class ExpertLayer:
         slots = torch.arange(tokens, device="cuda")
         used = torch.zeros(self.spec.experts, dtype=torch.int64, device="cuda") if counter is None else counter
         layer = ExpertsLayer(self._norm, replace(self.experts, tokens=used), self.spec)
-        self.kernels.add(hidden, layer, slots, tile)
+        self.kernels.add(hidden, layer, slots, hidden, tile)
 
     def measure(self, tokens: int, tile: ExpertTile | None = None) -> ExpertStep:
         """Measure steps of `tokens` tokens, with `tile` or the tile of the engine's table."""
@@ -112,7 +112,7 @@ class ExpertLayer:
         layer = ExpertsLayer(self._norm, replace(self.experts, tokens=counter), spec)
 
         def launch(number: int) -> None:
-            self.kernels.add(inputs[number], layer, slots, tile)
+            self.kernels.add(inputs[number], layer, slots, inputs[number], tile)
 
         seconds = graph_seconds(launch, len(inputs))
         of_expert = sum(weight.nbytes for weight in self.experts.matrices) / shape.experts

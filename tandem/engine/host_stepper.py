@@ -22,10 +22,14 @@ Forward = Callable[[PackedStep, DeferredTokens | None], Tensor | None]
 _WORDS_AT_FIRST = 4096
 
 
-def forward_over(model: DecoderModel, cache: PagedCache) -> Forward:
-    """Return the function that runs the model's steps over one KV cache."""
+def forward_over(
+    model: DecoderModel, cache: PagedCache, on_step: Callable[[PackedStep], None] | None = None
+) -> Forward:
+    """Return the function that runs the model's steps over one KV cache; `on_step` is called before each."""
 
     def forward(step: PackedStep, feed: DeferredTokens | None) -> Tensor | None:
+        if on_step is not None:
+            on_step(step)
         return model.forward(step.token_ids, step.layouts, cache.tensor, step.drawn, feed, scoring=step.scoring)
 
     return forward

@@ -15,6 +15,7 @@ from tandem.engine.adapters.slots import AdapterSlots
 from tandem.engine.cache.paged_cache import PagedCache
 from tandem.engine.config import EngineConfig
 from tandem.engine.config.model import ModelSpec
+from tandem.engine.config.sharding import ALONE, Rank, rank_spec
 from tandem.engine.device import (
     check_weights,
     choose_kernels,
@@ -32,9 +33,11 @@ from tandem.engine.kernels.base import Kernels, is_cpu
 from tandem.engine.kernels.lora.adapted_products import AdaptedProducts
 from tandem.engine.memory import GIB, check_host_memory, ran_out_of_memory
 from tandem.engine.model_summary import model_summary
-from tandem.engine.models.allocation import allocate_parameters, weight_bytes
+from tandem.engine.models.allocation import allocate_rank, weight_bytes
 from tandem.engine.models.decoder import DecoderModel
 from tandem.engine.models.load_spec import bounded, load_spec, quantized_at_load
+from tandem.engine.parallel.collectives import Collectives
+from tandem.engine.parallel.rank_model import RankModel
 from tandem.engine.sampler import sample
 from tandem.engine.speculation.draft_folder import draft_bytes
 from tandem.engine.speculation.load_draft import (
@@ -49,7 +52,7 @@ from tandem.engine.speculation.load_draft import (
 from tandem.engine.speculation.load_draft_model import LoadModel
 from tandem.engine.steps.batch import PendingStep, StepBatch
 from tandem.engine.steps.sampling_metadata import History
-from tandem.engine.steps.step_packer import StepPacker, step_limits
+from tandem.engine.steps.step_packer import PackedStep, StepPacker, step_limits
 from tandem.engine.weights.checkpoint import Progress, check_model, load_weights, revision_hash
 from tandem.engine.weights.random_weights import fill_randomly, random_revision
 from tandem.protocol.errors import InvalidArgument
@@ -114,9 +117,21 @@ class _Setting:
     page_tokens: int
     dtype: torch.dtype
     kv_dtype: torch.dtype
+    collectives: Collectives | None
+    """The exchange with the other ranks of the group; None = this process has the whole model."""
+
+    @property
+    def rank(self) -> Rank:
+        """The rank of this process."""
+        return ALONE if self.collectives is None else self.collectives.rank
+
+    @property
+    def own_spec(self) -> ModelSpec:
+        """The spec of this rank's part of the model."""
+        return rank_spec(self.spec, self.rank.count)
 
     @classmethod
-    def of(cls, config: EngineConfig) -> "_Setting":
+    def of(cls, config: EngineConfig, collectives: Collectives | None) -> "_Setting":
         """Check that the device can serve the model, and choose dtypes and page size."""
         device = parse_device(config.device)
         page_tokens = parse_page_tokens(config, device)
@@ -124,11 +139,14 @@ class _Setting:
         spec = bounded(quantized_at_load(stored, config.quantization), config.max_model_len)
         dtype, kv_dtype = parse_dtype(config, device, spec), parse_kv_dtype(config, device, spec)
         check_weights(device, spec)
-        return cls(spec, device, page_tokens, dtype, kv_dtype)
+        setting = cls(spec, device, page_tokens, dtype, kv_dtype, collectives)
+        if setting.rank.count > 1:
+            _check_group(config)
+        return setting
 
     def weight_bytes(self, config: EngineConfig) -> int:
         """Return the bytes of the weights, the adapter slots, and the weights that propose draft tokens."""
-        weights = weight_bytes(self.spec, self.dtype, on_cpu=is_cpu(self.device))
+        weights = weight_bytes(self.own_spec, self.dtype, on_cpu=is_cpu(self.device))
         drafts = draft_bytes(config, self.spec, self.dtype, self.device)
         return weights + slot_bytes(config, self.spec, self.dtype) + drafts
 
@@ -140,19 +158,18 @@ def load_parts(
     name: str | None,
     kernels: Kernels | None,
     load_another: LoadModel,
+    collectives: Collectives | None = None,
+    on_step: Callable[[PackedStep], None] | None = None,
 ) -> LoadedParts:
     """Load the parts of a runner, as `ModelRunner.load` describes.
 
-    `load_another` is that method, and loads a draft model.
+    `load_another` is that method, and loads a draft model. `collectives` are those of the group of which this process
+    is a rank, and `on_step` is called with each step before it runs.
     """
-    setting = _Setting.of(config)
-    spec, device, page_tokens, kv_dtype = setting.spec, setting.device, setting.page_tokens, setting.kv_dtype
+    setting = _Setting.of(config, collectives)
+    spec, device, page_tokens, kv_dtype = setting.own_spec, setting.device, setting.page_tokens, setting.kv_dtype
     on_cpu = is_cpu(device)
-    if on_cpu:
-        check_host_memory(setting.weight_bytes(config))
-        torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
-    else:
-        torch.cuda.set_device(device)
+    _prepare_device(config, setting)
 
     def kernels_of(config: EngineConfig, spec: ModelSpec) -> Kernels:
         return kernels or choose_kernels(config, spec, device, setting.dtype, page_tokens, kv_dtype=kv_dtype)
@@ -169,7 +186,7 @@ def load_parts(
 
     def start(config: EngineConfig, model: DecoderModel) -> tuple[PagedCache, Stepper]:
         if on_cpu or kernels is not None:
-            return _start_on_host(config, setting, model, masks)
+            return _start_on_host(config, setting, model, masks, on_step)
         from tandem.engine.cuda.cuda_start import start_on_gpu
 
         return start_on_gpu(config, model, page_tokens, kv_dtype, device, masks=masks, progress=progress)
@@ -197,18 +214,45 @@ def load_parts(
     )
 
 
+def load_rank(
+    config: EngineConfig, collectives: Collectives, kernels: Kernels | None
+) -> tuple[DecoderModel, PagedCache]:
+    """Load the part of the model of a rank that only follows: its weights and its KV cache. Raises as `load_parts`."""
+    setting = _Setting.of(config, collectives)
+    _prepare_device(config, setting)
+
+    def kernels_of(config: EngineConfig, spec: ModelSpec) -> Kernels:
+        return kernels or choose_kernels(
+            config, spec, setting.device, setting.dtype, setting.page_tokens, kv_dtype=setting.kv_dtype
+        )
+
+    loaded, _ = _load_model(config, setting, kernels_of, None)
+    return loaded.model, _host_cache(config, setting)
+
+
+def _prepare_device(config: EngineConfig, setting: _Setting) -> None:
+    if is_cpu(setting.device):
+        check_host_memory(setting.weight_bytes(config))
+        torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    else:
+        torch.cuda.set_device(setting.device)
+
+
 def _load_model(
     config: EngineConfig, setting: _Setting, kernels_of: MakeKernels, progress: Progress | None
 ) -> tuple[ModelWithDraft, LoadedAdapters]:
-    spec = setting.spec
+    spec = setting.own_spec
     kernels = kernels_of(config, spec)
     try:
         with torch.inference_mode():
-            parameters = allocate_parameters(spec, setting.dtype, setting.device)
+            parameters = allocate_rank(setting.spec, setting.rank, setting.dtype, setting.device)
             if config.random_weights:
                 fill_randomly(parameters)
             else:
-                load_weights(config.model, spec, parameters, progress)
+                load_weights(config.model, setting.spec, parameters, progress, setting.rank)
+            if setting.collectives is not None:
+                model = RankModel(spec, parameters, kernels, spec.max_context, collectives=setting.collectives)
+                return ModelWithDraft(model), LoadedAdapters()
             adapters = load_adapters(config, spec, parameters)
             adapted = None
             if adapters.tables:
@@ -225,20 +269,40 @@ def _load_model(
         ) from error
 
 
+def _check_group(config: EngineConfig) -> None:
+    """Raise InvalidArgument for settings that a group of ranks does not support."""
+    for name, value in (("draft", config.draft), ("adapters", config.has_loras), ("keep_hidden", config.keep_hidden)):
+        if value:
+            raise InvalidArgument(name, "is not supported by a worker of several ranks; use one rank, or leave it out.")
+
+
 def _start_on_host(
-    config: EngineConfig, setting: _Setting, model: DecoderModel, masks: GrammarMasks
+    config: EngineConfig,
+    setting: _Setting,
+    model: DecoderModel,
+    masks: GrammarMasks,
+    on_step: Callable[[PackedStep], None] | None,
 ) -> tuple[PagedCache, Stepper]:
     """Allocate the cache and make the stepper for a CPU, or for kernels that were passed in, which run step by step."""
-    spec = model.spec
+    spec, cache = model.spec, _host_cache(config, setting)
+    draw = partial(sample, eos_token_ids=spec.eos_token_ids, masks=masks)
+    forward = forward_over(model, cache, on_step)
+    stepper = HostStepper(StepPacker(step_limits(spec, cache)), forward, setting.device, draw)
+    return cache, stepper
+
+
+def _host_cache(config: EngineConfig, setting: _Setting) -> PagedCache:
     # Allocated outside of inference mode, because the transfer and tests write into the cache as well.
     # The capacity is None only on a GPU with kernels that were passed in, that is in tests.
     capacity = _CPU_CACHE_BYTES if config.kv_cache_bytes is None else config.kv_cache_bytes
-    cache = PagedCache(
-        spec, setting.page_tokens, capacity, setting.kv_dtype, setting.device, step_tokens=config.max_step_tokens
+    return PagedCache(
+        setting.own_spec,
+        setting.page_tokens,
+        capacity,
+        setting.kv_dtype,
+        setting.device,
+        step_tokens=config.max_step_tokens,
     )
-    draw = partial(sample, eos_token_ids=spec.eos_token_ids, masks=masks)
-    stepper = HostStepper(StepPacker(step_limits(spec, cache)), forward_over(model, cache), setting.device, draw)
-    return cache, stepper
 
 
 def _facts(name: str, setting: _Setting, cache: PagedCache) -> ModelFacts:

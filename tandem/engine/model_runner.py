@@ -1,5 +1,6 @@
 """The model runner: one model and one paged cache, which run one step at a time on the device they were loaded on."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -15,7 +16,9 @@ from tandem.engine.kernels.base import Kernels
 from tandem.engine.load_engine import LoadedParts, load_parts
 from tandem.engine.memory import naming_the_setting
 from tandem.engine.model_sizes import cost_guess, roofline
+from tandem.engine.parallel.collectives import Collectives
 from tandem.engine.steps.batch import ModelRunnerOutput, PendingStep, StepBatch
+from tandem.engine.steps.step_packer import PackedStep
 from tandem.engine.warm_up import check_activations, warm_up
 from tandem.engine.weights.checkpoint import Progress
 
@@ -50,13 +53,25 @@ class ModelRunner:
         *,
         name: str | None = None,
         kernels: Kernels | None = None,
+        collectives: Collectives | None = None,
+        on_step: Callable[[PackedStep], None] | None = None,
     ) -> "ModelRunner":
         """Read the model and allocate the KV cache; `name` is the name clients use, by default the name of the folder.
 
         `kernels` are by default the fastest for the device; kernels that are passed in run step by step, without CUDA
-        graphs. Raises ModelError if the model cannot be served, InvalidArgument if a setting cannot be met.
+        graphs. The first rank of a group passes its `collectives`, and `on_step`, which sends each step to the others
+        (`tandem/engine/parallel/follower.py`). Raises ModelError if the model cannot be served, InvalidArgument if a
+        setting cannot be met.
         """
-        loaded = load_parts(config, progress, name=name, kernels=kernels, load_another=cls.load)
+        loaded = load_parts(
+            config,
+            progress,
+            name=name,
+            kernels=kernels,
+            load_another=cls.load,
+            collectives=collectives,
+            on_step=on_step,
+        )
         runner = cls(loaded)
         with naming_the_setting(loaded.cache.device):
             # Checked before anything is sampled, because some models overflow in float16.

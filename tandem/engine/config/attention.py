@@ -20,9 +20,15 @@ class AttentionShape:
     """The number of leading dimensions of a head that rotary embedding rotates; None = all."""
 
     @property
+    def qkv_rows(self) -> tuple[int, int, int]:
+        """The numbers of rows of q, k and v in their stacked weight."""
+        kv_rows = self.kv_heads * self.head_dim
+        return self.heads * self.head_dim, kv_rows, kv_rows
+
+    @property
     def qkv_size(self) -> int:
         """The number of rows of the stacked q/k/v weight."""
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
+        return sum(self.qkv_rows)
 
     @property
     def rotated(self) -> int:

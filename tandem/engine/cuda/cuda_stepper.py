@@ -15,7 +15,7 @@ from tandem.engine.host_stepper import Forward
 from tandem.engine.kernels.base import DeferredTokens
 from tandem.engine.steps.batch import ModelRunnerOutput, PendingStep, StepBatch, rows_of
 from tandem.engine.steps.draft_groups import fill_draft_groups
-from tandem.engine.steps.prompt_scoring import StepScoring
+from tandem.engine.steps.prompt_scoring import StepPieces
 from tandem.engine.steps.scored_step import with_scoring
 from tandem.engine.steps.step_buffer import StepSizes
 from tandem.engine.steps.step_packer import PackedStep, StepPacker, unpack
@@ -124,7 +124,7 @@ class CudaStepper:
 
     def _compute(
         self, batch: StepBatch, sizes: StepSizes, memory: _HostMemory
-    ) -> tuple[Tensor | None, bool, StepScoring | None]:
+    ) -> tuple[Tensor | None, bool, StepPieces | None]:
         """Return the logits [at least draws, vocab], whether greedy tokens are sampled already, and the prompt scoring.
 
         Graphs compute only the logits of draws, so a step that scores a prompt runs without a graph.

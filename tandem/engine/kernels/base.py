@@ -94,7 +94,7 @@ class DeferredTokens:
 
 
 class Products(ABC):
-    """The dense products of a model's layers.
+    """The products of a model's layers.
 
     `Kernels` extends it; adapters wrap it (`lora/adapted_products.py`).
     """
@@ -124,6 +124,15 @@ class Products(ABC):
     @abstractmethod
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
         """Add x · weightᵀ + bias to `hidden` in place: the output products of attention and of the MLP."""
+
+    @abstractmethod
+    def experts(self, hidden: Tensor, layer: ExpertsLayer, slots: Tensor, out: Tensor) -> None:
+        """Add the output of a mixture of experts for RMSNorm(hidden) to `out` in place, which may be `hidden` itself.
+
+        The router's product accumulates in float32 and its result stays in float32: if it were rounded to bfloat16,
+        other experts would be chosen. slots [T] int64 as in `StepLayout`: tokens with slot -1 are padding, choose no
+        expert, and may get any value.
+        """
 
     def feed_forward(self, hidden: Tensor, layer: DenseLayer) -> None:
         """Add down · (activation(g) · u) to `hidden` in place, with g and u as in `norm_gate_up`.
@@ -199,15 +208,6 @@ class Kernels(Products):
     @abstractmethod
     def norm_add(self, x: Tensor, norm: Norm, hidden: Tensor) -> None:
         """Add RMSNorm(x) to `hidden` in place; x [T, hidden_size] may be overwritten."""
-
-    @abstractmethod
-    def experts(self, hidden: Tensor, layer: ExpertsLayer, slots: Tensor) -> None:
-        """Add the output of a mixture of experts for RMSNorm(hidden) to `hidden` in place.
-
-        The router's product accumulates in float32 and its result stays in float32: if it were rounded to bfloat16,
-        other experts would be chosen. slots [T] int64 as in `StepLayout`: tokens with slot -1 are padding, choose no
-        expert, and may get any value.
-        """
 
     @abstractmethod
     def rope_and_store(self, qkv: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout) -> Tensor:

@@ -236,15 +236,15 @@ class CudaKernels(Kernels):
         """Apply RMSNorm and add the result to `hidden`."""
         norm_add(x, norm, hidden, pdl=self._pdl)
 
-    def experts(self, hidden: Tensor, layer: ExpertsLayer, slots: Tensor) -> None:
+    def experts(self, hidden: Tensor, layer: ExpertsLayer, slots: Tensor, out: Tensor) -> None:
         """Compute the routed experts with Triton kernels, then the shared expert as a dense network."""
-        x, experts = self._experts.add(hidden, layer, slots), layer.experts
+        x, experts = self._experts.add(hidden, layer, slots, out), layer.experts
         if experts.shared_gate_up is None or experts.shared_down is None:
             return
         inner = self._gate_up(x, None, experts.shared_gate_up)
         if experts.shared_gate is not None:
             self._experts.gate(inner, x, experts.shared_gate)
-        self.linear_add(inner, experts.shared_down, hidden)
+        self.linear_add(inner, experts.shared_down, out)
 
     def latent_store(self, q: Tensor, latents: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
         """Norm, rotate and store in one launch; queries are rotated in place."""

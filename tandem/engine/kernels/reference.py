@@ -51,7 +51,7 @@ class ReferenceKernels(Kernels):
         """Apply RMSNorm and add the result to `hidden`."""
         hidden += rms_norm(x, norm.weight, norm.eps)
 
-    def experts(self, hidden: Tensor, layer: ExpertsLayer, slots: Tensor) -> None:
+    def experts(self, hidden: Tensor, layer: ExpertsLayer, slots: Tensor, out: Tensor) -> None:
         """Compute the chosen experts one after the other, each for all tokens that chose it."""
         experts, spec = layer.experts, layer.spec
         x = rms_norm(hidden, layer.norm.weight, layer.norm.eps)
@@ -64,14 +64,14 @@ class ReferenceKernels(Kernels):
             tokens, ranks = torch.where((chosen == expert) & valid)
             inner = self.linear(x[tokens], Linear(experts.gate_up[expert], _row(experts.gate_up_bias, expert)))
             down = Linear(experts.down[expert], _row(experts.down_bias, expert))
-            out = self.linear(activate(inner, spec.activation), down)
-            mixed.index_add_(0, tokens, out * weights[tokens, ranks, None].to(out.dtype))
+            found = self.linear(activate(inner, spec.activation), down)
+            mixed.index_add_(0, tokens, found * weights[tokens, ranks, None].to(found.dtype))
         if experts.shared_gate_up is not None and experts.shared_down is not None:
             shared = self.linear(activate(self.linear(x, experts.shared_gate_up), "silu"), experts.shared_down)
             if experts.shared_gate is not None:
                 shared = torch.sigmoid(F.linear(x, experts.shared_gate)) * shared
             mixed += shared
-        hidden += mixed
+        out += mixed
 
     def rope_and_store(self, qkv: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout) -> Tensor:
         """Norm and rotate q and k, and store k and v at their slots."""

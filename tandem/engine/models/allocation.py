@@ -18,6 +18,7 @@ from tandem.engine.config.model import (
     ModelSpec,
 )
 from tandem.engine.config.quantization import Codes, Packing, WeightFormat, WeightScheme
+from tandem.engine.config.sharding import Rank, rank_spec
 from tandem.engine.kernels.held_weight import held_bytes
 from tandem.engine.kernels.layers import Experts, Linear
 from tandem.engine.kernels.packed_weight import PackedWeight, Weight
@@ -78,16 +79,26 @@ def allocate_ends(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> 
     """Allocate only the embedding, the final norm and the output layer; all other weights have shapes but no memory."""
     shapes = allocate_parameters(spec, dtype, _META)
 
-    def empty(weight: Weight) -> Weight:
-        if isinstance(weight, Tensor):
-            return torch.empty_like(weight, device=device)
-        codes, scales, *offsets = (torch.empty_like(each, device=device) for each in weight.parts())
-        return replace(weight, codes=codes, scales=scales, offsets=offsets[0] if offsets else None)
-
-    embedding = empty(shapes.embedding)
-    head = embedding if shapes.lm_head is shapes.embedding else empty(shapes.lm_head)
+    embedding = _empty_like(shapes.embedding, device)
+    head = embedding if shapes.lm_head is shapes.embedding else _empty_like(shapes.lm_head, device)
     norm = torch.empty_like(shapes.final_norm, device=device)
     return replace(shapes, embedding=embedding, lm_head=head, final_norm=norm)
+
+
+def allocate_rank(spec: ModelSpec, rank: Rank, dtype: torch.dtype, device: torch.device) -> Parameters:
+    """Allocate one rank's part of the weights of a model; `spec` is that of the whole model.
+
+    Each rank has its rows of the output layer. The first rank alone has the embedding: it embeds for all.
+    """
+    own, rows = rank_spec(spec, rank.count), rank.rows(spec.vocab_size)
+    if rank.count == 1 or (rank.leads and spec.tied_embeddings):
+        whole = allocate_parameters(own, dtype, device)
+        return whole if rank.count == 1 else replace(whole, lm_head=whole.embedding[: len(rows)])
+    found = allocate_parameters(replace(own, vocab_size=len(rows)), dtype, device)
+    if spec.tied_embeddings:
+        return found
+    shape = allocate_parameters(own, dtype, _META).embedding
+    return replace(found, embedding=_empty_like(shape, device) if rank.leads else shape)
 
 
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype, *, on_cpu: bool = False) -> int:
@@ -186,6 +197,13 @@ def _scheme(spec: ModelSpec, name: str, slot: ParameterSlot, field: str) -> Weig
     if scheme.format is WeightFormat.ROUND_TO_NEAREST:
         return scheme if field in _PACKED_FIELDS and scheme.packing(slot.tensor.shape[-1]) else None
     return scheme if name.endswith(".weight") and slot.shape is None else None
+
+
+def _empty_like(weight: Weight, device: torch.device) -> Weight:
+    if isinstance(weight, Tensor):
+        return torch.empty_like(weight, device=device)
+    codes, scales, *offsets = (torch.empty_like(each, device=device) for each in weight.parts())
+    return replace(weight, codes=codes, scales=scales, offsets=offsets[0] if offsets else None)
 
 
 def _empty_packed(shape: tuple[int, ...], packing: Packing, device: torch.device) -> PackedWeight:

@@ -112,8 +112,10 @@ class DenseBlock:
 class ExpertsBlock:
     """The mixture of experts of one layer."""
 
-    def __init__(self, spec: MixtureOfExperts, norm: Norm, weights: Experts, kernels: Kernels) -> None:
-        self._kernels = kernels
+    def __init__(
+        self, spec: MixtureOfExperts, norm: Norm, weights: Experts, *, kernels: Kernels, products: Products
+    ) -> None:
+        self._products = products
         self._layer = ExpertsLayer(norm, kernels.prepare_experts(weights), spec)
 
     def add(self, hidden: Tensor, slots: Tensor, output_norm: Norm | None) -> None:
@@ -122,4 +124,4 @@ class ExpertsBlock:
         Tokens whose slot is -1 are padding, and choose no expert.
         """
         assert output_norm is None
-        self._kernels.experts(hidden, self._layer, slots)
+        self._products.experts(hidden, self._layer, slots, hidden)

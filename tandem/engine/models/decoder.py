@@ -13,7 +13,7 @@ from tandem.engine.kernels.layers import Linear, Norm
 from tandem.engine.kernels.lora.adapted_products import AdaptedProducts
 from tandem.engine.models.layers import DecoderLayer, prepare_layers
 from tandem.engine.models.parameters import Parameters
-from tandem.engine.steps.prompt_scoring import StepScoring
+from tandem.engine.steps.prompt_scoring import StepPieces
 
 
 class DecoderModel:
@@ -37,13 +37,13 @@ class DecoderModel:
         """The dtype of the activations."""
         self.kernels = kernels
         self._updates = None if adapted is None else adapted.updates
-        self._products: Products = kernels if adapted is None else adapted
+        self._products = self._layer_products(kernels, adapted)
         self._final_norm = Norm(parameters.final_norm, spec.norm_eps)
         self._lm_head = kernels.prepare(Linear(parameters.lm_head))
         # If the kernels rearranged a tied table for the output layer, that copy serves as the embedding too.
         tied = parameters.lm_head is parameters.embedding
         self._embedding = self._lm_head.weight if tied else parameters.embedding
-        device = parameters.embedding.device
+        device = parameters.final_norm.device
         # Rounded to the model's dtype before the product, as transformers does.
         scale = torch.tensor(spec.embedding_scale, dtype=parameters.dtype).item()
         self._embedding_scale = None if scale == 1.0 else scale
@@ -51,6 +51,9 @@ class DecoderModel:
         self._layers = prepare_layers(
             spec, parameters, kernels, self._products, max_context=max_context, expert_tokens=self.expert_tokens
         )
+
+    def _layer_products(self, kernels: Kernels, adapted: AdaptedProducts | None) -> Products:
+        return kernels if adapted is None else adapted
 
     @property
     def trial_tokens(self) -> tuple[int, ...]:
@@ -72,7 +75,7 @@ class DecoderModel:
         drawn: Tensor | None,
         feed: DeferredTokens | None = None,
         *,
-        scoring: StepScoring | None = None,
+        scoring: StepPieces | None = None,
     ) -> Tensor | None:
         """Store the KV of a step and return logits [len(drawn), vocab] in the model's dtype.
 

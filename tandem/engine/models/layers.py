@@ -56,7 +56,7 @@ def prepare_layers(
 
     `products` are those of `kernels`, or wrap them to apply adapters.
     """
-    device = parameters.embedding.device
+    device = parameters.final_norm.device
     tables: dict[tuple[RopeConfig | None, int], Tensor] = {}
 
     def table(rope: RopeConfig | None, dims: int) -> Tensor:
@@ -116,7 +116,7 @@ def _prepare_layer(
     if isinstance(feed_forward, MixtureOfExperts):
         assert isinstance(inner, Experts)
         counted = replace(inner, tokens=expert_tokens.of_layer(number))
-        feed_forward_block = ExpertsBlock(feed_forward, between, counted, kernels)
+        feed_forward_block = ExpertsBlock(feed_forward, between, counted, kernels=kernels, products=products)
     else:
         assert isinstance(inner, DenseParameters)
         feed_forward_block = DenseBlock(feed_forward, between, inner, kernels=kernels, products=products)

@@ -112,12 +112,47 @@ class ParameterSlot:
     scales, too.
     """
     shape: tuple[int, ...] | None = None
-    """The shape in the checkpoint; None = that of the destination."""
+    """The shape in the checkpoint, or of this rank's part of it; None = that of the destination."""
+    stacked: tuple[int, ...] = ()
+    """The rows of the destination that ranks divide separately, if the checkpoint stacks several weights in one."""
+    summed: bool = False
+    """True for a bias of a product that is summed over ranks: only the first rank has it, the others have zeros."""
+    part: "StoredPart | None" = None
+    """The part of the stored tensor that this rank reads; None = all of it."""
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape of the tensor in the checkpoint."""
+        return self.own_shape if self.part is None else self.part.shape
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """The shape of this rank's part of the tensor in the checkpoint."""
         return tuple(self.tensor.shape) if self.shape is None else self.shape
+
+    def values(self, stored: Tensor) -> Tensor:
+        """Return the values of the destination from those in the checkpoint."""
+        own = stored if self.part is None else self.part.of(stored)
+        return own if self.transform is None else self.transform(own)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """One rank's part of a stored tensor: ranges of one dimension, one after the other."""
+
+    shape: tuple[int, ...]
+    """The shape of the whole tensor."""
+    dim: int = 0
+    ranges: tuple[range, ...] = ()
+    """Empty = the rank has zeros of the same shape."""
+
+    def of(self, stored: Tensor, group: int = 1) -> Tensor:
+        """Return the part of a tensor; in columns, `stored` has one value for each `group` elements of the weight."""
+        if not self.ranges:
+            return torch.zeros_like(stored)
+        divisor = group if self.dim == 1 else 1
+        parts = [stored.narrow(self.dim, each.start // divisor, len(each) // divisor) for each in self.ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
 
 def tensors_of(parameters: object) -> Iterator[tuple[str, Tensor]]:
@@ -180,9 +215,15 @@ def dense_slots(prefix: str, weights: DenseParameters) -> dict[str, ParameterSlo
         found |= {
             f"{prefix}gate_proj.bias": ParameterSlot(gate),
             f"{prefix}up_proj.bias": ParameterSlot(up),
-            f"{prefix}down_proj.bias": ParameterSlot(weights.down_bias),
+            f"{prefix}down_proj.bias": ParameterSlot(weights.down_bias, summed=True),
         }
     return found
+
+
+def stacked_gate_up(weights: DenseParameters) -> ParameterSlot:
+    """Return the slot of gate and up stored as one matrix, gate rows first."""
+    rows = weights.gate_up.shape[0] // 2
+    return ParameterSlot(weights.gate_up, stacked=(rows, rows))
 
 
 def expert_slots(weights: Experts) -> dict[str, ParameterSlot]:
@@ -218,8 +259,7 @@ def renamed(slots: dict[str, ParameterSlot], names: Mapping[str, str]) -> dict[s
 
 
 def _attention_slots(spec: GroupedQueryAttention, weights: AttentionParameters) -> dict[str, ParameterSlot]:
-    shape = spec.shape
-    rows = [shape.heads * shape.head_dim] + [shape.kv_heads * shape.head_dim] * 2
+    rows = spec.shape.qkv_rows
     names = [f"self_attn.{name}_proj" for name in "qkv"]
     stacked: Sequence[Weight] = weights.qkv.split_with_sizes(rows)
     found = {f"{name}.weight": ParameterSlot(part) for name, part in zip(names, stacked, strict=True)}
@@ -233,7 +273,11 @@ def _attention_slots(spec: GroupedQueryAttention, weights: AttentionParameters) 
         "k_norm.weight": weights.k_norm,
         "sinks": weights.sinks,
     }
-    return found | {f"self_attn.{name}": ParameterSlot(tensor) for name, tensor in single.items() if tensor is not None}
+    return found | {
+        f"self_attn.{name}": ParameterSlot(tensor, summed=name == "o_proj.bias")
+        for name, tensor in single.items()
+        if tensor is not None
+    }
 
 
 def _walk(found: object, path: str) -> Iterator[tuple[str, Weight]]:

@@ -114,7 +114,7 @@ def model_with_draft(
         return loaded
     if kind is DraftKind.HEADS:
         heads = load_medusa_heads(config.draft, spec, parameters, kernels)
-        memory_bytes = draft_bytes(config, spec, parameters.dtype, parameters.embedding.device)
+        memory_bytes = draft_bytes(config, spec, parameters.dtype, parameters.final_norm.device)
         return replace(loaded, proposer=partial(HeadsProposer, heads, model.drawn_hidden, memory_bytes))
     mine = draft_config(config)
     own = kernels_of(mine, read_eagle(config.draft, spec).spec)

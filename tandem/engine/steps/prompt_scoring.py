@@ -4,7 +4,7 @@ The logits at a position give the probability of the prompt's next token. Logits
 time, because those of a long prompt would need more memory than the model.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -56,8 +56,31 @@ class PromptScores:
         self.top += values[:, 1 : 1 + top].flatten().tolist()
 
 
-class StepScoring:
-    """The scoring of prompts in one step. The scored positions follow the draws in the step's hidden states."""
+class StepPieces:
+    """The hidden states of a step that scores prompts: first those of the draws, then those of the scored positions."""
+
+    def __init__(self, drawn: int, scored: int) -> None:
+        """Create the pieces of a step with `drawn` draws and `scored` scored positions."""
+        self.drawn, self.scored = drawn, scored
+
+    def pieces(self) -> Iterator[slice]:
+        """Yield the ranges of the scored positions whose logits exist at the same time."""
+        for first in range(0, self.scored, PIECE):
+            yield slice(first, min(first + PIECE, self.scored))
+
+    def logits(self, hidden: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor | None:
+        """Compute the logits piece by piece, without scores: what a rank that has no requests contributes."""
+        scored = hidden[self.drawn :]
+        for piece in self.pieces():
+            project(scored[piece])
+        return project(hidden[: self.drawn]) if self.drawn else None
+
+    def deliver(self) -> None:
+        """Do nothing, because nothing is scored here."""
+
+
+class StepScoring(StepPieces):
+    """The scoring of prompts in one step."""
 
     def __init__(
         self, rows: Sequence[tuple[PromptScores, Sequence[int]]], targets: Tensor, drawn: int, logprobs: Logprobs
@@ -66,9 +89,9 @@ class StepScoring:
 
         `drawn` is the number of draws of the step.
         """
+        super().__init__(drawn, len(targets))
         self._rows = rows
         self._targets = targets
-        self._drawn = drawn
         self._logprobs = logprobs
         self._top = max(scores.top_count for scores, _ in rows)
         self._read: list[tuple[Tensor, Tensor]] = []
@@ -80,11 +103,10 @@ class StepScoring:
 
         `project` computes logits from hidden states. It only launches kernels and never waits for a device.
         """
-        scored, targets = hidden[self._drawn :], self._targets
-        pieces = [slice(first, first + PIECE) for first in range(0, len(targets), PIECE)]
-        found = [self._logprobs(project(scored[piece]), targets[piece], self._top) for piece in pieces]
+        scored, targets = hidden[self.drawn :], self._targets
+        found = [self._logprobs(project(scored[piece]), targets[piece], self._top) for piece in self.pieces()]
         self._read = [(_to_host(values), _to_host(ids)) for values, ids in found]
-        return project(hidden[: self._drawn]) if self._drawn else None
+        return project(hidden[: self.drawn]) if self.drawn else None
 
     def deliver(self) -> None:
         """Append the scores to the `PromptScores` of each request, once the step has run."""

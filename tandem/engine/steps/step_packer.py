@@ -13,7 +13,7 @@ from tandem.engine.config.model import ModelSpec
 from tandem.engine.kernels.base import StepLayout
 from tandem.engine.steps.batch import RowColumns, StepBatch
 from tandem.engine.steps.chunk_packer import Sections, check_chunks, fill_chunks
-from tandem.engine.steps.prompt_scoring import StepScoring
+from tandem.engine.steps.prompt_scoring import StepPieces
 from tandem.engine.steps.step_buffer import (
     OK,
     WRONG_PAGE,
@@ -37,13 +37,17 @@ class PackedStep:
     sources    [T] int32: the draw of the previous step that yields this token; -1 = the id in token_ids is valid
     layouts    one for each group of layers
     drawn      [D] int64: the index of the last token of each row with a draw; None = all T tokens
+    words      [sizes.words] int64, the buffer of which the other tensors are views
+    scoring    scores prompt tokens; `drawn` then includes their positions
     """
 
     token_ids: Tensor
     sources: Tensor
     layouts: tuple[StepLayout, ...]
     drawn: Tensor | None
-    scoring: StepScoring | None = None
+    words: Tensor
+    sizes: StepSizes
+    scoring: StepPieces | None = None
 
     @property
     def layout(self) -> StepLayout:
@@ -183,7 +187,7 @@ def view_step(
         )
         for group in range(sizes.groups)
     )
-    return PackedStep(token_ids, sources, layouts, None if sizes.drawn == sizes.tokens else drawn)
+    return PackedStep(token_ids, sources, layouts, None if sizes.drawn == sizes.tokens else drawn, words, sizes)
 
 
 def _cut(tensor: Tensor, rooms: list[int], lengths: list[int]) -> list[Tensor]:

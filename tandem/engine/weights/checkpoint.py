@@ -13,10 +13,12 @@ from torch import Tensor
 
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.config.quantization import Quantization, WeightScheme
+from tandem.engine.config.sharding import ALONE, Rank, rank_spec
 from tandem.engine.models.allocation import QuantizedWeights, allocate_parameters, quantized_weights
 from tandem.engine.models.families import slots_of
 from tandem.engine.models.load_spec import load_spec, read_json, text_part, towers_of
 from tandem.engine.models.parameters import Parameters, ParameterSlot
+from tandem.engine.models.rank_slots import rank_slots
 from tandem.engine.weights.quantized.format import StoredTensor
 from tandem.engine.weights.quantized_loader import load_quantized, stored_tensors
 from tandem.engine.weights.safetensors_file import TensorEntry, read_header
@@ -110,18 +112,20 @@ def check_model(folder: Path) -> ModelSpec:
     return spec
 
 
-def load_weights(folder: Path, spec: ModelSpec, parameters: Parameters, progress: Progress | None = None) -> None:
-    """Copy every tensor of the folder to its place in `parameters`, cast to the place's dtype on the way.
+def load_weights(
+    folder: Path, spec: ModelSpec, parameters: Parameters, progress: Progress | None = None, rank: Rank = ALONE
+) -> None:
+    """Copy every tensor of the folder, or the part of `rank`, to its slot in `parameters`, cast to the slot's dtype.
 
-    Places on the `meta` device are skipped. Raises ModelError as `check_model` does. The host holds no second copy (see
-    `tensor_reader`), except of one tensor at a time among those whose values are transformed.
+    Slots on the `meta` device are skipped. Raises ModelError as `check_model` does. The host holds no second copy (see
+    `tensor_reader`), except of one tensor at a time among those whose values are transformed or divided among ranks.
     """
-    slots = slots_of(spec, parameters)
+    slots = rank_slots(spec, rank, parameters)
     config = read_json(folder / "config.json")
     names = TensorNames.of(spec, config)
     entries = _match(folder, slots, spec, names, names.text_model(read_entries(folder)))
     slots = {name: slot for name, slot in slots.items() if slot.tensor.device.type != "meta"}
-    quantized = quantized_weights(spec)
+    quantized = quantized_weights(rank_spec(spec, rank.count))
     schemes = {name: scheme for name, scheme in quantized.schemes.items() if name in slots}
     if quantized.dequantized:
         log.info(
@@ -146,7 +150,7 @@ def load_weights(folder: Path, spec: ModelSpec, parameters: Parameters, progress
         if name in schemes:
             continue
         assert isinstance(slot.tensor, Tensor)
-        if slot.transform is None and slot.tensor.is_contiguous():
+        if slot.transform is None and slot.part is None and slot.tensor.is_contiguous():
             plain[name] = slot.tensor
         else:
             _read_transformed(name, entries[name], slot, count)
@@ -275,7 +279,7 @@ def _read_transformed(name: str, entry: TensorEntry, slot: ParameterSlot, count:
     assert isinstance(slot.tensor, Tensor)
     stored = torch.empty(entry.shape, dtype=slot.tensor.dtype)
     read_tensors({name: entry}, {name: stored}, count)
-    slot.tensor.copy_(stored if slot.transform is None else slot.transform(stored))
+    slot.tensor.copy_(slot.values(stored))
 
 
 def _some(names: list[str]) -> str:

@@ -91,7 +91,7 @@ def _fill_slot(slot: ParameterSlot, scheme: WeightScheme, stored: Mapping[str, T
     if scheme.format is WeightFormat.ROUND_TO_NEAREST:
         assert isinstance(target, PackedWeight)
         weight = next(iter(stored.values()))
-        weight = weight if slot.transform is None else slot.transform(weight)
+        weight = slot.values(weight)
         # Stacked experts are rounded one by one, because rounding holds several float32 copies of a matrix.
         experts = range(len(weight)) if weight.dim() > 2 else (...,)
         for index in experts:
@@ -104,11 +104,11 @@ def _fill_slot(slot: ParameterSlot, scheme: WeightScheme, stored: Mapping[str, T
     rows, columns = slot.stored_shape
     found = FORMATS[scheme.format].read(scheme, tensors, (rows, columns))
     if isinstance(target, PackedWeight):
-        _copy(found.packed(packing_of(target), slot.transform), target)
+        _copy(found.packed(packing_of(target), slot.transform, slot.part), target)
     else:
         matrix = found.matrix()
         check_range(matrix, target.dtype, f"{name}, dequantized,")
-        target.copy_(matrix if slot.transform is None else slot.transform(matrix))
+        target.copy_(slot.values(matrix))
 
 
 def _copy(source: PackedWeight, target: PackedWeight, index: int | EllipsisType = ...) -> None:

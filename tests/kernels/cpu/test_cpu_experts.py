@@ -27,7 +27,7 @@ _any_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def run(case: ExpertCase, kernels: CpuKernels, dtype: torch.dtype, counter: torch.Tensor | None = None) -> torch.Tensor:
     hidden = case.hidden.to(dtype, copy=True)
     experts = kernels.prepare_experts(experts_as(case.experts, dtype, counter))
-    kernels.experts(hidden, ExpertsLayer(Norm(case.norm.to(dtype), EPS), experts, case.spec), case.slots)
+    kernels.experts(hidden, ExpertsLayer(Norm(case.norm.to(dtype), EPS), experts, case.spec), case.slots, hidden)
     return hidden
 
 

@@ -183,9 +183,9 @@ def test_experts_with_packed_weights(kernels: CpuKernels, dtype: torch.dtype) ->
     ours, theirs = hidden.clone(), hidden.clone()
     prepared = kernels.prepare_experts(experts(**packed))
     assert isinstance(prepared.gate_up, PanelWeight)
-    kernels.experts(ours, ExpertsLayer(norm, prepared, spec), slots)
+    kernels.experts(ours, ExpertsLayer(norm, prepared, spec), slots, ours)
     plain = experts(**{name: each.dequantized(dtype) for name, each in packed.items()})
-    REFERENCE.experts(theirs, ExpertsLayer(norm, plain, spec), slots)
+    REFERENCE.experts(theirs, ExpertsLayer(norm, plain, spec), slots, theirs)
     added = (theirs - hidden).double()
     assert ((ours - hidden).double() - added).norm() <= 0.03 * added.norm()
 

@@ -123,7 +123,7 @@ def reference_run(case: ExpertCase, dtype: torch.dtype) -> Tensor:
     hidden = case.hidden[case.valid].to(dtype)
     experts = experts_as(case.experts, dtype)
     layer = ExpertsLayer(Norm(case.norm.to(dtype), EPS), experts, case.spec)
-    REFERENCE.experts(hidden, layer, case.slots[case.valid])
+    REFERENCE.experts(hidden, layer, case.slots[case.valid], hidden)
     return hidden
 
 
@@ -132,6 +132,6 @@ def run(case: ExpertCase, dtype: torch.dtype, tile: ExpertTile | None = None, co
     hidden, norm = guarded(case.hidden, dtype), Norm(guarded(case.norm, dtype), EPS)
     experts = experts_as(case.experts, dtype, counter, guard=True)
     slots = case.slots.to(DEVICE)
-    OURS.add(hidden, ExpertsLayer(norm, experts, case.spec), slots, tile)
+    OURS.add(hidden, ExpertsLayer(norm, experts, case.spec), slots, hidden, tile)
     assert guards_of(hidden).isnan().all()
     return hidden.to(case.hidden.device)

@@ -35,8 +35,8 @@ def with_wide_router(experts: Experts) -> Experts:
     return replace(experts, router=experts.router.float(), router_bias=None if bias is None else bias.float())
 
 
-def add_experts(products: Products, x: Tensor, hidden: Tensor, layer: ExpertsLayer, slots: Tensor) -> None:
-    """Add the output of the experts for x = RMSNorm(hidden) to `hidden`; see `Kernels.experts`.
+def add_experts(products: Products, x: Tensor, out: Tensor, layer: ExpertsLayer, slots: Tensor) -> None:
+    """Add the output of the experts for x = RMSNorm(hidden) to `out`; see `Kernels.experts`.
 
     The router must be float32, see `with_wide_router`. The outputs of a token's experts are summed in float32, in the
     order of the experts' numbers.
@@ -46,21 +46,21 @@ def add_experts(products: Products, x: Tensor, hidden: Tensor, layer: ExpertsLay
     valid = slots >= 0
     count_experts(chosen[valid], experts)
     chosen = chosen.masked_fill(~valid.unsqueeze(1), -1)
-    mixed = torch.zeros(hidden.shape, dtype=torch.float32)
+    mixed = torch.zeros(out.shape, dtype=torch.float32)
     for expert in sorted(set(chosen[valid].flatten().tolist())):
         tokens, ranks = torch.where(chosen == expert)
         gate_up = Linear(experts.gate_up[expert], _row(experts.gate_up_bias, expert))
         down = Linear(experts.down[expert], _row(experts.down_bias, expert))
-        out = products.linear(products.gate_up(x[tokens], gate_up, spec.activation), down)
+        found = products.linear(products.gate_up(x[tokens], gate_up, spec.activation), down)
         # An expert has a token at most once, so no element is added twice.
-        mixed[tokens] += out.float() * weights[tokens, ranks, None]
+        mixed[tokens] += found.float() * weights[tokens, ranks, None]
     if experts.shared_gate_up is not None and experts.shared_down is not None:
         shared = products.linear(products.gate_up(x, experts.shared_gate_up, "silu"), experts.shared_down).float()
         if experts.shared_gate is not None:
             gates = products.linear(x, Linear(experts.shared_gate)).float()
             shared *= torch.stack([torch.sigmoid(gate) for gate in gates])
         mixed += shared
-    hidden += mixed.to(hidden.dtype)
+    out += mixed.to(out.dtype)
 
 
 def _logits(x: Tensor, experts: Experts) -> Tensor:

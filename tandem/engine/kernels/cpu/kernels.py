@@ -157,9 +157,9 @@ class CpuKernels(Kernels):
         """Apply RMSNorm and add the result to `hidden`."""
         hidden += rms_norm(x, norm.weight, norm.eps)
 
-    def experts(self, hidden: Tensor, layer: ExpertsLayer, slots: Tensor) -> None:
+    def experts(self, hidden: Tensor, layer: ExpertsLayer, slots: Tensor, out: Tensor) -> None:
         """Compute the chosen experts one after the other, each for all tokens that chose it."""
-        add_experts(self, self._norm(hidden, layer.norm), hidden, layer, slots)
+        add_experts(self, self._norm(hidden, layer.norm), out, layer, slots)
 
     def rope_and_store(self, qkv: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout) -> Tensor:
         """Rotate q and k in place, and store k and v in the cache."""

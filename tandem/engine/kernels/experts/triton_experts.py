@@ -90,9 +90,10 @@ class ExpertKernels:
         hidden: Tensor,
         layer: ExpertsLayer,
         slots: Tensor,
+        out: Tensor,
         tile: ExpertTile | None = None,
     ) -> Tensor:
-        """Add the routed experts' output to `hidden` (see `Kernels.experts`); return RMSNorm of `hidden` before that.
+        """Add the routed experts' output to `out` (see `Products.experts`); return RMSNorm of `hidden` before that.
 
         `tile` replaces the tile of the table.
         """
@@ -106,11 +107,11 @@ class ExpertKernels:
         if tile.tokens == 1:
             choice = Choice(tokens, shape, hidden.device)
             self._choose(logits, layer, slots, choice, counts, x.dtype)
-            self._add_single(x, layer, choice, hidden, tile)
+            self._add_single(x, layer, choice, out, tile)
             return x
         tiled = TiledChoice(tokens, shape, tile.tokens, hidden.device)
         self._choose(logits, layer, slots, tiled, counts, x.dtype)
-        self._add_tiles(x, layer, tiled, hidden, tile)
+        self._add_tiles(x, layer, tiled, out, tile)
         return x
 
     def gate(self, inner: Tensor, x: Tensor, gate: Tensor) -> None:

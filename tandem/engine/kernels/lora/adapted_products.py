@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from tandem.engine.kernels.base import Products
-from tandem.engine.kernels.layers import DenseLayer, Linear, Norm
+from tandem.engine.kernels.layers import DenseLayer, ExpertsLayer, Linear, Norm
 from tandem.engine.kernels.lora_tables import LoraTables
 
 
@@ -89,6 +89,10 @@ class AdaptedProducts(Products):
         self._base.linear_add(x, linear, hidden)
         if update is not None:
             update.add_to(hidden)
+
+    def experts(self, hidden: Tensor, layer: ExpertsLayer, slots: Tensor, out: Tensor) -> None:
+        """Compute the experts, which adapters do not change."""
+        self._base.experts(hidden, layer, slots, out)
 
     def feed_forward(self, hidden: Tensor, layer: DenseLayer) -> None:
         """Compute the two products one after the other if adapters change either, else as `base` does."""

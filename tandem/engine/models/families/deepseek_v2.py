@@ -146,7 +146,7 @@ def _layer_slots(spec: LatentAttention, weights: LatentParameters) -> dict[str, 
         found["kv_a_proj_with_mqa.bias"] = permute_rope_rows(
             ParameterSlot(weights.down_bias[first:]), 1, shape.cached, rotated_key
         )
-        found["o_proj.bias"] = ParameterSlot(weights.output_bias)
+        found["o_proj.bias"] = ParameterSlot(weights.output_bias, summed=True)
         if weights.query_norm is not None:
             found["q_a_proj.bias"] = ParameterSlot(weights.down_bias[:first])
     return found

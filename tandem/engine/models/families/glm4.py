@@ -5,7 +5,13 @@ from dataclasses import replace
 from tandem.engine.config.model import GroupedQueryAttention, ModelSpec
 from tandem.engine.models.families.family import Family, Json, grouped_layers, make_model, parse_dense, parse_shape
 from tandem.engine.models.families.rows import permute_rope_rows
-from tandem.engine.models.parameters import DenseParameters, Parameters, ParameterSlot, standard_slots
+from tandem.engine.models.parameters import (
+    DenseParameters,
+    Parameters,
+    ParameterSlot,
+    stacked_gate_up,
+    standard_slots,
+)
 
 
 def _parse(config: Json) -> ModelSpec:
@@ -35,7 +41,7 @@ def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
                 if key in found:
                     found[key] = permute_rope_rows(found[key], heads, shape.head_dim, slice(0, shape.rotated))
         found |= {
-            f"{prefix}mlp.gate_up_proj.weight": ParameterSlot(weights.feed_forward.gate_up),
+            f"{prefix}mlp.gate_up_proj.weight": stacked_gate_up(weights.feed_forward),
             f"{prefix}post_self_attn_layernorm.weight": ParameterSlot(weights.attention_output_norm),
             f"{prefix}post_mlp_layernorm.weight": ParameterSlot(weights.feed_forward_output_norm),
         }

@@ -88,7 +88,7 @@ def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
             f"{prefix}experts.gate_up_proj": ParameterSlot(experts.gate_up, _split_columns, (count, hidden, inner)),
             f"{prefix}experts.gate_up_proj_bias": ParameterSlot(experts.gate_up_bias, _split),
             f"{prefix}experts.down_proj": ParameterSlot(experts.down, _transposed, (count, inner // 2, hidden)),
-            f"{prefix}experts.down_proj_bias": ParameterSlot(experts.down_bias),
+            f"{prefix}experts.down_proj_bias": ParameterSlot(experts.down_bias, summed=True),
         }
     return found
 

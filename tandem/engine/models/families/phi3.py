@@ -1,6 +1,6 @@
 """Phi-3 and Phi-4, which store q, k and v as one matrix, and gate and up as another."""
 
-from tandem.engine.config.model import ModelSpec
+from tandem.engine.config.model import GroupedQueryAttention, ModelSpec
 from tandem.engine.models.families.family import (
     Family,
     Json,
@@ -15,6 +15,7 @@ from tandem.engine.models.parameters import (
     DenseParameters,
     Parameters,
     ParameterSlot,
+    stacked_gate_up,
     standard_slots,
 )
 
@@ -31,11 +32,15 @@ def _parse(config: Json) -> ModelSpec:
 def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
     every = standard_slots(spec, parameters).items()
     found = {name: slot for name, slot in every if not any(part in name for part in _APART)}
-    for number, weights in enumerate(parameters.layers):
+    for number, (layer, weights) in enumerate(zip(spec.layers, parameters.layers, strict=True)):
+        assert isinstance(layer.attention, GroupedQueryAttention)
         assert isinstance(weights.attention, AttentionParameters)
         assert isinstance(weights.feed_forward, DenseParameters)
-        found[f"model.layers.{number}.self_attn.qkv_proj.weight"] = ParameterSlot(weights.attention.qkv)
-        found[f"model.layers.{number}.mlp.gate_up_proj.weight"] = ParameterSlot(weights.feed_forward.gate_up)
+        prefix = f"model.layers.{number}."
+        found[f"{prefix}self_attn.qkv_proj.weight"] = ParameterSlot(
+            weights.attention.qkv, stacked=layer.attention.shape.qkv_rows
+        )
+        found[f"{prefix}mlp.gate_up_proj.weight"] = stacked_gate_up(weights.feed_forward)
     return found
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tandem.engine.config.quantization import Codes, Packing, WeightScheme
 from tandem.engine.kernels.packed_weight import CENTRE, PackedWeight, pack_nibbles
+from tandem.engine.models.parameters import StoredPart
 from tandem.protocol.errors import ModelError
 
 FLOATS = frozenset({"F16", "BF16", "F32"})
@@ -58,15 +59,18 @@ class GroupedCodes:
     groups: Tensor | None = None
     """[K] int64: the group of each column; None = column // group."""
 
-    def packed(self, packing: Packing, transform: Callable[[Tensor], Tensor] | None) -> PackedWeight:
-        """Return the weight in the format of `packing`; `transform` reorders the rows."""
-        reorder = transform or _same
-        codes = reorder(self.codes)
-        scales, offsets = (
-            None if each is None else reorder(self._of_groups(each, packing.group))
-            for each in (self.scales, self.offsets)
-        )
-        assert scales is not None
+    def packed(
+        self, packing: Packing, transform: Callable[[Tensor], Tensor] | None, part: StoredPart | None = None
+    ) -> PackedWeight:
+        """Return `part` of the weight, None = all of it, in the format of `packing`; `transform` reorders its rows."""
+
+        def own(values: Tensor, group: int = 1) -> Tensor:
+            values = values if part is None else part.of(values, group)
+            return values if transform is None else transform(values)
+
+        codes = own(self.codes)
+        scales = own(self._of_groups(self.scales, packing.group), packing.group)
+        offsets = None if self.offsets is None else own(self._of_groups(self.offsets, packing.group), packing.group)
         return PackedWeight(
             pack_nibbles(codes) if packing.codes is Codes.INT4 else codes, scales, offsets, packing.group
         )
@@ -141,10 +145,6 @@ def integers(
 def group_count(scheme: WeightScheme, columns: int) -> int:
     """Return the number of groups in a row."""
     return 1 if scheme.group is None else -(-columns // scheme.group)
-
-
-def _same(stored: Tensor) -> Tensor:
-    return stored
 
 
 def checked_groups(scheme: WeightScheme, index: Tensor | None, columns: int) -> Tensor | None:

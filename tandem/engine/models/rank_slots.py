@@ -1,0 +1,46 @@
+"""The part of each tensor of a checkpoint that one rank of a group reads."""
+
+from dataclasses import replace
+
+import torch
+
+from tandem.engine.config.model import ModelSpec
+from tandem.engine.config.sharding import Rank, rank_spec
+from tandem.engine.models.allocation import allocate_parameters
+from tandem.engine.models.families import slots_of
+from tandem.engine.models.parameters import Parameters, ParameterSlot, StoredPart
+
+
+def rank_slots(spec: ModelSpec, rank: Rank, parameters: Parameters) -> dict[str, ParameterSlot]:
+    """Return where each tensor of a checkpoint is written to, and which part of it.
+
+    `spec` is that of the whole model, and `parameters` were allocated by `allocate_rank`. A dimension in which a tensor
+    is longer in the checkpoint than here is divided among the ranks.
+    """
+    if rank.count == 1:
+        return slots_of(spec, parameters)
+    whole = slots_of(spec, allocate_parameters(spec, torch.float32, torch.device("meta")))
+    ends = {id(parameters.embedding), id(parameters.lm_head)}
+    return {
+        name: replace(slot, part=_part(slot, whole[name], rank, by_token=id(slot.tensor) in ends))
+        for name, slot in slots_of(rank_spec(spec, rank.count), parameters).items()
+    }
+
+
+def _part(slot: ParameterSlot, whole: ParameterSlot, rank: Rank, *, by_token: bool) -> StoredPart | None:
+    own, shape = slot.own_shape, whole.own_shape
+    if slot.summed:
+        return None if rank.leads else StoredPart(shape)
+    if own == shape:
+        return None
+    (dim,) = (number for number, length in enumerate(own) if length != shape[number])
+    if by_token:
+        return StoredPart(shape, dim, (rank.rows(shape[dim]),))
+    ranges = []
+    start = 0
+    for length, total in zip(slot.stacked or (own[dim],), whole.stacked or (shape[dim],), strict=True):
+        # With more ranks than KV heads, there are fewer different parts than ranks.
+        first = start + rank.number * (total // length) // rank.count * length
+        ranges.append(range(first, first + length))
+        start += total
+    return StoredPart(shape, dim, tuple(ranges))

@@ -1,0 +1,1 @@
+"""The parts of a model that a group of ranks computes together (tensor parallelism)."""
