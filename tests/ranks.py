@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tandem.engine.config import EngineConfig
 from tandem.engine.config.sharding import Rank
+from tandem.engine.follower import Follower
 from tandem.engine.kernels.reference import ReferenceKernels
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.parallel.collectives import Collectives
-from tandem.engine.parallel.follower import Follower
 from tandem.engine.parallel.step_stream import StepSender, received_steps
 
 LIMIT_S = 20.0
@@ -63,11 +63,11 @@ def group_runner(config: EngineConfig, ranks: int) -> Iterator[tuple[ModelRunner
     sender = StepSender(leading)
 
     def follow(number: int) -> None:
-        follower = Follower.load(config, ThreadCollectives(Rank(number, ranks), board), kernels=ReferenceKernels())
-        followers[number] = follower
+        collectives = ThreadCollectives(Rank(number, ranks), board)
         try:
             with following[number - 1] as leader:
-                follower.run(received_steps(leader))
+                followers[number] = Follower.load(config, collectives, kernels=ReferenceKernels())
+                followers[number].run(received_steps(leader))
         except BaseException:
             board.barrier.abort()
             raise
@@ -84,5 +84,5 @@ def group_runner(config: EngineConfig, ranks: int) -> Iterator[tuple[ModelRunner
             raise
         finally:
             sender.close()
-        for each in running:
-            each.result()
+            for each in running:
+                each.result()

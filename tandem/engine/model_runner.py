@@ -60,7 +60,7 @@ class ModelRunner:
 
         `kernels` are by default the fastest for the device; kernels that are passed in run step by step, without CUDA
         graphs. The first rank of a group passes its `collectives`, and `on_step`, which sends each step to the others
-        (`tandem/engine/parallel/follower.py`). Raises ModelError if the model cannot be served, InvalidArgument if a
+        (`tandem/engine/follower.py`). Raises ModelError if the model cannot be served, InvalidArgument if a
         setting cannot be met.
         """
         loaded = load_parts(

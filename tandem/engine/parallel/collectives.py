@@ -35,6 +35,9 @@ class Collectives(ABC):
         The parts are those of `Rank.rows(columns)`. Only the first rank gets them, the others get [0, columns].
         """
 
+    def close(self) -> None:  # noqa: B027 - most groups have nothing to close
+        """Leave the group, after the last exchange."""
+
 
 class GlooCollectives(Collectives):
     """The collectives of processes on CPUs, over torch.distributed's gloo back end. A process can be in one group."""
@@ -71,3 +74,7 @@ class GlooCollectives(Collectives):
         parts = [torch.empty_like(padded) for _ in range(self.rank.count)] if self.rank.leads else None
         dist.gather(padded, parts, 0)
         return part.new_empty(0, columns) if parts is None else torch.cat(parts, dim=1)[:, :columns]
+
+    def close(self) -> None:
+        """End the connections; otherwise they would abort this process when those of another rank end."""
+        dist.destroy_process_group()

@@ -154,7 +154,8 @@ def load_weights(
             plain[name] = slot.tensor
         else:
             _read_transformed(name, entries[name], slot, count)
-    read_tensors({name: entries[name] for name in plain}, plain, count)
+    if plain:
+        read_tensors({name: entries[name] for name in plain}, plain, count)
     load_quantized(slots, schemes, entries, count)
 
 

@@ -1,0 +1,141 @@
+"""Models that are divided among ranks compute what one rank computes."""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.engine.config import EngineConfig
+from tandem.engine.config.sharding import Rank, rank_spec
+from tandem.engine.follower import Follower
+from tandem.engine.kernels.reference import ReferenceKernels
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.models.load_spec import load_spec
+from tandem.engine.steps.batch import StepBatch
+from tandem.engine.steps.prompt_scoring import PromptScores
+from tandem.protocol.errors import InvalidArgument
+from tests.factories import FAMILIES, row, tiny_engine_config, write_tiny_model
+from tests.ranks import Board, ThreadCollectives, group_runner
+from tests.soak import soak
+from tests.unit.engine.weights.quantized_folders import write_quantized
+
+TOLERANCE = 2e-5
+IDS = [(7 * position + 3) % 157 for position in range(60)]
+THREE: dict[str, Any] = {
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "hidden_size": 96,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 96,
+}
+
+
+def steps(pages: list[int]) -> list[StepBatch]:
+    """Returns a chunk without a draw, one with, and two steps of one token beside another prompt."""
+    mine, other = pages[: len(pages) // 2], pages[len(pages) // 2 :]
+    return [
+        StepBatch([row(IDS[:21], 0, mine, drawn=False)]),
+        StepBatch([row(IDS[21:40], 21, mine)]),
+        StepBatch([row(IDS[40:41], 40, mine), row(IDS[::-1][:17], 0, other)]),
+        StepBatch([row(IDS[41:42], 41, mine), row(IDS[::-1][17:18], 17, other)]),
+    ]
+
+
+def logits_of(runner: ModelRunner) -> list[torch.Tensor]:
+    kv = runner.cache.kv_pages
+    pages = list(range(2 * kv.numbers(len(IDS)) * kv.groups))
+    return [runner.logits(batch).clone() for batch in steps(pages)]
+
+
+INDIVISIBLE = {("smollm2", 2), ("smollm2", 4), ("olmoe", 2), ("olmoe", 3), ("olmoe", 4)}
+"""Three heads, and a norm over all heads of a query."""
+DIVISIBLE = [case for case in product(sorted(FAMILIES), (2, 3, 4)) if case not in INDIVISIBLE]
+
+
+def changed(family: str, ranks: int) -> dict[str, Any]:
+    """Returns the sizes of a model that three ranks can divide."""
+    return {key: value for key, value in THREE.items() if key in FAMILIES[family]} if ranks == 3 else {}
+
+
+def assert_same_logits(config: EngineConfig, ranks: int, tolerance: float = TOLERANCE) -> None:
+    wanted = logits_of(ModelRunner.load(config, kernels=ReferenceKernels()))
+    with group_runner(config, ranks) as (runner, _):
+        found = logits_of(runner)
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [
+        pytest.param(family, ranks, marks=() if ranks == 2 + number % 3 or family == "smollm2" else soak)
+        for number, (family, ranks) in enumerate(DIVISIBLE)
+    ],
+)
+def test_logits_are_those_of_one_rank(family: str, ranks: int, tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, family, **changed(family, ranks))
+    assert_same_logits(tiny_engine_config(folder, kv_cache_bytes=8 << 20), ranks)
+
+
+@pytest.mark.parametrize(("family", "ranks"), sorted(INDIVISIBLE))
+def test_a_model_that_cannot_be_divided_is_refused(family: str, ranks: int, tmp_path: Path) -> None:
+    spec = load_spec(write_tiny_model(tmp_path, family, **changed(family, ranks)))
+    with pytest.raises(InvalidArgument, match=f"cannot be divided among {ranks} ranks") as caught:
+        rank_spec(spec, ranks)
+    assert caught.value.field == "tensor_parallel_size"
+
+
+@pytest.mark.parametrize("case", ["awq", "gptq desc_act", "W4A16 channel", "W8A16", "deepseek fp8"])
+@pytest.mark.parametrize("family", ["llama3", "phi3"])
+def test_quantized_weights_are_divided_by_groups(case: str, family: str, tmp_path: Path) -> None:
+    folder, _ = write_quantized(tmp_path, case, family)
+    # FP8 products round their inputs, so that the last bit of a sum can become that of a code.
+    tolerance = 5e-3 if "fp8" in case else TOLERANCE
+    assert_same_logits(tiny_engine_config(folder, kv_cache_bytes=8 << 20), 2, tolerance)
+
+
+def test_ranks_with_an_eight_bit_cache_give_the_tokens_of_one_rank(tmp_path: Path) -> None:
+    config = tiny_engine_config(write_tiny_model(tmp_path), kv_cache_bytes=8 << 20, kv_cache_dtype="int8")
+    assert_same_logits(config, 2)
+
+
+def test_each_rank_holds_its_heads_of_the_cache(tmp_path: Path) -> None:
+    """Together they hold what one rank holds, in pages of the same numbers."""
+    config = tiny_engine_config(write_tiny_model(tmp_path), kv_cache_bytes=8 << 20)
+    alone = ModelRunner.load(config, kernels=ReferenceKernels())
+    logits_of(alone)
+    with group_runner(config, 2) as (runner, followers):
+        logits_of(runner)
+        caches = [runner.cache, *(follower.cache for follower in followers)]
+    pages = 4
+    parts = [each.tensor[:pages] for each in caches]
+    assert [part.shape[3] for part in parts] == [1, 1]
+    torch.testing.assert_close(torch.cat(parts, dim=3), alone.cache.tensor[:pages], atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_prompts_are_scored_on_the_first_rank(tmp_path: Path) -> None:
+    config = tiny_engine_config(write_tiny_model(tmp_path), kv_cache_bytes=8 << 20)
+
+    def scores(runner: ModelRunner) -> PromptScores:
+        scored = PromptScores(IDS, 3)
+        for start, end in ((0, 40), (40, len(IDS))):
+            last = end == len(IDS)
+            runner.run(StepBatch([row(IDS[start:end], start, [0, 1, 2, 3], drawn=last)._replace(scores=scored)]))
+        return scored
+
+    wanted = scores(ModelRunner.load(config, kernels=ReferenceKernels()))
+    with group_runner(config, 2) as (runner, _):
+        found = scores(runner)
+    assert found.top_ids == wanted.top_ids
+    assert found.chosen == pytest.approx(wanted.chosen, abs=1e-4)
+
+
+@pytest.mark.parametrize("setting", [{"draft": Path("x")}, {"runtime_loras": True}, {"keep_hidden": True}])
+def test_what_ranks_do_not_support_is_refused(setting: dict[str, Any], tmp_path: Path) -> None:
+    config = tiny_engine_config(write_tiny_model(tmp_path), **setting)
+    with pytest.raises(InvalidArgument, match="several ranks"):
+        Follower.load(config, ThreadCollectives(Rank(1, 2), Board(2)), kernels=ReferenceKernels())
