@@ -1,7 +1,7 @@
-"""The controller's process, which the process of `tandem up` starts, watches and restarts.
+"""The process of the controller, which `tandem up` starts, watches and restarts.
 
-A restarted controller has the number and the ports of the previous one, so workers, routers and operators find it
-again. It adopts the router and the workers, which keep serving during the restart.
+A restarted controller keeps its predecessor's controller number and ports, so workers, routers and operators find it
+again. It takes over the router and the workers, which keep serving during the restart.
 """
 
 import contextlib
@@ -28,7 +28,10 @@ START_TIMEOUT_S = 60.0
 
 
 class ControllerProcess:
-    """The current process of the controller, owned by the Ray thread of `tandem up` (`Cluster`), which calls it."""
+    """Starts, watches and restarts the controller's process.
+
+    Owned and called by the Ray thread of `tandem up` (`Cluster`).
+    """
 
     def __init__(self, config: ControllerConfig) -> None:
         self._config = config
@@ -90,7 +93,7 @@ class ControllerProcess:
         return self._backoff.after_death(time.monotonic() - self._born)
 
     def restart(self) -> None:
-        """Start a controller in place of the one that died, with its ports and its last known state; see `start`."""
+        """Start a new controller with the ports and the last known state of the controller that died; see `start`."""
         import ray
 
         ray.kill(self._actor, no_restart=True)  # it may live and fail; Ray frees its name
