@@ -59,7 +59,7 @@ class ClusterHealth:
     metrics_address: str = ""
     """Address of the cluster-wide metrics, host:port."""
     filled: bool = True
-    """True once the set of workers is known; until then the controller still looks for workers that live already."""
+    """True once the set of workers is known; until then the controller still looks for live workers to take over."""
     taken_over: frozenset[str] = frozenset()
     """The processes that another controller started."""
     operations_address: str = ""
@@ -67,7 +67,10 @@ class ClusterHealth:
     kept_at: str = ""
     """Address of the controller that supervises the workers instead, host:port; empty = this one does."""
     state: ControllerState | None = None
-    """The workers as this controller wants them; None = it does not supervise them, or not yet."""
+    """The target state of the workers, for the controller that replaces this one if it dies.
+
+    None if this controller does not supervise the workers, or not yet.
+    """
 
     @property
     def all(self) -> tuple[Health, ...]:
@@ -91,7 +94,7 @@ class ClusterHealth:
 
 
 class Backoff:
-    """The waits between restarts: none after a long life, then doubling from `first_s` up to `longest_s`.
+    """The wait before each restart: none after a long life, then doubling from `first_s` up to `longest_s` seconds.
 
     A life of `stable_s` seconds or more resets the count, so a process that dies once a day is always restarted at
     once.

@@ -93,7 +93,7 @@ class Registry:
         return True
 
     def membership(self) -> Membership:
-        """Return all serving workers and all expected ones, by id.
+        """Return all serving workers and all expected ones, sorted by id.
 
         A worker that drains is expected if it will be started again.
         """
