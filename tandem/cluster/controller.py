@@ -97,7 +97,7 @@ class Controller:
         return self._address
 
     async def serves(self) -> None:
-        """Mark the cluster's start as complete, once every required process serves, and start the standby router."""
+        """Mark the cluster's start as complete, because every required process serves, and start the standby router."""
         self._runs.append(begin(going_on(self._standby.run, _STANDBY), _STANDBY))
         self._supervisor.started.set()
         self._election.started()
@@ -112,7 +112,7 @@ class Controller:
         return self._address
 
     async def _continue_router(self) -> None:
-        """Adopt the live router of the controller that this one replaces, if any, and kill that one's other routers."""
+        """Adopt the live router of the controller that this one replaces, and kill the other routers that it left."""
         before = self._config.before
         if before is None:
             return
@@ -182,8 +182,7 @@ class Controller:
         self._standby.stop()
         self._router_keeper.stop()
         await asyncio.gather(*self._runs)
-        # The election ends only after the router has: another controller may take over while the router finishes
-        # requests.
+        # The election ends after the router: another controller may take over while the router finishes requests.
         await self._election.stop()
         leave = await self._leaves_workers(asked=leave_workers)
         await self._supervisor.stop(end_workers=not leave)

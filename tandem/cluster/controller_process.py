@@ -82,7 +82,7 @@ class ControllerProcess:
             waits += 1
             if self._hang_deadline_s and waits == QUESTIONS:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._pid, signal.SIGKILL)  # Ray alone would ask it first, and wait
+                    os.kill(self._pid, signal.SIGKILL)  # `ray.kill` would first ask it to stop, and wait
                 raise Unavailable(f"the controller gave no sign of life for {self._hang_deadline_s:g} s and was killed")
         health: ClusterHealth = ask(reply)
         self._last = health if health.filled or self._last is None else replace(self._last, router=health.router)
@@ -96,7 +96,7 @@ class ControllerProcess:
         """Start a new controller with the ports and the last known state of the controller that died; see `start`."""
         import ray
 
-        ray.kill(self._actor, no_restart=True)  # it may live and fail; Ray frees its name
+        ray.kill(self._actor, no_restart=True)  # it may still live but fail; this frees its name
         last, config = self._last, self._config
         if last is not None:
             port, metrics_port = (host_and_port(address)[1] for address in (self.address, last.metrics_address))

@@ -277,13 +277,13 @@ class Cluster:
 
     def _stop_controller(self, controller: ControllerProcess) -> None:
         """Stop the controller within a bounded time after the grace; the remaining processes die with Ray."""
-        self.left_workers = bool(self._config.workers_outlive_s)  # those of one that is dead or silent
+        self.left_workers = bool(self._config.workers_outlive_s)  # assumed if the controller does not respond
         try:
             within_s = self._config.stop_grace_s + STOP_TIMEOUT_S
             self.left_workers = controller.stop(within_s, leave_workers=self._leave_workers)
         except Unavailable:
             pass
-        except Exception as error:  # Ray itself was killed meanwhile, as `stop` does when its time is over
+        except Exception as error:  # Ray itself was killed meanwhile, as `stop` does after its timeout
             log.warning("the controller could not be asked to stop: %s", first_line(error))
 
     def _fail(self, error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""Hang detection: a live process hangs if it is stopped or if one of its event loops makes no progress.
+"""Hang detection: a live process hangs if a signal has stopped it or if one of its event loops makes no progress.
 
 The supervisor kills such a process and restarts it as after any other death.
 """

@@ -225,7 +225,7 @@ class WorkerSupervisor:
         return served_of(self._asked_of(worker_id))
 
     def _asked_of(self, worker_id: str) -> "WorkerConfig":
-        """Return the config that a worker of this name would start with, apart from its assignment."""
+        """Return the config with which a worker of this name would start now, apart from its assignment."""
         slot = slot_of(self._config.cluster, self._config.slots, worker_id)
         return self._workers.config(slot, self._assignments.topology.assignment(slot.role))
 

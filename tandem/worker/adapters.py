@@ -39,8 +39,8 @@ class WorkerAdapters:
     async def load(self, meant: PeerRef, wanted: AdapterFacts, in_use: Collection[str] = ()) -> AdapterFacts:
         """Load an adapter and return its facts. The hash of its files must be `wanted.identity`, unless that is empty.
 
-        `in_use` are the hashes of the adapters that requests use on any worker, whose slots are not reused: a request
-        with a reservation on another worker may send its prompt here next.
+        The slots of adapters whose hashes are `in_use` are not reused: requests on any worker use these adapters, and a
+        request with a reservation on another worker may send its prompt here next.
 
         Loading the same adapter twice has no effect. Raises ModelError or InvalidArgument if the adapter cannot be
         served, ResourceExhausted if all slots are in use, FailedPrecondition if its hash differs or the name belongs to

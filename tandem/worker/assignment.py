@@ -117,7 +117,7 @@ class WorkerAssignment:
         """Reject all new requests from now on, and wait up to `grace_s` seconds for running requests.
 
         The remaining requests are then aborted, and their routers send them to other workers. Returns the number of
-        these.
+        aborted requests.
         """
         self.draining = True
         self.stop()

@@ -182,7 +182,7 @@ class ControllerLink:
         try:
             await self._announce(self._stub)
         except StaleEpoch as error:
-            # not if the call crossed this worker's own `unregister`
+            # The call may have crossed this worker's own `unregister`.
             if not self._left:
                 self._on_superseded(error)
         except TandemError as error:
@@ -247,7 +247,6 @@ class ControllerLink:
 
 
 async def _cancel(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Cancel the tasks, and return when they have ended."""
     tasks = tuple(tasks)
     for task in tasks:
         task.cancel()

@@ -98,7 +98,7 @@ class StepMeter:
 
 
 class StepLoop:
-    """Runs the engine for both schedulers until `stop`, or until a step fails with an error, passed to `on_death`.
+    """Runs the engine's steps for both schedulers until `stop`, or until a step fails; `on_death` then gets the error.
 
     Owned by the worker; it has its own thread, the engine thread.
     """

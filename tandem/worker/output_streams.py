@@ -112,10 +112,10 @@ class OutputStreams:
             self._events.call_later(self._attach_grace_s, self._lose_unattached, stream)
 
     def attach(self, router_id: str, *, prefixes: bool = False) -> OutputStream:
-        """Return the stream of one router.
+        """Attach a router to its stream, and return the stream.
 
-        A second attach ends the first stream and aborts its requests: the router gets an event for each on the new
-        stream.
+        A second attach ends the first stream and aborts its requests: the router gets an event for each request on the
+        new stream.
         """
         known = self._streams.get(router_id)
         stream = OutputStream(router_id, self._snapshot, prefixes=prefixes)
@@ -139,7 +139,7 @@ class OutputStreams:
         stream.close()
 
     def close(self) -> None:
-        """End every stream once it has sent what is pending; later streams end at once."""
+        """End every stream once it has sent all pending events and tokens; streams attached later end as well."""
         self._closed = True
         for stream in self._streams.values():
             stream.close()
@@ -157,10 +157,8 @@ class OutputStreams:
     ) -> None:
         """Pass a step's events and tokens to the event loop, which then makes the calls `then`.
 
-        Called on the engine thread.
-
-        The function never waits. It wakes the event loop only once: with two wake-ups, the event loop could write
-        messages while the engine thread waits to make the second one.
+        Called on the engine thread. The function never waits. It wakes the event loop only once: with two wake-ups, the
+        event loop could write messages while the engine thread waits to make the second one.
         """
         self._events.call_soon_threadsafe(self._take_step, step, events, tokens, then)
 
@@ -180,7 +178,7 @@ class OutputStreams:
             stream = self._streams.get(some.router_id)
             if stream is not None:
                 stream.tokens.append(some.tokens)
-        # Messages are written after what the end of the step starts: hand-overs post their last pages first.
+        # Messages are written after the calls `then`: hand-overs post their last pages first.
         self._events.call_soon(self._send_step)
         call_all(then)
 

@@ -128,7 +128,7 @@ class BatchGrowth:
         """Mean context tokens of a row in the newest step that had rows."""
 
     def rows(self, running: StepWork, most: int, targets: Sequence[float] = ()) -> int:
-        """Return the maximum number of decode rows of the next step: from the number that run already up to `most`.
+        """Return the maximum number of decode rows of the next step: at least the running rows, at most `most`.
 
         `targets` are the inter-token targets of the running requests in seconds, ascending; infinite = no target. A
         request that joins is assumed to have the mean context of the rows that run or ran last. A target that even a

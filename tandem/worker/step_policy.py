@@ -28,7 +28,7 @@ Cost = Callable[[], StepCost]
 
 
 class StepPolicy:
-    """Limits the prompt tokens of each step that could have prompts, according to the worker's assignment."""
+    """Limits the prompt tokens of each step, according to the worker's assignment."""
 
     def __init__(self, assignment: Assignment, cost: Cost, max_step_tokens: int) -> None:
         self._assignment = assignment
@@ -43,9 +43,8 @@ class StepPolicy:
     def prefill_tokens(self, decode_work: StepWork, waiting: WaitingPrompts, targets: Sequence[float] = ()) -> int:
         """Return the maximum number of prompt tokens of a step with `decode_work`.
 
-        The engine's own limit applies as well.
-
-        `targets` are the maximum inter-token gaps that the decoding requests allow, in seconds, ascending.
+        The engine's own limit applies as well. `targets` are the maximum inter-token gaps that the decoding requests
+        allow, in seconds, ascending.
         """
         self._progress.steps += self.steps_without_prompts
         self.steps_without_prompts = 0

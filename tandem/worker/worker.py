@@ -103,7 +103,6 @@ class Worker:
         )
         """The assignment of this worker: its open phases and the settings of its steps."""
         self.adapters = WorkerAdapters(me, engine.adapters, schedulers.adapters)
-        """The adapters of this worker."""
         self._warm_ups = WarmUps(
             self.peers, lambda: self.assignment.assignment.role.prefills and not self.assignment.draining
         )
@@ -119,7 +118,6 @@ class Worker:
             assignment=self.assignment,
             watchdog=self._watchdog,
         )
-        """The report of this worker."""
 
     def start(self) -> None:
         """Start the step loop and the watchdog."""
@@ -129,9 +127,10 @@ class Worker:
     # ---- routers ----
 
     def attach(self, router_id: str, *, prefixes: bool = False) -> OutputStream:
-        """Return the stream of a router's events, with changes of the prefix cache if `prefixes`.
+        """Attach a router to its event stream, and return the stream.
 
-        The caller passes it to `detach` when the stream ends.
+        With `prefixes` the stream includes the changes of the prefix cache. The caller passes the stream to `detach`
+        when it ends.
         """
         return self._streams.attach(router_id, prefixes=prefixes)
 
@@ -153,7 +152,7 @@ class Worker:
         return history
 
     def reserve(self, reservation: Reservation) -> GrantedLease:
-        """Grant a lease to a reservation (`DecodeAdmission.reserve`).
+        """Reserve pages for a request and return the granted lease (`DecodeAdmission.reserve`).
 
         Raises InvalidArgument if no worker would accept the request, NotFound if its adapter is not loaded, and the
         errors of `DecodeAdmission.reserve`.
@@ -171,10 +170,8 @@ class Worker:
     def prefill(self, task: PrefillTask, history: History | None = None) -> None:
         """Queue a prompt for prefill (`PrefillScheduler.submit`).
 
-        `history` is what `begin_answer` returned for the task.
-
-        Raises InvalidArgument if no worker would accept the request, NotFound if its adapter is not loaded, and the
-        errors of `PrefillScheduler.submit`.
+        `history` is the result of `begin_answer` for the task. Raises InvalidArgument if no worker would accept the
+        request, NotFound if its adapter is not loaded, and the errors of `PrefillScheduler.submit`.
         """
         check_prefill(task, self.facts)
         self._schedulers.prefill.submit(task, self.adapters.number(task.adapter), history)

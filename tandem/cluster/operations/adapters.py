@@ -1,4 +1,4 @@
-"""The list of LoRA adapters of a running cluster; the controller makes every worker load the adapters of the list.
+"""The list of LoRA adapters of a running cluster, and the loop that makes every worker load these adapters.
 
 The list is authoritative. It is published with the membership, which routers and workers follow, so a restarted router
 has it at once. A worker that registers without an adapter of the list, because it has just started, is sent the adapter
@@ -61,7 +61,10 @@ class AdapterCalls(Protocol):
 
 
 class Adapters:
-    """The list of adapters, and the loop that makes each worker load exactly these. Used on the event loop."""
+    """The list of adapters, and the loop that makes each worker load exactly these.
+
+    Used on the event loop.
+    """
 
     def __init__(
         self,
@@ -185,7 +188,7 @@ class Adapters:
         return adapter
 
     async def _in_use(self) -> Collection[str]:
-        """Return the hashes of the adapters that requests use on any worker.
+        """Return the hashes of the adapters that are used by a request on any worker.
 
         All workers count: a request with a reservation on one worker may still have its prefill on another.
         """

@@ -20,9 +20,9 @@ class HandoverState:
     slots: tuple[Slot, ...]
     topology: Topology
     roles: Mapping[str, Role]
-    """The role of each worker, current or initial; `Assignments` changes roles where `topology` requires it."""
+    """The current or initial role of each worker; `Assignments` changes roles where `topology` requires it."""
     drained: tuple[str, ...] = ()
-    """Workers that are not started for now, because they were drained."""
+    """Workers that are not started at first, because they were drained."""
     surplus: bool = False
     """True if there are more workers than the config wants."""
 

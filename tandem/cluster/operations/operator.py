@@ -164,7 +164,7 @@ class Operator:
         return Handover(tuple(name for name in drained if name not in going), tuple(self._rescheduling.items()))
 
     def staying(self, slots: Iterable[Slot]) -> tuple[Slot, ...]:
-        """Return those of these slots whose workers are not being removed for good."""
+        """Return the slots whose workers are not being removed for good."""
         return tuple(slot for slot in slots if slot.worker_id not in self._leaving)
 
     def resume(self, handover: Handover) -> None:
@@ -184,8 +184,8 @@ class Operator:
     ) -> None:
         """Drain a worker: it finishes its requests, hands over the rest after `grace_s` seconds, and ends.
 
-        With `restart` the worker starts again and the call returns when it serves; with `node_leaves` it starts
-        elsewhere once its node has left; otherwise it stays drained. Raises NotFound for an unknown name, and
+        With `restart` the worker starts again, and the call returns when it serves. With `node_leaves` it starts on
+        another node once its node has left. Otherwise it stays drained. Raises NotFound for an unknown name, and
         FailedPrecondition if the worker does not serve, has been drained before, or is the last one, unless `force` is
         set.
         """

@@ -51,7 +51,7 @@ class Fleet:
         return slots[len(self._slots) :]
 
     def add(self, slot: Slot, living: tuple[int, Process] | None = None, *, drained: bool = False) -> ProcessSupervisor:
-        """Add a slot and begin to start a process in it.
+        """Add a slot, and start a process for it in the background.
 
         `living` is a live process with its incarnation, which is adopted instead. With `drained` no process is started
         until an operator wants the worker.

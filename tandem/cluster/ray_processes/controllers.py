@@ -36,7 +36,7 @@ class OtherController(ABC):
 
 
 class Controllers(ABC):
-    """A source of the other controllers."""
+    """Lists the other live controllers of a cluster."""
 
     @abstractmethod
     async def others(self, than: int) -> list[OtherController]:
@@ -52,7 +52,7 @@ class NoControllers(Controllers):
 
 
 class RayControllers(Controllers):
-    """The controllers that are named actors in this process's namespace."""
+    """Lists the other live controllers: the named Ray actors of controllers in this process's namespace."""
 
     async def others(self, than: int) -> list[OtherController]:
         """Return the other live controllers, the oldest first."""

@@ -59,10 +59,11 @@ class JoinedRay:
         self._stopping = stopping or threading.Event()
 
     def start(self, resources: dict[str, float], processes: int) -> None:
-        """Join the cluster and check that all its nodes together offer `resources`; Ray starts `processes` on demand.
+        """Join the cluster and check that its nodes together offer `resources`.
 
-        Raises Unavailable if there is no such cluster or it refuses this process, FailedPrecondition if it lacks
-        resources, and InvalidArgument if workers would send KV pages over an untrusted network.
+        `processes` is not used, because Ray starts processes on demand. Raises Unavailable if there is no such cluster
+        or it refuses this process, FailedPrecondition if it lacks resources, and InvalidArgument if workers would send
+        KV pages over an untrusted network.
         """
         os.environ.update(_ENVIRONMENT)
         import ray
@@ -130,7 +131,7 @@ class JoinedRay:
         import ray
 
         if self._shared and ray.util.list_named_actors():
-            return  # a missing node does not prevent taking over the workers of the others
+            return  # without some node, the workers on other nodes can still be taken over
         there = ray.cluster_resources()
         for role, count in needed.items():
             if there.get(role, 0.0) < count:

@@ -50,7 +50,7 @@ class OrphanedWorker(ABC):
 
 
 class OrphanedWorkers(ABC):
-    """A source of orphaned workers."""
+    """Finds the orphaned workers of a cluster and releases their resources."""
 
     @abstractmethod
     async def living(self) -> list[OrphanedWorker]:

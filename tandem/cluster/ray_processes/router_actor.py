@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from router.server import RouterServer
 
 _CPU_CHUNKS_PER_S = 320.0
-"""Value of `chunks_per_s` where engines compute on the CPU: the router leaves them the CPU time of further chunks."""
+"""Value of `chunks_per_s` if engines run on the CPU: fewer chunks leave the engines more CPU time."""
 
 
 log = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class RouterProcess:
         return RayProcess(actor, start=actor.prepare.remote), self._process_of(actor)
 
     async def adopt(self, incarnation: int) -> Process | None:
-        """Return the router of this incarnation, None = it is dead; kill all other routers of this `tandem up`."""
+        """Return the router of this incarnation, or None if it is dead; kill all other routers of this `tandem up`."""
         import ray
 
         name, living = f"{self._prefix}{incarnation}", await asyncio.to_thread(ray.util.list_named_actors)

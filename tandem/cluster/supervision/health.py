@@ -19,7 +19,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """One supervised process as the controller sees it.
+    """The state of one supervised process.
 
     `pid` is 0 while none is known, `stage` is the current activity of a start, `fraction` the part of it that is done,
     and `error` the last failure.
@@ -47,9 +47,9 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class ClusterHealth:
-    """The health of the router and of all workers, in the order of the plan, with the addresses of the listeners.
+    """The health of the router and of all workers, with the addresses of the listeners.
 
-    A router's address is empty until the router first opened it.
+    The workers are in the order of the plan. A router's address is empty until the router first opened it.
     """
 
     router: Health

@@ -3,15 +3,15 @@
 import secrets
 
 _RANDOM_BITS, _COUNT_BITS = 24, 20
-"""Of a number's 64 bits, how many are random and how many hold the count; the remaining bits hold the generation."""
+"""The widths of the random part and of the count in a number of 64 bits; the remaining bits are the generation."""
 
 
 class Incarnations:
     """The source of incarnation numbers of one controller.
 
-    Workers may outlive the controller, and their later processes need greater numbers: the next controller begins a
-    `generation` that is greater than all before. The lowest bits are random, so that unrelated clusters that share a
-    token use different numbers.
+    Workers may outlive the controller, and their later incarnations need greater numbers: the next controller therefore
+    begins a greater `generation`. The lowest bits are random, so that unrelated clusters that share a token use
+    different numbers.
     """
 
     def __init__(self) -> None:

@@ -126,7 +126,7 @@ class ProcessSupervisor:
         self._wanted.set()
 
     def adopt(self, incarnation: int, process: Process) -> None:
-        """Adopt a live process, before `run`; its `start` makes it follow this controller."""
+        """Adopt a live process, before `run`; its `start` registers the process with this controller."""
         self._adopted = incarnation, process
 
     def detach(self) -> None:
@@ -278,7 +278,7 @@ class ProcessSupervisor:
             await process.start()
         finally:
             following.cancel()
-            await asyncio.gather(following, return_exceptions=True)  # a process that is gone says so by its end
+            await asyncio.gather(following, return_exceptions=True)  # `ended` reports a process that is gone
         self._phase = Phase.SERVING
 
     async def _follow(self, process: Process) -> None:

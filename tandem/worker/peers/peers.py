@@ -33,7 +33,7 @@ class SameHostPeers:
     """
 
     def __init__(self, host: str) -> None:
-        """Create the set; `host` is the id of this host, and if it is empty, no peer counts as being on this host."""
+        """Create the set; `host` is the id of this host. If it is empty, no peer counts as being on this host."""
         self._host = host
         self._runs: dict[str, dict[int, str]] = {}
 

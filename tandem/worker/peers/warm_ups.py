@@ -1,4 +1,4 @@
-"""Connects prefill workers to all decode workers in advance, so that no user's prompt waits for a first connection."""
+"""Connects a worker that prefills to all decode workers in advance, so that no prompt waits for a first connection."""
 
 import asyncio
 from collections.abc import Callable
@@ -40,10 +40,7 @@ class WarmUps:
                 self._running.pop(other).cancel()
 
     def start_due(self) -> None:
-        """Start to connect to each worker that may get prompts from here and is not connected.
-
-        Cheap if all are connected.
-        """
+        """Start to connect to each worker that may get prompts from here and is not connected; cheap if all are."""
         for info in self._others.values():
             if self._wanted(info.peer) and info.peer not in self._running:
                 task = asyncio.ensure_future(self._warm_up(info.peer, info.address))

@@ -21,7 +21,7 @@ _PASSING = (
     *("worker_id", "role", "engine", "step_policy", "step_budget", "itl_target_s"),
     *("controller_address", "host", "port", "metrics_port", "outlive_s"),
 )
-"""The settings that are never compared, because another controller sets them anew or for other reasons."""
+"""The settings that are never compared; another controller sets most of them anew."""
 _SECRETS = ("token", "metrics_key")
 
 

@@ -76,7 +76,7 @@ class WorkerReport:
 
     @property
     def pending_transfer_pages(self) -> int:
-        """The number of KV pages of prompts that have ended but whose pages are still read by writes."""
+        """The number of KV pages of ended prompts that writes in flight still read."""
         return self._schedulers.prefill.pending_transfer_pages()
 
     @property
