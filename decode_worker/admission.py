@@ -118,7 +118,7 @@ class DecodeAdmission:
         pages now, InvalidArgument if the request can never fit, StaleEpoch if this attempt has ended or belongs to
         another reservation, RoleClosed while closed, and Unavailable if the prefill worker is gone.
         """
-        # a prompt whose log probabilities are wanted is computed in full: it must not read cached pages
+        # A prompt whose log probabilities are wanted is computed completely, so it must not read cached pages.
         reads = not reservation.scores_prompt
         prefix = self._cache.prefix(reservation.prompt_token_ids, reservation.cache_salt, reads=reads)
         with self.lock:

@@ -140,7 +140,7 @@ class VerifiedStep(DecodedStep):
         ]
         found = []
         for routed in self.snapshot.tokens(self.step, range(len(runs)), self.excluded_rows):
-            # The snapshot sorted the numbers of the rows by router; here each number is replaced by its row's tokens.
+            # The snapshot grouped the row numbers by router; here each number is replaced by its row's tokens.
             some = [runs[row] for row in routed.tokens.token_ids]
             columns = routed.tokens
             tokens = StepTokens(

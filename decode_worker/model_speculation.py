@@ -80,8 +80,8 @@ class ModelSpeculation(Speculation):
         self._model = proposer
         self._clock = clock
         self.counts.model_bytes = proposer.memory
-        # The prior is optimistic, so that an unknown draft model is tried at all: a few rejected draft tokens correct
-        # it (docs/decisions/speculative_decoding.md).
+        # The prior is optimistic, so that a new draft model is tried at all; a few rejected draft tokens correct the
+        # prior (docs/decisions/speculative_decoding.md).
         self._acceptance = Acceptance(prior=1.0)
         self._newest: DecodedStep | None = None
         """The newest step whose tokens have arrived."""
@@ -308,8 +308,8 @@ class DraftCosts:
         more = 0 if kv_read_once else sum(self.context + rows * (draft + 1) for draft in range(drafts))
         seconds = self.verify.seconds(work.with_drafts(rows * drafts, more))
         if drafts:
-            # If all draft tokens of the last step were accepted, the proposer has not seen the last of them: one row
-            # more.
+            # If all draft tokens of the previous step were accepted, the proposer has no KV of the last of them yet,
+            # which costs one more row.
             fed = rows * survival[-1]
             first_s = self.propose.rows_seconds(rows, self.context) + fed * self.propose.parameters.row_s
             others = (self.propose.rows_seconds(rows, self.context + rows * draft) for draft in range(1, drafts))

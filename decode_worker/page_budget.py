@@ -170,7 +170,7 @@ class PageReservations:
             if not beyond_limit:
                 return False
             self._backed += self._pool.reserve_up_to(self._groups)
-        # Backed pages that are kept for leases must not be used: prefill workers are going to write them.
+        # Backed pages that are kept for leases must not be used, because prefill workers will write them.
         if self._backed - self._groups < self._lease_pages:
             return False
         self._count_growth(request, self._pool.allocate(request.reservation.ref, self._groups, from_reserved=True))
@@ -354,7 +354,7 @@ class PageBudget:
         Returns False if there are none, or none within the limit. `beyond_limit` ignores the limit.
         """
         self._retire_unseen(request)
-        # The answer has outgrown its forecast: reserve the pages of a longer one.
+        # The answer has exceeded its forecast: reserve pages for a longer forecast.
         if request.reserved_pages < self._kv.groups:
             pages = self.expected_pages(request.reservation, len(request.token_ids) + request.in_flight)
             self._reservations.extend(request, max(pages, request.held + self._kv.groups))

@@ -125,10 +125,10 @@ class DecodeRequests:
                 return False
             victim = preemption.choose(request, [*self.ready, *staying])
             if victim is None:
-                # If it is the only request, it goes on even if the page limit was lowered since it came.
+                # The only request continues even if the page limit was lowered since it arrived.
                 alone = len(self.ready) + len(staying) == 1
                 return alone and self._budget.grow(request, beyond_limit=True)
-            # Its pages may be written by a step in flight, so it leaves only when that step has completed.
+            # A step in flight may write to the victim's pages, so it leaves only when that step has completed.
             if victim.in_flight:
                 victim.preempting = True
                 return False
@@ -148,7 +148,7 @@ class DecodeRequests:
         reservation = request.reservation
         event_times = (*request.event_times, EventTime.now(LifecycleEvent.PREEMPTED))
         event = RequestEvent(reservation.ref, len(request.token_ids), event_times=event_times, preempted=True)
-        # Before `_leave`, which drops the reservation whose size is kept free here.
+        # Called before `_leave`, which drops the reservation: `expect_return` keeps as many pages free.
         self._budget.expect_return(request)
         self._leave(request)
         self._emit(RoutedEvent(reservation.router_id, event))
@@ -170,8 +170,8 @@ class DecodeRequests:
             self.ready.remove(request)
             self.free(request)
         else:
-            # A step or a check may read its pages now: the batch drops the request at the end of the step, the check
-            # drops it when it has its result.
+            # A step or a check may be reading the request's pages: the batch frees the request at the end of the step,
+            # or the check frees it when it has its result.
             request.cancelled = True
             self.cancelled += 1
             self._dropped.add(request)

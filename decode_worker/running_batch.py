@@ -72,8 +72,8 @@ class RunningBatch:
         if not self._free:
             self._grow(max(1, len(self._columns)))
         ending, now = request.ending, self._next_step
-        # The first row feeds the newest token, at `position`. The last row feeds the token before the last possible
-        # one, which it draws.
+        # The input of the first row is the newest token, at `position`. The last row samples the last possible token,
+        # so its input is the token before.
         position = request.prompt_tokens + len(request.answer) - 1
         last = now + request.prompt_tokens + ending.limit - 2 - position
         slot = self._slots[request] = BatchSlot(request, self._free.pop(), now, position - now, last, now)
@@ -246,7 +246,7 @@ class RunningBatch:
         """Move the next row of a request by `positions`, because it gained more or fewer than one token in a step."""
         self._columns.newest_token[slot.index] = newest_token
         self._page_steps.remove(slot)
-        # The row of a given step moves ahead by `positions`, so the last position is reached as many steps earlier.
+        # The row of each step moves forward by `positions`, so the last position is reached as many steps earlier.
         slot.position_offset += positions
         slot.last_step -= positions
         self._columns.reschedule(slot)
@@ -270,7 +270,7 @@ class RunningBatch:
         """Postpone all rows of a request that has no page by one step."""
         if slot.last_step < step:
             return
-        # The step must not be counted as one of its tokens when the token buffer is flushed.
+        # When the token buffer is flushed, this step must not count as a token of the request.
         if slot.first_step == step:
             slot.first_step = slot.buffered_from = step + 1
         else:

@@ -92,7 +92,7 @@ class DecodeScheduler:
         self._release_stopped()
         self._take_ready(budget)
         self._allocate_pages()
-        # All running requests may have been preempted for older ready ones. Nothing else would wake the loop for those.
+        # All running requests may have been preempted for older ready ones; nothing else would wake the loop for them.
         while not self._batch.requests and self._take_ready(budget):
             self._allocate_pages()
         return (self._batch.launch() if self.speculation is None else self.speculation.launch(bounds)) or NO_ROWS
@@ -150,7 +150,7 @@ class DecodeScheduler:
 
     def _take_ready(self, budget: int) -> bool:
         """Move ready requests into the batch up to its limit; return True if any joined."""
-        # Nobody joins while a running request waits for a page: it would take the pages that the other one needs.
+        # No request joins while a running one waits for a page: it would take the pages that the running one needs.
         if not self._requests.ready or self._batch.waits_for_pages:
             return False
         with self._lock:
@@ -180,7 +180,7 @@ class DecodeScheduler:
         needs_page = self._batch.without_page()
         if not needs_page:
             return
-        needs_page.sort(key=age)  # the oldest first, so that no request waits for one that is preempted itself
+        needs_page.sort(key=age)  # the oldest first, so that no page goes to a request that is preempted next
         staying = [request for request in needs_page if request.stage is Stage.RUNNING and not request.leaving]
         # The usual case: there is a page for each of them, and none is preempted.
         with self._lock:

@@ -190,7 +190,7 @@ class Speculation:
             saved_s = row_tokens * plain_s - verify_s
             self.counts.saved_s += max(saved_s, 0.0)
             self.counts.lost_s += max(-saved_s, 0.0)
-            # 0 before the cost model has observed a step
+            # `verify_s` is 0 before the cost model has observed a step.
             speedup = row_tokens * plain_s / verify_s if verify_s else 1.0
         self._speedup += _SPEEDUP_WEIGHT * (speedup - self._speedup)
 
