@@ -239,10 +239,11 @@ class DecodeAdmission:
             self._changed()
 
     def notice(self, notice: TransferNotice, pages: Sequence[int] = ()) -> None:
-        """Accept the notice that the KV of a request has arrived completely. Called on the transfer thread.
+        """Process the notice that the KV of a request has arrived completely. Called on the transfer thread.
 
-        `pages` are the pages of a local prompt, listed as by `KvPages`. A notice of an ended lease is dropped and
-        counted. If a notice does not match the reservation, the request fails, and its router has it prefilled again.
+        For a local prompt, `pages` are its pages, listed as by `KvPages`; otherwise it is empty. A notice of an ended
+        lease is dropped and counted. If a notice does not match the reservation, the request fails, and its router has
+        it prefilled again.
         """
         seen = EventTime.now(LifecycleEvent.NOTICE_SEEN)
         with self.lock:
@@ -315,7 +316,7 @@ class DecodeAdmission:
 
     @property
     def not_ready(self) -> str:
-        """The reason why reservations are rejected at present, empty if they are accepted."""
+        """The reason why reservations are rejected now; empty if they are accepted."""
         return self._budget.not_ready
 
     def _changed(self, *, work: bool = True) -> None:

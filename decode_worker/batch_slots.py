@@ -40,9 +40,9 @@ class BatchSlot:
     skipped_steps: tuple[int, ...] = ()
     """Steps between the first and the last in which the request had no row because it had no page."""
     stopped: bool = False
-    """True if the request gets no more rows."""
+    """True if no further rows are planned for the request."""
     dropped: bool = False
-    """True if the request gets no more tokens either: those of rows in flight are discarded."""
+    """True if the request gets no further tokens: those of its rows in flight are discarded."""
 
     def has_row_in(self, step: int) -> bool:
         """Return True if step `step` has a row of the request."""
@@ -50,7 +50,7 @@ class BatchSlot:
 
 
 class SlotSchedule:
-    """A schedule of slots: maps each step number to slots; a slot is scheduled for at most one step.
+    """A schedule that maps step numbers to slots; a slot is scheduled for at most one step.
 
     A slot that leaves the batch must be removed; otherwise the schedule would keep its ended request alive. Owned by
     the running batch.
@@ -75,7 +75,7 @@ class SlotSchedule:
         self._slots.setdefault(step, {})[slot] = None
 
     def remove(self, slot: BatchSlot) -> None:
-        """Remove the slot from the schedule, if it is in it."""
+        """Remove the slot from the schedule, if it is scheduled."""
         step = self._steps.pop(slot, None)
         if step is not None:
             slots = self._slots[step]
@@ -84,7 +84,7 @@ class SlotSchedule:
                 del self._slots[step]
 
     def pop(self, step: int) -> list[BatchSlot]:
-        """Remove and return the slots that are scheduled for `step`, in the order in which they were put there."""
+        """Remove and return the slots that are scheduled for `step`, in the order in which they were scheduled."""
         slots = list(self._slots.pop(step, ()))
         for slot in slots:
             del self._steps[slot]
@@ -136,7 +136,7 @@ class SlotColumns:
         return range(first, first + more)
 
     def enter(self, slot: BatchSlot) -> None:
-        """Write the columns of a request that joins, except its pages; call `copy_pages` next."""
+        """Write the columns of a slot whose request joins, except its pages; call `copy_pages` next."""
         at, request, sampling = slot.index, slot.request, slot.request.reservation.sampling
         self.slots[at] = slot
         self.request_ids[at] = request.reservation.ref.request_id
@@ -169,7 +169,7 @@ class SlotColumns:
         self.slots[at] = self.samplings[at] = self.histories[at] = None
 
     def copy_pages(self, slot: BatchSlot) -> None:
-        """Copy the page numbers that the request got since the last copy."""
+        """Copy the numbers of the pages that the slot's request got since the last copy."""
         at, pages = slot.index, slot.request.pages
         known, count = int(self.page_count[at]), len(pages)
         if count > self.page_table.shape[1]:

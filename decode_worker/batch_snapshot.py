@@ -23,7 +23,7 @@ BUFFERED_STEPS = 64
 
 
 class _Drawing(NamedTuple):
-    """The part of the rows' sampling input that is the same in each step."""
+    """The part of the sampling input that is constant over the steps of a snapshot."""
 
     samplings: Sequence[SamplingParams]
     histories: Sequence[History | None]
@@ -180,7 +180,7 @@ class BatchSnapshot:
 
     @cached_property
     def owners(self) -> _Owners:
-        """The owners of the rows. Must be read before the slot of any row is given to another request."""
+        """The requests and routers of the rows. Must be read before the slot of any row is given to another request."""
         columns, indices = self._columns, self.indices
         routers = columns.routers[indices].tolist()
         masks: dict[str, bytearray] = {}
@@ -218,7 +218,7 @@ class DecodedStep:
         return snapshot.slots[row].request, snapshot.answer_index(row, self.step), (self.token_ids[row],)
 
     def rows_of(self, row: int) -> Sequence[int]:
-        """Return the rows that sampled the tokens of this request's row."""
+        """Return the rows that sampled the tokens that a row's request gained in this step."""
         return (row,)
 
     def plain_tokens(self) -> list[RoutedTokens]:
@@ -279,7 +279,7 @@ class TokenBuffer:
 
 
 def _select_rows(tokens: StepTokens, keep: Sequence[int]) -> StepTokens:
-    """Return the rows whose entry in `keep` [n] is not 0."""
+    """Return the entries of `tokens` for the rows whose entry in `keep` [n] is not 0."""
     return StepTokens(
         list(compress(tokens.request_ids, keep)),
         list(compress(tokens.attempts, keep)),

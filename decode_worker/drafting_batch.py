@@ -52,7 +52,7 @@ class DraftingBatch(RunningBatch):
         return self._drafts is not None
 
     def next_rows(self) -> tuple[Sequence[DecodeRequest], StepWork]:
-        """Return the requests with a row in the next step, and the work of that step without draft tokens."""
+        """Return the requests with a row in the next step, and the step's work if it has no draft tokens."""
         snapshot = self._snapshot_of(self._next_step)
         if self._without_page:
             self._snapshot = None  # these requests may get a page before the step is launched
@@ -63,7 +63,7 @@ class DraftingBatch(RunningBatch):
         return [slot.request for slot in snapshot.slots], work
 
     def rows_left(self, request: DecodeRequest) -> int:
-        """Return the number of further rows until the request's answer reaches its maximum length."""
+        """Return the maximum number of further rows until the request's answer reaches its maximum length."""
         return max(0, self._slots[request].last_step + 1 - self._next_step)
 
     def next_position(self, request: DecodeRequest) -> int:
@@ -75,7 +75,7 @@ class DraftingBatch(RunningBatch):
         return max(0, self._page_step(self._slots[request]) - self._next_step - 1)
 
     def grow_ahead(self, request: DecodeRequest, grow: Callable[[DecodeRequest], bool]) -> bool:
-        """Call `grow` to give the request one more page before it needs it, and return the result of `grow`."""
+        """Give the request one more page in advance by calling `grow`; return the result of `grow`."""
         if not grow(request):
             return False
         slot = self._slots[request]

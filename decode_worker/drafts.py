@@ -126,7 +126,7 @@ class VerifiedStep(DecodedStep):
         return request, index, self.verified[row].token_ids if row in self.verified else token_ids
 
     def rows_of(self, row: int) -> Sequence[int]:
-        """Return the rows that sampled the tokens of this request's row."""
+        """Return the rows that sampled the tokens that a row's request gained in this step."""
         if row not in self.verified:
             return (row,)
         found = self.verified[row]

@@ -133,10 +133,10 @@ class ArrivalHandler:
         self._deadline_s = deadline_s
 
     def handle(self, request: DecodeRequest, notice: TransferNotice, pages: Sequence[int], now: float) -> None:
-        """Make the request the owner of its lease's pages and check what has arrived. Called under the lock.
+        """Make the request the owner of its lease's pages and check the KV in them. Called under the lock.
 
         A notice has ended the request's lease. `pages` are the pages of a local prompt, in order; empty if the prompt
-        was sent.
+        was sent by another worker.
         """
         self._requests.adopt(request, now + self._deadline_s, pages)
         try:

@@ -80,7 +80,7 @@ class LeasedRequests:
         return request
 
     def allocate_pages(self, lease: Lease, pages: int, prefill: PeerRef) -> Sequence[int]:
-        """Return the pages of the lease that `prefill` may write (`DecodeAdmission.allocate_pages`)."""
+        """Return the pages of the lease to which `prefill` may write (`DecodeAdmission.allocate_pages`)."""
         given = self._table.permit(lease, prefill)
         if given is not None:
             return given

@@ -97,7 +97,7 @@ class ModelSpeculation(Speculation):
             self._newest = None  # the step would keep the last requests alive
 
     def complete(self, step: DecodedStep) -> None:
-        """Keep a completed step for `learn`, and as the newest step. Its events have been created."""
+        """Keep a completed step for `learn` and as the newest step. The caller has created the step's events."""
         super().complete(step)
         self._newest = step
 
@@ -214,7 +214,7 @@ class ModelSpeculation(Speculation):
         step_s: float,
         saved_s: float | None,
     ) -> dict[Hashable, int]:
-        """Return the number of context tokens of each request to compute before a step of `step_s` seconds.
+        """Return for each request the number of context tokens to compute before a step of `step_s` seconds.
 
         Requests with the fewest missing tokens come first. Apart from its fixed cost, the computation takes at most as
         long as a step without draft tokens, and keeps the step within `bounds.seconds`.
@@ -250,7 +250,7 @@ class ModelSpeculation(Speculation):
         return self._model.cost.tokens_within(seconds, 0, 0, context)
 
     def _missing(self, request: DecodeRequest) -> int:
-        """Return the number of tokens of a request without KV in the proposer, which may not know the request yet."""
+        """Return the number of the request's tokens without KV in the proposer, which may not know the request yet."""
         if request in self._known_tokens:
             return self._model.missing(request)
         return self._model.missing_at_first(self._batch.next_position(request) + 1)

@@ -1,6 +1,6 @@
 """The page budget of the decode phase: the KV pages that each request reserves, and how many of them the pool backs.
 
-The pages of a request are counted in two groups; the prefill phase uses the same two:
+The pages of a request are of two kinds, in the decode phase as in the prefill phase:
 
   reserved  pages that the request may still take from the pool. The number follows from the expected length of prompt
             and answer (`tandem/cost_model/answer_length.py`), so more requests run at once than if each one reserved
@@ -82,8 +82,8 @@ class PageReservations:
         """Reserve `pages` less the cached pages of `prefix`, and return the number of reserved pages.
 
         From now on the request reads the cached pages to which tokens from `position` on attend
-        (`PrefixCache.reserve`). `reserved_for_preempted` pages stay free. Raises ResourceExhausted, and changes
-        nothing, if there are too few pages. The caller calls `add_lease` next.
+        (`PrefixCache.reserve`). At least `reserved_for_preempted` pages must stay free. Raises ResourceExhausted, and
+        changes nothing, if there are too few pages. The caller calls `add_lease` next.
         """
         self._balance()
         # While some reserved pages have no free page, a new request would compete with the running ones.

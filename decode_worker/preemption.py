@@ -4,7 +4,7 @@ Age is the order in which leases were granted. The oldest request whose KV is he
 every other request, so it runs to its end. Then the next one is the oldest, so every request ends eventually.
 
 A request that was preempted and recomputed must make progress before it may be preempted again; otherwise two requests
-could preempt each other forever. This rule does not protect a request against the oldest one, running or ready.
+could preempt each other forever. Only the oldest request may override this rule, whether it is running or ready.
 """
 
 from collections.abc import Iterable

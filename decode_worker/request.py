@@ -139,7 +139,7 @@ class DecodeRequest:
 
 
 class Batch(Protocol):
-    """The interface of the batch in which a running request is, as far as the request uses it."""
+    """The part of the running batch that a request uses."""
 
     def flush_tokens(self, request: DecodeRequest) -> None:
         """Append the tokens that have arrived to the request's `answer`."""

@@ -104,7 +104,7 @@ class Speculation:
         self._steps_without = 0
         """The number of steps since the last step with draft tokens."""
         self.drafting_s = 0.0
-        """The seconds that proposing took for the newest launched step."""
+        """The time in seconds that proposing took before the newest step was launched."""
         self.counts = SpeculationCounts()
         self.fixed_drafts: int | None = None
         """For measurements: a fixed number of draft tokens per request.
@@ -158,7 +158,7 @@ class Speculation:
         return self._batch.launch({each.request: each.draft for each in fitting})
 
     def complete(self, step: DecodedStep) -> None:
-        """Keep a completed step for `learn`. Its events have been created."""
+        """Keep a completed step for `learn`. The caller has created the step's events."""
         self._unlearned.append((step, self._launched))
         self._launched = _NOT_LAUNCHED
 
@@ -279,7 +279,7 @@ class Speculation:
         return None if self._batch.kv_read_once else self._batch.next_position(request) + 1
 
     def _update_proposer(self, request: DecodeRequest) -> None:
-        """Give the proposer the tokens of the request that it does not have."""
+        """Pass the proposer those tokens of the request that it does not have yet."""
         answer, known = request.token_ids, self._known_tokens.get(request)
         if known is None:
             reservation = request.reservation

@@ -120,9 +120,9 @@ class Transport(Sender, Receiver):
 
     @abstractmethod
     def transport_name(self) -> str:
-        """Return the back end and the UCX transports that its peers use, e.g.
+        """Return the back end and the UCX transports that its peers use, for logs and `tandem status`.
 
-        `UCX (cma)`, for logs and `tandem status`.
+        For example `UCX (cma)`.
         """
 
     def transport_kinds(self) -> str:

@@ -25,9 +25,9 @@ from tandem.protocol.messages import Lease, PageChecksum
 log = logging.getLogger(__name__)
 
 PageSums = Callable[[Sequence[int], Sequence[int]], Sequence[int]]
-"""Maps (page ids, number of filled token positions of each page) to the checksum of each page, below 2^64.
+"""Maps page ids and the number of filled token positions of each page to the checksums of the pages.
 
-May block.
+A checksum is below 2^64. The call may block.
 """
 
 METHOD = "sum of 32-bit words times 2 i + 1, mod 2^64"

@@ -37,7 +37,7 @@ class Fence:
     window_s: float
     """The duration of a write permission in seconds: after it has expired, the writer begins no further write."""
     grace_s: Callable[[PeerRef], float]
-    """Returns the grace period in seconds, within which the writes that the writer has begun land."""
+    """Returns a writer's grace period in seconds: the time within which the writes that it has begun land."""
     transport_poll_s: Callable[[], float]
     """The clock of the grace period (`Receiver.transport_poll_s`)."""
     process_alive: ProcessAlive = process_unknown
@@ -72,7 +72,7 @@ class Exposure:
         self._writer_stopped = True
 
     def is_safe(self, now: float, lives: ProcessAlive) -> bool:
-        """Return True if no write of the writer can land any longer. It must be assumed dead, or have stopped.
+        """Return True if no write of the writer can land any longer; False unless it is assumed dead or has stopped.
 
         Starts the grace period once the writer cannot begin a write.
         """

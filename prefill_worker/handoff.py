@@ -212,10 +212,9 @@ class Handoff:
             self._emit_event(RequestEvent(self._request.task.ref, event_times=event_times, transfer=self._stats()))
 
     async def _write(self, destination: Destination, window: WriteWindow, needed: int) -> None:
-        """Write all pages, the last one together with the notice.
+        """Write all pages, the last one together with the notice, and set `_delivered` when they have landed.
 
-        Sets `_delivered` when all writes have landed. If the answer ends with its first token, or if there is no first
-        token, the last page and the notice are not sent.
+        If there is no first token, or if the answer ends with it, no notice is sent and `_delivered` stays False.
         """
         remote, tokens = await window.pages(), self._request.prompt_tokens
         skipped = self._kv.skipped(tokens, len(remote))
