@@ -135,10 +135,10 @@ class PageReservations:
             self._held -= pages
 
     def complete_transfer(self, request: DecodeRequest, committed: int) -> None:
-        """Lower the committed pages of a request whose KV has arrived to `committed`.
+        """Lower the committed pages of a request whose KV has arrived to `committed`, if they exceed it.
 
-        Only reserved pages are given up: pages that the request holds stay committed. Nothing changes if the request
-        has committed fewer pages.
+        Only reserved pages are given up: pages that the request holds stay committed. Pages that are still kept for the
+        lease no longer count as held.
         """
         left, request.lease_pages = request.lease_pages, 0
         self._lease_pages -= left

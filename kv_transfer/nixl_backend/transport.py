@@ -3,10 +3,10 @@
 One thread owns the agent; all other threads pass commands to it through a queue. The thread waits on the queue with a
 timeout, and polls the agent after each wait. The timeout depends on the events that are expected:
 
-- writes in flight: it polls when the oldest should have ended (`kv_transfer/poll_backoff.py`), every 20 µs to 500 µs; -
-a notice that was announced: every `DUE_LISTEN_S`; - other notices, or a peer's connection: every `LISTEN_S`, because
-UCX makes progress only while polled; - nothing: every `REST_S`, so that a peer in the middle of a transfer is served
-late, but always.
+- writes in flight: it polls when the oldest should have ended (`kv_transfer/poll_backoff.py`), every 20 µs to 500 µs;
+- a notice that was announced: every `DUE_LISTEN_S`;
+- other notices, or a peer's connection: every `LISTEN_S`, because UCX makes progress only while polled;
+- nothing: every `REST_S`, so that a peer in the middle of a transfer is served late, but always.
 """
 
 import logging
