@@ -39,7 +39,10 @@ class Acceptance:
         return max((rate for (_, position), (rate, *_) in self._known.items() if not position), default=self._prior)
 
     def survival(self, source: Hashable, drafts: int) -> list[float]:
-        """Return, for each of the first `drafts` draft tokens, the probability that all up to it are accepted."""
+        """Return the probability that all draft tokens up to each of the first `drafts` positions are accepted.
+
+        Entry i is the product of the rates of the positions 0 to i.
+        """
         found = self._survivals.setdefault(source, [])
         for position in range(len(found), drafts):
             found.append((found[-1] if found else 1.0) * self.rate(source, position))

@@ -14,8 +14,9 @@ MIN_CHUNK_TOKENS = 64
 FORCED_CHUNK_INTERVAL = 127
 """Number of steps without prompt tokens between two forced chunks.
 
-A forced chunk is computed if the limits of the steps would leave less than `MIN_CHUNK_TOKENS`. With this interval, less
-than 1 % of an answer's inter-token gaps contain a forced chunk, which targets for the 99th percentile tolerate.
+A forced chunk is computed if the limits of the steps would allow fewer than `MIN_CHUNK_TOKENS` tokens. With this
+interval, less than 1 % of an answer's inter-token gaps contain a forced chunk, which targets for the 99th percentile
+tolerate.
 """
 FORCED_CHUNK_TOKENS = 32 * MIN_CHUNK_TOKENS
 """The size of a forced chunk, in tokens."""
@@ -92,8 +93,8 @@ def chunks_within(
 ) -> Chunks:
     """Return the chunks to compute within `limit`, in steps of at most `most` tokens, decode rows included.
 
-    These are forced chunks if the limit allows less than `MIN_CHUNK_TOKENS`. `pairs_per_token` is the mean number of
-    attention pairs of a prompt token.
+    These are forced chunks if the limit allows fewer than `MIN_CHUNK_TOKENS` tokens. `pairs_per_token` is the mean
+    number of attention pairs of a prompt token.
     """
     rows, context, _ = decode
     headroom = max(1, most - rows)

@@ -28,7 +28,7 @@ Amount = TypeVar("Amount", float, NDArray[np.float64])
 
 
 def slots_of(rows: int) -> int:
-    """Return the number of batch slots reserved for `rows` decode rows in a step with prompts: 0 without rows.
+    """Return the number of batch slots for `rows` decode rows in a step with prompts; 0 without rows.
 
     It is a power of two of at least `FEWEST_SLOTS`.
     """

@@ -16,15 +16,15 @@ KV_FULL = 0.9
 BATCH_FULL = 0.9
 """Share of the decode batch's rows in use above which the batch counts as full."""
 TRANSFERRING = 0.7
-"""Minimum share of time with transfers in progress at which transfers count as the bottleneck, if requests wait."""
+"""Minimum average number of concurrent hand-overs at which transfers are the bottleneck of waiting requests."""
 BACKLOG = 0.05
-"""Share of used KV pages above which concurrent hand-overs count as a backlog."""
+"""Minimum share of used KV pages at which hand-overs of a busy worker count as a backlog."""
 CONCURRENT_TRANSFERS = 2.0
-"""Minimum average number of concurrent hand-overs that counts as a backlog, if no request waits."""
+"""Minimum average number of concurrent hand-overs at which transfers are the bottleneck although none waits."""
 IN_TRANSFER = 0.5
-"""Minimum share of the used pages reserved for incoming transfers at which transfers cause the lack of pages."""
+"""If incoming transfers hold at least this share of the used pages, they are the cause of missing pages."""
 COMPUTING = 0.5
-"""Minimum share of time in steps at which the bottleneck is sought within the steps."""
+"""If a worker spends at least this share of the time in steps, its bottleneck is within the steps."""
 
 
 class Bottleneck(StrEnum):

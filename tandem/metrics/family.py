@@ -1,4 +1,4 @@
-"""The description of a metric: name, type, help, labels and buckets."""
+"""The definition of a metric: name, type, help text, labels and buckets."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -54,5 +54,5 @@ def gauge(name: str, text: str, *labels: str) -> Family:
 
 
 def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Family:
-    """Return a histogram with these upper bounds."""
+    """Return a histogram whose buckets have these upper bounds."""
     return Family(name, Kind.HISTOGRAM, text, labels, buckets)

@@ -1,4 +1,4 @@
-"""Tunes garbage collection: objects that are created when a process starts are excluded."""
+"""Tunes garbage collection: objects that exist when a process has started are excluded from it."""
 
 import gc
 from collections.abc import Iterator
@@ -9,7 +9,8 @@ from contextlib import contextmanager
 def keep_imports() -> Iterator[None]:
     """Pause garbage collection while the body imports modules, and exclude the imported objects from later collections.
 
-    Otherwise Python collects repeatedly while modules are created: a sixth of the time in which PyTorch is imported.
+    Otherwise Python collects repeatedly while modules are created, which takes a sixth of the time of importing
+    PyTorch.
     """
     gc.disable()
     try:
@@ -29,11 +30,11 @@ is 0.2 %, in pauses of up to 5 ms.
 
 
 def freeze_gc() -> None:
-    """Collect garbage once and exclude all remaining objects from later collections; call it at the end of the start.
+    """Collect garbage once and exclude all remaining objects from later collections.
 
-    Libraries and models are about 300,000 objects. A full collection of them takes 0.1 to 0.3 seconds, in which no
-    token is processed, and Python repeats it as requests arrive. After this call, Python collects only newer objects,
-    and less often.
+    Call it when a process has finished its start. Libraries and models are about 300,000 objects. A full collection of
+    them takes 0.1 to 0.3 seconds, in which no token is processed, and Python repeats it as requests arrive. After this
+    call, Python collects only newer objects, and less often.
     """
     gc.collect()
     gc.freeze()

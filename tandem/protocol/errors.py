@@ -49,7 +49,7 @@ class InvalidArgument(TandemError):
 
     @property
     def problem(self) -> str:
-        """The message without the field."""
+        """The message without the name of the field."""
         return self.message.removeprefix(f"{self.field}: ")
 
     def __reduce__(self) -> tuple[type["InvalidArgument"], tuple[str, str]]:

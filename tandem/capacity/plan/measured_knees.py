@@ -72,9 +72,9 @@ def check(file: Path, machine: Hardware) -> Iterator[Compared]:
 
 
 def bracket(loads: Sequence[Mapping[str, Any]], cell: str) -> tuple[float, float | None]:
-    """Return the highest rate at which the cell met its targets, and the lowest higher rate at which it missed them.
+    """Return the highest rate at which the cell met its targets, and the lowest rate above it at which it missed them.
 
-    The first is 0, and the second None, if there is no such rate.
+    The first is 0 if the cell met its targets at no rate; the second is None if it missed them at no higher rate.
     """
     shares = {float(load["rate"]): load["goodput"][cell]["share"] for load in loads}
     kept = max((rate for rate, share in shares.items() if share >= KEPT), default=0.0)

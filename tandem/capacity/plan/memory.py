@@ -29,7 +29,7 @@ class Memory:
     draft_weight_bytes: float = 0.0
     """Bytes of the weights of a draft model, or of EAGLE or Medusa heads."""
     draft_kv_bytes_per_token: float = 0.0
-    """KV bytes of a token in the draft model, which keeps the KV of the same tokens; 0 without a draft model."""
+    """KV bytes per token of the draft model, which stores the KV of the same tokens; 0 without a draft model."""
 
     @property
     def kv_bytes(self) -> float:
@@ -65,4 +65,4 @@ class DraftMemory:
 
 
 NO_DRAFT_MEMORY = DraftMemory()
-"""The memory without draft weights: no speculative decoding, or drafts that are looked up as n-grams."""
+"""The memory without draft weights: speculative decoding is off, or proposes n-grams."""

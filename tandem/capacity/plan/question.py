@@ -37,7 +37,7 @@ from tandem.protocol.errors import InvalidArgument
 from tandem.settings.planner import Limits, Range
 
 WORKER = EngineConfig(Path("model"))
-"""The settings of the planned workers: the defaults."""
+"""The default worker settings, which all planned workers have."""
 WORKERS_MAX = 1024
 _HELPS = "more workers do not help: relax the target, or take a faster --gpu or a smaller model"
 
@@ -131,7 +131,7 @@ class Question:
 
     @property
     def sizing(self) -> Sizing:
-        """The sizing for this demand."""
+        """The demand and workers of this kind, for finding their number and their split."""
         return Sizing(self.demand, self.targets, self.facts, self.facts)
 
     @property
@@ -149,7 +149,7 @@ class Question:
         return memory.kv_tokens >= self.demand.kv_tokens
 
     def _what_fits(self) -> str:
-        """Return a sentence for an error: the quantization or GPU with which a request fits, and the GPUs it needs."""
+        """Return a sentence for an error: a quantization or GPU with which a request fits, and the GPUs it takes."""
         kv = self._narrower_kv()
         fitting = [
             " ".join([f"--quantization {codes}"] * (model is not self.model) + ["--kv-cache-dtype int8"] * narrow)

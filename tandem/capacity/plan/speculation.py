@@ -28,7 +28,7 @@ class Drafting:
     """Probability, 0 to 1, that a draft token is accepted, given that all earlier tokens of the draft were."""
     drafts: int
     cost: float
-    """The time to propose one draft token ÷ that of a decode step of one request."""
+    """Time to propose one draft token ÷ time of a decode step of one request."""
 
     @classmethod
     def parse(cls, text: str, cost: float = 0.0) -> Drafting:

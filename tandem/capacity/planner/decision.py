@@ -40,11 +40,11 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The policy's state between windows. Times are counted in windows."""
+    """The state that the policy keeps between windows; times are counted in windows."""
 
     demand: Demand | None = None
     running: float = 0.0
-    """Decoding requests at the end of the last window."""
+    """Number of decoding requests at the end of the last window."""
     prefill_scale: float = 1.0
     decode_scale: float = 1.0
     wanted: Direction = Direction.NONE
@@ -57,7 +57,7 @@ class State:
     rest: int = 0
     """Number of windows before another change is allowed."""
     last: Direction = Direction.NONE
-    """The direction of the last change."""
+    """The direction of the last change; `NONE` = there was no change yet."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ class Demand:
         return Demand(per_s, prompts / per_s, answers / per_s, 1 - computed / prompts if prompts else 0.0)
 
     def differs(self, other: "Demand") -> float:
-        """Return the larger of two |log ratios|, of the computed prompt tokens and of the output tokens per second.
+        """Return the difference of two demands: the larger |log ratio| of computed prompt and output tokens per second.
 
         0 = equal, 1 = a factor of e.
         """

@@ -18,7 +18,7 @@ class Kept:
 
     @property
     def total(self) -> float:
-        """All requests with targets that ended in the window."""
+        """Number of requests with latency targets that ended in the window."""
         return self.met + sum(self.missed.values())
 
     def share_missed(self, *phases: Phase) -> float:

@@ -1,4 +1,4 @@
-"""A cluster of simulated workers and one simulated router, and loads that run through it."""
+"""Simulates a load on a cluster of simulated workers and one simulated router."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

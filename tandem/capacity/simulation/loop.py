@@ -50,7 +50,7 @@ class InFlightSteps:
 
     @property
     def none(self) -> bool:
-        """True if the device is idle."""
+        """True if no step is in flight."""
         return self.first is None and self.second is None
 
     def launch(self, work: StepWork, drawn: Sequence[int | None], now: float, drafting_s: float = 0.0) -> InFlightStep:
@@ -187,7 +187,7 @@ class VirtualStepLoop:
             self._pass(self._steady, self._steady.ended_steps(self._clock.now))
 
     def _replan(self) -> None:
-        """After a change, start an idle loop, or end a steady run whose assumptions no longer hold."""
+        """Start an idle loop that has work, or end a steady run that a change has made invalid."""
         if self._inside:
             return
         if self.idle and self._woken:
@@ -262,7 +262,7 @@ class VirtualStepLoop:
         return bool(self._decode.ready_requests or self._prefill.waiting().prompts)
 
     def _pass(self, run: SteadyRun, steps: int) -> None:
-        """Apply the next `steps` steps of the steady run."""
+        """Apply the next `steps` steps of the steady run, and end the run."""
         self._steady, self._awaited = None, False
         newest = self._in_flight.skip(run, steps)
         if newest is not None:

@@ -189,7 +189,7 @@ class VirtualWorker:
 
     @property
     def info(self) -> WorkerInfo:
-        """The worker's current registration."""
+        """The registration that the worker would send now."""
         now = self.assignment
         return replace(
             self.spec.info,

@@ -8,7 +8,7 @@ _RETRY_AFTER_S = 1.0
 
 
 class CallCount:
-    """Counts concurrent calls; each `enter` needs one `leave`. Used on the event loop only."""
+    """Counts concurrent calls and limits their number; each `enter` needs one `leave`. Used on the event loop only."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

@@ -40,11 +40,11 @@ class KeyRole(StrEnum):
     """The role of a key, which determines the calls that are allowed with it."""
 
     TENANT = "tenant"
-    """Requests for answers."""
+    """May send generation requests."""
     OPERATOR = "operator"
-    """Requests for answers, the router's state, metrics and traces, and changes of the router."""
+    """May send generation requests, read the router's state, metrics and traces, and change the router."""
     READER = "reader"
-    """The router's state, metrics and traces."""
+    """May read the router's state, metrics and traces."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ class Lease:
 class GrantedLease:
     """A lease that a decode worker has granted.
 
-    It expires `duration_s` seconds after the last heartbeat. `held_tokens` is the number of leading prompt tokens whose
-    KV the worker has cached.
+    It expires `duration_s` seconds after it was granted, or after the last heartbeat that renewed it. `held_tokens` is
+    the number of leading prompt tokens whose KV the worker has cached.
     """
 
     lease: Lease

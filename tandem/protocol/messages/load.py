@@ -20,7 +20,7 @@ class WorkerLoad:
     decode_context_tokens: int = 0
     cost: CostParameters = UNMEASURED
     preemptions: int = 0
-    """Number of requests preempted since the worker started."""
+    """Number of preemptions since the worker started."""
     decode_speedup: float = 1.0
     """Tokens per second of recent decode steps ÷ those that steps without draft tokens would have given."""
 
