@@ -145,7 +145,7 @@ class StepCost:
         most = self._tokens_in(spare_s, rows, each_s)
         if most >= wave or wave <= 1:
             return most
-        spare_s -= wave * each_s  # fewer tokens attend as long as a wave does
+        spare_s -= wave * each_s  # the attention of fewer tokens takes as long as a wave's
         if spare_s <= 0.0:
             return 0
         return min(self._tokens_in(spare_s, rows, 0.0), unpadded_prompts(wave, rows, p.tile_tokens))

@@ -144,7 +144,8 @@ class StepFit:
     def _solve(self, rows: _Vector, targets: _Vector) -> None:
         """Add the equations `rows` · coefficients = `targets` and solve for the coefficients."""
         forget = min(FORGET_MAX, FORGET * max(1.0, self._usual / GOOD_ERROR))
-        # Only the parts that occur in these steps are forgotten. The root, because `keep` scales both rows and columns.
+        # Only the parts that occur in these steps are forgotten. `keep` is the square root, because it scales both rows
+        # and columns.
         keep = (1 - forget) ** (0.5 * (rows > 0).sum(axis=0))
         information = self._information
         seen_as = information @ self._guess

@@ -32,7 +32,7 @@ class CostParameters:
     error: float = 0.0
     """Recent mean of the relative prediction error, |predicted - actual| ÷ actual, each at most 1.
 
-    0 before the first step.
+    It is 0 before the first step.
     """
     observed: int = 0
     """Number of steps that the fit has observed; 0 = the coefficients are the defaults."""

@@ -196,7 +196,7 @@ class AnswerGrammar:
             mask = self._advance(answer)
         if time.thread_time() - began > _TOKEN_S + _REPLAYED_TOKEN_S * tokens:
             if self._shared is not None:
-                self._shared.used_up = True  # or the next answer gets the mask from the states that it has by now
+                self._shared.used_up = True  # otherwise the next answer would reuse its states and not fail
             raise InvalidArgument(
                 "grammar", f"takes more than {_TOKEN_S:g} s of processor time for a token at this point; simplify it"
             )

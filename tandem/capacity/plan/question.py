@@ -76,7 +76,7 @@ class Question:
     def draft_step_ratio(self) -> float:
         """The duration of a draft model's decode step of one request ÷ that of the model's, by the roofline.
 
-        0 without a draft model.
+        It is 0 without a draft model.
         """
         if self.draft.model is None:
             return 0.0

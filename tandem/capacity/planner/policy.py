@@ -75,7 +75,7 @@ def plan(seen: Observation, limits: Limits, state: State) -> Decision:
     since = 0 if swings else state.since + 1
     state = replace(state, demand=demand, running=seen.running_requests, since=since, acted=state.acted + 1)
     if swings:
-        state = replace(state, prefill_scale=1.0, decode_scale=1.0)  # they belong to another demand
+        state = replace(state, prefill_scale=1.0, decode_scale=1.0)  # they were learned under another demand
     each_s = demand.prompt_seconds(StepCost(prompts.cost), prompts.chunk_tokens)
     waiting = seen.waiting_requests + seen.waiting_tokens / max(demand.computed_tokens, 1.0)
     scales = state.prefill_scale, state.decode_scale

@@ -36,10 +36,8 @@ class Mix:
     ) -> Iterator[LoadRequest]:
         """Yield the requests of `seconds` seconds starting at `start_s`, by arrival.
 
-        Each fits into `max_context` tokens.
-
-        Arrival times and lengths have separate random generators, so loads with another rate have the same sequence of
-        lengths.
+        Each request fits into `max_context` tokens. Arrival times and lengths have separate random generators, so loads
+        with another rate have the same sequence of lengths.
         """
         moments, lengths = (np.random.default_rng(each) for each in np.random.SeedSequence(seed).spawn(2))
         due_s = start_s

@@ -27,7 +27,10 @@ class Network:
     """Maximum chunks per second that the router sends (`RouterConfig.chunks_per_s`); None = one chunk per token."""
     chunk_delay_max_s: float = 0.025
     event_jitter_s: float = 3e-4
-    """Mean additional delay of a token in seconds, exponentially distributed as measured at the clients of two H200."""
+    """Mean additional delay of a token in seconds, exponentially distributed as measured at the clients of two H200.
+
+    See docs/decisions/capacity_planning.md.
+    """
 
 
 class DeliveryDelay:

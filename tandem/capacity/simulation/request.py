@@ -70,7 +70,7 @@ class Outcome:
     prefill_worker: str = ""
     decode_worker: str = ""
     prediction: Placement | None = None
-    """The predicted TTFT and ITL when the request was first placed."""
+    """The first placement of the request, with its predicted latencies; None if the request was never placed."""
     placed_s: float = 0.0
     attempts: int = 1
     firsts_s: list[float] = field(default_factory=list)

@@ -73,9 +73,8 @@ class Flow:
     def placement_record(self, later_s: float) -> PlacementRecord | None:
         """Return the placement's prediction and the observed latencies.
 
-        Returns None unless the first attempt completed the request.
-
-        `later_s` is the delay of a token from its worker to the client, in seconds.
+        Returns None unless the first attempt completed the request. `later_s` is the delay of a token from its worker
+        to the client, in seconds.
         """
         outcome = self.outcome
         if outcome.prediction is None or outcome.error or self.attempt > 1:

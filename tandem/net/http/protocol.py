@@ -83,7 +83,7 @@ class Connections:
 
     def _next_turn(self) -> None:
         connection = self._bodies.popleft()
-        if not connection.flow.read_paused:  # otherwise the application has not taken the body so far
+        if not connection.flow.read_paused:  # otherwise the application has not consumed the body so far
             connection.transport.resume_reading()
         if self._bodies:
             connection.loop.call_soon(self._next_turn)
