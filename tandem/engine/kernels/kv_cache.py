@@ -10,7 +10,7 @@ from torch import Tensor
 from tandem.protocol.errors import Internal
 
 SCALE_BYTES = 4
-"""Bytes of a scale; each token has one per head for its key and one for its value."""
+"""Size of a scale in bytes; each token has one scale per head for its key and one for its value."""
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The largest code of each dtype."""
 
@@ -51,7 +51,7 @@ def unquantized(cache: KvCache) -> Tensor:
 
 
 def codes_of(cache: KvCache) -> Tensor:
-    """Return the codes of a quantized cache, or the elements of one that is not quantized."""
+    """Return the codes of a quantized cache, or the elements of a cache that is not quantized."""
     return cache.codes if isinstance(cache, QuantizedKv) else cache
 
 

@@ -30,7 +30,7 @@ _LIMIT = tl.constexpr(SWIGLU_LIMIT)
 
 @triton.jit
 def _activate(gate, up, ACTIVATION: tl.constexpr):
-    """Return activation(gate) · up in float32."""
+    """Return activation(gate) · up in float32, for one of `ACTIVATIONS`."""
     factor = gate
     if ACTIVATION == CLAMPED_SWIGLU:
         gate = tl.minimum(gate, _LIMIT)
@@ -51,7 +51,7 @@ def _load_weight(pointers, inside, EVEN: tl.constexpr):
 
 @triton.jit
 def tile_of(number, tiles, pairs, places, P, E: tl.constexpr, TOKENS: tl.constexpr):
-    """Return a tile's expert, the tile's pairs [TOKENS], and which of these are present."""
+    """Return a tile's expert, the tile's pairs [TOKENS], and a mask of the pairs that are present."""
     tile = tl.load(tiles + number)
     expert = tl.minimum(tl.maximum(tile // PAIRS_BASE, 0), E - 1).to(tl.int64)
     present = places < tile % PAIRS_BASE
@@ -122,7 +122,10 @@ def tile_kernel(
 def sum_kernel(
     parts, chosen, hidden, H: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Add parts [T · TOP_K, H] of each token to hidden [T, H]; grid (T, ceil(H / BLOCK)). Padding stays as it is."""
+    """Add each token's rows of parts [T · TOP_K, H] to hidden [T, H]; grid (T, ceil(H / BLOCK)).
+
+    Padding tokens keep their hidden state.
+    """
     launch_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
