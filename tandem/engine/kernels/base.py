@@ -101,14 +101,14 @@ class Products(ABC):
 
     @abstractmethod
     def prepare(self, linear: Linear) -> Linear:
-        """Return the weight in the form that the products take. Called once for each weight after loading.
+        """Return the weight in the form that the other methods expect. Called once for each weight after loading.
 
         An implementation may repack or dequantize the weight.
         """
 
     @abstractmethod
     def norm_linear(self, hidden: Tensor, norm: Norm, linear: Linear) -> Tensor:
-        """Return RMSNorm(hidden) · weightᵀ + bias → [T, out]: the stacked q/k/v product, and the output layer."""
+        """Return RMSNorm(hidden) · weightᵀ + bias → [T, out]; used for the q/k/v product and the output layer."""
 
     @abstractmethod
     def norm_gate_up(self, hidden: Tensor, norm: Norm, gate_up: Linear, activation: str = "silu") -> Tensor:
@@ -123,7 +123,7 @@ class Products(ABC):
 
     @abstractmethod
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
-        """Add x · weightᵀ + bias to `hidden` in place: the output products of attention and of the MLP."""
+        """Add x · weightᵀ + bias to `hidden` in place; used for the output products of attention and of the MLP."""
 
     def feed_forward(self, hidden: Tensor, layer: DenseLayer) -> None:
         """Add down · (activation(g) · u) to `hidden` in place, with g and u as in `norm_gate_up`.
@@ -135,14 +135,14 @@ class Products(ABC):
 
 
 class Kernels(Products):
-    """The interface of all kernels of a model, which each kind of hardware implements.
+    """Interface of the kernels of one model; each kind of hardware has an implementation.
 
-    It is made for one model when the engine is loaded (`tandem/engine/device.py`), and the model's layers call it. It
-    holds no request state, and may keep scratch memory between calls.
+    An implementation is created for one model when the engine is loaded (`tandem/engine/device.py`), and the model's
+    layers call it. It holds no request state, and may keep scratch memory between calls.
     """
 
     def prepare(self, linear: Linear) -> Linear:
-        """Return the weight in the form that the products take. Called once for each weight after loading.
+        """Return the weight in the form that the other methods expect. Called once for each weight after loading.
 
         The default returns it unchanged.
         """
@@ -189,9 +189,8 @@ class Kernels(Products):
     def begin_step(self, cache: KvCache, layout: StepLayout) -> None:
         """Do the work of a step that all layers of a KV group share.
 
-        Called once per group before the step's first layer.
-
-        Group 0 comes last, so that `embed` directly follows what is launched for all groups. The default does nothing.
+        Called once per group, before the step's first layer. Group 0 comes last, so that `embed` directly follows what
+        is launched for all groups. The default does nothing.
         """
 
     @abstractmethod
@@ -209,9 +208,9 @@ class Kernels(Products):
     def experts(self, hidden: Tensor, layer: ExpertsLayer, slots: Tensor) -> None:
         """Add the output of a mixture of experts for RMSNorm(hidden) to `hidden` in place.
 
-        The router's product accumulates in float32 and its result stays in float32: if it were rounded to bfloat16,
-        other experts would be chosen. slots [T] int64 as in `StepLayout`: tokens with slot -1 are padding, choose no
-        expert, and may get any value.
+        The router's product accumulates in float32 and its result stays in float32, because rounding it to bfloat16
+        would change the choice of experts. slots [T] int64 as in `StepLayout`: tokens with slot -1 are padding, choose
+        no expert, and may get any value.
         """
 
     @abstractmethod

@@ -60,7 +60,7 @@ def compile_apart(jobs: Sequence[Job], folder: Path, device_name: str) -> Callab
 
 
 def _begin(job: Job) -> "subprocess.Popen[bytes] | None":
-    """Start a process for a job. Returns None if that fails."""
+    """Start a process for a job, and return it, or None if that fails."""
     try:
         child = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM],

@@ -26,7 +26,7 @@ def multiplied_on_gpus(weight: PackedWeight) -> bool:
 
 
 def step_bytes(weight: PackedWeight) -> int:
-    """Return the largest number of bytes into which a row's codes divide evenly with a single scale per piece."""
+    """Return the size in bytes of the largest equal pieces of a row's codes that have a single scale each."""
     columns = weight.shape[-1]
     group = 0 if weight.group == columns else weight.group  # gcd(n, 0) is n: a single scale per row sets no bound
     if weight.bits == 8:

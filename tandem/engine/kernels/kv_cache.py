@@ -1,4 +1,4 @@
-"""The KV cache as kernels see it: elements of the model's dtype, or 8-bit codes with scales."""
+"""The KV cache as passed to kernels: elements of the model's dtype, or 8-bit codes with scales."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def is_quantized(dtype: torch.dtype) -> bool:
 
 
 def unquantized(cache: KvCache) -> Tensor:
-    """Return the cache, for kernels that do not support 8-bit KV. Raises Internal if it is quantized."""
+    """Return the cache for kernels that support no 8-bit KV. Raises Internal if it is quantized."""
     if isinstance(cache, QuantizedKv):
         raise Internal("These kernels do not compute with 8-bit keys and values.")
     return cache

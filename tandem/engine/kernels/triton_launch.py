@@ -34,7 +34,7 @@ def prefer_shared_memory(compiled: Any, percent: int) -> None:
     """Make multiprocessors use about `percent` of their memory as shared memory for this kernel, the rest as L1 cache.
 
     `compiled` is the return value of a launch. By default a kernel with large tiles gets as much shared memory as there
-    is. A multiprocessor runs two kernels concurrently only if they agree on that split. The kernels before and after
+    is. A multiprocessor runs two kernels concurrently only if they use the same split. The kernels before and after
     attention have no tiles, so they could not overlap with it, and overlapping is the whole gain of PDL in a decode
     step. The split also bounds the number of programs that run at a time: their tiles must fit. Both are measured in
     docs/decisions/attention_kernels.md.

@@ -50,7 +50,7 @@ class AttentionKind(NamedTuple):
 
 
 class PrefillAttention(Protocol):
-    """Interface of prefill attention: that of a step's rows from `first_row` on, which have many tokens.
+    """Interface of prefill attention, for the rows of a step from `first_row` on, which have many tokens.
 
     `CudaKernels` owns it; the thread that runs the step calls it.
     """
@@ -121,7 +121,7 @@ def _what_flash_lacks(kinds: Collection[AttentionKind]) -> str:
 
 
 class FlashPrefill:
-    """flash-attn-4 for all rows in one launch; keys and values are read in place from the paged cache.
+    """Prefill attention by flash-attn-4 for all rows in one launch, which reads keys and values in place.
 
     TMA loads whole pages, and positions after a row's context get a weight of zero. But zero times a value that is not
     finite is not zero, and the request that owned the page before may have left such values (a model that overflowed, a
@@ -198,7 +198,7 @@ class FlashPrefill:
 
 
 class SdpaPrefill:
-    """PyTorch's SDPA, row by row, over a copy of each row's keys and values.
+    """Prefill attention by PyTorch's SDPA, row by row, over a copy of each row's keys and values.
 
     It synchronizes with the device to read the lengths of the rows. Soft caps and sinks, which SDPA does not support,
     are computed by plain PyTorch operations. Pages before a row's window are not read, because they may belong to other

@@ -147,7 +147,7 @@ def attend_to_codes(
     SINKS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Compute the same as `attend`, over 8-bit codes, for the queries at `q_at` [GROUP_TILE] that are `held`."""
+    """Compute the same as `attend` over 8-bit codes, with queries loaded from `q_at` [GROUP_TILE] where `held`."""
     WORDS: tl.constexpr = HEAD_DIM // 2
     FP8: tl.constexpr = keys.dtype.element_ty == tl.float8e4nv
     wide: tl.constexpr = q_at.dtype.element_ty == tl.float32

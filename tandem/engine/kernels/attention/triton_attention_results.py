@@ -76,7 +76,7 @@ def deliver(
     MERGED_SPLITS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Store the result of `attend` for one range of a group and key head, and merge the results if it is the last one.
+    """Store the result of `attend` for one range of a group and key head; the last program merges the results.
 
     `lane` is the number of the group and key head, `split` that of the range, `rows` the number of rows of the group,
     and `active` the number of ranges of the group and key head. If there is only one, the result is final. Else it

@@ -68,11 +68,12 @@ def heads_of(SIZE: tl.constexpr, GROUP_PADDED: tl.constexpr, TOKENS: tl.constexp
 def group_of(
     row, groups, context_lens, GROUP_TILE: tl.constexpr, GROUP_PADDED: tl.constexpr, TOKENS: tl.constexpr
 ):  # fmt: skip
-    """Return the first row of group number `row`, its number of rows, three contexts, and the rows of its queries.
+    """Return the rows and contexts of group number `row`.
 
-    The contexts are that of its first row, that of its last row, and that of each query [GROUP_TILE]; then come the
-    rows of the queries [GROUP_TILE]. Queries that belong to no row have the last row's context. See
-    `tandem.engine.kernels.base.DraftGroups`. With one token each row is a group, and all results are scalars.
+    The results are, in this order: the group's first row, its number of rows, the context of its first row, the context
+    of its last row, the context of each query [GROUP_TILE], and the row of each query [GROUP_TILE]. Queries that belong
+    to no row have the last row's context. See `tandem.engine.kernels.base.DraftGroups`. If TOKENS is 1, each row is a
+    group, and all results are scalars.
     """
     if TOKENS == 1:
         count = 1

@@ -31,7 +31,7 @@ TAGS: dict[str, Any] = {"float32": np.float32(0), "bfloat16": np.uint16(0)}
 
 @cached_entry
 def perform(shared, scratch, operation, tag):  # type: ignore[no-untyped-def]
-    """Run the job `operation`, whose arguments are in shared memory, or with HELP run chunks of other threads' jobs.
+    """Run the job `operation`, whose arguments are in shared memory, or, with HELP, chunks of other threads' jobs.
 
     Returns when the job is complete; with HELP, when no chunk has come for a while or the pool stops.
     """

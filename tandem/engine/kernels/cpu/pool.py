@@ -1,8 +1,8 @@
 """The threads of the CPU kernels, which run one job at a time, divided into chunks that free threads take.
 
-A job lasts microseconds, so the threads must get it in less than one. The caller writes the job into shared memory,
-publishes it with one store, and works on its chunks like the helper threads. No thread has a fixed share, so a thread
-that is preempted or still asleep delays the job by one chunk and not by half of it.
+A job lasts microseconds, so the threads must get it in less than one microsecond. The caller writes the job into shared
+memory, publishes it with one store, and works on its chunks like the helper threads. No thread has a fixed share, so a
+thread that is preempted or still asleep delays the job by one chunk and not by half of it.
 
 Between jobs helper threads spin for a moment, because the jobs of a step follow each other closely, and then sleep on
 an event; `Pool.write` wakes them. A helper that falls asleep just as a job is published misses only that job.

@@ -43,7 +43,7 @@ def _activate(gate, up, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _load_weight(pointers, inside, EVEN: tl.constexpr):
-    """Load pointers [rows, columns] of a weight, with 0 for columns that are not `inside`."""
+    """Load pointers [rows, columns] of a weight, with 0 for columns where the mask `inside` is False."""
     if EVEN:
         return tl.load(pointers)
     return tl.load(pointers, mask=inside[None, :], other=0.0)
@@ -85,12 +85,13 @@ def tile_kernel(
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a tile of one expert's tokens; grid (max_tiles, ceil(N / ROWS)). Tiles of one expert are neighbours.
+    """Multiply a tile of tokens by one expert's weight; grid (max_tiles, ceil(N / ROWS)).
 
     GATED: out [P, N] = activation(g) · u of x [P / TOP_K, K] and weight [E, 2·N, K], bias [E, 2·N];
     else:  out [P, N] = weights [P] · (x · weightᵀ + bias) of x [P, K] and weight [E, N, K], bias [E, N].
 
-    tiles and pairs are as in `triton_router`; out is written for the pairs in `pairs`.
+    tiles and pairs are as in `triton_router`; tiles of one expert are adjacent, and out is written for the pairs in
+    `pairs`.
     """
     EVEN: tl.constexpr = K % COLUMNS == 0
     WEIGHT_ROWS: tl.constexpr = 2 * N if GATED else N
@@ -213,7 +214,7 @@ def single_down_kernel(
 def shared_gate_kernel(
     x, gate, inner, H: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Multiply each row of inner [T, WIDTH] with sigmoid(x · gate), x [T, H] and gate [H], in place; grid (T,)."""
+    """Multiply each row of inner [T, WIDTH] by sigmoid(x · gate) in place, x [T, H] and gate [H]; grid (T,)."""
     launch_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)

@@ -27,7 +27,7 @@ SORT = tl.constexpr(2)
 """The tasks of the choice kernel: choose, choose and count each expert's tokens, or choose, count and sort."""
 
 PAIRS_BASE = tl.constexpr(256)
-"""The base of an entry of `tiles`, which is expert · PAIRS_BASE + the tile's number of pairs."""
+"""The factor of the expert in an entry of `tiles`: expert · PAIRS_BASE + the tile's number of pairs."""
 
 _LOWEST = tl.constexpr(-1e30)
 """The score of experts that may be chosen only after all others; experts that are already chosen have -inf."""

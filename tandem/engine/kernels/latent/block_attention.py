@@ -17,7 +17,7 @@ from tandem.engine.kernels.fallback import failure_of, why_no_flash, why_not_imp
 log = logging.getLogger(__name__)
 
 _FLASH_MOST = 256
-"""Maximum head dim of flash-attn-4 on this compute capability."""
+"""Maximum head dim of flash-attn-4 on GPUs of compute capability 9.0."""
 _FLASH_ALIGNED = 8
 """flash-attn-4's head dims are multiples of this number of bfloat16 elements."""
 _COMPILED_TOKENS = 257
@@ -139,7 +139,7 @@ class FlashBlocks:
 class PlainBlocks:
     """Block attention in plain PyTorch, row by row, with a bounded number of scores at a time.
 
-    It waits for the device, to learn the lengths of the rows.
+    It synchronizes with the device to read the lengths of the rows.
     """
 
     def __call__(

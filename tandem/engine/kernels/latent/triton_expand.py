@@ -84,7 +84,7 @@ def expand(
 
 
 def merge_block(mixed: Tensor, mixed_lse: Tensor, block: Tensor, block_lse: Tensor, seen: Tensor, *, pdl: bool) -> None:
-    """Merge the results of a block of keys into `mixed` and `mixed_lse`, in place.
+    """Merge the attention results of a block of keys into `mixed` and `mixed_lse`, in place.
 
     mixed [T, heads, v_dim] is float32, block has the same shape in any dtype; mixed_lse and block_lse, the logarithms
     of the sums of weights, are [heads, T] float32. seen [T] int32: 0 = the token sees no key of the block, and the

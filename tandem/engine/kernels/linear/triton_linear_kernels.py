@@ -33,7 +33,7 @@ def _load_columns(pointers, columns, K, EVEN: tl.constexpr, POLICY: tl.constexpr
 
 @triton.jit
 def fold(numbers, VECTOR: tl.constexpr):
-    """Sum each VECTOR columns, [rows, columns] → [rows, columns / VECTOR], within a thread and without shuffles."""
+    """Sum groups of VECTOR columns, [rows, columns] → [rows, columns / VECTOR], within a thread, without shuffles."""
     parts: tl.constexpr = numbers.shape[1] // VECTOR
     return tl.sum(tl.reshape(numbers, (numbers.shape[0], parts, VECTOR)), axis=2)
 
@@ -65,7 +65,7 @@ def gemv_kernel(
     VECTOR: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply one token; grid (ceil(N / ROWS),), out [N], x [K], weight [N or, with GATE_UP, 2·N, K]."""
+    """Multiply one token by a weight; grid (ceil(N / ROWS),), out [N], x [K], weight [N or, with GATE_UP, 2·N, K]."""
     EVEN: tl.constexpr = K % COLUMNS == 0
     launch_dependents(PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -234,7 +234,7 @@ def skinny_kernel(
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply some tokens; grid (ceil(N / ROWS), ceil(T / TOKENS), SPLITS).
+    """Multiply some tokens by a weight; grid (ceil(N / ROWS), ceil(T / TOKENS), SPLITS).
 
     out [T, N]; x [T, K]; weight [N or, with GATE_UP, 2·N, K].
 

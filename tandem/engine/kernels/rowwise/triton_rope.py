@@ -1,10 +1,9 @@
 """RMSNorm of queries and keys, rotary embedding, and the store of keys and values, in one pass over q/k/v.
 
-Each head has a norm of its own, or all heads of a token are normed together. In the latter case an earlier launch
-computes the scales, because a program sees only a few heads. A program takes some tokens and a few heads, which are all
-queries, all keys or all values. The loads of all its heads are issued before the first is used, 16 bytes each; a
-token's angles are loaded once for all of them. Values are copied unchanged; if the cache is quantized, keys and values
-are quantized.
+Either each head is normed separately, or all heads of a token together. In the latter case an earlier launch computes
+the scales, because a program sees only a few heads. A program takes some tokens and a few heads, which are all queries,
+all keys or all values. The loads of all its heads are issued before the first is used, 16 bytes each; a token's angles
+are loaded once for all of them. Values are copied unchanged; if the cache is quantized, keys and values are quantized.
 """
 
 import math
