@@ -206,7 +206,7 @@ def _emit_quantize(builder: Builder, tag: Any, args: Any) -> None:
 
 
 def _rounded(builder: Builder, x: Value) -> Value:
-    """Round sixteen float32 to int32; NaN, and numbers that would round to more than TOP_CODE, become 0."""
+    """Round sixteen float32 to int32; NaN, and numbers that round to a magnitude above TOP_CODE, become 0."""
     found = nearest(builder, x)
     inside = builder.and_(
         builder.fcmp_ordered("<=", found, constant(VEC, TOP_CODE)),
