@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class DecodeAdmission:
-    """Admits requests to the decode phase. Owns their leases; one per worker."""
+    """Admits requests to the decode phase and owns their leases; there is one per worker."""
 
     def __init__(
         self,
@@ -69,15 +69,15 @@ class DecodeAdmission:
         """Create the admission; `expect`, `emit` and `wake` are called from any thread and must not block.
 
         Args:
-            config: The worker's configuration.
+            config: The worker's settings.
             me: The id and incarnation of this worker.
             model: The model's facts, for the limits on requests.
             clock: The monotonic clock of leases, in seconds.
             cache: The worker's prefix cache, which owns the page pool.
-            expect: Receives the number of leases that may get a notice; called under the lock, so that the last count
-                is the true one.
+            expect: Receives the number of open leases, each of which may still get a notice; called under the lock, so
+                that the counts arrive in order.
             emit: Receives the events for the routers.
-            wake: Called when work is ready.
+            wake: Called when the step loop has work.
             transport_poll_s: The transport's clock (`Receiver.transport_poll_s`).
             same_host: Returns True if the prefill worker is known to be on this host.
             lives: Tells whether the process of a prefill worker is alive (`kv_transfer.fence.ProcessAlive`).
@@ -97,7 +97,7 @@ class DecodeAdmission:
         )
         self._leases: LeaseTable = LeaseTable(clock, config.kv_lease_s, fence)
         self.lock = threading.Lock()
-        """Guards the requests; the running batch takes it too."""
+        """Guards the requests; the running batch uses the same lock."""
         self._budget = PageBudget(config, me.worker_id, cache, self._leases, model=model, clock=clock)
         self.requests = DecodeRequests(cache, self._budget, emit)
         self._leased = LeasedRequests(me, self._leases, cache, self._budget, self.requests)
@@ -107,18 +107,18 @@ class DecodeAdmission:
         )
         self._stale_attempts = 0
         self.expired_leases = 0
-        """Leases that ended because no heartbeat renewed them."""
+        """The number of leases that ended because no heartbeat renewed them."""
 
     # ---- routers ----
 
     def reserve(self, reservation: Reservation, adapter: int = 0) -> GrantedLease:
-        """Grant a lease to a validated reservation and reserve its pages. A repeated reservation gets the same lease.
+        """Grant a lease to a validated reservation and reserve its pages.
 
-        Raises ResourceExhausted with a retry hint if there are too few pages now, InvalidArgument if it can never fit,
-        StaleEpoch if this attempt has ended or belongs to another reservation, RoleClosed while closed, and Unavailable
-        if the prefill worker is gone.
+        A repeated reservation gets the same lease. Raises ResourceExhausted with a retry hint if there are too few
+        pages now, InvalidArgument if the request can never fit, StaleEpoch if this attempt has ended or belongs to
+        another reservation, RoleClosed while closed, and Unavailable if the prefill worker is gone.
         """
-        # a prompt whose log probabilities are wanted is computed in full: it must not read cached pages
+        # A prompt whose log probabilities are wanted is computed completely, so it must not read cached pages.
         reads = not reservation.scores_prompt
         prefix = self._cache.prefix(reservation.prompt_token_ids, reservation.cache_salt, reads=reads)
         with self.lock:
@@ -129,13 +129,16 @@ class DecodeAdmission:
         return GrantedLease(request.lease, self._config.kv_lease_s, request.skipped * self._page_tokens)
 
     def heartbeat(self, leases: Iterable[Lease]) -> tuple[Lease, ...]:
-        """Renew these leases and return those that are lost. A lease whose KV has arrived is not lost."""
+        """Renew these leases and return those that have ended without their KV having arrived."""
         unknown = self._leases.renew(leases)
         with self.lock:
             return tuple(lease for lease in unknown if not self.requests.has_arrived(lease))
 
     def abort(self, router_id: str, refs: Iterable[RequestRef]) -> None:
-        """End these requests, in every attempt up to the named one. Unknown requests are ignored; no event is sent."""
+        """End these requests if their attempt is at most the one in `refs`.
+
+        Unknown requests are ignored; no event is sent.
+        """
         with self.lock:
             for ref in refs:
                 request = self.requests.find(router_id, ref.request_id)
@@ -144,18 +147,18 @@ class DecodeAdmission:
         self._changed()
 
     def abort_router(self, router_id: str) -> list[RequestRef]:
-        """End every request of a router and return their references."""
+        """End every request of a router and return the references of these requests."""
         refs = [ref for owner, ref in self.refs() if owner == router_id]
         self.abort(router_id, refs)
         return refs
 
     def refs(self) -> list[tuple[str, RequestRef]]:
-        """Return every request that has not ended, with its router."""
+        """Return every request that has not ended, as pairs of router id and request reference."""
         with self.lock:
             return self.requests.refs()
 
     def adapters(self) -> set[str]:
-        """Return the adapter hashes of all requests that a step may still compute; "" stands for the base model."""
+        """Return the adapter hashes of all requests that may still be in a step; "" stands for the base model."""
         with self.lock:
             return self.requests.adapters()
 
@@ -170,24 +173,25 @@ class DecodeAdmission:
             self._budget.open()
 
     def limit(self, max_pages: int | None) -> None:
-        """Limit the pages of all requests (`PageBudget.limit`)."""
+        """Limit the number of pages of all requests together (`PageBudget.limit`)."""
         with self.lock:
             self._budget.limit(max_pages)
 
     # ---- prefill workers ----
 
     def allocate_pages(self, lease: Lease, pages: int, prefill: PeerRef) -> Sequence[int]:
-        """Return the pages of the lease that `prefill` may begin to write within `write_window_s` seconds.
+        """Return the pages of the lease to which `prefill` may begin writes within `write_window_s` seconds.
 
-        A repeated call returns the same pages and restarts the window. They are the last of the `pages` that the prompt
-        fills: the KV of the earlier pages is already on this worker. Raises StaleEpoch if the lease has ended or
-        belongs to another worker, InvalidArgument if `pages` is not the number of pages of the prompt.
+        `pages` is the number of pages that the prompt fills; the result leaves out the first of them, whose KV this
+        worker has cached. A repeated call returns the same pages and restarts the window. Raises StaleEpoch if the
+        lease has ended or belongs to another worker, InvalidArgument if `pages` is not the number of pages of the
+        prompt.
         """
         with self.lock:
             return self._leased.allocate_pages(lease, pages, prefill)
 
     def cached_pages(self, lease: Lease) -> int:
-        """Return how many of a local prompt's first pages are read from the cache.
+        """Return the number of leading pages of a local prompt that are read from the cache.
 
         Raises StaleEpoch if the lease has ended or belongs to another worker.
         """
@@ -195,26 +199,26 @@ class DecodeAdmission:
             return self._leased.cached_pages(lease)
 
     def allocate_chunk_pages(self, lease: Lease, pages: int, position: int, prefill: PeerRef) -> Sequence[int]:
-        """Return at most `pages` more pages of the lease of a local prompt, for groups with a sliding window.
+        """Return at most `pages` more pages for a local prompt of a model with sliding windows.
 
-        `position` is that of the next token to be computed; cached pages before its window are released. Raises
+        `position` is the position of the next token to be computed; cached pages before its window are released. Raises
         StaleEpoch if the lease has ended.
         """
         with self.lock:
             return self._leased.allocate_chunk_pages(lease, pages, position, prefill)
 
     def prolong(self, leases: Iterable[Lease], prefill: PeerRef) -> tuple[Lease, ...]:
-        """Permit `prefill` to begin writes under these leases for another `write_window_s` seconds.
+        """Allow `prefill` to begin writes under these leases for another `write_window_s` seconds.
 
         Returns the leases that cannot be prolonged.
         """
         return self._leases.prolong(leases, prefill)
 
     def release(self, lease: Lease, prefill: PeerRef, *, in_doubt: bool = False) -> None:
-        """Free the pages of a lease that `prefill` returns without a notice.
+        """Free the pages of a lease that the prefill worker has released without having sent its notice.
 
-        With `in_doubt`, a write has failed and the pages are quarantined first. Raises StaleEpoch if the lease has
-        ended.
+        With `in_doubt`, a write has failed and its data may still arrive, so the pages are quarantined first. Raises
+        StaleEpoch if the lease has ended.
         """
         with self.lock:
             for change in self._leases.release(lease, prefill, in_doubt=in_doubt):
@@ -222,7 +226,10 @@ class DecodeAdmission:
         self._changed()
 
     def delivered(self, leases: Iterable[Lease], prefill: PeerRef) -> None:
-        """End the leases whose notices `prefill` sent long ago: a notice that has not arrived by now is lost."""
+        """End those of these leases whose notice has not arrived.
+
+        `prefill` sent the notices so long ago that a missing one is lost. The requests of the ended leases fail.
+        """
         with self.lock:
             lost = self._leases.delivered(leases, prefill)
             for change in lost:
@@ -232,10 +239,11 @@ class DecodeAdmission:
             self._changed()
 
     def notice(self, notice: TransferNotice, pages: Sequence[int] = ()) -> None:
-        """Take in a request whose KV has arrived completely. Called on the transfer thread.
+        """Process the notice that the KV of a request has arrived completely. Called on the transfer thread.
 
-        `pages` are those of a local prompt as `KvPages` lists them. A notice of an old lease is dropped and counted. A
-        notice that does not fit the reservation fails the request, and its router has it prefilled again.
+        For a local prompt, `pages` are its pages, listed as by `KvPages`; otherwise it is empty. A notice of an ended
+        lease is dropped and counted. If a notice does not match the reservation, the request fails, and its router has
+        it prefilled again.
         """
         seen = EventTime.now(LifecycleEvent.NOTICE_SEEN)
         with self.lock:
@@ -252,18 +260,18 @@ class DecodeAdmission:
         self._changed(work=not checking)
 
     def peer_gone(self, peer: PeerRef) -> None:
-        """End the leases of `peer`, which is assumed dead: its pages are quarantined and its requests fail."""
+        """End the leases of `peer`, which is assumed dead: quarantine their pages and fail their requests."""
         with self.lock:
             reason = TransferFailed(f"prefill worker {peer.worker_id} is gone; prefill again elsewhere")
             self._leased.apply_all(self._leases.peer_gone(peer), reason)
         self._changed()
 
     def peer_back(self, peer: PeerRef) -> None:
-        """Grant leases to `peer` again, because it serves although it was assumed dead."""
+        """Grant leases to `peer` again: it serves, although it was assumed dead."""
         self._leases.peer_back(peer)
 
     def expire(self) -> None:
-        """End what is due: leases without a heartbeat, quarantines of dead writers, and checks without a result.
+        """End everything whose time is up: leases without heartbeat, quarantines of dead writers, and KV checks.
 
         Called by a timer.
         """
@@ -285,7 +293,7 @@ class DecodeAdmission:
 
     @property
     def write_window_s(self) -> float:
-        """The seconds within which `prefill` may begin a write after `allocate_pages`."""
+        """The seconds after `allocate_pages` within which a prefill worker may begin a write."""
         return self._config.write_window_s
 
     @property
@@ -295,12 +303,12 @@ class DecodeAdmission:
 
     @property
     def pages_left(self) -> int:
-        """The number of further pages that requests may hold, provided that the pool has them."""
+        """The number of additional pages that requests may hold, provided that the pool has them."""
         return self._budget.left
 
     @property
     def fenced(self) -> int:
-        """Messages and notices that were dropped because their epoch or attempt was old, or because they did not fit.
+        """The number of dropped messages and notices: those of an ended lease or attempt, and those that did not match.
 
         Includes transfers whose checksums did not match.
         """
@@ -308,14 +316,15 @@ class DecodeAdmission:
 
     @property
     def not_ready(self) -> str:
-        """The reason why reservations are rejected at present, empty if they are accepted."""
+        """The reason why reservations are rejected now; empty if they are accepted."""
         return self._budget.not_ready
 
     def _changed(self, *, work: bool = True) -> None:
-        """Report changed leases and pages. Must be called without the lock.
+        """Update what depends on leases and pages after a change. Must be called without the lock.
 
-        `work` wakes the step loop, because a request may be ready or a request that waits for pages may go on. It is
-        False if neither is possible: a needless wake-up takes the interpreter lock from other threads.
+        With `work`, the step loop is woken, because a request may be ready, or a request that waits for pages may
+        continue. Callers pass False if neither is possible: a needless wake-up takes the interpreter lock from other
+        threads.
         """
         with self.lock:
             self._expect(self._leases.open_leases)
@@ -326,7 +335,7 @@ class DecodeAdmission:
     # ---- inside, under the lock ----
 
     def _known(self, reservation: Reservation) -> DecodeRequest | None:
-        """Return the request of this same reservation, or None. An earlier attempt of the request is aborted."""
+        """Return the existing request of this reservation, or None. An earlier attempt of the request is aborted."""
         known = self.requests.find(reservation.router_id, reservation.ref.request_id)
         if known is None or known.reservation == reservation:
             return known

@@ -1,8 +1,8 @@
-"""The slots of the running batch: in which steps each request has a row, and the columns that describe the rows.
+"""The slots of the running batch: which steps have a row of each request, and the columns that describe the rows.
 
 Steps are numbered from 0 in launch order. A request that has a row in each step from `first_step` to `last_step` is
-described by constants: its row of step n has position `position_offset` + n. Nothing about it changes from step to
-step, so a step of hundreds of rows takes a few operations on columns.
+described by constants: in step n, its row has position `position_offset` + n. These constants do not change from step
+to step, so a step of hundreds of rows takes only a few operations on columns.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ SlotIndices = NDArray[np.intp]
 
 _FIRST_PAGES = 16
 _EMPTY = -1
-"""The last step of a slot without a request."""
+"""Value of `last_step` in the columns for a slot without a request."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,28 +32,28 @@ class BatchSlot:
     first_step: int
     """The first step with a row of the request."""
     position_offset: int
-    """The row of step n has position `position_offset` + n."""
+    """The position of the request's row minus the step: in step n, the row has position `position_offset` + n."""
     last_step: int
-    """The last step with a row of the request; it becomes an earlier one when the request is stopped."""
+    """The last step with a row of the request; lowered when the request is stopped."""
     buffered_from: int
-    """The first step whose token was not appended to the answer yet (`TokenBuffer`)."""
+    """The first step whose token has not been appended to the answer yet (`TokenBuffer`)."""
     skipped_steps: tuple[int, ...] = ()
-    """Steps between the first and the last without a row of the request, because it had no page."""
+    """Steps between the first and the last in which the request had no row because it had no page."""
     stopped: bool = False
-    """True if the request gets no more rows."""
+    """True if no further rows are planned for the request."""
     dropped: bool = False
-    """True if the request gets no more tokens either."""
+    """True if the request gets no further tokens: those of its rows in flight are discarded."""
 
     def has_row_in(self, step: int) -> bool:
-        """Return True if that step has a row of the request."""
+        """Return True if step `step` has a row of the request."""
         return self.first_step <= step <= self.last_step and step not in self.skipped_steps
 
 
 class SlotSchedule:
-    """Slots by the number of a step, each slot under at most one step.
+    """A schedule that maps step numbers to slots; a slot is scheduled for at most one step.
 
-    A slot that leaves the batch must be removed, whatever its step; otherwise it would keep its ended request alive.
-    Owned by the running batch.
+    A slot that leaves the batch must be removed; otherwise the schedule would keep its ended request alive. Owned by
+    the running batch.
     """
 
     def __init__(self) -> None:
@@ -61,21 +61,21 @@ class SlotSchedule:
         self._slots: dict[int, dict[BatchSlot, None]] = {}
 
     def __contains__(self, step: int) -> bool:
-        """Return True if there are slots under this step."""
+        """Return True if any slot is scheduled for this step."""
         return step in self._slots
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate over the steps that have slots."""
+        """Iterate over the steps that have scheduled slots."""
         return iter(self._slots)
 
     def put(self, slot: BatchSlot, step: int) -> None:
-        """Put the slot under `step`, and remove it from the step that it was under before."""
+        """Schedule the slot for `step` instead of any step for which it was scheduled before."""
         self.remove(slot)
         self._steps[slot] = step
         self._slots.setdefault(step, {})[slot] = None
 
     def remove(self, slot: BatchSlot) -> None:
-        """Remove the slot if it is under any step."""
+        """Remove the slot from the schedule, if it is scheduled."""
         step = self._steps.pop(slot, None)
         if step is not None:
             slots = self._slots[step]
@@ -84,7 +84,7 @@ class SlotSchedule:
                 del self._slots[step]
 
     def pop(self, step: int) -> list[BatchSlot]:
-        """Remove the slots under `step` and return them, in the order in which they were put there."""
+        """Remove and return the slots that are scheduled for `step`, in the order in which they were scheduled."""
         slots = list(self._slots.pop(step, ()))
         for slot in slots:
             del self._steps[slot]
@@ -92,10 +92,10 @@ class SlotSchedule:
 
 
 class SlotColumns:
-    """The data of each running request that steps need, as columns indexed by slot.
+    """The data of the running requests that steps need, as columns indexed by slot.
 
-    They are written when a request joins and when it gets a page. Owned by the running batch. Page numbers are copies,
-    as the request owns the pages.
+    A slot's entries are written when its request joins and when the request gets a page. Owned by the running batch.
+    The page numbers are copies; the request owns the pages.
     """
 
     def __init__(self) -> None:
@@ -108,17 +108,17 @@ class SlotColumns:
         self.last_step = np.zeros(0, dtype=np.int64)
         self.position_offset = np.zeros(0, dtype=np.int64)
         self.answer_offset = np.zeros(0, dtype=np.int64)
-        """The row at position p draws the token with index `answer_offset` + p of the answer."""
+        """The row at position p samples the answer token with index `answer_offset` + p."""
         self.draw_offset = np.zeros(0, dtype=np.int64)
-        """The row at position p uses draw number `draw_offset` + p of the request's random sequence."""
+        """The row at position p uses random number `draw_offset` + p of the request's random sequence."""
         self.masked_tokens = np.zeros(0, dtype=np.int64)
         self.looks_back = np.zeros(0, dtype=np.bool_)
         self.wants_logprobs = np.zeros(0, dtype=np.bool_)
         self.newest_token = np.zeros(0, dtype=np.int64)
-        """The newest token that has arrived: from the engine, or with the request when it joined."""
+        """The newest token known to the host: from the engine, or from the request when it joined."""
         self.settings = np.zeros((0, SETTINGS), dtype=np.float64)
         self.seeds = np.zeros(0, dtype=np.uint64)
-        """`seeded.start_of` of each seed."""
+        """The `seeded.start_of` of each request's seed."""
         self.page_count = np.zeros(0, dtype=np.int32)
         self.adapters = np.zeros(0, dtype=np.int32)
         self.page_table = np.zeros((0, _FIRST_PAGES), dtype=np.int32)
@@ -136,7 +136,7 @@ class SlotColumns:
         return range(first, first + more)
 
     def enter(self, slot: BatchSlot) -> None:
-        """Write the columns of a request that joins, without its pages; call `copy_pages` next."""
+        """Write the columns of a slot whose request joins, except its pages; call `copy_pages` next."""
         at, request, sampling = slot.index, slot.request, slot.request.reservation.sampling
         self.slots[at] = slot
         self.request_ids[at] = request.reservation.ref.request_id
@@ -158,18 +158,18 @@ class SlotColumns:
         self.reschedule(slot)
 
     def reschedule(self, slot: BatchSlot) -> None:
-        """Copy `last_step` and `position_offset` of a request whose rows moved to other steps."""
+        """Copy `last_step` and `position_offset` of a slot whose rows have moved to other steps."""
         self.last_step[slot.index] = slot.last_step
         self.position_offset[slot.index] = slot.position_offset
 
     def leave(self, slot: BatchSlot) -> None:
-        """Empty the slot, so that it keeps no object alive."""
+        """Mark the slot as empty and drop its references to objects of the request."""
         at = slot.index
         self.last_step[at] = _EMPTY
         self.slots[at] = self.samplings[at] = self.histories[at] = None
 
     def copy_pages(self, slot: BatchSlot) -> None:
-        """Copy the numbers of the pages that the request got since the last copy."""
+        """Copy the numbers of the pages that the slot's request got since the last copy."""
         at, pages = slot.index, slot.request.pages
         known, count = int(self.page_count[at]), len(pages)
         if count > self.page_table.shape[1]:

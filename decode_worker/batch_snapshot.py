@@ -1,4 +1,4 @@
-"""The rows of consecutive steps with the same requests, and the tokens of completed steps.
+"""Snapshots of the running batch for consecutive steps with the same requests, and the tokens of completed steps.
 
 A snapshot is made once and used for every step until the batch changes, so a step copies almost no data.
 """
@@ -23,39 +23,39 @@ BUFFERED_STEPS = 64
 
 
 class _Drawing(NamedTuple):
-    """The sampling input of the rows, as far as it is the same in each step."""
+    """The part of the sampling input that is constant over the steps of a snapshot."""
 
     samplings: Sequence[SamplingParams]
     histories: Sequence[History | None]
     settings: NDArray[np.float64]
     seeds: NDArray[np.uint64]
     draw_offset: NDArray[np.int64]
-    """[n]: in step k, the row uses draw number `draw_offset` + k of its request's random sequence."""
+    """[n]: in step k, the row uses random number `draw_offset` + k of its request's random sequence."""
     greedy: bool
-    """True if every row is drawn greedily."""
+    """True if every row samples greedily."""
     looks_back: bool
     """True if any row has penalties or a grammar."""
     wants_logprobs: bool
     masked_tokens: NDArray[np.int64]
-    """[n]: the number of first answer tokens whose logits are changed by biases or a minimal length."""
+    """[n]: the number of leading answer tokens whose logits are changed by biases or a minimum length."""
     unmasked_from: int
-    """The first step in which no row's logits are changed: every answer then has `masked_tokens` tokens."""
+    """The first step in which no row's logits are changed: every answer then has at least `masked_tokens` tokens."""
 
     def moved(self, by: NDArray[np.int64]) -> "_Drawing":
-        """Return the sampling input of rows that are `by` [n] positions further."""
+        """Return the sampling input after row i has moved forward by `by`[i] positions."""
         offset = self.draw_offset + by
         return self._replace(draw_offset=offset, unmasked_from=int((self.masked_tokens - offset).max()))
 
 
 class _Owners(NamedTuple):
-    """The requests and routers that the rows belong to."""
+    """The requests that the rows belong to, and their routers."""
 
     request_ids: list[str]
     attempts: list[int]
     answer_offset: NDArray[np.int64]
-    """[n]: in step k, the row draws the token with index `answer_offset` + k of the answer."""
+    """[n]: in step k, the row samples the answer token with index `answer_offset` + k."""
     masks: dict[str, bytearray]
-    """For each router [n]: 1 for its rows, else 0; empty if there is only one router."""
+    """By router, [n]: 1 for each row of the router, else 0; empty if all rows belong to one router."""
     router: str
     """The router of the first row."""
 
@@ -66,7 +66,7 @@ class BatchSnapshot:
     A snapshot is valid for every step until a request joins, leaves or skips a step. Made by the running batch.
 
     Derived data is copied from the columns when it is first needed: the sampling input before the next step is
-    launched, the owners when a step completes. All requests still have their slots at both times.
+    launched, the owners when a step completes. At both times all requests still have their slots.
     """
 
     def __init__(self, columns: SlotColumns, indices: SlotIndices) -> None:
@@ -80,7 +80,7 @@ class BatchSnapshot:
         self._position_offset, self._offset_sum, self._longest = offset, int(offset.sum()), int(offset.max()) + 1
 
     def moved(self) -> "BatchSnapshot":
-        """Return a snapshot of the same requests at their new positions. Cheaper than to make a new one."""
+        """Return a snapshot of the same requests at their new positions. This is cheaper than creating a new one."""
         offset = self._columns.position_offset[self.indices]
         by, moved = offset - self._position_offset, object.__new__(BatchSnapshot)
         moved.__dict__.update(self.__dict__, _drawing=self._drawing.moved(by))
@@ -93,11 +93,11 @@ class BatchSnapshot:
         return len(self.slots)
 
     def context_tokens(self, step: int) -> int:
-        """Return the tokens that the rows of `step` attend to, own tokens included: Σ (position_offset + step + 1)."""
+        """Return the number of tokens that the rows of `step` attend to, summed: Σ (position_offset + step + 1)."""
         return self._offset_sum + len(self.slots) * (step + 1)
 
     def rows(self, step: int, before: "BatchSnapshot | None") -> RowColumns:
-        """Return the rows of `step`; `before` is the snapshot of the step before it, if that one is in flight."""
+        """Return the rows of `step`; `before` is the previous step's snapshot if that step is in flight, else None."""
         columns, indices, drawing = self._columns, self.indices, self._drawing
         return RowColumns(
             self._in_flight_tokens if before is self else columns.newest_token[indices],
@@ -123,11 +123,11 @@ class BatchSnapshot:
         )
 
     def answer_index(self, row: int, step: int) -> int:
-        """Return the index, in its answer, of the token that a row of this step draws."""
+        """Return the answer index of the token that a row samples in step `step`."""
         return int(self._position_offset[row]) + step + 1 - self.slots[row].request.prompt_tokens
 
     def tokens(self, step: int, token_ids: Sequence[int], without: set[int]) -> list[RoutedTokens]:
-        """Return the tokens of this step by router, one for each row that is not in `without`."""
+        """Return the tokens of this step, grouped by router: one for each row that is not in `without`."""
         owners = self.owners
         everything = StepTokens(owners.request_ids, owners.attempts, (owners.answer_offset + step).tolist(), token_ids)
         if not owners.masks and not without:
@@ -142,7 +142,7 @@ class BatchSnapshot:
         return found
 
     def _sources(self, before: "BatchSnapshot | None") -> NDArray[np.int32]:
-        """Return for each row [n] the row of the previous step that draws its input token, or FROM_HOST."""
+        """Return the source of each row's input token [n]: a row of the previous step that samples it, or FROM_HOST."""
         if before is self:
             return self._row_numbers
         if before is None:
@@ -157,7 +157,7 @@ class BatchSnapshot:
 
     @cached_property
     def _in_flight_tokens(self) -> NDArray[np.int64]:
-        """Placeholders for the tokens in flight, which the engine takes from the step that draws them."""
+        """Placeholders for input tokens in flight, which the engine takes from the step that samples them."""
         return np.zeros(len(self), dtype=np.int64)
 
     @cached_property
@@ -180,7 +180,7 @@ class BatchSnapshot:
 
     @cached_property
     def owners(self) -> _Owners:
-        """The owners of the rows. Must be read before another request may take one of the slots."""
+        """The requests and routers of the rows. Must be read before the slot of any row is given to another request."""
         columns, indices = self._columns, self.indices
         routers = columns.routers[indices].tolist()
         masks: dict[str, bytearray] = {}
@@ -197,7 +197,7 @@ class BatchSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class DecodedStep:
-    """The decode rows of a completed step, with the token of each row.
+    """The decode rows of a completed step, with the token that each row sampled.
 
     Made by the running batch when the tokens of a step arrive.
     """
@@ -206,31 +206,31 @@ class DecodedStep:
     snapshot: BatchSnapshot
     token_ids: Sequence[int]
     event_rows: Sequence[int]
-    """Rows that need an event, ascending: their token may be the last one, or carries more than its id."""
+    """Rows that need an event, ascending: their token may be the last of the answer, or carries more than its id."""
     excluded_rows: set[int]
-    """Rows without a plain token: those that need an event, and those of requests that had ended before."""
+    """Rows that `plain_tokens` leaves out: those that need an event, and those of requests that had already ended."""
     events: list[RoutedEvent] = field(default_factory=list)
-    """The events of `event_rows`; the decode scheduler adds them."""
+    """The events of `event_rows`; added by the decode scheduler."""
 
     def tokens(self, row: int) -> tuple[DecodeRequest, int, Sequence[int]]:
-        """Return the request of a row, the index in its answer of its first token of this step, and its tokens."""
+        """Return a row's request, the answer index of its first token in this step, and its tokens in this step."""
         snapshot = self.snapshot
         return snapshot.slots[row].request, snapshot.answer_index(row, self.step), (self.token_ids[row],)
 
     def rows_of(self, row: int) -> Sequence[int]:
-        """Return the rows that drew the tokens of this row."""
+        """Return the rows that sampled the tokens that a row's request gained in this step."""
         return (row,)
 
     def plain_tokens(self) -> list[RoutedTokens]:
-        """Return the tokens of all rows that are not excluded, by router."""
+        """Return the tokens of all rows that are not in `excluded_rows`, grouped by router."""
         return self.snapshot.tokens(self.step, self.token_ids, self.excluded_rows)
 
 
 class TokenBuffer:
-    """Tokens that have arrived and were not appended to their answers yet, by step and slot.
+    """Buffers tokens that have arrived until they are appended to their answers, by step and slot.
 
-    Appending to hundreds of lists in each step would take longer than everything else that a step's tokens need. The
-    answer of a request is complete after `flush` of its slot. Owned by the running batch.
+    Appending to hundreds of lists in each step would take longer than all other processing of the step's tokens. A
+    request's answer is complete after `flush` of its slot. Owned by the running batch.
     """
 
     def __init__(self) -> None:
@@ -245,7 +245,7 @@ class TokenBuffer:
     def store(
         self, step: int, indices: SlotIndices, tokens: NDArray[np.int64], all_slots: Collection[BatchSlot]
     ) -> None:
-        """Take the tokens of a step, one for each of the slots `indices`."""
+        """Store the tokens of a completed step, one for each of the slots `indices`."""
         self._tokens[step % BUFFERED_STEPS, indices] = tokens
         self.completed_steps = step + 1
         if not self.completed_steps % BUFFERED_STEPS:
@@ -265,7 +265,7 @@ class TokenBuffer:
             slot.buffered_from = end
 
     def _flush_all(self, slots: Collection[BatchSlot]) -> None:
-        """Empty the buffer before it is used again.
+        """Append all buffered tokens to their answers, before the buffer is reused.
 
         Flushing all slots at once takes a fraction of the time of flushing them one by one.
         """
@@ -279,7 +279,7 @@ class TokenBuffer:
 
 
 def _select_rows(tokens: StepTokens, keep: Sequence[int]) -> StepTokens:
-    """Return the rows whose entry in `keep` [n] is not 0."""
+    """Return the entries of `tokens` for the rows whose entry in `keep` [n] is not 0."""
     return StepTokens(
         list(compress(tokens.request_ids, keep)),
         list(compress(tokens.attempts, keep)),

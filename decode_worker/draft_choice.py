@@ -1,4 +1,4 @@
-"""Chooses which requests have draft tokens in a step, each with as many as give the most tokens per second."""
+"""Chooses which requests have draft tokens in a step, and how many, for the most tokens per second."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,9 +11,15 @@ from tandem.cost_model.step_work import StepWork
 from tandem.engine.speculation.proposer import DRAFTS_MAX, Draft
 
 ROWS_MAX = 256
-"""The most rows of a step with draft tokens. With more, matrix products take so much longer that drafts hardly pay."""
+"""Maximum number of rows of a step with draft tokens.
+
+With more rows, matrix products take so much longer that draft tokens hardly raise the throughput.
+"""
 GAIN_MIN = 1.03
-"""The least predicted gain in tokens per second for which a step has draft tokens: predictions err by a few percent."""
+"""The minimum predicted gain in tokens per second, as a factor, for which a step has draft tokens.
+
+Predictions err by a few percent.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,26 +28,30 @@ class StepBounds:
 
     cost: StepCost
     seconds: float
-    """The duration of the longest step that keeps the gap targets of all requests."""
+    """Maximum duration of the step in seconds; infinite if there is no limit.
+
+    The smaller of the worker's own ITL target and the strictest request target that the batch can meet without draft
+    tokens (`strictest_feasible_target`).
+    """
     rows: int
-    """The most rows, including those of draft tokens."""
+    """Maximum number of rows of the step, draft tokens included."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A request with a draft, and what the draft is worth."""
+    """A request with draft tokens, and the probability that each of them is accepted."""
 
     request: DecodeRequest
     draft: Draft
     survival: list[float]
-    """The worth of each draft token: the probability that it is accepted together with those before it."""
+    """For each draft token, the probability that it and all draft tokens before it are accepted."""
     context: int | None
     """The number of tokens that the newest token's row attends to, itself included.
 
     None if attention reads the request's KV once for all its rows."""
 
     def context_of(self, draft: int) -> int:
-        """Return the number of tokens whose KV is read for the row of a draft token, counted from 0."""
+        """Return the number of tokens whose KV is read for the row of draft token `draft`, counted from 0."""
         return 0 if self.context is None else self.context + draft + 1
 
     def first(self, drafts: int) -> "Candidate":
@@ -53,12 +63,14 @@ class Candidate:
 
 
 def break_even(cost: StepCost, work: StepWork, *, kv_read_once: bool = False) -> float:
-    """Return the least probability of acceptance for which draft tokens can pay in a step with `work`.
+    """Return the lowest acceptance probability at which draft tokens can raise the throughput of a step with `work`.
 
-    Returns 1 if nothing is known of the duration. `kv_read_once`: attention reads a request's KV once for all its rows.
+    Returns 1 if the cost model cannot predict the duration. `kv_read_once`: attention reads a request's KV once for all
+    its rows.
 
-    With probability p, k draft tokens of each request give p + p² + … + pᵏ tokens more, which is at most k · p and less
-    than p / (1 - p). They take (verify_base + k · rows of draft tokens) of the seconds of a step without draft tokens.
+    With acceptance probability p, k draft tokens per request yield p + p² + … + pᵏ additional tokens, which is at most
+    k · p and less than p / (1 - p). They take (verify_base + k · rows of draft tokens) of the seconds of a step without
+    draft tokens.
     """
     seconds = cost.decode_step_seconds(work.decode_rows, work.decode_context_tokens)
     if not seconds:
@@ -71,18 +83,18 @@ def break_even(cost: StepCost, work: StepWork, *, kv_read_once: bool = False) ->
 
 
 def with_drafts(work: StepWork, candidates: Sequence[Candidate]) -> StepWork:
-    """Return the work of a step with a row for each draft token of the candidates."""
+    """Return `work` plus one row for each draft token of the candidates."""
     rows = sum(len(each.survival) for each in candidates)
     context = sum(each.context_of(draft) for each in candidates for draft in range(len(each.survival)))
     return work.with_drafts(rows, context)
 
 
 def with_most_tokens(bounds: StepBounds, work: StepWork, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates, each with as many draft tokens as give the most tokens per second of the step.
+    """Return the candidates, each with its number of draft tokens for the most tokens per second of the step.
 
-    Returns an empty list if the gain is less than GAIN_MIN. Requests whose draft tokens are worth the same are decided
-    on together, position by position, the highest worth first: among draft tokens of the same worth, the tokens per
-    second are highest with all of them or with none.
+    Returns an empty list if the gain is less than GAIN_MIN. Requests whose draft tokens have the same acceptance
+    probabilities are decided on together, position by position, the highest probability first: among draft tokens of
+    the same probability, the tokens per second are highest with all of them or with none.
     """
     alike: dict[tuple[float, ...], list[int]] = {}
     for number, each in enumerate(candidates):

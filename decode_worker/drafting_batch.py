@@ -20,7 +20,7 @@ class RowsWithDrafts(TokenRows):
     __slots__ = ("_newest",)
 
     def __init__(self, newest: TokenRows, drafts: StepDrafts, context_tokens: int) -> None:
-        """Create the rows; `context_tokens` is the number of tokens whose KV the rows of the draft tokens read."""
+        """Create the rows; `context_tokens` is the number of tokens whose KV the rows of draft tokens read, summed."""
         super().__init__(
             len(newest) + len(drafts), newest.context_tokens + context_tokens, lambda: drafts.extend(newest.columns)
         )
@@ -39,20 +39,20 @@ class DraftingBatch(RunningBatch):
         """Create a batch with `slots` slots; it grows if more requests join."""
         super().__init__(slots, kv)
         self._drafts: StepDrafts | None = None
-        """The draft tokens of the step in flight; there is no other step in flight then."""
+        """The draft tokens of the step in flight, if it has any; no other step is in flight then."""
         self.kv_read_once = False
-        """True if attention reads a request's KV once for all its rows, so that rows of draft tokens read no more."""
+        """True if attention reads a request's KV once for all its rows, also if the request has draft tokens."""
 
     @property
     def verifies(self) -> bool:
         """True if a step in flight verifies draft tokens.
 
-        The positions of the next step then depend on how many are accepted.
+        The positions of the next step then depend on the number of accepted draft tokens.
         """
         return self._drafts is not None
 
     def next_rows(self) -> tuple[Sequence[DecodeRequest], StepWork]:
-        """Return the requests with a row in the next step, and the step's work without draft tokens."""
+        """Return the requests with a row in the next step, and the step's work if it has no draft tokens."""
         snapshot = self._snapshot_of(self._next_step)
         if self._without_page:
             self._snapshot = None  # these requests may get a page before the step is launched
@@ -63,7 +63,7 @@ class DraftingBatch(RunningBatch):
         return [slot.request for slot in snapshot.slots], work
 
     def rows_left(self, request: DecodeRequest) -> int:
-        """Return how many more rows the request may have before its answer reaches its longest length."""
+        """Return the maximum number of further rows until the request's answer reaches its maximum length."""
         return max(0, self._slots[request].last_step + 1 - self._next_step)
 
     def next_position(self, request: DecodeRequest) -> int:
@@ -71,11 +71,11 @@ class DraftingBatch(RunningBatch):
         return self._slots[request].position_offset + self._next_step
 
     def positions_left(self, request: DecodeRequest) -> int:
-        """Return the number of positions after that of the next row for which the request has pages."""
+        """Return the number of positions after the next row's position for which the request has pages."""
         return max(0, self._page_step(self._slots[request]) - self._next_step - 1)
 
     def grow_ahead(self, request: DecodeRequest, grow: Callable[[DecodeRequest], bool]) -> bool:
-        """Call `grow` to give the request one more page before it needs it, and return the result of `grow`."""
+        """Give the request one more page in advance by calling `grow`; return the result of `grow`."""
         if not grow(request):
             return False
         slot = self._slots[request]
@@ -84,10 +84,11 @@ class DraftingBatch(RunningBatch):
         return True
 
     def launch(self, drafts: Mapping[DecodeRequest, Draft] | None = None) -> TokenRows | None:
-        """Launch the next step; with `drafts`, additional rows verify the draft tokens. None if there are no rows.
+        """Launch the next step and return its rows, or None if there are none.
 
-        `drafts` are allowed only while no step is in flight. Each request of `drafts` has a row in the step, pages for
-        the positions of its draft tokens, and as many rows left.
+        With `drafts`, additional rows verify the draft tokens. Draft tokens are allowed only while no step is in
+        flight. Each request of `drafts` must have a row in the step, pages for the positions of its draft tokens, and
+        as many rows left.
         """
         snapshot = self._snapshot_of(self._next_step) if drafts else None
         rows = super().launch()
@@ -101,9 +102,10 @@ class DraftingBatch(RunningBatch):
         return RowsWithDrafts(rows, found, context)
 
     def complete(self, token_ids: Sequence[int]) -> DecodedStep:
-        """Take the tokens of the oldest step in flight, and accept draft tokens as far as they equal the draws.
+        """Process the sampled tokens of the oldest step in flight, and accept draft tokens.
 
-        No token after the end of an answer is accepted.
+        The draft tokens of a request are accepted up to the first that differs from the sampled token, and up to the
+        end of the answer.
         """
         drafts, self._drafts = self._drafts, None
         if drafts is None:
@@ -146,7 +148,10 @@ class DraftingBatch(RunningBatch):
         return StepDrafts(found)
 
     def _append(self, slot: BatchSlot, step: int, tokens: Sequence[int]) -> None:
-        """Append the tokens of the completed step to the answer; the first of them is in the token buffer too."""
+        """Append a request's tokens of the completed step to its answer.
+
+        The first of these tokens is in the token buffer too.
+        """
         if slot.buffered_from == step:
             slot.request.answer.extend(tokens)
             slot.buffered_from = step + 1

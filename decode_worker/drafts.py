@@ -1,9 +1,9 @@
-"""The draft tokens of one step, which are verified in further rows of the same requests.
+"""The draft tokens of one step, which are verified in additional rows of the same requests.
 
 A request with k draft tokens has k + 1 rows in the step: one for its newest token, and one for each draft token at the
-next positions. Each row draws the token that follows, with its own index in the seeded sequence. A draft token is
-accepted while it equals the token that the row before it drew. Every token of an answer is therefore drawn by the
-target model, whatever the draft was.
+next positions. Each row samples the token that follows its input token, with its own index in the request's random
+sequence. A draft token is accepted if it equals the token that the row before it sampled and all draft tokens before it
+are accepted. Every token of an answer is therefore sampled from the target model, whatever the draft was.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,15 +38,15 @@ class StepDrafts:
     """The draft tokens of a step. Their rows come after the rows of the newest tokens."""
 
     def __init__(self, drafts: Sequence[RowDrafts]) -> None:
-        """Create them from `drafts` [at least 1]: at most one for each row, in row order."""
+        """Store the drafts of a step: at least one, at most one per row, in row order."""
         self.drafts = drafts
         base = [each.row for each in drafts for _ in each.token_ids]
         self._token_ids = np.array([token for each in drafts for token in each.token_ids], dtype=np.int64)
         self.base_rows: NDArray[np.intp] = np.array(base, dtype=np.intp)
-        """[draft tokens]: for each draft token, the row of its request's newest token."""
+        """[draft tokens]: the row of the newest token of each draft token's request."""
         distances = [distance for each in drafts for distance in range(1, len(each.token_ids) + 1)]
         self.distances: NDArray[np.int64] = np.array(distances, dtype=np.int64)
-        """[draft tokens]: for each draft token, its distance in positions from the newest token, from 1."""
+        """[draft tokens]: the distance of each draft token from its request's newest token in positions, at least 1."""
 
     def __len__(self) -> int:
         """Return the number of draft tokens, which is the number of additional rows."""
@@ -68,9 +68,10 @@ class StepDrafts:
         )
 
     def runs(self, token_ids: Sequence[int]) -> list[tuple[RowDrafts, list[int]]]:
-        """Return the drafts of each row and the tokens that the request gains, from the draws of all rows of the step.
+        """Return each request's drafts and the tokens that it gains, given the sampled tokens of all rows.
 
-        The request gains the draw of the row itself and, while a draft token equals the draw before it, the next draw.
+        A request gains the token that its own row sampled and, as long as each draft token equals the token sampled
+        before it, the next sampled token.
         """
         found = []
         for drafts in self.drafts:
@@ -83,9 +84,9 @@ class StepDrafts:
         return found
 
     def _draws(self, draws: SamplingMetadata, rows: NDArray[np.intp], further: NDArray[np.int64]) -> SamplingMetadata:
-        """Return the sampling input of all rows.
+        """Return the sampling input of all rows, given the sampling input of the requests' own rows.
 
-        A row of a draft token has the settings of its request, and a later index in the request's random sequence.
+        The row of a draft token has the settings of its request, and a later index in the request's random sequence.
         """
         numbers = rows.tolist()
         return SamplingMetadata(
@@ -102,41 +103,44 @@ class StepDrafts:
 
 
 class VerifiedRow(NamedTuple):
-    """The draft tokens of one row after verification."""
+    """The verification result of one request's draft tokens."""
 
     drafts: RowDrafts
     token_ids: Sequence[int]
-    """The tokens that the request gained, up to the end of its answer: the accepted draft tokens and one more."""
+    """The tokens that the request gained: the accepted draft tokens and one more, cut at the end of the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifiedStep(DecodedStep):
-    """The tokens of a completed step with draft tokens."""
+    """A completed step with draft tokens, and the tokens that its requests gained."""
 
     verified: Mapping[int, VerifiedRow] = field(default_factory=dict)
-    """The rows that had draft tokens, without those of requests that had ended before."""
+    """The verification result of each row that had draft tokens, by row.
+
+    Rows of requests that ended before this step completed are left out.
+    """
 
     def tokens(self, row: int) -> tuple[DecodeRequest, int, Sequence[int]]:
-        """Return the request of a row, the index in its answer of its first token of this step, and its tokens."""
+        """Return a row's request, the answer index of its first token in this step, and its tokens in this step."""
         request, index, token_ids = DecodedStep.tokens(self, row)
         return request, index, self.verified[row].token_ids if row in self.verified else token_ids
 
     def rows_of(self, row: int) -> Sequence[int]:
-        """Return the rows that drew the tokens of this row."""
+        """Return the rows that sampled the tokens that a row's request gained in this step."""
         if row not in self.verified:
             return (row,)
         found = self.verified[row]
         return [row, *range(found.drafts.first, found.drafts.first + len(found.token_ids) - 1)]
 
     def plain_tokens(self) -> list[RoutedTokens]:
-        """Return the tokens of all rows that are not excluded, by router."""
+        """Return the tokens of all rows that are not in `excluded_rows`, grouped by router."""
         runs = [
             self.verified[row].token_ids if row in self.verified else (token,)
             for row, token in enumerate(self.token_ids)
         ]
         found = []
         for routed in self.snapshot.tokens(self.step, range(len(runs)), self.excluded_rows):
-            # The snapshot sorted the numbers of the rows by router; here each number is replaced by its row's tokens.
+            # The snapshot grouped the row numbers by router; here each number is replaced by its row's tokens.
             some = [runs[row] for row in routed.tokens.token_ids]
             columns = routed.tokens
             tokens = StepTokens(

@@ -1,4 +1,4 @@
-"""The arrival of a prompt's KV on the decode worker.
+"""Checks the KV of a prompt that has arrived on the decode worker.
 
 The notice and the checksums are compared with the reservation; then the request becomes ready or fails.
 """
@@ -37,11 +37,11 @@ class ArrivalCheck:
 
     @property
     def refused(self) -> int:
-        """Notices that did not fit the reservation, and transfers whose bytes were not those that were sent."""
+        """The number of notices that did not match the reservation, plus the transfers with wrong checksums."""
         return self.stamps_refused + self.checksum_failures
 
     def stamp_problem(self, request: DecodeRequest, notice: TransferNotice) -> str:
-        """Return which field of a notice does not fit the reservation, in words; empty if all fit.
+        """Return a description of the first field of the notice that does not match the reservation, or "".
 
         Returns at once. Called under the admission's lock.
         """
@@ -50,10 +50,11 @@ class ArrivalCheck:
         return problem
 
     def check_bytes(self, request: DecodeRequest, notice: TransferNotice, on_result: Callable[[str], None]) -> bool:
-        """Compare the notice's checksums with the request's pages in the background; the notice fits the reservation.
+        """Compare the notice's checksums with the request's pages in the background.
 
-        Returns False if there is nothing to compare. Otherwise `on_result` is called on another thread with a
-        description of the mismatch, empty if there is none. Until then nothing may write to the pages.
+        The caller has checked that the notice matches the reservation. Returns False if there is nothing to compare.
+        Otherwise `on_result` is called on another thread with a description of the mismatch, empty if there is none.
+        Until then nothing may write to the pages.
         """
         if self._checks is None or not notice.checksums:
             return False
@@ -81,13 +82,16 @@ class ArrivalCheck:
         return ""
 
     def _chosen(self, request: DecodeRequest, notice: TransferNotice) -> tuple[int, ...]:
-        """Return the pages whose checksums a notice must have: none if this worker computed the prompt itself."""
+        """Return the pages whose checksums the notice must carry: none if this worker computed the prompt itself."""
         if self._checks is None or notice.prefill == self._me:
             return ()
         return self._checks.chosen(notice.lease, _tokens_of(request), request.skipped)
 
     def _count(self, request: DecodeRequest, notice: TransferNotice, problem: str) -> None:
-        """Count the result of a comparison. Only the checksum thread calls this, so the counters need no lock."""
+        """Count and log the result of a comparison.
+
+        Only the checksum thread calls this, so the counters need no lock.
+        """
         if not problem:
             self.checksums_equal += len(notice.checksums)
             return
@@ -104,7 +108,7 @@ class ArrivalCheck:
 
 
 class ArrivalHandler:
-    """Checks arrived KV, at once or in the background, and makes the request ready or fails it.
+    """Checks arrived KV, at once or in the background, and then makes the request ready or fails it.
 
     Shares the admission's lock. Owned by the admission.
     """
@@ -119,8 +123,8 @@ class ArrivalHandler:
     ) -> None:
         """Create the handler.
 
-        `changed` is called without the lock when a background check has finished. A check may take `deadline_s`
-        seconds.
+        `changed` is called without the lock when a background check has finished. `deadline_s`: maximum duration of a
+        check in seconds.
         """
         self._requests = requests
         self._check = check
@@ -129,9 +133,10 @@ class ArrivalHandler:
         self._deadline_s = deadline_s
 
     def handle(self, request: DecodeRequest, notice: TransferNotice, pages: Sequence[int], now: float) -> None:
-        """Take in a request whose lease has ended with a notice, so that it owns its pages. Called under the lock.
+        """Make the request the owner of its lease's pages and check the KV in them. Called under the lock.
 
-        `pages` are those of a local prompt, in their order; empty if the prompt was sent.
+        A notice has ended the request's lease. `pages` are the pages of a local prompt, in order; empty if the prompt
+        was sent by another worker.
         """
         self._requests.adopt(request, now + self._deadline_s, pages)
         try:
@@ -160,14 +165,14 @@ class ArrivalHandler:
         self._changed()
 
     def _fail_unexpectedly(self, request: DecodeRequest, notice: TransferNotice) -> None:
-        """Log the current exception and fail this request, which is prefilled again; no other request is affected."""
+        """Log the current exception and fail only this request; its router has it prefilled again."""
         request_id = request.reservation.ref.request_id
         log.exception("request %s could not be admitted", request_id, extra=about(request_id))
         if request.stage is Stage.CHECKING:
             self._decide(request, notice, "pages that could not be taken in")
 
     def _decide(self, request: DecodeRequest, notice: TransferNotice, problem: str) -> None:
-        """Admit a request with correct KV, fail one whose KV has a `problem`, and free one that was cancelled."""
+        """Make the request ready; fail it if there is a `problem`, or free it if it was cancelled."""
         if request.cancelled:
             self._requests.free(request)
         elif problem:

@@ -1,6 +1,6 @@
-"""Requests whose KV has not arrived, from their reservation to the end of the lease.
+"""Requests with a lease whose KV has not arrived, from their reservation to the end of the lease.
 
-A lease ends when the KV arrives, or in any other way that the lease table knows of (`kv_transfer/lease.py`).
+A lease ends when the KV arrives, or in one of the other ways that the lease table lists (`kv_transfer/lease.py`).
 """
 
 import logging
@@ -19,10 +19,10 @@ log = logging.getLogger(__name__)
 
 
 class LeasedRequests:
-    """Applies to requests and pages what the lease table decides.
+    """Keeps the requests that have a lease, and applies the lease table's decisions to requests and pages.
 
     Owned by the admission, which calls every method under its lock. The requests are therefore exactly those whose
-    lease the table holds and has not revoked.
+    lease is in the table and has not been revoked.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class LeasedRequests:
         return iter(self._by_epoch.values())
 
     def grant(self, reservation: Reservation, prefix: Prefix, adapter: int) -> DecodeRequest:
-        """Create a request with a lease and reserved pages, in addition to the cached pages of `prefix`.
+        """Create a request with a lease, the cached pages of `prefix`, and reserved pages for the rest.
 
         Raises the errors of `PageBudget.reserve` and `LeaseTable.grant`, after which nothing is reserved.
         """
@@ -80,7 +80,7 @@ class LeasedRequests:
         return request
 
     def allocate_pages(self, lease: Lease, pages: int, prefill: PeerRef) -> Sequence[int]:
-        """Return the pages of the lease that `prefill` may write (`DecodeAdmission.allocate_pages`)."""
+        """Return the pages of the lease to which `prefill` may write (`DecodeAdmission.allocate_pages`)."""
         given = self._table.permit(lease, prefill)
         if given is not None:
             return given
@@ -93,7 +93,7 @@ class LeasedRequests:
         return self._advertise(request, self._budget.spend_on_lease(request, count))
 
     def cached_pages(self, lease: Lease) -> int:
-        """Return how many of a local prompt's first pages are cached (`DecodeAdmission.cached_pages`)."""
+        """Return the number of cached leading pages of a local prompt (`DecodeAdmission.cached_pages`)."""
         self._table.permit(lease, self._me)
         return self._by_epoch[lease.epoch].skipped
 
@@ -105,7 +105,7 @@ class LeasedRequests:
         return self._advertise(request, self._budget.spend_on_chunk(request, pages))
 
     def _advertise(self, request: DecodeRequest, count: int) -> tuple[int, ...]:
-        """Take `count` pages from the pool for the request's lease, and enter them in the lease table."""
+        """Take `count` pages from the pool for the request's lease, and add them to the lease in the lease table."""
         pages, prefill = self._pool.advertise(request.lease, count), request.reservation.prefill
         if pages and self._table.permit(request.lease, prefill) is None:
             self._table.advertise(request.lease, prefill, pages)
@@ -113,11 +113,10 @@ class LeasedRequests:
         return tuple(pages)
 
     def complete(self, change: LeaseChange) -> DecodeRequest | None:
-        """Return the request whose KV has arrived, according to what the table says of a notice.
+        """Return the request whose KV has arrived, given the lease table's decision on a notice.
 
-        It has no lease any more.
-
-        Returns None if the request had ended before and its pages only waited for the end of the writes.
+        The request has no lease afterwards. Returns None if the request had already ended and its quarantined pages
+        waited only for the end of the writes.
         """
         if change.action is PageAction.ADMIT:
             return self._by_epoch.pop(change.lease.epoch)
@@ -125,11 +124,14 @@ class LeasedRequests:
         return None
 
     def revoke(self, request: DecodeRequest) -> None:
-        """End a request whose KV has not arrived. No event is sent."""
+        """End a request whose KV has not arrived, and its lease. No event is sent."""
         self.apply(self._table.revoke(request.lease), None)
 
     def apply_all(self, changes: Iterable[LeaseChange], failure: TandemError) -> None:
-        """Apply all changes. An exception in one is logged, because the table has dropped the other leases already."""
+        """Apply all changes, even if one of them raises; the exception is logged.
+
+        The table has already dropped the leases of the remaining changes.
+        """
         for change in changes:
             try:
                 self.apply(change, failure)
@@ -137,7 +139,10 @@ class LeasedRequests:
                 log.exception("the end of %s was not followed", change.lease)
 
     def apply(self, change: LeaseChange, failure: TandemError | None) -> None:
-        """Apply a change of the lease table to the pages. A request that still has the lease ends with `failure`."""
+        """Apply a decision of the lease table: quarantine or free the pages of the lease.
+
+        A request that still has the lease ends with `failure`.
+        """
         request = self._by_epoch.pop(change.lease.epoch, None)
         if change.action is PageAction.QUARANTINE:
             self._pool.quarantine(change.lease)

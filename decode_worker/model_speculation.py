@@ -1,10 +1,10 @@
-"""Speculative decoding with a draft model or heads: how many draft tokens pay, and whose context is computed for them.
+"""Speculative decoding with a draft model or draft heads, whose proposals take time.
 
-Proposing with trained weights takes time: one step of the proposer for the first draft tokens of all requests, one for
-the second, and so on. All requests therefore have the same number of draft tokens. The number is the one that gives the
-most tokens per second of the step and of the proposer's steps before it, as two fitted cost models predict. A draft
-model needs the KV of a request's context first. It is computed only if the time is predicted to be regained before the
-answer ends, in pieces between the steps of the batch; until then the request has no draft tokens.
+Proposing takes one step of the proposer for the first draft tokens of all requests, one for the second, and so on. All
+requests therefore have the same number of draft tokens: the number that gives the most tokens per second of the step
+together with the proposer's steps before it, as two fitted cost models predict. A draft model first needs the KV of a
+request's context. That KV is computed only if the time is predicted to be regained before the answer ends. It is
+computed in chunks between the steps of the batch; until then the request has no draft tokens.
 """
 
 import time
@@ -25,21 +25,22 @@ from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.protocol.messages import SamplingParams
 
 MISSING_MAX = DRAFTS_MAX + 1
-"""The most context tokens without the proposer's KV with which proposing may begin, each as a row of its own.
+"""Maximum number of context tokens without proposer KV with which proposing may start; each becomes a row.
 
-With more, a piece of the context is stored first."""
+With more, a chunk of the context is computed first.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftCount:
-    """A number of draft tokens for each request of a step, and the predicted times."""
+    """A number of draft tokens per request in a step, with the predicted times."""
 
     drafts: int
-    """The draft tokens of each request."""
+    """The number of draft tokens of each request."""
     seconds: float
-    """Predicted seconds of the step together with the proposer's steps before it."""
+    """Predicted duration of the step together with the proposer's steps before it, in seconds."""
     saved_s: float
-    """Predicted seconds that the draft tokens save for each token of a request, compared with a step without them."""
+    """Predicted seconds that are saved per token of a request, compared with a step without draft tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +48,9 @@ class _Plan:
     """The work that the proposer does before the next step."""
 
     drafts: dict[DecodeRequest, int] = field(default_factory=dict)
-    """Requests for which draft tokens are proposed, each with their number."""
+    """Requests for which draft tokens are proposed, each with its number of draft tokens."""
     pieces: dict[Hashable, int] = field(default_factory=dict)
-    """Requests whose context is stored, each with the number of tokens stored before this step."""
+    """Requests whose context KV the proposer computes before this step, each with the number of tokens of the chunk."""
 
     def __bool__(self) -> bool:
         return bool(self.drafts or self.pieces)
@@ -59,7 +60,7 @@ _NO_PLAN = _Plan()
 
 
 class ModelSpeculation(Speculation):
-    """Speculation by a proposer that computes the draft tokens of all requests at once.
+    """Speculation with a proposer that computes the draft tokens of all requests in one batch.
 
     Used on the engine thread only.
     """
@@ -79,16 +80,16 @@ class ModelSpeculation(Speculation):
         self._model = proposer
         self._clock = clock
         self.counts.model_bytes = proposer.memory
-        # The prior is optimistic, so that an unknown draft model is tried at all: a few rejected draft tokens correct
-        # it (docs/decisions/speculative_decoding.md).
+        # The prior is optimistic, so that a new draft model is tried at all; a few rejected draft tokens correct the
+        # prior (docs/decisions/speculative_decoding.md).
         self._acceptance = Acceptance(prior=1.0)
         self._newest: DecodedStep | None = None
         """The newest step whose tokens have arrived."""
         self._probed: DecodeRequest | None = None
-        """The request that will have one draft token as a probe, while its context is stored."""
+        """The request that gets one draft token as a probe; set while the proposer computes its context."""
 
     def leave(self, request: DecodeRequest) -> None:
-        """Forget a request that left the batch."""
+        """Drop the state of a request that has left the batch."""
         super().leave(request)
         if request is self._probed:
             self._probed = None
@@ -96,19 +97,19 @@ class ModelSpeculation(Speculation):
             self._newest = None  # the step would keep the last requests alive
 
     def complete(self, step: DecodedStep) -> None:
-        """Take a step whose events were made, for `learn`."""
+        """Keep a completed step for `learn` and as the newest step. The caller has created the step's events."""
         super().complete(step)
         self._newest = step
 
     def _expects_drafts(self, bounds: StepBounds) -> bool:
-        """Return True if the next step will have draft tokens, or if context will be stored.
+        """Return True if the next step will have draft tokens, or if the proposer will compute context KV before it.
 
-        Storing context needs the device as well, so the next step is not launched early in either case.
+        Computing context needs the device as well, so the next step is not launched early in either case.
         """
         return bool(self._plan(bounds, unknown=1))
 
     def _choose(self, bounds: StepBounds, unknown: int) -> list[Candidate]:
-        """Store context, compute the draft tokens, and return the requests that have any."""
+        """Compute context KV and draft tokens, and return the requests that have draft tokens."""
         plan = self._plan(bounds, unknown)
         if not plan:
             return []
@@ -163,7 +164,7 @@ class ModelSpeculation(Speculation):
         )
 
     def _count(self, bounds: StepBounds, work: StepWork, requests: Sequence[DecodeRequest]) -> DraftCount:
-        """Return the number of draft tokens for each of `requests` that gives the most tokens per second."""
+        """Return the number of draft tokens per request of `requests` that gives the most tokens per second."""
         context = sum(self._batch.next_position(each) + 1 for each in requests)
         survival = self._survival(DRAFTS_MAX)
         costs = DraftCosts(bounds.cost, self._model.cost, work, len(requests), context)
@@ -180,9 +181,10 @@ class ModelSpeculation(Speculation):
         return best if best.saved_s > (1 - 1 / GAIN_MIN) * plain.seconds else plain
 
     def _probe(self, bounds: StepBounds, work: StepWork, eligible: Sequence[DecodeRequest]) -> _Plan:
-        """Return a plan to propose one draft token where none pays, for the request with the least context to store.
+        """Return a plan to propose one draft token, as a probe, although draft tokens do not raise the throughput now.
 
-        A probe may take at most 1 / PROBE_EVERY of the time since the last step with draft tokens.
+        The request with the least context to compute is chosen. A probe may take at most 1 / PROBE_EVERY of the time
+        since the last step with draft tokens.
         """
         if self.fixed_drafts is not None or self._steps_without < PROBE_EVERY:
             return _NO_PLAN
@@ -212,13 +214,13 @@ class ModelSpeculation(Speculation):
         step_s: float,
         saved_s: float | None,
     ) -> dict[Hashable, int]:
-        """Return for each request how many context tokens to store before a step of `step_s` seconds.
+        """Return for each request the number of context tokens to compute before a step of `step_s` seconds.
 
-        Requests with the fewest missing tokens come first. Apart from its fixed cost, storing takes at most as long as
-        a step without draft tokens, and stays within the gap targets.
+        Requests with the fewest missing tokens come first. Apart from its fixed cost, the computation takes at most as
+        long as a step without draft tokens, and keeps the step within `bounds.seconds`.
 
-        `saved_s`: seconds that draft tokens save for each token of a request. Nothing is stored for a request whose
-        savings before the end of its answer do not exceed the time to store its context. None = store in any case.
+        `saved_s`: seconds that draft tokens save per token of a request. A request is skipped if its savings before the
+        end of its answer do not exceed the time to compute its context. None = no request is skipped.
         """
         cost = self._model.cost
         fixed_s = cost.parameters.base_s + cost.parameters.prompt_base_s
@@ -241,11 +243,14 @@ class ModelSpeculation(Speculation):
         return pieces
 
     def _chunk(self, seconds: float, context: int) -> int:
-        """Return the most tokens after a context of `context` tokens whose KV can be stored in `seconds`."""
+        """Return the maximum number of tokens whose KV the proposer can compute in `seconds`.
+
+        The tokens follow a context of `context` tokens.
+        """
         return self._model.cost.tokens_within(seconds, 0, 0, context)
 
     def _missing(self, request: DecodeRequest) -> int:
-        """Return how many tokens of a request have no KV in the proposer, which may not know the request yet."""
+        """Return the number of the request's tokens without KV in the proposer, which may not know the request yet."""
         if request in self._known_tokens:
             return self._model.missing(request)
         return self._model.missing_at_first(self._batch.next_position(request) + 1)
@@ -254,15 +259,16 @@ class ModelSpeculation(Speculation):
         return self._model.room(request, min(drafts, self._batch.rows_left(request) - 1))
 
     def _rest(self, request: DecodeRequest) -> int:
-        """Return how many more tokens the answer is expected to have, according to the request's committed pages."""
+        """Return the expected number of further tokens of the answer, according to the request's committed pages."""
         expected = self._batch.kv.tokens_in(request.committed, decoding=True) - self._batch.next_position(request)
         return min(expected, self._batch.rows_left(request))
 
     @staticmethod
     def _draws(request: DecodeRequest, drafts: int) -> list[SamplingInput]:
-        """Return how the tokens after the newest one are drawn, without biases and limits on the start of the answer.
+        """Return the sampling inputs of the next `drafts` tokens, without logit biases and without a minimum length.
 
-        With a grammar, all of them have the history of the answer so far.
+        If the request has a history, for example because of a grammar, all inputs share the history of the answer so
+        far.
         """
         sampling = request.reservation.sampling
         first = request.first_draw + len(request.token_ids) - 1
@@ -280,7 +286,7 @@ class ModelSpeculation(Speculation):
 
 @dataclass(frozen=True, slots=True)
 class DraftCosts:
-    """The predicted seconds of a step in which some requests have draft tokens, and of the proposer's steps."""
+    """Predicts the duration of a step in which some requests have draft tokens, and of the proposer's steps."""
 
     verify: StepCost
     """The cost model of the target model's steps."""
@@ -294,7 +300,7 @@ class DraftCosts:
     """The number of tokens that the rows of these requests attend to, summed."""
 
     def count(self, survival: Sequence[float], *, kv_read_once: bool) -> DraftCount:
-        """Return the predicted times of a step with `len(survival)` draft tokens for each request.
+        """Return the predicted times of a step with `len(survival)` draft tokens per request.
 
         `survival` has for each draft token the probability that it and all draft tokens before it are accepted.
         """
@@ -302,8 +308,8 @@ class DraftCosts:
         more = 0 if kv_read_once else sum(self.context + rows * (draft + 1) for draft in range(drafts))
         seconds = self.verify.seconds(work.with_drafts(rows * drafts, more))
         if drafts:
-            # If all draft tokens of the last step were accepted, the proposer has not seen the last of them: one row
-            # more.
+            # If all draft tokens of the previous step were accepted, the proposer has no KV of the last of them yet,
+            # which costs one more row.
             fed = rows * survival[-1]
             first_s = self.propose.rows_seconds(rows, self.context) + fed * self.propose.parameters.row_s
             others = (self.propose.rows_seconds(rows, self.context + rows * draft) for draft in range(1, drafts))
@@ -314,7 +320,10 @@ class DraftCosts:
 
 
 def _store_seconds(cost: StepCost, missing: int, end: int, chunk: int) -> tuple[float, int]:
-    """Return the seconds and steps that store the KV of `missing` tokens up to position `end` in chunks of `chunk`."""
+    """Return the seconds and the number of steps that computing the KV of `missing` tokens takes.
+
+    The tokens end at position `end`; each step computes at most `chunk` of them.
+    """
     return cost.prefill_seconds(missing, chunk_pairs(missing, max(0, end + 1 - missing)), chunk)
 
 

@@ -1,19 +1,19 @@
-"""The page budget of the decode phase: how many KV pages each request reserves, and which of them the pool backs.
+"""The page budget of the decode phase: the KV pages that each request reserves, and how many of them the pool backs.
 
-The pages of a request are counted in two groups; the prefill phase uses the same two:
+The pages of a request are of two kinds, in the decode phase as in the prefill phase:
 
-  reserved  the request may still take these pages from the pool. The number follows from the expected length of prompt
+  reserved  pages that the request may still take from the pool. The number follows from the expected length of prompt
             and answer (`tandem/cost_model/answer_length.py`), so more requests run at once than if each one reserved
             pages for the longest answer it may give
-  held      the request owns or reads these pages. Reserved pages that are meant for its lease count as held already
+  held      pages that the request owns or reads. Reserved pages that are meant for its lease count as held already
 
-The pool backs the reserved pages of all requests together, which means that it keeps as many free pages for them. An
-answer that outgrows its forecast gets a longer forecast, and takes backed pages that other requests have not used yet.
+The pool backs reserved pages, which means that it keeps as many free pages for all requests together. If an answer
+exceeds its forecast, the request gets a longer forecast, and takes backed pages that other requests have not used yet.
 A younger request is preempted only when no backed page is left (`requests.py`). Until the preempted request has
-returned, as many pages as it had committed are kept free for it.
+returned, but for at most RETURN_S seconds, as many pages as it had committed are kept free for it.
 
-Prompts in transfer are treated differently. Their pages were granted to a prefill worker that is going to write them,
-so no other request may use that part of the backed pages.
+Prompts in transfer are treated differently. Their pages were granted to a prefill worker that will write them, so no
+other request may use that part of the backed pages.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,11 +29,11 @@ from tandem.protocol.messages import ModelFacts, Reservation
 from tandem.settings.worker import WorkerSettings
 
 RETURN_S = 1.0
-"""Seconds for which pages are kept for a preempted request: enough to return if no other worker has pages."""
+"""Seconds for which pages are kept for a preempted request: enough for it to return if no other worker has pages."""
 
 
 class PageReservations:
-    """The reserved pages of all requests, and the pages that the pool keeps to back them.
+    """Counts the reserved pages of all requests, and the pages that the pool keeps to back them.
 
     Owned by `PageBudget`; guarded by the admission's lock.
     """
@@ -44,28 +44,30 @@ class PageReservations:
         self._groups = cache.kv.groups
         self._limit: int | None = None
         self.committed = 0
-        """Pages that the requests hold or have reserved."""
+        """The number of pages that the requests hold or have reserved."""
         self._reserved = 0
-        """Reserved pages: those that the requests may still take from the pool."""
+        """The number of reserved pages, which the requests may still take from the pool."""
         self._backed = 0
-        """Reserved pages that the pool backs with free pages: all of them, or fewer if answers have outgrown their
-        forecasts."""
+        """The number of reserved pages that the pool backs with free pages.
+
+        All of the reserved pages, or fewer if answers have exceeded their forecasts.
+        """
         self._lease_pages = 0
-        """Backed pages that are kept for leases, and therefore for prompts in transfer."""
+        """The number of backed pages that are kept for leases, and therefore for prompts in transfer."""
         self._held = 0
-        """Pages that the requests hold, including those for prompts in transfer."""
+        """The number of pages that the requests hold, including those for prompts in transfer."""
 
     def limit(self, limit: int | None) -> None:
-        """Limit the sum of reserved and held pages; a shared page counts once for every request that reads it.
+        """Limit the sum of reserved and held pages of all requests.
 
-        With None, the initial value, only the pool limits the pages, and shared pages count once. Existing reservations
-        stay.
+        With a limit, a shared page counts once for every request that reads it. With None, the initial value, only the
+        size of the pool limits the pages, and shared pages count once. Existing reservations stay.
         """
         self._limit = limit
 
     @property
     def left(self) -> int:
-        """The number of further pages that the requests may hold, provided that the pool has them."""
+        """The number of additional pages that the requests may hold, provided that the pool has them."""
         return max(0, (self._pool.total if self._limit is None else self._limit) - self._held)
 
     def reserve(
@@ -79,7 +81,7 @@ class PageReservations:
     ) -> int:
         """Reserve `pages` less the cached pages of `prefix`, and return the number of reserved pages.
 
-        The request reads the cached pages from now on: those that tokens from `position` on attend to
+        From now on the request reads the cached pages to which tokens from `position` on attend
         (`PrefixCache.reserve`). At least `reserved_for_preempted` pages must stay free. Raises ResourceExhausted, and
         changes nothing, if there are too few pages. The caller calls `add_lease` next.
         """
@@ -95,22 +97,22 @@ class PageReservations:
         return reserved
 
     def add_lease(self, lease_pages: int, held: int) -> None:
-        """Keep `lease_pages` of the backed pages for a new lease, whose request then holds `held` pages."""
+        """Keep `lease_pages` of the backed pages for a new lease. Its request holds `held` pages, these included."""
         self._lease_pages += lease_pages
         self._held += held
 
     def for_chunk(self, request: DecodeRequest, most: int) -> int:
-        """Return how many pages a local prompt may take for its next chunk, at most `most`.
+        """Return the number of pages, at most `most`, that a local prompt may take for its next chunk.
 
         The pages of other prompts are always backed. The reservation of this prompt may exceed its backed pages,
-        because it reserves pages again for those that it has retired.
+        because it reserves new pages for those that have left its sliding window.
         """
         self._balance()
         # All backed pages except those that are kept for the leases of other prompts.
         return max(0, min(most, request.lease_pages, self._backed - self._lease_pages + request.lease_pages))
 
     def spend_on_lease(self, request: DecodeRequest, pages: int) -> int:
-        """Count `pages` backed pages as taken by the request's lease, and return `pages`."""
+        """Move `pages` backed pages from the request's reservation to its lease, and return `pages`."""
         request.reserved_pages -= pages
         request.lease_pages -= pages
         self._reserved -= pages
@@ -119,9 +121,9 @@ class PageReservations:
         return pages
 
     def reserve_again(self, request: DecodeRequest, pages: int, *, for_prompt: bool = False) -> None:
-        """Reserve `pages` pages again after a request with sliding windows has retired as many.
+        """Reserve `pages` pages after a request has released as many that left its sliding window.
 
-        The request will take other pages for later positions. With `for_prompt` the pages are kept for its lease.
+        The request will take other pages for later positions. With `for_prompt`, the pages are kept for its lease.
         """
         request.reserved_pages += pages
         self._reserved += pages
@@ -133,10 +135,10 @@ class PageReservations:
             self._held -= pages
 
     def complete_transfer(self, request: DecodeRequest, committed: int) -> None:
-        """Lower the committed pages of a request whose KV has arrived to `committed`.
+        """Lower the committed pages of a request whose KV has arrived to `committed`, if they exceed it.
 
-        Only reserved pages are dropped: pages that the request holds stay committed. If the request has committed fewer
-        pages, nothing changes.
+        Only reserved pages are given up: pages that the request holds stay committed. Pages that are still kept for the
+        lease no longer count as held.
         """
         left, request.lease_pages = request.lease_pages, 0
         self._lease_pages -= left
@@ -148,7 +150,7 @@ class PageReservations:
         self.subtract(spare, spare, 0, 0)
 
     def extend(self, request: DecodeRequest, pages: int) -> None:
-        """Raise the committed pages of a request that outgrew its forecast to `pages`.
+        """Raise the committed pages of a request that has exceeded its forecast to `pages`.
 
         The pool may have too few pages to back them.
         """
@@ -159,7 +161,7 @@ class PageReservations:
         self._reserved += more
 
     def grow(self, request: DecodeRequest, *, beyond_limit: bool = False) -> bool:
-        """Take one more page of each group for a request with a reservation, and return False if there are none.
+        """Take one more page of each group for a request with a reservation; return False if there are too few.
 
         With `beyond_limit`, the page limit is ignored for this request.
         """
@@ -168,14 +170,17 @@ class PageReservations:
             if not beyond_limit:
                 return False
             self._backed += self._pool.reserve_up_to(self._groups)
-        # Backed pages that are kept for leases must not be used: prefill workers are going to write them.
+        # Backed pages that are kept for leases must not be used, because prefill workers will write them.
         if self._backed - self._groups < self._lease_pages:
             return False
         self._count_growth(request, self._pool.allocate(request.reservation.ref, self._groups, from_reserved=True))
         return True
 
     def grow_all(self, requests: Sequence[DecodeRequest]) -> bool:
-        """Call `grow` for each of the requests, or take no page and return False if there are too few for all."""
+        """Take one more page of each group for each of the requests.
+
+        Returns False, and takes no page, if there are too few for all of them.
+        """
         self._balance()
         groups = self._groups
         pages = len(requests) * groups
@@ -189,7 +194,7 @@ class PageReservations:
         return True
 
     def remove(self, request: DecodeRequest) -> None:
-        """Drop the reservation of a request that has ended and whose pages have other owners."""
+        """Drop the reservation of a request that has ended. The request no longer owns its pages."""
         self.subtract(request.committed, request.reserved_pages, request.held, request.lease_pages)
 
     def _count_growth(self, request: DecodeRequest, pages: Sequence[int]) -> None:
@@ -201,7 +206,7 @@ class PageReservations:
         self._held += len(pages)
 
     def subtract(self, committed: int, reserved: int, held: int, lease_pages: int) -> None:
-        """Subtract the pages of a request that has ended, or of a reservation that was reduced, from each count."""
+        """Subtract pages from each count: those of a request that has ended, or the reduction of a reservation."""
         self.committed -= committed
         self._reserved -= reserved
         self._held -= held
@@ -209,7 +214,7 @@ class PageReservations:
         self._balance()
 
     def _balance(self) -> None:
-        """Have the pool back as many of the reserved pages as it can, and return backed pages that are in excess."""
+        """Have the pool back as many reserved pages as it can, and return excess backed pages to the pool."""
         missing = self._reserved - self._backed
         if missing < 0:
             self._pool.unreserve(-missing)
@@ -222,10 +227,10 @@ class PageReservations:
 
 
 class PageBudget:
-    """The pages reserved for requests, for prompt and answer, until each request ends. Guarded by the admission's lock.
+    """The pages that requests reserve for prompt and answer until they end. Guarded by the admission's lock.
 
     Quarantined pages are lost until their writers confirm that they have stopped, or are known to have stopped. A
-    worker that has lost a large part of its pool reports itself as not ready, and makes no reservation until enough
+    worker that has lost a large part of its pool reports that it is not ready, and accepts no reservation until enough
     pages are back. Otherwise it would look to the routers like a small worker that is full. Owned by the admission.
     """
 
@@ -252,39 +257,37 @@ class PageBudget:
         self._reservations = PageReservations(cache)
         self._lengths = AnswerLengths()
         self._preempted: dict[tuple[str, str], tuple[int, float]] = {}
-        """For each preempted request, by router and request id: the pages that are kept for it, and until when."""
+        """By router and request id of each preempted request: the number of pages kept for it, and until when."""
         self._closed = ""
 
     @property
     def not_ready(self) -> str:
-        """The reason why reservations are rejected at present, empty if they are accepted. `update_lost` updates it."""
+        """The reason why reservations are rejected now; empty if they are accepted. Computed by `update_lost`."""
         return self._lost.not_ready
 
     @property
     def committed(self) -> int:
-        """Pages that all requests that have not ended hold or have reserved."""
+        """The number of pages that requests hold or have reserved, over all requests that have not ended."""
         return self._reservations.committed
 
     @property
     def left(self) -> int:
-        """The number of further pages that the requests may hold, provided that the pool has them."""
+        """The number of additional pages that the requests may hold, provided that the pool has them."""
         return self._reservations.left
 
     def expected_pages(self, reservation: Reservation, tokens: int, *, decoding: bool = True) -> int:
-        """Return the pages that prompt and answer are expected to need once the answer has `tokens` tokens.
+        """Return the number of pages that the request is expected to need, given that the answer has `tokens` tokens.
 
-        `decoding` says that the prompt is not computed in these pages, so that groups with a window need fewer of them.
+        `decoding`: the prompt is not computed in these pages, so groups with a sliding window need fewer of them.
         """
         return self._kv.held(self._stored(reservation, self._expected(reservation, tokens)), decoding=decoding)
 
     def reserve(self, reservation: Reservation, prefix: Prefix, *, local: bool) -> tuple[int, int]:
         """Reserve the expected pages of a request, less the cached pages of `prefix`, which it reads from now on.
 
-        `local` says that this worker computes the prompt, in these pages.
-
-        Returns the number of expected pages and how many of them are reserved. Raises ResourceExhausted with a retry
-        hint if there are too few pages now, InvalidArgument if the longest answer can never fit, RoleClosed while
-        closed.
+        `local`: this worker computes the prompt, in these pages. Returns the number of expected pages and the number of
+        reserved ones. Raises ResourceExhausted with a retry hint if there are too few pages now, InvalidArgument if the
+        longest answer can never fit, RoleClosed while closed.
         """
         self.update_lost()
         if self._closed:
@@ -314,30 +317,30 @@ class PageBudget:
         return pages, reserved
 
     def cancel_reservation(self, pages: int, reserved: int) -> None:
-        """Release what `reserve` took for a reservation that was not granted."""
+        """Undo `reserve` for a reservation that was not granted; the arguments are the result of `reserve`."""
         self._reservations.subtract(pages, reserved, 0, 0)
 
     def add_lease(self, request: DecodeRequest) -> None:
-        """Keep reserved pages for the lease of a new request."""
+        """Keep part of the reserved pages for the lease of a new request."""
         self._reservations.add_lease(request.lease_pages, request.held)
 
     def spend_on_lease(self, request: DecodeRequest, pages: int) -> int:
-        """Count `pages` reserved pages as taken by the request's lease, and return `pages`."""
+        """Move `pages` pages from the request's reservation to its lease, and return `pages`."""
         return self._reservations.spend_on_lease(request, pages)
 
     def spend_on_chunk(self, request: DecodeRequest, most: int) -> int:
-        """Take at most `most` reserved pages for the next chunk of a local prompt, and return how many there are."""
+        """Take at most `most` reserved pages for the next chunk of a local prompt, and return the number taken."""
         return self._reservations.spend_on_lease(request, self._reservations.for_chunk(request, most))
 
     def retire_read(self, request: DecodeRequest, position: int) -> None:
-        """Release cached pages that no further token of a local prompt attends to, and reserve as many others."""
+        """Release the cached pages of a local prompt that have left the sliding window, and reserve as many others."""
         retired = self._cache.retire_read(request.prefix, position)
         self._reservations.reserve_again(request, retired, for_prompt=True)
 
     def complete_transfer(self, request: DecodeRequest) -> None:
-        """Reduce a request whose KV has arrived to the pages that decoding needs, where groups have sliding windows.
+        """Reduce the pages of a request whose KV has arrived to those that decoding needs.
 
-        A prompt that was computed in these pages needed more of them.
+        This applies to models with sliding windows: a prompt that is computed in its pages needs more of them.
         """
         if not self._kv.windowed:
             return
@@ -346,12 +349,12 @@ class PageBudget:
         self._reservations.complete_transfer(request, pages)
 
     def grow(self, request: DecodeRequest, *, beyond_limit: bool = False) -> bool:
-        """Take one more page of each group for a running request, and retire the pages that it no longer attends to.
+        """Take one more page of each group for a running request, and release pages outside its sliding window.
 
         Returns False if there are none, or none within the limit. `beyond_limit` ignores the limit.
         """
         self._retire_unseen(request)
-        # The answer has outgrown its forecast: reserve the pages of a longer one.
+        # The answer has exceeded its forecast: reserve pages for a longer forecast.
         if request.reserved_pages < self._kv.groups:
             pages = self.expected_pages(request.reservation, len(request.token_ids) + request.in_flight)
             self._reservations.extend(request, max(pages, request.held + self._kv.groups))
@@ -360,7 +363,8 @@ class PageBudget:
     def grow_all(self, requests: Sequence[DecodeRequest]) -> bool:
         """Take one more page of each group for each of the requests.
 
-        Returns False, and takes no page, if any of them has too few reserved pages or the pool has too few.
+        Returns False, and takes no page, if any of the requests has too few reserved pages or the pool has too few
+        pages.
         """
         for request in requests:
             self._retire_unseen(request)
@@ -369,7 +373,7 @@ class PageBudget:
         )
 
     def release(self, request: DecodeRequest) -> None:
-        """Drop the reservation of a request that has ended and whose pages have other owners.
+        """Drop the reservation of a request that has ended. The request no longer owns its pages.
 
         The caller releases the cached pages that the request reads.
         """
@@ -380,7 +384,7 @@ class PageBudget:
         self._preempted[request.key] = request.committed, self._clock() + RETURN_S
 
     def learn(self, request: DecodeRequest) -> None:
-        """Update the forecast of answer lengths with an answer that has ended."""
+        """Update the forecast of answer lengths with the length of an answer that has ended."""
         self._lengths.learn(request.reservation.sampling.max_tokens, len(request.token_ids))
 
     def close(self, why: str) -> None:
@@ -392,7 +396,7 @@ class PageBudget:
         self._closed = ""
 
     def limit(self, max_pages: int | None) -> None:
-        """Limit the pages that requests commit; quarantined pages do not count.
+        """Limit the pages that requests hold or reserve; quarantined pages do not count.
 
         None, the initial value, means the whole pool. Existing reservations stay.
         """
@@ -404,7 +408,7 @@ class PageBudget:
         self._lost.update(self._pool.counts().quarantined, self._limit, self._why)
 
     def _retire_unseen(self, request: DecodeRequest) -> None:
-        """Retire the pages of a request that no step in flight and no later step reads."""
+        """Release the request's pages that have left its sliding window: no step in flight or later step reads them."""
         if self._kv.windowed:
             self._retire(request, request.next_unread)
 
@@ -424,15 +428,15 @@ class PageBudget:
         return self._lengths.expect(sampling.max_tokens, tokens, to_the_limit=sampling.runs_to_limit)
 
     def _stored(self, reservation: Reservation, answer: int) -> int:
-        """Return the number of positions whose KV is stored once the answer has `answer` tokens."""
+        """Return the number of positions that have stored KV once the answer has `answer` tokens."""
         longest = kv_tokens(reservation.question_tokens, reservation.sampling, self._model)
         shortest = len(reservation.prompt_token_ids)
         return max(shortest, min(longest, reservation.question_tokens + answer - 1))
 
     def _reserved_for_preempted(self, reservation: Reservation, most: int) -> int:
-        """Return the pages that are kept for preempted requests, at most `most`.
+        """Return the number of pages that are kept for preempted requests, at most `most`.
 
-        Returns 0 if this reservation is a preempted request that returns.
+        Returns 0 if this reservation is for a preempted request that returns.
         """
         now = self._clock()
         self._preempted = {key: entry for key, entry in self._preempted.items() if entry[1] > now}

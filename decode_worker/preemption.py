@@ -1,10 +1,10 @@
-"""Chooses which request is preempted when a running request finds no free page: the youngest, and never the oldest.
+"""Chooses the request to preempt when a running request finds no free page: the youngest, never the oldest.
 
 Age is the order in which leases were granted. The oldest request whose KV is here is never preempted and may preempt
 every other request, so it runs to its end. Then the next one is the oldest, so every request ends eventually.
 
 A request that was preempted and recomputed must make progress before it may be preempted again; otherwise two requests
-could preempt each other forever. Only the oldest request overrides this rule, whether it is running or ready.
+could preempt each other forever. Only the oldest request may override this rule, whether it is running or ready.
 """
 
 from collections.abc import Iterable
@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from decode_worker.request import DecodeRequest, Stage
 
 PROGRESS_TOKENS = 16
-"""The number of new tokens that a recomputed attempt must have before it may be preempted again."""
+"""Minimum number of new tokens of a recomputed attempt before it may be preempted again."""
 
 
 def choose(needs_page: DecodeRequest, candidates: Iterable[DecodeRequest]) -> DecodeRequest | None:
-    """Return the candidate that is preempted for `needs_page`, or None if that request has to wait.
+    """Return the candidate to preempt so that `needs_page` gets a page, or None if that request has to wait.
 
     `candidates` are the ready and running requests, including `needs_page`, which may itself be chosen.
     """

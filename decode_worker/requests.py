@@ -1,6 +1,6 @@
 """The requests of the decode phase, from their reservation to their end.
 
-Each has reserved pages and, once its KV has arrived, pages of its own.
+Each request has reserved pages and, once its KV has arrived, owns pages.
 """
 
 from collections import OrderedDict, deque
@@ -17,15 +17,16 @@ from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
 from tandem.protocol.messages import Lease, RequestEvent, RequestRef, RoutedEvent, TransferNotice
 
 ADMITTED_REMEMBERED = 4096
-"""The number of leases whose KV has arrived that are remembered, by epoch.
+"""Maximum number of leases with arrived KV whose epochs are remembered.
 
-A lease whose notice arrived while a heartbeat for it was in transit must not be reported as lost."""
+A lease whose notice arrived while a heartbeat for it was in transit must not be reported as lost.
+"""
 
 
 class DecodeRequests:
     """All requests that have not ended, and the queue of ready ones.
 
-    Guarded by the admission's lock. Owned by the admission; the decode scheduler takes its lock too.
+    Guarded by the admission's lock, which the decode scheduler takes too. Owned by the admission.
     """
 
     def __init__(self, cache: PrefixCache, budget: PageBudget, emit: Callable[[RoutedEvent], None]) -> None:
@@ -35,14 +36,14 @@ class DecodeRequests:
         self._emit = emit
         self._by_key: dict[tuple[str, str], DecodeRequest] = {}
         self.ready: deque[DecodeRequest] = deque()
-        """Requests whose KV has arrived and that wait for the running batch, oldest first."""
+        """Requests whose KV has arrived and is correct, and that wait to join the running batch, oldest first."""
         self._arrived: OrderedDict[int, None] = OrderedDict()
         self.preemptions = 0
         """The number of preemptions since the worker started."""
         self._dropped: set[DecodeRequest] = set()
         """Cancelled requests whose pages are still in use."""
         self.cancelled = 0
-        """The number of requests that were cancelled while their pages were in use."""
+        """The number of cancellations so far of requests whose pages were in use."""
 
     def __len__(self) -> int:
         """Return the number of requests that have not ended."""
@@ -53,11 +54,11 @@ class DecodeRequests:
         return self._by_key.get((router_id, request_id))
 
     def refs(self) -> list[tuple[str, RequestRef]]:
-        """Return every request that has not ended, with its router."""
+        """Return every request that has not ended, as pairs of router id and request reference."""
         return [(router_id, request.reservation.ref) for (router_id, _), request in self._by_key.items()]
 
     def adapters(self) -> set[str]:
-        """Return the adapter hashes of all requests that a step may still compute; "" stands for the base model."""
+        """Return the adapter hashes of all requests that may still be in a step; "" stands for the base model."""
         return {request.reservation.adapter for request in (*self._by_key.values(), *self._dropped)}
 
     def add(self, request: DecodeRequest) -> None:
@@ -65,10 +66,11 @@ class DecodeRequests:
         self._by_key[request.key] = request
 
     def adopt(self, request: DecodeRequest, check_until: float, pages: Sequence[int] = ()) -> None:
-        """Make the request the owner of its lease's pages, to which nothing writes any more.
+        """Transfer the pages of the request's lease to the request. All writes to them must have ended.
 
-        The KV in the pages is not checked yet; the check must have a result before `check_until`. `pages` are those of
-        a local prompt as `KvPages` lists them; without them, the pages are taken in the lease's order.
+        The KV in the pages is not checked yet; the check must have a result before `check_until`. For a local prompt,
+        `pages` are its pages, listed as by `KvPages`; otherwise it is empty, and the pages are those of the lease in
+        their order.
         """
         request.check_until = check_until
         adopted = self._pool.adopt(request.lease, request.reservation.ref)
@@ -79,13 +81,13 @@ class DecodeRequests:
             self._arrived.popitem(last=False)
 
     def has_arrived(self, lease: Lease) -> bool:
-        """Return True if the KV of this lease is among the last ADMITTED_REMEMBERED that arrived."""
+        """Return True if the KV of this lease has arrived; only the last ADMITTED_REMEMBERED leases are known."""
         return lease.epoch in self._arrived
 
     def admit(self, request: DecodeRequest, notice: TransferNotice) -> None:
-        """Make a request ready whose KV was checked.
+        """Make a request ready after its KV was found correct.
 
-        Other requests may read the full pages of its prompt from now on.
+        From now on, other requests may read the full pages of its prompt.
         """
         self._cache.publish(request.reservation.ref, request.prefix, request.pages)
         self._budget.complete_transfer(request)
@@ -111,10 +113,10 @@ class DecodeRequests:
         return self._budget.grow_all(requests)
 
     def grow(self, request: DecodeRequest, running: Collection[DecodeRequest]) -> bool:
-        """Allocate one more page of each group to a running request, if need be by preempting it or another one.
+        """Allocate one more page of each group to a running request, by preempting a request if necessary.
 
-        Ready requests and those in `running` may be preempted. Returns False if there is no page yet; the request then
-        waits for the next step.
+        Ready requests and those in `running`, `request` included, may be preempted. Returns False if there is no page
+        yet; the request then waits for the next step.
         """
         while not self._budget.grow(request):
             staying = [each for each in running if each.stage is Stage.RUNNING]
@@ -123,10 +125,10 @@ class DecodeRequests:
                 return False
             victim = preemption.choose(request, [*self.ready, *staying])
             if victim is None:
-                # If it is the only request, it goes on even if the page limit was lowered since it came.
+                # The only request continues even if the page limit was lowered since it arrived.
                 alone = len(self.ready) + len(staying) == 1
                 return alone and self._budget.grow(request, beyond_limit=True)
-            # Its pages may be written by a step in flight, so it leaves only when that step has completed.
+            # A step in flight may write to the victim's pages, so it leaves only when that step has completed.
             if victim.in_flight:
                 victim.preempting = True
                 return False
@@ -138,7 +140,7 @@ class DecodeRequests:
     def preempt(self, request: DecodeRequest) -> None:
         """Preempt a ready or running request.
 
-        Its router sends it again, to be recomputed with the tokens it has so far.
+        Its router sends it again, with its tokens so far, and its KV is recomputed.
         """
         if request.stage is Stage.READY:
             self.ready.remove(request)
@@ -146,13 +148,13 @@ class DecodeRequests:
         reservation = request.reservation
         event_times = (*request.event_times, EventTime.now(LifecycleEvent.PREEMPTED))
         event = RequestEvent(reservation.ref, len(request.token_ids), event_times=event_times, preempted=True)
-        # Before `_leave`, which drops the reservation whose size is kept free here.
+        # Called before `_leave`, which drops the reservation: `expect_return` keeps as many pages free.
         self._budget.expect_return(request)
         self._leave(request)
         self._emit(RoutedEvent(reservation.router_id, event))
 
     def end_late_checks(self, now: float) -> bool:
-        """Fail the requests whose check is late, and return True if there were any.
+        """Fail the requests whose KV check has exceeded its deadline; return True if there were any.
 
         Their pages are freed once the check has its result, because it still reads them.
         """
@@ -163,13 +165,13 @@ class DecodeRequests:
         return bool(late)
 
     def cancel(self, request: DecodeRequest) -> None:
-        """Cancel a request whose KV has arrived."""
+        """Cancel a request whose KV has arrived. Its pages are freed once no step or check uses them."""
         if request.stage is Stage.READY:
             self.ready.remove(request)
             self.free(request)
         else:
-            # A step or a check may read its pages now: the batch drops the request at the end of the step, the check
-            # drops it when it has its result.
+            # A step or a check may be reading the request's pages: the batch frees the request at the end of the step,
+            # or the check frees it when it has its result.
             request.cancelled = True
             self.cancelled += 1
             self._dropped.add(request)
@@ -184,21 +186,21 @@ class DecodeRequests:
             self._leave(request)
 
     def _leave(self, request: DecodeRequest) -> None:
-        """Publish the pages that the answer fills in the prefix cache, and free the request."""
+        """Add the pages that the answer fills to the prefix cache, and free the request."""
         named = len(request.prefix.digests) * self._cache.page_tokens
         self._cache.extend(request.prefix, request.stored_from(named))
         self._cache.publish(request.reservation.ref, request.prefix, request.pages)
         self.free(request)
 
     def free(self, request: DecodeRequest, failure: TandemError | None = None) -> None:
-        """Free the pages of a request, which nothing reads any more, and end it. `failure` is sent to its router."""
+        """Free the pages of a request and end it. No step may use the pages. `failure` is sent to its router."""
         self._cache.leave(request.reservation.ref, request.prefix, request.pages)
         self.end(request, failure)
 
     def end(self, request: DecodeRequest, failure: TandemError | None = None) -> None:
         """End a request: drop its reservation and release the cached pages that it reads.
 
-        Its own pages have another owner by now. `failure`, if given, is sent to its router.
+        The request must no longer own pages. `failure`, if given, is sent to its router.
         """
         self._cache.release(request.prefix)
         self._budget.release(request)
@@ -210,7 +212,7 @@ class DecodeRequests:
             self._emit_failure(request, failure)
 
     def _listed(self, request: DecodeRequest, sent: Sequence[int]) -> list[int]:
-        """Return the pages that a request reads and those that were sent to it, as `KvPages` lists them."""
+        """Return the cached pages that a request reads and the pages `sent` to it, listed as by `KvPages`."""
         kv, read = self._cache.kv, request.prefix.pages
         pages = [*read, *[FREED] * (request.prompt_pages * kv.groups - len(read))]
         entries = kv.sent(len(request.reservation.prompt_token_ids), request.skipped)

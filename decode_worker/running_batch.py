@@ -2,7 +2,7 @@
 
 A request takes a slot when it joins and frees it when it leaves (`batch_slots.py`). Its row, token and page in a step
 follow from the step's number, so no counters are updated from step to step. The step in which a request ends or needs a
-page is noted in advance; a step in which hundreds of requests simply continue looks at none of them.
+page is scheduled in advance, so a step in which hundreds of requests simply continue inspects none of them.
 """
 
 from collections import deque
@@ -34,43 +34,46 @@ class RunningBatch:
         self._unstopped = 0
         self._next_step = 0
         self.in_flight_steps: deque[tuple[int, BatchSnapshot]] = deque()
-        """Launched steps whose tokens have not arrived, oldest first, each as its number and its snapshot."""
+        """Launched steps whose tokens have not arrived, oldest first: the number and the snapshot of each."""
         self._snapshot: BatchSnapshot | None = None
-        """The rows of the next step; None if requests have joined, left or moved since the last step."""
+        """The snapshot for the next step; None if requests have joined, left or moved since the last step."""
         self._last_steps = SlotSchedule()
-        """Slots by the last step in which they have a row, without those that were stopped."""
+        """Slots scheduled by the last step in which they have a row; stopped ones are left out."""
         self._page_steps = SlotSchedule()
-        """Slots by the step for which they need one more page."""
+        """Slots scheduled by the step in which they need one more page."""
         self._without_page: list[BatchSlot] = []
         """Slots that need a page for their row in the next step."""
         self._stopped: list[BatchSlot] = []
         """Slots of stopped requests that have not left yet."""
         self._with_events: list[BatchSlot] = []
-        """Slots whose next token is sent in an event."""
+        """Slots whose next token must be sent in an event."""
         self._with_history: list[BatchSlot] = []
-        """Slots of requests with penalties or a grammar, whose answer has to be up to date after each step."""
+        """Slots of requests with penalties or a grammar; their answers must be up to date after each step."""
         self._stop_sets: dict[frozenset[int], int] = {}
-        """Sets of tokens that end an answer, each with the number of requests that have it."""
+        """Sets of tokens that end an answer, each with the number of requests that use it."""
         self._stop_tokens: frozenset[int] = frozenset()
-        """All tokens that end the answer of some request: the union of `_stop_sets`."""
+        """All tokens that end the answer of any request: the union of `_stop_sets`."""
         self._grow(slots)
 
     def __len__(self) -> int:
-        """Return the number of requests that were not stopped."""
+        """Return the number of requests, without stopped ones."""
         return self._unstopped
 
     @property
     def requests(self) -> Collection[DecodeRequest]:
-        """All requests, including those that were stopped and are in a step in flight."""
+        """All requests, including stopped ones that are still in a step in flight."""
         return self._slots.keys()
 
     def join(self, request: DecodeRequest) -> None:
-        """Give the request a slot. It has `token_ids`, `pages`, `ending` and, if it needs one, a `history`."""
+        """Give the request a slot.
+
+        The caller has set its `answer`, `pages`, `ending` and, if it has penalties or a grammar, its `history`.
+        """
         if not self._free:
             self._grow(max(1, len(self._columns)))
         ending, now = request.ending, self._next_step
-        # The first row feeds the newest token, at `position`. The last row feeds the token before the last possible
-        # one, which it draws.
+        # The input of the first row is the newest token, at `position`. The last row samples the last possible token,
+        # so its input is the token before.
         position = request.prompt_tokens + len(request.answer) - 1
         last = now + request.prompt_tokens + ending.limit - 2 - position
         slot = self._slots[request] = BatchSlot(request, self._free.pop(), now, position - now, last, now)
@@ -89,13 +92,13 @@ class RunningBatch:
         self._copy_pages(slot)
 
     def page_added(self, request: DecodeRequest) -> None:
-        """Copy the new page of a request, which its next row needs."""
+        """Copy the page that a request has got for its next row."""
         slot = self._slots[request]
         self._without_page.remove(slot)
         self._copy_pages(slot)
 
     def stop(self, request: DecodeRequest) -> None:
-        """Give the request no more rows. It still gets the tokens of steps in flight."""
+        """Plan no further rows for the request. It still gets the tokens of steps in flight."""
         slot = self._slots[request]
         if slot.stopped:
             return
@@ -109,17 +112,17 @@ class RunningBatch:
             self._snapshot = None
 
     def drop(self, request: DecodeRequest) -> None:
-        """Give the request no more rows, and discard the tokens of its rows in flight."""
+        """Plan no further rows for the request, and discard the tokens of its rows in flight."""
         self.stop(request)
         self.flush_tokens(request)
         self._slots[request].dropped = True
 
     def drained(self) -> list[DecodeRequest]:
-        """Return the stopped requests that are in no step in flight."""
+        """Return the stopped requests that have no row in a step in flight."""
         return [slot.request for slot in self._stopped if not self.in_flight(slot.request)]
 
     def leave(self, request: DecodeRequest) -> None:
-        """Free the slot of a request that is in no step in flight."""
+        """Free the slot of a request that has no row in a step in flight."""
         self.stop(request)
         self.flush_tokens(request)
         slot, stops = self._slots.pop(request), request.ending.stops
@@ -148,7 +151,7 @@ class RunningBatch:
 
     @property
     def waits_for_tokens(self) -> bool:
-        """True if a request's grammar must see the tokens of the steps in flight before the next step."""
+        """True if the next step cannot be planned yet, because a grammar needs the tokens of the steps in flight."""
         constrained = (slot.request.reservation.sampling.grammar for slot in self._with_history)
         return bool(self.in_flight_steps) and any(constrained)
 
@@ -167,9 +170,7 @@ class RunningBatch:
         return [slot.request for slot in due]
 
     def launch(self) -> TokenRows | None:
-        """Launch the next step and return its rows: one for each running request that has a page.
-
-        None if there are none.
+        """Launch the next step and return its rows, one for each running request with a page; None if there are none.
 
         The newest token of a request, which may still be in flight, takes the next position. A request that certainly
         ends with a token in flight has no row.
@@ -189,7 +190,10 @@ class RunningBatch:
         return TokenRows(len(snapshot), snapshot.context_tokens(step), lambda: snapshot.rows(step, before))
 
     def complete(self, token_ids: Sequence[int]) -> DecodedStep:
-        """Take the tokens of the oldest step in flight, one for each row. Tokens of dropped requests are discarded."""
+        """Process the sampled tokens of the oldest step in flight, one per row, and return the completed step.
+
+        Tokens of dropped requests are discarded.
+        """
         step, snapshot = self.in_flight_steps.popleft()
         tokens = np.array(token_ids, dtype=np.int64)
         waiting = self._waiting_rows(step, snapshot)
@@ -214,15 +218,19 @@ class RunningBatch:
         return DecodedStep(step, snapshot, token_ids, sorted(with_events), over | with_events)
 
     def event_sent(self, request: DecodeRequest) -> None:
-        """Note that an event was sent for the request. It needs no other one, unless it wants log probabilities."""
+        """Record that an event was sent for the request.
+
+        Its next tokens need no event, unless the request wants log probabilities.
+        """
         slot = self._slots[request]
         if slot in self._with_events and request.reservation.sampling.logprobs is None:
             self._with_events.remove(slot)
 
     def _waiting_rows(self, step: int, snapshot: BatchSnapshot) -> dict[int, BatchSlot]:
-        """Return the rows that drew no token because the mask of their grammar was not ready. They are repeated.
+        """Return the rows whose token was not sampled because the grammar mask was not ready.
 
-        No step that was launched since has a row of these requests (`waits_for_tokens`).
+        They are repeated in a later step. No step that was launched since has a row of these requests
+        (`waits_for_tokens`).
         """
         waiting = [
             slot
@@ -235,10 +243,10 @@ class RunningBatch:
         return {snapshot.slots.index(slot): slot for slot in waiting}
 
     def _move(self, slot: BatchSlot, positions: int, newest_token: int) -> None:
-        """Move the next row of a request by `positions`: it gained several tokens, or none, where one was expected."""
+        """Move the next row of a request by `positions`, because it gained more or fewer than one token in a step."""
         self._columns.newest_token[slot.index] = newest_token
         self._page_steps.remove(slot)
-        # The row of a given step moves ahead by `positions`, so the last position is reached as many steps earlier.
+        # The row of each step moves forward by `positions`, so the last position is reached as many steps earlier.
         slot.position_offset += positions
         slot.last_step -= positions
         self._columns.reschedule(slot)
@@ -248,7 +256,7 @@ class RunningBatch:
             self._snapshot = None
 
     def _snapshot_of(self, step: int) -> BatchSnapshot | None:
-        """Return the requests with a row in this step, or None if there are none."""
+        """Return the snapshot of the requests with a row in this step, or None if there are none."""
         if self._snapshot is None or self._without_page:
             indices = np.flatnonzero(self._columns.last_step >= step)
             if self._without_page:
@@ -259,10 +267,10 @@ class RunningBatch:
         return self._snapshot
 
     def _skip_step(self, slot: BatchSlot, step: int) -> None:
-        """Move all rows of a request without a page one step later."""
+        """Postpone all rows of a request that has no page by one step."""
         if slot.last_step < step:
             return
-        # The step must not be counted as one of its tokens when the token buffer is flushed.
+        # When the token buffer is flushed, this step must not count as a token of the request.
         if slot.first_step == step:
             slot.first_step = slot.buffered_from = step + 1
         else:
@@ -293,7 +301,7 @@ class RunningBatch:
         self._schedule_page(slot)
 
     def _page_step(self, slot: BatchSlot) -> int:
-        """Return the first step for which the request has no page."""
+        """Return the first step in which the request's row has no page."""
         return self.kv.tokens_of(slot.request.pages) - slot.position_offset
 
     def _schedule_page(self, slot: BatchSlot) -> None:

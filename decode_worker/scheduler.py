@@ -9,8 +9,8 @@ The path of a request, by its queues (`decode_worker/request.py`):
   3. `schedule`  takes ready requests into the batch between two steps, and gives each request one row. If a request
                  needs a page and none is free, the youngest request is preempted (`preemption.py`), or the request
                  waits
-  4. `apply`     appends the sampled tokens; a request that ends or is preempted leaves with its pages once no step
-                 uses them
+  4. `apply`     appends the sampled tokens; a request that ends or is preempted leaves, and its pages are freed, once
+                 no step uses them
 
 All methods are called on the engine thread. `decode_worker/running_batch.py` keeps the data of the requests as columns.
 """
@@ -43,7 +43,10 @@ NO_ROWS = TokenRows.of(())
 
 
 class DecodeScheduler:
-    """Plans decode steps and takes their results. Owns the running batch; a request owns its pages until it leaves."""
+    """Plans decode steps and processes their results.
+
+    Owns the running batch; a request owns its pages until it leaves.
+    """
 
     def __init__(
         self,
@@ -59,8 +62,8 @@ class DecodeScheduler:
         """Create the scheduler.
 
         `lock` guards `requests`, which belong to the admission; their counts are read without it. `proposer` proposes
-        draft tokens for speculative decoding; None = every step has one token of each request. `allowed_drafts` returns
-        how many draft tokens the grammar of an answer allows.
+        draft tokens for speculative decoding; None = no speculation. `allowed_drafts` returns the number of draft
+        tokens that the grammar of an answer allows.
         """
         self._requests = requests
         self._lock = lock
@@ -72,16 +75,16 @@ class DecodeScheduler:
             self._batch = drafting = DraftingBatch(max_batch_requests, kv)
             self.speculation = speculation_of(proposer, drafting, self._grow_ahead, allowed_drafts)
         self._cancelled = 0
-        """The number of cancellations that were handled."""
+        """The number of cancellations that have been handled."""
         self.gap_targets: list[float] = []
-        """The longest gap between tokens that each running request tolerates, in seconds, ascending; infinite = any."""
+        """The maximum seconds between tokens that each running request allows, ascending; infinite = no limit."""
 
     def schedule(self, budget: int, bounds: StepBounds | None = None) -> TokenRows | None:
-        """Return one row of one token for each running request, at most `budget` rows. The requests keep their pages.
+        """Return one row for each running request, at most `budget` rows; the requests keep their pages.
 
-        A request whose last token is in flight gets no row, as it ends whatever that token is. Within `bounds`, if
-        given, more rows verify draft tokens. Returns None if the tokens of the step in flight are needed to plan the
-        next one.
+        A request whose last token is in flight gets no row, because it ends whatever that token is. Within `bounds`, if
+        given, additional rows verify draft tokens. Returns None if the next step cannot be planned before the tokens of
+        the step in flight have arrived.
         """
         if self._batch.waits_for_tokens or (self.speculation is not None and self.speculation.waits(bounds)):
             return None
@@ -89,15 +92,15 @@ class DecodeScheduler:
         self._release_stopped()
         self._take_ready(budget)
         self._allocate_pages()
-        # All running requests may have been preempted for older ready ones. Nothing else would wake the loop for those.
+        # All running requests may have been preempted for older ready ones; nothing else would wake the loop for them.
         while not self._batch.requests and self._take_ready(budget):
             self._allocate_pages()
         return (self._batch.launch() if self.speculation is None else self.speculation.launch(bounds)) or NO_ROWS
 
     def apply(self, token_ids: Sequence[int | None], logprobs: Sequence[TokenLogprobs | None] = ()) -> DecodedStep:
-        """Take the results of the oldest step in flight, row by row, and return the step's tokens and events.
+        """Process the results of the oldest step in flight, and return the step's tokens and events.
 
-        `logprobs` is empty or has an entry for each row.
+        `token_ids` has an entry for each row; `logprobs` is empty or has one for each row.
         """
         self._notice_cancelled()
         completed = self._batch.complete(cast("Sequence[int]", token_ids))
@@ -110,7 +113,7 @@ class DecodeScheduler:
         return completed
 
     def learn(self) -> None:
-        """Update the acceptance of draft tokens.
+        """Update the acceptance probabilities of draft tokens.
 
         Call it after the next step was launched, so that the device does not wait.
         """
@@ -118,7 +121,7 @@ class DecodeScheduler:
             self.speculation.learn()
 
     def limit(self, max_batch_requests: int) -> None:
-        """Limit the batch to `max_batch_requests`; running requests continue. Any thread may call it."""
+        """Limit the batch to `max_batch_requests`; running requests continue. May be called from any thread."""
         self._max_batch = max_batch_requests
 
     def running_requests(self) -> int:
@@ -133,7 +136,7 @@ class DecodeScheduler:
     def abandon(self) -> list[tuple[str, RequestRef]]:
         """End all requests of the batch, because the engine is lost.
 
-        Returns the requests of launched steps, each with its router.
+        Returns the requests that have rows in launched steps, as pairs of router id and request reference.
         """
         computed = {slot.request: None for _, snapshot in self._batch.in_flight_steps for slot in snapshot.slots}
         self._batch.in_flight_steps.clear()
@@ -146,8 +149,8 @@ class DecodeScheduler:
             return self._requests.grow_all([request])
 
     def _take_ready(self, budget: int) -> bool:
-        """Take ready requests into the batch up to its limit, and return True if any joined."""
-        # Nobody joins while a running request waits for a page: it would take the pages that the other one needs.
+        """Move ready requests into the batch up to its limit; return True if any joined."""
+        # No request joins while a running one waits for a page: it would take the pages that the running one needs.
         if not self._requests.ready or self._batch.waits_for_pages:
             return False
         with self._lock:
@@ -173,11 +176,11 @@ class DecodeScheduler:
                 self._batch.drop(request)
 
     def _allocate_pages(self) -> None:
-        """Allocate a page to each request that needs one for its next row. Other requests may be preempted for it."""
+        """Allocate a page to each request that needs one for its next row, preempting other requests if necessary."""
         needs_page = self._batch.without_page()
         if not needs_page:
             return
-        needs_page.sort(key=age)  # the oldest first, so that no request waits for one that is preempted itself
+        needs_page.sort(key=age)  # the oldest first, so that no page goes to a request that is preempted next
         staying = [request for request in needs_page if request.stage is Stage.RUNNING and not request.leaving]
         # The usual case: there is a page for each of them, and none is preempted.
         with self._lock:
@@ -207,7 +210,7 @@ class DecodeScheduler:
                 self._batch.stop(request)
 
     def _release_stopped(self) -> None:
-        """Remove the stopped requests that no launched step writes pages of; preempt or end them."""
+        """Preempt or end the stopped requests whose pages no launched step still writes."""
         for request in self._batch.drained():
             if request.preempting and not request.cancelled and not request.ended:
                 self._remove(request)

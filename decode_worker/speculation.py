@@ -1,9 +1,9 @@
 """Speculative decoding: which requests have draft tokens in a step, and how many.
 
-A proposer guesses the next tokens, and the step verifies them (`drafts.py`). Each draft token is worth the learned
-probability that it and all draft tokens before it are accepted. The draft tokens of highest worth are verified, as many
-as give the most tokens per second for the predicted duration of the step (TurboSpec, arXiv 2406.14066). Where none pay,
-steps are the same as without speculation.
+A proposer predicts the next tokens, and the step verifies them (`drafts.py`). For each draft token, the probability
+that it and all draft tokens before it are accepted is estimated from earlier steps. The draft tokens with the highest
+probabilities are verified: the number that gives the most tokens per second for the predicted duration of the step
+(TurboSpec, arXiv 2406.14066). Where no draft tokens raise the throughput, steps are the same as without speculation.
 """
 
 from collections import Counter
@@ -24,11 +24,11 @@ from tandem.engine.speculation.proposer import DRAFTS_MAX, Draft, DraftSource, P
 from tandem.engine.steps.batch import TokenRows
 
 PROBE_EVERY = 64
-"""While no draft tokens pay, one request gets a draft every PROBE_EVERY steps, which shows when they pay again."""
+"""While draft tokens do not raise the throughput, one request gets draft tokens every PROBE_EVERY steps, as a probe."""
 _SPEEDUP_WEIGHT = 0.05
 """Weight of the newest step in the moving average of the speed-up."""
 _SPEEDUP_SEEN = 1.01
-"""The least moving average that counts as a speed-up."""
+"""The minimum moving average that counts as a speed-up."""
 
 
 @dataclass(slots=True)
@@ -36,17 +36,17 @@ class SpeculationCounts:
     """The counts of draft tokens since the worker started."""
 
     drafted: Counter[tuple[DraftSource, int]] = field(default_factory=Counter)
-    """Verified draft tokens, by their source and their position in the draft, from 0."""
+    """The number of verified draft tokens, by source and by position in the draft, from 0."""
     accepted: Counter[tuple[DraftSource, int]] = field(default_factory=Counter)
-    """Accepted draft tokens, by their source and their position in the draft, from 0."""
+    """The number of accepted draft tokens, by source and by position in the draft, from 0."""
     saved_s: float = 0.0
-    """Predicted seconds by which steps without draft tokens would have been longer for the same tokens per request."""
+    """Predicted seconds that draft tokens have saved, summed over the steps in which they saved time."""
     drafting_s: float = 0.0
-    """Seconds that a draft model or draft heads took to propose."""
+    """Seconds that a draft model or draft heads took to propose draft tokens."""
     model_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of the `weights` and of the `kv` pages of the proposer; empty if it has neither."""
+    """The size in bytes of the proposer's `weights` and `kv` pages; empty if it has neither."""
     lost_s: float = 0.0
-    """Predicted seconds by which steps without draft tokens would have been shorter, as too few were accepted."""
+    """Predicted seconds that draft tokens have cost, summed over the steps in which too few were accepted."""
 
 
 class _Launched(NamedTuple):
@@ -60,7 +60,7 @@ class _Launched(NamedTuple):
     computing_s: float
     """Seconds that the proposer took to compute the draft tokens."""
     refused: frozenset[DecodeRequest] = frozenset()
-    """Requests whose draft was cut because the grammar refused the next draft token."""
+    """Requests whose draft was cut off because the grammar refused its next token."""
 
     def seconds(self) -> tuple[float, float]:
         """Return the predicted seconds of the step without draft tokens, and with them."""
@@ -78,7 +78,7 @@ class Speculation:
     """
 
     refused_count_as_rejected = False
-    """True if draft tokens that a grammar refuses took time to compute, and therefore count as rejected."""
+    """True if draft tokens that a grammar refuses count as rejected, because computing them took time."""
 
     def __init__(
         self,
@@ -90,40 +90,43 @@ class Speculation:
         """Create the speculation.
 
         `grow` gives a request one more page, unless another request would have to be preempted for it. `allowed_drafts`
-        returns how many of a request's first draft tokens its grammar allows.
+        returns the number of leading draft tokens of a request that its grammar allows.
         """
         self._proposer = proposer
         self._batch = batch
         self._grow = grow
         self._allowed_drafts = allowed_drafts
         self._refused: dict[DecodeRequest, int] = {}
-        """Requests one of whose draft tokens the grammar refused, each with the number of draft tokens before it."""
+        """Requests whose grammar refused a draft token, each with the number of draft tokens before that one."""
         self._acceptance = Acceptance()
         self._known_tokens: dict[DecodeRequest, int] = {}
-        """Requests that the proposer knows, each with the number of answer tokens that the proposer was given."""
+        """Requests that the proposer knows, each with the number of its answer tokens that the proposer was given."""
         self._steps_without = 0
-        """Steps since the last step with draft tokens."""
+        """The number of steps since the last step with draft tokens."""
         self.drafting_s = 0.0
-        """The seconds that proposing took before the newest step was launched."""
+        """The time in seconds that proposing took before the newest step was launched."""
         self.counts = SpeculationCounts()
         self.fixed_drafts: int | None = None
-        """For measurements: a fixed number of draft tokens for each request, whether they pay or not; None = as many as
-        pay."""
+        """For measurements: a fixed number of draft tokens per request.
+
+        None = the number that raises the throughput the most.
+        """
         self._speedup = 1.0
         self._launched = _NOT_LAUNCHED
         """The newest step that was launched with bounds, until its tokens arrive."""
         self._unlearned: list[tuple[DecodedStep, _Launched]] = []
-        """Completed steps from which `learn` has not learned yet."""
+        """Completed steps from which `learn` has not learned yet, with the facts of their launch."""
 
     def read_kv_once(self) -> None:
-        """Predict steps whose attention reads a request's KV once, whatever the number of its draft tokens."""
+        """Predict the cost of steps under the assumption that attention reads a request's KV once for all its rows."""
         self._batch.kv_read_once = True
 
     def waits(self, bounds: StepBounds | None) -> bool:
-        """Return True if the next step is not planned before the tokens of the step in flight have arrived.
+        """Return True if planning the next step must wait for the tokens of the step in flight.
 
-        It cannot be planned if the step in flight verifies draft tokens, because positions depend on how many are
-        accepted. It should not be if the next step will probably have draft tokens, which follow the newest token.
+        The next step cannot be planned earlier if the step in flight verifies draft tokens, because positions depend on
+        the number of accepted ones. It should not be planned earlier if it will probably have draft tokens, which
+        follow the newest token.
         """
         if not self._batch.in_flight_steps:
             return False
@@ -135,7 +138,10 @@ class Speculation:
         return False
 
     def launch(self, bounds: StepBounds | None) -> TokenRows | None:
-        """Launch the next step. Within `bounds`, and with no step in flight, it has draft tokens where they pay."""
+        """Launch the next step and return its rows, or None if there are none.
+
+        With `bounds`, and with no step in flight, the step has draft tokens if they raise the throughput.
+        """
         self.drafting_s = 0.0
         self._refused.clear()
         if bounds is None or self._batch.in_flight_steps:
@@ -152,14 +158,14 @@ class Speculation:
         return self._batch.launch({each.request: each.draft for each in fitting})
 
     def complete(self, step: DecodedStep) -> None:
-        """Take a step whose events were made, for `learn`."""
+        """Keep a completed step for `learn`. The caller has created the step's events."""
         self._unlearned.append((step, self._launched))
         self._launched = _NOT_LAUNCHED
 
     def learn(self) -> None:
-        """Update the acceptance from the completed steps.
+        """Update the acceptance probabilities from the completed steps.
 
-        Called while the next step runs, so that the device does not wait; the next step is planned without this update.
+        Called while the next step runs, so that the device does not wait; that step was planned without this update.
         Draft tokens after the end of an answer count neither as accepted nor as rejected.
         """
         for step, launched in self._unlearned:
@@ -184,20 +190,20 @@ class Speculation:
             saved_s = row_tokens * plain_s - verify_s
             self.counts.saved_s += max(saved_s, 0.0)
             self.counts.lost_s += max(-saved_s, 0.0)
-            # 0 before the cost model has observed a step
+            # `verify_s` is 0 before the cost model has observed a step.
             speedup = row_tokens * plain_s / verify_s if verify_s else 1.0
         self._speedup += _SPEEDUP_WEIGHT * (speedup - self._speedup)
 
     @property
     def speedup(self) -> float:
-        """Tokens per second of recent steps ÷ predicted tokens per second of the same steps without draft tokens.
+        """Tokens per second of recent steps, divided by the predicted value for the same steps without draft tokens.
 
-        At least 1; exactly 1 where draft tokens are rare.
+        At least 1; exactly 1 if draft tokens are rare.
         """
         return self._speedup if self._speedup > _SPEEDUP_SEEN else 1.0
 
     def leave(self, request: DecodeRequest) -> None:
-        """Forget a request that left the batch."""
+        """Drop the state of a request that has left the batch."""
         self._refused.pop(request, None)
         if self._known_tokens.pop(request, None) is not None:
             self._proposer.leave(request)
@@ -207,7 +213,7 @@ class Speculation:
         return bool(self._choose(bounds, unknown=1))
 
     def _choose(self, bounds: StepBounds, unknown: int) -> list[Candidate]:
-        """Return the requests that have draft tokens in a step, each with as many as pay.
+        """Return the requests that get draft tokens in a step, with as many as raise the throughput the most.
 
         `unknown` is the number of tokens of each request that are still in flight.
         """
@@ -255,7 +261,7 @@ class Speculation:
         return Candidate(request, draft, survival, self._context(request))
 
     def _allowed(self, request: DecodeRequest, draft: Draft) -> Draft:
-        """Return the first tokens of a draft, up to one that the request's grammar refuses."""
+        """Return the leading tokens of a draft that the request's grammar allows."""
         if request.history is None or not draft.token_ids:
             return draft
         grammar = request.reservation.sampling.grammar
@@ -273,7 +279,7 @@ class Speculation:
         return None if self._batch.kv_read_once else self._batch.next_position(request) + 1
 
     def _update_proposer(self, request: DecodeRequest) -> None:
-        """Give the proposer the tokens of the request that it does not have."""
+        """Pass the proposer those tokens of the request that it does not have yet."""
         answer, known = request.token_ids, self._known_tokens.get(request)
         if known is None:
             reservation = request.reservation
@@ -283,9 +289,9 @@ class Speculation:
         self._known_tokens[request] = len(answer)
 
     def _positions(self, request: DecodeRequest, wanted: int) -> int:
-        """Return how many draft tokens the request has pages for.
+        """Return the number of draft tokens for which the request has pages.
 
-        If they are fewer than `wanted`, it first gets one more page that no other request needs.
+        If it is below `wanted`, the request first gets one more page, unless another request needs that page.
         """
         left = self._batch.positions_left(request)
         if left < wanted and self._batch.grow_ahead(request, self._grow):

@@ -1,4 +1,4 @@
-"""The events of tokens that may end an answer, or that carry more than their ids."""
+"""Creates the events of tokens that may end an answer, or that carry more than their ids."""
 
 import logging
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ Scores = Sequence[TokenLogprobs | None]
 
 
 def event_or_failure(batch: RunningBatch, step: DecodedStep, row: int, scores: Scores) -> RoutedEvent:
-    """Return the event of a row's tokens, or a failure event if the result of the request cannot be handled.
+    """Return the event of a row's tokens, or a failure event if an error occurs for this request.
 
     Only this request fails. A request that ends is dropped from `batch`.
     """

@@ -17,10 +17,9 @@ RDMA_DEVICES = Path("/sys/class/infiniband")
 
 @dataclass(frozen=True, slots=True)
 class BackendReport:
-    """The transfer section of `tandem doctor`'s report.
+    """The transfer section of `tandem doctor`'s report: NIXL's package and plug-ins, and the RDMA devices of this host.
 
-    It has NIXL's package and plug-ins, the RDMA devices of this host, and in `error` the reason why NIXL cannot be used
-    ("" = it can).
+    `error` has the reason why NIXL cannot be used; it is empty if NIXL can be used.
     """
 
     package: str
@@ -37,11 +36,12 @@ def open_transport(
     *,
     trusted_network: bool = False,
 ) -> Transport:
-    """Open a transport over the pool at `layout`. The caller closes it before it frees the pool's memory.
+    """Open a transport over the page pool that `layout` describes.
 
-    Without `trusted_network`, peers must be on this host and nothing listens on a network.
+    The caller closes the transport before it frees the pool's memory. Without `trusted_network`, peers must be on this
+    host and the transport listens on no network.
 
-    Raises InvalidArgument for an unknown kind or a UCX_TLS that requests a network without permission,
+    Raises InvalidArgument for an unknown kind or a UCX_TLS that requests a network without `trusted_network`,
     FailedPrecondition if NIXL's package cannot be imported, and TransferFailed if the pool cannot be registered.
     """
     if kind != "nixl":

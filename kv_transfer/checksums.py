@@ -1,11 +1,11 @@
-"""Checksums of transferred KV pages: the choice of pages of each transfer, and the thread that computes the checksums.
+"""Checksums of transferred KV pages: the choice of the pages, and the thread that computes the checksums.
 
 Both workers choose the same pages, from the lease and from the rate that they agreed on in the handshake, so a notice
-cannot leave a page out. On either side a callable of the engine computes the checksums over the pages in place.
+cannot leave a page out. On either side, a function of the engine computes the checksums over the pages in place.
 
-A dedicated thread calls it: computing waits for memory or for a device, so it would block every stream of the worker on
-the event loop, every other transfer on the transport's thread, and the running step on the engine thread. It is a
-daemon thread, because a device may hang and a thread that waits for the device cannot be ended.
+The function runs on a dedicated thread, because it waits for memory or for a device: it would block every stream of the
+worker on the event loop, every other transfer on the transport's thread, and the running step on the engine thread. The
+thread is a daemon, because a thread that waits for a hanging device cannot be ended.
 """
 
 import hashlib
@@ -25,17 +25,20 @@ from tandem.protocol.messages import Lease, PageChecksum
 log = logging.getLogger(__name__)
 
 PageSums = Callable[[Sequence[int], Sequence[int]], Sequence[int]]
-"""Maps (page ids, filled token positions of each) to the checksum of each page, below 2^64. May block."""
+"""Maps page ids and the number of filled token positions of each page to the checksums of the pages.
+
+A checksum is below 2^64. The call may block.
+"""
 
 METHOD = "sum of 32-bit words times 2 i + 1, mod 2^64"
-"""The method that two workers must agree on; the engine computes it."""
+"""The checksum method, which must be the same on both workers; the engine computes it."""
 
 
 def chosen_pages(lease: Lease, pages: int, rate: float) -> tuple[int, ...]:
-    """Return which of a prompt's `pages` pages have a checksum, in order: a part `rate` of them, at least one.
+    """Return the indices, ascending, of those of a prompt's `pages` pages that have a checksum.
 
-    Returns none at rate 0. The pages are evenly spaced, and the first one changes with each lease, so every page is
-    covered over time.
+    They are the fraction `rate` of the pages, at least one; none at rate 0. The pages are evenly spaced, and the first
+    one changes with each lease, so every page is covered over time.
     """
     if rate <= 0.0:
         return ()
@@ -46,14 +49,14 @@ def chosen_pages(lease: Lease, pages: int, rate: float) -> tuple[int, ...]:
 
 
 class PageChecks:
-    """Computes checksums of this worker's pages, as sender or receiver. Any thread may call it.
+    """Computes checksums of this worker's pages, as sender or receiver. May be called from any thread.
 
     `close` ends the checksum thread, which keeps the engine's cache alive. The thread starts with the first checksum,
     so an instance that was never used needs no `close`. Owned by the worker.
     """
 
     def __init__(self, sums: PageSums, rate: float, kv: KvPages) -> None:
-        """Create the checks; the part `rate` of each transfer's pages has a checksum, 0 = none.
+        """Create the checks; the fraction `rate` of each transfer's pages has a checksum, 0 = none.
 
         Raises InvalidArgument if `rate` is not between 0 and 1.
         """
@@ -68,11 +71,11 @@ class PageChecks:
         self._busy_since: float | None = None
 
     def facts(self) -> tuple[tuple[str, str], ...]:
-        """Return the facts for the handshake: peers must choose the same pages and use the same method."""
+        """Return the facts for the handshake, so that peers choose the same pages and use the same method."""
         return (("kv_checksums", f"{METHOD}, of {self._rate:.6g} of the pages"),)
 
     def chosen(self, lease: Lease, prompt_tokens: int, skipped: int = 0) -> tuple[int, ...]:
-        """Return the entries of the pages that have a checksum, chosen from those that are sent.
+        """Return the entries, among the pages that are sent, of the pages that have a checksum.
 
         See `KvPages.sent` and `chosen_pages`.
         """
@@ -82,9 +85,10 @@ class PageChecks:
     def begin(
         self, pages: Sequence[int], entries: Sequence[int], prompt_tokens: int
     ) -> "Future[tuple[PageChecksum, ...]]":
-        """Begin the checksums of these `entries` of `pages` (`KvPages`), which must not be written meanwhile.
+        """Start to compute the checksums of these `entries` of `pages` (`KvPages`), and return a future for them.
 
-        The future ends with the checksums, with what computing them raised, or with Unavailable after `close`.
+        The pages must not be written meanwhile. The future ends with the checksums, with the exception of the
+        computation, or with Unavailable after `close`.
         """
         future: Future[tuple[PageChecksum, ...]] = Future()
 
@@ -108,10 +112,9 @@ class PageChecks:
         prompt_tokens: int,
         on_result: Callable[[str], None],
     ) -> None:
-        """Compute the checksums of received pages, and call `on_result` with the mismatch, empty if there is none.
+        """Compute the checksums of received pages, and call `on_result` with a description of the mismatch, or "".
 
-        `on_result` is always called on the checksum thread. Raises Unavailable after `close`, and then `on_result` is
-        not called.
+        `on_result` is called on the checksum thread. After `close`, raises Unavailable and does not call `on_result`.
         """
 
         def work() -> None:
@@ -127,14 +130,14 @@ class PageChecks:
 
     @property
     def busy_s(self) -> float:
-        """The seconds that the checksum being computed has taken so far; 0 if none is being computed."""
+        """The time that the current checksum computation has taken so far, in seconds; 0 if there is none."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
     def close(self) -> None:
-        """Stop the thread after the checksums that were requested before, without waiting. Later requests are refused.
+        """Stop the thread once the checksums that were already requested are computed; return without waiting.
 
-        Idempotent.
+        Later requests fail. Idempotent.
         """
         with self._gate:
             self._closed = True
@@ -165,7 +168,7 @@ class PageChecks:
                 log.exception("the page checksum thread continues after an error")
             finally:
                 self._busy_since = None
-                del work  # it would keep its request alive until the next one comes
+                del work  # otherwise it would keep its request alive until the next work arrives
 
 
 def _difference(mine: Sequence[PageChecksum], expected: Sequence[PageChecksum]) -> str:

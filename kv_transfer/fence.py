@@ -1,16 +1,16 @@
-"""The time from which pages are safe from a writer that is assumed dead, or that reports a failed write.
+"""Decides when pages are safe from a writer that is assumed dead, or that has reported a failed write.
 
-A death is an assumption: a worker that is partitioned looks dead and may continue to write. What is possible depends on
-what this host's kernel says of the writer's process (`processes.py`):
+A death is an assumption: a worker that is cut off from this one looks dead and may continue to write. The decision
+depends on what this host's kernel reports of the writer's process (`processes.py`):
 
     alive      nothing is safe, however long the process stalls: it may be stopped during a write, or before it posts
                a write
-    dead       what it had sent lands within the grace period
-    unknown    its permission to write expires (`Fence.window_s`), after which it begins no write; what it began in
-               time lands within the grace period
+    dead       the data that it had sent lands within the grace period
+    unknown    its permission to write expires (`Fence.window_s`), after which it begins no write; the writes that it
+               began in time land within the grace period
 
 The grace period counts only time in which this worker's transport polled, because bytes in its socket buffers land when
-it polls. A failed write leaves as much data behind as a dead process, although its writer is alive and begins no
+it polls. A failed write leaves as much data in transit as a dead process, although its writer is alive and begins no
 further write. Between processes of one host nothing else can be in transit. Over a network, the last case is a bound
 and no proof: a switch or a retransmission may hold bytes longer than the grace period, which is therefore longer for
 remote writers. A writer that is stopped after it has read the clock, before or during its write, may exceed it as well.
@@ -27,26 +27,27 @@ ProcessAlive = Callable[[PeerRef], bool | None]
 
 
 def process_unknown(_peer: PeerRef) -> None:
-    """Return None: the process cannot be observed from this host."""
+    """Return None, which means that the process cannot be observed from this host."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """The time limits of the quarantine of pages that a writer may still write."""
+    """The time limits after which pages are safe from a writer that may still write them."""
 
     window_s: float
-    """The seconds for which a permission lets the writer begin writes."""
+    """The duration of a write permission in seconds: after it has expired, the writer begins no further write."""
     grace_s: Callable[[PeerRef], float]
-    """The seconds within which the writes that a writer has begun land."""
+    """Returns a writer's grace period in seconds: the time within which the writes that it has begun land."""
     transport_poll_s: Callable[[], float]
     """The clock of the grace period (`Receiver.transport_poll_s`)."""
     process_alive: ProcessAlive = process_unknown
 
 
 class Exposure:
-    """The writes that the writer of one lease may still do to its pages. Times are the lease table's, in seconds.
+    """Tracks which writes to the pages of one lease may still happen, and since when none can.
 
-    Owned by the entry of the lease and guarded by the lease table's lock.
+    Times are in seconds by the lease table's clock. Owned by the lease's entry in the lease table, and guarded by the
+    table's lock.
     """
 
     def __init__(self, fence: Fence, writer: PeerRef) -> None:
@@ -57,23 +58,23 @@ class Exposure:
         self._writer_stopped = False
 
     def permit(self, now: float) -> None:
-        """Permit the writer to begin writes for `window_s` seconds from now on."""
+        """Permit the writer to begin writes for `window_s` seconds from `now`."""
         self._permitted_at = now
 
     def believe_dead(self) -> None:
-        """Assume the writer dead, which fixes its grace period."""
+        """Assume that the writer is dead, and set its grace period."""
         if self._grace_s is None:
             self._grace_s = self._fence.grace_s(self._writer)
 
     def writer_stopped(self) -> None:
-        """Record that the writer begins no further write. What it had begun may still land."""
+        """Record that the writer begins no further write. The writes that it has begun may still land."""
         self.believe_dead()
         self._writer_stopped = True
 
     def is_safe(self, now: float, lives: ProcessAlive) -> bool:
-        """Return True if no write can land of a writer that is assumed dead or has stopped.
+        """Return True if no write of the writer can land any longer; False unless it is assumed dead or has stopped.
 
-        Starts the grace period when it is due.
+        Starts the grace period once the writer cannot begin a write.
         """
         if self._grace_s is None:
             return False

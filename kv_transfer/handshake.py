@@ -1,8 +1,8 @@
-"""The handshake of two workers before any transfer: they must have the same protocol, model and page layout.
+"""The handshake of two workers before any transfer: both must have the same protocol, model and page layout.
 
 The compatibility hash covers facts, which are (name, value) pairs of text. The caller passes the engine's facts (model
 revision, dtype, quantisation of the KV, …); the layout's facts are added here. The pool's kind of memory (host or
-device) and its number of pages are no facts, because they may differ.
+device) and its number of pages are not among the facts, because they may differ.
 """
 
 import hashlib
@@ -13,13 +13,13 @@ from tandem.protocol.errors import FailedPrecondition
 from tandem.protocol.messages import Handshake, PeerDescription
 
 PROTOCOL_VERSION = 10
-"""The protocol version. It is incremented with each change in the meaning of messages or bytes between two workers."""
+"""The protocol version, incremented whenever messages or bytes between two workers change their meaning."""
 
 Facts = tuple[tuple[str, str], ...]
 
 
 def layout_facts(layout: KVLayout) -> Facts:
-    """Return what two pools must have in common so that a page of one fits into the other."""
+    """Return the facts that must be equal in two pools so that a page of one fits into the other."""
     return (
         ("layout", "pages, kv_heads, layers, parts, page_tokens, head_dim"),
         ("kv_dtype", layout.dtype),
@@ -38,7 +38,7 @@ def layout_facts(layout: KVLayout) -> Facts:
 def compatibility_hash(facts: Iterable[tuple[str, str]]) -> str:
     """Return the SHA-256 of the facts in hex, independent of their order.
 
-    Lengths are hashed too, so that no two lists of facts give the same input.
+    The lengths of the texts are hashed too, so that different facts never give the same input.
     """
     digest = hashlib.sha256()
     for text in (part for fact in sorted(facts) for part in fact):
@@ -58,9 +58,10 @@ def make_handshake(description: PeerDescription, engine_facts: Facts, layout: KV
 
 
 def check_compatible(mine: Handshake, theirs: Handshake) -> None:
-    """Raise FailedPrecondition, with every fact that differs and both values, unless the two are compatible.
+    """Raise FailedPrecondition unless the two handshakes are compatible.
 
-    The version is compared first, then the hash; nothing else of `theirs` is read before both are equal.
+    The error names every fact that differs, with both values. The version is compared first, then the hash; nothing
+    else of `theirs` is read before both are equal.
     """
     if mine.protocol_version != theirs.protocol_version:
         raise FailedPrecondition(

@@ -1,10 +1,12 @@
-"""The fake of NIXL: transports of one process that copy real bytes between real pools, under a test's control.
+"""An in-memory fake of NIXL: transports in one process that copy real bytes between real pools, controlled by a test.
 
-fabric = InMemoryFabric()
-prefill = InMemoryTransport(fabric, prefill_layout, PeerRef("prefill-0", 1), prefill_notices.append)
-decode = InMemoryTransport(fabric, decode_layout, PeerRef("decode-0", 1), decode_notices.append)
-prefill.add_peer(decode.describe())
-prefill.write(PageWrite(...), deadline_s=5.0).result(timeout=5.0)
+A test sends a write as follows:
+
+    fabric = InMemoryFabric()
+    prefill = InMemoryTransport(fabric, prefill_layout, PeerRef("prefill-0", 1), prefill_notices.append)
+    decode = InMemoryTransport(fabric, decode_layout, PeerRef("decode-0", 1), decode_notices.append)
+    prefill.add_peer(decode.describe())
+    prefill.write(PageWrite(...), deadline_s=5.0).result(timeout=5.0)
 """
 
 from concurrent.futures import Future
@@ -18,7 +20,10 @@ from tandem.protocol.messages import PeerDescription, PeerRef
 
 
 class InMemoryTransport(Transport):
-    """A transport of the fabric. The caller owns the pool's memory, which must outlive `close`."""
+    """A transport that sends over an `InMemoryFabric`.
+
+    The caller owns the pool's memory, which must outlive `close`.
+    """
 
     backend = "in-memory"
 
@@ -27,7 +32,7 @@ class InMemoryTransport(Transport):
         self.me = me
         self.on_notice = on_notice
         self.expected = 0
-        """The last argument of `expect`, for tests."""
+        """The argument of the latest call of `expect`, for tests."""
         self._fabric = fabric
         self._peers: dict[str, PeerDescription] = {}
         self._posted: set[InFlightWrite] = set()
@@ -59,7 +64,7 @@ class InMemoryTransport(Transport):
                 posted.peer_removed |= posted.write.peer == known.peer
 
     def write(self, write: PageWrite, deadline_s: float) -> "Future[WriteDone]":
-        """Post a write on the fabric, once the writes in `after` have completed."""
+        """Post a write on the fabric as soon as the writes in `after` have completed, and return its future."""
         future: Future[WriteDone] = Future()
         future.set_running_or_notify_cancel()
         now = self._fabric.now()
@@ -103,7 +108,7 @@ class InMemoryTransport(Transport):
         self.expected = leases
 
     def transport_poll_s(self) -> float:
-        """Return the fabric's time: this transport polls all the time."""
+        """Return the fabric's time, because this transport polls all the time."""
         return self._fabric.now()
 
     def transport_name(self) -> str:

@@ -1,17 +1,18 @@
-"""The network of the in-memory fake of NIXL: writes between real pools of one process, under a test's control.
+"""The network of the in-memory fake of NIXL: writes between real pools of one process, controlled by a test.
 
 A thread of the fabric lands all writes in the order posted and delivers their notices. `wait_until_idle` waits for the
 thread, so tests need no sleeping. A fabric with `schedule` has no thread: a virtual clock or a test lands the writes.
 
     fabric = InMemoryFabric(clock, schedule=lambda write: None)
     fabric.land(fabric.writes[0], 1)      # one page of the first write
-    fabric.land(fabric.writes[0])         # the rest of it: the writer's future is done
+    fabric.land(fabric.writes[0])         # its other pages: the writer's future is done
     fabric.deliver(fabric.notices[0])     # its notice arrives
     fabric.fail(fabric.writes[0])         # a write fails; pages that are still in the network may land until `rest`
 
 Without the thread, writes can overtake each other, end in the middle, or outlive their writer or their own failure for
-a while, and notices can come late, twice or never. The contract (`kv_transfer/base.py`) always holds: a completed write
-reads no page any more and, if it succeeded, moves no byte; and a notice exists only after every byte of its write.
+a while, and notices can come late, twice or never. The contract (`kv_transfer/base.py`) always holds: once a write has
+completed, its local pages are not read again, and if it succeeded, it moves no further byte; and a notice exists only
+after every byte of its write.
 """
 
 import ctypes
@@ -29,12 +30,12 @@ from tandem.protocol.errors import TransferFailed
 from tandem.protocol.messages import PeerRef, TransferNotice
 
 NO_MEMORY = 0
-"""The address of a pool without memory: its writes move no bytes and only take time."""
+"""The address of a pool without memory: writes to or from it move no bytes and only take time."""
 
 
 @dataclass(slots=True, eq=False)
 class InFlightWrite:
-    """A write that was posted and is not quiescent. Times are the fabric's, in seconds."""
+    """A write that was posted and is not quiescent. Times are in seconds by the fabric's clock."""
 
     sender: PeerRef
     write: PageWrite
@@ -42,19 +43,19 @@ class InFlightWrite:
     deadline: float
     future: "Future[WriteDone]"
     peer_removed: bool = False
-    """True if its sender has removed the peer: the write then fails in any case."""
+    """True if the sender has removed the peer: the write then fails in any case."""
     landed: int = 0
-    """The number of its pages that have landed."""
+    """The number of pages that have landed."""
     orphan: list[bytes] | None = None
-    """The contents of its pages that the network still holds for a dead sender or a failed write; None otherwise."""
+    """The contents of the pages that the network still holds for a dead sender or a failed write; else None."""
     failed: bool = False
-    """True if its sender has seen it fail; its notice is never delivered."""
+    """True if the sender has seen the write fail; its notice is never delivered."""
 
     def complete(self, page_bytes: int, now: float) -> None:
-        """Complete the write after its last byte.
+        """Complete the write after its last byte has landed.
 
-        A write without a notice fails if its deadline has passed; with a notice it succeeds, because the notice has
-        left.
+        A write without a notice fails if its deadline has passed. A write with a notice succeeds, because the notice
+        has been sent.
         """
         if self.peer_removed:
             self.fail("the peer was removed")
@@ -65,20 +66,20 @@ class InFlightWrite:
             self.future.set_result(WriteDone(moved, int((now - self.begun_at) * 1e9), time.time_ns()))
 
     def fail(self, why: str) -> None:
-        """Fail the write with this reason."""
+        """Fail the write with the reason `why`."""
         self.future.set_exception(TransferFailed(f"the write failed: {why}; prefill again"))
 
 
 @dataclass(frozen=True, slots=True)
 class PendingNotice:
-    """A notice whose write has landed, and which can arrive now."""
+    """A notice whose write has landed, so that the notice can arrive now."""
 
     peer: PeerRef
     notice: TransferNotice
 
 
 class Endpoint(Protocol):
-    """A transport as the fabric sees it."""
+    """The interface of a transport that the fabric uses."""
 
     me: PeerRef
     layout: KVLayout
@@ -86,7 +87,7 @@ class Endpoint(Protocol):
 
 
 class InMemoryFabric:
-    """The network between the transports of one process. Every switch acts on writes that have not landed yet."""
+    """The network between the transports of one process. Faults apply only to writes that have not landed yet."""
 
     def __init__(
         self,
@@ -95,13 +96,13 @@ class InMemoryFabric:
         schedule: Callable[[InFlightWrite], None] | None = None,
         on_page: Callable[[InFlightWrite, int, int], None] | None = None,
     ) -> None:
-        """Start the thread, unless `schedule` is given, which is called with each write and plans its landing.
+        """Start the fabric's thread, unless `schedule` is given: it is called with each write and plans its landing.
 
         `clock` returns seconds; None = monotonic time. `on_page` is called before each page lands, with the write, the
         local page and the remote page. Without the thread, all calls must come from one thread.
         """
         self.writes: list[InFlightWrite] = []
-        """Writes that are not quiescent, in the order posted, without the one that the thread is landing."""
+        """Writes that are not quiescent, in the order posted, except the one that the thread is landing."""
         self.notices: list[PendingNotice] = []
         """Notices that can arrive now."""
         self._clock, self._schedule, self._on_page = clock, schedule, on_page
@@ -113,7 +114,7 @@ class InMemoryFabric:
         self._lost_notices = 0
         self._damages: deque[Callable[[Sequence[int]], None]] = deque()
         self._landed: list[int] = []
-        """The pages that writes have landed on since the last notice."""
+        """The remote pages that have been written since the last notice."""
         if schedule is None:
             self._thread = threading.Thread(target=self._run, name="in-memory-fabric", daemon=True)
             self._thread.start()
@@ -125,19 +126,19 @@ class InMemoryFabric:
         return time.monotonic() if self._clock is None else self._clock()
 
     def attach(self, end: Endpoint) -> None:
-        """Make a transport reachable under its `me`. It replaces an earlier one of the same incarnation."""
+        """Make a transport reachable under its `me`, instead of an earlier transport of the same incarnation."""
         with self._changed:
             self._ends[end.me] = end
 
     def detach(self, end: Endpoint) -> None:
-        """Make a transport unreachable, unless another one has replaced it, and fail its writes."""
+        """Make a transport unreachable and fail its writes. Does not affect a transport that has replaced it."""
         with self._changed:
             if self._ends.get(end.me) is end:
                 del self._ends[end.me]
         self._drop(lambda posted: posted.sender == end.me, "the transport is closed")
 
     def post(self, posted: InFlightWrite) -> None:
-        """Take a write that has begun."""
+        """Put a write that has begun into the network."""
         with self._changed:
             self.writes.append(posted)
             self._changed.notify_all()
@@ -147,7 +148,10 @@ class InMemoryFabric:
     # ---- for the clock or the test that schedules writes ----
 
     def land(self, posted: InFlightWrite, pages: int | None = None) -> None:
-        """Land `pages` more pages, or all. After the last one its notice leaves and the write completes."""
+        """Land `pages` further pages of a write, or all.
+
+        After the last page the notice is sent and the write completes.
+        """
         sender, receiver = self._ends.get(posted.sender), self._ends.get(posted.write.peer)
         if receiver is None or (sender is None and posted.orphan is None):
             self.fail(posted)
@@ -160,9 +164,9 @@ class InMemoryFabric:
                 posted.complete(receiver.layout.page_bytes, self.now())
 
     def fail(self, posted: InFlightWrite, *, after_notice: bool = False) -> None:
-        """Break the connection of a write: its sender sees it fail, and its other pages may still land until `rest`.
+        """Break the connection of a write: its sender sees it fail, but its other pages may still land until `rest`.
 
-        `after_notice`: all of its pages have landed and the notice has left.
+        With `after_notice`, the connection breaks after all pages have landed and the notice has been sent.
         """
         sender, receiver = self._ends.get(posted.sender), self._ends.get(posted.write.peer)
         if after_notice and receiver is not None and not posted.failed:
@@ -176,13 +180,13 @@ class InMemoryFabric:
         posted.fail("its connection broke")
 
     def rest(self, posted: InFlightWrite, why: str = "its connection broke") -> None:
-        """Make a write quiescent. It fails, unless its sender is dead or has seen it fail."""
+        """Make a write quiescent. The write fails, unless its sender is dead or has already seen it fail."""
         self._remove(posted)
         if posted.orphan is None:
             posted.fail(why)
 
     def deliver(self, pending: PendingNotice, *, again: bool = False) -> None:
-        """Deliver a notice. With `again`, it can arrive once more."""
+        """Deliver a notice. With `again`, it stays in `notices`, so that it can be delivered once more."""
         if not again:
             self.notices.remove(pending)
         receiver = self._ends.get(pending.peer)
@@ -190,13 +194,13 @@ class InMemoryFabric:
             receiver.on_notice(pending.notice)
 
     def lose_notice(self, pending: PendingNotice) -> None:
-        """Lose a notice. Its sender assumes that it arrived."""
+        """Drop a notice. Its sender assumes that the notice has arrived."""
         self.notices.remove(pending)
 
     def kill(self, peer: PeerRef) -> None:
-        """End the process of `peer`: writes to it fail, and nothing reaches its memory any more.
+        """Simulate the death of `peer`: writes to it fail, and its memory does not change from now on.
 
-        Its own writes fail too; without the thread they may land until `bury`.
+        Its own writes fail too. Without the thread, their pages may still land until `bury`.
         """
         with self._changed:
             end = self._ends.pop(peer, None)
@@ -211,18 +215,18 @@ class InMemoryFabric:
         self._drop(lost, f"{peer.worker_id} is gone")
 
     def bury(self, peer: PeerRef) -> None:
-        """Drop the pages of a dead process that have not landed. Its notices may still arrive."""
+        """Drop the writes of a dead sender that have not landed. Its notices may still arrive."""
         self.writes = [posted for posted in self.writes if posted.sender != peer]
 
     # ---- for tests of the thread ----
 
     def hold(self) -> None:
-        """Stop all landing. Posted writes stay in flight, even after their deadlines."""
+        """Stop the landing of all writes. Posted writes stay in flight, even after their deadlines."""
         with self._changed:
             self._held = True
 
     def release(self, order: Callable[[list[PageWrite]], list[PageWrite]] | None = None) -> None:
-        """Let held writes land, in the order posted or in the order that `order` returns, e.g. `reversed`."""
+        """End `hold`: let writes land in the order posted, or in the order that `order` returns, e.g. `reversed`."""
         with self._changed:
             if order is not None:
                 by_write = {id(posted.write): posted for posted in self.writes}
@@ -231,33 +235,36 @@ class InMemoryFabric:
             self._changed.notify_all()
 
     def delay(self, seconds: float) -> None:
-        """Make each write from now on take `seconds` to land; 0 = no delay."""
+        """Delay the landing of each write by `seconds` from now on; 0 = no delay."""
         with self._changed:
             self._delay_s = seconds
 
     def fail_next(self, writes: int = 1, *, after_pages: int = 0) -> None:
-        """Make the next writes copy `after_pages` pages each and then fail, quiescent and without a notice."""
+        """Let the next `writes` writes copy `after_pages` pages each and then fail, quiescent and without a notice."""
         with self._changed:
             self._failures.extend([after_pages] * writes)
 
     def drop_notices(self, notices: int = 1) -> None:
-        """Lose the notices of the next writes that have one. Their bytes land."""
+        """Lose the next `notices` notices. The bytes of their writes land."""
         with self._changed:
             self._lost_notices += notices
 
     def damage_next(self, damage: Callable[[Sequence[int]], None]) -> None:
-        """Call `damage` before the next notice, with the pages that writes have landed on since the last notice."""
+        """Call `damage` before the next notice, with the remote pages written since the previous notice."""
         with self._changed:
             self._damages.append(damage)
 
     def wait_until_idle(self, timeout_s: float = 10.0) -> None:
-        """Wait until every posted write has landed and every handler has returned. Raises TimeoutError otherwise."""
+        """Wait until every posted write has landed and every handler has returned.
+
+        Raises TimeoutError after `timeout_s` seconds.
+        """
         with self._changed:
             if not self._changed.wait_for(lambda: not self.writes and not self._landing, timeout_s):
                 raise TimeoutError(f"{len(self.writes)} writes have not landed in {timeout_s} s")
 
     def close(self) -> None:
-        """Stop the thread. Writes in flight fail."""
+        """Stop the thread and fail the writes in flight."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -289,7 +296,7 @@ class InMemoryFabric:
     # ---- parts ----
 
     def _copy(self, posted: InFlightWrite, receiver: Endpoint, pages: int | None) -> None:
-        """Copy the next `pages` pages of a write, or all that are left."""
+        """Copy the next `pages` pages of a write, or all remaining ones if `pages` is None."""
         pairs = list(enumerate(zip(posted.write.local_pages, posted.write.remote_pages, strict=True)))
         for index, (local, remote) in pairs[posted.landed :][:pages]:
             if self._on_page is not None:
@@ -326,9 +333,9 @@ class InMemoryFabric:
                 self.writes.remove(posted)
 
     def _drop(self, lost: Callable[[InFlightWrite], bool], why: str) -> None:
-        """Remove the writes for which `lost` is true.
+        """Remove the writes for which `lost` returns True, and fail them with `why`.
 
-        Those whose sender is alive and has not seen them fail, fail with `why`.
+        Writes whose sender is dead or has already seen them fail are removed without an error.
         """
         with self._changed:
             dropped = [posted for posted in self.writes if lost(posted)]

@@ -1,4 +1,4 @@
-"""The addresses and strides of a paged cache, as the transfer sees it without knowing the engine."""
+"""The addresses and strides of the paged KV cache, which the transfer needs because it does not know the engine."""
 
 from dataclasses import dataclass
 
@@ -19,29 +19,32 @@ class KVLayout:
     page_tokens: int
     head_dim: int
     item_bytes: int
-    """Bytes of one element, or of one 8-bit code."""
+    """Size in bytes of one element, or of one 8-bit code of a quantized cache."""
     dtype: str
-    """The type of elements or codes, e.g. `bfloat16`."""
+    """The type of the elements or codes, e.g. `bfloat16`."""
     memory: str = "DRAM"
-    """`DRAM` or `VRAM`."""
+    """The kind of memory: `DRAM` or `VRAM`."""
     device_id: int = 0
     """GPU ordinal; 0 for host memory."""
     parts: int = 2
-    """2 for keys and values, 1 for latents."""
+    """2 for keys and values, 1 for latents (MLA)."""
     windows: tuple[int | None, ...] = (None,)
-    """The sliding window of each group in tokens, None = all positions."""
+    """The sliding window of each group in tokens; None = no window."""
     scale_bytes: int = 0
-    """Bytes of the scale of one token's codes, per head and part. The scales of a page follow its codes, by head."""
+    """Size in bytes of the scale of one token's codes, per head and part.
+
+    The scales of a page follow its codes, by head.
+    """
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page over its layers."""
+        """Size of one page in bytes, over all its layers."""
         rows = self.layers * self.parts * self.kv_heads * self.page_tokens
         return rows * (self.head_dim * self.item_bytes + self.scale_bytes)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the whole pool."""
+        """Size of the whole pool in bytes."""
         return self.pages * self.page_bytes
 
     def page_address(self, page: int) -> int:

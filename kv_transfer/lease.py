@@ -1,22 +1,22 @@
-"""The decode side's table of leases: which worker may write each page, and when a page is safe again.
+"""The decode worker's table of leases: which prefill worker may write to each page, and when a page is safe again.
 
     granted ──advertise──► advertised ──complete──► ended (admit the pages)
        │                       │ revoke, expire, peer_gone, release in doubt, delivered
        │ revoke, expire,       ▼
-       │ release, peer_gone  quarantined ──release, late notice, or in doubt or writer dead for a while──► ended (free)
+       │ release, peer_gone  quarantined ──release, late notice, or end of the grace period──► ended (free)
        ▼
      ended (no pages)
 
-A granted lease is a promise of a number of pages and holds none; pages are attached when the writer asks for them. From
-then on the writer may write until it has delivered its notice (its last act, after every byte), or has released the
-lease (its statement that no further write will follow), or is dead. No pages are freed before one of the three. A
-writer whose notice has left sends no release; a writer that failed or was stopped does. Its release proves quiescence
-only if every write has landed. If a write has failed, the release is in doubt: bytes of a broken connection may be in
-this host's buffers, so the pages stay quarantined for the grace period of a dead writer. Some time after the notice the
-writer reports it as `delivered`, which ends a lease whose notice was lost in the same way as a release in doubt,
-because a connection that has lost a notice was broken.
+A granted lease reserves a number of pages but has none yet; pages are attached when the writer asks for them. From then
+on the writer may write until it has sent its notice (its last act, after every byte), or has released the lease (its
+statement that no further write will follow), or is dead. No pages are freed before one of these three events. A writer
+that has sent its notice sends no release; a writer that failed or was stopped does. Its release proves that it is
+quiescent only if every write has landed. If a write has failed, the release is in doubt: bytes of a broken connection
+may be in this host's buffers, so the pages stay quarantined for the grace period of a dead writer. Some time after the
+notice the writer reports it as `delivered`. If the notice was lost, this ends the lease in the same way as a release in
+doubt, because a connection that has lost a notice was broken.
 
-The outcome when two events cross; the first column came first:
+The outcome when two events cross; the event of the first column came first:
 
     first            then              outcome
     abort            allocate_pages    StaleEpoch: nothing was advertised, the writer stops
@@ -29,27 +29,27 @@ The outcome when two events cross; the first column came first:
     notice           expiry, death     nothing: the lease has ended
     notice           delivered         nothing: the lease has ended
     release          notice            StaleEpoch: dropped; its bytes had landed before either was sent
-    rel. in doubt    notice            as after an abort: it follows every write, so nothing is in doubt any more
+    rel. in doubt    notice            as after an abort: the notice follows every write, so nothing is left in doubt
     rel. in doubt    writer dies       nothing: the grace period continues
-    delivered        notice            as after a release in doubt: it was not lost after all, and comes too late
+    delivered        notice            as after a release in doubt: the notice was not lost but late
     release          abort, expiry     StaleEpoch, nothing
     expiry           renew             reported as unknown, the router makes its next attempt
     expiry           allocate_pages, notice,    as after an abort
                      release, death
-    writer dies      notice            as after an abort: it had left before the death
+    writer dies      notice            as after an abort: the notice had been sent before the death
     writer dies      release           pages freed at once; in doubt: after the grace period
-    writer dies      abort             StaleEpoch: already quarantined, the clock continues
+    writer dies      abort             StaleEpoch: already quarantined, the grace period continues
     writer dies      grant for it      Unavailable
     writer dies      it lives: allocate_pages   StaleEpoch, and without permission it begins no write
-    writer dies      it lives: write   lands in quarantine: pages are freed once they are safe
+    writer dies      it lives: write   lands in quarantined pages, which are freed once they are safe
     writer dies      it is back        new leases may be granted to it; its old ones stay as they are
-    next attempt     anything of the   as after an abort: the caller revokes the earlier lease before it grants another
+    next attempt     any event of the  as after an abort: the caller revokes the earlier lease before it grants another
       granted        earlier attempt
 
-`fence.py` defines a death and when a dead writer's pages are safe.
+`fence.py` defines when a writer is dead and when its pages are safe.
 
-The table moves no pages: each call returns what the caller has to do with them. Time comes from the injected clocks
-(seconds, monotonic); only durations are sent between workers.
+The table moves no pages: each call returns the actions that the caller must take on them. Time comes from the injected
+clocks (seconds, monotonic); only durations are sent between workers.
 """
 
 import threading
@@ -66,7 +66,7 @@ from tandem.protocol.messages import Lease, PeerRef, RequestRef
 
 @dataclass(slots=True)
 class _Entry:
-    """A lease that has not ended; `page_ids` is None while no pages are attached."""
+    """A lease that has not ended; `page_ids` is None as long as no pages are attached."""
 
     lease: Lease
     prefill: PeerRef
@@ -81,14 +81,14 @@ class _Entry:
 
 
 class LeaseTable:
-    """Every lease that this worker granted and that has not ended. Thread-safe; calls never block.
+    """All leases that this worker has granted and that have not ended. Thread-safe; no call blocks.
 
     Owned by the admission. The table knows leases, not requests: the caller ensures that a request has one lease at a
     time.
     """
 
     def __init__(self, clock: Callable[[], float], duration_s: float, fence: Fence) -> None:
-        """Create the table. `duration_s` is the lifetime of a lease without a heartbeat, in seconds."""
+        """Create the table; `duration_s` is the time in seconds after which a lease without heartbeat is revoked."""
         self.duration_s = duration_s
         self._fence = fence
         self._clock = clock
@@ -99,7 +99,10 @@ class LeaseTable:
         self._fenced = 0
 
     def grant(self, ref: RequestRef, prefill: PeerRef) -> Lease:
-        """Grant this attempt a lease that only `prefill` may write. Raises Unavailable if `prefill` is assumed dead."""
+        """Grant this attempt a lease under which only `prefill` may write.
+
+        Raises Unavailable if `prefill` is assumed dead.
+        """
         with self._lock:
             if prefill in self._gone:
                 raise Unavailable(f"prefill worker {prefill.worker_id} is gone; choose another")
@@ -110,9 +113,9 @@ class LeaseTable:
             return lease
 
     def renew(self, leases: Iterable[Lease]) -> tuple[Lease, ...]:
-        """Restart the lifetime of each lease, and return those that have ended or are revoked.
+        """Restart the lifetime of each lease, and return the leases that have ended or are revoked.
 
-        Leases that have ended do not count as fenced here.
+        Leases that have ended are not counted in `fenced` here.
         """
         with self._lock:
             expires_at = self._clock() + self.duration_s
@@ -128,7 +131,8 @@ class LeaseTable:
     def permit(self, lease: Lease, prefill: PeerRef) -> tuple[int, ...] | None:
         """Permit `prefill` to begin writes for `window_s` seconds, and return the lease's pages.
 
-        Returns None while no pages are attached. Raises StaleEpoch if the lease has ended or belongs to another worker.
+        Returns None if no pages are attached yet. Raises StaleEpoch if the lease has ended or belongs to another
+        worker.
         """
         with self._lock:
             entry = self._live_entry(lease, prefill)
@@ -136,9 +140,10 @@ class LeaseTable:
             return entry.page_ids
 
     def prolong(self, leases: Iterable[Lease], prefill: PeerRef) -> tuple[Lease, ...]:
-        """Permit `prefill` to begin writes for another `window_s` seconds, and return the leases that are refused.
+        """Permit `prefill` to begin writes for another `window_s` seconds; return the leases for which this is refused.
 
-        Those have ended, are revoked, without pages, or belong to another worker. They do not count as fenced.
+        Refused are leases that have ended, are revoked, have no pages, or belong to another worker. They are not
+        counted in `fenced`.
         """
         with self._lock:
             now, over = self._clock(), []
@@ -152,9 +157,9 @@ class LeaseTable:
             return tuple(over)
 
     def advertise(self, lease: Lease, prefill: PeerRef, page_ids: Iterable[int]) -> None:
-        """Attach the pages that the writer is about to receive and may write.
+        """Attach the pages to which the writer may write and whose ids it will be sent.
 
-        Raises StaleEpoch if the lease has ended; the pages then stay the caller's, and the writer does not know them.
+        Raises StaleEpoch if the lease has ended; the caller then keeps the pages, and the writer does not know them.
         Raises ValueError if the lease already has pages.
         """
         with self._lock:
@@ -165,9 +170,10 @@ class LeaseTable:
             entry.exposure.permit(self._clock())
 
     def complete(self, lease: Lease, prefill: PeerRef) -> LeaseChange:
-        """End a lease whose notice arrived: ADMIT, or FREE if it was revoked before, which counts as fenced.
+        """End a lease whose notice has arrived, and return ADMIT, or FREE if the lease was already revoked.
 
-        Raises StaleEpoch if the lease has ended, belongs to another worker, or never had pages.
+        The second case is counted in `fenced`. Raises StaleEpoch if the lease has ended, belongs to another worker, or
+        never had pages.
         """
         with self._lock:
             entry = self._entry(lease, prefill)
@@ -180,11 +186,11 @@ class LeaseTable:
             return self._end(entry, PageAction.ADMIT)
 
     def release(self, lease: Lease, prefill: PeerRef, *, in_doubt: bool = False) -> tuple[LeaseChange, ...]:
-        """End a lease whose writer begins no further write: FREE, or NONE if it never had pages.
+        """End a lease whose writer begins no further write, and return FREE, or NONE if the lease never had pages.
 
-        `in_doubt`: a write failed, and its data may still land: QUARANTINE, unless the lease is quarantined already;
-        the quarantine ends (see `expire`) after the grace period of a dead writer. Raises StaleEpoch as `complete`
-        does.
+        With `in_doubt`, a write has failed and its data may still land: returns QUARANTINE, or nothing if the lease is
+        quarantined already. That quarantine ends (see `expire`) after the grace period of a dead writer. Raises
+        StaleEpoch as `complete` does.
         """
         with self._lock:
             entry = self._entry(lease, prefill)
@@ -193,9 +199,9 @@ class LeaseTable:
             return (self._end(entry, PageAction.NONE if entry.page_ids is None else PageAction.FREE),)
 
     def delivered(self, leases: Iterable[Lease], prefill: PeerRef) -> tuple[LeaseChange, ...]:
-        """End leases whose notices were sent long ago and have not arrived, in the same way as a release in doubt.
+        """Quarantine those of these leases whose notice has not arrived, as for a release in doubt.
 
-        Leases that have ended do not count as fenced here.
+        `prefill` sent the notices long ago. Leases that have ended are not counted in `fenced` here.
         """
         with self._lock:
             named = {lease.epoch: lease for lease in leases}
@@ -203,17 +209,17 @@ class LeaseTable:
             return tuple(change for entry in unheard if entry.prefill == prefill for change in self._doubt(entry))
 
     def revoke(self, lease: Lease) -> LeaseChange:
-        """Revoke a lease whose request ended before its notice: QUARANTINE, or NONE if it has no pages.
+        """Revoke a lease whose request ended before its notice arrived; return QUARANTINE, or NONE if it has no pages.
 
-        Raises StaleEpoch if the lease has ended already.
+        Raises StaleEpoch if the lease has already ended.
         """
         with self._lock:
             return self._revoke(self._live_entry(lease, None))
 
     def peer_gone(self, peer: PeerRef) -> tuple[LeaseChange, ...]:
-        """Revoke all leases that `peer` and its earlier incarnations may write, because their process is assumed dead.
+        """Revoke all leases of `peer` and of its earlier incarnations, because their processes are assumed dead.
 
-        Their quarantines end (see `expire`) once the pages are safe from it.
+        Their quarantines end (see `expire`) once no write of these processes can land.
         """
         with self._lock:
             self._gone.add(peer)
@@ -226,17 +232,17 @@ class LeaseTable:
             return tuple(changes)
 
     def peer_back(self, peer: PeerRef) -> None:
-        """Grant leases again to an incarnation that was assumed dead and serves.
+        """Allow leases again for an incarnation that was assumed dead and serves.
 
-        Its quarantines end as they would have ended without this call.
+        The quarantines of its earlier leases are not affected.
         """
         with self._lock:
             self._gone.restore(peer)
 
     def expire(self) -> tuple[LeaseChange, ...]:
-        """End what is due now; call it often.
+        """End everything whose time is up; call it often.
 
-        Leases without a heartbeat are revoked. Quarantines after a writer's death or a release in doubt end once the
+        Leases without heartbeat are revoked. Quarantines after a writer's death or a release in doubt end once the
         pages are safe.
         """
         with self._lock:
@@ -257,7 +263,7 @@ class LeaseTable:
 
     @property
     def fenced(self) -> int:
-        """The number of messages and notices that named a lease that had ended."""
+        """The number of messages and notices that named an ended or revoked lease."""
         return self._fenced
 
     @property
@@ -293,7 +299,7 @@ class LeaseTable:
     def _doubt(self, entry: _Entry) -> tuple[LeaseChange, ...]:
         """Quarantine a lease whose writer begins no further write, but whose earlier writes may still land."""
         entry.exposure.writer_stopped()
-        entry.exposure.is_safe(self._clock(), self._fence.process_alive)  # the grace period starts now
+        entry.exposure.is_safe(self._clock(), self._fence.process_alive)  # starts the grace period
         return () if entry.quarantined else (self._revoke(entry),)
 
     def _revoke(self, entry: _Entry) -> LeaseChange:

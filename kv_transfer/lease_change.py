@@ -1,4 +1,4 @@
-"""The transitions of a lease's pages."""
+"""The decisions of the lease table about a lease's pages."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -7,21 +7,21 @@ from tandem.protocol.messages import Lease, PeerRef
 
 
 class PageAction(Enum):
-    """The action of the caller on the pages of a lease whose state changed."""
+    """The action that the caller must take on the pages of a lease whose state has changed."""
 
     NONE = "none"
     """The lease has ended and never held pages; its reserved pages are released."""
     QUARANTINE = "quarantine"
-    """Advertised → quarantined: the request has ended, but a write may still land in the pages."""
+    """Advertised → quarantined: the request has ended, but a write to the pages may still land."""
     FREE = "free"
-    """The writer is quiescent: advertised or quarantined → free."""
+    """Advertised or quarantined → free: the writer is quiescent."""
     ADMIT = "admit"
-    """All bytes have arrived: advertised → owned by the request."""
+    """Advertised → owned by the request: all bytes have arrived."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseChange:
-    """A lease whose state changed, and what the caller does with its pages.
+    """A lease whose state has changed, and the action that the caller must take on its pages.
 
     Every lease ends with exactly one of NONE, FREE or ADMIT, possibly after QUARANTINE.
     """

@@ -1,4 +1,4 @@
-"""Readiness of a worker that has lost pages of its pool to transfers that do not end."""
+"""The readiness of a worker that has lost pages of its pool to transfers that do not end."""
 
 import logging
 from collections.abc import Callable
@@ -6,28 +6,32 @@ from collections.abc import Callable
 log = logging.getLogger(__name__)
 
 READY_AGAIN = 0.8
-"""The part of the allowed loss below which the worker becomes ready again."""
+"""A worker becomes ready again once its loss is at most this fraction of the allowed loss."""
 
 
 class LostPages:
     """Decides from the number of lost pages whether a worker is ready, and logs each change.
 
-    A worker that has lost many pages would otherwise look healthy, small and full. Not thread-safe; guarded by the lock
-    of its owner.
+    Without it, a worker that has lost many pages would look like a healthy, small worker that is full. Not thread-safe;
+    guarded by the lock of its owner.
     """
 
     def __init__(self, worker_id: str, share_max: float) -> None:
-        """Allow a loss of up to `share_max` of the pool."""
+        """Create the decision; `share_max` is the allowed loss as a fraction of the pool."""
         self._worker_id = worker_id
         self._share_max = share_max
         self.not_ready = ""
-        """The reason why the worker accepts nothing new, empty if it does.
+        """The reason why the worker accepts no new requests; empty if it accepts them.
 
-        The reason is announced to the whole cluster whenever it changes, so it contains no counts and does not flicker.
+        The reason is announced to the whole cluster whenever it changes, so it contains no counts that would change
+        often.
         """
 
     def update(self, lost: int, pool: int, why: Callable[[], str]) -> None:
-        """Update `not_ready` for `lost` pages of `pool`; `why` completes "too many of its 16 KV pages"."""
+        """Update `not_ready` for `lost` lost pages of a pool of `pool` pages.
+
+        `why` returns the end of a sentence that begins "too many of its 16 KV pages".
+        """
         allowed = self._share_max * pool * (READY_AGAIN if self.not_ready else 1.0)
         if lost <= allowed:
             if self.not_ready:

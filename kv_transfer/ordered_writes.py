@@ -1,6 +1,6 @@
-"""Ordering of writes: each write is held until the writes that it depends on have completed.
+"""Ordering of writes: each write is held until the writes on which it depends have completed.
 
-The thread that sees the last of them complete begins the held write, so no other thread has to wake up.
+The thread that sees the last of these writes complete begins the held write, so no other thread has to wake up.
 """
 
 import threading
@@ -10,13 +10,13 @@ from concurrent.futures import Future
 from kv_transfer.base import WriteDone
 
 Begin = Callable[[str], None]
-"""Called once, with the reason why the write may not begin; empty = it may."""
+"""Called once, with the reason why the write must not begin, or with "" if it may begin."""
 
 
 def hold(after: "Sequence[Future[WriteDone]]", begin: Begin) -> None:
-    """Call `begin` once all writes in `after` have completed or one has failed.
+    """Call `begin` once all writes in `after` have completed or one of them has failed.
 
-    The call is made at once, or on the thread that sees the last write complete.
+    The call is made immediately if `after` is empty or has ended, else on the thread that sees the deciding write end.
     """
     if after:
         _Held(len(after), begin).watch(after)

@@ -1,4 +1,4 @@
-"""Incarnations of other workers that are assumed dead."""
+"""The set of incarnations of other workers that are assumed dead."""
 
 from tandem.protocol.messages import PeerRef
 
@@ -6,8 +6,8 @@ from tandem.protocol.messages import PeerRef
 class RemovedPeers:
     """The set of worker incarnations that are assumed dead.
 
-    If an incarnation is assumed dead, all earlier ones are too. An incarnation that turns out to serve is removed
-    again.
+    If an incarnation is assumed dead, all earlier ones are too. An incarnation that is found to serve is removed from
+    the set.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class RemovedPeers:
         return self._until.get(peer.worker_id) == peer.incarnation
 
     def restore(self, peer: PeerRef) -> bool:
-        """Remove an incarnation that serves after all. Returns False if it was not the latest one assumed dead."""
+        """Remove an incarnation that was found to serve; return False if it was not the latest one assumed dead."""
         was_last = self.is_last(peer)
         if was_last:
             self._until[peer.worker_id] = peer.incarnation - 1

@@ -2,17 +2,18 @@
 
 1. connect      while the request waits for its first chunk
 2. allocate     as soon as the first chunk is computed or was found in the cache, the reserved pages of the lease are
-                allocated. The reply says which of the prompt's first pages the decode worker already has, and for how
-                long the others may be written (`write_window.py`); the window is renewed with those of other prompts
+                allocated. The reply says how many of the prompt's leading pages the decode worker already has, and for
+                how long the others may be written (`write_window.py`); the window is renewed with those of other
+                prompts
 3. write        the full pages of finished chunks are written while the next chunk is computed; of groups with a
-                sliding window, only the pages that the first decode step attends to
+                sliding window, only the pages that the first decode step attends to are written
 4. notice       is sent with the last page, and the transport holds it until all other pages have landed. It has the
-                first token, the number of the next draw, what was sent, and checksums of some pages, each of which was
-                begun when its page was final (`page_writes.py`). It goes with a page because NIXL watches over a write
-                until its end, but over a notice alone only until it is handed on
-5. release      in any case, the pages are freed only when the engine has released them and every write has ended
-6. return       a lease without a delivered notice is returned, again and again until the decode worker confirms it.
-                The call says whether a write failed: if none did, its pages need no quarantine
+                first token, the index of the next random number, the hash of the prompt, its page counts, and checksums
+                of some pages; computing a checksum begins when its page is final (`page_writes.py`). The notice is sent
+                with a page because NIXL reports how a write ends, but not whether a notice on its own has arrived
+5. free         in any case, the pages are freed only when the engine has released them and every write has ended
+6. release      a lease without a delivered notice is released; this is repeated until the decode worker confirms it.
+                The call says whether a write failed: if none did, the lease's pages need no quarantine
 """
 
 from __future__ import annotations
@@ -48,27 +49,27 @@ from tandem.protocol.messages import (
 log = logging.getLogger(__name__)
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.1, 5.0
-"""The first and the longest wait between two attempts to return a lease, in seconds; the wait doubles."""
+"""The first and the maximum wait between two attempts to release a lease, in seconds; the wait doubles."""
 
 
 class PrefillSchedulerView(Protocol):
-    """The part of the prefill scheduler that a hand-over uses."""
+    """The interface of the prefill scheduler that a hand-over uses."""
 
     def withdraw(self, request: PrefillRequest) -> None:
         """Compute no further chunk of this request."""
         ...
 
     def transfer_outlives_request(self, request: PrefillRequest) -> None:
-        """Note that a request has ended while its writes continue. Its pages are lost until `free`."""
+        """Record that a request has ended while its writes continue. Its pages are lost until `free`."""
         ...
 
     def free(self, request: PrefillRequest) -> None:
-        """Free the pages of a request that the engine has released and that no write reads."""
+        """Free the pages of a request. The engine must have released it, and no write may read its pages."""
         ...
 
 
 class Handoff:
-    """The hand-over of one request: delivers or aborts it, and frees its pages when nothing uses them any more.
+    """The hand-over of one request: delivers the KV or aborts, and frees the pages after their last use.
 
     Started by the prefill scheduler; runs on the event loop.
     """
@@ -104,14 +105,17 @@ class Handoff:
         self._writes = OutgoingWrites(sender, deadline_s, writing)
         self._skipped = 0
         self._sent: list[int] = []
-        """The entries of the pages that are sent (`KvPages.sent`)."""
+        """The entries of the pages that are sent, among the prompt's pages (`KvPages.sent`)."""
         self._aborted = False
         self._delivered = False
         self._delivery = asyncio.ensure_future(self._deliver())
         self.ended = asyncio.ensure_future(self._run())
 
     def abort(self) -> None:
-        """Abort the request without an event. `ended` completes when pages and lease are released. Idempotent."""
+        """Abort the request without an event.
+
+        `ended` completes when its pages and its lease are released. Idempotent.
+        """
         self._aborted = True
         self._delivery.cancel()
 
@@ -130,7 +134,7 @@ class Handoff:
         try:
             await self._settle()
         except Exception:
-            # Pages of this worker may be lost by this error. The pages of the lease must not be: they only wait for the
+            # This error may lose pages of this worker. It must not lose the pages of the lease, which wait only for the
             # writes.
             await self._writes.settled()
             await self._give_back_unless_delivered()
@@ -151,7 +155,7 @@ class Handoff:
             await self._give_back(destination)
 
     async def _give_back(self, destination: Destination) -> None:
-        """Return the lease to the decode worker, again until it confirms.
+        """Release the lease on the decode worker, repeatedly until the decode worker confirms.
 
         As long as this process lives, nothing else ends the quarantine of the pages on the decode worker.
         """
@@ -208,9 +212,9 @@ class Handoff:
             self._emit_event(RequestEvent(self._request.task.ref, event_times=event_times, transfer=self._stats()))
 
     async def _write(self, destination: Destination, window: WriteWindow, needed: int) -> None:
-        """Write all pages, the last one with the notice.
+        """Write all pages, the last one together with the notice, and set `_delivered` when they have landed.
 
-        Sets `_delivered` if the answer continues after the first token.
+        If there is no first token, or if the answer ends with it, no notice is sent and `_delivered` stays False.
         """
         remote, tokens = await window.pages(), self._request.prompt_tokens
         skipped = self._kv.skipped(tokens, len(remote))
@@ -218,12 +222,12 @@ class Handoff:
             raise Internal(f"{destination.peer.worker_id} allotted {len(remote)} pages for {tokens} tokens")
         self._skipped, self._sent = skipped, self._kv.sent(tokens, skipped)
         checksums = OutgoingChecksums(self._checks, destination.lease, self._request.prompt_tokens, self._skipped)
-        # takes long, so it is computed while chunks are computed
+        # Hashing takes long, so it is done while chunks are computed.
         token_hash = hash_token_ids(self._request.task.prompt_token_ids)
         sent = await self._write_while_computing(destination, window, checksums)
         if not self._goes_on():
             return
-        # The last page is written last, because the notice goes with it.
+        # The last page is written last, because the notice is sent with it.
         last = needed - 1
         self._writes.last_chunk_ended()
         if sent < last:
@@ -239,7 +243,7 @@ class Handoff:
     ) -> int:
         """Write full pages as chunks finish, until the engine releases the request.
 
-        Returns the number of the prompt's first pages that were written or need no writing.
+        Returns the number of leading pages of the prompt that were posted or need not be written.
         """
         progress, sent = self._request.progress, self._skipped
         while not progress.released:
@@ -261,7 +265,7 @@ class Handoff:
     async def _post(
         self, destination: Destination, window: WriteWindow, first: int, end: int, notice: TransferNotice | None
     ) -> None:
-        """Write the pages number `first` to `end - 1` of the prompt, as far as they are sent."""
+        """Write the prompt's pages with numbers `first` to `end - 1`, without those that are not sent."""
         some = slice(*(bisect_left(self._sent, number * self._kv.groups) for number in (first, end)))
         there = (await window.pages())[some]
         await window.ensure_open()
@@ -269,7 +273,7 @@ class Handoff:
         self._writes.post(destination.peer, here, there, window.closes_at, notice)
 
     async def _computed(self, checksums: OutgoingChecksums) -> tuple[PageChecksum, ...]:
-        """Return the checksums. Raises TransferFailed if they are not computed within the deadline."""
+        """Return the checksums. Raises TransferFailed if computing them takes longer than the deadline."""
         try:
             async with asyncio.timeout(self._deadline_s):
                 return await checksums.all()
@@ -295,7 +299,7 @@ class Handoff:
 
 
 def _failure_of(delivery: asyncio.Future[None]) -> TandemError | None:
-    """Return the error for the router: a TandemError stays, every other exception becomes TransferFailed."""
+    """Return the error for the router, or None: a TandemError is kept, every other exception becomes TransferFailed."""
     if delivery.cancelled():
         return TransferFailed("the connection to the decode worker was dropped; prefill again elsewhere")
     error = delivery.exception()

@@ -1,4 +1,4 @@
-"""The notice that a prompt's KV has been transferred."""
+"""Creates the notice that a prompt's KV has been transferred."""
 
 from prefill_worker.request import PrefillRequest
 from tandem.protocol.errors import Internal
@@ -14,9 +14,9 @@ def make_notice(
     skipped: int,
     checksums: tuple[PageChecksum, ...] = (),
 ) -> TransferNotice:
-    """Return the notice for the decode worker that has received the KV of a prompt.
+    """Return the notice for a decode worker that has received the KV of a prompt.
 
-    The decode worker had the prompt's first `skipped` pages already. Raises Internal if the task has no destination.
+    `skipped` is the number of leading pages that were not sent. Raises Internal if the task has no destination.
     """
     task = request.task
     if task.destination is None:

@@ -1,4 +1,4 @@
-"""The page writes of a hand-over, the checksums of the pages that it sends, and the time spent writing."""
+"""The page writes of a hand-over, the checksums of the sent pages, and the time spent writing."""
 
 import asyncio
 import threading
@@ -14,10 +14,10 @@ from tandem.protocol.messages import Lease, PageChecksum, PeerRef, TransferNotic
 
 
 class WritingTime:
-    """Seconds in which hand-overs have writes in progress, summed over hand-overs. Any thread may call it.
+    """The time in which hand-overs have writes in progress, summed over the hand-overs. May be called from any thread.
 
-    There is no timer: the sum is updated when a hand-over begins or ends to write, and when it is read. A write that
-    never ends counts as well.
+    There is no timer: the sum is updated when a hand-over starts or stops writing, and when the sum is read. The time
+    of a write that never ends counts as well.
     """
 
     def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
@@ -27,16 +27,16 @@ class WritingTime:
         self._nanos, self._until = 0, clock_ns()
 
     def begin(self) -> None:
-        """Count a hand-over that begins to write."""
+        """Record that a hand-over has posted a write while it had none in progress."""
         self._update(1)
 
     def end(self) -> None:
-        """Count a hand-over whose last write has ended."""
+        """Record that a hand-over no longer has a write in progress; called when its last posted write has ended."""
         self._update(-1)
 
     @property
     def seconds(self) -> float:
-        """The sum until now, in seconds. It never decreases."""
+        """The sum so far, in seconds. It never decreases."""
         return self._update(0) / 1e9
 
     def _update(self, begun: int) -> int:
@@ -51,7 +51,7 @@ class WritingTime:
 class OutgoingWrites:
     """The writes of one hand-over, in the order in which they were posted.
 
-    The hand-over owns this object and frees the pages when no write is in progress. Used on the event loop.
+    Owned by the hand-over, which frees the pages when no write is in progress. Used on the event loop.
     """
 
     def __init__(self, sender: Sender, deadline_s: float, writing: WritingTime) -> None:
@@ -61,12 +61,12 @@ class OutgoingWrites:
         self._in_progress = 0
         self._posted: list[Future[WriteDone]] = []
         self._awaited: list[asyncio.Future[WriteDone]] = []
-        """The same writes as futures of the event loop."""
+        """The futures of `_posted` as asyncio futures."""
         self._before_last_chunk = 0
         self._notice_made: tuple[EventTime, ...] = ()
 
     def last_chunk_ended(self) -> None:
-        """Note that the prompt is computed: the request waits for the writes that are posted from now on."""
+        """Record that the whole prompt is computed: the next write to be posted marks the LAST_PAGES_POSTED event."""
         self._before_last_chunk = len(self._posted)
 
     def post(
@@ -77,11 +77,10 @@ class OutgoingWrites:
         begin_by: Callable[[], float],
         notice: TransferNotice | None = None,
     ) -> None:
-        """Write the pages `here` to the pages `there` of `peer`.
+        """Write the local pages `here` to the pages `there` of `peer`.
 
-        The write with the notice lands after all other writes.
-
-        The write does not begin after the time that `begin_by` returns.
+        The write does not begin after the time that `begin_by` returns. A write with a notice begins after all other
+        writes have landed.
         """
         after = () if notice is None else tuple(self._posted)
         if notice is not None:
@@ -95,18 +94,18 @@ class OutgoingWrites:
         self._awaited[-1].add_done_callback(self._settled)
 
     def raise_failed(self) -> None:
-        """Raise the failure of the oldest failed write, if any has failed yet."""
+        """Raise the error of the oldest failed write, if any write has failed yet."""
         for write in self._awaited:
             if write.done():
                 write.result()
 
     async def completed(self) -> None:
-        """Wait until all writes have ended, and raise the failure of the oldest failed write.
+        """Wait until all writes have ended, and raise the error of the oldest failed write, if any.
 
         Raises TransferFailed if a write exceeds its deadline. The router then retries with other workers, while the
         hand-over keeps the pages until `settled`, because a stalled write cannot be cancelled.
         """
-        # Not gather: if this wait is cancelled, the writes must go on, and `settled` waits for them again.
+        # Not gather: if this wait is cancelled, the writes must continue, and `settled` waits for them again.
         _, moving = await asyncio.wait(self._awaited, timeout=self._deadline_s)
         self.raise_failed()
         if moving:
@@ -114,7 +113,7 @@ class OutgoingWrites:
 
     @property
     def in_doubt(self) -> bool:
-        """True if any write has not landed completely.
+        """True if any write is in progress or has failed.
 
         A failed write no longer reads pages of this worker, but data that a broken connection had accepted may still
         land at the peer later.
@@ -127,19 +126,22 @@ class OutgoingWrites:
         return not all(write.done() for write in self._awaited)
 
     async def settled(self) -> None:
-        """Wait until no write reads a page of this worker or passes its data to the network, however it ended."""
+        """Wait until every write has ended, with or without success, so that none reads a page of this worker."""
         if self._awaited:
             done, _ = await asyncio.wait(self._awaited)
             for write in done:
                 write.exception()  # retrieved, or asyncio logs each failure that came after an abort or another failure
 
     def moved(self) -> tuple[int, int]:
-        """Return the bytes and nanoseconds of all writes, summed. All of them must have landed."""
+        """Return the bytes and the duration in nanoseconds of all writes, summed. All of them must have landed."""
         done = [write.result() for write in self._awaited]
         return sum(each.bytes for each in done), sum(each.duration_nanos for each in done)
 
     def event_times(self) -> tuple[EventTime, ...]:
-        """Return the lifecycle events of writes that have all landed, the last of them with the notice."""
+        """Return the lifecycle events of the writes.
+
+        All of them must have landed, and the last one must have had the notice.
+        """
         done = [write.result() for write in self._awaited]
         return (
             EventTime(LifecycleEvent.TRANSFER_STARTED, done[0].begun_nanos),
@@ -158,14 +160,14 @@ class OutgoingWrites:
 class OutgoingChecksums:
     """The checksums of the chosen pages of one request.
 
-    Each is begun as soon as its page is final, so that nothing waits for it. The hand-over owns this object and the
-    pages.
+    Each is begun as soon as its page is final, so that nothing waits for it. Owned by the hand-over, which also owns
+    the pages.
     """
 
     def __init__(self, checks: PageChecks | None, lease: Lease, prompt_tokens: int, skipped: int) -> None:
-        """Choose the pages: none without `checks`, and otherwise some of the pages that are sent.
+        """Choose the pages that get a checksum: some of the pages that are sent, or none if `checks` is None.
 
-        The first `skipped` pages are not sent, nor are pages before a sliding window.
+        The first `skipped` pages are not sent, nor are pages outside a sliding window.
         """
         self._checks = checks
         self._prompt_tokens = prompt_tokens
@@ -173,15 +175,18 @@ class OutgoingChecksums:
         self._begun: list[Future[tuple[PageChecksum, ...]]] = []
 
     def begin(self, pages: Sequence[int], first: int, end: int) -> None:
-        """Begin the checksums of the chosen entries `first` to `end - 1` of `pages` (`KvPages`), which are final."""
+        """Start to compute the checksums of the chosen entries among `first` to `end - 1` of `pages`.
+
+        These pages must be final, because their contents are read in the background.
+        """
         entries = [entry for entry in self._chosen if first <= entry < end]
         if self._checks is not None and entries:
             self._begun.append(self._checks.begin(pages, entries, self._prompt_tokens))
 
     async def all(self) -> tuple[PageChecksum, ...]:
-        """Return the checksums by page number, in the order in which they were begun.
+        """Return the checksums with their page numbers, in the order in which they were begun.
 
-        Raises what computing one has raised.
+        Raises the exception of the first computation that failed.
         """
         sums: list[PageChecksum] = []
         for begun in self._begun:

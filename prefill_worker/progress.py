@@ -1,4 +1,4 @@
-"""The engine's progress with one prompt, for its hand-over."""
+"""The progress of one prompt's computation, as its hand-over sees it."""
 
 import asyncio
 
@@ -7,12 +7,10 @@ from tandem.protocol.messages import FinishReason
 
 
 class Progress:
-    """The engine's progress with one prompt.
+    """The progress of one prompt's computation. `released` means that the engine never uses its pages again.
 
-    Used on the event loop only. The engine thread's updates arrive there as calls, so nothing here is locked.
-
-    `released` means that the engine never uses this request's pages again. Owned by the prefill request; its hand-over
-    waits for changes.
+    Used on the event loop only: the engine thread's updates arrive there as calls, so no lock is needed. Owned by the
+    prefill request; its hand-over waits for changes.
     """
 
     def __init__(self) -> None:
@@ -24,27 +22,27 @@ class Progress:
         self._changed = asyncio.Event()
 
     def advance(self, computed_tokens: int) -> None:
-        """Note that the KV of the first `computed_tokens` positions is in the pages."""
+        """Record that the pages have the KV of the first `computed_tokens` positions."""
         self.computed_tokens = computed_tokens
         self._changed.set()
 
     def finish(self, first_token_id: int, finish_reason: FinishReason | None) -> None:
-        """Note that the whole prompt is computed; `finish_reason` is set if the first token ends the answer."""
+        """Record that the whole prompt is computed; `finish_reason` is set if the first token ends the answer."""
         self.first_token_id = first_token_id
         self.finish_reason = finish_reason
         self.release()
 
     def release(self, failure: TandemError | None = None) -> None:
-        """Note that the engine never uses this request's pages again.
+        """Record that the engine never uses this request's pages again.
 
-        `failure` is the reason if the prompt is not computed completely.
+        `failure` is the reason if the prompt was not computed completely.
         """
         self.failure = self.failure or failure
         self.released = True
         self._changed.set()
 
     async def beyond(self, tokens: int) -> None:
-        """Wait until more than `tokens` positions are computed or the engine has released the request."""
+        """Wait until more than `tokens` positions are computed, or until the engine has released the request."""
         while self.computed_tokens <= tokens and not self.released:
             self._changed.clear()
             await self._changed.wait()

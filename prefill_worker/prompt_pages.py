@@ -1,8 +1,8 @@
-"""Pages for prompts: missing pages come from the pool, or from the decode phase if the prompt is local.
+"""Allocates pages for prompts, from the pool or, if the prompt is local, from the lease of the decode phase.
 
-Pages of groups without a sliding window are allocated for the whole prompt. For groups with a window, the pages that
-are needed at one time are backed_pages; they are allocated chunk by chunk (`cover`), while pages that no further chunk
-attends to are retired.
+Pages of groups without a sliding window are allocated for the whole prompt. For groups with a window, the pool backs as
+many pages as the prompt needs at one time. They are allocated chunk by chunk (`cover`), while pages to which no further
+chunk attends are released.
 """
 
 from prefill_worker.decode_peers import LocalDecode
@@ -14,7 +14,7 @@ from tandem.protocol.messages import PeerRef
 
 
 class PromptPages:
-    """Allocates the pages of prompts.
+    """Allocates and frees the pages of prompts.
 
     Cached pages are only read; the others belong to the request, or to the lease of a local prompt. Full pages are
     cached once they are computed. Called under the scheduler's lock. Owned by the prefill scheduler.
@@ -27,9 +27,9 @@ class PromptPages:
         self._local = local
 
     def take(self, request: PrefillRequest) -> bool:
-        """Allocate all pages of groups without a window, and count cached tokens as computed.
+        """Allocate all pages of groups without a window, and mark cached tokens as computed.
 
-        Returns False if there are too few free pages. Raises the `TandemError` of a local lease that has ended.
+        Returns False if there are too few free pages. Raises a `TandemError` if the lease of a local prompt has ended.
         """
         if request.local:
             self._take_local(request)
@@ -45,10 +45,11 @@ class PromptPages:
         return True
 
     def cover(self, request: PrefillRequest, tokens: int) -> int:
-        """Allocate the pages for the request's next `tokens` tokens, and return for how many of them there are pages.
+        """Allocate KV pages for the request's next `tokens` tokens, and return how many of these tokens have pages.
 
-        The result may be less, even 0, while other requests read pages that this request has retired; the pages become
-        free when those retire them too. Models without windows need no call, because `take` has allocated all pages.
+        The result may be smaller, even 0, while other requests read pages that have left this request's sliding window;
+        such a page becomes free when the last reader releases it. Models without sliding windows need no call, because
+        `take` has allocated all pages.
         """
         kv = self._kv
         if not request.local:
@@ -63,9 +64,9 @@ class PromptPages:
         return max(0, covered - request.launched)
 
     def publish(self, request: PrefillRequest) -> None:
-        """Let other requests read the full pages of a computed prompt.
+        """Add the full pages of a computed prompt to the prefix cache, so that other requests can read them.
 
-        The decode phase publishes the pages of a lease.
+        Does nothing for a local prompt, whose pages the decode phase adds.
         """
         if not request.local:
             self._cache.publish(request.task.ref, request.prefix, request.pages)
@@ -73,7 +74,7 @@ class PromptPages:
             self._unreserve(request)
 
     def release(self, request: PrefillRequest) -> None:
-        """Free the pages of a request, which nothing uses any more."""
+        """Free the pages of a request. No step and no write may use them."""
         if request.local:
             self._cache.release(request.prefix)
         else:
@@ -108,10 +109,10 @@ class PromptPages:
             return pool.allocate(request.task.ref, count, from_reserved=True)
 
     def _more_of_lease(self, request: PrefillRequest, count: int) -> list[int]:
-        """Take more pages of a local prompt's lease.
+        """Allocate at most `count` more pages from a local prompt's lease.
 
-        When there are no others, the lease's own pages that no chunk attends to are reused. Until then they keep their
-        contents, which the decode phase caches.
+        If the lease has no others, pages of the lease to which no further chunk attends are reused. Until then they
+        keep their contents, which the decode phase caches.
         """
         destination = request.task.destination
         assert destination is not None
@@ -126,9 +127,9 @@ class PromptPages:
         return more
 
     def _give_up(self, request: PrefillRequest, position: int) -> None:
-        """Retire the pages that tokens from `position` on do not attend to.
+        """Release the pages to which tokens from `position` on do not attend.
 
-        Other requests may read them while they are cached.
+        Pages that are cached remain readable for other requests.
         """
         if not self._kv.dead(request.pages, position):
             return

@@ -1,12 +1,13 @@
-"""The queue of prompts whose prefill is not complete, and of the prefill steps in flight.
+"""The queue of prompts that are not computed completely, and the prefill steps in flight.
 
 The prompt with the fewest remaining tokens comes first. A short prompt does not wait for all chunks of a long one, and
-no other order gives a lower mean time to the first token. The oldest prompt has a share of every step to itself, so a
-stream of short prompts slows a long one down but never stops it; it also gets what the others leave.
+no other order gives a lower mean time to the first token. A share of every step is reserved for the oldest prompt, so a
+stream of short prompts slows a long one down but never stops it; the oldest prompt also gets the tokens that the others
+leave.
 
-Pages are allocated in the same order. While the first prompt finds too few free pages, no other prompt starts, because
-pages that become free are for it. Local prompts are the exception: their pages are reserved already, and the prompt
-that waits may be waiting for exactly these pages.
+Pages are allocated in the same order. As long as the first prompt finds too few free pages, no other prompt starts,
+because pages that become free are meant for the first. Local prompts are the exception: their pages are reserved
+already, and the prompt that waits may be waiting for these very pages.
 """
 
 from collections import deque
@@ -18,11 +19,14 @@ from operator import attrgetter
 from prefill_worker.request import PrefillRequest
 
 OLDEST_SHARE = 4
-"""One in OLDEST_SHARE tokens of a step is for the oldest prompt."""
+"""The oldest prompt's share of a step is one in OLDEST_SHARE tokens."""
 STEP_S = 0.2
-"""The step time in seconds above which the next step gets fewer scored tokens; below half of it, it gets more."""
+"""The step time in seconds above which the limit on scored tokens is lowered; below half of it, the limit is raised."""
 _FIRST, _LEAST = 64, 16
-"""The most scored tokens of the first step, and the lowest limit: the step reads the weights once for all of them."""
+"""The initial and the minimum value of the limit on scored tokens per step.
+
+The minimum is above 1 because a step reads the weights once for all its scored tokens.
+"""
 
 
 class StartResult(Enum):
@@ -36,21 +40,24 @@ class StartResult(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WaitingPrompts:
-    """The waiting prompts, as far as the step policy needs to know them."""
+    """A summary of the waiting prompts, which the step policy uses."""
 
     prompts: int = 0
     """The number of prompts that a step could compute."""
     tokens: int = 0
-    """Prompt tokens that are in no launched step, including those that will be found in the cache."""
+    """The number of prompt tokens that are in no launched step, including those that will be found in the cache."""
     context: int = 0
-    """Computed or cached tokens that a chunk attends to, for the oldest or the shortest prompt: the larger count."""
+    """The number of computed or cached tokens to which the next chunk attends.
+
+    It is the larger of the numbers for the oldest prompt and for the one with the fewest remaining tokens.
+    """
 
 
 NO_PROMPTS = WaitingPrompts()
 
 
 class PromptQueue:
-    """The prompts in order of arrival.
+    """The prompts that are not computed completely, in order of arrival.
 
     Guarded by the scheduler's lock; the requests own their pages. Owned by the prefill scheduler.
     """
@@ -79,27 +86,27 @@ class PromptQueue:
         self._count()
 
     def remove(self, request: PrefillRequest) -> None:
-        """Remove a request that is computed or will not be; nothing happens if it is not queued."""
+        """Remove a request that is computed or will not be computed, if it is queued."""
         self._waiting.pop(request, None)
         self._computing.pop(request, None)
         self._count()
 
     def waiting(self) -> WaitingPrompts:
-        """Return the prompts that the next step could compute."""
+        """Return a summary of the prompts that the next step could compute."""
         ready = [request for request in self if request.remaining and not request.withdrawn]
         if not ready:
             return NO_PROMPTS
-        # These two prompts get most of a step. A policy that assumed the shorter context would make the step too long.
+        # These two prompts get most of a step. If the policy assumed the shorter context, the step would take too long.
         context = max(min(ready, key=_ARRIVAL).launched, min(ready, key=_REMAINING).launched)
         return WaitingPrompts(len(ready), sum(request.remaining for request in ready), context)
 
     def plan(
         self, budget: int, max_rows: int, start: Callable[[PrefillRequest], StartResult], scored_most: int
     ) -> list[tuple[PrefillRequest, int]]:
-        """Return the requests of the next step, each with its number of tokens, at least one.
+        """Return the requests of the next step, each with its number of tokens, which is at least one.
 
         The step has at most `budget` tokens and `max_rows` rows. At most `scored_most` of the tokens belong to prompts
-        that are scored. `start` allocates the pages of a request before its first chunk.
+        whose log probabilities are wanted. `start` allocates the pages of a request before its first chunk.
         """
         parts: dict[PrefillRequest, int] = {}
         blocked = False
@@ -125,7 +132,7 @@ class PromptQueue:
         return list(parts.items())
 
     def _start(self, request: PrefillRequest, start: Callable[[PrefillRequest], StartResult]) -> bool:
-        """Start a request, and return True if the requests after it may start as well."""
+        """Start a request; return False if there are too few free pages, so that no later request may start."""
         match start(request):
             case StartResult.STARTED:
                 del self._waiting[request]
@@ -141,9 +148,9 @@ class PromptQueue:
         self.length = len(self._waiting) + len(self._computing)
 
     def _service_order(self, budget: int) -> list[tuple[PrefillRequest, int]]:
-        """Return the requests in the order in which they are served, each with the most tokens that it may take.
+        """Return the requests in the order of service, each with the maximum number of tokens that it may take.
 
-        The oldest comes twice: first with its share, then in its place by remaining tokens.
+        The oldest request comes twice: first with its share, then in its place by remaining tokens.
         """
         ready = [request for request in self if request.remaining and not request.withdrawn]
         if len(ready) < 2:
@@ -156,18 +163,18 @@ class PromptQueue:
 
 
 class ScoredTokens:
-    """The most scored tokens of a step, halved or doubled by the time of each step that scored. Not thread-safe.
+    """The maximum number of scored prompt tokens per step, adapted to the measured step times. Not thread-safe.
 
-    The log probabilities of a prompt take as long as its forward pass on a GPU, and many times as long on a CPU, where
-    a full step of scored tokens takes half a minute. Until such a step ends, no other request gets a token, and an
-    abort has no effect.
+    It is halved after a slow step that scored, and doubled after a fast one. The log probabilities of a prompt take as
+    long as its forward pass on a GPU, and many times as long on a CPU, where a full step of scored tokens takes half a
+    minute. Until a step ends, no other request gets a token, and an abort has no effect.
     """
 
     def __init__(self) -> None:
         self.most = _FIRST
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Adapt the limit after a step with `tokens` scored tokens that took `seconds` in all."""
+        """Adapt the limit after a step that had `tokens` scored tokens and took `seconds`."""
         if seconds > STEP_S:
             self.most = max(_LEAST, min(self.most, tokens) // 2)
         elif tokens >= self.most and seconds < STEP_S / 2:
@@ -175,7 +182,7 @@ class ScoredTokens:
 
 
 Step = Sequence[tuple[PrefillRequest, int]]
-"""The requests of a step, each with its number of tokens."""
+"""The requests of a step, each with its number of prompt tokens in it."""
 
 
 class InFlightSteps:
@@ -192,11 +199,11 @@ class InFlightSteps:
         self._steps.append(step)
 
     def complete(self) -> Step:
-        """Remove the oldest step, whose results have arrived, and return it."""
+        """Remove and return the oldest step, whose results have arrived."""
         return self._steps.popleft()
 
     def abandon(self) -> list[PrefillRequest]:
-        """Remove all steps, none of which will complete, and return their requests."""
+        """Remove all steps, because none of them will complete, and return their requests."""
         left = {request: None for step in self._steps for request, _ in step}
         self._steps.clear()
         for request in left:

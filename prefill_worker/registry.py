@@ -16,10 +16,9 @@ _Key = tuple[str, str]
 
 
 class RequestRegistry:
-    """The newest attempt of each request, by router and request id.
+    """The newest attempt of each request, by router and request id. Decides whether a new prompt is accepted.
 
     Replaced attempts are kept until their hand-over has ended. Owned by the prefill scheduler and guarded by its lock.
-    Decides whether a further prompt is accepted.
     """
 
     def __init__(self, me: PeerRef, max_requests: int) -> None:
@@ -30,34 +29,37 @@ class RequestRegistry:
         self.closed = ""
         """The reason why no prompt is accepted; empty if prompts are accepted."""
         self.fenced = 0
-        """The number of attempts that were refused because a newer attempt was known."""
+        """The number of attempts that were rejected because a newer attempt was known."""
 
     def __len__(self) -> int:
         return len(self._requests) + len(self._replaced)
 
     def __iter__(self) -> Iterator[tuple[str, PrefillRequest]]:
-        """Iterate over the newest attempts, each with its router."""
+        """Iterate over the newest attempts, as pairs of router id and request."""
         return ((router_id, request) for (router_id, _), request in self._requests.items())
 
     def adapters(self) -> set[str]:
-        """Return the hashes of the adapters of all attempts; "" stands for the base model."""
+        """Return the adapter hashes of all attempts, including replaced ones; "" stands for the base model."""
         return {request.task.adapter for request in (*self._requests.values(), *self._replaced)}
 
     def find(self, router_id: str, ref: RequestRef) -> PrefillRequest | None:
-        """Return the newest attempt of this request, or None if there is none or it is newer than `ref`."""
+        """Return the newest known attempt of the request.
+
+        Returns None if the request is unknown, or if that attempt is newer than the one in `ref`.
+        """
         request = self._requests.get((router_id, ref.request_id))
         return None if request is None or request.task.ref.attempt > ref.attempt else request
 
     def knows(self, task: PrefillTask) -> bool:
-        """Return True if this same attempt is registered already."""
+        """Return True if this attempt of the request is the registered one."""
         known = self._requests.get(_key_of(task))
         return known is not None and known.task.ref.attempt == task.ref.attempt
 
     def check_accepts(self, task: PrefillTask, not_ready: str) -> None:
-        """Raise an error unless the task is accepted.
+        """Raise an error if the task cannot be accepted.
 
         Raises StaleEpoch if a newer attempt is known, RoleClosed while closed, and ResourceExhausted if there are too
-        many requests or if the worker is not ready, with the reason `not_ready`.
+        many requests or if the worker is not ready, for the reason `not_ready`.
         """
         known = self._requests.get(_key_of(task))
         if known is not None and known.task.ref.attempt > task.ref.attempt:
@@ -80,7 +82,7 @@ class RequestRegistry:
         return replaced
 
     def remove(self, request: PrefillRequest) -> None:
-        """Forget a request whose hand-over has ended."""
+        """Remove a request whose hand-over has ended."""
         key = _key_of(request.task)
         if self._requests.get(key) is request:
             del self._requests[key]
@@ -91,11 +93,10 @@ class RequestRegistry:
 
 
 class PendingTransfers:
-    """Prompts that have ended while writes still read their pages.
+    """The requests that have ended while writes still read their pages.
 
-    The pages stay allocated until nothing reads them any more, however long that takes: a decode worker that stands
-    still with its connection intact keeps a write open. Guarded by the prefill scheduler's lock. Owned by the prefill
-    scheduler.
+    The pages stay allocated until the writes have ended, however long that takes: if a decode worker hangs but its
+    connection is intact, a write stays in progress. Owned by the prefill scheduler and guarded by its lock.
     """
 
     def __init__(self, lost: LostPages, pool_pages: int) -> None:
@@ -110,7 +111,7 @@ class PendingTransfers:
 
     @property
     def not_ready(self) -> str:
-        """The reason why no prompt is accepted at present, empty if prompts are accepted."""
+        """The reason why prompts are rejected because of lost pages; empty if they are accepted."""
         return self._lost.not_ready
 
     def add(self, request: PrefillRequest) -> None:
@@ -119,7 +120,7 @@ class PendingTransfers:
         self._update()
 
     def discard(self, request: PrefillRequest) -> None:
-        """Remove a request whose pages no write reads any more."""
+        """Remove a request once its writes have ended."""
         if request in self._requests:
             self._requests.discard(request)
             self._update()

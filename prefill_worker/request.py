@@ -1,4 +1,4 @@
-"""One prompt in the prefill phase: its task, its pages and its progress."""
+"""One request in the prefill phase: its task, its pages and its progress."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class Abortable(Protocol):
 
 @dataclass(slots=True, eq=False)
 class PrefillRequest:
-    """A task, and the state of the request that was made for it.
+    """A request in the prefill phase, with the task that it was created for.
 
     The queues of a request:
 
       1. waiting       has no pages yet (PREFILL_QUEUED)
       2. computing     has pages for the whole prompt; the first of them may be cached pages, which it only reads. The
-                       rest is computed in chunks (PREFILL_STARTED), and pages of finished chunks are already being
-                       written to the decode worker
+                       other pages are computed in chunks (PREFILL_STARTED), and pages of finished chunks are already
+                       being written to the decode worker
       3. handing over  the prompt is computed, the first token was sent (PREFILL_FINISHED), and other requests may read
                        its full pages; the last pages are being written
 
-    Then `free`: the pages are free or cached. The hand-over ends every request, finished or not, and nothing else frees
-    its pages.
+    Then `free` is called, and the pages are free or cached. The hand-over ends every request, whether it was computed
+    completely or not, and nothing else frees its pages.
 
     All fields are guarded by the scheduler's lock; `progress` is used on the event loop.
     """
@@ -49,41 +49,45 @@ class PrefillRequest:
     pages_needed: int
     """The number of pages that the prompt fills in a group without a sliding window."""
     local: bool
-    """True if the KV is computed in pages of this worker's own decode phase; the lease owns the pages."""
+    """True if this worker also decodes the request: its KV is computed in pages of the decode phase's lease."""
     progress: Progress
     prefix: Prefix
     """The part of the prompt that is in the prefix cache. The request reads `prefix.pages` until it is freed."""
     token_hash: bytes = b""
-    """The hash of the tokens of a local prompt."""
+    """The hash of the prompt's tokens, for a local prompt; else empty."""
     arrival: int = 0
-    """The number of prompts that were queued up to and including this one."""
+    """The request's number in the order of arrival, from 1."""
     adapter: int = 0
-    """The number of its adapter, as in `StepRow`."""
+    """The number of the request's adapter, as in `StepRow`."""
     handoff: Abortable | None = None
     pages: list[int] = field(default_factory=list)
-    """The request's pages as `KvPages` lists them. Entries of groups with a sliding window are filled chunk by chunk.
+    """The request's pages, listed as by `KvPages`.
+
+    Entries of groups with a sliding window are filled chunk by chunk.
     """
     reserved_pages: int = 0
-    """Pages of groups with a sliding window that the request may still take."""
+    """The number of pages of groups with a sliding window that the request may still take."""
     backed_pages: int = 0
-    """Pages of `reserved_pages` for which the pool keeps free pages."""
+    """The number of `reserved_pages` for which the pool keeps free pages."""
     cached: int = 0
-    """Tokens of the prompt whose KV was in cached pages, so that they are not computed."""
+    """The number of prompt tokens whose KV was found in cached pages, so that they are not computed."""
     computed: int = 0
-    """Tokens of the prompt whose KV is in the pages."""
+    """The number of prompt tokens whose KV is in the pages, cached or computed."""
     launched: int = 0
-    """Tokens that are cached, computed or in a launched step."""
+    """The number of prompt tokens that are cached, computed or in a launched step."""
     in_flight: int = 0
-    """The number of launched steps with a chunk of the request that have not completed; if 0, no step uses its pages.
+    """The number of launched steps with a chunk of the request that have not completed.
+
+    If it is 0, no step uses the request's pages.
     """
     withdrawn: bool = False
-    """True if no further chunk is to be computed."""
+    """True if no further chunk of the request is computed."""
     scores: PromptScores | None = None
-    """The log probabilities of the prompt's tokens that are computed so far, if the task asks for them."""
+    """The log probabilities of the prompt tokens computed so far, if the task wants them."""
     event_times: list[EventTime] = field(default_factory=list)
-    """The lifecycle events so far, sent with the first token."""
+    """The lifecycle events so far; they are sent with the first token."""
     history: History | None = None
-    """The tokens that penalties or a grammar look back on, if the task has either."""
+    """The tokens that penalties or a grammar depend on, if the task has either."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -96,7 +100,10 @@ class PrefillRequest:
         return self.prompt_tokens - self.launched
 
     def next_chunk(self, budget: int) -> StepRow:
-        """Return a row of at most `budget` tokens, which count as launched. The row with the last tokens draws one."""
+        """Return a row with the next chunk, of at most `budget` tokens, and mark these tokens as launched.
+
+        The row with the last chunk samples a token.
+        """
         if self.launched == self.cached:
             self.event_times.append(EventTime.now(LifecycleEvent.PREFILL_STARTED))
         start, chunk = self.launched, min(budget, self.remaining)
@@ -116,7 +123,7 @@ class PrefillRequest:
 
 
 class EventThread(Protocol):
-    """The event loop on which updates are delivered."""
+    """The interface of the event loop on which updates are delivered."""
 
     def call_soon_threadsafe(self, callback: Callable[..., object], *args: Any) -> object:
         """Schedule a call on the event loop, from any thread."""
@@ -124,7 +131,7 @@ class EventThread(Protocol):
 
 
 class ProgressUpdates:
-    """Calls that are to be made on the event loop, in order.
+    """Collects calls that must be made on the event loop, in order.
 
     Used on the engine thread only. Owned by the prefill scheduler.
     """
@@ -134,22 +141,22 @@ class ProgressUpdates:
         self._calls: list[Callable[[], None]] = []
 
     def add(self, call: Callable[[], None]) -> None:
-        """Add a call, which is delivered with the next ones."""
+        """Add a call; the next delivery includes it."""
         self._calls.append(call)
 
     def take(self) -> Sequence[Callable[[], None]]:
-        """Return all calls to a caller that delivers them."""
+        """Remove and return all collected calls; the caller delivers them."""
         calls, self._calls = self._calls, []
         return calls
 
     def deliver(self) -> None:
-        """Have the event loop make the calls."""
+        """Schedule all collected calls on the event loop."""
         if calls := self.take():
             self._events.call_soon_threadsafe(call_all, calls)
 
 
 def call_all(calls: Iterable[Callable[[], None]]) -> None:
-    """Make each call, even if others raise: they concern different requests."""
+    """Make each call, even if another one raises, because the calls concern different requests."""
     for call in calls:
         try:
             call()

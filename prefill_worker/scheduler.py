@@ -1,20 +1,20 @@
-"""The prefill scheduler: chooses the prompt chunks of each step, and takes the step's results.
+"""The prefill scheduler: chooses the prompt chunks of each step, and processes the step's results.
 
 The path of a request, by its queues (`prefill_worker/request.py`):
 
   1. `submit`    appends the request to the queue and starts its hand-over
   2. `schedule`  the queue (`queue.py`) chooses the prompts that are computed, the shortest first, up to the token
                  budget of the step. Pages for the whole prompt (`prompt_pages.py`) are allocated only now, so that the
-                 prompt finds what earlier prompts have left in the cache; pages of groups with a sliding window are
-                 allocated chunk by chunk
-  3. `apply`     counts the computed tokens; the last chunk gives the first token of the answer. The next step may be
-                 in flight by then. A local prompt passes to the decode phase before `apply` returns, and decodes from
-                 the next planned step on
+                 prompt can use the KV that earlier prompts have left in the cache; pages of groups with a sliding
+                 window are allocated chunk by chunk
+  3. `apply`     adds the computed tokens to the progress; the last chunk gives the first token of the answer. The next
+                 step may be in flight by then. A local prompt passes to the decode phase before `apply` returns, and
+                 decodes from the next planned step on
   4. `take_updates` returns the progress updates for the hand-overs, which write the pages of all prompts that are not
                  local, end the request and call `free`
 
-`schedule`, `apply`, `take_updates` and `deliver_updates` are called on the engine thread, everything else on the event
-loop. One lock guards both, and no call waits for anything but this lock.
+`schedule`, `apply`, `take_updates` and `deliver_updates` are called on the engine thread, all other methods on the
+event loop. One lock guards both, and no call waits for anything but this lock.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ log = logging.getLogger(__name__)
 
 
 class PrefillScheduler:
-    """Plans prefill chunks and takes their results.
+    """Plans prefill chunks and processes their results.
 
-    Owns the prompts that were submitted and, through their hand-overs, the pages that were allocated for them.
+    Owns the submitted prompts and, through their hand-overs, the pages that were allocated for them.
     """
 
     def __init__(
@@ -76,7 +76,8 @@ class PrefillScheduler:
     ) -> None:
         """Create the scheduler.
 
-        `hand_over` starts the coroutine that ends a request. `wake` wakes the step loop, as there may be work.
+        `hand_over` starts a request's hand-over, which ends the request. `wake` wakes the step loop when there may be
+        work.
         """
         self._config = config
         self._me = me
@@ -93,25 +94,25 @@ class PrefillScheduler:
         self._wake = wake
         self._lock = threading.Lock()
         self.registry = RequestRegistry(me, config.max_prefill_requests)
-        """The prompts from their arrival to the end of their hand-over. Changed on the event loop."""
+        """The requests from their arrival to the end of their hand-over. Changed on the event loop."""
         self.queue = PromptQueue()
         """The prompts that are not computed completely. Guarded by the scheduler's lock, except for its `length`."""
         self.scored_tokens = ScoredTokens()
-        """The most scored tokens of a step. Used on the engine thread only."""
+        """The adaptive limit on scored prompt tokens per step. Used on the engine thread only."""
         self._steps = InFlightSteps()
         self._updates = ProgressUpdates(events)
 
     @property
     def fenced(self) -> int:
-        """The number of attempts that were refused because a newer attempt was known."""
+        """The number of attempts that were rejected because a newer attempt was known."""
         return self.registry.fenced
 
     # ---- event loop: requests come and go ----
 
     def submit(self, task: PrefillTask, adapter: int = 0, history: History | None = None) -> None:
-        """Take a validated task. The same attempt twice counts once; a newer attempt replaces an older one.
+        """Accept a validated task. A repeated attempt is ignored; a newer attempt replaces an older one.
 
-        `history` has the grammar's state that the first draw needs, None without a grammar. Raises StaleEpoch if a
+        `history` has the grammar's state for the first sampled token; None without a grammar. Raises StaleEpoch if a
         newer attempt is known, ResourceExhausted if the worker has too many requests or is not ready, RoleClosed while
         closed, and InvalidArgument if the prompt can never fit the page pool.
         """
@@ -128,7 +129,10 @@ class PrefillScheduler:
         self._wake()
 
     def abort(self, router_id: str, refs: Iterable[RequestRef]) -> None:
-        """Abort these requests, in every attempt up to the named one. Unknown ones are ignored; no event is sent."""
+        """Abort these requests if their attempt is at most the one in `refs`.
+
+        Unknown requests are ignored; no event is sent.
+        """
         for ref in refs:
             with self._lock:
                 request = self.registry.find(router_id, ref)
@@ -136,14 +140,14 @@ class PrefillScheduler:
                 request.handoff.abort()
 
     def abort_router(self, router_id: str) -> list[RequestRef]:
-        """Abort every request of a router and return their references."""
+        """Abort every request of a router and return the references of these requests."""
         with self._lock:
             refs = [request.task.ref for owner, request in self.registry if owner == router_id]
         self.abort(router_id, refs)
         return refs
 
     def refs(self) -> list[tuple[str, RequestRef]]:
-        """Return every request that was not replaced by a newer attempt and not freed, with its router."""
+        """Return every request that has not been freed, as pairs of router id and reference of the newest attempt."""
         with self._lock:
             return [(router_id, request.task.ref) for router_id, request in self.registry]
 
@@ -167,12 +171,15 @@ class PrefillScheduler:
         request.progress.release()
 
     def transfer_outlives_request(self, request: PrefillRequest) -> None:
-        """Note that a request has ended while its writes continue. Its pages are lost until `free`."""
+        """Record that a request has ended while its writes continue. Its pages are lost until `free`."""
         with self._lock:
             self._pending_transfers.add(request)
 
     def free(self, request: PrefillRequest) -> None:
-        """Free the pages of a request that the engine has released and that no write reads."""
+        """Free the pages of a request.
+
+        The caller guarantees that no step uses them (the engine has released the request) and that no write reads them.
+        """
         with self._lock:
             self.registry.remove(request)
             self._pending_transfers.discard(request)
@@ -183,7 +190,10 @@ class PrefillScheduler:
         self._wake()
 
     def abandon(self) -> list[tuple[str, RequestRef]]:
-        """Withdraw the requests of launched steps, as the engine is lost; return them with their routers."""
+        """Withdraw the requests of launched steps, because the engine is lost.
+
+        Returns these requests as pairs of router id and request reference.
+        """
         with self._lock:
             left = self._steps.abandon()
         for request in left:
@@ -193,7 +203,7 @@ class PrefillScheduler:
     # ---- engine thread: a step ----
 
     def schedule(self, budget: int) -> list[StepRow]:
-        """Return rows for the next step, of at most `budget` tokens in all. The requests keep their pages."""
+        """Return rows for the next step, with at most `budget` tokens in total. The requests keep their pages."""
         with self._lock:
             planned = self.queue.plan(budget, self._config.max_prefill_rows, self._start, self.scored_tokens.most)
             if self._windowed:
@@ -207,7 +217,7 @@ class PrefillScheduler:
     def apply(
         self, token_ids: Sequence[int | None], logprobs: Sequence[TokenLogprobs | None] = ()
     ) -> list[RoutedEvent]:
-        """Take the results of the oldest step in flight, row by row, and return the events for the routers.
+        """Process the results of the oldest step in flight, row by row, and return the events for the routers.
 
         `logprobs` is empty or has an entry for each row.
         """
@@ -243,7 +253,7 @@ class PrefillScheduler:
         return events
 
     def _fail(self, request: PrefillRequest, error: Exception) -> None:
-        """Fail a prompt whose result cannot be handled, and no other prompt.
+        """Fail only this prompt, because its result cannot be handled.
 
         Its hand-over sends the failure to the router.
         """
@@ -257,11 +267,11 @@ class PrefillScheduler:
         self._updates.add(partial(request.progress.release, reason))
 
     def take_updates(self) -> Sequence[Callable[[], None]]:
-        """Return the last step's updates for the hand-overs, to be delivered after the step's events."""
+        """Return the last step's updates for the hand-overs; they must be delivered after the step's events."""
         return self._updates.take()
 
     def deliver_updates(self) -> None:
-        """Deliver the updates on the event loop without a step's events."""
+        """Deliver the collected updates on the event loop at once, without a step's events."""
         self._updates.deliver()
 
     # ---- facts ----
@@ -274,7 +284,7 @@ class PrefillScheduler:
             return sum(request.prompt_tokens - request.computed for request in self.queue)
 
     def waiting(self) -> WaitingPrompts:
-        """Return the prompts that the next step could compute."""
+        """Return a summary of the prompts that the next step could compute."""
         if not len(self.queue):
             return NO_PROMPTS
         with self._lock:
@@ -282,11 +292,11 @@ class PrefillScheduler:
 
     @property
     def not_ready(self) -> str:
-        """The reason why prompts are rejected at present, empty if they are accepted."""
+        """The reason why prompts are rejected because of lost pages; empty if they are accepted."""
         return self._pending_transfers.not_ready
 
     def pending_transfer_pages(self) -> int:
-        """Return the number of KV pages of prompts that have ended but whose writes still read the pages."""
+        """Return the number of KV pages of ended prompts that are still read by writes."""
         with self._lock:
             return self._pending_transfers.pages
 
@@ -327,7 +337,7 @@ class PrefillScheduler:
         return StartResult.STARTED
 
     def _cover(self, request: PrefillRequest, tokens: int) -> int:
-        """Allocate the pages of a chunk, and return for how many of its tokens there are pages."""
+        """Allocate the pages of a chunk, and return how many of its tokens have pages."""
         try:
             return self._pages.cover(request, tokens)
         except TandemError as error:
@@ -360,6 +370,6 @@ class PrefillScheduler:
         return RoutedEvent(task.router_id, event)
 
     def _local_notice(self, request: PrefillRequest, token_id: int) -> TransferNotice:
-        """Return the notice of a prompt whose KV was computed in pages of this worker's decode phase."""
+        """Return the notice of a local prompt, whose KV was computed in pages of this worker's decode phase."""
         skipped = request.cached // self._cache.page_tokens
         return make_notice(request, self._me, token_id, token_hash=request.token_hash, skipped=skipped)

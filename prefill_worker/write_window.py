@@ -1,11 +1,12 @@
-"""Write windows: until when a prompt's pages may be written to the decode worker, and the renewal of that time.
+"""Write windows: the times until which a prompt's pages may be written to the decode worker, and their renewal.
 
 A write is one-sided, so a decode worker that assumes this prefill worker dead cannot stop its writes. It relies on a
-rule instead: no write is posted after the window that it granted has closed, and it does not reuse the pages before.
+rule instead: the prefill worker begins no write after the window that was granted to it has closed, and the decode
+worker does not reuse the pages before.
 
-Windows are renewed before they close, with one message to each decode worker for all windows that it has granted. The
-message is sent when the oldest window has used up RENEW_AT of its time. So however many prompts are handed over, there
-is one message for each pair of workers in that time, and none if no hand-over takes that long.
+Windows are renewed before they close. One message to a decode worker renews all windows that it has granted. The
+message is sent when a fraction RENEW_AT of the oldest window's time has passed. So there is one message per pair of
+workers in that time, however many prompts are handed over, and none if no hand-over takes that long.
 """
 
 from __future__ import annotations
@@ -25,30 +26,34 @@ from tandem.protocol.messages import Destination, Lease, PeerRef
 log = logging.getLogger(__name__)
 
 RENEW_AT = 1 / 3
-"""The part of a window's time after which it is renewed, and within which the reply must arrive.
+"""The fraction of a window's duration after which it is renewed; the reply must arrive within the same time.
 
-One message may therefore be lost."""
+One message may therefore be lost.
+"""
 MOST_LEASES = 1024
-"""The most leases that one message names."""
+"""Maximum number of leases in one renewal message."""
 
 
 class WriteWindow:
     """The write window of one lease, renewed for the length of a `with` block.
 
-    The time of the window counts from before its request was sent, so it closes here before it closes at the decode
-    worker. Owned by the hand-over; used on the event loop, except `closes_at`.
+    The duration counts from before the request for the window was sent, so the window closes here before it closes at
+    the decode worker. Owned by the hand-over; used on the event loop, except `closes_at`.
     """
 
     def __init__(self, peers: DecodePeers, renewals: WindowRenewals, destination: Destination, pages: int) -> None:
-        """Create the window; the prompt fills `pages` pages.
+        """Create the window for a prompt that fills `pages` pages.
 
         Nothing may be written before `ensure_open` has returned.
         """
         self.destination = destination
         self.asked_at = self.ends_at = -math.inf
-        """The times of the request that last granted the window and of the end of the window (`time.monotonic`)."""
+        """`asked_at`: the time of the request that last granted the window; `ends_at`: the end of the window.
+
+        Both are times of `time.monotonic`.
+        """
         self.over = False
-        """True if the decode worker has said that the lease has ended."""
+        """True once the decode worker has reported that the lease has ended."""
         self._peers, self._renewals, self._pages = peers, renewals, pages
         self._remote: tuple[int, ...] | None = None
 
@@ -62,11 +67,11 @@ class WriteWindow:
 
     @property
     def lease(self) -> Lease:
-        """The lease of the pages that are written."""
+        """The lease under which the pages are written."""
         return self.destination.lease
 
     async def pages(self) -> tuple[int, ...]:
-        """Return the decode worker's pages for the last pages of the prompt; they are requested once.
+        """Return the decode worker's pages to which the prompt is written; they are requested once.
 
         Raises StaleEpoch if the lease has ended, Unavailable or DeadlineExceeded if there is no reply.
         """
@@ -79,10 +84,11 @@ class WriteWindow:
         return self._remote
 
     async def ensure_open(self) -> float:
-        """Wait until the window is open, and return when it closes (`time.monotonic`). Use it at once.
+        """Wait until the window is open, and return the time at which it closes (`time.monotonic`).
 
-        Windows are renewed in the background. This call renews the window only if that failed, or if the process stood
-        still. Raises the errors of `pages`, and TransferFailed if the reply took longer than the window lasts.
+        Windows are renewed in the background. This call renews the window only if that renewal failed, or if the
+        process was stopped for a while. The caller must use the window at once. Raises the errors of `pages`, and
+        TransferFailed if the reply took longer than the window lasts.
         """
         if not self.over and time.monotonic() >= self.ends_at:
             await self._renewals.renew(self.destination.peer)
@@ -94,15 +100,15 @@ class WriteWindow:
         return self.ends_at
 
     def closes_at(self) -> float:
-        """Return the time until which a write may begin, as far as is known (`time.monotonic`).
+        """Return the time until which a write may begin (`time.monotonic`); it moves when the window is renewed.
 
-        Any thread may call it.
+        May be called from any thread.
         """
         return -math.inf if self.over else self.ends_at
 
     def extend(self, asked_at: float, write_for_s: float) -> None:
-        """Extend the window to `write_for_s` seconds after `asked_at`, when the request for it was sent."""
-        # The decode worker counts from when it handles the request, which is later: its window closes after this one.
+        """Extend the window to `write_for_s` seconds after `asked_at`, the time at which the request was sent."""
+        # The decode worker counts from the time at which it handles the request, so its window closes after this one.
         self.asked_at, self.ends_at = asked_at, asked_at + write_for_s
 
 
@@ -117,22 +123,22 @@ class _PeerWindows:
     tried_at: float = 0.0
     """The time at which the last renewal was sent (`time.monotonic`)."""
     asking: asyncio.Future[None] | None = None
-    """The renewal in flight, None if there is none."""
+    """The renewal in flight; None if there is none."""
     timer: asyncio.Future[None] | None = None
-    """The task that renews the windows in time, None if no window is open."""
+    """The task that renews the windows before they close; None if no window is open."""
 
     def asked_for(self) -> list[WriteWindow]:
-        """Return the windows that a message names, the oldest first."""
+        """Return the windows to be renewed by the next message, the oldest first."""
         return sorted((each for each in self.open if not each.over), key=lambda each: each.asked_at)
 
     def period_s(self) -> float:
-        """Return the seconds between two messages, which is also the time for the reply to one."""
+        """Return the seconds between two messages, which is also the time limit for the reply to one."""
         return RENEW_AT * min((each.ends_at - each.asked_at for each in self.open if not each.over), default=0.0)
 
     def due_in_s(self) -> float | None:
         """Return the seconds until the next message, or None if no window is open.
 
-        Closed windows are renewed when needed.
+        Closed windows are renewed when a hand-over needs them.
         """
         now = time.monotonic()
         live = [each.asked_at for each in self.open if not each.over and now < each.ends_at]
@@ -143,7 +149,7 @@ class _PeerWindows:
 class WindowRenewals:
     """Renews all write windows of a prefill worker.
 
-    Used on the event loop. Owned by `Handovers`, which passes it to every hand-over.
+    Used on the event loop. Owned by `Handovers`, which passes this object to every hand-over.
     """
 
     def __init__(self, peers: DecodePeers) -> None:
@@ -151,14 +157,14 @@ class WindowRenewals:
         self._pairs: dict[PeerRef, _PeerWindows] = {}
 
     def watch(self, window: WriteWindow) -> None:
-        """Renew the window until its lease has ended or `forget` is called."""
+        """Renew the window regularly until its lease has ended or `forget` is called."""
         destination = window.destination
         pair = self._pairs.setdefault(destination.peer, _PeerWindows(destination.peer, destination.address))
         pair.open[window] = None
         self._schedule(pair)
 
     def forget(self, window: WriteWindow) -> None:
-        """Renew the window no longer: no further write is posted under it."""
+        """Stop renewing the window: no further write begins under it."""
         pair = self._pairs.get(window.destination.peer)
         if pair is not None:
             pair.open.pop(window, None)
@@ -176,7 +182,7 @@ class WindowRenewals:
             self._schedule(pair)
 
     async def close(self) -> None:
-        """Stop renewing."""
+        """Stop all renewals."""
         left = [each for pair in self._pairs.values() for each in (pair.timer, pair.asking) if each is not None]
         for each in left:
             each.cancel()
@@ -187,7 +193,7 @@ class WindowRenewals:
             pair.timer = asyncio.ensure_future(self._renew_in_time(pair))
 
     async def _renew_in_time(self, pair: _PeerWindows) -> None:
-        """Renew the windows in time, as long as any is open."""
+        """Renew the windows before they close, as long as any of them is open."""
         while (due_s := pair.due_in_s()) is not None:
             if due_s > 0:
                 await asyncio.sleep(due_s)
@@ -198,7 +204,7 @@ class WindowRenewals:
                 log.info("write windows of %s are renewed again: %s", pair.peer.worker_id, error.message)
             except Exception:
                 log.exception("write windows of %s are renewed again", pair.peer.worker_id)
-                pair.tried_at = time.monotonic()  # an error before the message was sent must not be met again at once
+                pair.tried_at = time.monotonic()  # an error that precedes the message must not recur at once
         pair.timer = None
         self._drop_unless_open(pair)
 
@@ -232,6 +238,6 @@ class WindowRenewals:
 
 
 def _retrieve_exception(asked: asyncio.Future[None]) -> None:
-    """Retrieve the exception; otherwise asyncio logs the failure of a renewal that nobody waited for."""
+    """Retrieve the exception; otherwise asyncio logs the failure of a renewal for which no caller waited."""
     if not asked.cancelled():
         asked.exception()

@@ -1,1 +1,1 @@
-"""The transfer over NIXL and UCX."""
+"""The transfer back end that uses NIXL and UCX."""

@@ -1,8 +1,8 @@
-"""One NIXL agent over one page pool, used by one thread: the only file that calls NIXL.
+"""One NIXL agent over one page pool, used by one thread; the only file that calls NIXL.
 
-The agent has no progress thread: NIXL's spins on a poll without a timeout and costs a whole core when idle (measured:
-1.0 CPU s a second against 0.0001). UCX makes progress when the one caller asks this agent for states or notices, so no
-lock is needed either.
+The agent has no progress thread: NIXL's progress thread polls without a timeout and costs a whole core when idle
+(measured: 1.0 CPU s a second against 0.0001). UCX makes progress when the transport's thread asks this agent for states
+or notices. As no other thread uses the agent, it needs no lock.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 UCX = "UCX"
 PROBE_BYTES = 4096
-"""The size of a probe, large enough that UCX has the kernel copy it from process to process."""
+"""The size in bytes of a probe, large enough that UCX has the kernel copy the probe from process to process."""
 
 
 class TransferState(Enum):
@@ -37,14 +37,17 @@ class TransferState(Enum):
 
     MOVING = "moving"
     DONE = "done"
-    """Every byte is in place (NIXL flushes the endpoint after puts), and the notice, if any, has left after them."""
+    """Every byte is in place (NIXL flushes the endpoint after puts), and the notice, if any, was sent after them."""
     FAILED = "failed"
-    """The endpoint has failed: UCX has completed everything on it with an error and posts nothing more there."""
+    """The endpoint has failed: UCX has completed all its operations with an error and posts no further ones."""
 
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """A peer's metadata and its pages as a prepared list. `PoolAgent.disconnect` ends it."""
+    """A connection to a peer: NIXL's name of its agent, and a prepared list of its pages.
+
+    `PoolAgent.disconnect` ends the connection.
+    """
 
     agent: str
     remote_pages: Any
@@ -53,9 +56,9 @@ class Connection:
 def load_nixl() -> Any:
     """Return NIXL's Python module. Raises FailedPrecondition if no build of it can be imported.
 
-    The wheels differ in the CUDA runtime for which they were built; the one that fits a loaded torch is preferred. The
-    metapackage `nixl` is not used: it requires both wheels, and refuses the installed one if torch was built for the
-    other CUDA runtime.
+    The wheels differ in the CUDA runtime for which they were built; the wheel that matches a loaded torch is preferred.
+    The metapackage `nixl` is not used: it requires both wheels, and refuses the installed one if torch was built for
+    the other CUDA runtime.
     """
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     cuda = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None) or ""
@@ -72,14 +75,15 @@ def load_nixl() -> Any:
 
 
 def agent_name(peer: PeerRef) -> str:
-    """Return NIXL's name of one incarnation of a worker, which is never reused."""
+    """Return the NIXL agent name of one incarnation of a worker. Names are never reused."""
     return f"{peer.worker_id}/{peer.incarnation}"
 
 
 class PoolAgent:
-    """The agent of `me`. The pool is registered once, here, and belongs to the engine; `close` deregisters it.
+    """The NIXL agent of worker `me`.
 
-    NIXL's own errors pass through these methods unchanged; the caller converts them to typed ones. Owned by the
+    The pool's memory belongs to the engine; it is registered once, when the agent is created, and `close` deregisters
+    it. NIXL's own errors pass through these methods unchanged; the caller converts them to typed ones. Owned by the
     transport and used on its thread only.
     """
 
@@ -106,7 +110,7 @@ class PoolAgent:
         self._local_probe = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", [probe], "DRAM")
 
     def describe(self) -> PeerDescription:
-        """Return what peers need to reach the pool."""
+        """Return the description with which peers can write to the pool."""
         layout = self._layout
         metadata = bytes(self._agent.get_agent_metadata())
         return PeerDescription(
@@ -135,19 +139,19 @@ class PoolAgent:
             raise
 
     def disconnect(self, connection: Connection) -> None:
-        """Release list, metadata and endpoint of a peer.
+        """Release the page list, the metadata and the endpoint of a peer.
 
-        No transfer of this agent with the peer may be in flight: UCX would follow freed pointers.
+        No transfer of this agent with the peer may be in flight, because UCX would follow freed pointers.
         """
         connection.remote_pages.release()
         self._agent.remove_remote_agent(connection.agent)
 
     def fail_if_dead(self, peer: PeerDescription, connection: Connection) -> bool:
-        """Return True if the peer's process has ended; UCX then fails everything that waits for the peer.
+        """Return True if the peer's process has ended; UCX then fails every operation that waits for the peer.
 
-        UCX notices the end by itself only when it copies pages, not while notices wait in a segment that nothing reads.
-        This call makes it copy: the kernel refuses, and the endpoint fails. On a trusted network UCX's keepalive does
-        this.
+        UCX detects the end by itself only when it copies pages, not while notices wait in a shared-memory segment that
+        nothing reads. This call makes UCX copy from the process: the kernel refuses, and the endpoint fails. On a
+        trusted network this call does nothing, because UCX's keepalive detects the end.
         """
         if self._trusted_network or not peer.probe_address or lives(peer.process) is not False:
             return False
@@ -162,7 +166,7 @@ class PoolAgent:
         return False
 
     def prepare(self, connection: Connection, local: Sequence[int], remote: Sequence[int], notice: bytes) -> Any:
-        """Return a handle for `start`, `state` and `release`.
+        """Prepare a write of pages and return its handle, for `start`, `state` and `release`.
 
         The notice is sent to the peer once all bytes are in place; it may be empty. There must be at least one page,
         and all pages must be in range.
@@ -182,22 +186,22 @@ class PoolAgent:
         return self._seen(lambda: self._agent.transfer(handle))
 
     def state(self, handle: Any) -> TransferState:
-        """Make progress and return the transfer's state."""
+        """Let UCX make progress, and return the transfer's state."""
         return self._seen(lambda: self._agent.check_xfer_state(handle))
 
     def release(self, handle: Any) -> None:
-        """Free a handle. A put in flight continues, unobserved, because UCX cannot cancel it."""
+        """Free a handle. A put in flight continues unobserved, because UCX cannot cancel it."""
         try:
             handle.release()
         except Exception as error:
             log.warning("NIXL did not release a transfer handle: %r", error)
 
     def notify(self, connection: Connection, notice: bytes) -> None:
-        """Send a notice that belongs to no pages."""
+        """Send a notice on its own, without a page write."""
         self._agent.send_notif(connection.agent, notice)
 
     def notices(self) -> list[tuple[str, bytes]]:
-        """Make progress and return new notices as (agent name, bytes)."""
+        """Let UCX make progress, and return new notices as (agent name, bytes)."""
         return [(name, data) for name, several in self._agent.get_new_notifs().items() for data in several]
 
     def close(self) -> None:
@@ -209,7 +213,7 @@ class PoolAgent:
         self._local_pages = self._local_probe = self._registration = self._probe_registration = self._agent = None
 
     def strand(self, handles: list[Any]) -> None:
-        """Keep agent and handles forever, in place of `close`, when transfers in flight never end.
+        """Keep the agent and the handles forever, instead of `close`, because transfers in flight do not end.
 
         Nothing is freed, not even when Python exits, because NIXL's and UCX's destructors would follow the pointers
         that those transfers still hold. No thread makes progress on them.
@@ -227,7 +231,7 @@ class PoolAgent:
 
 
 def _page_list(base: int, page_bytes: int, pages: int, device_id: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """Return [pages, 3]: address, bytes and device of each page."""
+    """Return an array [pages, 3] with the address, size in bytes and device of each page."""
     table = np.empty((pages, 3), dtype=np.uint64)
     table[:, 0] = np.uint64(base) + np.arange(pages, dtype=np.uint64) * np.uint64(page_bytes)
     table[:, 1] = page_bytes

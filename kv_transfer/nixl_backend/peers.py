@@ -1,4 +1,4 @@
-"""The peers that a NIXL transport writes to: one link per worker id, the latest incarnation only."""
+"""The peers to which a NIXL transport writes: one link per worker id, to its latest incarnation only."""
 
 import logging
 import time
@@ -16,10 +16,10 @@ WATCH_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """A known peer.
+    """A known peer and the state of the connection to it.
 
-    `connection` is None before the first use and after a failure; `broken`: its endpoint has failed and is rebuilt once
-    the last of `in_flight` transfers is quiescent; `reached`: a transfer over it has succeeded.
+    `connection` is None before the first use and after a failure. `broken`: the endpoint has failed, and is rebuilt
+    once the last of the `in_flight` transfers is quiescent. `reached`: a transfer over the connection has succeeded.
     """
 
     description: PeerDescription
@@ -30,7 +30,7 @@ class Link:
 
 
 class Links:
-    """Known peers by worker id. Used on the transport's thread only. Owned by the transport."""
+    """The known peers by worker id. Used on the transport's thread only. Owned by the transport."""
 
     def __init__(self, agent: PoolAgent) -> None:
         self._agent = agent
@@ -39,7 +39,7 @@ class Links:
         self._watch_at = 0.0
 
     def find(self, peer: PeerRef) -> Link | None:
-        """Return the link to exactly this incarnation, or None."""
+        """Return the link to this incarnation, or None if there is none or it is to another incarnation."""
         link = self._links.get(peer.worker_id)
         return link if link is not None and link.description.peer == peer else None
 
@@ -49,11 +49,14 @@ class Links:
         return link if link is not None and link.description.peer.incarnation <= peer.incarnation else None
 
     def replaced_by(self, description: PeerDescription) -> Link | None:
-        """Return the link to an earlier incarnation of the same worker, or None. The caller drops it before `add`."""
+        """Return the link to an earlier incarnation of the same worker, or None.
+
+        The caller must drop it before `add`.
+        """
         return self.find_until(PeerRef(description.peer.worker_id, description.peer.incarnation - 1))
 
     def add(self, description: PeerDescription) -> None:
-        """Register this peer and connect to it, unless this worker has a link already."""
+        """Register a peer and connect to it, unless there is a link to this worker already."""
         if description.peer.worker_id in self._links:
             return
         link = self._links[description.peer.worker_id] = Link(description)
@@ -71,7 +74,7 @@ class Links:
             self._disconnect(link)
         if link.connection is None:
             if any(leaving.description.peer == peer for leaving in self._leaving):
-                # NIXL knows one agent of a name: ending the old connection would end the new one.
+                # NIXL identifies agents by name, so ending the old connection would end the new one.
                 raise TransferFailed(f"writes to {peer.worker_id} from before its return have not ended; try again")
             try:
                 link.connection = self._agent.connect(link.description)
@@ -80,7 +83,7 @@ class Links:
         return link.connection
 
     def notify(self, link: Link, note: bytes) -> None:
-        """Send a notification that belongs to no pages. Raises TransferFailed if it was not sent."""
+        """Send a notification on its own, without a page write. Raises TransferFailed if it was not sent."""
         connection = self.connected(link)
         try:
             self._agent.notify(connection, note)
@@ -90,19 +93,19 @@ class Links:
             raise TransferFailed(f"a notification to {peer} could not be sent: {error!r}; prefill again") from error
 
     def drop(self, link: Link) -> None:
-        """Remove a peer. Its connection ends when its last write in flight is quiescent (`sweep`)."""
+        """Remove a peer. Its connection ends once its last write in flight is quiescent (`sweep`)."""
         self._links.pop(link.description.peer.worker_id, None)
         self._leaving.append(link)
         self.sweep()
 
     def sweep(self) -> None:
-        """End the connections of removed peers that no transfer uses any more."""
+        """Disconnect the removed peers that have no transfer in flight."""
         for link in [link for link in self._leaving if not link.in_flight]:
             self._leaving.remove(link)
             self._disconnect(link)
 
     def watch(self) -> None:
-        """Break the links to peers whose processes have ended; checks once per `WATCH_S`."""
+        """Mark the links to peers whose processes have ended as broken; checks once per `WATCH_S`."""
         now = time.monotonic()
         if now < self._watch_at:
             return

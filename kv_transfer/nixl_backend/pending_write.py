@@ -1,4 +1,4 @@
-"""A write, from the call that requests it to the end of its future."""
+"""The state of a write, from the call that requests it to the end of its future."""
 
 import time
 from collections.abc import Sequence
@@ -12,15 +12,15 @@ from tandem.protocol.errors import TransferFailed
 
 @dataclass(slots=True, eq=False)
 class PendingWrite:
-    """A write in flight or about to begin. Times are monotonic seconds."""
+    """A write in flight or about to begin. Times are in seconds by `time.monotonic`."""
 
     write: PageWrite
     begun_at: float
-    """The time of the request until the write begins, then the time at which it began."""
+    """The time at which the write began; before that, the time at which it was requested."""
     deadline: float
     future: "Future[WriteDone]"
     failure: str = ""
-    """The reason why the write will fail in any case, because its peer was removed. Empty = none."""
+    """The reason why the write will fail in any case, because its peer was removed; empty if there is none."""
 
     @property
     def done(self) -> bool:
@@ -34,7 +34,7 @@ class PendingWrite:
 
     @property
     def permission_expired(self) -> bool:
-        """True if the write may not begin any more."""
+        """True if the permission to begin the write has expired."""
         return time.monotonic() >= self.write.begin_by()
 
     def fail(self, why: str) -> None:
@@ -44,10 +44,10 @@ class PendingWrite:
             self.future.set_exception(error)
 
     def complete(self, moved: int) -> None:
-        """Complete the write after all `moved` bytes have landed.
+        """Complete the write after all its `moved` bytes have landed.
 
-        It fails if it has a `failure`, or if it is late and has no notice. A notice cannot be recalled: once it has
-        left, the peer continues the request, so a late write with a notice succeeds.
+        The write fails if it has a `failure`, or if it is late and has no notice. A late write with a notice succeeds,
+        because a notice cannot be recalled: the peer continues the request as soon as it has the notice.
         """
         if self.failure:
             self.fail(self.failure)
@@ -58,7 +58,7 @@ class PendingWrite:
             self.future.set_result(WriteDone(moved, int(took_s * 1e9), time.time_ns()))
 
     def invalid_reason(self, link: Link | None, pages_here: int) -> str:
-        """Return why the write cannot begin over `link` from a pool of `pages_here` pages; "" = it can."""
+        """Return why the write cannot begin over `link` from a pool of `pages_here` pages; "" if it can."""
         write = self.write
         if link is None:
             return "that peer is unknown here; introduce it first"
@@ -72,7 +72,7 @@ class PendingWrite:
 
 
 def misfit(local: Sequence[int], pages_here: int, remote: Sequence[int], pages_there: int) -> str:
-    """Return why pages of this pool and of a peer's pool cannot be paired one to one; "" = they can."""
+    """Return why pages of this pool and of a peer's pool cannot be paired one to one; "" if they can."""
     if len(local) != len(remote):
         return f"{len(local)} pages do not go onto {len(remote)}"
     for side, pages, total in (("local", local, pages_here), ("remote", remote, pages_there)):

@@ -1,18 +1,19 @@
-"""NIXL transfers in flight, and the time when each is quiescent.
+"""NIXL transfers in flight, and the decision when each of them is quiescent.
 
 A put of UCX cannot be cancelled: `release_xfer_handle` frees NIXL's bookkeeping, and even removing the agent closes the
 endpoint with a flush. So a transfer is quiescent only in these two cases:
 
 - NIXL says DONE: every byte is in place (NIXL flushes the endpoint after puts).
-- `ERROR_REST_S` have passed on this side since it failed: UCX completes everything on a failed endpoint and posts no
-  more, and a read that a network card or a copy engine had begun ends within microseconds. On the peer's side nothing
-  is proven: bytes that TCP has taken are in the peer's socket buffers and land at its next poll. So after a failure the
-  sender may reuse its own pages, and the decode worker quarantines its pages for a grace period (`fence.py`).
+- `ERROR_REST_S` have passed on this side since the transfer failed: UCX completes all operations on a failed endpoint
+  and posts no more, and a read that a network card or a copy engine had begun ends within microseconds. On the peer's
+  side nothing is proven: bytes that TCP has accepted are in the peer's socket buffers and land at its next poll. So
+  after a failure the sender may reuse its own pages, and the decode worker quarantines its pages for a grace period
+  (`fence.py`).
 
-A deadline therefore ends no transfer in flight; it decides how the transfer ends once it is quiescent. The same holds
-for the removal of its peer, which may be alive. Even if no caller waits for its end, a transfer is polled until UCX has
-finished it: before that its handle, the peer's metadata and the endpoint may not be freed, because UCX still follows
-their pointers.
+A deadline therefore ends no transfer in flight; it decides whether the transfer succeeds or fails once it is quiescent.
+The same holds for the removal of its peer, which may be alive. Even if no caller waits for its end, a transfer is
+polled until UCX has finished it: before that its handle, the peer's metadata and the endpoint must not be freed,
+because UCX still follows their pointers.
 """
 
 import time
@@ -31,9 +32,10 @@ ERROR_REST_S = 0.5
 
 @dataclass(slots=True, eq=False)
 class _PostedTransfer:
-    """A posted transfer.
+    """A transfer that was posted and is not quiescent.
 
-    `rests_at`: when it will be quiescent on this side after its failure; `abandoned`: no caller waits for its end.
+    `rests_at`: the time at which a failed transfer becomes quiescent on this side; None if it has not failed.
+    `abandoned`: no caller waits for the transfer's end.
     """
 
     link: Link
@@ -45,7 +47,10 @@ class _PostedTransfer:
 
 
 class PostedTransfers:
-    """All transfers that this agent has posted. Used on the transport's thread only. Owned by `Writes`."""
+    """All transfers that this agent has posted and that are not quiescent.
+
+    Used on the transport's thread only. Owned by `Writes`.
+    """
 
     def __init__(self, agent: PoolAgent, links: Links, page_bytes: int) -> None:
         self._agent, self._links, self._page_bytes = agent, links, page_bytes
@@ -53,7 +58,7 @@ class PostedTransfers:
         self._poll_backoff = PollBackoff()
         self._turn = 0
         self.reached: list[PeerDescription] = []
-        """Peers of connections whose first transfer has succeeded; the reader removes them."""
+        """Peers whose connection has completed its first transfer; the reader removes them from the list."""
 
     def __len__(self) -> int:
         return len(self._moves)
@@ -65,7 +70,7 @@ class PostedTransfers:
 
     @property
     def handles(self) -> list[Any]:
-        """NIXL's handles of the transfers that are not quiescent."""
+        """NIXL handles of the transfers that are not quiescent."""
         return [move.handle for move in self._moves]
 
     @property
@@ -76,10 +81,10 @@ class PostedTransfers:
     def begin(
         self, link: Link, local: Sequence[int], remote: Sequence[int], notice: bytes, on_end: Callable[[bool], None]
     ) -> None:
-        """Post a transfer. `on_end(whole)` is called once it is quiescent, perhaps before this method returns.
+        """Post a transfer; `on_end` is called once the transfer is quiescent, perhaps before this method returns.
 
-        `whole`: every byte has landed. Raises TransferFailed if the peer cannot be reached or NIXL refuses; then
-        nothing was moved, and `on_end` is not called.
+        The argument of `on_end` is True if every byte has landed. Raises TransferFailed if the peer cannot be reached
+        or NIXL refuses; then nothing was moved, and `on_end` is not called.
         """
         connection = self._links.connected(link)
         try:
@@ -95,7 +100,11 @@ class PostedTransfers:
         self._note(move, self._agent.start(handle))
 
     def poll(self) -> None:
-        """Make progress and end the transfers that are quiescent."""
+        """Poll the posted transfers, and complete those that are quiescent.
+
+        Quiescent are the transfers that NIXL reports as done, and those that failed at least `ERROR_REST_S` seconds
+        ago.
+        """
         for move in self._worth_a_look():
             if move.rests_at is None:
                 self._note(move, self._agent.state(move.handle))
@@ -103,7 +112,7 @@ class PostedTransfers:
                 self._end(move, whole=False)
 
     def _worth_a_look(self) -> Iterator[_PostedTransfer]:
-        """Yield the transfers to poll: each link's oldest ones up to the first in flight, then one other in turn.
+        """Yield the transfers to poll: the oldest of each link up to the first in flight, then another one in turn.
 
         One poll makes progress on all transfers, and each poll costs as much as the copy of a page.
         """
@@ -121,7 +130,7 @@ class PostedTransfers:
             yield others[self._turn % len(others)]
 
     def abandon_all(self) -> None:
-        """Report the end of no transfer any more."""
+        """Mark all transfers as abandoned: they are polled until they are quiescent, but `on_end` is not called."""
         for move in self._moves:
             move.abandoned = True
 

@@ -1,4 +1,7 @@
-"""Liveness of a process as this host's kernel reports it: proof, where a missing reply is only a hint."""
+"""Tells whether a process is alive, as this host's kernel reports it.
+
+The kernel's report is proof, whereas a missing reply is only a hint.
+"""
 
 import os
 from functools import cache
@@ -6,12 +9,12 @@ from pathlib import Path
 
 PROC = Path("/proc")
 _STATE, _STARTED_AT = 0, 19
-"""Fields of /proc/PID/stat after the command's name: see proc(5)."""
+"""Indices in the fields of /proc/PID/stat that follow the command's name: see proc(5)."""
 
 
 @cache
 def this_process() -> str:
-    """Return a name of this process for those that share its PID namespace; "" if the kernel does not say."""
+    """Return a name of this process that is unique in its PID namespace; "" if the kernel does not provide it."""
     try:
         namespace, pid = os.readlink(PROC / "self/ns/pid"), os.getpid()
         return f"{namespace} {pid} {_stat(pid)[_STARTED_AT]}"
@@ -20,10 +23,11 @@ def this_process() -> str:
 
 
 def lives(process: str) -> bool | None:
-    """Return True if the process with this name (`this_process`) is alive; None = it cannot be observed from here.
+    """Return True if the process with this name (`this_process`) is alive, False if it has ended.
 
-    A stopped process is alive. A process that has ended and is not reaped yet is not, if none of its threads is left.
-    The absence of a process proves nothing in another PID namespace.
+    Returns None if the process cannot be observed from here: its absence proves nothing in another PID namespace. A
+    stopped process is alive. A process that has ended and is not reaped yet is not alive, unless one of its threads is
+    left.
     """
     try:
         namespace, pid, started_at = process.split()
@@ -42,5 +46,5 @@ def lives(process: str) -> bool | None:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields after the name, which may contain any characters."""
+    """Return the fields of /proc/PID/stat after the command's name, which may contain any characters."""
     return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()

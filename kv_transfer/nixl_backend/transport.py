@@ -1,12 +1,12 @@
-"""KV pages over NIXL and its UCX back end, in host or device memory.
+"""A transport that sends KV pages over NIXL and its UCX back end, in host or device memory.
 
 One thread owns the agent; all other threads pass commands to it through a queue. The thread waits on the queue with a
-timeout that depends on what is expected:
+timeout, and polls the agent after each wait. The timeout depends on the events that are expected:
 
-- writes in flight: polls when the oldest should have ended (`kv_transfer/poll_backoff.py`), every 20 µs to 500 µs;
-- a notice is announced: polls every `DUE_LISTEN_S`;
-- notices or a peer's connection expected: polls every `LISTEN_S`, as UCX makes progress only while polled;
-- nothing: polls every `REST_S`, so that a peer in the middle of a transfer is served late, but always.
+- writes in flight: it polls when the oldest should have ended (`kv_transfer/poll_backoff.py`), every 20 µs to 500 µs;
+- a notice that was announced: every `DUE_LISTEN_S`;
+- other notices, or a peer's connection: every `LISTEN_S`, because UCX makes progress only while polled;
+- nothing: every `REST_S`, so that a peer in the middle of a transfer is served late, but always.
 """
 
 import logging
@@ -33,22 +33,22 @@ from tandem.protocol.errors import FailedPrecondition, TandemError, TransferFail
 from tandem.protocol.messages import PeerDescription, PeerRef, TransferNotice
 
 LOOK_GAP_S = 0.1
-"""Seconds between two polls above which the time between them does not count as listening."""
+"""Maximum time between two polls that counts as polling time, in seconds."""
 
 
 class Listening:
-    """A clock that counts while polls follow each other.
+    """A clock of the time in which the transport polled: it stands still during long gaps between polls.
 
     Used by the transport's thread; any thread may read `seconds`. Owned by the transport.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        """The time for which the thread has listened, in seconds."""
+        """The time for which the thread has polled, in seconds."""
         self._looked_at = time.monotonic()
 
     def look(self) -> None:
-        """Record that a poll is about to happen."""
+        """Record a poll: add the time since the previous poll to `seconds`, unless it exceeds LOOK_GAP_S."""
         now = time.monotonic()
         gap = now - self._looked_at
         if gap <= LOOK_GAP_S:
@@ -68,10 +68,10 @@ _CLOSED = "this worker's transport is closed"
 
 
 class NixlTransport(Transport):
-    """A registered pool, its agent, and the writes of its pages.
+    """A transport over a registered page pool: its NIXL agent, the peers, and the writes of pages.
 
-    The engine owns the pool's memory, which must outlive `close`. Raises FailedPrecondition if NIXL is missing, and
-    TransferFailed if the pool cannot be registered, or not in time.
+    The engine owns the pool's memory, which must outlive `close`. Creating the transport raises FailedPrecondition if
+    NIXL is missing, and TransferFailed if the pool cannot be registered, or not in time.
     """
 
     backend = UCX
@@ -130,7 +130,7 @@ class NixlTransport(Transport):
         self._command(partial(self._remove_peer, peer))
 
     def write(self, write: PageWrite, deadline_s: float) -> "Future[WriteDone]":
-        """Post a write on the transport's thread."""
+        """Post a write, which the transport's thread carries out."""
         future: Future[WriteDone] = Future()
         # A running future cannot be cancelled: a posted write is always waited for.
         future.set_running_or_notify_cancel()
@@ -145,25 +145,25 @@ class NixlTransport(Transport):
         return self._description
 
     def expect(self, leases: int) -> None:
-        """Set the number of leases for which a notice or a write may come, which decides how often the thread polls."""
+        """Set the number of leases for which a notice or a write may arrive; it decides how often the thread polls."""
         if leases != self._expected:
             self._expected = leases
             self._command(lambda: None)
 
     def transport_poll_s(self) -> float:
-        """Return for how long the thread has polled, in seconds."""
+        """Return the total time for which the thread has polled, in seconds."""
         return self._listening.seconds
 
     def transport_name(self) -> str:
-        """Return `UCX` and its transports to the peers."""
+        """Return `UCX` and the UCX transports to the peers."""
         return self._wires.name
 
     def transport_kinds(self) -> str:
-        """Return `UCX` and its transports, without peers."""
+        """Return `UCX` and the kinds of UCX transports in use, without peers."""
         return self._wires.kinds
 
     def facts(self) -> tuple[tuple[str, str], ...]:
-        """Return whether KV pages may cross a network, which both workers must agree on."""
+        """Return the fact whether KV pages may cross a network, which must be the same on both workers."""
         network = "trusted" if self._trusted_network else "none"
         return (("kv_network", network),)
 
@@ -172,11 +172,11 @@ class NixlTransport(Transport):
         return self._open_ports
 
     def warnings(self) -> tuple[str, ...]:
-        """Return the peers that are reached over a slow transport, and what to do."""
+        """Return warnings about peers that are reached over a slow transport, with advice."""
         return self._wires.warnings
 
     def close(self) -> None:
-        """Wait for writes in flight (bounded), deregister the pool and stop the thread."""
+        """Wait for a bounded time for writes in flight, deregister the pool and stop the thread."""
         with self._gate:
             if not self._closing:
                 self._closing = True
@@ -186,7 +186,7 @@ class NixlTransport(Transport):
             log.warning("the transfer thread of %s did not stop; it is abandoned", agent_name(self._me))
 
     def _command(self, command: Callable[[], None]) -> bool:
-        """Queue a command for the thread, and return False if the thread accepts none any more."""
+        """Queue a command for the transport's thread; return False, without queueing, if the transport closes."""
         with self._gate:
             if not self._closing:
                 self._commands.put(command)
@@ -201,7 +201,7 @@ class NixlTransport(Transport):
         hold(write.after, partial(self._begin, flight))
 
     def _begin(self, flight: PendingWrite, why_not: str) -> None:
-        """Begin a write after the writes that it depends on, unless it may not begin."""
+        """Begin a write whose dependencies have ended, or fail it if `why_not` is set or the thread is stopping."""
         if why_not or self._left:
             flight.fail(why_not or _CLOSED)
             return
@@ -249,7 +249,7 @@ class NixlTransport(Transport):
         return REST_S
 
     def _obey(self, timeout_s: float) -> None:
-        """Run the queued commands, and wait at most `timeout_s` seconds for the first one."""
+        """Run the queued commands; wait at most `timeout_s` seconds for the first of them."""
         try:
             command = self._commands.get(timeout=timeout_s)
             while True:
@@ -292,7 +292,7 @@ class NixlTransport(Transport):
             self._wires.forget(link.description.peer)
 
     def _finish(self) -> None:
-        """Wait for unfinished transfers, bounded, and then close the agent."""
+        """Wait at most `CLOSE_TIMEOUT_S` for unfinished transfers, and then close the agent."""
         self._obey(0)
         self._left = True
         give_up_at = time.monotonic() + CLOSE_TIMEOUT_S
@@ -311,10 +311,10 @@ class NixlTransport(Transport):
         self._agent.close()
 
     def _guarded(self, act: Callable[[], None], pause_s: float = LISTEN_S) -> bool:
-        """Run `act`, and return True if it raised nothing.
+        """Run `act` and log any exception; return True if there was none.
 
-        The thread survives every error. The pause prevents an error that recurs in every step from becoming a busy
-        loop.
+        The thread survives every error. After an error it sleeps for `pause_s` seconds, so that an error that recurs in
+        every step does not become a busy loop.
         """
         try:
             act()

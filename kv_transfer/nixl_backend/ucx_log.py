@@ -1,16 +1,16 @@
-"""The UCX transport that carries KV pages, read from UCX's log.
+"""Finds the UCX transport that carries KV pages, from UCX's log.
 
-With `UCX_PROTO_INFO=y` UCX prints, at the first use of a peer, tables of the protocols it chose:
+With `UCX_PROTO_INFO=y` UCX prints, at the first use of a peer, tables of the protocols that it chose:
 
     | prefill-0/1 intra-node cfg#1                                    |    (or `self`, or `inter-node`)
     | remote memory write by ucp_put*(multi) from host memory to host |
     | Range  | Description | Config                                   |
     | 0..inf | zero-copy   | cma/memory                               |
 
-NIXL posts its writes with the `multi` flag, so the table of that operation under our agent's name is the one of the
-pages that the agent writes. Tables of other operations do not count: tcp carries the notices even where cma carries the
+NIXL posts its writes with the `multi` flag, so the table of that operation under this worker's agent name describes the
+pages that the agent writes. Tables of other operations do not count: TCP carries the notices even if cma carries the
 pages. The log goes to an anonymous file in memory, which also keeps UCX's output off the terminal. If the user has set
-these variables, or no table matches, the transport is unknown and is not guessed.
+these variables, or no table matches, the transport is unknown.
 """
 
 import ctypes
@@ -29,10 +29,10 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def find_transport(log: str, agent: str, page_bytes: int, *, near: bool | None = None) -> str | None:
-    """Return the newest table's transports for writes of `page_bytes` by `agent`, e.g. `cma`; None if unknown.
+    """Return the transports, e.g. `cma`, that the newest matching table names for writes of `page_bytes` by `agent`.
 
-    Tables for peers on this host count if `near` is True, those for other hosts if it is False. Any table counts if
-    `near` is None, or if there is no matching one.
+    Tables for peers on this host match if `near` is True, tables for other hosts if it is False. Any table matches if
+    `near` is None, or if no other one does. Returns None if no table matches.
     """
     places = () if near is None else _NEAR if near else _FAR
     heads = [*(f"| {agent} {place} " for place in places), f"| {agent} "]
@@ -62,7 +62,7 @@ def _covers(row: re.Match[str], size: int) -> bool:
 
 
 class UcxLog:
-    """UCX's log of this process in memory. UCX opens its log once per process, so there is one instance."""
+    """The log of UCX in this process, kept in memory. UCX opens its log once per process, so there is one instance."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -71,9 +71,9 @@ class UcxLog:
 
     @contextmanager
     def captured(self, settings: Mapping[str, str]) -> Iterator[None]:
-        """Set the log's variables and `settings` while agents are created in this context.
+        """Set the log's environment variables and `settings` for agents that are created in this context.
 
-        Variables that the user has set stay. The others are removed from the environment at the end, so that child
+        Variables that the user has set stay. The added ones are removed from the environment at the end, so that child
         processes do not inherit them.
         """
         with self._lock:
@@ -91,7 +91,7 @@ class UcxLog:
                     del os.environ[name]
 
     def text(self) -> str:
-        """Return UCX's log so far; empty if the user sends it elsewhere."""
+        """Return UCX's log so far; empty if the user's settings send it elsewhere."""
         if self._file is None or self._libc is None:
             return ""
         self._libc.fflush(None)

@@ -1,13 +1,14 @@
-"""The transports that UCX may use, so that no stranger can reach a worker's memory.
+"""The UCX transports that are allowed, so that no stranger can reach a worker's memory.
 
 UCX's TCP and RDMA transports listen on a network. An incoming active message may request a write to any address of the
-process, and UCX carries it out for any connected peer, without a key. NIXL asks UCX for endpoints that notice a peer's
-death. UCX's shared memory can do that, but says so only if it is configured to; this is why UCX fails without TCP if
-nothing but `UCX_TLS` is set ("no peer failure handler").
+process, and UCX carries it out for any connected peer, without a key. NIXL requests endpoints from UCX that detect a
+peer's death. UCX's shared memory can detect it, but reports this only if it is configured to; this is why UCX fails
+without TCP if nothing but `UCX_TLS` is set ("no peer failure handler").
 
-So on one host UCX gets these transports: `posix` for its messages, whose segments are files without a name that only a
-process of the same user reaches through /proc (those of `sysv` would be open to the user's group); `cma` for pages,
-which the kernel allows only to the same user; and `cuda` for pages on GPUs. All others need a trusted network.
+So within one host, UCX uses only these transports: `posix` for its messages, whose segments are files without a name
+that only a process of the same user reaches through /proc (those of `sysv` would be open to the user's group); `cma`
+for pages, which the kernel allows only to the same user; and `cuda` for pages on GPUs. All others need a trusted
+network.
 """
 
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ WITHIN_A_HOST = frozenset(
     {"self", "loopback", "sm", "shm", "mm", "posix", "sysv", "cma", "knem", "xpmem"}
     | {"cuda", "cuda_copy", "cuda_ipc", "gdr_copy"}
 )
-"""Names in `UCX_TLS` of transports that open nothing to a network."""
+"""Values in `UCX_TLS` that name transports without network access."""
 
 TRANSPORTS = "posix,cma,self,cuda"
 _WITHIN_A_HOST_SETTINGS = {
@@ -33,11 +34,14 @@ _WITHIN_A_HOST_SETTINGS = {
     "UCX_KEEPALIVE_INTERVAL": "inf",
 }
 TCP_PORTS = "UCX_TCP_PORT_RANGE"
-"""The variable with the ports on which UCX's TCP may listen, e.g. 21000-21099; a firewall has to know them."""
+"""The environment variable with the port range on which UCX's TCP transport may listen, e.g. 21000-21099.
+
+A firewall must allow these ports.
+"""
 
 
 def check_transports(environment: Mapping[str, str], *, trusted_network: bool) -> None:
-    """Raise InvalidArgument if the user's `UCX_TLS` requests a network transport and no network is trusted."""
+    """Raise InvalidArgument if the user's `UCX_TLS` requests a network transport without a trusted network."""
     chosen = environment.get("UCX_TLS", TRANSPORTS)
     beyond = [name for name in chosen.split(",") if name.strip().lower() not in WITHIN_A_HOST]
     if beyond and not trusted_network:
@@ -49,14 +53,14 @@ def check_transports(environment: Mapping[str, str], *, trusted_network: bool) -
 
 
 def ucx_settings(*, trusted_network: bool) -> dict[str, str]:
-    """Return the settings for UCX. The user's own settings take precedence."""
+    """Return the environment variables to set for UCX. Variables that the user has set take precedence."""
     return {} if trusted_network else dict(_WITHIN_A_HOST_SETTINGS)
 
 
 def listening(process: int | None = None) -> frozenset[str]:
     """Return host:port of each TCP socket on which a process (default: this one) listens.
 
-    Returns none if the kernel does not say.
+    The result is empty if the kernel does not report the sockets.
     """
     try:
         sockets = psutil.Process(process).net_connections("tcp")

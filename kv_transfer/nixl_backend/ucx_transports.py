@@ -1,7 +1,7 @@
-"""The UCX transport to each peer, logged once it is known, with a warning if a faster one should be available.
+"""Determines and logs the UCX transport to each peer, and warns if a faster one should be available.
 
-The sender knows it after its first pages, from UCX's own tables (`ucx_log.py`). The tables do not name peers, but say
-whether they are for this host or for others, so the peer's host decides which table applies.
+The sender learns the transport after its first pages, from UCX's own tables (`ucx_log.py`). The tables do not name
+peers, but say whether they are for this host or for others, so the peer's host decides which table applies.
 """
 
 import logging
@@ -29,7 +29,7 @@ def host_id() -> str:
 
 
 class UcxTransports:
-    """The UCX transports to the peers of one NIXL transport.
+    """The UCX transports that one NIXL transport uses to reach its peers.
 
     `learn` and `forget` are called on the transport's thread; any thread may read the attributes.
     """
@@ -41,15 +41,17 @@ class UcxTransports:
         self._host = host
         self._known: dict[PeerRef, tuple[str, str]] = {}
         self.name = self._backend
-        """Back end and UCX transports, e.g. `UCX (cma)`, with the peers where they differ."""
+        """Back end and UCX transports, e.g. `UCX (cma)`; with the peers if the transports differ."""
         self.kinds = self._backend
-        """Back end and UCX transports without peers, e.g. `UCX (cma, tcp)`: one value per combination of UCX
-        transports."""
+        """Back end and UCX transports without peers, e.g. `UCX (cma, tcp)`: one value per combination of transports."""
         self.warnings: tuple[str, ...] = ()
-        """The peers that are reached over a slow UCX transport, and what to do."""
+        """Warnings about peers that are reached over a slow UCX transport, with advice."""
 
     def learn(self, peer: PeerDescription, ucx_log: str, environment: Mapping[str, str] = os.environ) -> None:
-        """Find and log the UCX transport to `peer` after its first pages. `ucx_log` is UCX's whole log."""
+        """Determine and log the UCX transport to `peer` after its first pages.
+
+        `ucx_log` is the text of UCX's whole log.
+        """
         near = bool(self._host) and peer.host == self._host
         place = near if peer.host else None
         wire = find_transport(ucx_log, self._agent, self._layout.page_bytes, near=place) or ""
@@ -62,7 +64,7 @@ class UcxTransports:
         self._sum_up()
 
     def forget(self, peer: PeerRef) -> None:
-        """Remove a peer that is gone, or whose connection is."""
+        """Remove a peer that is gone or was restarted."""
         if self._known.pop(peer, None) is not None:
             self._sum_up()
 
@@ -79,10 +81,10 @@ class UcxTransports:
 
 
 def slow_transport(wire: str, route: str, *, near: bool, on_gpu: bool, environment: Mapping[str, str]) -> str:
-    """Return a warning if pages go over TCP where a faster transport should exist, or over an unknown one from a GPU.
+    """Return a warning if pages go over TCP although a faster transport should exist; "" if there is none.
 
-    "" = no warning. `route`: the direction of the pages, e.g. `go to decode-0`. `near`: both workers are on one host.
-    `on_gpu`: the pages of either worker are in GPU memory.
+    Also warns if pages from or to a GPU go over an unknown transport. `route`: the direction of the pages, e.g. `go to
+    decode-0`. `near`: both workers are on one host. `on_gpu`: the pages of either worker are in GPU memory.
     """
     if not wire and on_gpu:
         return (

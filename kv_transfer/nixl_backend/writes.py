@@ -1,7 +1,7 @@
-"""Writes of pages to a peer's pool, and the notices after them.
+"""Writes of pages to a peer's pool, and the notices that follow them.
 
-While a write with a notice waits for other writes, its receiver is sent an advance notification and polls fast. The
-notification only saves time: a lost or late one does no harm.
+While a write with a notice waits for other writes, its receiver is sent an advance notification, so that it polls
+often. The notification only saves time: a lost or late one does no harm.
 """
 
 import logging
@@ -22,15 +22,15 @@ from tandem.protocol.messages import PeerDescription, PeerRef, TransferNotice
 log = logging.getLogger(__name__)
 
 Deliver = Callable[[str, TransferNotice], None]
-"""Takes (agent name of the sender, its notice); passes it to the worker, or drops one that is not that sender's."""
+"""Called with a notice and the agent name of its sender; drops the notice if it claims another sender."""
 NOTICE_DUE = b"\0"
-"""The payload of an advance notification: a notice follows soon. No TransferNotice is encoded like this."""
+"""The payload of an advance notification, which announces a notice. No TransferNotice is encoded like this."""
 DUE_S = 5e-3
-"""Seconds for which polls are fast after an advance notification: the last pages of most prompts take less."""
+"""Seconds of frequent polls after an advance notification: the last pages of most prompts take less time."""
 
 
 class Writes:
-    """Carries out writes, each as one transfer of this agent, and receives notices.
+    """Carries out page writes, each as one transfer of this agent, and receives notices.
 
     Used on the transport's thread only. Owned by the transport.
     """
@@ -40,7 +40,7 @@ class Writes:
         self._moves = PostedTransfers(agent, links, layout.page_bytes)
         self._flights: dict[PendingWrite, Link] = {}
         self._due: dict[str, float] = {}
-        """Agents that announced a notice, each with the time until which polls are fast (`time.monotonic`)."""
+        """Agents that have announced a notice, each with the end of its frequent polls (`time.monotonic`)."""
 
     @property
     def unfinished(self) -> bool:
@@ -54,7 +54,7 @@ class Writes:
 
     @property
     def handles(self) -> list[Any]:
-        """NIXL's handles of all transfers that are not quiescent."""
+        """NIXL handles of all transfers that are not quiescent."""
         return self._moves.handles
 
     @property
@@ -64,13 +64,13 @@ class Writes:
 
     @property
     def reached(self) -> list[PeerDescription]:
-        """Peers of connections whose first transfer has succeeded; the reader removes them."""
+        """Peers whose connection has completed its first transfer; the reader removes them from the list."""
         return self._moves.reached
 
     def post(self, flight: PendingWrite) -> None:
         """Begin a write, or fail it if it is late or impossible, or if its peer cannot be reached.
 
-        Nothing was moved if it fails here.
+        A write that fails here has moved nothing.
         """
         write, link = flight.write, self._links.find(flight.write.peer)
         invalid = flight.invalid_reason(link, self._layout.pages)
@@ -90,13 +90,13 @@ class Writes:
             flight.future.set_exception(error)
 
     def poll(self) -> None:
-        """Make progress and end the transfers that are quiescent."""
+        """Poll the posted transfers, and complete those that are quiescent."""
         self._moves.poll()
 
     def receive(self, sender: str, data: bytes) -> None:
-        """Take a notification from the agent `sender`.
+        """Process a notification from the agent `sender`: a notice, or the announcement of one.
 
-        Raises google.protobuf.message.DecodeError if it cannot be read.
+        Raises google.protobuf.message.DecodeError if it cannot be decoded.
         """
         if data == NOTICE_DUE:
             self._due[sender] = time.monotonic() + DUE_S
@@ -105,7 +105,7 @@ class Writes:
         self._deliver(sender, decode_notice(data))
 
     def announce(self, peer: PeerRef) -> None:
-        """Notify this peer that a notice waits for writes in flight, so that it polls fast."""
+        """Notify the peer that a notice waits for writes in flight, so that the peer polls often."""
         link = self._links.find(peer)
         if link is None or not link.reached:
             return
@@ -116,7 +116,7 @@ class Writes:
 
     @property
     def notice_due(self) -> bool:
-        """True if a peer has announced that its notice comes soon."""
+        """True if a peer has announced a notice that has not arrived yet."""
         if not self._due:
             return False
         now = time.monotonic()
@@ -124,12 +124,12 @@ class Writes:
         return bool(self._due)
 
     def abandon(self, link: Link, why: str) -> None:
-        """Fail every write to a peer that is assumed dead, each when it is quiescent, without notifying the peer."""
+        """Fail every write over `link`, each once it is quiescent. The peer, which is assumed dead, is not notified."""
         for flight in [flight for flight, its_link in self._flights.items() if its_link is link]:
             flight.failure = why
 
     def abandon_all(self, why: str) -> None:
-        """Fail every write, because the transport closes."""
+        """Fail every write at once, because the transport closes."""
         self._moves.abandon_all()
         for flight in self._flights:
             flight.fail(why)

@@ -1,1 +1,1 @@
-"""Sizing of a cluster for a load: the planner, and the simulation of a cluster under a virtual clock."""
+"""Capacity planning: the planner of worker roles, `tandem plan`, and simulated clusters under a virtual clock."""

@@ -25,7 +25,7 @@ def begin(work: Coroutine[Any, Any, Result], what: str) -> asyncio.Task[Result]:
 
 
 async def going_on(run: Callable[[], Awaitable[None]], what: str) -> None:
-    """Run `run`, and rerun it `AGAIN_S` seconds after each failure, until it returns or is cancelled."""
+    """Call `run`, and call it again `AGAIN_S` seconds after each failure, until it returns or is cancelled."""
     while True:
         try:
             return await run()
@@ -35,15 +35,18 @@ async def going_on(run: Callable[[], Awaitable[None]], what: str) -> None:
 
 
 class Changes:
-    """A set of running changes that continue if their callers no longer wait. Belongs to the event loop."""
+    """Runs changes to the cluster as tasks that continue even if their callers are cancelled.
+
+    Used on the event loop.
+    """
 
     def __init__(self, what: str) -> None:
-        """Create an empty set; `what` describes a change in the log."""
+        """`what` names the kind of change in log messages."""
         self._what = what
         self._begun: set[asyncio.Task[Any]] = set()
 
     def begin(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
-        """Start a change; its failure is logged even if no caller awaits it."""
+        """Start a change as a task; its failure is logged even if no caller awaits it."""
         task = begin(work, self._what)
         self._begun.add(task)
         task.add_done_callback(self._begun.discard)

@@ -1,8 +1,8 @@
 """The controller: one Ray actor that keeps the router and every worker alive and tracks which workers serve.
 
-The controller handles only processes: requests and their data never pass through it. Where workers may outlive their
-controller, a cluster may have several controllers, one for each `tandem up`. Each controller keeps its own router, and
-the youngest one supervises the workers (`leadership/election.py`).
+The controller handles only processes: requests and their data never pass through it. If the config lets workers outlive
+their controller, a cluster may have several controllers, one for each `tandem up`. Each controller keeps its own router
+alive, and the youngest controller supervises the workers (`leadership/election.py`).
 """
 
 import asyncio
@@ -36,7 +36,7 @@ _STANDBY = "keeping a standby of the router"
 class Controller:
     """The controller: starts, watches and restarts the router and the workers, and owns their processes.
 
-    `ControllerProcess` makes a Ray actor of it, on whose event loop all of its methods run.
+    It runs as a Ray actor that `ControllerProcess` creates; all methods run on the actor's event loop.
     """
 
     def __init__(self, config: ControllerConfig) -> None:
@@ -60,7 +60,7 @@ class Controller:
         self._incarnations = incarnations
         """The source of the routers' incarnation numbers."""
         self._router_lived = False
-        """True if the first router is the one of the controller that died before this one."""
+        """True if the router of the previous controller, which died, was taken over."""
         self._supervisor = WorkerSupervisor(config, self._registry, RayOrphanedWorkers())
         others: Controllers = RayControllers() if cluster.workers_outlive_s else NoControllers()
         self._election = LeaderElection(config.number, others, self._supervisor)
@@ -77,7 +77,7 @@ class Controller:
         return os.getpid()
 
     async def start(self) -> str:
-        """Open the listener, begin to start or take over all processes, and return the listener's host:port."""
+        """Open the gRPC listener, begin to start or take over all processes, and return the listener's host:port."""
         cluster, token = self._config.cluster, self._config.token
         supervisor, elsewhere = self._supervisor, self._election.decided
         servicer = ForwardingServicer(self._registry, supervisor.operator, supervisor.adapters, token, elsewhere)
@@ -97,7 +97,7 @@ class Controller:
         return self._address
 
     async def serves(self) -> None:
-        """Mark the cluster's start as complete, when every required process serves, and start the standby router."""
+        """Mark the cluster's start as complete, because every required process serves, and start the standby router."""
         self._runs.append(begin(going_on(self._standby.run, _STANDBY), _STANDBY))
         self._supervisor.started.set()
         self._election.started()
@@ -107,12 +107,12 @@ class Controller:
         return await self._election.release_workers()
 
     async def wait_until_settled(self) -> str:
-        """Wait as `LeaderElection.wait_until_settled` does and return this controller's listener, host:port."""
+        """Wait until this controller leads or mirrors a settled leader; return the address of this controller."""
         await self._election.wait_until_settled()
         return self._address
 
     async def _continue_router(self) -> None:
-        """Adopt the router of the controller that this one replaces if it lives, and kill any other router it left."""
+        """Adopt the live router of the controller that this one replaces, and kill the other routers that it left."""
         before = self._config.before
         if before is None:
             return
@@ -166,7 +166,7 @@ class Controller:
         )
 
     async def run(self) -> None:
-        """Wait until `stop` has completed; the launcher notices the controller's death by this call."""
+        """Wait until `stop` has completed; the launcher keeps this call pending to notice the controller's death."""
         await self._stopped.wait()
 
     async def stop(self, *, leave_workers: bool = False) -> bool:
@@ -182,8 +182,7 @@ class Controller:
         self._standby.stop()
         self._router_keeper.stop()
         await asyncio.gather(*self._runs)
-        # The election ends only after the router has: another controller may take over while the router finishes
-        # requests.
+        # The election ends after the router: another controller may take over while the router finishes requests.
         await self._election.stop()
         leave = await self._leaves_workers(asked=leave_workers)
         await self._supervisor.stop(end_workers=not leave)

@@ -1,7 +1,7 @@
-"""The controller's process, which the process of `tandem up` starts, watches and restarts.
+"""The process of the controller, which `tandem up` starts, watches and restarts.
 
-A restarted controller has the number and the ports of the previous one, so workers, routers and operators find it
-again. It adopts the router and the workers, which keep serving during the restart.
+A restarted controller keeps its predecessor's controller number and ports, so workers, routers and operators find it
+again. It takes over the router and the workers, which keep serving during the restart.
 """
 
 import contextlib
@@ -28,7 +28,10 @@ START_TIMEOUT_S = 60.0
 
 
 class ControllerProcess:
-    """The current process of the controller, owned by the Ray thread of `tandem up` (`Cluster`), which calls it."""
+    """Starts, watches and restarts the controller's process.
+
+    Owned and called by the Ray thread of `tandem up` (`Cluster`).
+    """
 
     def __init__(self, config: ControllerConfig) -> None:
         self._config = config
@@ -79,7 +82,7 @@ class ControllerProcess:
             waits += 1
             if self._hang_deadline_s and waits == QUESTIONS:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._pid, signal.SIGKILL)  # Ray alone would ask it first, and wait
+                    os.kill(self._pid, signal.SIGKILL)  # `ray.kill` would first ask it to stop, and wait
                 raise Unavailable(f"the controller gave no sign of life for {self._hang_deadline_s:g} s and was killed")
         health: ClusterHealth = ask(reply)
         self._last = health if health.filled or self._last is None else replace(self._last, router=health.router)
@@ -90,10 +93,10 @@ class ControllerProcess:
         return self._backoff.after_death(time.monotonic() - self._born)
 
     def restart(self) -> None:
-        """Start a controller in place of the one that died, with its ports and its last known state; see `start`."""
+        """Start a new controller with the ports and the last known state of the controller that died; see `start`."""
         import ray
 
-        ray.kill(self._actor, no_restart=True)  # it may live and fail; Ray frees its name
+        ray.kill(self._actor, no_restart=True)  # it may still live but fail; this frees its name
         last, config = self._last, self._config
         if last is not None:
             port, metrics_port = (host_and_port(address)[1] for address in (self.address, last.metrics_address))

@@ -35,7 +35,7 @@ KILLED_S = 5.0
 BESIDES_WORKERS = 2
 """The number of actors besides the workers at the start: controller and router. The standby router starts later."""
 RESTARTS_MAX = 5
-"""Number of consecutive failed restarts of the controller, about 8 s, after which the cluster is given up.
+"""Maximum number of failed restarts of the controller in a row (about 8 s); after them the cluster is stopped.
 
 No restart can succeed if Ray itself is gone.
 """
@@ -43,7 +43,7 @@ No restart can succeed if Ray itself is gone.
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """One progress report of the start-up, or of a process that dies or serves again after it.
+    """One progress report: of the start-up, or of a process that later dies or serves again.
 
     During start-up `name` is "Ray" or a process ("router", "prefill-0"), `detail` its current activity, `fraction` the
     part of that activity that is done, and `done` is True once the process serves. After the start-up `done` is True if
@@ -79,8 +79,8 @@ class Endpoints:
 class Cluster:
     """A running cluster, owned by the caller of `start` until `stop`.
 
-    Ray runs in a thread of its own, because its processes die with the thread that starts them; the caller's thread
-    stays free for signals.
+    Ray runs in a separate thread, because Ray's processes die with the thread that starts them and because the caller's
+    thread must stay free for signals.
     """
 
     endpoints: Endpoints
@@ -277,13 +277,13 @@ class Cluster:
 
     def _stop_controller(self, controller: ControllerProcess) -> None:
         """Stop the controller within a bounded time after the grace; the remaining processes die with Ray."""
-        self.left_workers = bool(self._config.workers_outlive_s)  # those of one that is dead or silent
+        self.left_workers = bool(self._config.workers_outlive_s)  # assumed if the controller does not respond
         try:
             within_s = self._config.stop_grace_s + STOP_TIMEOUT_S
             self.left_workers = controller.stop(within_s, leave_workers=self._leave_workers)
         except Unavailable:
             pass
-        except Exception as error:  # Ray itself was killed meanwhile, as `stop` does when its time is over
+        except Exception as error:  # Ray itself was killed meanwhile, as `stop` does after its timeout
             log.warning("the controller could not be asked to stop: %s", first_line(error))
 
     def _fail(self, error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""Hang detection: a live process hangs if it is stopped or if one of its event loops makes no progress.
+"""Hang detection: a live process hangs if a signal has stopped it or if one of its event loops makes no progress.
 
 The supervisor kills such a process and restarts it as after any other death.
 """
@@ -33,9 +33,10 @@ async def until_it_hangs(
     starts: Callable[[], bool],
     is_there: Callable[[], bool],
 ) -> float:
-    """Wait until `works` has not completed for `deadline_s` seconds (0 = never); return that duration in seconds.
+    """Wait until the process has answered no liveness probe for a whole deadline; return that deadline in seconds.
 
-    `works` is one liveness probe of the process; an error counts as a sign of life. `starts` returns True while the
+    The deadline is `deadline_s` seconds (0 = wait forever), but at least `START_HANG_DEADLINE_S` while the process
+    starts. `works` is one probe of the process; an error counts as a sign of life. `starts` returns True while the
     process starts, `is_there` returns True once there is a process to probe.
     """
     if not deadline_s:
@@ -45,7 +46,7 @@ async def until_it_hangs(
     asking: asyncio.Task[None] | None = None
 
     def ask() -> None:
-        """Send one probe unless the previous one is pending: a late reply to it is as good as a new one."""
+        """Send one probe unless the previous one is pending: a late reply to it is a sign of life as well."""
         nonlocal asking
         if not is_there():
             heartbeat.beat()

@@ -43,10 +43,10 @@ class ClusterMetrics:
         health: Callable[[], Iterable[tuple[str, Health]]],
         roles: Callable[[], Mapping[str, str]],
     ) -> None:
-        """Create the listener, which a client opens with one of `keys`.
+        """Create the listener; a client must present one of `keys`.
 
-        A key derived from `token` opens the metrics pages of the processes. `health` returns each supervised process
-        with the role that it was started for, `roles` the workers' current roles.
+        The controller reads the metrics pages of the processes with a key derived from `token`. `health` returns each
+        supervised process with the role that it was started for, `roles` the workers' current roles.
         """
         self._key = metrics_key_of(token)
         self._health = health

@@ -1,7 +1,7 @@
-"""The planner's control loop: once a window it reads the cluster's metrics, decides, and acts through the operator.
+"""The planner's control loop: in each window it reads the cluster's metrics, decides, and acts through the operator.
 
 Changes are sequential: while workers change roles, start or drain, no window is observed, so that no decision is based
-on half a change. New workers without a node are the exception: they may take minutes, or never come.
+on half a change. The loop does not wait for new workers that have no node: they may take minutes, or never come.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ log = logging.getLogger(__name__)
 GRACE_S = 60.0
 """Seconds that closing schedulers and removed workers have for the requests they still hold."""
 WAIT_S = 60.0
-"""Maximum wait for new workers, in seconds. Workers that come later, for instance with a new node, do not block it."""
+"""Maximum wait for new workers, in seconds.
+
+The loop continues without workers that take longer, e.g. for a new node.
+"""
 
 
 class OperatorInterface(Protocol):
@@ -42,7 +45,7 @@ class OperatorInterface(Protocol):
 
     @property
     def coming(self) -> int:
-        """The number of workers that will serve but do not yet."""
+        """The number of workers that are expected to serve but do not serve yet."""
 
     async def set_mode(self, change: ModeChange) -> tuple[WorkerInfo, ...]:
         """Change the mode; return the current workers."""
@@ -93,7 +96,7 @@ class Planning:
                 log.exception("the planner failed to process a window; continuing with the next one")
 
     async def look(self) -> None:
-        """Process one window.
+        """Process one window: scrape the metrics, decide, and apply the decision.
 
         Raises a TandemError if the change failed; the next window starts from a fresh scrape.
         """
@@ -119,7 +122,11 @@ class Planning:
             self._before = None  # this window spans a change and describes neither split
 
     async def _apply(self, decision: Decision) -> None:
-        """Apply the split. If only roles change, workers that are briefly absent count as decode workers."""
+        """Apply the decided split of the workers.
+
+        If only roles change, only the number of prefill workers is requested and all others decode, so a worker that is
+        briefly absent causes no error.
+        """
         split, began = decision.split, self._clock()
         if decision.change in {Direction.TO_PREFILL, Direction.TO_DECODE}:
             await self._operator.set_mode(ModeChange(Mode.DISAGGREGATED, prefill=split.prefill, grace_s=GRACE_S))

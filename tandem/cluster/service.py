@@ -46,7 +46,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             yield conversion.to_proto(membership, cluster_pb2.Membership)
 
     async def SetMode(self, request: cluster_pb2.SetModeRequest, _context: _Context) -> cluster_pb2.SetModeResponse:
-        """Change mode, roles and step settings; return when every serving worker has followed."""
+        """Change mode, roles and step settings; return when every serving worker has its new assignment."""
         began = time.monotonic()
         change = ModeChange(
             request.mode,

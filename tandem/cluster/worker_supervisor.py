@@ -1,4 +1,4 @@
-"""The workers that one controller supervises: it takes them over or starts them, assigns their roles, releases them."""
+"""The workers that one controller supervises: it takes them over or starts them, and assigns their roles."""
 
 import asyncio
 import logging
@@ -116,7 +116,7 @@ class WorkerSupervisor:
             self._planner.export_to(metrics.registry)
 
     async def take_over(self, handover: Handover) -> None:
-        """Take over the workers; return when live workers follow this controller and missing ones are starting."""
+        """Take over the workers; return when live workers are registered here and missing ones are starting."""
         left = await self._left.living()
         above = max((generation_of(each.peer.incarnation) for each in left), default=0)
         # A dead controller may have used a higher generation that live workers have seen; Ray's head knows of it too.
@@ -148,13 +148,17 @@ class WorkerSupervisor:
 
     @property
     def state(self) -> ControllerState:
-        """The workers as this controller wants them now."""
+        """The target state of the workers now."""
         slots = self.operator.staying(slot for slot, _ in self.fleet.health())
         topology = self._assignments.topology_with([slot.worker_id for slot in slots])
         return ControllerState(slots, topology, self.operator.handover())
 
     async def release_workers(self) -> Handover:
-        """Release the workers, which keep serving; return when this controller no longer acts on them."""
+        """Stop supervising the workers, which keep serving, and return the state that the next controller needs.
+
+        On return this controller makes no further calls to the workers. Running drains are completed first, pending
+        waits are cancelled.
+        """
         planning_and_more, self._tasks = self._tasks[1:], self._tasks[:1]
         await _cancel(planning_and_more)
         try:
@@ -194,7 +198,7 @@ class WorkerSupervisor:
         self.fleet.add(slot, (left.peer.incarnation, self._workers.adopt(slot, left)))
 
     async def _until_they_follow(self) -> None:
-        """Wait until every taken-over worker follows this controller or turns out to be dead."""
+        """Wait until every taken-over worker is registered with this controller or turns out to be dead."""
         while any(  # noqa: ASYNC110
             one.phase is Phase.STARTING and one.name in self.taken_over and not one.restarts
             for _, one in self.fleet.health()
@@ -221,7 +225,7 @@ class WorkerSupervisor:
         return served_of(self._asked_of(worker_id))
 
     def _asked_of(self, worker_id: str) -> "WorkerConfig":
-        """Return the config that a worker of this name would start with, apart from its assignment."""
+        """Return the config with which a worker of this name would start now, apart from its assignment."""
         slot = slot_of(self._config.cluster, self._config.slots, worker_id)
         return self._workers.config(slot, self._assignments.topology.assignment(slot.role))
 

@@ -1,1 +1,1 @@
-"""Models of the cost of steps and transfers, which workers fit and with which routers predict."""
+"""Cost models of steps and transfers: workers fit them to measurements, and routers predict with them."""

@@ -1,21 +1,21 @@
-"""Learns the probability that draft tokens are accepted, by the source of the draft and the position in it."""
+"""Learns the acceptance probability of draft tokens, by the source of the draft and the position in it."""
 
 from collections.abc import Hashable
 
 PRIOR, PRIOR_WEIGHT = 0.5, 2.0
-"""The initial acceptance probability, and the number of observations that it counts as.
+"""The initial acceptance probability, and the number of observations that it is worth.
 
-A position that no draft has reached has the probability of the position before it; otherwise longer drafts would never
-be tried.
+A position that no draft has reached yet has the probability of the position before it; otherwise longer drafts would
+never be tried.
 """
 WINDOW = 32.0
-"""The number of observations after which older ones hardly count."""
+"""The weight of a new observation in the moving average of its position is at least 1 ÷ `WINDOW`."""
 
 
 class Acceptance:
-    """The probability that a draft token is accepted if those before it were, by source and position.
+    """Learns the probability that a draft token is accepted if all earlier ones were, by source and position.
 
-    It is an exponential mean of the outcomes. The sources are those of
+    It is an exponential moving average of the outcomes. The sources are those of
     `tandem.engine.speculation.proposer.DraftSource`.
     """
 
@@ -23,30 +23,36 @@ class Acceptance:
         """Create the estimate; `prior` is the initial acceptance probability."""
         self._prior = prior
         self._known: dict[tuple[Hashable, int], tuple[float, float, int]] = {}
-        """The return value of `_at` for each source and position with observations."""
+        """The values that `_at` returns, for each source and position that has observations."""
         self._survivals: dict[Hashable, list[float]] = {}
-        """For each source, the longest return value of `survival` since the source's last observation."""
+        """For each source, the longest list that `survival` has computed since the source's last observation."""
 
     def rate(self, source: Hashable, position: int) -> float:
-        """Return the acceptance probability of a source's draft token at `position`, from 0."""
+        """Return the acceptance probability of a source's draft token at `position`, counted from 0."""
         return self._at(source, position)[0]
 
     def best(self) -> float:
-        """Return the largest acceptance probability of a source's first draft token; the prior while none is known."""
+        """Return the largest acceptance probability of any source's first draft token.
+
+        Without observations it is the prior.
+        """
         return max((rate for (_, position), (rate, *_) in self._known.items() if not position), default=self._prior)
 
     def survival(self, source: Hashable, drafts: int) -> list[float]:
-        """Return, for each of the first `drafts` draft tokens, the probability that all up to it are accepted."""
+        """Return the probability that all draft tokens up to each of the first `drafts` positions are accepted.
+
+        Entry i is the product of the rates of the positions 0 to i.
+        """
         found = self._survivals.setdefault(source, [])
         for position in range(len(found), drafts):
             found.append((found[-1] if found else 1.0) * self.rate(source, position))
         return found[:drafts]
 
     def observe(self, source: Hashable, drafted: int, accepted: int) -> None:
-        """Learn from a verified draft, up to the first token that was rejected.
+        """Learn from a verified draft: from its accepted tokens and from the first rejected one.
 
-        If all of the draft was accepted, the probability at the next position moves towards that of the last one:
-        otherwise a position where the first draft tokens were rejected by chance would never be tried again.
+        If the whole draft was accepted, the probability at the next position moves towards that of the last one.
+        Otherwise a position whose first draft tokens were rejected by chance would never be tried again.
         """
         self._survivals.pop(source, None)
         for position in range(min(accepted + 1, drafted)):
@@ -69,7 +75,7 @@ class Acceptance:
     def _at(self, source: Hashable, position: int) -> tuple[float, float, int]:
         """Return the probability, the weight of its observations, and the length of the newest run of equal outcomes.
 
-        The length is negative for a run of rejections.
+        The length is negative if the run consists of rejections.
         """
         if (source, position) in self._known:
             return self._known[source, position]

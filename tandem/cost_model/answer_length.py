@@ -1,32 +1,32 @@
-"""Predicts the length of an answer from ended answers, so that admission reserves pages for it, not for `max_tokens`.
+"""Predicts answer lengths from ended answers, so that admission reserves pages for these instead of `max_tokens`.
 
-Answers are classed by the power of two of their limit. An answer that already has n tokens is compared with ended
-answers that became longer. Most answers stay within their forecast; one that exceeds it gets a new forecast, and its
-worker frees pages if too few are left (docs/decisions/page_reservation.md).
+Answers are classed by the power of two of their limit (`max_tokens`). An answer that already has n tokens is compared
+with ended answers that became longer than n. Most answers stay within their forecast; an answer that exceeds it gets a
+new forecast, and its worker frees pages if too few are left (docs/decisions/page_reservation.md).
 """
 
 from bisect import bisect_right, insort
 from collections import defaultdict, deque
 
 QUANTILE = 0.8
-"""The share of answers that do not exceed their forecast."""
+"""The quantile of the lengths of ended answers that is used as the forecast."""
 WINDOW = 256
-"""The number of newest answers of a class from which it is forecast."""
+"""Number of newest ended answers of a class from which forecasts are computed."""
 SEEN_MIN = WINDOW // 16
-"""The number of ended answers that a class needs before it is used."""
+"""Minimum number of ended answers of a class for a forecast from them."""
 UNSEEN_TOKENS = 512
-"""The forecast of a class with fewer ended answers, unless the limit is lower.
+"""The forecast in tokens for a class with fewer ended answers, unless the answer's limit is lower.
 
-The limit alone would not do: it may be the whole context, and a worker's pool has room for few such answers.
+The limit itself is no usable forecast: it may be the whole context, and a worker's pool has pages for few such answers.
 """
 
 
 class AnswerLengths:
-    """Learns from answers as they end. Not thread-safe; each call takes microseconds."""
+    """Learns the lengths of answers when they end. Not thread-safe; each call takes microseconds."""
 
     def __init__(self) -> None:
         self._newest: defaultdict[int, deque[int]] = defaultdict(deque)
-        """The newest lengths of each class, in the order in which the answers ended."""
+        """The newest lengths of each class, oldest first."""
         self._sorted: defaultdict[int, list[int]] = defaultdict(list)
 
     def learn(self, limit: int, tokens: int) -> None:
@@ -38,9 +38,10 @@ class AnswerLengths:
         insort(ordered, tokens)
 
     def mean(self, limit: int, *, to_the_limit: bool = False) -> float:
-        """Return the mean length of the newest answers of this limit's class.
+        """Return the mean length of the newest ended answers of the class of `limit`.
 
-        Before any has ended, it is `min(limit, UNSEEN_TOKENS)`; with `to_the_limit` it is the limit.
+        Without ended answers it is `min(limit, UNSEEN_TOKENS)`. With `to_the_limit` (only the limit ends the answer) it
+        is the limit.
         """
         if to_the_limit:
             return float(limit)
@@ -48,10 +49,10 @@ class AnswerLengths:
         return float(min(limit, sum(seen) / len(seen) if seen else UNSEEN_TOKENS))
 
     def expect(self, limit: int, so_far: int = 0, *, to_the_limit: bool = False) -> int:
-        """Return the forecast for an answer that has `so_far` tokens: more than these, at most `limit`.
+        """Return the predicted length of an answer that has `so_far` tokens: above `so_far`, at most `limit`.
 
-        It is `quantile(lengths > so_far)`, or twice `so_far` if no answer became longer. `to_the_limit` means that
-        nothing but the limit ends the answer.
+        It is the `QUANTILE` of the lengths above `so_far`, or twice `so_far` if there are none. With `to_the_limit`
+        (only the limit ends the answer) it is the limit.
         """
         if to_the_limit:
             return limit

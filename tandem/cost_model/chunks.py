@@ -1,4 +1,4 @@
-"""The size of prefill chunks in steps that also decode, computed alike by workers and routers."""
+"""The size of prefill chunks in steps that also decode; workers and routers compute it with the same code."""
 
 import math
 from bisect import bisect_right
@@ -10,20 +10,24 @@ from tandem.protocol.messages import Assignment
 from tandem.protocol.policy_name import CHUNKED_BUDGET, PolicyName
 
 MIN_CHUNK_TOKENS = 64
-"""The smallest chunk that is computed: kernels are launched alike for this many tokens and for one."""
+"""Minimum number of tokens of a chunk; the same kernels would be launched for a smaller one."""
 FORCED_CHUNK_INTERVAL = 127
-"""Number of steps between two forced chunks, for prompts whose chunks would otherwise be below the minimum.
+"""Number of steps without prompt tokens between two forced chunks.
 
-Less than 1 % of an answer's inter-token gaps contain a forced chunk, which targets at the 99th percentile tolerate.
+A forced chunk is computed if the limits of the steps would allow fewer than `MIN_CHUNK_TOKENS` tokens. With this
+interval, less than 1 % of an answer's inter-token gaps contain a forced chunk, which targets for the 99th percentile
+tolerate.
 """
 FORCED_CHUNK_TOKENS = 32 * MIN_CHUNK_TOKENS
 """The size of a forced chunk, in tokens."""
 
 
 def strictest_feasible_target(targets: Sequence[float], decoding_s: float, asked_s: float | None = None) -> float:
-    """Return the smallest of `asked_s` and those of the sorted `targets` that exceed `decoding_s`; infinite if none.
+    """Return the strictest of the ITL targets that the decode rows can meet; infinite if there is none.
 
-    All are in seconds. A target that decoding alone misses is ignored, because no chunk is small enough for it.
+    `targets` are those of the requests, ascending; those that are at most `decoding_s`, the duration of the step
+    without prompt tokens, are ignored, because no chunk is small enough for them. `asked_s` is the worker's own target,
+    which always counts. All are in seconds.
     """
     kept = bisect_right(targets, decoding_s)
     kept_s = targets[kept] if kept < len(targets) else math.inf
@@ -36,14 +40,17 @@ def breaks_target(target_s: float, before_s: float, after_s: float) -> bool:
 
 
 class Chunks(NamedTuple):
-    """A sequence of prefill chunks of `tokens` tokens, each followed by `pause` steps without prompt tokens."""
+    """A sequence of prefill chunks of `tokens` tokens; `pause` steps without prompt tokens follow each chunk."""
 
     tokens: int
     pause: int = 0
 
 
 class ConcurrentDecode(NamedTuple):
-    """A step's decode rows, their total context tokens, and their ITL targets: sorted, in seconds, infinite = none."""
+    """The decode rows of a step: their number, total context tokens, and ITL targets in seconds.
+
+    The targets are ascending, infinite for a request without a target.
+    """
 
     rows: int
     context_tokens: int
@@ -51,16 +58,18 @@ class ConcurrentDecode(NamedTuple):
 
 
 class StepLimit(NamedTuple):
-    """The bounds of a step that has both prompt tokens and decode rows."""
+    """The limits of a step that has both prompt tokens and decode rows."""
 
     tokens: int | None = None
     """Maximum number of prompt tokens; None = as many as the engine accepts."""
     seconds: float = math.inf
-    """Maximum predicted duration of the step."""
+    """Maximum predicted duration of the step in seconds."""
 
 
 def step_limit(cost: StepCost, assignment: Assignment | None, decode: ConcurrentDecode) -> StepLimit:
-    """Return the limit of a step; without an assignment or decode rows there is none.
+    """Return the limits on the next step's duration and prompt tokens.
+
+    There is no limit if `assignment` is None or if no row decodes.
 
         seconds = min(itl_target_s, strictest feasible ITL target of the decoding requests) / cost.margin
 
@@ -82,9 +91,10 @@ def step_limit(cost: StepCost, assignment: Assignment | None, decode: Concurrent
 def chunks_within(
     limit: StepLimit, cost: StepCost, most: int, decode: ConcurrentDecode, pairs_per_token: float
 ) -> Chunks:
-    """Return the chunks that fit into `limit`, in steps of at most `most` tokens.
+    """Return the chunks to compute within `limit`, in steps of at most `most` tokens, decode rows included.
 
-    `pairs_per_token` is the mean number of attention pairs of a prompt token.
+    These are forced chunks if the limit allows fewer than `MIN_CHUNK_TOKENS` tokens. `pairs_per_token` is the mean
+    number of attention pairs of a prompt token.
     """
     rows, context, _ = decode
     headroom = max(1, most - rows)
@@ -95,5 +105,5 @@ def chunks_within(
 
 
 def forced_chunk(most: int) -> Chunks:
-    """Return a forced chunk, of at most `most` tokens, and its interval."""
+    """Return a forced chunk of at most `most` tokens, with the number of steps that follow it."""
     return Chunks(max(1, min(FORCED_CHUNK_TOKENS, most)), FORCED_CHUNK_INTERVAL)

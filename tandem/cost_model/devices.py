@@ -1,4 +1,4 @@
-"""GPUs by name, with the rates in their data sheets."""
+"""GPU models by name, with the rates in their data sheets."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class DeviceKind:
 
     @property
     def ceilings(self) -> Ceilings:
-        """The rates that steps reach: the fractions of the data sheet's rates that were measured on an H200."""
+        """The rates that steps actually reach: fractions of the data sheet's rates, as measured on an H200."""
         return Ceilings(
             GPU.flops / _MEASURED.flops * self.flops,
             GPU.bytes_per_s / _MEASURED.bytes_per_s * self.bytes_per_s,
@@ -36,11 +36,14 @@ DEVICES = {
     "L40S": DeviceKind(362e12, 0.864e12, 44.5),
     "L4": DeviceKind(121e12, 0.3e12, 22.5),
 }
-"""GPUs by name, from NVIDIA's data sheets, of the SXM version where there is one."""
+"""GPU models by name, from NVIDIA's data sheets; the SXM version if there is one."""
 
 
 def device_kind(option: str, name: str) -> DeviceKind:
-    """Return the GPU of this name. Raises InvalidArgument, with `option` and the known names, if there is none."""
+    """Return the GPU model of this name.
+
+    Raises InvalidArgument, with `option` and the known names, if the name is unknown.
+    """
     found = DEVICES.get(name.upper())
     if found is None:
         raise InvalidArgument(option, f"{name!r} is none of {', '.join(DEVICES)}; or give --ceilings and --memory-gib")

@@ -1,4 +1,4 @@
-"""The bytes and operations of a step, from the model's shape, and their duration at the device's ceilings."""
+"""Computes the bytes and operations of a step from the model's shape, and step costs from the device's ceilings."""
 
 from dataclasses import dataclass
 
@@ -12,48 +12,48 @@ _FLOP_A_WEIGHT = 2
 _UNPACKED_BYTES = 2
 """Bytes of a dequantized element."""
 _KNEE = 0.35
-"""Fixed cost of prompts in a step ÷ time to read the weights, because the two do not overlap entirely.
+"""Additional fixed cost of a step with prompts ÷ time to read the weights: reading and computing overlap only in part.
 
-It is the median that workers of an 8B model on H200s learned (0.22 to 0.74).
+It is the median of the values that workers of an 8B model on H200s have learned (0.22 to 0.74).
 """
 _UNPACKING = 1.5
-"""Time to unpack weights for a row of a decode step ÷ that of its arithmetic with the weights in 16 bits.
+"""Time to unpack quantized weights for one decode row ÷ time of the row's arithmetic with 16-bit weights.
 
 Measured on an H100, steps of llama-3-8b in int8 and int4 are .92 and .93 times as fast as in 16 bits with 128 rows, .72
 and .75 times with 256 rows (docs/decisions/quantized_weights.md). With this factor .87 and .94, .78 and .81 are
 predicted; without it 1.18 and 1.31, 1.11 and 1.18.
 """
 _DEQUANTIZING = 1.5
-"""Time to dequantize the weights for a step with a prompt ÷ that of writing them in 16 bits at memory bandwidth.
+"""Time to dequantize the weights for a step with a prompt ÷ time to write them in 16 bits at memory bandwidth.
 
 On an H100, prompts of 512, 2,048 and 8,192 tokens in int8 take 7.5, 8.0 and 7.5 ms longer than in 16 bits; with this
 factor 7.5 ms is predicted.
 """
 _PACKED_LATENCY_S = 4e-6
-"""Seconds that a product of few tokens with a packed weight takes beyond its bytes: launch, first loads, joins.
+"""Fixed time in seconds of a product of few tokens with a packed weight: launch, first loads, joins.
 
-For llama-3-8b on an H100 these are .5 ms of a step. Without them a step of one row in int8, fp8 and int4 is predicted
-to be 1.75, 1.77 and 2.74 times as fast as in 16 bits; 1.40, 1.34 and 1.74 were measured; with them 1.52, 1.53 and 2.20
-are predicted.
+It adds to the time to read the weight. For llama-3-8b on an H100 these are .5 ms of a step. Without them a step of one
+row in int8, fp8 and int4 is predicted to be 1.75, 1.77 and 2.74 times as fast as in 16 bits; 1.40, 1.34 and 1.74 were
+measured; with them 1.52, 1.53 and 2.20 are predicted.
 """
 _FLOAT8_PRODUCTS = 0.58
-"""Time of large products of FP8 weights and inputs ÷ that in 16 bits.
+"""Time of large products of FP8 weights and FP8 inputs ÷ time of the same products in 16 bits.
 
 On an H100, prompts of 512, 2,048 and 8,192 tokens are computed 1.55, 1.62 and 1.52 times as fast; with this factor
 1.53, 1.58 and 1.51 are predicted.
 """
 _BATCH = 32
-"""Number of decode rows of a batch that reads most experts of common models."""
+"""Number of decode rows at which a step reads most experts of common models."""
 _CONTEXT = 2048
-"""A typical context in tokens; rows mostly fill a layer's window if it is narrower than this."""
+"""A typical context in tokens: rows mostly fill the sliding window of a layer if it is narrower than this."""
 
 
 GPU = Ceilings(flops=6.7e14, bytes_per_s=4e12, launch_s=3e-4, verify_s=2.2e-3)
-"""The ceilings of an H200 in bfloat16, as measured; for other GPUs they are a guess.
+"""The measured ceilings of an H200 in bfloat16; for other GPUs they are only an estimate.
 
-`verify_s` is the least-squares fit of 16 sizes of steps with drafts and 5 without, of llama-3-8b on an H100
-(docs/decisions/cost_model.md). A CPU worker has none: its host computes the steps themselves, so no host work is hidden
-behind a step of either kind.
+`verify_s` is the least-squares fit of 16 sizes of steps with draft tokens and 5 without, of llama-3-8b on an H100
+(docs/decisions/cost_model.md). It is 0 for CPU workers: their host computes the steps themselves, so no step hides host
+work that a step with draft tokens would expose.
 """
 CPU = Ceilings(flops=1e11, bytes_per_s=2e10, launch_s=1e-4)
 """The ceilings of a few CPU cores in float32."""
@@ -61,7 +61,10 @@ CPU = Ceilings(flops=1e11, bytes_per_s=2e10, launch_s=1e-4)
 
 @dataclass(frozen=True, slots=True)
 class WindowedLayers:
-    """Layers in which a token attends to at most `window` tokens. The model's totals include these layers."""
+    """Layers with the same sliding window: a token attends to at most `window` tokens.
+
+    The model's totals include these layers.
+    """
 
     window: int
     kv_bytes_per_token: int
@@ -70,55 +73,55 @@ class WindowedLayers:
 
 @dataclass(frozen=True, slots=True)
 class PackedWeights:
-    """The packed weight matrices, without embeddings and experts."""
+    """The sizes of the packed (quantized) weight matrices, without embeddings and experts."""
 
     products: int = 0
-    """Number of matrices; each is one product of a step."""
+    """Number of matrices; each is one matrix product per step."""
     unpacked: int = 0
-    """Elements of the matrices whose codes are unpacked for products with 16-bit inputs."""
+    """Number of elements of the matrices that are unpacked for products with 16-bit inputs."""
     float8: int = 0
-    """Elements of the matrices that are multiplied in FP8, with 8-bit inputs."""
+    """Number of elements of the matrices that are multiplied in FP8, with 8-bit inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """The amounts that a step of a model reads and computes."""
+    """The sizes of a model from which the bytes and operations of its steps are computed."""
 
     weights: int
-    """Elements of all matrices that a token is multiplied with, including its experts.
+    """Number of elements of all matrices that a token is multiplied with, including the experts that it chooses.
 
     Embeddings count if they are also the output projection.
     """
     weight_bytes: int
-    """Bytes of the matrices that every step reads: all except experts."""
+    """Bytes of the matrices that every step reads: all except the experts."""
     kv_bytes_per_token: int
     """KV bytes of one token in all layers."""
     attention_flop_per_pair: int
-    """Operations of one token attending to one other token, in all layers and heads."""
+    """Operations for one token that attends to one other token, in all layers and heads."""
     output_weights: int = 0
-    """Elements of the output projection, which only the last token of a prompt needs."""
+    """Number of elements of the output projection, which is computed only for the last token of a prompt."""
     expert_bytes: int = 0
     """Bytes of all experts of all layers."""
     expert_share: float = 0.0
     """The fraction of a layer's experts that a token chooses."""
     packed: PackedWeights = PackedWeights()
-    """The matrices that are packed, by the way in which GPUs compute with them."""
+    """The packed matrices, by how GPUs multiply with them."""
     windowed: tuple[WindowedLayers, ...] = ()
-    """The layers with sliding windows, one entry for each window."""
+    """The layers with sliding windows, one entry per window size."""
 
     def expert_bytes_read(self, tokens: float) -> float:
-        """Return the bytes of the experts that `tokens` tokens choose, if they choose independently."""
+        """Return the expected bytes of the experts that `tokens` tokens choose independently."""
         return float(self.expert_bytes * (1 - (1 - self.expert_share) ** tokens))
 
     def context_bytes(self, rows: int, tokens: int) -> float:
-        """Return the KV bytes that `rows` decode rows read, whose contexts have `tokens` tokens in total."""
+        """Return the KV bytes that `rows` decode rows read if their contexts have `tokens` tokens in total."""
         unseen = (each.kv_bytes_per_token * max(0, tokens - rows * each.window) for each in self.windowed)
         return self.kv_bytes_per_token * tokens - sum(unseen)
 
     def step_bytes(self, work: StepWork) -> float:
         """Return the bytes that a step must read: weights, and the KV that its decode rows attend to.
 
-        The cached context of its prompts is not known, and small.
+        The cached context of prompts is left out, because it is unknown here and small.
         """
         return (
             self.weight_bytes
@@ -134,21 +137,21 @@ class ModelSizes:
         return _FLOP_A_WEIGHT * products + attention + self._attention_flops(work.prefill_tokens, work.prefill_pairs)
 
     def _attention_flops(self, tokens: int, pairs: float) -> float:
-        """Return the operations of `tokens` tokens that attend to `pairs` tokens in total, all to equally many."""
+        """Return the attention operations of `tokens` tokens with `pairs` attention pairs in total, equally divided."""
         unseen = (each.attention_flop_per_pair * max(0, pairs - tokens * each.window) for each in self.windowed)
         return self.attention_flop_per_pair * pairs - sum(unseen)
 
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """A model on a device."""
+    """A model's sizes and a device's ceilings, for predictions by the roofline."""
 
     sizes: ModelSizes
     ceilings: Ceilings
 
 
 def guess(sizes: ModelSizes, device: Ceilings, grid: StepGrid = EACH_TOKEN) -> CostParameters:
-    """Return the cost parameters with which a worker starts.
+    """Return the cost parameters that a worker assumes before its first measured step.
 
     Packed weights are assumed to take as long as those of llama-3-8b on an H100.
     """

@@ -1,19 +1,19 @@
 """Learns the coefficients of `StepCost` online, from the durations of steps.
 
-The method is recursive least squares of relative errors (a step of 4 ms counts as much as one of 200 ms), with what a
-live system needs:
+The method is recursive least squares of relative errors (a step of 4 ms counts as much as one of 200 ms), with these
+additions for a live system:
 
-- a first guess, which holds for every part of a step that was never observed, and decides between parts that were
+- initial coefficients, which hold for every part of a step that was never observed, and decide between parts that were
   only observed together
 - forgetting by part: a thousand decode steps do not erase what is known of prompts
-- coefficients >= 0: the published ones are the least squares within this bound; the recursion continues with the
-  unbounded ones
-- a step far beyond the usual error, for instance a stall, counts as one at the edge of the usual error; if such steps
-  continue, the usual error grows, and the fit adapts faster
-- while predictions are good, the fit learns from only some of the steps without prompts, because they are alike; it
-  always learns from steps that were not predicted well
-- after the first steps, the equations of several steps are solved together, on the scheduler's thread: adding a step
-  takes microseconds, solving for the coefficients a hundred
+- coefficients >= 0: the published coefficients are the least squares within this bound; the recursion continues with
+  the unbounded ones
+- outliers: a step far beyond the usual error, for instance after a stall, counts as one at the edge of the usual error;
+  if such steps continue, the usual error grows, and the fit adapts faster
+- sampling: while predictions are good, the fit learns from only some of the steps without prompts, because they are
+  alike; it always learns from steps that were not predicted well
+- batching: after the first steps, the equations of several steps are solved together, on the scheduler's thread: adding
+  a step takes microseconds, solving for the coefficients a hundred
 
 Recursive least squares with exponential forgetting: Ljung and Söderström, Theory and Practice of Recursive
 Identification, 1983. Bounds on the residuals: Huber, Robust Estimation of a Location Parameter, 1964.
@@ -34,36 +34,36 @@ from tandem.protocol.cost_parameters import SECONDS, UNMEASURED
 _Vector = NDArray[np.float64]
 
 FORGET = 0.005
-"""Fraction of the information on a step's parts that is forgotten when the step is added, with good predictions."""
+"""Fraction of the information on a step's parts that is forgotten for that step, while predictions are good."""
 FORGET_MAX = 0.05
-"""The same fraction while predictions are bad."""
+"""Maximum of this fraction, while predictions are bad."""
 GOOD_ERROR = 0.05
-"""Maximum relative error of good predictions."""
+"""Maximum relative error of a prediction that counts as good."""
 OUTLIER = 4.0
-"""Maximum error that counts, as a multiple of the usual relative error."""
+"""Maximum error that a step may contribute, as a multiple of the usual relative error."""
 LEARN_EVERY = 8
-"""With good predictions, the fit learns from one in this many steps without prompts.
+"""While predictions are good, the fit learns from one in this many steps without prompts.
 
-Equations of this many steps are solved at once.
+It solves the equations of this many steps at once.
 """
 AT_ONCE = 64
-"""Number of first steps, each of which is learned from when it ends."""
+"""Number of first steps after each of which the coefficients are updated."""
 _USUAL_MIN = 0.02
 _USUAL_PART = 0.05
-"""Weight of the newest error in the usual error."""
+"""Weight of the newest error in the moving average of errors (the usual error)."""
 _ERROR_PART = 0.01
-"""Minimum weight of the newest error in the published error."""
+"""Minimum weight of the newest error in the moving average that is published."""
 _GUESS_INFORMATION = np.array([1e-3, 0.1, 0.1, 0.1, 1e-3, 1e-3, 0.1])
-"""The weight of the first guess of each part, in steps, in the order of `SECONDS`.
+"""The weight of each initial coefficient, in steps, in the order of `SECONDS`.
 
-Decode steps have many sizes. Steps with prompts may have the same size for a long time, which leaves open how their
-time divides among their parts; and predictions err by some percent with the size, so that a hundred such steps would
-move the coefficients away from what holds for other sizes (docs/decisions/cost_model.md).
+Decode steps have many sizes. Steps with prompts may have the same size for a long time, and then their duration does
+not show how it is divided among the parts; and predictions err by some percent with the size, so a hundred such steps
+would move the coefficients away from those that hold for other sizes (docs/decisions/cost_model.md).
 """
 _SECONDS_MIN = 1e-6
-"""A lower bound of the duration of a step, in seconds."""
+"""Lower bound of the duration of a step, in seconds."""
 _SWEEPS = 3
-"""The number of sweeps of one minimisation, which starts from the result of the last one."""
+"""Number of sweeps of each coordinate descent, which starts from the previous result."""
 
 
 class StepFit:
@@ -74,28 +74,37 @@ class StepFit:
 
     def __init__(self, guess: CostParameters = UNMEASURED) -> None:
         self.parameters = replace(guess, error=0.0, observed=0)
-        """The newest published parameters; replaced, never changed in place."""
+        """The newest published parameters; replaced as a whole, never modified."""
         values, scale = _values(guess), _values(UNMEASURED)
         scale[[each.endswith("base_s") for each in SECONDS]] = max(guess.base_s, _SECONDS_MIN)
         self._scale: _Vector = np.where(values > 0, values, scale)
         self._guess: _Vector = values / self._scale
         self._free = self._guess
-        """The least squares without bounds, in units of the scale; `_coefficients` are those within the bounds."""
+        """The least-squares solution without bounds, in units of `_scale`.
+
+        `_coefficients` is the solution within the bounds.
+        """
         self._coefficients = self._free
         self._information = np.diag(_GUESS_INFORMATION)
         self._usual = 1.0
         self._margin = LearnedMargin(guess.mixed_noise)
         self._alike = 0
-        """The number of steps since the last one that was learned from."""
+        """Number of steps since the last one that the fit learned from."""
         self._cost = StepCost(self.parameters)
         self._error = 0.0
         self._observed = 0
         self._rows: list[list[float]] = []
-        """The unsolved equations row · coefficients = target, in units of the reference."""
+        """The equations row · coefficients = target that are not solved yet.
+
+        Each is divided by the larger of the predicted and the measured duration.
+        """
         self._targets: list[float] = []
 
     def observe(self, work: StepWork, seconds: float) -> float:
-        """Learn from a step with this work and duration, unless either is empty; return the predicted seconds."""
+        """Learn from a step with this work and duration in seconds; return the duration that was predicted.
+
+        Empty steps and steps without a duration are ignored.
+        """
         predicted = self._cost.seconds(work)
         if seconds <= 0.0 or not (work.decode_rows or work.prefill_tokens):
             return predicted
@@ -135,7 +144,8 @@ class StepFit:
     def _solve(self, rows: _Vector, targets: _Vector) -> None:
         """Add the equations `rows` · coefficients = `targets` and solve for the coefficients."""
         forget = min(FORGET_MAX, FORGET * max(1.0, self._usual / GOOD_ERROR))
-        # Only the parts that occur in these steps are forgotten. The root, because `keep` scales both rows and columns.
+        # Only the parts that occur in these steps are forgotten. `keep` is the square root, because it scales both rows
+        # and columns.
         keep = (1 - forget) ** (0.5 * (rows > 0).sum(axis=0))
         information = self._information
         seen_as = information @ self._guess
@@ -151,7 +161,7 @@ class StepFit:
         self._coefficients = found if found.min() >= 0.0 else _within_bounds(information, wanted, self._coefficients)
 
     def _amounts(self, work: StepWork) -> tuple[float, ...]:
-        """Return the amount of each part, in the order of the coefficients."""
+        """Return the step's amount of each cost part, in the order of the coefficients."""
         return (
             1.0,
             1.0 if work.prefill_tokens else 0.0,
@@ -172,7 +182,7 @@ def _seconds(parameters: CostParameters) -> list[float]:
 
 
 def _within_bounds(information: _Vector, wanted: _Vector, start: _Vector) -> _Vector:
-    """Return coefficients c >= 0 near the minimum of ½ c·information·c - wanted·c, by coordinate descent."""
+    """Return coefficients c >= 0 that approximately minimize ½ c·information·c - wanted·c, by coordinate descent."""
     rows, targets, found = information.tolist(), wanted.tolist(), start.tolist()
     for _ in range(_SWEEPS):
         for i, row in enumerate(rows):

@@ -1,6 +1,6 @@
-"""The sizes of steps with prompts that the engine captures on GPUs.
+"""The sizes of steps with prompts for which the engine captures CUDA graphs.
 
-`tandem/cost_model/step_cost.py` charges for the padding to these sizes.
+`tandem/cost_model/step_cost.py` charges steps for the padding to these sizes.
 """
 
 from dataclasses import dataclass
@@ -10,36 +10,36 @@ TILE_TOKENS = 128
 FEWEST_SLOTS = 16
 """Minimum number of batch slots of a step that has both prompts and decode rows."""
 FINE_TILES, MOST_TILES = 8, 16
-"""Numbers of tiles of captured steps: each up to the first value, then every second one up to the other value."""
+"""Captured steps have up to `MOST_TILES` tiles: every number up to `FINE_TILES`, above that every second one."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepGrid:
-    """The units in which a device computes steps of prompts."""
+    """The sizes to which a device pads the steps of prompts."""
 
     tile_tokens: int = 1
     """The number of tokens of a step is padded to a multiple of this."""
     wave_tokens: int = 1
-    """The attention of this many tokens takes as long as that of one token."""
+    """Number of prompt tokens whose attention takes as long as that of a single token."""
 
 
 EACH_TOKEN = StepGrid()
-"""The grid of devices that compute each token by itself, without padding."""
+"""The grid of devices that compute each token separately, without padding."""
 H200_MULTIPROCESSORS = 132
 
 
 def gpu_grid(attention_heads: int, multiprocessors: int = H200_MULTIPROCESSORS) -> StepGrid:
-    """Return the grid of a GPU.
+    """Return the grid of a GPU for a model with `attention_heads` heads.
 
-    Prefill attention gives each multiprocessor a tile of tokens of one head: a chunk with fewer tiles than
-    multiprocessors leaves the others idle.
+    Prefill attention gives each multiprocessor a tile of tokens of one head. A chunk with fewer tiles than
+    multiprocessors leaves the others idle, so up to that size (a wave) another token costs no time.
     """
     wave = max(1, multiprocessors // attention_heads) * TILE_TOKENS
     return StepGrid(TILE_TOKENS, wave)
 
 
 def answer_slots(most: int) -> list[int]:
-    """Return all numbers of batch slots that 1 to `most` decode rows take, ascending; none exceeds `most`."""
+    """Return the possible numbers of batch slots for 1 to `most` decode rows, ascending and at most `most`."""
     slots = [FEWEST_SLOTS]
     while slots[-1] < most:
         slots.append(2 * slots[-1])
@@ -47,6 +47,6 @@ def answer_slots(most: int) -> list[int]:
 
 
 def step_sizes(most: int) -> list[int]:
-    """Return the numbers of tokens of captured steps with prompts, batch slots included, up to `most`, ascending."""
+    """Return the sizes of captured steps with prompts in tokens, batch slots included: ascending, at most `most`."""
     sizes = [tiles * TILE_TOKENS for tiles in (*range(1, FINE_TILES), *range(FINE_TILES, MOST_TILES + 1, 2))]
     return [size for size in sizes if size <= most]

@@ -5,24 +5,24 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """The counts of tokens, rows and attention pairs of one step."""
+    """The numbers of tokens, rows and attention pairs of one step."""
 
     prefill_tokens: int = 0
     prefill_pairs: float = 0.0
-    """Sum over the chunks of tokens x mean context of a token of the chunk, the token itself included."""
+    """Attention pairs of the prompt tokens: the tokens that each of them attends to, itself included, summed up."""
     decode_rows: int = 0
     decode_context_tokens: int = 0
-    """Sum of the numbers of tokens that the decode rows attend to."""
+    """Number of tokens that the decode rows attend to, summed over the rows."""
     draft_rows: int = 0
-    """The number of decode rows that verify draft tokens; the others are one for each request."""
+    """Number of decode rows that verify draft tokens; each request has one further row."""
 
     def with_chunk(self, tokens: int, context: int) -> "StepWork":
-        """Return this work with another chunk of `tokens` tokens after `context` tokens of its prompt."""
+        """Return this work plus a prefill chunk of `tokens` tokens that follow `context` tokens of the same prompt."""
         pairs = self.prefill_pairs + chunk_pairs(tokens, context)
         return replace(self, prefill_tokens=self.prefill_tokens + tokens, prefill_pairs=pairs)
 
     def with_drafts(self, rows: int, context_tokens: int) -> "StepWork":
-        """Return this work with `rows` more rows that verify drafts and read the KV of `context_tokens` more tokens."""
+        """Return this work plus `rows` rows that verify draft tokens and attend to `context_tokens` tokens in total."""
         return replace(
             self,
             decode_rows=self.decode_rows + rows,

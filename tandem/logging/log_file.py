@@ -1,4 +1,4 @@
-"""The log file of a process's whole output, with rotation.
+"""A log file, with rotation, for everything that a process prints.
 
 The process rotates the file itself: it redirects its descriptors 1 and 2 to the next file, each in one atomic step. No
 output is lost, no restart is needed, and the output of native code stays in order with log lines. An external tool
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 KEPT = 4
-"""Number of rotated files that are kept, `NAME.log.1` being the newest; older ones are deleted."""
+"""Number of rotated files that are kept; `NAME.log.1` is the newest, and older ones are deleted."""
 
 
 def earlier(file: Path, number: int) -> Path:
@@ -21,16 +21,19 @@ def earlier(file: Path, number: int) -> Path:
 
 
 class LogFile:
-    """The file `path` as standard output and error of this process. Several processes may share and rotate it."""
+    """Redirects standard output and error of this process to the file `path`, and rotates it.
+
+    Several processes may share and rotate the file.
+    """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
-        """Redirect the output to the file; create a missing folder, and append to an existing file."""
+        """Redirect the output to the end of the file; a missing folder is created."""
         self._path, self._max_bytes = path, max_bytes
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._take()
 
     def look(self) -> None:
-        """Rotate the file if it is full; if the rotation fails, the file keeps growing. Never raises."""
+        """Rotate the file if it is full. Never raises: if the rotation fails, the file keeps growing."""
         with contextlib.suppress(OSError):
             if os.fstat(2).st_size >= self._max_bytes:
                 self._turn_unless_another_did()
@@ -48,7 +51,7 @@ class LogFile:
             fcntl.flock(2, fcntl.LOCK_UN)
 
     def _turn(self) -> None:
-        """Rotate the files in such an order that a current file exists at all times.
+        """Rotate the files; the order of the steps ensures that a current file exists at all times.
 
         The next file is created before the oldest one is deleted, so that readers can distinguish them by their inodes.
         """

@@ -1,6 +1,6 @@
-"""Logging of the cluster's processes: the same format everywhere, one file for each role in the cluster.
+"""Logging for all processes of the cluster, with the same format.
 
-A line about one request has `extra=about(...)`; no line contains text of clients.
+A line about one request has `extra=about(...)`. No line contains text of clients.
 """
 
 import json
@@ -19,7 +19,7 @@ from tandem.logging.log_file import LogFile
 from tandem.logging.recurring import OF_REQUEST, RecurringErrors
 
 LOOK_S = 5.0
-"""Interval of the log's housekeeping between lines, in seconds."""
+"""Interval in seconds at which due counts are written and the file's size is checked."""
 MAX_MIB = 32
 """Size at which a log file is rotated, in MiB."""
 PRETTY = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -35,7 +35,7 @@ class LogFormat(StrEnum):
 
 
 def about(request_id: str) -> dict[str, Any]:
-    """Return the `extra` of a line about a request, by its wire id, which every process uses."""
+    """Return the `extra` argument for a log line about a request, given its internal id, which all processes use."""
     return {OF_REQUEST: request_id}
 
 
@@ -44,7 +44,7 @@ class LogConfig:
     """The log settings of a process."""
 
     file: Path | None = None
-    """The log file, whose folder is created if missing; None = stderr."""
+    """The log file; its folder is created if missing. None = stderr."""
     format: LogFormat = LogFormat.PRETTY
     max_bytes: int = MAX_MIB << 20
     """Size in bytes at which the file is rotated; see `tandem.logging.log_file`."""
@@ -53,8 +53,8 @@ class LogConfig:
 def begin_log(config: LogConfig, process: str = "", incarnation: int | None = None) -> None:
     """Set up logging at level INFO.
 
-    The whole output of the process goes to the file, including that of native code; the output of earlier incarnations
-    is kept. Every line names the `process` and its incarnation.
+    Everything that the process prints goes to the file, including output of native code; the output of earlier
+    incarnations is kept. Every line names the `process` and its incarnation.
     """
     handler = ProcessLog(None if config.file is None else LogFile(config.file, config.max_bytes))
     lines = JsonLines if config.format is LogFormat.JSON else PrettyLines
@@ -64,7 +64,7 @@ def begin_log(config: LogConfig, process: str = "", incarnation: int | None = No
 
 
 class ProcessLog(logging.StreamHandler[TextIO]):
-    """A handler that writes to stderr, which is redirected to `file` if one is given.
+    """A logging handler that writes to stderr, which is redirected to `file` if one is given.
 
     Recurring errors are logged at intervals with their count, see `RecurringErrors`.
     """
@@ -75,7 +75,7 @@ class ProcessLog(logging.StreamHandler[TextIO]):
         self._errors = RecurringErrors()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record unless it repeats a recent error, and rotate a full file."""
+        """Write a record unless it repeats a recent error, and rotate the file if it is full."""
         try:
             line = self._errors.take(record)
         except Exception:
@@ -86,12 +86,12 @@ class ProcessLog(logging.StreamHandler[TextIO]):
             self._look()
 
     def close(self) -> None:
-        """Write the outstanding counts of recurring errors and close the handler."""
+        """Write the pending counts of recurring errors and close the handler."""
         self._say_counts(all_of_them=True)
         super().close()
 
     def tend_forever(self) -> None:
-        """Write the due counts of recurring errors and rotate the file, periodically; runs in a thread of its own."""
+        """Write due counts of recurring errors and rotate the file, periodically; runs in its own thread."""
         while True:
             time.sleep(LOOK_S)
             self._say_counts()
@@ -127,7 +127,7 @@ class PrettyLines(logging.Formatter):
         super().__init__(PRETTY.replace("%(name)s", f"{who.replace('%', '%%')} %(name)s") if who else PRETTY)
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """Format a record, and append its request id if the message does not contain it."""
+        """Format a record, and append its request id unless the message contains it."""
         line = super().formatMessage(record)
         request_id = getattr(record, OF_REQUEST, "")
         return line if request_id in record.message else f"{line} [request {request_id}]"

@@ -1,7 +1,7 @@
-"""Rate limiting of recurring errors: logged once with their traceback, then at intervals with their count.
+"""Rate limiting of recurring errors: each is logged once with its traceback, then at intervals with a count.
 
 The process's log handler applies it to every line (`tandem.logging.logs`), so that a loop that continues after an error
-cannot fill a disk.
+cannot fill the disk.
 """
 
 import copy
@@ -15,20 +15,20 @@ from typing import Any
 AGAIN_S = 60.0
 """Minimum interval between two lines of the same error, in seconds."""
 MOST_KINDS = 256
-"""Maximum number of errors that are distinguished by their arguments; further ones only by their log statement."""
+"""Maximum number of errors that are distinguished by their arguments; further ones share a count per log statement."""
 
 _MARK = "recurring"
 RECURRING: dict[str, Any] = {_MARK: True}
-"""The `extra` of a line without a traceback that is rate limited like an error."""
+"""The `extra` argument for a line that has no traceback but is rate limited like an error."""
 OF_REQUEST = "request_id"
-"""The field of a line about one request; see `tandem.logging.logs.about`."""
+"""The attribute of a log record that has the request id; see `tandem.logging.logs.about`."""
 
 _Kind = tuple[object, ...]
 
 
 @dataclass(slots=True)
 class _Said:
-    """An error that was logged at `at_s` and has occurred `more` times since then."""
+    """A logged error: the time `at_s` of its last line, and the number `more` of repetitions since then."""
 
     at_s: float
     line: logging.LogRecord
@@ -37,7 +37,7 @@ class _Said:
 
 @dataclass(slots=True)
 class RecurringErrors:
-    """Selects which error lines of one process to write. Not thread-safe.
+    """Decides which error lines of a process are written. Not thread-safe.
 
     Two errors are the same if they have the same log statement, arguments and type, and were raised by the same line.
     """
@@ -47,9 +47,9 @@ class RecurringErrors:
     _said: dict[_Kind, _Said] = field(default_factory=dict)
 
     def take(self, record: logging.LogRecord) -> logging.LogRecord | None:
-        """Return the record to write, None = none.
+        """Return the record to write, with the count of suppressed repetitions; None if nothing is to be written.
 
-        Lines about requests are always written, but without a repeated traceback.
+        Lines about requests are always written, but the traceback of a repeated error is removed.
         """
         error = record.exc_info[1] if record.exc_info else None
         if error is None and not getattr(record, _MARK, False):
@@ -64,7 +64,10 @@ class RecurringErrors:
         return _plain(record, error) if getattr(record, OF_REQUEST, "") else None
 
     def due(self, *, all_of_them: bool = False) -> list[logging.LogRecord]:
-        """Return a count line for each error whose interval is over, or for all errors, and forget these errors."""
+        """Remove the errors whose interval has ended; return a line with the count for each that was repeated.
+
+        With `all_of_them`, the intervals of all errors end now.
+        """
         now = self.clock()
         over = {kind: said for kind, said in self._said.items() if all_of_them or now >= said.at_s + self.again_s}
         for kind in over:
@@ -88,7 +91,7 @@ def _place(traceback: TracebackType | None) -> tuple[str, int] | None:
 
 
 def _plain(record: logging.LogRecord, error: BaseException | None) -> logging.LogRecord:
-    """Return the record without traceback and arguments, which would keep objects alive."""
+    """Return a copy of the record without traceback and arguments, which would keep objects alive."""
     message = record.getMessage()
     return _with(record, message if error is None else f"{message} ({type(error).__name__})", None)
 

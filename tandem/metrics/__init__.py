@@ -1,1 +1,1 @@
-"""The cluster's metrics: their names, the registry that holds them, their exposition, and the diagnosis from them."""
+"""The cluster's metrics: definitions, the registry with their values, the export, and a diagnosis from them."""

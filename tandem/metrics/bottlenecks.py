@@ -1,9 +1,9 @@
-"""Finds a worker's bottleneck from measured figures, and the one change that helps most.
+"""Finds a worker's bottleneck from its metrics, and the single change that helps most.
 
 A step reads bytes and does operations; each takes a share of the step's time at the device's ceilings (the roofline:
 Williams, Waterman and Patterson, CACM 2009). The remaining share is the host's: launches, planning, kernels below the
 ceilings. The largest of the three shares is the bottleneck of a worker that computes most of the time. Bottlenecks that
-keep it from computing are checked first: transfers slower than prefill, no free KV pages, a full batch.
+keep a worker from computing are checked first: transfers slower than prefill, no free KV pages, a full batch.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 KV_FULL = 0.9
-"""Minimum share of the KV pages in use at which waiting requests count as waiting for pages."""
+"""Share of used KV pages above which waiting requests are assumed to wait for pages."""
 BATCH_FULL = 0.9
-"""Minimum share of the decode batch's rows in use at which the batch counts as full."""
+"""Share of the decode batch's rows in use above which the batch counts as full."""
 TRANSFERRING = 0.7
-"""Minimum share of the time with transfers in progress at which they are the bottleneck of waiting requests."""
+"""Minimum average number of concurrent hand-overs at which transfers are the bottleneck of waiting requests."""
 BACKLOG = 0.05
-"""Minimum share of the KV pages in use at which concurrent hand-overs count as a backlog."""
+"""Minimum share of used KV pages at which hand-overs of a busy worker count as a backlog."""
 CONCURRENT_TRANSFERS = 2.0
-"""Minimum average number of concurrent hand-overs that counts as a backlog even if no request waits."""
+"""Minimum average number of concurrent hand-overs at which transfers are the bottleneck although none waits."""
 IN_TRANSFER = 0.5
-"""Minimum share of the used pages that incoming transfers must hold to count as the cause of missing pages."""
+"""If incoming transfers hold at least this share of the used pages, they are the cause of missing pages."""
 COMPUTING = 0.5
-"""Minimum share of the time in steps at which the bottleneck is within the steps."""
+"""If a worker spends at least this share of the time in steps, its bottleneck is within the steps."""
 
 
 class Bottleneck(StrEnum):
-    """The resource that limits a worker."""
+    """The resource that limits a worker's throughput."""
 
     COMPUTE = "compute"
     BANDWIDTH = "bandwidth"
@@ -41,16 +41,16 @@ class Bottleneck(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """A worker's figures over an interval between two scrapes."""
+    """Measurements of one worker over the interval between two scrapes."""
 
     steps: float
     """Number of steps that ended."""
     busy: float
-    """Share of the time spent in steps; a step counts when it ends."""
+    """Share of the time that was spent in steps; a step counts when it ends."""
     compute: float
-    """Operations of these steps ÷ the operations that the device could have done in their time."""
+    """Operations of these steps ÷ the operations that the device could have done in the same time."""
     bandwidth: float
-    """Bytes that these steps read ÷ the bytes that the device could have read in their time."""
+    """Bytes that these steps read ÷ the bytes that the device could have read in the same time."""
     kv_used: float
     """Share of the worker's KV pages in use or reserved, at the end of the interval."""
     holders: float
@@ -58,34 +58,45 @@ class Figures:
     refused: float
     """Number of requests that were sent back to their queue because no KV pages could be reserved."""
     preempted: float
-    """Number of preempted requests."""
+    """Number of requests that were preempted."""
     decoding: float
-    """Mean number of decoding requests in steps that have any; 0 without such steps."""
+    """Mean number of decode rows in steps that decode; 0 without such steps."""
     batch_limit: float
     """Maximum number of requests in a decode batch."""
     transferring: float
-    """Average number of concurrent outgoing hand-overs: seconds of writes per second, unfinished ones included."""
+    """Average number of concurrent outgoing hand-overs: seconds of writes per second, unfinished writes included."""
     arriving: float
-    """Share of the worker's KV pages reserved for incoming transfers, the smaller of the values at both ends."""
+    """Share of the worker's KV pages that are reserved for incoming transfers.
+
+    It is the smaller of the values at the start and at the end of the interval.
+    """
     others_transferring: float
-    """The largest `transferring` among the other workers."""
+    """The largest value of `transferring` among the other workers."""
     prompts_waiting: float
-    """Number of prompts that are not fully computed, the smaller value of both ends of the interval."""
+    """Number of the worker's prompts that are not fully computed.
+
+    It is the smaller of the values at the start and at the end of the interval, so that a prompt that has just arrived
+    does not count.
+    """
     requests_waiting: float
-    """Number of requests in the routers' queues, the smaller value of both ends of the interval."""
+    """Number of requests in the routers' queues.
+
+    It is the smaller of the values at the start and at the end of the interval, so that a request that has just arrived
+    does not count.
+    """
 
     @property
     def pages_missing(self) -> bool:
-        """True if requests wait for KV pages: too few are left for another average request, or some were preempted."""
+        """True if requests lack KV pages: some were preempted, or some wait and no pages are left for another one."""
         one = self.kv_used / self.holders if self.holders else 0.0
         full = self.kv_used >= KV_FULL or self.kv_used + one > 1.0 or self.refused > 0
         return self.preempted > 0 or (full and self.requests_waiting > 0)
 
     @property
     def transport_is_slow(self) -> bool:
-        """True if prefill is faster than the transfers of its KV.
+        """True if the transfers of the KV take longer than the prefill.
 
-        Overlapping hand-overs do no harm while the engine keeps computing and they hold almost no pages.
+        Overlapping hand-overs do no harm as long as the engine keeps computing and they hold almost no pages.
         """
         waiting = self.requests_waiting > 0 or self.prompts_waiting > 0
         enough = TRANSFERRING if waiting else CONCURRENT_TRANSFERS
@@ -94,18 +105,18 @@ class Figures:
 
     @property
     def transfers_hold_pages(self) -> bool:
-        """True if incoming transfers, which pile up at their senders, hold most of the used pages."""
+        """True if most of the used pages are reserved for incoming transfers, which pile up at other workers."""
         return self.arriving >= IN_TRANSFER * self.kv_used > 0 and self.others_transferring >= CONCURRENT_TRANSFERS
 
     @property
     def rest(self) -> float:
-        """Share of the steps' time that neither arithmetic nor memory bandwidth explains."""
+        """Share of the steps' time that neither arithmetic nor memory reads explain."""
         return max(0.0, 1.0 - self.compute - self.bandwidth)
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """A worker's `bottleneck`, the figures that show it (`because`), and the `change` that would help most."""
+    """The result of a diagnosis: the bottleneck, the measurements that show it, and the change that would help most."""
 
     bottleneck: Bottleneck
     because: str
@@ -130,7 +141,7 @@ _NOT_TAKEN = (
 def diagnose(it: Figures) -> Diagnosis:
     """Return the bottleneck of one worker.
 
-    Slow transfers, which hold KV pages, are checked before the lack of pages.
+    Slow transfers also hold KV pages, so they are checked before the lack of pages.
     """
     if it.transport_is_slow:
         writing = f"hand-overs write {it.transferring:.2f} s in each second"
@@ -146,7 +157,7 @@ def diagnose(it: Figures) -> Diagnosis:
 
 
 def _of_engine(it: Figures) -> Diagnosis:
-    """Return the bottleneck of a worker that has enough KV pages."""
+    """Return the bottleneck of a worker that does not lack KV pages."""
     bottleneck = _in_steps(it) if it.busy >= COMPUTING else Bottleneck.NONE
     full = it.batch_limit > 0 and it.decoding >= BATCH_FULL * it.batch_limit
     if full and it.requests_waiting > 0 and bottleneck is not Bottleneck.COMPUTE:
@@ -166,7 +177,7 @@ def _found(bottleneck: Bottleneck, because: str) -> Diagnosis:
 
 
 def _in_steps(it: Figures) -> Bottleneck:
-    """Return the resource that takes the largest share of the steps' time."""
+    """Return the resource that explains the largest share of the steps' time."""
     largest = max(it.compute, it.bandwidth, it.rest)
     if it.compute == largest:
         return Bottleneck.COMPUTE

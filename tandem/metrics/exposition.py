@@ -1,4 +1,4 @@
-"""Exports a registry in Prometheus' formats with prometheus-client, and merges several processes' texts into one."""
+"""Exports a registry in the Prometheus formats with prometheus-client, and merges the exports of several processes."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from tandem.metrics.registry import Exemplar as BucketExemplar
 from tandem.metrics.registry import Histogram, Registry, Snapshot
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
-"""The format that `merge` reads and returns."""
+"""The content type of the text format that `merge` reads and returns."""
 
 
 class RegistryCollector(Collector):
-    """Collects a registry's metrics and the operating system's metrics of the process, under the process's labels."""
+    """Collects a registry's metrics and the process's metrics of the operating system, with the process's labels."""
 
     def __init__(self, registry: Registry) -> None:
         self._metrics = registry
         self._process = ProcessCollector(registry=None)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the registry's families, then those of the process (CPU time, memory, open files)."""
+        """Yield the registry's families, then the process's own (CPU time, memory, open files)."""
         labels = dict(self._metrics.labels)
         for snapshot in self._metrics.snapshots():
             yield _metric(snapshot, labels)
@@ -38,22 +38,22 @@ class RegistryCollector(Collector):
 
 
 class Exposition:
-    """The response of one process to a scrape."""
+    """Renders the response of one process to a scrape."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(RegistryCollector(registry))
 
     def render(self, accept: str = TEXT) -> tuple[bytes, str]:
-        """Return the metrics as text in a format that the scraper accepts, and its content type."""
+        """Return the metrics in the format that the `Accept` header prefers, and the content type."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 
 
 def merge(texts: Iterable[str]) -> str:
-    """Merge texts of several processes: each family appears once, with the series of all processes.
+    """Merge the texts of several processes: each family appears once, with the series of all processes.
 
-    Nothing is summed.
+    Series are not summed.
     """
     heads: dict[str, list[str]] = {}
     series: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""The description of a metric: name, type, help, labels and buckets."""
+"""The definition of a metric: name, type, help text, labels and buckets."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,31 +10,34 @@ class Kind(StrEnum):
     """Metric types, named as in Prometheus."""
 
     COUNTER = "counter"
-    """A value that only grows while the process lives; its name ends in `_total`."""
+    """A value that only increases while the process runs; its name ends in `_total`."""
     GAUGE = "gauge"
     HISTOGRAM = "histogram"
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One metric, whose unit is in its name. Every series also has its process's labels (`registry.py`)."""
+    """The definition of one metric; its name includes its unit.
+
+    Every series also has the labels of its process (`registry.py`).
+    """
 
     name: str
-    """The metric's name without the prefix."""
+    """The metric's name without the prefix `tandem_`."""
     kind: Kind
     help: str
     """The help text: one sentence for operators."""
     labels: tuple[str, ...] = ()
-    """Label names. Each label has few values, all known before the first request: never an id, a key or client input.
+    """Label names. Each label has few values, all known in advance: never an id, a key or client input.
 
-    A label of the family overrides a label of the same name of the process.
+    A label of the family overrides a label of the process with the same name.
     """
     buckets: tuple[float, ...] = ()
-    """Upper bounds of a histogram in ascending order, without infinity."""
+    """Upper bounds of a histogram's buckets, ascending, without infinity."""
 
     @property
     def full_name(self) -> str:
-        """The name in Prometheus."""
+        """The name as exported to Prometheus."""
         return PREFIX + self.name
 
 
@@ -51,5 +54,5 @@ def gauge(name: str, text: str, *labels: str) -> Family:
 
 
 def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Family:
-    """Return a histogram with these upper bounds."""
+    """Return a histogram whose buckets have these upper bounds."""
     return Family(name, Kind.HISTOGRAM, text, labels, buckets)

@@ -1,4 +1,4 @@
-"""An HTTP listener for scrapers, and a small HTTP client for scraping other processes."""
+"""An HTTP server for scrapers, and a small HTTP client that scrapes other processes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _REPLY_BYTES_MAX = 64 << 20
 _PLAIN = "text/plain; charset=utf-8"
 
 Page = Callable[[str], Awaitable[tuple[bytes, str]]]
-"""Takes the formats that a caller accepts; returns the page and its format."""
+"""A function that renders a page: takes the caller's `Accept` header, returns the body and its content type."""
 
 
 def metrics_page(exposition: Exposition) -> Page:
-    """Return the page of a process's own metrics, rendered in a thread so that the event loop is not blocked."""
+    """Return the page with the process's own metrics; a thread renders it, so that the event loop is not blocked."""
 
     async def page(accept: str) -> tuple[bytes, str]:
         return await asyncio.to_thread(exposition.render, accept or TEXT)
@@ -31,16 +31,16 @@ def metrics_page(exposition: Exposition) -> Page:
 
 
 class MetricsServer:
-    """Serves pages to callers with a key. Call `open` once and `close` once, on the same event loop."""
+    """Serves pages to callers with a valid key. Call `open` once and `close` once, on the same event loop."""
 
     def __init__(self, pages: Mapping[str, Page], keys: frozenset[str]) -> None:
-        """Create the server of `pages`, by path; `keys` are the accepted bearer tokens, none = no authentication."""
+        """Create a server of `pages`, by path; `keys` are the accepted bearer tokens, empty = no authentication."""
         self._pages = pages
         self._keys = keys
         self._server: HttpServer | None = None
 
     async def open(self, host: str, port: int = 0) -> str:
-        """Start to listen; return host:port. Raises FailedPrecondition if the port is taken."""
+        """Start listening; return the address as host:port. Raises FailedPrecondition if the port is taken."""
         listener = Listener(host, port, "metrics_port")
         self._server = HttpServer(self._serve, listener)
         await self._server.begin()
@@ -76,9 +76,9 @@ class MetricsServer:
 
 
 async def fetch(address: str, path: str, key: str = "", timeout_s: float = 2.0) -> str:
-    """Return a page of a Tandem listener at host:port.
+    """Fetch a page from the metrics server at `address` (host:port), and return its text.
 
-    Raises Unavailable if there is no response within `timeout_s` seconds, or for any status except 200.
+    Raises Unavailable if there is no response within `timeout_s` seconds, or if its status is not 200.
     """
     bearer = f"Authorization: Bearer {key}\r\n" if key else ""
     try:
@@ -94,7 +94,7 @@ async def fetch(address: str, path: str, key: str = "", timeout_s: float = 2.0) 
 
 
 async def _get(address: str, request: str) -> tuple[bytes, bytes]:
-    """Return header and body of the reply to an HTTP/1.0 request, whose body ends with the connection."""
+    """Send an HTTP/1.0 request, and return header and body of the response, which ends when the connection closes."""
     reader, writer = await asyncio.open_connection(*host_and_port(address))
     try:
         writer.write(request.encode())

@@ -1,7 +1,7 @@
-"""The metrics of one process: written where the events happen, read at each scrape.
+"""The metrics of one process: written where events happen, and read at each scrape.
 
-A write is a few additions to plain attributes, cheap enough for the engine's thread at every step. There are no locks:
-each series has one writer, and a concurrent reader sees every number whole, though a histogram's sum and count may
+A write is a few additions to plain attributes, cheap enough for the engine's thread in every step. There are no locks:
+each series has one writer, and a concurrent reader never sees a partial number, though a histogram's sum and count may
 differ by one observation.
 """
 
@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from tandem.metrics.family import Family, Kind
 
 Labels = tuple[str, ...]
-"""Values of a family's labels, in the family's order."""
+"""The label values of a series, in the order of the family's label names."""
 Reading = Mapping[Labels, float]
-"""A value for each set of label values."""
+"""Values by label values: one for each series of a family."""
 Facts = Mapping[Family, float | Reading]
-"""Current values by family; a bare number is the value of a family without labels."""
+"""Current values by family; a plain number is the value of a family without labels."""
 
 
 class Counter:
-    """One series: a value that grows (a counter) or changes freely (a gauge)."""
+    """One series of a counter, which only increases, or of a gauge."""
 
     __slots__ = ("value",)
 
@@ -36,20 +36,20 @@ class Counter:
 
 @dataclass(frozen=True, slots=True)
 class Exemplar:
-    """One observation of a bucket, with labels that lead to its trace (an OpenMetrics exemplar)."""
+    """An example observation of a histogram bucket, with labels that lead to its trace (OpenMetrics exemplar)."""
 
     value: float
     unix_s: float
     labels: Mapping[str, str]
-    """Label names and values, together at most `EXEMPLAR_CHARS` characters."""
+    """Label names and values, in total at most `EXEMPLAR_CHARS` characters."""
 
 
 EXEMPLAR_CHARS = 128
-"""Maximum characters of an exemplar's labels in OpenMetrics 1.0."""
+"""Maximum total characters of an exemplar's labels in OpenMetrics 1.0."""
 
 
 class Histogram:
-    """Counts of observations by bucket; `bounds` are ascending upper bounds, and the last bucket has none."""
+    """Counts of observations by bucket; `bounds` are ascending upper bounds, and the last bucket is unbounded."""
 
     __slots__ = ("bounds", "counts", "exemplars", "total")
 
@@ -61,11 +61,11 @@ class Histogram:
         self.total = 0.0
 
     def place(self, value: float) -> int:
-        """Return the bucket index of an observation."""
+        """Return the index of the bucket for an observed value."""
         return bisect_left(self.bounds, value)
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Record `value`, `times` times."""
+        """Record `times` observations of `value`."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
@@ -77,7 +77,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The values of one family at one moment."""
+    """The values of one family at the time of a scrape."""
 
     family: Family
     numbers: Reading
@@ -85,12 +85,12 @@ class Snapshot:
 
 
 class Registry:
-    """All families of one process. The owner of a series writes to it; `snapshots` reads on any thread."""
+    """All metrics of one process. The owner of each series writes to it; `snapshots` may be called on any thread."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
-        """Set the process's labels, which every series has for the process's lifetime.
+        """Create the registry; every series has the `labels` of the process.
 
-        A label that can change needs a series of its own, since counters with a new label would start from 0.
+        A label whose value can change must be the label of a family instead: with a new value, counters start from 0.
         """
         self.labels = labels
         self._counters: dict[Family, dict[Labels, Counter]] = {}
@@ -98,17 +98,23 @@ class Registry:
         self._sources: list[Callable[[], Facts]] = []
 
     def counter(self, family: Family, *values: str) -> Counter:
-        """Return the counter with these label values, the same object each time; it is exported from now on."""
+        """Return the counter or gauge with these label values, the same object at each call.
+
+        It is exported from now on.
+        """
         _check(family, Kind.COUNTER, values)
         return self._counters.setdefault(family, {}).setdefault(values, Counter())
 
     def histogram(self, family: Family, *values: str) -> Histogram:
-        """Return the histogram with these label values, the same object each time; it is exported from now on."""
+        """Return the histogram with these label values, the same object at each call; it is exported from now on."""
         _check(family, Kind.HISTOGRAM, values)
         return self._histograms.setdefault(family, {}).setdefault(values, Histogram(family.buckets))
 
     def read(self, source: Callable[[], Facts]) -> None:
-        """Add a source of counters and gauges that other objects hold; it is called at each scrape."""
+        """Add a function that returns values of counters and gauges kept by other objects.
+
+        It is called at each scrape.
+        """
         self._sources.append(source)
 
     def snapshots(self) -> Iterable[Snapshot]:

@@ -1,4 +1,4 @@
-"""Parses scraped metrics: sums over series, and growth between two scrapes."""
+"""Parses scraped metrics, sums series, and computes the increase of counters between two scrapes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _Series = tuple[Mapping[str, str], float]
 
 
 class Scrape:
-    """The series of one or several processes at one moment."""
+    """The parsed metrics of one or several processes at one time."""
 
     def __init__(self, text: str, at_s: float) -> None:
-        """Parse a scrape's text; `at_s` is the time at which it was taken, in seconds on any clock."""
+        """Parse the text of a scrape that was taken at the time `at_s`, in seconds on any clock."""
         self.at_s = at_s
         self._series: dict[str, list[_Series]] = defaultdict(list)
         for metric in text_string_to_metric_families(text):
@@ -27,14 +27,14 @@ class Scrape:
                 self._series[sample.name].append((sample.labels, sample.value))
 
     def total(self, family: Family, suffix: str = "", **labels: str) -> float:
-        """Return the sum of the series with these labels, 0 without any.
+        """Return the sum over the series that have these labels; 0 if there are none.
 
         `suffix` is `_count` or `_sum` for a histogram.
         """
         return sum(value for _, value in self.matching(family.full_name + suffix, labels))
 
     def values(self, family: Family, label: str, **labels: str) -> list[str]:
-        """Return the distinct values of `label` in the series with these labels, in order of appearance."""
+        """Return the distinct values of `label` in the series that have these labels, in order of appearance."""
         return list(dict.fromkeys(have[label] for have, _ in self.matching(family.full_name, labels) if label in have))
 
     def matching(self, name: str, labels: Mapping[str, str]) -> list[_Series]:
@@ -44,10 +44,10 @@ class Scrape:
 
 @dataclass(frozen=True, slots=True)
 class ScrapeInterval:
-    """The interval between two scrapes.
+    """The interval between two scrapes of the same processes.
 
-    If a process restarted in between, the counter's new value counts as growth. A series that is new in the second
-    scrape has no growth yet.
+    If a process restarted in between, the counter's new value counts as its increase. A series that is missing from the
+    first scrape has no increase yet.
     """
 
     before: Scrape
@@ -55,24 +55,27 @@ class ScrapeInterval:
 
     @property
     def seconds(self) -> float:
-        """The interval's length in seconds."""
+        """Length of the interval in seconds."""
         return self.now.at_s - self.before.at_s
 
     def grown(self, family: Family, suffix: str = "", **labels: str) -> float:
-        """Return the summed growth of a counter's series with these labels."""
+        """Return the increase of a counter, summed over the series that have these labels."""
         return sum(growth for _, growth in self._growth(family.full_name + suffix, labels))
 
     def rate(self, family: Family, suffix: str = "", **labels: str) -> float:
-        """Return the summed growth per second of a counter's series with these labels."""
+        """Return the increase per second of a counter, summed over the series that have these labels."""
         return self.grown(family, suffix, **labels) / self.seconds if self.seconds > 0 else 0.0
 
     def mean(self, family: Family, **labels: str) -> float | None:
-        """Return the mean of a histogram's observations in the interval; None without any."""
+        """Return the mean of a histogram's observations in the interval; None if there were none."""
         count = self.grown(family, "_count", **labels)
         return self.grown(family, "_sum", **labels) / count if count else None
 
     def quantile(self, family: Family, part: float, **labels: str) -> float | None:
-        """Return a quantile like Prometheus' `histogram_quantile`: linear within a bucket, at most the last bound."""
+        """Return a quantile of a histogram's observations in the interval; None if there were none.
+
+        As in Prometheus' `histogram_quantile`, it is interpolated linearly within a bucket, and at most the last bound.
+        """
         counts: dict[float, float] = defaultdict(float)
         for have, growth in self._growth(family.full_name + "_bucket", labels):
             counts[float(have["le"])] += growth

@@ -1,4 +1,4 @@
-"""A worker's figures for its diagnosis, computed from two scrapes of the cluster."""
+"""Computes a worker's measurements for its diagnosis from two scrapes of the cluster."""
 
 from tandem.metrics import families as f
 from tandem.metrics.bottlenecks import Figures
@@ -9,7 +9,7 @@ _ROUTER = "router"
 
 
 def figures_of(interval: ScrapeInterval, worker: str) -> Figures:
-    """Return `worker`'s figures over this interval; zero for metrics that it did not export."""
+    """Return the measurements of `worker` in this interval; 0 for metrics that it did not export."""
     now, me = interval.now, {"worker": worker}
     busy_s = interval.grown(f.STEP_BUSY, **me)
     others = set(now.values(f.TRANSFER_WRITING, "worker")) - {worker}
@@ -33,12 +33,15 @@ def figures_of(interval: ScrapeInterval, worker: str) -> Figures:
 
 
 def _pages(now: Scrape, worker: str) -> float:
-    """Return the number of a worker's KV pages; reserved pages also count in other states, so they are subtracted."""
+    """Return a worker's total number of KV pages.
+
+    Reserved pages are also counted in another state, so they are subtracted.
+    """
     return now.total(f.KV_PAGES, worker=worker) - now.total(f.KV_PAGES, state="reserved", worker=worker)
 
 
 def _at_both_ends(interval: ScrapeInterval, family: Family, **labels: str) -> float:
-    """Return the smaller of a gauge's values at both ends, so that a request that has just arrived does not count."""
+    """Return the smaller of a gauge's values at the start and at the end of the interval."""
     return min(interval.before.total(family, **labels), interval.now.total(family, **labels))
 
 

@@ -1,1 +1,1 @@
-"""TLS, keys, HTTP server, limits and RPC: everything that listens or connects."""
+"""Network access of all processes: TLS, API keys, HTTP server, limits, gRPC."""

@@ -9,16 +9,16 @@ from collections.abc import Callable
 
 
 class Heartbeat:
-    """One supervisor's heartbeats to one process. Belongs to the supervisor's event loop.
+    """Sends heartbeats to one process for one supervisor. Used on the supervisor's event loop only.
 
     Missed heartbeats are counted instead of seconds: while the supervisor itself is blocked, at most one heartbeat is
     missed, so it does not declare the process dead because of its own pause.
     """
 
     def __init__(self, ask: Callable[[], None], every_s: float, limit: Callable[[bool], int]) -> None:
-        """Create the heartbeats; `ask` sends a request every `every_s` seconds.
+        """Create the heartbeats; `ask` sends one to the process, and is called every `every_s` seconds.
 
-        `limit` returns the maximum number of consecutive requests without a response. Its argument is True after the
+        `limit` returns the maximum number of consecutive heartbeats without a response. Its argument is False until the
         first response, because a starting process may take longer.
         """
         self._ask = ask
@@ -32,7 +32,7 @@ class Heartbeat:
         self._responded = self._begun = True
 
     async def stops(self) -> None:
-        """Wait until too many consecutive heartbeats have no response."""
+        """Send heartbeats until too many consecutive ones have no response."""
         silent = 0
         while silent < self._limit(self._begun):
             self._responded = False
@@ -41,7 +41,7 @@ class Heartbeat:
             silent = 0 if self._responded else silent + 1
 
     async def resumes(self) -> None:
-        """Wait until there is a response again; it may be up to `every_s` seconds old."""
+        """Send heartbeats until there is a response again; return up to `every_s` seconds after it."""
         self._responded = False
         while not self._responded:
             self._ask()

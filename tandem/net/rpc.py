@@ -32,21 +32,21 @@ log = logging.getLogger(__name__)
 _Unary = Callable[[Any, Any], Awaitable[Any]]
 _Streaming = Callable[[Any, Any], AsyncIterator[Any]]
 Check = Callable[[Iterable[tuple[str, str | bytes]]], None]
-"""Checks the metadata of a call. Raises a TandemError if the call is not allowed."""
+"""A function that checks the metadata of a call. Raises a TandemError if the call is not allowed."""
 Rejected = Callable[[str, str, TandemError], Awaitable[None]]
-"""Called for each call that a `Check` does not allow.
+"""A function that is called for each call that a `Check` does not allow.
 
 Its arguments are the full method name, gRPC's name of the client, and the error.
 """
 
 AUTHORIZATION = "authorization"
 RETRY_AFTER = "retry-after-s"
-"""Trailing metadata: seconds to wait before a retry."""
+"""Trailing metadata: the seconds to wait before a retry."""
 ERROR_CODE = "tandem-error-code"
-"""Trailing metadata: the code of the typed error, which is more specific than the gRPC status."""
+"""Trailing metadata: the error code, which is more specific than the gRPC status."""
 
 MESSAGE_BYTES_MAX = 16 << 20
-"""Maximum size of a message that any component accepts; the router's own limit is lower and has a clear error."""
+"""Maximum size in bytes of a message that any component accepts; the router has a lower limit with a clear error."""
 
 _DETAILS_CHARS = 512
 """Maximum number of characters of an error message.
@@ -75,11 +75,11 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
 
 
 _HANDSHAKE_FAILED = "Tls handshake failed"
-"""The details of gRPC's error for a peer without TLS or without a certificate of this cluster's authority."""
+"""gRPC's error text if the peer has no TLS or no certificate of this cluster's authority."""
 
 
 def open_channel(address: str, token: str = "") -> grpc.aio.Channel:
-    """Open an encrypted channel between components of the cluster, to `address` (host:port).
+    """Open an encrypted channel from one component of the cluster to another, at `address` (host:port).
 
     Both ends prove that they know `token` before any call is sent, see `tandem.net.security.mutual_tls`. Without a
     token there is neither encryption nor authentication.
@@ -105,9 +105,9 @@ def open_client_channel(
 
 
 def listen(server: grpc.aio.Server, address: str, token: str = "") -> int:
-    """Listen on `address` (host:port, port 0 = any free one) for components with `token`; return the port.
+    """Make the server listen on `address` (host:port, port 0 = any free port) for components; return the port.
 
-    Without a token, every peer is accepted. Raises RuntimeError if the port is taken.
+    Components must know `token`; without a token, every peer is accepted. Raises RuntimeError if the port is taken.
     """
     if not token:
         return server.add_insecure_port(address)
@@ -121,7 +121,7 @@ def open_server(
     open_methods: tuple[str, ...] = (),
     limits: ListenerLimits | None = None,
 ) -> grpc.aio.Server:
-    """Create a server that maps `TandemError` to its status and applies `check` to the metadata of each call.
+    """Create a gRPC server that checks the metadata of each call with `check` and maps `TandemError` to its status.
 
     `rejected` is called for each call that `check` does not allow, before the call ends. `open_methods` are prefixes of
     full method names ("/grpc.health.v1.Health/") that are not checked. `limits` are those of a public server; None =
@@ -136,7 +136,7 @@ def open_server(
 
 
 def error_of(error: grpc.aio.AioRpcError, peer: str) -> TandemError:
-    """Return the typed error of a failed call to `peer` ("decode worker decode-0"), which its message names.
+    """Return the typed error for a failed call; its message names the `peer`, e.g. "decode worker decode-0".
 
     A peer that fails the TLS handshake is Unavailable like a dead peer, because another process may have its port.
     """
@@ -154,12 +154,12 @@ def error_of(error: grpc.aio.AioRpcError, peer: str) -> TandemError:
 
 
 def is_refused_peer(error: grpc.aio.AioRpcError) -> bool:
-    """Return True if a call was not sent because the peer is not a component of this cluster."""
+    """Return True if a call was not sent because the peer failed the TLS handshake: it is not part of this cluster."""
     return error.code() is grpc.StatusCode.UNAVAILABLE and _HANDSHAKE_FAILED in (error.details() or "")
 
 
 class _ConnectionGuard(grpc.aio.ServerInterceptor):
-    """The server interceptor: it checks the metadata before every handler and maps errors to status codes."""
+    """Server interceptor that checks the metadata before every handler and maps errors to status codes."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class _ConnectionGuard(grpc.aio.ServerInterceptor):
 
 
 def values_of(metadata: Iterable[tuple[str, str | bytes]] | None, name: str) -> list[str | bytes]:
-    """Return all values of `name` in a call's metadata; a caller may send several."""
+    """Return all values of the metadata key `name`; a caller may send several."""
     return [value for each, value in metadata or () if each == name]
 
 
@@ -216,7 +216,7 @@ def _refusing(method: str, error: TandemError, rejected: Rejected | None) -> _Un
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TandemError) -> NoReturn:
     """End the call with the error's status, message, code and retry hint.
 
-    The message is cut to fit into a header: a longer one would reach the client as RESOURCE_EXHAUSTED.
+    The message is cut to fit into a header; otherwise the client would receive RESOURCE_EXHAUSTED instead.
     """
     trailing = [(ERROR_CODE, error.code)]
     if error.retry_after_s:
@@ -239,7 +239,7 @@ def _guarded_unary(handler: _Unary) -> _Unary:
 
 
 def _guard_any_stream(handler: Any) -> Any:
-    """Wrap a streaming handler: a generator, or a coroutine that writes its responses, like gRPC's health service."""
+    """Wrap a streaming handler: a generator or, like gRPC's health service, a coroutine that writes its responses."""
     if inspect.iscoroutinefunction(handler):
         return _guarded_unary(cast(_Unary, handler))
     return guarded_stream(cast(_Streaming, handler))

@@ -1,1 +1,1 @@
-"""The contract between components: messages, errors, and the lifecycle events of a request."""
+"""The interface between components: messages, errors, and the lifecycle events of a request."""

@@ -1,4 +1,4 @@
-"""The rules for the end of a generation and for the KV pages it needs, shared by the prefill and decode schedulers."""
+"""The rules for when an answer ends and how many KV pages it needs; both schedulers and the router apply them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,33 +18,36 @@ from tandem.protocol.messages import (
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The end condition of one answer, except stop strings, which the router checks."""
+    """The conditions that end an answer, except stop strings, which the router checks."""
 
     stops: frozenset[int]
-    """Token ids that end the answer; the answer includes them."""
+    """Token ids that end the answer; they are part of it."""
     limit: int
     """Maximum number of tokens of the answer."""
     least: int = 0
-    """Number of first tokens that never end the answer."""
+    """Number of first tokens of the answer that cannot end it by a stop token id (`min_tokens`)."""
 
     @classmethod
     def of(cls, prompt_tokens: int, sampling: SamplingParams, model: ModelFacts) -> "Ending":
-        """Return the end condition of an answer to a prompt of `prompt_tokens` tokens."""
+        """Return the end conditions of the answer to a prompt of `prompt_tokens` tokens."""
         stops = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stops |= frozenset(model.eos_token_ids)
         return cls(stops, min(sampling.max_tokens, model.max_context - prompt_tokens), sampling.min_tokens)
 
     def reason(self, token_id: int, index: int) -> FinishReason | None:
-        """Return the finish reason if token number `index` (from 0) ends the answer, else None."""
+        """Return the finish reason if this token ends the answer, else None.
+
+        `index` is its position in the answer, from 0.
+        """
         if token_id in self.stops and index >= self.least:
             return FinishReason.STOP
         return None if index + 1 < self.limit else FinishReason.LENGTH
 
     def cut(self, token_ids: Sequence[int], first_index: int) -> tuple[Sequence[int], bool]:
-        """Return the tokens up to and including the one that ends the answer, and whether there is such a token.
+        """Return the tokens up to and including the one that ends the answer, and whether one does.
 
-        `first_index` is the number of the first of these tokens in the answer, from 0.
+        `first_index` is the position of the first of these tokens in the answer, from 0.
         """
         if first_index + len(token_ids) < self.limit and self.stops.isdisjoint(token_ids):
             return token_ids, False
@@ -62,32 +65,32 @@ def reason_to_end(
 
 
 def kv_tokens(prompt_tokens: int, sampling: SamplingParams, model: ModelFacts) -> int:
-    """Return the maximum number of positions whose KV a request stores: prompt and answer without the last token."""
+    """Return the maximum number of tokens whose KV a request stores: prompt and answer without the last token."""
     return max(prompt_tokens, min(prompt_tokens + sampling.max_tokens, model.max_context) - 1)
 
 
 def pages_for(tokens: int, page_tokens: int) -> int:
-    """Return the number of pages for `tokens` positions."""
+    """Return the number of pages for the KV of `tokens` tokens."""
     return -(-tokens // page_tokens)
 
 
 def decode_pages(role: Role, total: int, longest: int) -> int | None:
-    """Return how many of `total` pages may be reserved for decoding requests, None = all.
+    """Return how many of a worker's `total` pages may be reserved for decoding requests; None = all.
 
-    If both schedulers are open, some pages stay free for a prompt of `longest` pages; otherwise two such workers could
-    wait for each other's pages.
+    A worker with both schedulers open keeps some pages free for a prompt of `longest` pages; otherwise two such workers
+    could wait for each other's pages.
     """
     return None if role is not Role.BOTH else total - min(total // 2, longest)
 
 
 def answer_tokens(worker: WorkerInfo) -> int:
-    """Return the maximum number of positions, prompt and answer, for which a worker can reserve pages."""
+    """Return the maximum number of tokens, prompt and answer, for which the worker can reserve pages."""
     kv = worker.kv_pages
     pages = decode_pages(worker.role, worker.pages_total, kv.held(worker.model.max_context))
     return kv.tokens_in(worker.pages_total if pages is None else pages, decoding=not worker.role.prefills)
 
 
 def failure_event(ref: RequestRef, error: TandemError) -> RequestEvent:
-    """Return the last event of an attempt that ends with `error`."""
+    """Return the event that ends an attempt with `error`."""
     detail = ErrorDetail(error.code, error.message, error.retry_after_s)
     return RequestEvent(ref, finish_reason=FinishReason.ERROR, error=detail)

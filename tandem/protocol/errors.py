@@ -1,6 +1,6 @@
-"""All errors that cross a component's boundary, with their gRPC and HTTP status.
+"""All errors that components send to each other or to clients, with their gRPC and HTTP status.
 
-Each message is one sentence with the problem and its remedy.
+Each message is one sentence that says what is wrong and what to do.
 """
 
 from dataclasses import dataclass
@@ -9,21 +9,21 @@ from typing import ClassVar
 import grpc
 
 ECHO_CHARS = 80
-"""Maximum number of characters of a client's value that an error message repeats."""
+"""Maximum number of characters of a client's value that are repeated in an error message."""
 
 
 def clipped(text: str, limit: int = ECHO_CHARS) -> str:
-    """Return `text`, cut to `limit` characters of which the last is "…"."""
+    """Return `text` shortened to at most `limit` characters; a shortened text ends with "…"."""
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
 def shown(value: object) -> str:
-    """Return a client's value for an error message: quoted, without control characters, and clipped."""
+    """Return a client's value for use in an error message: quoted, without control characters, and shortened."""
     return clipped(repr(value if not isinstance(value, str) else clipped(value)), 2 * ECHO_CHARS)
 
 
 class TandemError(Exception):
-    """Base of all typed errors. `code` is stable and sent as `ErrorDetail.code`."""
+    """Base class of all typed errors; `code` is stable and is sent as `ErrorDetail.code`."""
 
     code: ClassVar[str] = "INTERNAL"
     grpc_status: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
@@ -36,7 +36,7 @@ class TandemError(Exception):
 
 
 class InvalidArgument(TandemError):
-    """A field of the request is wrong; the message names the field and the limit."""
+    """A field of the request is invalid; the message names the field and the limit."""
 
     code = "INVALID_ARGUMENT"
     grpc_status = grpc.StatusCode.INVALID_ARGUMENT
@@ -49,7 +49,7 @@ class InvalidArgument(TandemError):
 
     @property
     def problem(self) -> str:
-        """The message without the field."""
+        """The message without the name of the field."""
         return self.message.removeprefix(f"{self.field}: ")
 
     def __reduce__(self) -> tuple[type["InvalidArgument"], tuple[str, str]]:
@@ -59,12 +59,12 @@ class InvalidArgument(TandemError):
 
 @dataclass(frozen=True, slots=True)
 class ContextLengths:
-    """The lengths in tokens of a request that exceeds the model's context."""
+    """The lengths in tokens of a request that is too long for the model's context."""
 
     prompt: int
-    """The length of the prompt, or a lower bound of it."""
+    """Length of the prompt, or a lower bound of it."""
     answer: int
-    """The client's limit for the answer; 1 without a limit."""
+    """Maximum length of the answer by the client's limit; 1 without a limit."""
     limit: int
     """Maximum length of prompt and answer together."""
 
@@ -75,12 +75,12 @@ class ContextLengths:
 
 
 class ContextLengthExceeded(InvalidArgument):
-    """Prompt and answer exceed the context; the message contains the text that OpenAI clients match."""
+    """Prompt and answer are too long for the context; the message has the text that OpenAI clients look for."""
 
     code = "CONTEXT_LENGTH_EXCEEDED"
 
     def __init__(self, field: str, message: str, lengths: ContextLengths | None = None) -> None:
-        """Create the error; `message` is the whole sentence, without `field` as its prefix.
+        """Create the error; `message` is the complete sentence, to which `field` is not prefixed.
 
         `lengths` are the lengths that the message names; None in a gRPC client, which receives only the message.
         """
@@ -119,7 +119,7 @@ class NotFound(TandemError):
 
 
 class DeadlineExceeded(TandemError):
-    """A wait ended at its deadline."""
+    """A call or a wait reached its deadline."""
 
     code = "DEADLINE_EXCEEDED"
     grpc_status = grpc.StatusCode.DEADLINE_EXCEEDED
@@ -127,7 +127,7 @@ class DeadlineExceeded(TandemError):
 
 
 class ResourceExhausted(TandemError):
-    """There is no capacity now; `retry_after_s` is the time to wait before a retry."""
+    """There is no capacity at present; `retry_after_s` is the time to wait before a retry."""
 
     code = "RESOURCE_EXHAUSTED"
     grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -149,7 +149,7 @@ class Unavailable(TandemError):
 
 
 class RoleClosed(Unavailable):
-    """A worker's scheduler accepts no new work, because the worker changes its role or drains; other workers do."""
+    """The worker accepts no new work for this phase, because it changes its role or drains; other workers do."""
 
     code = "ROLE_CLOSED"
 
@@ -171,7 +171,7 @@ class FailedPrecondition(TandemError):
 
 
 class StaleEpoch(TandemError):
-    """The message names a lease or an attempt that has ended, and was dropped."""
+    """The message belongs to a lease or an attempt that has ended, so it is ignored."""
 
     code = "STALE_EPOCH"
     grpc_status = grpc.StatusCode.ABORTED
@@ -179,7 +179,7 @@ class StaleEpoch(TandemError):
 
 
 class TransferFailed(TandemError):
-    """KV pages did not arrive completely."""
+    """KV pages were not transferred completely."""
 
     code = "TRANSFER_FAILED"
     grpc_status = grpc.StatusCode.UNAVAILABLE
@@ -187,7 +187,7 @@ class TransferFailed(TandemError):
 
 
 class ModelError(TandemError):
-    """The model on disk cannot be served; the message names the problem and the file."""
+    """The model on disk cannot be loaded; the message names the problem and the file."""
 
     code = "MODEL_ERROR"
     grpc_status = grpc.StatusCode.FAILED_PRECONDITION
@@ -236,7 +236,7 @@ def from_code(code: str, message: str, retry_after_s: float = 0.0) -> TandemErro
 
 
 def from_status(status: grpc.StatusCode, message: str) -> TandemError:
-    """Return the typed error for the gRPC status of a peer that sends no error code of Tandem."""
+    """Return the typed error for the gRPC status of a peer that sends no Tandem error code."""
     classes: tuple[type[TandemError], ...] = (InvalidArgument, *_BY_CODE.values())
     for cls in classes:
         if cls.grpc_status is status:

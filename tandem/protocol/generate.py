@@ -1,7 +1,7 @@
-"""Regenerate `tandem/protocol/generated/` from `proto/`: `python -m tandem.protocol.generate [OUT]`.
+"""Regenerates `tandem/protocol/generated/` from `proto/`: `python -m tandem.protocol.generate [OUT]`.
 
-protoc writes absolute imports (`from tandem.v1 import …`), but the code lives inside `tandem.protocol.generated`, so
-the imports are rewritten. A test generates the files into an empty folder and compares them.
+protoc writes absolute imports (`from tandem.v1 import …`), but the code is in `tandem.protocol.generated`, so the
+imports are rewritten. A test generates the files into an empty folder and compares them.
 """
 
 import re
@@ -16,7 +16,7 @@ OUT = ROOT / "tandem" / "protocol" / "generated"
 
 
 def generate(out: Path = OUT) -> list[Path]:
-    """Generate message classes, stubs and service code for every schema into `out`; return the files."""
+    """Generate message classes, stubs and service code for all schemas into the folder `out`; return the files."""
     sources = sorted(str(p.relative_to(PROTO)) for p in PROTO.rglob("*.proto"))
     well_known = str(files("grpc_tools") / "_proto")
     arguments = [

@@ -1,8 +1,8 @@
-"""The KV pages that a request holds, as engine, both schedulers, transfer, router and simulation count them.
+"""Computes which KV pages a request holds; engine, schedulers, transfer, router and simulation use the same rules.
 
 A model's layers form groups (`tandem/engine/config/kv.py`). A request has a page of each group for every `page_tokens`
-of its positions. In a group with a sliding window, pages before the window are freed while the request runs. A
-request's pages are listed by number and then by group: page n of group g is entry n · groups + g.
+of its positions. In a group with a sliding window, pages before the window are freed while the request runs. The list
+of a request's pages is ordered by page number, then by group: page n of group g is entry n · groups + g.
 """
 
 from bisect import bisect_right
@@ -11,44 +11,44 @@ from dataclasses import dataclass
 from itertools import product
 
 FREED = -1
-"""The entry of a page that the request has freed, or never held."""
+"""The value of a list entry whose page the request has freed, or never held."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvPages:
-    """The page geometry of requests to one model on one worker."""
+    """The page geometry of the requests to one model on one worker."""
 
     page_tokens: int
     windows: tuple[int | None, ...] = (None,)
-    """Each group's window: the number of positions that a token attends to, itself included; None = all positions."""
+    """The window of each group: the number of positions that a token attends to, itself included; None = all."""
     step_tokens: int = 0
     """Maximum number of prompt tokens of a step."""
 
     @property
     def groups(self) -> int:
-        """The number of groups."""
+        """Number of layer groups."""
         return len(self.windows)
 
     @property
     def full_groups(self) -> int:
-        """The number of groups without a window."""
+        """Number of layer groups without a sliding window."""
         return self.windows.count(None)
 
     @property
     def windowed(self) -> bool:
-        """True if any group has a window."""
+        """True if any group has a sliding window."""
         return self.full_groups < self.groups
 
     def numbers(self, tokens: int) -> int:
-        """Return the number of pages that `tokens` positions fill in a group without a window."""
+        """Return the number of pages that `tokens` positions fill in a group without a sliding window."""
         return -(-tokens // self.page_tokens)
 
     def tokens_of(self, pages: Sequence[int]) -> int:
-        """Return the number of positions for which a request's listed pages have room."""
+        """Return the number of positions whose KV fits into a request's listed pages."""
         return len(pages) // self.groups * self.page_tokens
 
     def held(self, tokens: int, *, decoding: bool = False) -> int:
-        """Return the maximum number of pages that a request holds until it has `tokens` positions.
+        """Return the maximum number of pages that a request holds before it has more than `tokens` positions.
 
         Σ over groups min(⌈tokens / page⌉, ⌈(window + 2 · chunk) / page⌉ + 1): at most two steps are in flight, each
         with a chunk of the prompt, or with one token if the request is only `decoding`.
@@ -61,36 +61,42 @@ class KvPages:
         )
 
     def tokens_in(self, pages: int, *, decoding: bool = False) -> int:
-        """Return the most positions, in whole pages, for which `held` is at most `pages`; over 2⁴⁰ if it always is."""
+        """Return the maximum number of positions, in whole pages, for which `held` does not exceed `pages`.
+
+        The result is above 2⁴⁰ if `held` never exceeds it.
+        """
         page = self.page_tokens
         more = bisect_right(range(1 << 40), pages, key=lambda number: self.held(number * page, decoding=decoding))
         return (more - 1) * page
 
     def first(self, group: int, position: int) -> int:
-        """Return the number of a group's first page that tokens from `position` on attend to."""
+        """Return the number of the first page of a group that tokens at or after `position` attend to."""
         window = self.windows[group]
         return 0 if window is None else max(0, position - window + 1) // self.page_tokens
 
     def seen(self, position: int, first: int, end: int) -> list[int]:
-        """Return the entries, in order, of pages `first` to `end - 1` to which tokens from `position` on attend."""
+        """Return the entries of pages `first` to `end - 1` to which tokens at or after `position` attend, in order."""
         groups, starts = self.groups, [self.first(group, position) for group in range(self.groups)]
         entries = product(range(first, end), range(groups))
         return [number * groups + group for number, group in entries if number >= starts[group]]
 
     def sent(self, tokens: int, skipped: int) -> list[int]:
-        """Return the entries that a hand-over of `tokens` positions sends, in order.
+        """Return the entries of the pages that a hand-over of `tokens` positions sends, in order.
 
-        The receiver already has the first `skipped` pages. In groups with a window, only the pages are sent that the
-        next token attends to.
+        The receiver already has the pages with numbers below `skipped`. Groups with a sliding window send only the
+        pages that the next token attends to.
         """
         return self.seen(tokens, skipped, self.numbers(tokens))
 
     def sent_pages(self, tokens: int) -> int:
-        """Return the number of pages that a hand-over of `tokens` positions sends to a worker that has none of them."""
+        """Return the number of pages that a hand-over of `tokens` positions sends to a worker that has cached none."""
         return sum(self.numbers(tokens) - self.first(group, tokens) for group in range(self.groups))
 
     def skipped(self, tokens: int, sent: int) -> int | None:
-        """Return how many first pages a hand-over leaves out if it sends `sent` pages; None if no number matches."""
+        """Return the number of leading pages that a hand-over skips if it sends `sent` pages.
+
+        Returns None if no number matches.
+        """
         starts = [self.first(group, tokens) for group in range(self.groups)]
         # Pages are counted from the last one backwards, until `sent` are found; windowed groups end at their first
         # page.
@@ -101,10 +107,10 @@ class KvPages:
         return None
 
     def dead(self, pages: Sequence[int], position: int) -> list[int]:
-        """Return the entries of held pages that no token from `position` on attends to.
+        """Return the entries of held pages to which no token at or after `position` attends.
 
-        In each group with a window the held pages are consecutive: all pages before the first of them are freed
-        already.
+        In each group with a sliding window the held pages are consecutive: all pages before the first held one are
+        already freed.
         """
         found = []
         for group in range(self.groups):
@@ -117,5 +123,5 @@ class KvPages:
 
 
 def held_pages(pages: Sequence[int]) -> list[int]:
-    """Return the pages that a request holds, without the freed entries."""
+    """Return the pages that a request holds: the list without the freed entries."""
     return [page for page in pages if page != FREED]

@@ -1,10 +1,10 @@
-"""The placement modes of a cluster for prefill and decode."""
+"""The placement modes of a cluster: where prompts are prefilled."""
 
 from enum import StrEnum
 
 
 class Mode(StrEnum):
-    """The mode, which decides on which worker a prompt is prefilled."""
+    """The placement mode, which decides on which worker a prompt is prefilled."""
 
     DISAGGREGATED = "disaggregated"
     """Prefill runs on prefill workers, which transfer the KV to decode workers.
@@ -12,6 +12,6 @@ class Mode(StrEnum):
     It runs on a decode worker only if that is the only worker.
     """
     COLOCATED = "colocated"
-    """Prefill runs on the worker that decodes, in mixed steps, if any worker has both roles."""
+    """Prefill runs on the worker that decodes, in steps that do both, if any worker has both roles."""
     ADAPTIVE = "adaptive"
-    """Prefill runs on the worker with the lowest predicted cost for each request."""
+    """Prefill runs on the worker with the lowest predicted cost, decided for each request."""

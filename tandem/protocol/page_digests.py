@@ -1,8 +1,8 @@
-"""Digests of full KV pages: a page's digest identifies its tokens and all tokens before them.
+"""Computes digests of full KV pages; a digest identifies the tokens of a page and all tokens before them.
 
 Keys and values of a token depend on every token before it, so a page can be reused only after the same prefix. The
-chain begins with the salt of a tenant: pages under different salts have different digests, so that latencies reveal
-nothing about the prompts of others. Routers and workers compute the same digests.
+chain of digests begins with the salt of a tenant: pages under different salts have different digests, so that latencies
+reveal nothing about the prompts of others. Routers and workers compute the same digests.
 
 The hash is BLAKE2b with 128 bits: tokens are chosen by clients, so it must be collision-resistant.
 """
@@ -17,14 +17,15 @@ _DOMAIN = b"tandem.kv.page.1"
 
 
 def root_digest(salt: str) -> bytes:
-    """Return the start of the digest chain for a salt; no page has this digest."""
+    """Return the digest with which the chain of a salt begins; it differs from the digest of any page."""
     return blake2b(salt.encode(), digest_size=DIGEST_BYTES, person=_DOMAIN).digest()
 
 
 def page_digests(token_ids: Sequence[int], page_tokens: int, parent: bytes) -> list[bytes]:
-    """Return one digest for each full page of `token_ids`, which follow the page `parent` or a `root_digest`.
+    """Return one digest for each full page of `token_ids`.
 
-    Each digest is the hash of the parent's digest and the page's token ids as little-endian unsigned 32-bit integers.
+    The tokens follow the page with the digest `parent`, or begin a prompt if `parent` is a `root_digest`. Each digest
+    is the hash of the parent's digest and the page's token ids as little-endian unsigned 32-bit integers.
     """
     full = len(token_ids) // page_tokens
     data = memoryview(np.asarray(token_ids[: full * page_tokens], dtype="<u4").tobytes())

@@ -3,15 +3,18 @@
 from enum import StrEnum
 
 CHUNKED_BUDGET = 512
-"""Default token budget of a mixed step, decode rows included."""
+"""Default maximum number of tokens of a step with both prompts and decode rows, decode rows included."""
 
 
 class PolicyName(StrEnum):
-    """The policy for the number of prompt tokens in a mixed step. No policy exceeds the ITL targets."""
+    """The step policy: how many prompt tokens a step with decode rows may have.
+
+    No policy exceeds the ITL targets.
+    """
 
     UNCHUNKED = "unchunked"
     """Whole prompts, up to the engine's limit."""
     CHUNKED = "chunked"
     """Chunks that fill the rest of the step's token budget."""
     DECODE_PRIORITY = "decode-priority"
-    """The tokens of `CHUNKED` if a decoding request has no ITL target, else as many as the targets allow."""
+    """As `CHUNKED` if a decoding request has no ITL target; otherwise as many tokens as the ITL targets allow."""

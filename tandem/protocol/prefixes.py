@@ -1,11 +1,14 @@
-"""Updates of a worker's prefix cache for routers: the cached pages, by digest (`tandem/protocol/page_digests.py`)."""
+"""Messages with which a worker tells routers its cached pages, by digest (`tandem/protocol/page_digests.py`)."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixRun:
-    """Consecutive pages of one prefix; `parent` is the digest of the page before them, or the salt's root digest."""
+    """Consecutive pages of one prefix.
+
+    `parent` is the digest of the page before them, or the root digest of the salt.
+    """
 
     parent: bytes
     digests: tuple[bytes, ...]
@@ -13,9 +16,9 @@ class PrefixRun:
 
 @dataclass(frozen=True, slots=True)
 class PrefixChanges:
-    """The pages that were added to and removed from the cache since the previous batch. No page is in both.
+    """A batch of changes of the prefix cache: pages added and removed since the previous batch; no page is in both.
 
-    `sequence` counts a worker's batches from 1; a router that misses a batch loads the full list.
+    `sequence` numbers a worker's batches from 1; a router that misses a batch loads the full list.
     """
 
     sequence: int
@@ -25,7 +28,7 @@ class PrefixChanges:
 
 @dataclass(frozen=True, slots=True)
 class PrefixList:
-    """All cached pages, each after its parent.
+    """All cached pages of a worker; each page comes after its parent.
 
     `sequence` is the number of the last batch that the list includes; later batches may repeat pages of the list.
     """

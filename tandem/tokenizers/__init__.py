@@ -1,1 +1,1 @@
-"""A model's tokens, for routers and engines: tokenizers in every published format, and grammars over tokens."""
+"""Tokenizers in every published format, and grammars over their tokens; used by routers and engines."""

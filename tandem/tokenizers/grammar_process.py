@@ -1,8 +1,7 @@
-"""Creates and compiles grammars in a process of its own, which is killed if a grammar takes too long.
+"""Creates and compiles grammars in a separate process, which is killed if a grammar takes too long.
 
 The process reads one JSON object per line, with a `kind` and a `value`, and responds with an object that has the
-`grammar` or an `error`. It compiles with the limits of the workers: a grammar that passes costs a worker no more than
-it cost here.
+`grammar` or an `error`. It compiles with the same limits as workers: a grammar that passes here costs a worker no more.
 """
 
 import json
@@ -31,18 +30,18 @@ from tandem.tokenizers.grammars import (
 )
 
 _DEADLINE_S = 2.0
-"""Seconds that a grammar may take, its first mask included."""
+"""Maximum time in seconds to compile a grammar and compute its first mask."""
 _START_S = 30.0
-"""Seconds that the process may take to start, which includes loading the model's tokenizer."""
+"""Maximum time in seconds for the process to start, which includes loading the model's tokenizer."""
 _POLL_S = 0.05
-"""Maximum seconds until the cancellation by a client is noticed."""
+"""Maximum delay in seconds until a cancellation by the client is noticed."""
 _MEMORY_BYTES = 512 << 20
-"""Address space that a grammar may take, in addition to that of the process with its tokenizer, in bytes."""
+"""Address space in bytes that compiling a grammar may take, in addition to that of the process with its tokenizer."""
 _ERROR_CHARS = 300
 
 
 class GrammarKind(StrEnum):
-    """The notation from which a grammar is made."""
+    """The notation that a grammar is created from."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -53,7 +52,7 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GrammarTokens:
-    """The tokens that grammars are compiled for; see `Grammars`."""
+    """The tokens over which grammars are compiled; see `Grammars`."""
 
     folder: Path
     vocab_size: int
@@ -61,7 +60,10 @@ class GrammarTokens:
 
 
 class GrammarProcess:
-    """The process, which starts with the first grammar. Thread-safe; it makes one grammar at a time."""
+    """Starts and supervises the process, which compiles one grammar at a time; it starts with the first grammar.
+
+    Thread-safe.
+    """
 
     def __init__(self, tokens: GrammarTokens, deadline_s: float = _DEADLINE_S) -> None:
         self._tokens = tokens
@@ -70,10 +72,10 @@ class GrammarProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def make(self, kind: GrammarKind, value: Any, unwanted: threading.Event | None = None) -> str:
-        """Return the grammar of a value, after it has compiled.
+        """Create and compile the grammar of `value`, and return its text.
 
-        Raises ValueError for a value from which no grammar can be made, or whose grammar takes too long. Once
-        `unwanted` is set, the process is killed and ValueError is raised.
+        Raises ValueError if no grammar can be made of the value, or if its compilation takes too long. If `unwanted` is
+        set meanwhile, the process is killed and ValueError is raised.
         """
         line = json.dumps({"kind": kind, "value": value}).encode() + b"\n"
         if len(line) > 2 * GRAMMAR_CHARS_MAX:
@@ -85,7 +87,7 @@ class GrammarProcess:
         return str(answer["grammar"])
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the process."""
         with self._lock:
             self._end()
 
@@ -137,7 +139,10 @@ class GrammarProcess:
 
 
 def _line(stream: IO[bytes], seconds: float, unwanted: threading.Event) -> bytes | None:
-    """Return the next line; None if none arrives within `seconds` seconds, or once `unwanted` is set."""
+    """Return the next line of the stream.
+
+    Returns None if there is none within `seconds` seconds, or if `unwanted` is set first.
+    """
     give_up, read = time.monotonic() + seconds, b""
     while (left := give_up - time.monotonic()) > 0 and not unwanted.is_set():
         if not select.select([stream], [], [], min(left, _POLL_S))[0]:
@@ -179,7 +184,7 @@ def _limit_memory() -> None:
 
 
 def main() -> None:
-    """Run the process until its input ends."""
+    """Run in the child process: compile one grammar per input line, until the input ends."""
     folder, vocab_size, *eos_token_ids = sys.argv[1:]
     try:
         grammars = Grammars(Path(folder), int(vocab_size), [int(each) for each in eos_token_ids], cached_chars=0)

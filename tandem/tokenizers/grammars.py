@@ -1,11 +1,11 @@
-"""Grammars that an answer has to follow, and the tokens that may come next (structured output).
+"""Grammars for structured output: which tokens may come next in an answer.
 
 A grammar is a text in llguidance's format, made from a JSON schema, a regular expression, a list of choices, or a
-grammar in EBNF. Routers check it before they admit a request, engines apply it to the logits
+grammar in EBNF. Routers check it before they admit a request; engines apply it to the logits
 (docs/decisions/sampling.md).
 
-Grammars are hostile input: the limits below bound the time and memory of each. If a grammar exceeds them while an
-answer is generated, only that answer fails.
+Grammars come from clients and may be hostile: the limits below bound the time and memory of each. If a grammar exceeds
+the limits while an answer is generated, only that answer fails.
 """
 
 import json
@@ -32,32 +32,32 @@ GRAMMAR_CHARS_MAX = 1 << 18
 _EBNF_CHARS_MAX = 1 << 14
 """Maximum number of characters of a grammar in EBNF.
 
-The time to convert it grows with their square; it is 0.4 s for this number.
+The time to convert a grammar grows with the square of its length; it is 0.4 s for this number.
 """
 _DEPTH_MAX = 64
-"""Maximum number of nested objects and lists in a JSON schema."""
+"""Maximum depth of nested objects and lists in a JSON schema."""
 _CACHED_CHARS = 1 << 20
-"""Maximum total characters of the compiled grammars that are kept; the newest grammar is always kept."""
+"""Maximum total number of characters of the cached compiled grammars; the newest grammar is always cached."""
 _CACHED_GRAMMARS = 64
-"""Maximum number of compiled grammars that are kept: a lexer may take tens of megabytes, even of a short grammar."""
+"""Maximum number of cached compiled grammars: the lexer of even a short grammar may take tens of megabytes."""
 _ITEMS_MAX = 5_000
-"""Maximum number of parser items for one mask.
+"""Maximum number of parser items while one mask is computed.
 
 Masks within this limit took at most 25 ms; within llguidance's limit of 50,000 they took over a second. The grammars
 that llama.cpp ships and 200 generated schemas need no more items (docs/decisions/sampling.md).
 """
 _TOKEN_S = 0.2
-"""Maximum processor time of one mask, in seconds: twenty times the longest for these grammars and schemas."""
+"""Maximum processor time in seconds for one mask: twenty times the longest time measured with these grammars."""
 _REPLAYED_TOKEN_S = 0.001
-"""Processor time for each token of an answer that is continued here, in seconds: ten times that of usual grammars."""
+"""Additional processor time in seconds for each replayed token of a continued answer: ten times the usual time."""
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
-"""Whitespace between the parts of JSON. Its length is limited, because small models generate it endlessly."""
+"""Whitespace between the parts of JSON; its length is limited, because small models may generate it endlessly."""
 
 
 def of_json_schema(schema: Mapping[str, Any] | bool) -> str:
-    """Return the grammar of the JSON values that validate against `schema`.
+    """Return the grammar of the JSON values that are valid under `schema`.
 
-    Raises ValueError for a schema that is too deep, or that no value can satisfy.
+    Raises ValueError if the schema is nested too deeply, or if it is false, which no value satisfies.
     """
     if isinstance(schema, bool):
         if not schema:
@@ -72,8 +72,8 @@ def of_json_schema(schema: Mapping[str, Any] | bool) -> str:
 def of_tool_calls(tools: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the grammar of one tool call in Llama 3's format: `{"name": "f", "parameters": {…}}`.
 
-    `tools` has the schema of each function's parameters; references in a schema are resolved within that schema. Raises
-    ValueError for a schema that is too deep.
+    `tools` has the schema of each function's parameters, by name; references in a schema are resolved within that
+    schema. Raises ValueError if a schema is nested too deeply.
     """
     rules = ["start: " + " | ".join(f"call_{number}" for number in range(len(tools)))]
     for number, (name, schema) in enumerate(tools.items()):
@@ -94,17 +94,18 @@ def of_regex(pattern: str) -> str:
 
 
 def of_choices(choices: Sequence[str]) -> str:
-    """Return the grammar of exactly these texts.
+    """Return the grammar of an answer that is exactly one of these texts.
 
-    All texts form one terminal, whose mask takes 2 ms for 10,000 texts; with a terminal for each it took half a second.
+    All texts form one terminal, whose mask takes 2 ms for 10,000 texts; with one terminal per text it took half a
+    second.
     """
     return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choices)))
 
 
 def of_ebnf(text: str) -> str:
-    """Return the grammar of a text in GBNF (the EBNF of llama.cpp and XGrammar) or in Lark.
+    """Return the grammar of a text in GBNF (the EBNF of llama.cpp and XGrammar) or Lark notation.
 
-    Raises ValueError for a text that is malformed or too long.
+    Raises ValueError if the text is malformed or too long.
     """
     if len(text) > _EBNF_CHARS_MAX:
         raise ValueError(f"has {len(text)} characters, the limit is {_EBNF_CHARS_MAX}")
@@ -116,35 +117,37 @@ def of_ebnf(text: str) -> str:
 
 @dataclass(slots=True)
 class _Compiled:
-    """A compiled grammar. Copies of its matcher share the lexer's states, and the limit on their number."""
+    """A compiled grammar; copies of its matcher share the lexer's states, whose number is limited."""
 
     matcher: LLMatcher
     first: NDArray[np.int32] | None = None
-    """The mask of the first token, once an answer has computed it."""
+    """The mask of the first token of an answer; None until it is computed."""
     used_up: bool = False
-    """True once a copy has reached a limit: later answers must compile the grammar again."""
+    """True if a copy has reached a limit, so that further answers must compile the grammar again."""
 
 
 class AnswerGrammar:
-    """The state of one answer in its grammar. One thread uses it at a time; masks are computed without the GIL."""
+    """The state of one answer in its grammar.
+
+    Only one thread may use it at a time; masks are computed without the GIL.
+    """
 
     def __init__(self, compiled: _Compiled, compile_again: Callable[[], LLMatcher]) -> None:
-        """Create the state before the first token; `compile_again` returns a matcher with a lexer of its own."""
+        """Create the state before the first token; `compile_again` returns a matcher with a separate lexer."""
         self._matcher = compiled.matcher.deep_copy()
         self._shared: _Compiled | None = compiled
         self._compile_again = compile_again
         self._consumed = 0
         self._mask = compiled.first
-        """The mask of the token that follows the first `_consumed` tokens."""
+        """The mask of the token that follows the first `_consumed` answer tokens; None if it is not computed yet."""
         self._behind: list[NDArray[np.int32]] = []
 
     def allowed(self, answer: Sequence[int], drafts: int = 0) -> NDArray[np.int32]:
-        """Return the tokens that may follow `answer`, which only grows from call to call.
+        """Return the mask of the tokens that may follow `answer`, which may only grow from call to call.
 
-        With `drafts`, these are the tokens that may follow the first `drafts` draft tokens of the last call of
-        `follow`, for the same answer. The result is a bit mask of int32 words, shape [vocab / 32]; the lowest bit of
-        the first word is token 0. Raises InvalidArgument if the grammar exceeds its limits here, or if `answer` does
-        not follow the grammar.
+        With `drafts`, it is the mask after the first `drafts` draft tokens that were last passed to `follow` for the
+        same answer. The mask is int32 words, shape [vocab / 32]; the lowest bit of the first word is token 0. Raises
+        InvalidArgument if the grammar exceeds its limits here, or if `answer` does not follow the grammar.
         """
         if drafts:
             return self._behind[drafts - 1]
@@ -155,14 +158,14 @@ class AnswerGrammar:
         return self._mask
 
     def known(self, answer: Sequence[int]) -> bool:
-        """Return True if the mask of the token after `answer` has been computed."""
+        """Return True if the mask of the token after `answer` is already computed."""
         return self._mask is not None and len(answer) == self._consumed
 
     def follow(self, answer: Sequence[int], drafts: Sequence[int]) -> int:
-        """Return how many of the first `drafts` may follow `answer`. Raises the errors of `allowed`.
+        """Return the number of leading draft tokens that the grammar allows after `answer`.
 
-        It is 0 if checking drafts would count towards this answer's own limits: drafts must not make an answer fail
-        earlier than it would without them.
+        Raises InvalidArgument like `allowed`. Returns 0 if checking draft tokens would count towards the limits of this
+        answer's own lexer: draft tokens must not make an answer fail earlier than without them.
         """
         self.allowed(answer)
         ahead, self._behind = self._matcher.deep_copy(), []
@@ -178,7 +181,7 @@ class AnswerGrammar:
     def _compute(self, answer: Sequence[int]) -> NDArray[np.int32]:
         """Return the mask of the token after `answer`.
 
-        If the shared lexer has reached its limit, the answer gets a lexer of its own.
+        If the shared lexer has reached its limit, the answer continues with a lexer of its own.
         """
         tokens, began, self._mask = len(answer) - self._consumed, time.thread_time(), None
         try:
@@ -193,7 +196,7 @@ class AnswerGrammar:
             mask = self._advance(answer)
         if time.thread_time() - began > _TOKEN_S + _REPLAYED_TOKEN_S * tokens:
             if self._shared is not None:
-                self._shared.used_up = True  # or the next answer gets the mask from the states that it has by now
+                self._shared.used_up = True  # otherwise the next answer would reuse its states and not fail
             raise InvalidArgument(
                 "grammar", f"takes more than {_TOKEN_S:g} s of processor time for a token at this point; simplify it"
             )
@@ -208,15 +211,15 @@ class AnswerGrammar:
 
 
 class Grammars:
-    """The grammars over the tokens of one model. Thread-safe; compiling does not hold the GIL."""
+    """Compiles and caches grammars over the tokens of one model. Thread-safe; compiling does not hold the GIL."""
 
     def __init__(
         self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int], cached_chars: int = _CACHED_CHARS
     ) -> None:
-        """Load the tokenizer in `folder`, in about half a second; `vocab_size` is the number of logits.
+        """Load the tokenizer in `folder`, which takes half a second; `vocab_size` is the number of logits.
 
-        `cached_chars` limits the total characters of the compiled grammars that are kept; the newest grammar is always
-        kept. Raises ModelError if there is no usable tokenizer.
+        `cached_chars` limits the total number of characters of the cached compiled grammars; the newest grammar is
+        always cached. Raises ModelError if there is no usable tokenizer.
         """
         inner = load_tokenizer(folder).inner
         self._tokens = LLTokenizer(
@@ -229,14 +232,17 @@ class Grammars:
         self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
 
     def check(self, grammar: str) -> None:
-        """Compile a grammar and compute the mask of the first token, so that answers can begin at once.
+        """Compile a grammar and compute the mask of the first token, so that answers can start immediately.
 
-        Raises InvalidArgument if that fails.
+        Raises InvalidArgument if either fails.
         """
         self.begin(grammar).allowed(())
 
     def begin(self, grammar: str) -> AnswerGrammar:
-        """Return the state before the first token of an answer."""
+        """Return the state of a new answer in this grammar, before its first token.
+
+        Raises InvalidArgument if the grammar cannot be compiled.
+        """
         with self._lock:
             known = self._compiled.get(grammar)
             if known is not None and not known.used_up:
@@ -262,12 +268,12 @@ class Grammars:
 
 @cache
 def shared_grammars(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Grammars:
-    """Return the grammars over a model's tokens; a draft model with the same tokens shares them."""
+    """Return the `Grammars` of a model, the same object at each call; a draft model with the same tokens shares it."""
     return Grammars(folder, vocab_size, eos_token_ids)
 
 
 class LazyGrammars:
-    """Grammars whose tokenizer is loaded by `load`, while other work runs, or else with the first grammar.
+    """Loads the `Grammars` when `load` is called, in parallel with other work, or else when they are first used.
 
     Thread-safe.
     """
@@ -278,12 +284,12 @@ class LazyGrammars:
         self._lock = threading.Lock()
 
     def load(self) -> None:
-        """Load the tokenizer. If it cannot be read, the error is raised by `get`, not here."""
+        """Load the tokenizer. If it cannot be read, no error is raised here, but by each call of `get`."""
         with suppress(ModelError):
             self.get()
 
     def get(self) -> Grammars:
-        """Return the grammars; the first call loads the tokenizer."""
+        """Return the grammars; loads the tokenizer if it is not loaded yet. Raises ModelError if it cannot be read."""
         with self._lock:
             if self._made is None:
                 self._made = self._make()
@@ -291,9 +297,9 @@ class LazyGrammars:
 
 
 def limits() -> LLParserLimits:
-    """Return the limits of llguidance's parser.
+    """Return the limits for llguidance's parser.
 
-    They are a fifth or less of llguidance's defaults where the defaults allow seconds or hundreds of megabytes.
+    Where llguidance's defaults allow seconds or hundreds of megabytes, the limits are a fifth of them or less.
     """
     return LLParserLimits(
         step_max_items=_ITEMS_MAX, max_lexer_states=25_000, max_grammar_size=100_000, verbose_errors=False
@@ -314,7 +320,7 @@ def _reason(error: str) -> str:
 
 
 def _depth(value: Any) -> int:
-    """Return the number of nested levels, counted without recursion."""
+    """Return the depth of nested objects and lists, computed without recursion."""
     depth, level = 0, [value]
     while level:
         depth += 1

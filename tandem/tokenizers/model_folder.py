@@ -1,4 +1,4 @@
-"""Reads the JSON files of a model folder, such as the generation defaults."""
+"""Reads JSON files of a model folder, such as the generation defaults."""
 
 import json
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from tandem.protocol.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """Default sampling values from the model's generation_config.json; neutral for values that it does not have."""
+    """Default sampling values from the model's generation_config.json; a missing value has no effect on sampling."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -20,9 +20,9 @@ class GenerationDefaults:
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """Return the JSON object in `folder/name`; empty if there is no such file.
+    """Return the JSON object in the file `folder/name`; empty if the file does not exist.
 
-    Raises ModelError if the file has no JSON object.
+    Raises ModelError if the file does not have a JSON object.
     """
     path = folder / name
     try:
@@ -39,7 +39,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def read_generation_defaults(folder: Path) -> GenerationDefaults:
-    """Return the model's default sampling values; values that the model does not define are neutral."""
+    """Return the model's default sampling values; values that the model does not define have no effect on sampling."""
     values = read_json(folder, "generation_config.json")
     plain = GenerationDefaults()
 

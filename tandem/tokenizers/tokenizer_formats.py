@@ -1,7 +1,7 @@
-"""Loads the tokenizer of a model folder in any published format, as a `tokenizers.Tokenizer`.
+"""Loads the tokenizer of a model folder, in any published format, as a `tokenizers.Tokenizer`.
 
-`tokenizer.json` is read directly. Transformers converts the others: Mistral's tekken.json, SentencePiece models and
-tiktoken's files of ranks. No code of the folder is run.
+`tokenizer.json` is read directly. Transformers converts the other formats: Mistral's tekken.json, SentencePiece models
+and tiktoken's files of ranks. No code in the folder is executed.
 """
 
 import ast
@@ -21,22 +21,25 @@ from tandem.protocol.errors import ModelError
 from tandem.tokenizers.model_folder import read_json
 
 _RANK = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n?")
-"""A line of a tiktoken file: the bytes of a token in base64, and its rank, which is its id."""
+"""A line of a tiktoken file: a token's bytes in base64, and its rank, which is its id."""
 _SENTENCEPIECE_CLASS = "LlamaTokenizer"
-"""The class of transformers that reads a SentencePiece model if the folder names no class."""
+"""The transformers class that reads a SentencePiece model if the folder names no tokenizer class."""
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedTokenizer:
-    """A tokenizer, and what its format defines besides the vocabulary."""
+    """A tokenizer, and the special tokens and chat template that its file defines."""
 
     inner: Any
-    """A `tokenizers.Tokenizer`."""
+    """The tokenizer itself, a `tokenizers.Tokenizer`."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
-    """Special tokens by their names in tokenizer_config.json; where that file defines them too, it takes precedence."""
+    """Special tokens by their names in tokenizer_config.json.
+
+    A token that tokenizer_config.json itself defines takes precedence.
+    """
     chat_template: str | None = None
-    """The chat template, used if the folder has no other one."""
+    """The chat template in the tokenizer file; it is used only if the folder has no other template."""
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -45,10 +48,10 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def load_tokenizer(folder: Path) -> LoadedTokenizer:
-    """Return the tokenizer in `folder`, from the first format found.
+    """Load the tokenizer in `folder` from the first format that is found.
 
-    Raises ModelError, in one sentence, for a folder without a tokenizer, a damaged file, and a format that needs a
-    library which is not installed.
+    Raises ModelError if the folder has no tokenizer, if the file is damaged, or if its format needs a library that is
+    not installed.
     """
     for name, load in _FORMATS.items():
         for path in sorted(folder.glob(name)):
@@ -68,7 +71,7 @@ def _load_json(path: Path) -> LoadedTokenizer:
 
 
 def _load_tekken(path: Path) -> LoadedTokenizer:
-    """Read Mistral's format, whose plain prompts begin with `<s>` as in mistral-common."""
+    """Read Mistral's tekken.json; prompts without a chat template begin with `<s>`, as in mistral-common."""
     if "special_tokens" not in read_json(path.parent, path.name):
         _require("mistral_common", path)  # files of its first version leave the special tokens to the library
     from transformers.integrations.mistral.tokenizer import convert_tekken_tokenizer
@@ -81,7 +84,7 @@ def _load_tekken(path: Path) -> LoadedTokenizer:
 
 
 def _load_model(path: Path) -> LoadedTokenizer:
-    """Read tokenizer.model, which is either tiktoken's or SentencePiece's."""
+    """Read tokenizer.model, which has tiktoken's or SentencePiece's format."""
     with path.open("rb") as stream:
         first = stream.readline(1 << 12)
     return _load_tiktoken(path) if _RANK.fullmatch(first) else _load_sentencepiece(path)
@@ -105,13 +108,13 @@ def _load_sentencepiece(path: Path) -> LoadedTokenizer:
 
 
 def _load_tiktoken(path: Path) -> LoadedTokenizer:
-    """Read tiktoken's ranks; the special tokens are in `added_tokens_decoder` of tokenizer_config.json."""
+    """Read a tiktoken file of ranks; the special tokens come from `added_tokens_decoder` in tokenizer_config.json."""
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     ranks = _read_ranks(path)
 
     class Converter(TikTokenConverter):  # type: ignore[misc]  # transformers has no types
-        """A converter that reads the file itself, because tiktoken would keep a copy of it in a shared folder."""
+        """A converter that uses the ranks read above: tiktoken would keep a copy of the file in a shared folder."""
 
         @staticmethod
         def load_tiktoken_bpe(tiktoken_url: str) -> dict[bytes, int]:
@@ -137,13 +140,16 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def _added_tokens(config: Mapping[str, Any], first: int) -> list[str]:
-    """Return the texts of the token ids from `first` on; ids without a text get a reserved name."""
+    """Return the texts of the added tokens, in the order of their ids, which start at `first`.
+
+    Ids without a text get a reserved name.
+    """
     named = {int(number): each["content"] for number, each in config.get("added_tokens_decoder", {}).items()}
     return [named.get(number, f"<|reserved_token_{number}|>") for number in range(first, max(named, default=-1) + 1)]
 
 
 def _split_pattern(path: Path, config: Mapping[str, Any]) -> str | None:
-    """Return the regular expression that splits text before tokens are merged; None = transformers' default, Llama 3's.
+    """Return the regular expression that splits text before tokens are merged; None = Llama 3's, transformers' default.
 
     A model with a tokenizer class of its own defines the expression in that class's file, as a literal named `pat_str`.
     """
@@ -162,7 +168,7 @@ def _split_pattern(path: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def _literal(node: ast.expr) -> str:
-    """Return the value of a string literal, or of a call that joins a list of them.
+    """Return the value of a string literal, or of a call of `join` on a list of string literals.
 
     Raises ValueError for any other expression.
     """
@@ -173,7 +179,7 @@ def _literal(node: ast.expr) -> str:
 
 
 def _loaded(converted: Any) -> LoadedTokenizer:
-    """Return the parts of a tokenizer of transformers."""
+    """Convert a tokenizer object of transformers to a `LoadedTokenizer`."""
     special = {name: text for name in _SPECIAL_NAMES if (text := getattr(converted, name, None)) is not None}
     template = converted.chat_template
     return LoadedTokenizer(converted.backend_tokenizer, special, template if isinstance(template, str) else None)
@@ -196,4 +202,4 @@ _FORMATS: dict[str, Callable[[Path], LoadedTokenizer]] = {
     "tiktoken.model": _load_tiktoken,
     "*.tiktoken": _load_tiktoken,
 }
-"""The loader of each file name, in the order in which the files are looked for."""
+"""The loader of each file name; the files are looked for in this order."""

@@ -1,7 +1,7 @@
-"""The Ray actor around a worker process: what controllers call, and nothing that belongs to a request.
+"""The Ray actor around a worker process, with the methods that controllers call; requests never pass through it.
 
-A worker that may outlive its controller is a detached actor: it is owned by no other process, answers any controller of
-its namespace, and ends by itself after a given time without contact to a controller.
+A worker that may outlive its controller is a detached actor: no other process owns it, it answers any controller of its
+namespace, and it ends by itself after a given time without contact to a controller.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ CONTROLLER = "controller-"
 
 
 class WorkerActor:
-    """The Ray actor that runs a worker. It listens on its node's address, whatever `config` says.
+    """The Ray actor that runs a worker, which listens on its node's address and ignores the host of `config`.
 
     Its methods are coroutines, so `run` can stay pending while others are called.
     """
@@ -91,7 +91,7 @@ class WorkerActor:
     async def change_controller(self, controller_address: str, outlive_s: float) -> str:
         """Register with another controller, and return host:port of the metrics.
 
-        From now on the worker lives for `outlive_s` seconds without a controller. Raises the errors of
+        From now on the worker ends after `outlive_s` seconds without contact to a controller. Raises the errors of
         `WorkerProcess.change_controller`.
         """
         self._called()
@@ -101,7 +101,7 @@ class WorkerActor:
         return self._process.metrics_address
 
     async def run(self) -> None:
-        """Wait until the worker was drained or stopped. Raises Internal if it had to end."""
+        """Wait until the worker was drained or stopped. Raises the errors of `WorkerProcess.wait`."""
         if self._over is None:
             # One thread, however many controllers call `run`.
             self._over = asyncio.ensure_future(asyncio.to_thread(self._process.wait))
@@ -134,8 +134,8 @@ class WorkerActor:
 def give_place_back() -> None:
     """Remove the placement group of this actor, which ends the actor.
 
-    If no controller is left that may want them, first remove the placement groups of this namespace that wait for a
-    node or whose worker has died.
+    If no controller lives that may still use them, the placement groups of this namespace that wait for a node or whose
+    worker has died are removed first.
     """
     import ray
     from ray.util.placement_group import (
@@ -162,9 +162,9 @@ def give_place_back() -> None:
 
 
 def given_device(asked: str) -> str:
-    """Return the device to use: `asked`, but for `cuda` the one GPU that Ray gave this process.
+    """Return `asked` or, if it is `cuda`, the GPU that Ray has assigned to this process.
 
-    The number in the result is the one by which CUDA knows the GPU, e.g. `cuda:0`.
+    The number in the result is CUDA's number of that GPU in this process, e.g. `cuda:0`.
     """
     if asked != "cuda":
         return asked
@@ -174,5 +174,8 @@ def given_device(asked: str) -> str:
 
 
 def visible_number(gpu: str, visible: str | None) -> int:
-    """Return the number of `gpu`, as Ray names it, among the `visible` GPUs; None = all are visible."""
+    """Return CUDA's number of the GPU with Ray's id `gpu`.
+
+    `visible` is the value of CUDA_VISIBLE_DEVICES; None = all GPUs are visible.
+    """
     return int(gpu) if visible is None else [each.strip() for each in visible.split(",")].index(gpu)

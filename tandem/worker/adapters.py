@@ -1,4 +1,4 @@
-"""The adapters of a worker while it serves: which ones requests may name, and loading and unloading them."""
+"""Loads and unloads the adapters of a worker while it serves, and lists those that requests may name."""
 
 import asyncio
 import logging
@@ -19,13 +19,13 @@ class WorkerAdapters:
     """
 
     def __init__(self, me: PeerRef, slots: AdapterSlots, used: Callable[[], set[str]]) -> None:
-        """Create the worker's adapters; `used` returns the hashes of those that requests use."""
+        """Create the worker's adapters; `used` returns the hashes of the adapters that this worker's requests use."""
         self._me = me
         self._slots = slots
         self._used = used
         self._one_at_a_time = asyncio.Lock()
         self.on_change: Callable[[], None] = lambda: None
-        """Called when adapters were loaded or unloaded."""
+        """Called after an adapter was loaded or unloaded."""
 
     @property
     def facts(self) -> tuple[AdapterFacts, ...]:
@@ -37,15 +37,15 @@ class WorkerAdapters:
         return self._slots.number(identity)
 
     async def load(self, meant: PeerRef, wanted: AdapterFacts, in_use: Collection[str] = ()) -> AdapterFacts:
-        """Load an adapter and return its facts. Its hash must be `wanted.identity`, unless that is empty.
+        """Load an adapter and return its facts. The hash of its files must be `wanted.identity`, unless that is empty.
 
-        `in_use` are the hashes of the adapters that requests use on any worker: such a request may have a reservation
-        there, and its prompt may be sent here next.
+        The slots of adapters whose hashes are `in_use` are not reused: requests on any worker use these adapters, and a
+        request with a reservation on another worker may send its prompt here next.
 
         Loading the same adapter twice has no effect. Raises ModelError or InvalidArgument if the adapter cannot be
         served, ResourceExhausted if all slots are in use, FailedPrecondition if its hash differs or the name belongs to
-        another adapter, and StaleEpoch if another incarnation of the worker is meant. Loading continues to its end even
-        if the caller stops waiting.
+        another adapter, and StaleEpoch if another incarnation of the worker is meant. Loading continues even if the
+        caller stops waiting.
         """
         self._check(meant)
         return await asyncio.shield(asyncio.ensure_future(self._load(wanted, in_use)))
@@ -74,7 +74,7 @@ class WorkerAdapters:
         return adapter
 
     def unload(self, meant: PeerRef, name: str) -> None:
-        """Remove an adapter from the list, if it is there. Requests that use it finish.
+        """Remove an adapter from the list, if it is there; requests that use it are completed.
 
         Raises StaleEpoch if another incarnation of the worker is meant.
         """

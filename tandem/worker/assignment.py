@@ -1,4 +1,4 @@
-"""The assignment of a worker: which phases are open, and how its steps are made.
+"""The assignment of a worker: which phases (prefill, decode) are open, and the settings of its steps.
 
 The controller may change it while the worker runs.
 """
@@ -20,9 +20,10 @@ log = logging.getLogger(__name__)
 
 DRAIN_LOOK_S = 0.02
 REST_S = 10.0
-"""Seconds after which an abandoned phase that is not empty logs a warning.
+"""Seconds after which a warning is logged if a phase still has requests after they were aborted.
 
-Emptying normally takes one step and the writes in flight."""
+Normally it is empty after one step and the writes in flight.
+"""
 OTHER_ROLE, DRAINS = "has another role now", "drains"
 
 
@@ -33,11 +34,11 @@ class PhaseControl:
     role: Role
     open: Callable[[], None]
     close: Callable[[str], None]
-    """Called with the reason for which requests are refused."""
+    """Rejects new requests; called with the reason, which becomes part of their error message."""
     refs: Callable[[], list[tuple[str, RequestRef]]]
-    """Returns every request, with its router."""
+    """Returns the requests that have not ended, each with its router."""
     abort: Callable[[str, Sequence[RequestRef]], None]
-    """Aborts requests of a router."""
+    """Aborts these requests of a router."""
     requests: Callable[[], int]
     """Returns the number of requests that have not ended."""
 
@@ -45,7 +46,7 @@ class PhaseControl:
 class WorkerAssignment:
     """Opens and closes the phases of a worker.
 
-    Used on the event loop; `stop` ends the tasks that wait. Owned by the worker.
+    Used on the event loop; `stop` ends the tasks that wait for phases to close. Owned by the worker.
     """
 
     def __init__(
@@ -58,18 +59,18 @@ class WorkerAssignment:
         set_steps: Callable[[Assignment], None],
         emit: Callable[[RoutedEvent], None],
     ) -> None:
-        """Create the assignment; sizes and steps follow `assignment` already.
+        """Create the assignment; the limits of the schedulers and the step settings match `assignment` already.
 
         `resize` adapts the schedulers' limits to the role, `set_steps` applies an assignment to the steps. `emit`
-        reports to routers which requests are abandoned.
+        reports an aborted request to its router.
         """
         self.assignment = assignment
-        """The newest assignment."""
+        """The current assignment."""
         self.role = assignment.role
-        """The phases that are open or still finish their requests."""
+        """The phases that are open, or closing but not empty yet."""
         self.draining = False
         self.on_change: Callable[[], None] = lambda: None
-        """Called whenever the facts with which the worker registers have changed."""
+        """Called whenever the facts that the worker registers with the controller have changed."""
         self._me = me
         self._schedulers = schedulers
         self._resize = resize
@@ -82,16 +83,18 @@ class WorkerAssignment:
 
     @property
     def closing(self) -> Role | None:
-        """The phases of `role` that accept nothing new, None if there are none."""
+        """The phases of `role` that reject new requests and still finish their own; None if there are none."""
         if self.draining:
             return self.role
         closing = list(self._closing)
         return None if not closing else closing[0] if len(closing) == 1 else Role.BOTH
 
     def assume(self, assignment: Assignment, grace_s: float) -> None:
-        """Apply `assignment`. A phase that closes has `grace_s` seconds before other workers get its requests.
+        """Apply an assignment, which may open and close phases.
 
-        Raises Unavailable while draining, because the worker ends.
+        A phase that closes has `grace_s` seconds to finish its requests. Then its remaining requests are aborted, and
+        their routers send them to other workers. Raises Unavailable while the worker drains, because it ends
+        afterwards.
         """
         if self.draining:
             raise Unavailable(f"worker {self._me.worker_id} drains and takes no other assignment; start it again")
@@ -111,9 +114,10 @@ class WorkerAssignment:
         self.on_change()
 
     async def drain(self, grace_s: float) -> int:
-        """Accept nothing new for good, and wait up to `grace_s` seconds for running requests.
+        """Reject all new requests from now on, and wait up to `grace_s` seconds for running requests.
 
-        Returns how many requests other workers get after that.
+        The remaining requests are then aborted, and their routers send them to other workers. Returns the number of
+        aborted requests.
         """
         self.draining = True
         self.stop()
@@ -131,7 +135,7 @@ class WorkerAssignment:
             self._cancel(scheduler)
 
     async def _finish(self, scheduler: PhaseControl, grace_s: float) -> None:
-        """Wait until the phase is empty, whatever happens to its requests, and remove it from the role."""
+        """Wait until the phase is empty, and remove it from the role; after `grace_s` seconds abort its requests."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self._emptied([scheduler])
@@ -144,9 +148,9 @@ class WorkerAssignment:
         self.on_change()
 
     async def _come_to_rest(self, scheduler: PhaseControl) -> None:
-        """Wait until nothing reads or writes the pages of the phase any more, however long that takes.
+        """Wait until no step and no transfer uses the pages of the phase, however long that takes.
 
-        No other request may have the pages before.
+        Until then the pages are not given to other requests.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(REST_S):
@@ -183,9 +187,9 @@ class WorkerAssignment:
 
 
 def decode_batch(role: Role, engine: EngineConfig) -> int:
-    """Return the most requests of one decode step.
+    """Return the maximum number of requests in a decode step.
 
-    With both phases open, prompts keep at least half of a step's tokens.
+    If both phases are open, at least half of a step's tokens are left to prompts.
     """
     tokens = engine.max_step_tokens
     room = max(1, tokens // 2) if role is Role.BOTH else tokens
@@ -193,7 +197,7 @@ def decode_batch(role: Role, engine: EngineConfig) -> int:
 
 
 def prompt_step_tokens(assignment: Assignment, engine: EngineConfig) -> int:
-    """Return the most prompt tokens of one step, which is the size of a long prompt's chunks."""
+    """Return the maximum number of prompt tokens in a step, which is the chunk size of long prompts."""
     if assignment.step_policy is not PolicyName.CHUNKED:
         return engine.max_step_tokens
     return min(assignment.step_budget or CHUNKED_BUDGET, engine.max_step_tokens)

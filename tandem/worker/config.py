@@ -11,20 +11,23 @@ CPU_STEP_DEADLINE_S, GPU_STEP_DEADLINE_S = 600.0, 60.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig(WorkerSettings):
-    """A worker's settings, and what its controller adds: its engine, its role, its identity and its secrets."""
+    """A worker's settings, and the values that its controller adds: engine, role, identity and secrets."""
 
     worker_id: str
     """The worker's name in the cluster; it outlives the process."""
     role: Role
-    """The schedulers that take work at first."""
+    """The initial role: the phases that accept requests at the start."""
     engine: EngineConfig
-    """The engine's model and sizes."""
+    """The settings of the engine: its model, its device and its limits."""
     model_name: str = ""
     """The model name that clients use; empty = the name of the model folder."""
     controller_address: str | None = None
     """host:port of the controller; None = the worker serves without a cluster."""
     token: str = ""
-    """The cluster's secret, which components prove by mutual TLS; empty = no authentication and no encryption."""
+    """The cluster's secret; empty = no authentication and no encryption.
+
+    Components authenticate each other by mutual TLS, with a certificate authority derived from the secret.
+    """
     host: str = "127.0.0.1"
     """The address on which the gRPC server listens."""
     port: int = 0
@@ -32,11 +35,11 @@ class WorkerConfig(WorkerSettings):
     metrics_port: int = 0
     """The port of the metrics' HTTP server; 0 = any free port."""
     metrics_key: str = ""
-    """The key of the metrics, in addition to the one derived from `token`; empty = none is required on loopback."""
+    """A key for the metrics, in addition to the one derived from `token`; empty = none is required on loopback."""
     gather_s: float = 0.0
-    """The seconds that an idle worker waits after a first prompt for others that can share its step."""
+    """Seconds that an idle worker waits after a first prompt for further prompts that can share its step."""
     outlive_s: float = 0.0
-    """The seconds without a controller after which the worker ends."""
+    """Seconds without contact to a controller after which the worker ends; 0 = the worker does not end by itself."""
 
     @property
     def step_deadline(self) -> float:
@@ -46,5 +49,5 @@ class WorkerConfig(WorkerSettings):
 
     @property
     def assignment(self) -> Assignment:
-        """The first assignment; the controller may change it while the worker runs (`assignment.py`)."""
+        """The initial assignment; the controller may change it while the worker runs (`assignment.py`)."""
         return Assignment(self.role, self.step_policy, self.step_budget, self.itl_target_s)

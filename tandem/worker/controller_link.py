@@ -1,10 +1,10 @@
-"""The worker's registration with the controller, and what it learns from the membership about other workers.
+"""The worker's registration with the controller, and its view of the other workers, which follows the membership.
 
 A worker that has left the membership may be dead, draining or cut off. It counts as dead once a later incarnation has
-taken its place, or once nothing has answered at its address for a while. Either is an assumption, and a worker that
-registers again is accepted again. A worker that appears has taken the place of all its earlier incarnations, whether
-they are known here or not: some of them may hold leases that were granted while this worker got no membership. When
-another controller takes over, what is known of the other workers stays.
+taken its place, or once nothing has answered at its address for a while. Both are assumptions: a worker that registers
+again is accepted again. A worker that appears has taken the place of all its earlier incarnations, including ones that
+are unknown here: they may hold leases that were granted while this worker got no membership. After a change of
+controller, the known workers stay known.
 """
 
 import asyncio
@@ -27,17 +27,19 @@ log = logging.getLogger(__name__)
 RECONNECT_S = 0.5
 PROBE_S = 0.5
 DEAD_AFTER_PROBES = 3
-"""After this number of unanswered probes in a row, `PROBE_S` apart, a worker counts as dead.
+"""Number of unanswered probes in a row, `PROBE_S` apart, after which a worker counts as dead.
 
-One probe may be lost with a connection that breaks."""
+One probe may be lost with a connection that breaks.
+"""
 NOBODY_OF_OURS = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.UNIMPLEMENTED,
     grpc.StatusCode.UNAUTHENTICATED,
 )
-"""Status codes that no worker of this cluster answers with.
+"""Status codes of a probe that no worker of this cluster returns.
 
-Nothing listens at the address, or the process that has the port now is no worker, or belongs to another cluster."""
+Nothing listens at the address, or the process that has the port now is no worker or belongs to another cluster.
+"""
 REFRESH_S = 1.0
 """The interval at which the worker's facts are compared with those last sent to the controller, in seconds."""
 
@@ -45,10 +47,10 @@ REFRESH_S = 1.0
 class ControllerLink:
     """One worker's registration with the controller. Used on the event loop; owned by the process.
 
-    `describe` returns the worker's current facts. `on_peer_joined` is called for workers that appear, and again when
-    they open another phase. `on_peer_gone` is called for incarnations of other workers that are assumed dead, which
-    includes all earlier ones. `on_superseded` is called when the controller refuses this incarnation because it has
-    ended or a later one has registered.
+    `describe` returns the worker's current facts. `on_peer_joined` is called for each worker that appears, and again
+    when a worker opens another phase. `on_peer_gone` is called with an incarnation of another worker that is assumed
+    dead; all earlier incarnations of that worker are then dead, too. `on_superseded` is called when the controller
+    refuses this incarnation because it has ended or a later one has registered.
     """
 
     def __init__(
@@ -82,11 +84,11 @@ class ControllerLink:
 
     @property
     def silent_s(self) -> float:
-        """The seconds since a controller was last connected; 0 while one is."""
+        """Seconds since a controller was last connected; 0 while a controller is connected."""
         return 0.0 if self._silent_since is None else time.monotonic() - self._silent_since
 
     async def register(self) -> None:
-        """Announce this worker and begin to watch the others. Raises Unavailable if the controller does not answer."""
+        """Register this worker and begin to watch the others. Raises Unavailable if the controller does not answer."""
         await self._announce(self._stub)
         self._begin()
 
@@ -114,11 +116,11 @@ class ControllerLink:
         self._tasks = (asyncio.ensure_future(self._watch_forever()), asyncio.ensure_future(self._refresh_forever()))
 
     def refresh(self) -> None:
-        """Send the worker's facts, which have changed, to the controller now."""
+        """Send the worker's changed facts to the controller now."""
         self._changed.set()
 
     async def unregister(self) -> None:
-        """Leave the membership. A controller that does not answer has forgotten this worker already."""
+        """Leave the membership; if the controller does not answer, this is only logged."""
         if self._left:
             return
         self._left = True
@@ -158,7 +160,10 @@ class ControllerLink:
             await self._announce_again()
 
     async def _refresh_forever(self) -> None:
-        """Send facts that a worker learns only while it serves, such as the transports to its peers."""
+        """Send the worker's facts to the controller when they change, at most `REFRESH_S` seconds later.
+
+        Some facts become known only while the worker serves, such as the transports to its peers.
+        """
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REFRESH_S):
@@ -177,7 +182,7 @@ class ControllerLink:
         try:
             await self._announce(self._stub)
         except StaleEpoch as error:
-            # not if the call crossed this worker's own `unregister`
+            # The call may have crossed this worker's own `unregister`.
             if not self._left:
                 self._on_superseded(error)
         except TandemError as error:
@@ -201,7 +206,7 @@ class ControllerLink:
                 self._probes[peer] = asyncio.ensure_future(self._probe(peer, address))
 
     def _mark_dead(self, gone: PeerRef) -> None:
-        """Forget this incarnation and all earlier ones, and report them as dead."""
+        """Remove this incarnation and all earlier ones from the known workers, and report them as dead."""
         for peer in [peer for peer in self._known if _is_same_or_earlier(peer, gone)]:
             del self._known[peer]
             probe = self._probes.pop(peer, None)
@@ -210,7 +215,10 @@ class ControllerLink:
         self._on_peer_gone(gone)
 
     async def _probe(self, peer: PeerRef, address: str) -> None:
-        """Probe the address of a worker that left, until nothing answers or another worker does."""
+        """Probe the address of a worker that left until the worker counts as dead, and report its death.
+
+        It counts as dead once `DEAD_AFTER_PROBES` probes in a row got no answer, or once another worker answers.
+        """
         async with rpc.open_channel(address, self._token) as channel:
             stub = worker_pb2_grpc.WorkerStub(channel)
             # The lack of an answer is the only sign of a death.
@@ -227,7 +235,10 @@ class ControllerLink:
         self._mark_dead(peer)
 
     async def _answerer(self, stub: worker_pb2_grpc.WorkerStub, peer: PeerRef) -> PeerRef | None:
-        """Return the worker of this cluster at `peer`'s address, or None. A worker that is silent counts as `peer`."""
+        """Return the worker that answers at `peer`'s address; None if no worker of this cluster does.
+
+        A worker that does not respond in time is assumed to be `peer`.
+        """
         try:
             reply = await stub.Inspect(worker_pb2.InspectRequest(), timeout=self._timeout_s)
         except grpc.aio.AioRpcError as error:
@@ -236,7 +247,6 @@ class ControllerLink:
 
 
 async def _cancel(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Cancel the tasks, and return when they have ended."""
     tasks = tuple(tasks)
     for task in tasks:
         task.cancel()

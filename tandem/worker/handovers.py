@@ -15,12 +15,12 @@ from tandem.protocol.kv_pages import KvPages
 from tandem.protocol.messages import PeerRef, RoutedEvent
 
 SETTLE_S = 2.0
-"""Seconds that `wait_until_ended` waits for leases to be returned; when the process ends, so do the leases."""
+"""Timeout of `wait_until_ended`, in seconds; leases that are not released by then end with the process."""
 
 
 @dataclass(slots=True)
 class Handovers:
-    """Starts every `Handoff` of a worker with what they have in common, and knows those that have not ended.
+    """Starts the worker's hand-overs with their common parameters, and tracks those that have not ended.
 
     Owned by the worker; used on the event loop.
     """
@@ -62,7 +62,7 @@ class Handovers:
         return handoff
 
     async def wait_until_ended(self) -> None:
-        """Wait for all hand-overs to end, and cancel those that take too long."""
+        """Wait for all hand-overs to end, and cancel those that take longer than `SETTLE_S` seconds."""
         if self._open:
             _, left = await asyncio.wait(self._open, timeout=SETTLE_S)
             for handoff in left:

@@ -43,7 +43,7 @@ class LoadedEngine(Runner, Protocol):
 
     @property
     def adapters(self) -> AdapterSlots:
-        """The adapters that requests may name, and slots for others."""
+        """The adapter slots: those with the adapters that requests may name, and free ones."""
         ...
 
     @property
@@ -53,7 +53,7 @@ class LoadedEngine(Runner, Protocol):
 
     @property
     def kv_pages(self) -> KvPages:
-        """The KV pages that requests hold."""
+        """The page geometry: how many KV pages a request holds."""
         ...
 
     @property
@@ -63,7 +63,7 @@ class LoadedEngine(Runner, Protocol):
 
     @property
     def cost_guess(self) -> CostParameters:
-        """The predicted cost of steps on this device, before any was measured."""
+        """The predicted cost parameters of steps on this device, used until steps have been measured."""
         ...
 
     @property
@@ -73,20 +73,20 @@ class LoadedEngine(Runner, Protocol):
 
     @property
     def draft_proposer(self) -> MakeProposer | None:
-        """Makes a proposer with the trained draft weights that were loaded with the model; None if there are none."""
+        """The function that makes a proposer with the model's trained draft weights; None if none were loaded."""
         ...
 
     def begin_answer(self, history: History, grammar: str, /) -> None:
-        """Compile a grammar and advance it to an answer's newest token, before a step needs it.
+        """Compile a grammar and advance it to the newest token of an answer, before a step needs it.
 
         Raises InvalidArgument if that fails. Any thread may call it.
         """
         ...
 
     def allowed_drafts(self, history: History, grammar: str, drafts: Sequence[int], /) -> int:
-        """Return how many of the first draft tokens may follow an answer by its grammar.
+        """Return the number of leading draft tokens that the grammar allows after the answer so far.
 
-        The next step may verify those. Called on the engine thread only.
+        The next step may verify these tokens. Called on the engine thread only.
         """
         ...
 
@@ -96,6 +96,6 @@ class LoadedEngine(Runner, Protocol):
 
 
 def engine_facts(engine: LoadedEngine, layout: KVLayout) -> Facts:
-    """Return the engine's facts that the layout does not have."""
+    """Return the engine's compatibility facts, without those that `layout` states already."""
     stated = {name for name, _ in layout_facts(layout)}
     return tuple((name, value) for name, value in engine.compatibility_facts() if name not in stated)

@@ -1,10 +1,10 @@
-"""The step loop: schedule, launch, postprocess, on a thread of its own that waits only for work and for the engine.
+"""The step loop: schedule, launch, postprocess, on its own thread, which waits only for requests and for the engine.
 
 If the engine is asynchronous, a step is scheduled and launched while the previous step still runs: the schedulers plan
-with what is certain, and get a step's tokens one step late.
+it without the previous step's tokens, which they get one step late.
 
-`scheduler.py` decides what is in a step. A device can hang, and a thread that waits for a device cannot be ended: the
-watchdog abandons such a step with `give_up_stuck`, and ends the process.
+`scheduler.py` decides which rows are in a step. A device can hang, and a thread that waits for a device cannot be
+ended: the watchdog abandons such a step with `give_up_stuck`, and ends the process.
 """
 
 import threading
@@ -35,14 +35,15 @@ class _Step:
     began: float
     """The start of the step by the meter's clock."""
     scored_tokens: int
-    """The number of prompt tokens whose log probabilities are computed."""
+    """Number of prompt tokens whose log probabilities are computed."""
 
 
 class StepMeter:
     """Measures the duration of steps and fits the cost model. Engine thread only; any thread may read `parameters`.
 
-    A step that was launched while another one ran counts from the other one's results: the time between two results is
-    the time between tokens. After an idle time, a step counts from its own scheduling. Owned by the worker.
+    The time of a step that was launched while another one ran begins with the results of the other one, because the
+    time between two results is the time between tokens. After an idle time it begins with the step's own scheduling.
+    Owned by the worker.
     """
 
     def __init__(
@@ -51,16 +52,16 @@ class StepMeter:
         clock: Callable[[], float] = time.perf_counter,
         on_step: Callable[[StepWork, float, float], None] = lambda _work, _seconds, _predicted_s: None,
     ) -> None:
-        """Create the meter. `guess` is the first prediction of the costs; `clock` returns seconds.
+        """Create the meter; `guess` has the cost parameters to begin with, `clock` returns seconds.
 
-        `on_step` is called for each step with its work, the seconds it took and the seconds that were predicted.
+        `on_step` is called for each step with its work, its measured seconds and its predicted seconds.
         """
         self._fit = StepFit(guess)
         self._clock = clock
         self.on_step = on_step
         self._last_end = float("-inf")
         self._ended: list[tuple[StepWork, float]] = []
-        """Steps from which the cost model has not learned yet, each with its seconds."""
+        """Steps that the cost model has not been fitted to yet, each with its seconds."""
 
     @property
     def parameters(self) -> CostParameters:
@@ -72,13 +73,13 @@ class StepMeter:
         return StepCost(self._fit.parameters)
 
     def begin(self) -> float:
-        """Return the time, to be passed to `end`."""
+        """Return the current time, to be passed to `end`."""
         return self._clock()
 
     def end(self, work: StepWork, began: float, *, scored: bool = False) -> float:
-        """Record a step whose results are here, and return its seconds.
+        """Record a step whose results have arrived, and return its duration in seconds.
 
-        A step that scores prompts takes longer, and the cost model learns nothing from it.
+        A step that scores prompts (`scored`) takes longer, so the cost model is not fitted to it.
         """
         now = self._clock()
         seconds, self._last_end = now - max(began, self._last_end), now
@@ -97,7 +98,7 @@ class StepMeter:
 
 
 class StepLoop:
-    """Runs the engine for both schedulers until `stop`, or until a step fails with an error, passed to `on_death`.
+    """Runs the engine's steps for both schedulers until `stop`, or until a step fails; `on_death` then gets the error.
 
     Owned by the worker; it has its own thread, the engine thread.
     """
@@ -120,8 +121,8 @@ class StepLoop:
 
         `deadline_s` limits a step, from its schedule to its result; a longer step counts as stuck. `gather_s` is the
         time in seconds that an idle loop waits for more prompts before it computes the first. `publish` and `on_death`
-        are called on the loop's thread and return at once; `publish` has the event loop take a step's events and
-        tokens, and then make the calls.
+        are called on the loop's thread and return immediately. `publish` passes a step's number, events, tokens and a
+        list of calls to the event loop, which sends the events and tokens and then makes the calls.
         """
         self._runner = runner
         self._decode = decode
@@ -136,7 +137,7 @@ class StepLoop:
         self._on_death = on_death
         self._work = threading.Event()
         self._publish_lock = threading.Lock()
-        """Held while results are applied and published. A thread that returns after it was abandoned does neither."""
+        """Held while results are applied and published; an abandoned thread that continues later does neither."""
         self._busy_since: float | None = None
         self._stopping = False
         self._given_up = False
@@ -163,14 +164,14 @@ class StepLoop:
         self._work.set()
 
     def stop(self) -> None:
-        """End after the step in flight. Returns when the thread has ended or was abandoned. Idempotent."""
+        """Stop the loop after the step in flight; return when the thread has ended or was abandoned. Idempotent."""
         self._stopping = True
         self._work.set()
         while self._thread.is_alive() and not self.give_up_stuck():
             self._thread.join(_JOIN_S)
 
     def give_up_stuck(self) -> bool:
-        """Abandon a step that exceeds the deadline, and return True if one does.
+        """Abandon the step in flight if it exceeds the deadline; return True if a step was abandoned, now or before.
 
         The step and the thread publish nothing from then on. The memory that the step may still write to must not be
         used again. Any thread may call it.
@@ -202,21 +203,18 @@ class StepLoop:
             self._busy_since = None
 
     def _begin(self) -> bool:
-        """Note the start of an iteration, and return True if the loop continues."""
+        """Record the start of an iteration, and return True if the loop continues."""
         with self._publish_lock:
             self._busy_since = time.monotonic()
             return not self._stopping
 
     def _gather(self) -> None:
-        """Let the first prompt of a burst wait some milliseconds for the others, if no request decodes.
-
-        They then share a step.
-        """
+        """Wait `gather_s` seconds if a prompt is queued and no request decodes, so that a burst shares a step."""
         if self._gather_s > 0.0 and self._prefill.queue.length and not self._decode.running_requests():
             time.sleep(self._gather_s)
 
     def _step(self) -> bool:
-        """Launch a step and postprocess the one that has ended. Returns False if there was nothing to do."""
+        """Launch a step and postprocess the one that has ended; return False if there was neither."""
         launched = finished = self._launch()
         if self._runner.asynchronous:
             finished, self._running = self._running, launched
@@ -225,7 +223,7 @@ class StepLoop:
         return launched is not None or finished is not None
 
     def _launch(self) -> _Step | None:
-        """Launch the next step with the rows of both phases, if there are any."""
+        """Launch the next step with the rows of both phases; return None if there are no rows."""
         began = self._meter.begin()
         planned = self._scheduler.plan()
         if planned is None:
@@ -234,9 +232,10 @@ class StepLoop:
         return _Step(self._runner.launch(batch), planned.work, began + planned.drafting_s, batch.scored_tokens)
 
     def _postprocess(self, step: _Step, *, waited: bool) -> None:
-        """Pass a step's results to the schedulers and publish them. If `waited`, launch the next step in between.
+        """Pass a step's results to the schedulers and publish them.
 
-        `waited` says that no step was launched before, because its plan needed these results.
+        With `waited`, no step was launched before, because its plan needs these results; it is then launched before
+        they are published.
         """
         result = step.result()
         seconds = self._meter.end(step.work, step.began, scored=step.scored_tokens > 0)

@@ -1,10 +1,10 @@
 """The output of a worker: one stream of events for each router.
 
 The engine thread publishes the events of each step. On the event loop they are sorted by router, and the streams send
-them. A stream that is slower than the steps sends several of them as one message.
+them. A stream that is slower than the steps sends the events of several steps as one message.
 
-Changes of the prefix cache are sent to the routers that want them, in numbered batches. A stream that is much too slow
-loses some batches, which its router notices by the numbers.
+Changes of the prefix cache are sent to the routers that request them, in numbered batches. A stream that is much too
+slow loses some batches, which its router notices by the numbers.
 
 A router's requests live no longer than its stream. When the stream ends, or when no stream is attached within
 `attach_grace_s` seconds of a router's first request, `on_gone` is called.
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 PREFIX_BATCHES_MAX = 64
-"""The most batches of prefix changes that wait in one stream; if there are more, the oldest is lost."""
+"""Maximum number of batches of prefix changes that wait in one stream; beyond it the oldest batch is lost."""
 
 Snapshot = Callable[[tuple[RequestEvent, ...], tuple[PrefixChanges, ...], tuple[StepTokens, ...]], StepOutput]
 
@@ -32,7 +32,7 @@ class OutputStream:
     """The events and tokens that wait to be sent to one router. Made by `OutputStreams`; used on the event loop."""
 
     def __init__(self, router_id: str, snapshot: Snapshot, *, prefixes: bool = False) -> None:
-        """Create the stream. `prefixes` is True if the router wants the changes of the prefix cache."""
+        """Create the stream; `prefixes` is True if the router has requested the changes of the prefix cache."""
         self.router_id = router_id
         self.pending: list[RequestEvent] = []
         self.tokens: list[StepTokens] = []
@@ -45,14 +45,14 @@ class OutputStream:
         self._changed = asyncio.Event()
 
     def add(self, event: RequestEvent) -> None:
-        """Append an event after everything that waits."""
+        """Append an event after all waiting events and tokens."""
         for some in self.tokens:
             self.pending.extend(some.events())
         self.tokens.clear()
         self.pending.append(event)
 
     def wake(self) -> None:
-        """Send what waits."""
+        """Make the stream send a message with all waiting events and tokens."""
         self._changed.set()
 
     def close(self) -> None:
@@ -86,8 +86,8 @@ class OutputStreams:
     ) -> None:
         """Create the streams of a worker that no router is attached to.
 
-        `on_gone(router_id)` aborts the router's requests and returns the events that a stream that replaces the lost
-        one must send. `changes` returns the next batch of changes of the prefix cache, or None.
+        `on_gone(router_id)` aborts the router's requests and returns an event for each; a stream that replaces the lost
+        one must send these events. `changes` returns the next batch of changes of the prefix cache, or None.
         """
         self._events = events
         self._load = load
@@ -106,16 +106,16 @@ class OutputStreams:
             stream.wake()
 
     def expect(self, router_id: str) -> None:
-        """Keep the events of a router whose request arrives, for the stream that must be attached soon."""
+        """Collect the events of a router whose request arrives, until the router attaches to its stream."""
         if router_id not in self._streams:
             stream = self._streams[router_id] = OutputStream(router_id, self._snapshot)
             self._events.call_later(self._attach_grace_s, self._lose_unattached, stream)
 
     def attach(self, router_id: str, *, prefixes: bool = False) -> OutputStream:
-        """Return the stream of one router.
+        """Attach a router to its stream, and return the stream.
 
-        A second attach ends the first stream and aborts its requests: the router gets an event for each on the new
-        stream.
+        A second attach ends the first stream and aborts its requests: the router gets an event for each request on the
+        new stream.
         """
         known = self._streams.get(router_id)
         stream = OutputStream(router_id, self._snapshot, prefixes=prefixes)
@@ -139,7 +139,7 @@ class OutputStreams:
         stream.close()
 
     def close(self) -> None:
-        """End every stream once it has sent what is pending; later streams end at once."""
+        """End every stream once it has sent all pending events and tokens; streams attached later end as well."""
         self._closed = True
         for stream in self._streams.values():
             stream.close()
@@ -155,10 +155,10 @@ class OutputStreams:
         tokens: Sequence[RoutedTokens] = (),
         then: Sequence[Callable[[], None]] = (),
     ) -> None:
-        """Pass a step's events and tokens to the event loop, which then makes the calls. Called on the engine thread.
+        """Pass a step's events and tokens to the event loop, which then makes the calls `then`.
 
-        The function never waits. It wakes the event loop once: with two wake-ups, the event loop could write messages
-        while the engine thread waits to make the second.
+        Called on the engine thread. The function never waits. It wakes the event loop only once: with two wake-ups, the
+        event loop could write messages while the engine thread waits to make the second one.
         """
         self._events.call_soon_threadsafe(self._take_step, step, events, tokens, then)
 
@@ -178,7 +178,7 @@ class OutputStreams:
             stream = self._streams.get(some.router_id)
             if stream is not None:
                 stream.tokens.append(some.tokens)
-        # Messages are written after what the end of the step starts: hand-overs post their last pages first.
+        # Messages are written after the calls `then`: hand-overs post their last pages first.
         self._events.call_soon(self._send_step)
         call_all(then)
 

@@ -1,4 +1,4 @@
-"""The schedulers of both phases of a worker together: their limits, their requests, and their end."""
+"""The schedulers of both phases of a worker: operations that concern both of them."""
 
 import logging
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from tandem.worker.config import WorkerConfig
 log = logging.getLogger(__name__)
 
 ENGINE_LOST = "has lost its engine"
-"""The reason with which new requests are refused after the engine was lost."""
+"""The reason for which new requests are rejected after the engine was lost."""
 
 
 class PhaseSchedulers:
-    """Applies to both schedulers what is requested of the worker.
+    """Both schedulers of a worker; each operation applies to both of them.
 
     The schedulers own their requests and pages. Owned by the worker and called on the event loop.
     """
@@ -61,25 +61,25 @@ class PhaseSchedulers:
         )
 
     def batch_limit(self, role: Role) -> int:
-        """Return the most requests that decode in one step in this role."""
+        """Return the maximum number of requests in a decode step for this role."""
         return decode_batch(role, self._engine)
 
     def resize(self, role: Role) -> None:
-        """Adapt the decode limits to a role: prompts of an open prefill phase need pages as well."""
+        """Adapt the limits of decode to a role: if the prefill phase is open, its prompts need pages as well."""
         self.decode.limit(self.batch_limit(role))
         self.admission.limit(decode_pages(role, self._pages, self._longest))
 
     @property
     def not_ready(self) -> str:
-        """The reasons why either phase accepts nothing at present, empty if both do."""
+        """The reasons why phases accept no requests at present; empty if both accept requests."""
         return "; ".join(why for why in (self.admission.not_ready, self.prefill.not_ready) if why)
 
     def open_requests(self) -> int:
-        """Return the number of requests that either phase knows. A request in both counts twice."""
+        """Return the number of requests of both phases. A request that both phases know counts twice."""
         return self.prefill.known_requests() + self.admission.open_requests
 
     def refs(self) -> list[tuple[str, RequestRef]]:
-        """Return the requests with their routers. A request that both phases know comes twice."""
+        """Return the requests of both phases with their routers. A request that both phases know is listed twice."""
         return [*self.prefill.refs(), *self.admission.refs()]
 
     def adapters(self) -> set[str]:
@@ -110,11 +110,11 @@ class PhaseSchedulers:
             self.router_gone(router_id)
 
     def engine_gone(self, reason: TandemError) -> list[RoutedEvent]:
-        """Reject new requests and abandon those of launched steps; return the events for their routers."""
+        """Reject new requests and abandon the launched steps; return failure events for the requests of these steps."""
         self.close(ENGINE_LOST)
         lost = set(self.refs()).intersection(self.abandon())
         return [RoutedEvent(router_id, failure_event(ref, reason)) for router_id, ref in lost]
 
     def abandon(self) -> list[tuple[str, RequestRef]]:
-        """Abandon launched steps, none of which will end, and return their requests with their routers."""
+        """Abandon the launched steps, which will never complete; return their requests with their routers."""
         return [*self.prefill.abandon(), *self.decode.abandon()]

@@ -68,7 +68,7 @@ class WorkerProcess:
         self._stopping = threading.Lock()
 
     def start(self, progress: Progress | None = None) -> WorkerInfo:
-        """Load the model, listen, begin to step, and register. Returns once the worker takes requests.
+        """Load the model, listen, start the step loop, and register; return once the worker takes requests.
 
         Raises ModelError, InvalidArgument, FailedPrecondition or Unavailable, whose message says what to change. If the
         start fails, nothing is left behind.
@@ -93,9 +93,9 @@ class WorkerProcess:
         return info
 
     def wait(self) -> None:
-        """Return when the process was stopped.
+        """Wait until the process was stopped or drained.
 
-        Raises what `start` raised, or Internal or StaleEpoch if the process had to end.
+        Raises the error of `start`, or Internal or StaleEpoch if the process had to end.
         """
         self._ended.result()
 
@@ -112,13 +112,13 @@ class WorkerProcess:
 
     @property
     def silent_s(self) -> float:
-        """The seconds since a controller was last connected; infinite before the first."""
+        """Seconds since a controller was last connected; infinite before the first connection."""
         return math.inf if self._controller is None else self._controller.silent_s
 
     async def works(self) -> None:
-        """Return when the worker's event loop has checked that the device makes progress.
+        """Return once the worker's event loop has checked that the device makes progress.
 
-        The check ends a worker whose device hangs. Returns at once if the worker has ended. May be called from any
+        The check ends a worker whose device hangs. Returns immediately if the worker has ended. May be called from any
         event loop except the worker's own.
         """
         if not self._ended.done():
@@ -135,15 +135,15 @@ class WorkerProcess:
         self._call(self._controller.change_controller(controller_address))
 
     def drain(self, grace_s: float) -> int:
-        """Accept nothing new, wait for running requests, and leave the cluster.
+        """Reject new requests, wait for running requests, and leave the cluster.
 
-        Returns how many requests others have to finish after `grace_s` seconds. Then `wait` returns: a drained worker
-        has left for good, and its owner stops it.
+        Returns the number of requests that have not ended after `grace_s` seconds; other workers continue them. Then
+        `wait` returns: a drained worker does not serve again, and its owner stops it.
         """
         return self._call(self._drain(grace_s))
 
     def stop(self) -> None:
-        """End now and abort running requests. Idempotent; may be called from any thread except the event loop's."""
+        """Stop now and abort running requests. Idempotent; may be called from any thread except the event loop's."""
         with self._stopping:
             if self._thread.is_alive():
                 self._call(self._close(), STOP_S)
@@ -251,7 +251,7 @@ class WorkerProcess:
         await self._events.shutdown_default_executor()
 
     def _why_not(self, error: BaseException) -> TandemError:
-        """Return the reason why the start failed."""
+        """Return the error with which the start failed, as a TandemError."""
         if isinstance(error, TandemError):
             return error
         return Internal(f"worker {self._me.worker_id} failed to start: {first_line(error)}")

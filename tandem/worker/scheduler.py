@@ -1,7 +1,7 @@
 """Plans the next step with the rows of both phases and passes its results to them, without a clock or a device.
 
-The owner of an engine, real or simulated, requests a plan, runs it and passes the output to `apply`; it may also
-request the next plan before that.
+The owner of an engine, real or simulated, requests a plan, runs it and passes the output to `apply`. It may request the
+next plan before it calls `apply`.
 """
 
 import math
@@ -22,12 +22,12 @@ from tandem.worker.step_policy import StepPolicy
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The rows of a step, at least one. The first `work.decode_rows` belong to the decode phase."""
+    """A planned step with at least one row; its first `work.decode_rows` rows belong to the decode phase."""
 
     batch: StepBatch
     work: StepWork
     drafting_s: float = 0.0
-    """Seconds that proposing draft tokens took while the step was planned."""
+    """Seconds that the proposal of draft tokens took during planning."""
 
 
 class StepScheduler:
@@ -89,7 +89,7 @@ class StepScheduler:
         return StepPlan(StepBatch(prefill_rows, decode_rows), step_work(decode_rows, prefill_rows), drafting_s)
 
     def _bounds(self, targets: Sequence[float]) -> StepBounds | None:
-        """Return the bounds of a step with draft tokens; None if prompts wait, which use the rest of the step."""
+        """Return the limits of a step with draft tokens; None without speculation, or while prompts wait."""
         if self._decode.speculation is None or self._prefill.queue.length:
             return None
         cost = self._cost()
@@ -97,10 +97,10 @@ class StepScheduler:
         return StepBounds(cost, seconds, self._max_step_tokens)
 
     def apply(self, work: StepWork, output: ModelRunnerOutput) -> tuple[Sequence[RoutedEvent], DecodedStep | None]:
-        """Pass the output of the oldest plan that was not applied to both schedulers.
+        """Pass the output of a step to both schedulers; steps are passed in the order of their plans.
 
         Returns the events for the routers, and the decode rows with the tokens of all requests without an event, or
-        None if no request decoded. The caller delivers `PrefillScheduler.take_updates` after them.
+        None if no request decoded. Afterwards the caller delivers the updates of `PrefillScheduler.take_updates`.
         """
         decoded, prefilled = output.split(work.decode_rows)
         step = self._decode.apply(decoded.token_ids, decoded.logprobs) if work.decode_rows else None
@@ -111,25 +111,28 @@ class StepScheduler:
 
 
 class BatchGrowth:
-    """Limits the decode batch so that the inter-token targets of all its requests are kept.
+    """Limits the size of the decode batch so that the inter-token targets of all its requests are met.
 
-    Requests beyond the limit wait with their KV until others end, oldest first. Routers place requests by the same
-    costs and should not have sent them: this is the last line of defense.
+    Requests beyond the limit wait with their KV until others end; the oldest continues first. Routers, which place
+    requests by the same cost model, should not have sent them: the limit is the last line of defense.
     """
 
     def __init__(self, cost: Callable[[], StepCost], itl_target_s: float | None) -> None:
-        """Create the limit; `cost` returns the newest fit. Without a target here or of a request, there is no limit."""
+        """Create the limit; `cost` returns the newest fit of the cost model.
+
+        There is no limit if neither `itl_target_s` nor a request sets a target.
+        """
         self._cost = cost
         self.target_s = itl_target_s
         self._context = 0.0
         """Mean context tokens of a row in the newest step that had rows."""
 
     def rows(self, running: StepWork, most: int, targets: Sequence[float] = ()) -> int:
-        """Return the rows that the next step may have: at least those that run already, at most `most`.
+        """Return the maximum number of decode rows of the next step: at least the running rows, at most `most`.
 
-        `targets` are those of the running requests, in seconds, ascending, infinite for none. A request that joins is
-        assumed to have the mean context of the rows that run or ran last. A target that a batch of one request would
-        miss limits nothing: making all other requests wait would not meet it.
+        `targets` are the inter-token targets of the running requests in seconds, ascending; infinite = no target. A
+        request that joins is assumed to have the mean context of the rows that run or ran last. A target that even a
+        batch of one request would miss does not limit the batch, because waiting requests would not help to meet it.
         """
         if running.decode_rows:
             self._context = running.decode_context_tokens / running.decode_rows

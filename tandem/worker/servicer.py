@@ -23,7 +23,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
-    """The service `tandem.v1.Worker` over a worker. `drain` also takes the process out of the cluster."""
+    """Implements `tandem.v1.Worker` for one worker; `drain` also takes the process out of the cluster."""
 
     def __init__(self, worker: Worker, drain: Callable[[float], Awaitable[int]]) -> None:
         self._worker = worker
@@ -42,7 +42,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             yield conversion.step_output_to_proto(step)
 
     async def Reserve(self, request: worker_pb2.ReserveRequest, _context: _Context) -> worker_pb2.ReserveResponse:
-        """Make a reservation for a request and return what was granted."""
+        """Reserve KV pages for a request and return the granted lease."""
         reservation = conversion.from_proto(request, Reservation)
         await self._worker.begin_answer(reservation)
         return conversion.to_proto(self._worker.reserve(reservation), worker_pb2.ReserveResponse)
@@ -59,12 +59,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         return worker_pb2.AbortWorkResponse()
 
     async def Heartbeat(self, request: worker_pb2.HeartbeatRequest, _context: _Context) -> worker_pb2.HeartbeatResponse:
-        """Extend leases and return those that the worker does not know."""
+        """Extend leases, and return the leases that this worker does not know."""
         unknown = self._worker.admission.heartbeat([conversion.from_proto(lease, Lease) for lease in request.leases])
         return worker_pb2.HeartbeatResponse(unknown=[conversion.to_proto(lease, worker_pb2.Lease) for lease in unknown])
 
     async def Drain(self, request: worker_pb2.DrainRequest, _context: _Context) -> worker_pb2.DrainResponse:
-        """Drain the worker and return the number of requests that remain."""
+        """Drain the worker and return the number of requests that have not ended."""
         return worker_pb2.DrainResponse(remaining=await self._drain(request.grace_s))
 
     async def SetAssignment(
@@ -98,7 +98,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def ListPrefixes(
         self, _request: worker_pb2.ListPrefixesRequest, _context: _Context
     ) -> worker_pb2.ListPrefixesResponse:
-        """Return the names of all cached pages that can be reused."""
+        """Return the digests of all cached pages that can be reused."""
         return conversion.to_proto(self._worker.report.known_prefixes(), worker_pb2.ListPrefixesResponse)
 
     # ---- other workers ----
@@ -141,7 +141,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def NameDeliveries(
         self, request: worker_pb2.NameDeliveriesRequest, _context: _Context
     ) -> worker_pb2.NameDeliveriesResponse:
-        """Take the report of a prefill worker of leases whose notices were sent."""
+        """Receive a prefill worker's report of leases whose notices were sent a while ago."""
         writer = conversion.from_proto(request.prefill, PeerRef)
         self._worker.admission.delivered([conversion.from_proto(lease, Lease) for lease in request.leases], writer)
         return worker_pb2.NameDeliveriesResponse()

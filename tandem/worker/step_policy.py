@@ -1,7 +1,7 @@
 """Limits the prompt tokens of a step that has decode rows.
 
 Prompt tokens in a step delay the next token of every request that decodes in it; a prompt that waits delays its own
-first token. The limits of a step come from `tandem.cost_model.chunks.step_limit`, with which routers predict as well.
+first token. The limits come from `tandem.cost_model.chunks.step_limit`, which routers use as well to predict steps.
 """
 
 import math
@@ -28,7 +28,7 @@ Cost = Callable[[], StepCost]
 
 
 class StepPolicy:
-    """Limits the prompt tokens of each step that could have prompts, according to the worker's assignment."""
+    """Limits the prompt tokens of each step, according to the worker's assignment."""
 
     def __init__(self, assignment: Assignment, cost: Cost, max_step_tokens: int) -> None:
         self._assignment = assignment
@@ -41,9 +41,10 @@ class StepPolicy:
         """Steps without waiting prompts since the last call of `prefill_tokens`."""
 
     def prefill_tokens(self, decode_work: StepWork, waiting: WaitingPrompts, targets: Sequence[float] = ()) -> int:
-        """Return the most prompt tokens of a step with `decode_work`. The engine's own limit applies as well.
+        """Return the maximum number of prompt tokens of a step with `decode_work`.
 
-        `targets` are the longest gaps between tokens that its decoding requests tolerate, in seconds, ascending.
+        The engine's own limit applies as well. `targets` are the maximum inter-token gaps that the decoding requests
+        allow, in seconds, ascending.
         """
         self._progress.steps += self.steps_without_prompts
         self.steps_without_prompts = 0
@@ -63,9 +64,9 @@ class StepPolicy:
     def _fitting(
         self, cost: StepCost, decode_work: StepWork, waiting: WaitingPrompts, target_s: float, most: int
     ) -> int:
-        """Return the most tokens, up to `most`, whose step is predicted to take at most `target_s` seconds.
+        """Return the maximum number of prompt tokens with which a step is predicted to take at most `target_s` seconds.
 
-        The prediction grows with the tokens, so bisection finds the number.
+        The result is at most `most`. The predicted duration grows with the tokens, so the number is found by bisection.
         """
         fits, too_many = 0, min(most, waiting.tokens) + 1
         while too_many - fits > 1:
@@ -80,7 +81,8 @@ class StepPolicy:
 class _Progress:
     """Forces a chunk after `FORCED_CHUNK_INTERVAL` steps that gave waiting prompts less than the minimal chunk.
 
-    So no prompt starves, and such long steps are too few to matter at the 99th percentile of a request's gaps.
+    This way no prompt starves, and the resulting long steps are too rare to raise the 99th percentile of a request's
+    gaps.
     """
 
     def __init__(self, budget: int) -> None:
@@ -90,11 +92,11 @@ class _Progress:
         """Steps since the last step with a chunk."""
 
     def is_chunk(self, tokens: int, waiting: WaitingPrompts) -> bool:
-        """Return True if `tokens` is at least the minimal chunk, or all prompt tokens that wait."""
+        """Return True if `tokens` is at least the minimal chunk, or covers all waiting prompt tokens."""
         return tokens >= min(self._minimal_chunk, waiting.tokens)
 
     def at_least(self, tokens: int, waiting: WaitingPrompts) -> int:
-        """Count a step that would have `tokens` prompt tokens, and return how many it gets."""
+        """Count a step, and return its number of prompt tokens: `tokens`, or a forced chunk if one is due."""
         self.steps += 1
         if not waiting.prompts or self.steps <= FORCED_CHUNK_INTERVAL or self.is_chunk(tokens, waiting):
             return tokens

@@ -56,9 +56,9 @@ _GRAMMAR_THREADS = 2
 
 
 class Worker:
-    """Owns both schedulers, the loop and the streams, and ends them in `close`.
+    """Owns both schedulers, the step loop and the output streams, and ends them in `close`.
 
-    Engine and transport are used, not owned.
+    The engine and the transport are used, not owned.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class Worker:
         self._config = config
         self._events = asyncio.get_running_loop()
         self.died: asyncio.Future[BaseException] = self._events.create_future()
-        """Completes with the error when a step has failed; the process must then end."""
+        """Completes with the error of a failed step; the process must then end."""
         used = Utilization(engine.roofline, given=config.ceilings)
         self.metrics = WorkerMetrics(engine.facts.name, me.worker_id, used)
-        """The metrics of this worker. Export `worker_facts` together with them."""
+        """The metrics of this worker; export `worker_facts` together with them."""
         self._cache = PrefixCache(engine.pool, engine.kv_pages, enabled=config.prefix_cache)
         self._streams = OutputStreams(
             self._events, self._load, self._router_gone, config.attach_grace_s, self._cache.changes
@@ -101,9 +101,8 @@ class Worker:
             set_steps=loop.set_assignment,
             emit=post,
         )
-        """The assignment of this worker: its open phases and how its steps are made."""
+        """The assignment of this worker: its open phases and the settings of its steps."""
         self.adapters = WorkerAdapters(me, engine.adapters, schedulers.adapters)
-        """The adapters of this worker."""
         self._warm_ups = WarmUps(
             self.peers, lambda: self.assignment.assignment.role.prefills and not self.assignment.draining
         )
@@ -119,7 +118,6 @@ class Worker:
             assignment=self.assignment,
             watchdog=self._watchdog,
         )
-        """The report of this worker."""
 
     def start(self) -> None:
         """Start the step loop and the watchdog."""
@@ -129,9 +127,10 @@ class Worker:
     # ---- routers ----
 
     def attach(self, router_id: str, *, prefixes: bool = False) -> OutputStream:
-        """Return the stream of a router's events, with changes of the prefix cache if `prefixes`.
+        """Attach a router to its event stream, and return the stream.
 
-        The caller passes it to `detach` when the stream ends.
+        With `prefixes` the stream includes the changes of the prefix cache. The caller passes the stream to `detach`
+        when it ends.
         """
         return self._streams.attach(router_id, prefixes=prefixes)
 
@@ -140,9 +139,10 @@ class Worker:
         self._streams.detach(stream)
 
     async def begin_answer(self, work: Reservation | PrefillTask) -> History | None:
-        """Return the history of an answer that penalties or a grammar need, or None, before a step needs it.
+        """Return the token history of an answer, or None if neither penalties nor a grammar need it.
 
-        Its grammar is compiled and advanced to the newest token. Raises InvalidArgument if that fails.
+        A grammar is compiled and advanced to the newest token of the answer, before a step needs it. Raises
+        InvalidArgument if that fails.
         """
         if not work.sampling.needs_history:
             return None
@@ -152,7 +152,7 @@ class Worker:
         return history
 
     def reserve(self, reservation: Reservation) -> GrantedLease:
-        """Grant a lease to a reservation (`DecodeAdmission.reserve`).
+        """Reserve pages for a request and return the granted lease (`DecodeAdmission.reserve`).
 
         Raises InvalidArgument if no worker would accept the request, NotFound if its adapter is not loaded, and the
         errors of `DecodeAdmission.reserve`.
@@ -170,10 +170,8 @@ class Worker:
     def prefill(self, task: PrefillTask, history: History | None = None) -> None:
         """Queue a prompt for prefill (`PrefillScheduler.submit`).
 
-        `history` is what `begin_answer` returned for the task.
-
-        Raises InvalidArgument if no worker would accept the request, NotFound if its adapter is not loaded, and the
-        errors of `PrefillScheduler.submit`.
+        `history` is the result of `begin_answer` for the task. Raises InvalidArgument if no worker would accept the
+        request, NotFound if its adapter is not loaded, and the errors of `PrefillScheduler.submit`.
         """
         check_prefill(task, self.facts)
         self._schedulers.prefill.submit(task, self.adapters.number(task.adapter), history)
@@ -186,16 +184,17 @@ class Worker:
     # ---- other workers ----
 
     def peer_joined(self, info: WorkerInfo) -> None:
-        """Note that another worker serves, or has opened another phase. It may have been assumed dead before.
+        """Record that another worker serves, or has opened a further phase.
 
-        If this worker hands prompts over to it, the connection is warmed up now, and not with a user's prompt.
+        A worker that was assumed dead is accepted again. If this worker hands prompts over to it, the connection is
+        warmed up now, so that no user's prompt has to wait for it.
         """
         self.admission.peer_back(info.peer)
         self.peers.welcome(info.peer)
         self._warm_ups.add(info)
 
     def peer_gone(self, peer: PeerRef) -> None:
-        """Assume this incarnation of another worker and its earlier ones dead."""
+        """Treat this incarnation of another worker, and its earlier ones, as dead."""
         log.info("%s is gone up to incarnation %d", peer.worker_id, peer.incarnation)
         self.admission.peer_gone(peer)
         self.peers.forget(peer)
@@ -204,7 +203,10 @@ class Worker:
     # ---- the controller ----
 
     def assume(self, meant: PeerRef, assignment: Assignment, grace_s: float) -> None:
-        """Change the assignment (`WorkerAssignment.assume`). Raises StaleEpoch if another incarnation is meant."""
+        """Change the assignment (`WorkerAssignment.assume`).
+
+        Raises StaleEpoch if another incarnation of the worker is meant.
+        """
         if meant != self.me:
             raise StaleEpoch(f"{meant.worker_id}, incarnation {meant.incarnation}, is not here; look who serves now")
         self.assignment.assume(assignment, grace_s)
@@ -218,7 +220,7 @@ class Worker:
     # ---- the end ----
 
     async def drain(self, grace_s: float) -> int:
-        """Accept nothing new and wait for running requests (`WorkerAssignment.drain`)."""
+        """Reject new requests and wait for running requests (`WorkerAssignment.drain`)."""
         return await self.assignment.drain(grace_s)
 
     async def close(self) -> None:
@@ -341,8 +343,8 @@ class Worker:
     def _die(self, error: BaseException) -> None:
         """Fail the requests that the lost engine was computing, and end all streams.
 
-        The requests of launched steps fail with Internal. For all others, routers notice the end of their streams; they
-        know which of those requests still need this worker.
+        The requests of launched steps fail with Internal. For all other requests, routers notice the end of their
+        streams, and know which of these requests still need this worker.
         """
         if self.died.done():
             return

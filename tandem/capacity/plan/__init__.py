@@ -1,1 +1,1 @@
-"""The answer of `tandem plan`: workers, memory and limits for a load, from the cost model and from simulated loads."""
+"""Implements `tandem plan`: the workers and memory for a load, from the cost model and from simulated loads."""

@@ -22,7 +22,7 @@ from tandem.protocol.policy_name import PolicyName
 from tandem.settings.slo import DEFAULT_CLASSES, SloClass
 
 NEAR = 0.2
-"""Tolerated relative difference between a predicted and the measured knee."""
+"""Relative difference between a predicted and a measured knee up to which the prediction counts as correct."""
 MIXES = {"balanced": Mix(1.0, 2000, 500), "decode-heavy": Mix(1.0, 1000, 3000)}
 """The synthetic workloads of `benchmarks.strategies`."""
 STEPS = 2.0
@@ -46,16 +46,16 @@ class Compared:
 
     @property
     def near(self) -> bool:
-        """True if the prediction is within the measured range, widened by the tolerance."""
+        """True if the predicted knee is at most the fraction `NEAR` below `kept` or above `lost`."""
         return (
             self.kept * (1 - NEAR) <= self.predicted <= (float("inf") if self.lost is None else self.lost * (1 + NEAR))
         )
 
 
 def check(file: Path, machine: Hardware) -> Iterator[Compared]:
-    """Yield the comparison of each cell of the synthetic workloads.
+    """Simulate each cell of a strategy table's synthetic workloads, and yield its predicted and measured knee.
 
-    Raises InvalidArgument if `file` is not a strategy table.
+    A cell is a strategy and a service class. Raises InvalidArgument if `file` is not a strategy table.
     """
     table = _read(file)
     workers = len(table["workers"]) if isinstance(table["workers"], list) else int(table["workers"])
@@ -72,7 +72,10 @@ def check(file: Path, machine: Hardware) -> Iterator[Compared]:
 
 
 def bracket(loads: Sequence[Mapping[str, Any]], cell: str) -> tuple[float, float | None]:
-    """Return the highest rate at which the cell met its targets, and the lowest rate above it at which it did not."""
+    """Return the highest rate at which the cell met its targets, and the lowest rate above it at which it missed them.
+
+    The first is 0 if the cell met its targets at no rate; the second is None if it missed them at no higher rate.
+    """
     shares = {float(load["rate"]): load["goodput"][cell]["share"] for load in loads}
     kept = max((rate for rate, share in shares.items() if share >= KEPT), default=0.0)
     return kept, min((rate for rate, share in shares.items() if rate > kept and share < KEPT), default=None)
@@ -89,13 +92,16 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _loads(table: Mapping[str, Any]) -> dict[str, dict[str, list[Any]]]:
-    """Return the table's rows by workload; a table of a single workload has its rows at the top level."""
+    """Return the loads of each row, by workload; a table of a single workload has its rows at the top level."""
     names, loads = list(table["tables"]), table["loads"]
     return {names[0]: loads} if len(names) == 1 and names[0] not in loads else {name: loads[name] for name in names}
 
 
 def _classes(table: Mapping[str, Any]) -> list[SloClass]:
-    """Return the service classes of the cells; a strict class's ITL target is in steps of the measured cluster."""
+    """Return the service classes to compare.
+
+    A strict class's ITL target is `STEPS` decode steps of the measured cluster.
+    """
     step_s = table.get("unloaded_step_s") or table.get("unloaded_step_ms", 0.0) / 1e3
     if not step_s:
         raise InvalidArgument("--check", "the table does not say how long an unloaded step took; measure it again")
@@ -107,7 +113,7 @@ def _classes(table: Mapping[str, Any]) -> list[SloClass]:
 
 
 def _strategy(row: str, workers: int) -> Strategy | None:
-    """Return the strategy that the row's name stands for; None for unknown names."""
+    """Return the strategy named by a row of the table, such as `disaggregated-2-6`; None for unknown names."""
     if row.startswith("disaggregated-"):
         prefill, decode = (int(part) for part in row.split("-")[1:])
         return Strategy(row, Mode.DISAGGREGATED, prefill, decode)

@@ -1,4 +1,4 @@
-"""The memory of a worker's GPU: the weights of the model and of its draft model, and the KV cache that fits beside."""
+"""The memory of a worker's GPU: the weights of the model and of its draft model, and the KV cache in the rest."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Memory:
     """The memory of one worker, in bytes."""
 
     device_bytes: float
-    """Memory that the worker may use."""
+    """Memory that the worker may use, in bytes."""
     weight_bytes: float
     kv_bytes_per_token: float
     draft_weight_bytes: float = 0.0
     """Bytes of the weights of a draft model, or of EAGLE or Medusa heads."""
     draft_kv_bytes_per_token: float = 0.0
-    """KV bytes of a token in the draft model, which keeps the KV of the same tokens; 0 without a draft model."""
+    """KV bytes per token of the draft model, which stores the KV of the same tokens; 0 without a draft model."""
 
     @property
     def kv_bytes(self) -> float:
@@ -46,7 +46,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class DraftMemory:
-    """The memory of a draft model, or of heads, beside the model; zero without either."""
+    """The memory that a draft model, or draft heads, takes in addition to the model's; zero without either."""
 
     weight_bytes: int = 0
     model: ModelSpec | None = None
@@ -54,15 +54,15 @@ class DraftMemory:
 
     @classmethod
     def of(cls, folder: Path, model: ModelSpec) -> DraftMemory:
-        """Return the memory of the draft weights in `folder`, in bfloat16 on a GPU."""
+        """Return the memory of the draft model or draft heads in `folder`, in bfloat16 on a GPU."""
         config = EngineConfig(folder, dtype="bfloat16", draft=folder)
         weights = draft_bytes(config, model, torch.bfloat16, torch.device("cuda"))
         return cls(weights, drafting_model(folder, model))
 
     def kv_bytes_per_token(self, demand: Demand) -> float:
-        """Return the KV bytes of a token in the draft model."""
+        """Return the draft model's KV bytes per token of a mean request; 0 without a draft model."""
         return 0.0 if self.model is None else kv_bytes_per_held_token(self.model, demand.kv_tokens)
 
 
 NO_DRAFT_MEMORY = DraftMemory()
-"""The memory of drafts if there are none, or if a proposer without weights looks them up."""
+"""The memory without draft weights: speculative decoding is off, or proposes n-grams."""

@@ -1,4 +1,4 @@
-"""The input of `tandem plan`, and the parts of its answer that need no simulation."""
+"""The input of `tandem plan`, and the parts of its output that need no simulation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tandem.protocol.errors import InvalidArgument
 from tandem.settings.planner import Limits, Range
 
 WORKER = EngineConfig(Path("model"))
-"""The settings of the planned workers: the defaults."""
+"""The default worker settings, which all planned workers have."""
 WORKERS_MAX = 1024
 _HELPS = "more workers do not help: relax the target, or take a faster --gpu or a smaller model"
 
@@ -52,15 +52,15 @@ class Question:
     demand: Demand
     targets: LatencyTargets
     workers: int | None = None
-    """Number of workers; None = the fewest that leave headroom."""
+    """Number of workers; None = the smallest number that leaves headroom."""
     cost: CostParameters | None = None
-    """Fitted step costs; None = the device's roofline."""
+    """Fitted step costs; None = those of the device's roofline."""
     kv_element_bytes: float = ITEM_BYTES
     """Bytes of one KV element, including its share of a quantization scale."""
     draft: DraftMemory = NO_DRAFT_MEMORY
-    """The memory of the draft model's weights or of the heads."""
+    """The memory of the draft model or of the draft heads."""
     drafting: Drafting | None = None
-    """The drafts of simulated workers; None = no speculative decoding."""
+    """Speculative decoding in the simulated workers; None = without it."""
 
     @property
     def costs(self) -> CostParameters:
@@ -74,7 +74,10 @@ class Question:
 
     @property
     def draft_step_ratio(self) -> float:
-        """The time of a draft model's step ÷ that of the model's, for one request, by the roofline; 0 without one."""
+        """The duration of a draft model's decode step of one request ÷ that of the model's, by the roofline.
+
+        It is 0 without a draft model.
+        """
         if self.draft.model is None:
             return 0.0
         context = round(self.demand.context_tokens)
@@ -94,7 +97,10 @@ class Question:
         return Memory(device_bytes, weights, a_token, draft.weight_bytes, draft.kv_bytes_per_token(self.demand))
 
     def quantized_forms(self) -> Iterator[Quantized]:
-        """Yield the model with weights, KV or both in 8 bits, as far as they are wider now, with step costs."""
+        """Yield the model with 8-bit weights, with 8-bit KV and with both, with their step costs by the roofline.
+
+        Weights and KV that are already quantized are left out.
+        """
         packed = None if self.model.quantization else quantized_at_load(self.model, Codes.INT8)
         kv = self._narrower_kv()
         for name, model, element_bytes in (
@@ -107,7 +113,10 @@ class Question:
                 yield Quantized(name, self._memory(model, element_bytes), self.predicted_costs, after)
 
     def _narrower_kv(self) -> float | None:
-        """Return the bytes of an 8-bit KV element; None if the KV is as narrow already or 8-bit KV is unsupported."""
+        """Return the bytes of an 8-bit KV element.
+
+        Returns None if the KV is already that narrow, or if 8-bit KV is unsupported.
+        """
         try:
             found = kv_element_bytes(self.model, "int8")
         except InvalidArgument:
@@ -122,7 +131,7 @@ class Question:
 
     @property
     def sizing(self) -> Sizing:
-        """The sizing for this demand."""
+        """The demand and workers of this kind, for finding their number and their split."""
         return Sizing(self.demand, self.targets, self.facts, self.facts)
 
     @property
@@ -140,7 +149,7 @@ class Question:
         return memory.kv_tokens >= self.demand.kv_tokens
 
     def _what_fits(self) -> str:
-        """Return a sentence: the quantizations and GPUs with which a request fits, and how many GPUs it would take."""
+        """Return a sentence for an error: a quantization or GPU with which a request fits, and the GPUs it takes."""
         kv = self._narrower_kv()
         fitting = [
             " ".join([f"--quantization {codes}"] * (model is not self.model) + ["--kv-cache-dtype int8"] * narrow)
@@ -161,14 +170,17 @@ class Question:
         return f"{words}; as it is, it takes {gpus} of these GPUs, and a worker has one"
 
     def _weight_forms(self) -> Iterator[tuple[str, ModelSpec]]:
-        """Yield the model as it is and, if it is not quantized, with weights in 8 and in 4 bits."""
+        """Yield the model as it is and, if it is not quantized, with 8-bit and with 4-bit weights.
+
+        Each comes with its `--quantization`, "" for the model as it is.
+        """
         yield "", self.model
         if self.model.quantization is None:
             for codes in (Codes.INT8, Codes.INT4):
                 yield codes.value, quantized_at_load(self.model, codes)
 
     def check(self) -> None:
-        """Check the input. Raises InvalidArgument for a load that no number of workers can serve."""
+        """Check the input. Raises InvalidArgument if no number of workers can serve the load within its targets."""
         demand, memory = self.demand, self.memory
         if not self._fits(memory):
             weights = (memory.weight_bytes + memory.draft_weight_bytes) / GIB
@@ -190,9 +202,9 @@ class Question:
             raise InvalidArgument("--slo-ttft", f"{message}; {_HELPS}")
 
     def split(self) -> Split:
-        """Return the best split of the given workers, or the smallest one that leaves headroom.
+        """Return the best split of the given number of workers or, without a number, the smallest split with headroom.
 
-        One worker does both.
+        A single worker does both prefill and decode.
         """
         if self.workers is not None:
             found = self.sizing.best(self.workers, Limits(), shared=self.workers == 1)

@@ -1,4 +1,4 @@
-"""The speedup that speculative decoding would have, by the cost model, and the options that describe the drafts."""
+"""The speedup that the cost model predicts for speculative decoding, and the options that describe the draft tokens."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ OPTION = "--speculate"
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """The drafts that each request has in every step."""
+    """Draft tokens as every request has them in every step: their number, acceptance probability and cost."""
 
     acceptance: float
-    """The probability that a draft token is accepted if those before it were, 0 to 1."""
+    """Probability, 0 to 1, that a draft token is accepted, given that all earlier tokens of the draft were."""
     drafts: int
     cost: float
-    """The time to propose one draft token ÷ that of a decode step of one request."""
+    """Time to propose one draft token ÷ time of a decode step of one request."""
 
     @classmethod
     def parse(cls, text: str, cost: float = 0.0) -> Drafting:
-        """Parse "acceptance,drafts,cost", where `cost` is the default of the third.
+        """Parse "acceptance,drafts,cost"; without the third number, the cost is `cost`.
 
-        Raises InvalidArgument for other text.
+        Raises InvalidArgument for other text and for numbers out of range.
         """
         try:
             acceptance, drafts, given = (text if text.count(",") > 1 else f"{text},{cost}").split(",")
@@ -49,22 +49,22 @@ class Drafting:
 
     @property
     def tokens(self) -> float:
-        """The expected tokens of a request in a step: 1 + α + … + α^k = (1 - α^(k+1)) / (1 - α), for k = `drafts`."""
+        """Expected tokens of a request per step: 1 + α + … + α^k = (1 - α^(k+1)) / (1 - α), for k = `drafts`."""
         return 1 + sum(self._survival(self.drafts))
 
     def _survival(self, drafts: int) -> list[float]:
         return Acceptance(prior=self.acceptance).survival(DraftSource(ProposerName.DRAFT_MODEL), drafts)
 
     def simulated(self, cost: StepCost, context: int) -> Drafts:
-        """Return these drafts for simulated workers whose steps cost `cost`."""
+        """Return the drafts of simulated workers whose steps cost `cost`; a request's context has `context` tokens."""
         return Drafts(self.acceptance, self.drafts, self.cost * cost.decode_step_seconds(1, context))
 
     def speedup(self, cost: StepCost, batch: int, context: int) -> float:
-        """Return tokens per second with drafts ÷ those without, in steps of `batch` requests of `context` tokens each.
+        """Return tokens per second with draft tokens ÷ those without, for `batch` requests of `context` tokens each.
 
         Workers predict the speedup with the same `DraftCosts`. Attention reads the KV of a request once for all its
-        rows. Requests have fewer drafts where a step would have more than ROWS_MAX rows; if none are left, the speedup
-        is 1.
+        rows. Requests have fewer draft tokens if the step would otherwise have more than ROWS_MAX rows; if none are
+        left, the speedup is 1.
         """
         drafts = min(self.drafts, ROWS_MAX // batch - 1)
         if drafts < 1:
@@ -75,9 +75,10 @@ class Drafting:
         return seconds / (seconds - costs.count(self._survival(drafts), kv_read_once=True).saved_s)
 
     def break_even(self, cost: StepCost, context: int) -> int:
-        """Return the batch from which on drafts never pay; at most ROWS_MAX, where steps have none.
+        """Return the smallest batch size at and above which draft tokens never raise the throughput; at most ROWS_MAX.
 
-        They may not pay for smaller batches either: a step that verifies drafts has a cost of its own.
+        Steps of ROWS_MAX requests have no draft tokens. Below the returned size draft tokens may not raise the
+        throughput either, because a step that verifies them has an additional fixed cost.
         """
         paying = (batch for batch in range(1, ROWS_MAX) if self.speedup(cost, batch, context) > 1)
         return 1 + max(paying, default=0)

@@ -1,4 +1,4 @@
-"""Short simulated loads for `tandem plan`: the knee of each strategy, and its results at the planned load."""
+"""Short simulated loads for `tandem plan`: the knee of each strategy, and its latencies at the planned load."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tandem.settings.slo import SloClass
 SIMULATED_MAX = 8
 """Maximum number of simulated workers; larger clusters are scaled in proportion."""
 GUESSED = 0.8
-"""Fraction of the maximum rate by the cost model at which the search for the knee begins."""
+"""The search for the knee starts at this fraction of the maximum rate that the cost model predicts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The result of one strategy. `knee` None = not even a small load meets the targets."""
+    """The simulated result of one strategy; `knee` is None if even a small load misses the targets."""
 
     strategy: Strategy
     times: float
-    """Number of planned workers for each simulated one."""
+    """Number of planned workers per simulated worker."""
     knee: LoadFigures | None
     asked: LoadFigures
 
@@ -36,7 +36,7 @@ class Found:
 
 
 def trials(question: Question, split: Split) -> Iterator[Found]:
-    """Yield the result of one strategy after the other."""
+    """Simulate each strategy, and yield its knee and its result at the planned load."""
     demand, targets = question.demand, question.targets
     slo = SloClass("plan", ttft_s=targets.ttft_s, itl_s=targets.gap_s)
     workers = min(split.workers, SIMULATED_MAX)

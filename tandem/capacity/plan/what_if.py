@@ -1,4 +1,4 @@
-"""The load that a cluster could take if its model or KV were quantized, by the cost model."""
+"""The load that a cluster could serve if its model or KV were quantized, by the cost model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem.settings.planner import Limits
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change and the load that it allows: `rate` times the current one, with the best split of the same workers."""
+    """A change, and the load that it allows with the best split of the same workers: `rate` times the current load."""
 
     name: str
     rate: float
@@ -24,25 +24,25 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """The same model or KV in fewer bits: the memory of its workers, and how their step costs change."""
+    """A model with weights or KV in fewer bits: the memory of its workers, and how their step costs change."""
 
     name: str
     memory: Memory
     before: CostParameters
-    """Step costs by the roofline with the current bits."""
+    """Step costs by the roofline with the current number of bits."""
     after: CostParameters
-    """Step costs by the roofline with fewer bits."""
+    """Step costs by the roofline with the smaller number of bits."""
 
 
 def changes(sizing: Sizing, split: Split, forms: Iterable[Quantized]) -> Iterator[Change]:
-    """Yield, for each quantized form, the load that it allows."""
+    """Yield one change for each quantized form: the load that it allows, and the best split for it."""
     for form in forms:
         other = replace(sizing, prompts=_quantized(sizing.prompts, form), answers=_quantized(sizing.answers, form))
         yield _change(form.name, sizing, other, split)
 
 
 def _quantized(facts: WorkerFacts, form: Quantized) -> WorkerFacts:
-    """Return the facts of quantized workers: each cost coefficient changes by the ratio that the roofline predicts."""
+    """Return the costs and capacity of quantized workers: each cost coefficient changes by the roofline's ratio."""
     smaller = replace(
         facts.cost,
         **{

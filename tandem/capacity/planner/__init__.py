@@ -1,1 +1,1 @@
-"""The planner: a pure policy for the number of workers per role, without I/O and without a clock."""
+"""The planner: decides the number of workers per role, with no I/O and no clock."""

@@ -1,4 +1,4 @@
-"""The planner's state between windows, and its decisions."""
+"""The planner's decisions, and the state that it keeps between windows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tandem.capacity.planner.load_ratio import LoadRatio
 
 
 class Direction(StrEnum):
-    """The direction of a change."""
+    """The kind of change that the planner makes: move a worker to the other role, or add or remove workers."""
 
     NONE = "none"
     TO_PREFILL = "to_prefill"
@@ -21,7 +21,7 @@ class Direction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The number of workers by role; in a cluster whose workers do both, all of them are `shared`."""
+    """The number of workers by role; if all workers do both prefill and decode, all are `shared`."""
 
     prefill: int = 0
     decode: int = 0
@@ -40,29 +40,29 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The policy's state between windows. Times are counted in windows."""
+    """The state that the policy keeps between windows; times are counted in windows."""
 
     demand: Demand | None = None
     running: float = 0.0
-    """Decoding requests at the end of the last window."""
+    """Number of decoding requests at the end of the last window."""
     prefill_scale: float = 1.0
     decode_scale: float = 1.0
     wanted: Direction = Direction.NONE
     windows: int = 0
-    """The number of consecutive windows that wanted the direction `wanted`."""
+    """Number of consecutive windows that recommended a change in the direction `wanted`."""
     since: int = 1 << 16
-    """Windows since the last change of workers or swing of the demand."""
+    """Windows since the last change of the split or sudden change of the demand."""
     acted: int = 1 << 16
-    """Windows since the last change of workers."""
+    """Windows since the last change of the split."""
     rest: int = 0
-    """Windows until the next change is allowed."""
+    """Number of windows before another change is allowed."""
     last: Direction = Direction.NONE
-    """The direction of the last change."""
+    """The direction of the last change; `NONE` = there was no change yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The wanted split, and the direction of the change to make now; `NONE` = no change."""
+    """The recommended split, and the direction of the change to make now; `NONE` = no change."""
 
     split: Split
     change: Direction

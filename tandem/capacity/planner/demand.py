@@ -7,7 +7,7 @@ from tandem.cost_model.step_cost import StepCost
 from tandem.cost_model.step_work import StepWork, chunk_pairs
 
 LENGTH_CV2 = 1.0
-"""Squared coefficient of variation of prompt lengths if only the mean is known: 0.9 for lognormal with sigma 0.8."""
+"""Squared coefficient of variation that is assumed of prompt lengths: 0.9 for lognormal lengths with sigma 0.8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,10 @@ class LatencyTargets:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Requests per second and the mean tokens of each. `cached` is the fraction of prompt tokens in prefix caches."""
+    """A load: requests per second, and their mean lengths in tokens.
+
+    `cached` is the fraction of prompt tokens whose KV is in prefix caches.
+    """
 
     per_s: float
     prompt_tokens: float
@@ -35,7 +38,7 @@ class Demand:
     cached: float = 0.0
 
     def towards(self, newest: "Demand", part: float) -> "Demand":
-        """Return the demand moved by the fraction `part` towards `newest`.
+        """Return a weighted mean of this demand and `newest`, which has the weight `part`.
 
         Rates of requests and of tokens are averaged; mean lengths follow from them.
         """
@@ -50,7 +53,10 @@ class Demand:
         return Demand(per_s, prompts / per_s, answers / per_s, 1 - computed / prompts if prompts else 0.0)
 
     def differs(self, other: "Demand") -> float:
-        """Return the larger of the log ratios of prompt and of output token rates: 0 = equal, 1 = a factor of e."""
+        """Return the difference of two demands: the larger |log ratio| of computed prompt and output tokens per second.
+
+        0 = equal, 1 = a factor of e.
+        """
         return max(
             abs(math.log(max(mine, 1e-9) / max(theirs, 1e-9)))
             for mine, theirs in (
@@ -66,18 +72,18 @@ class Demand:
 
     @property
     def context_tokens(self) -> float:
-        """Mean number of context tokens that a decode row attends to, over the life of a request."""
+        """Mean number of context tokens that a request's decode row attends to, over all its steps."""
         return self.prompt_tokens + self.answer_tokens / 2
 
     @property
     def kv_tokens(self) -> float:
-        """KV tokens of a request when it ends."""
+        """Number of tokens whose KV a request holds when it ends."""
         return self.prompt_tokens + self.answer_tokens
 
     def prompt_seconds(self, cost: StepCost, chunk_tokens: int) -> float:
-        """Return the device seconds of a mean prompt if prefill steps are full, with `chunk_tokens` tokens each.
+        """Return the device seconds of a mean prompt if steps of `chunk_tokens` tokens are shared by several prompts.
 
-        A prompt takes its share of the seconds of full steps, and the seconds of its own attention pairs.
+        The prompt is charged for its share of the tokens of these steps, and for its own attention pairs.
         """
         tokens = self.computed_tokens
         if tokens <= 0:
@@ -88,7 +94,7 @@ class Demand:
         return steps * cost.seconds(StepWork(prefill_tokens=chunk_tokens, prefill_pairs=pairs / steps))
 
     def lone_prompt_seconds(self, cost: StepCost, chunk_tokens: int) -> float:
-        """Return the device seconds of a mean prompt that is computed alone, in chunks of `chunk_tokens` tokens."""
+        """Return the device seconds of a mean prompt that shares no step, in chunks of `chunk_tokens` tokens."""
         tokens = int(self.computed_tokens)
         pairs = chunk_pairs(tokens, int(self.prompt_tokens) - tokens)
         return cost.prefill_seconds(tokens, pairs, max(1, chunk_tokens))[0] if tokens > 0 else 0.0

@@ -1,9 +1,9 @@
-"""Load ratio: a demand over the capacity of a number of workers; at 1 the latency targets can just be met.
+"""The load ratio: a demand ÷ the capacity of a number of workers; at 1 the latency targets can just be met.
 
-Prefill is a pool of equal servers with one queue. Nine in ten first tokens must come in time, so the pool's maximum
-utilization falls with fewer and slower workers (Sakasegawa, An approximation formula L_q = αρ^β/(1-ρ), 1977, with an
-exponential tail). Decode steps grow with their rows, and the inter-token target, the KV cache and the batch limit bound
-the number of rows. Workers that do both divide each step between prefill and decode.
+Prefill is modelled as a pool of equal servers with one queue. 90 % of the first tokens must meet the TTFT target, so
+the pool's maximum utilization is lower with fewer or slower workers (Sakasegawa, An approximation formula L_q =
+αρ^β/(1-ρ), 1977, with an exponential tail). The duration of a decode step grows with its rows; their number is bounded
+by the ITL target, the KV cache and the batch limit. Workers that do both divide each step between prefill and decode.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from tandem.protocol.kv_pages import KvPages
 from tandem.protocol.messages import Role
 
 BUSY_MAX = 0.95
-"""Maximum utilization of a pool of prefill workers, however loose the target."""
+"""Maximum utilization of a pool of prefill workers, even with a loose TTFT target."""
 LATE = 0.1
 """Fraction of first tokens that may miss their target."""
 LONG_PROMPT = 2.0
-"""The 90th percentile of prompt lengths over their mean: lognormal with a sigma of 0.8."""
+"""The 90th percentile of prompt lengths ÷ their mean, for lognormal lengths with a sigma of 0.8."""
 SLACK_MIN = 0.1
-"""Minimum fraction of the TTFT target left for queueing if the computation alone takes nearly all of it."""
+"""Minimum fraction of the TTFT target that is assumed to be left for queueing after the computation."""
 HEADROOM = 0.9
-"""Fraction of the rows that fit which a worker may have on average, because arrivals are uneven."""
+"""Average number of rows that a worker may have ÷ those that fit: below 1, because arrivals are uneven."""
 _HALVINGS = 30
 
 
 class Limit(StrEnum):
-    """The limit that binds first."""
+    """The resource or latency target that limits the throughput of a split."""
 
     TTFT = "time to first token"
     COMPUTE = "prefill compute"
@@ -44,30 +44,33 @@ class Limit(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """A kind of worker: the cost of its steps, and its capacity."""
+    """Workers of one kind: the cost of their steps, and the capacity of each."""
 
     cost: CostParameters
     kv_tokens: float
-    """KV tokens of the whole page pool."""
+    """Number of tokens whose KV fits into the whole page pool."""
     batch_requests: int
-    """Maximum rows of a decode step."""
+    """Maximum number of requests in a decode batch."""
     chunk_tokens: int
-    """Maximum prompt tokens of a step."""
+    """Maximum number of prompt tokens in a step."""
     longest_tokens: int
-    """Maximum tokens of a prompt; workers that do both keep pages free for one such prompt.
+    """Maximum length of a prompt in tokens; workers that do both keep enough pages free for one such prompt.
 
     See `tandem.protocol.ending.decode_pages`.
     """
     kv: KvPages | None = None
-    """The pages of requests if layers have sliding windows; `kv_tokens` then counts each group's pages separately."""
-    decode_speedup: float = 1.0
-    """The tokens per second of recent decode steps ÷ those of steps without drafts (`WorkerLoad`).
+    """The page geometry of a model with sliding windows, else None.
 
-    Load ratios ignore the speedup, because drafts may not pay with all the rows that fit.
+    With sliding windows, `kv_tokens` counts the pages of each layer group separately.
+    """
+    decode_speedup: float = 1.0
+    """Tokens per second of recent decode steps ÷ those of steps without draft tokens (`WorkerLoad`).
+
+    Load ratios ignore the speedup, because draft tokens may not raise the throughput of a full batch.
     """
 
     def occupied(self, tokens: float, role: Role) -> float:
-        """Return how many of `kv_tokens` a request of `tokens` tokens occupies."""
+        """Return the part of `kv_tokens` that a request of `tokens` tokens occupies."""
         if self.kv is None:
             return tokens
         return self.kv.held(math.ceil(tokens), decoding=not role.prefills) * self.kv.page_tokens
@@ -100,9 +103,9 @@ def prefill_load_ratio(
 
 
 def busy_cap(workers: int, service_s: float, ttft_s: float) -> float:
-    """Return the maximum utilization at which all but a fraction `LATE` of the prompts meet their TTFT target.
+    """Return the maximum utilization of `workers` prefill workers at which `LATE` of the prompts miss the TTFT.
 
-    Each of the `workers` takes `service_s` seconds for a mean prompt; the target is `ttft_s` seconds.
+    A mean prompt takes `service_s` seconds on a worker; the TTFT target is `ttft_s` seconds.
     """
     if service_s <= 0 or ttft_s == math.inf:
         return BUSY_MAX
@@ -118,14 +121,14 @@ def busy_cap(workers: int, service_s: float, ttft_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The number of requests that a worker may decode at once, at least 1, and the limit that binds."""
+    """The mean number of requests that a worker may decode at once, at least 1, and the limit that determines it."""
 
     count: float
     limit: Limit
 
 
 def rows_that_fit(demand: Demand, targets: LatencyTargets, facts: WorkerFacts, role: Role = Role.DECODE) -> Rows:
-    """Return the mean number of decode rows that fit on one worker of this role."""
+    """Return the mean number of decode rows that fit on a worker of this role: within ITL, KV pool and batch limit."""
     pages = decode_pages(role, int(facts.kv_tokens), int(facts.occupied(facts.longest_tokens, role)))
     kv_tokens = facts.kv_tokens if pages is None else pages
     by_gap = StepCost(facts.cost).rows_within(targets.gap_s, demand.context_tokens)
@@ -148,11 +151,13 @@ def decode_load_ratio(demand: Demand, targets: LatencyTargets, facts: WorkerFact
 def shared_load_ratio(
     demand: Demand, targets: LatencyTargets, facts: WorkerFacts, workers: int, backlog_s: float = 0.0
 ) -> LoadRatio:
-    """Return the load ratio of `workers` workers that do both.
+    """Return the load ratio of `workers` workers that do both prefill and decode.
 
-    Per second, each prompt takes its prefill time once, and each decode row takes its time once per step. A step
-    therefore lasts base ÷ (1 - share of prefill - share of decode). The load may grow until that is the inter-token
-    target, or until rows or time run out.
+    Each prompt takes its prefill time once, and each decode row takes its time once per step. A step therefore lasts
+    base ÷ (1 - share of prefill - share of decode) seconds. At the maximum load this duration reaches the ITL target,
+    or all rows that fit are used, or the TTFT target is just met.
+
+    `backlog_s` is the work on queued prompts in addition to the new load, in device seconds per second.
     """
     cost, base_s = StepCost(facts.cost), facts.cost.base_s
     per_s = demand.per_s / workers

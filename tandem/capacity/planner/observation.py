@@ -1,4 +1,4 @@
-"""The planner's input: one window of the whole cluster."""
+"""The planner's input: what was measured of the whole cluster in one window."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,66 +10,66 @@ from tandem.protocol.lifecycle.spans import Phase
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Requests with targets that ended in the window: how many met them, and how many missed, by phase."""
+    """Requests with latency targets that ended in the window: `met` their targets, or `missed` them, by phase."""
 
     met: float = 0.0
     missed: Mapping[Phase, float] = field(default_factory=dict)
-    """Requests by the phase that missed. A rejected request counts for the phase in which it would have missed."""
+    """Requests that missed a target, by the phase that caused it; for a rejected request, the phase that would have."""
 
     @property
     def total(self) -> float:
-        """All requests with targets that ended in the window."""
+        """Number of requests with latency targets that ended in the window."""
         return self.met + sum(self.missed.values())
 
     def share_missed(self, *phases: Phase) -> float:
-        """Return the fraction of all requests that missed in one of these phases; 0 if none ended."""
+        """Return the fraction of these requests that missed a target because of one of the phases; 0 if none ended."""
         return sum(self.missed.get(phase, 0.0) for phase in phases) / self.total if self.total else 0.0
 
     @property
     def attained(self) -> float:
-        """Fraction of requests that met their targets; 1 if none ended."""
+        """Fraction of these requests that met their targets; 1 if none ended."""
         return self.met / self.total if self.total else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """Requests offered to the router in the window. Lengths are means, in tokens."""
+    """The requests that clients sent to the router in the window, accepted or not; lengths are means, in tokens."""
 
     per_s: float
     prompt_tokens: float
     cached: float
-    """Fraction of prompt tokens that were found in prefix caches recently."""
+    """Fraction of prompt tokens that were found in prefix caches in the window."""
     answer_tokens: float
-    """Mean expected output length, from recently ended requests with a similar limit."""
+    """Mean predicted output length, from recently ended requests with a similar `max_tokens`."""
     refused_per_s: float = 0.0
     """Rejected requests per second."""
     crowded_per_s: float = 0.0
-    """Requests per second that were rejected because of their inter-token target."""
+    """Requests per second that were rejected because their ITL target could not be met."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One window. Only serving workers count; if workers do both, all of them are in `shared`."""
+    """The measurements of one window. Only serving workers count; workers that do both are counted in `shared`."""
 
     seconds: float
     offered: Offered
     targets: LatencyTargets
-    """The tightest targets among the requests that have any."""
+    """The strictest targets among the service classes with enough requests."""
     prompts: WorkerFacts | None
-    """A prefill worker with fitted costs; None = no worker has measured its steps yet."""
+    """Mean costs and capacity of a prefill worker; None = no worker has measured its steps yet."""
     answers: WorkerFacts | None
-    """A decode worker with fitted costs; equal to `prompts` if workers do both."""
+    """Mean costs and capacity of a decode worker; equal to `prompts` if workers do both."""
     prefill: int = 0
     decode: int = 0
     shared: int = 0
     coming: int = 0
-    """Workers that will serve but do not yet: they start, or wait for a node."""
+    """Number of workers that are starting or waiting for a node, and will then serve."""
     waiting_requests: float = 0.0
     """Requests in the routers' queues at the end of the window."""
     waiting_tokens: float = 0.0
-    """Prompt tokens queued at workers at the end of the window."""
+    """Number of prompt tokens in the workers' queues at the end of the window."""
     running_requests: float = 0.0
-    """Decoding requests at the end of the window."""
+    """Number of decoding requests at the end of the window."""
     kept: Kept = field(default_factory=Kept)
 
     @property

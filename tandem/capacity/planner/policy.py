@@ -1,11 +1,13 @@
-"""The planner's policy: once a window it decides the number of prefill and decode workers, with a reason.
+"""The planner's policy: in each window it decides the number of prefill and decode workers, and gives a reason.
 
-1. Demand: the offered load, smoothed; output lengths are those of ended requests, or of running ones if these differ.
+1. Demand: the offered load, smoothed; output lengths are those of ended requests, corrected by the number of running
+   ones.
 2. Load ratio of each role: from the fitted step costs (`tandem/capacity/planner/load_ratio.py`), scaled by observed
    misses.
 3. Split: the one whose larger load ratio is smallest or, if the number of workers may change, the smallest split with
    headroom.
-4. Change: only if it pays, over several consecutive windows, and not soon after the last change.
+4. Change: only if it gains enough and was recommended in several consecutive windows, and not soon after the last
+   change.
 """
 
 from __future__ import annotations
@@ -25,25 +27,25 @@ from tandem.settings.planner import Limits, Range
 SMOOTH = 0.5
 """Weight of the newest window in the smoothed demand."""
 SWING, NOISE = 0.2, 2.0
-"""Thresholds of a swing of the demand: a relative difference, plus standard deviations of a Poisson count."""
+"""Thresholds for a sudden change of the demand: relative difference plus standard deviations of Poisson noise."""
 BACKLOG_S = 30.0
-"""Seconds within which the backlog is to be worked off, in addition to the new load."""
+"""Duration in seconds over which the planner spreads the work on queued prompts, as additional load."""
 COMFORT = 0.7
-"""Load ratio below which no other split is considered, because all targets are met anyway."""
+"""If the larger load ratio is below this, the roles stay as they are, because all targets are met anyway."""
 GAIN, GAIN_FULL = 0.08, 0.02
-"""Minimum relative reduction of the larger load ratio by another split; `GAIN_FULL` if that ratio is at least `FULL`.
+"""Minimum relative reduction of the larger load ratio for a change of roles; `GAIN_FULL` if that ratio is >= `FULL`.
 
 A change that reverts the last one always needs `GAIN`.
 """
 FULL, TARGET_RATIO, SPARE = 0.9, 0.75, 0.6
-"""Load ratio above which workers are added, target ratio with them, and maximum ratio after removing workers."""
+"""Load ratio above which workers are added, target ratio when adding them, and maximum ratio after removing some."""
 MISSES_TOLERATED = 0.05
-"""Fraction of requests that may miss before the load ratio of the responsible role counts as underestimated."""
+"""Fraction of requests that may miss their targets before a role's load ratio counts as underestimated."""
 _TRICKLE = 0.25
-"""Minimum fraction of requests assumed to be admitted while requests decode: the rate of rejections fluctuates."""
+"""Lower bound of the admitted ÷ the offered request rate, because the measured rate of rejections fluctuates."""
 LEARN, FORGET = 1.05, 0.95
 SCALE_MAX = 2.0
-"""Growth of a load ratio's scale in a window with misses, decay towards 1 in others, and the scale's maximum."""
+"""Growth of a load ratio's scale in a window with misses, its decay towards 1 in others, and its maximum."""
 _OPPOSITE = {
     Direction.TO_PREFILL: Direction.TO_DECODE,
     Direction.TO_DECODE: Direction.TO_PREFILL,
@@ -54,7 +56,7 @@ _OPPOSITE = {
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """The inputs of one window's choice."""
+    """The inputs of the decision in one window."""
 
     seen: Observation
     sizing: Sizing
@@ -62,7 +64,7 @@ class _View:
 
 
 def plan(seen: Observation, limits: Limits, state: State) -> Decision:
-    """Return the decision of this window. Its state is the input of the next window."""
+    """Return the decision for this window; its `state` is the input for the next window."""
     now = Split(seen.prefill, seen.decode, seen.shared)
     newest, prompts, answers = _newest(seen, state), seen.prompts, seen.answers
     if newest is None or prompts is None or answers is None or not (now.shared or (now.prefill and now.decode)):
@@ -73,7 +75,7 @@ def plan(seen: Observation, limits: Limits, state: State) -> Decision:
     since = 0 if swings else state.since + 1
     state = replace(state, demand=demand, running=seen.running_requests, since=since, acted=state.acted + 1)
     if swings:
-        state = replace(state, prefill_scale=1.0, decode_scale=1.0)  # they belong to another demand
+        state = replace(state, prefill_scale=1.0, decode_scale=1.0)  # they were learned under another demand
     each_s = demand.prompt_seconds(StepCost(prompts.cost), prompts.chunk_tokens)
     waiting = seen.waiting_requests + seen.waiting_tokens / max(demand.computed_tokens, 1.0)
     scales = state.prefill_scale, state.decode_scale
@@ -86,7 +88,10 @@ def plan(seen: Observation, limits: Limits, state: State) -> Decision:
 
 
 def _newest(seen: Observation, state: State) -> Demand | None:
-    """Return the demand of this window; in a window without requests, a decayed copy of the previous demand."""
+    """Return the demand of this window.
+
+    Without new requests, it is the previous demand with a reduced rate; None if there is no previous demand.
+    """
     offered, before = seen.offered, state.demand
     if offered.per_s > 0:
         return Demand(offered.per_s, offered.prompt_tokens, _answer_tokens(seen, state), offered.cached)
@@ -94,17 +99,17 @@ def _newest(seen: Observation, state: State) -> Demand | None:
 
 
 def _swings(seen: Observation, newest: Demand, before: Demand | None) -> bool:
-    """Return True if the demand differs from the previous one by more than noise."""
+    """Return True if the demand has changed suddenly: by more than `SWING` and the noise of the request count."""
     count = seen.offered.per_s * seen.seconds
     return before is not None and count > 0 and before.differs(newest) > SWING + NOISE / math.sqrt(count)
 
 
 def _answer_tokens(seen: Observation, state: State) -> float:
-    """Estimate the output length: right after a change of the mix, only short requests have ended.
+    """Estimate the mean output length from ended and running requests.
 
-    A request occupies its batch slot for its output length (Little's law). If the number of decoding requests grows,
-    their outputs are longer than those of ended requests; if it shrinks, they are shorter. If no further request fits,
-    queued requests count too.
+    Right after a change of the mix, only short requests have ended. A request occupies its batch slot for its output
+    length (Little's law). If the number of decoding requests grows, their outputs are longer than those of ended
+    requests; if it shrinks, they are shorter. If no further request fits, queued requests count too.
     """
     ended, decoding = seen.offered.answer_tokens, seen.decode or seen.shared
     if seen.answers is None or not decoding:
@@ -123,7 +128,10 @@ def _answer_tokens(seen: Observation, state: State) -> float:
 
 
 def _learn(seen: Observation, load_ratios: tuple[LoadRatio, LoadRatio], state: State) -> State:
-    """Adapt the scale of a role whose targets are missed although the model predicts headroom."""
+    """Raise the scale of a role that misses its targets although its load ratio is below 1.
+
+    Other scales decay towards 1.
+    """
     kept, (prefill, decode) = seen.kept, load_ratios
     if not kept.total:
         return state
@@ -139,10 +147,10 @@ def _learn(seen: Observation, load_ratios: tuple[LoadRatio, LoadRatio], state: S
 
 
 def _explains(load_ratio: LoadRatio, scale: float) -> bool:
-    """Return True if an underestimated load ratio can explain the misses.
+    """Return True if an underestimated load ratio can explain the missed targets.
 
-    The current ratio must have headroom, and the ratio with the maximum scale must have none. A role with more headroom
-    than that would not gain from more workers.
+    The current ratio must be below 1, and at least 1 with the maximum scale. A role with an even lower ratio would gain
+    nothing from more workers.
     """
     return load_ratio.value < 1 <= load_ratio.value / scale * SCALE_MAX
 
@@ -152,7 +160,7 @@ def _scaled(scale: float, *, grow: bool) -> float:
 
 
 def _wanted(sizing: Sizing, now: Split, coming: int, limits: Limits) -> Split:
-    """Return the best split, regardless of the cost of a change."""
+    """Return the best split, ignoring the cost of changing to it."""
     total, shared = limits.workers, bool(now.shared)
     if total is None:
         return sizing.best(now.workers, limits, shared=shared) or now
@@ -170,7 +178,7 @@ def _wanted(sizing: Sizing, now: Split, coming: int, limits: Limits) -> Split:
 
 
 def _decide(view: _View, now: Split, wanted: Split, limits: Limits) -> Decision:
-    """Decide whether the change pays and has been wanted for enough windows."""
+    """Decide whether the change gains enough and has been recommended in enough consecutive windows."""
     state = view.state
     prefill, decode = view.sizing.load_ratios(now)
     direction = _direction(now, wanted)

@@ -1,4 +1,4 @@
-"""Reads one window of the whole cluster from two scrapes of its metrics."""
+"""Computes the planner's input for one window from two scrapes of the cluster's metrics."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from tandem.protocol.lifecycle.spans import Phase
 from tandem.protocol.messages import Role, WorkerInfo
 
 CLASS_SHARE = 0.1
-"""Minimum fraction of requests in a service class for its targets to count."""
+"""Minimum fraction of all requests that a service class needs for its targets to count."""
 _ROUTER = "router"
 _MET = "met"
 _CROWDED = "slo_itl"
 _REFUSED = ("queue_full", "tenant_queue_full", "slo_ttft", _CROWDED)
-"""Values of the label `reason` of rejected requests that count as offered (`router/refusal.py`)."""
+"""Values of the label `reason` for rejected requests that are part of the offered load (`router/refusal.py`)."""
 
 TargetsByClass = Callable[[float], Mapping[str, LatencyTargets]]
-"""Maps the seconds of a one-request decode step to the targets of each service class."""
+"""Returns the targets of each service class, given the duration of a one-request decode step in seconds."""
 
 
 def observe(
     interval: ScrapeInterval, workers: Sequence[WorkerInfo], targets_by_class: TargetsByClass, *, coming: int = 0
 ) -> Observation:
-    """Return the observation of this interval.
+    """Return what was measured in this interval.
 
-    `workers` are the serving workers with their last assignment; `coming` more are starting.
+    `workers` are the serving workers with their latest assignment; `coming` is the number of further workers that
+    start.
     """
     now = interval.now
     prefill, decode, shared = (_doing(workers, role) for role in (Role.PREFILL, Role.DECODE, Role.BOTH))
@@ -58,7 +59,7 @@ def observe(
 
 
 def worker_facts(scrape: Scrape, workers: Iterable[WorkerInfo]) -> WorkerFacts | None:
-    """Return the mean costs and capacity of these workers; None while none of them has measured a step."""
+    """Return the mean costs and the capacity of these workers; None if none of them has measured a step yet."""
     found = [(info, cost) for info in workers if (cost := _cost(scrape, info.peer.worker_id)) is not None]
     if not found:
         return None
@@ -77,7 +78,7 @@ def worker_facts(scrape: Scrape, workers: Iterable[WorkerInfo]) -> WorkerFacts |
 
 
 def fitted(scrape: Scrape) -> CostParameters | None:
-    """Return the fitted costs of a whole cluster; None while prefill or decode costs are unmeasured.
+    """Return the fitted costs of a whole cluster; None if prefill or decode costs are not measured yet.
 
     Prefill costs are means over the workers that prefill, decode costs over those that decode.
     """
@@ -129,7 +130,7 @@ def _offered(interval: ScrapeInterval) -> Offered:
 
 
 def _targets(interval: ScrapeInterval, targets_by_class: Mapping[str, LatencyTargets]) -> LatencyTargets:
-    """Return the tightest targets of the classes with enough requests; none if no class has any."""
+    """Return the strictest targets of the classes that have enough requests; no targets if there is no such class."""
     counts = {name: interval.grown(f.SLO_REQUESTS, slo_class=name) for name in targets_by_class}
     least = CLASS_SHARE * sum(counts.values())
     found = [targets for name, targets in targets_by_class.items() if counts[name] and counts[name] >= least]

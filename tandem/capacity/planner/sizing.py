@@ -18,7 +18,10 @@ from tandem.settings.planner import Limits, Range
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """A demand, and the workers that serve it: prefill workers like `prompts`, decode workers like `answers`."""
+    """A demand, and the kinds of workers that serve it: prefill workers like `prompts`, decode workers like `answers`.
+
+    Finds the best split of these workers.
+    """
 
     demand: Demand
     targets: LatencyTargets
@@ -28,10 +31,10 @@ class Sizing:
     """Work on queued prompts in addition to the new load, in device seconds per second."""
     prefill_scale: float = 1.0
     decode_scale: float = 1.0
-    """EvalResult factors on the modelled load ratios of prefill and decode."""
+    """Factors on the modelled load ratios of prefill and decode, learned from missed targets."""
 
     def load_ratios(self, split: Split) -> tuple[LoadRatio, LoadRatio]:
-        """Return the load ratios of both roles under a split; for shared workers, the same ratio twice."""
+        """Return the load ratios of prefill and of decode under a split; for shared workers, the same ratio twice."""
         targets, demand = self.targets, self.demand
         if split.shared:
             shared = shared_load_ratio(demand, targets, self.answers, split.shared, self.backlog_s)
@@ -45,14 +48,14 @@ class Sizing:
         )
 
     def worst(self, split: Split) -> LoadRatio:
-        """Return the larger of the two load ratios."""
+        """Return the larger of the two load ratios of a split."""
         return max(self.load_ratios(split), key=lambda load_ratio: load_ratio.value)
 
     def best(self, workers: int, limits: Limits, *, shared: bool = False) -> Split | None:
         """Return the split of `workers` workers whose larger load ratio is smallest; None if the limits allow no split.
 
-        The ratio of one role falls with its number of workers while the other's rises, so the best split is where they
-        meet.
+        The load ratio of one role falls with its number of workers while the other's rises, so the best split is where
+        the two are closest. With `shared`, all workers do both.
         """
         if shared:
             return Split(shared=workers)
@@ -69,10 +72,10 @@ class Sizing:
         )
 
     def fewest(self, total: Range, limits: Limits, load_ratio: float, *, shared: bool = False) -> Split | None:
-        """Return the best split of the fewest workers that keep both load ratios at or below `load_ratio`.
+        """Return the best split of the smallest number of workers with load ratios of at most `load_ratio`.
 
-        `total` bounds the number of workers. If none suffices, the result is the best split of the most workers; None
-        if the limits allow no split.
+        The number is within `total`. If no number is sufficient, return the best split of the maximum number; None if
+        the limits allow no split.
         """
         low, high = total.least, total.most
         while low < high:

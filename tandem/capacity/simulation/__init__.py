@@ -1,1 +1,1 @@
-"""Simulates whole clusters under a virtual clock: the product's own policies on modelled devices and networks."""
+"""Simulates whole clusters under a virtual clock: the real schedulers and policies on modelled devices and networks."""

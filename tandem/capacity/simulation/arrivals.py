@@ -1,4 +1,4 @@
-"""Random requests: Poisson arrivals, lognormal lengths, and prompts that share at most a common prefix."""
+"""Generates random requests: Poisson arrivals, lognormal lengths, and prompts that share at most a common prefix."""
 
 import math
 from collections.abc import Iterator
@@ -12,10 +12,10 @@ from tandem.engine.config import GPU_PAGE_TOKENS
 from tandem.settings.slo import SloClass
 
 SIGMA = 0.8
-"""Default standard deviation of the logarithm of lengths: half of them lie within a factor of 1.7 of the median."""
+"""Default standard deviation of the logarithm of lengths: half of them are within a factor of 1.7 of the median."""
 
 _SHARED_KEY = 0
-"""The page key of the prefix that all prompts share."""
+"""The key of the common prefix in the page names of all prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,10 @@ class Mix:
     def requests(
         self, seconds: float, slo: SloClass, max_context: int, *, seed: int = 0, start_s: float = 0.0, key: int = 0
     ) -> Iterator[LoadRequest]:
-        """Yield the requests of `seconds` seconds from `start_s` on, by arrival; each fits into `max_context` tokens.
+        """Yield the requests of `seconds` seconds starting at `start_s`, by arrival.
 
-        Arrival times and lengths have separate random generators, so another rate has the same lengths in the same
-        order.
+        Each request fits into `max_context` tokens. Arrival times and lengths have separate random generators, so loads
+        with another rate have the same sequence of lengths.
         """
         moments, lengths = (np.random.default_rng(each) for each in np.random.SeedSequence(seed).spawn(2))
         due_s = start_s
@@ -48,7 +48,7 @@ class Mix:
             yield LoadRequest(due_s, VirtualPrompt(key, prompt, self._names(key, prompt)), answer, slo)
 
     def _names(self, key: int, prompt: int) -> tuple[bytes, ...]:
-        """Return the names of the prompt's pages; none if it shares no prefix."""
+        """Return the names of the prompt's full pages; empty if it has no cached prefix."""
         shared = int(self.cached * prompt)
         return page_names([(_SHARED_KEY, 0, shared), (key, shared, prompt - shared)], GPU_PAGE_TOKENS) if shared else ()
 

@@ -11,13 +11,13 @@ from contextvars import Context, copy_context
 from typing import Any
 
 _CALLS_MAX = 100_000
-"""Maximum number of callbacks at one virtual time; more indicate an endless cycle."""
+"""Maximum number of callbacks at the same virtual time; more indicate an endless loop."""
 
 
 class VirtualClock:
-    """A clock in seconds that advances from one scheduled call to the next.
+    """A clock in seconds that jumps from one scheduled call to the next.
 
-    Calls of equal time run in scheduling order.
+    Calls for the same time run in the order in which they were scheduled.
     """
 
     def __init__(self, now: float = 0.0) -> None:
@@ -30,7 +30,7 @@ class VirtualClock:
         return self.now
 
     def at(self, moment: float, call: Callable[[], None]) -> None:
-        """Schedule `call` for time `moment`, for now if that has passed, or never if it is infinite."""
+        """Schedule `call` for the time `moment`: now if that has passed, never if it is infinite."""
         if moment < math.inf:
             self._planned += 1
             heapq.heappush(self._calls, (moment if moment > self.now else self.now, self._planned, call))
@@ -40,7 +40,7 @@ class VirtualClock:
         self.at(self.now + seconds, call)
 
     def run(self, until: float = math.inf) -> None:
-        """Run scheduled calls until none is left or the time `until` is reached."""
+        """Run scheduled calls until none is left or the time is `until`."""
         calls = self._calls
         while calls and calls[0][0] <= until:
             self.now, _, call = heapq.heappop(calls)
@@ -48,9 +48,9 @@ class VirtualClock:
 
 
 class VirtualLoop(VirtualClock, asyncio.AbstractEventLoop):
-    """The subset of an asyncio event loop that workers and routers use, in virtual time.
+    """The part of the asyncio event loop interface that workers and routers use, in virtual time.
 
-    Callbacks that a scheduled call makes ready run right after it. Uncaught errors are raised by the loop's `run`.
+    Callbacks that a scheduled call makes ready run right after it. The loop's `run` raises uncaught errors.
     """
 
     def __init__(self, now: float = 0.0) -> None:
@@ -69,7 +69,7 @@ class VirtualLoop(VirtualClock, asyncio.AbstractEventLoop):
             asyncio._set_running_loop(before)
 
     def run(self, until: float = math.inf) -> None:
-        """Run ready callbacks, then scheduled calls and the callbacks that these make ready, up to time `until`."""
+        """Run ready callbacks, then scheduled calls and the callbacks that these make ready, up to the time `until`."""
         with self.running():
             self._run_ready()
             calls = self._calls
@@ -80,13 +80,13 @@ class VirtualLoop(VirtualClock, asyncio.AbstractEventLoop):
                     self._run_ready()
 
     def run_ready(self) -> None:
-        """Run everything that can run without time passing; does nothing when called from inside the loop."""
+        """Run all ready callbacks without advancing the time; does nothing when called from inside the loop."""
         if asyncio._get_running_loop() is not self:
             with self.running():
                 self._run_ready()
 
     def advance(self, seconds: float) -> None:
-        """Advance the time by `seconds`, running each scheduled call at its time."""
+        """Advance the time by `seconds`, and run each scheduled call at its time."""
         end = self.now + seconds
         self.run(end)
         self.now = end
@@ -142,7 +142,7 @@ class VirtualLoop(VirtualClock, asyncio.AbstractEventLoop):
         return task
 
     def run_in_executor(self, _executor: Any, func: Any, *args: Any) -> "asyncio.Future[Any]":  # type: ignore[override]
-        """Call `func` at once, on the caller's thread."""
+        """Call `func` immediately on the caller's thread; return a completed future."""
         done: Future[Any] = Future()
         try:
             done.set_result(func(*args))

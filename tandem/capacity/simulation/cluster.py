@@ -1,4 +1,4 @@
-"""A cluster of simulated workers and one simulated router, and loads that run through it."""
+"""Simulates a load on a cluster of simulated workers and one simulated router."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,18 +17,18 @@ from tandem.protocol.messages import PeerRef
 
 @dataclass(slots=True)
 class VirtualCluster:
-    """A cluster for a single load; the next load needs a new one."""
+    """A simulated cluster that runs one load; the next load needs a new cluster."""
 
     specs: Sequence[WorkerSpec]
     config: RouterConfig
     network: Network = field(default_factory=Network)
     jumps: bool = True
-    """True to take runs of equal decode steps at once, which is faster and has the same outcome."""
+    """True to simulate runs of equal decode steps in a single operation, which is faster and has the same outcome."""
     clock: VirtualLoop = field(default_factory=VirtualLoop)
     workers: dict[PeerRef, VirtualWorker] = field(default_factory=dict)
     router: VirtualRouter = field(init=False)
     outcomes: list[Outcome] = field(default_factory=list)
-    """Outcomes of ended requests, in the order of their ends."""
+    """Outcomes of ended requests, in the order in which the requests ended."""
 
     def __post_init__(self) -> None:
         self.router = VirtualRouter(self.config, self.clock, self.network, self.outcomes.append)
@@ -40,11 +40,11 @@ class VirtualCluster:
             worker.assignment.on_change = partial(self._notify_router, worker)
 
     def _notify_router(self, worker: VirtualWorker) -> None:
-        """Notify the router of a worker's new assignment through the controller, which takes two calls."""
+        """Notify the router of a worker's new assignment through the controller, which takes two network delays."""
         self.clock.after(2 * self.network.call_s, lambda: self.router.apply_assignment(worker))
 
     def run(self, requests: Iterable[LoadRequest], until_s: float = float("inf")) -> list[Outcome]:
-        """Run the requests, sorted by `due_s`, until none is left or until time `until_s`; return the outcomes."""
+        """Run the requests, sorted by `due_s`, until all have ended or the time is `until_s`; return their outcomes."""
         coming = iter(requests)
 
         def next_one() -> None:

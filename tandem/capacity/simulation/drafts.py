@@ -1,6 +1,6 @@
-"""Drafts of simulated workers: tokens are accepted at random, and the real workers' control chooses their number.
+"""Draft tokens of simulated workers: accepted at random; the real speculation control chooses their number.
 
-Every simulated token is 0, so a draft token 0 is right and a draft token 1 is wrong.
+Every simulated token is 0, so a draft token 0 is accepted and a draft token 1 is rejected.
 """
 
 import random
@@ -27,22 +27,25 @@ _LOOK_UP = DraftSource(ProposerName.NGRAM, 1)
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """The drafts of a simulated worker."""
+    """Configuration of the draft tokens that a simulated worker proposes."""
 
     acceptance: float
-    """The probability that a draft token is accepted if those before it were, 0 to 1."""
+    """Probability, 0 to 1, that a draft token is accepted, given that all earlier tokens of the draft were."""
     most: int = DRAFTS_MAX
-    """Maximum number of draft tokens of a request in a step."""
+    """Maximum number of draft tokens of a request in one step."""
     token_s: float = 0.0
-    """Seconds that the draft model takes for one token of all requests of a step; 0 = look-ups, which take no time."""
+    """Seconds that the draft model takes to propose one token for all requests of a step.
+
+    0 = n-grams, which take no time.
+    """
 
     @property
     def cost(self) -> StepCost:
-        """The cost of the draft model's steps, which does not depend on their work."""
+        """The cost of the draft model's steps, which is independent of their tokens and context."""
         return StepCost(CostParameters(self.token_s, 0.0, 0.0, 0.0, 0.0, 0.0))
 
     def speculation(self, batch: DraftingBatch, grow: Callable[[DecodeRequest], bool]) -> Speculation:
-        """Return the speculation control of a new worker with these drafts; see `Speculation`."""
+        """Return the speculation control for a new worker, which decides how many draft tokens each request gets."""
         chance = _Chance(self)
         if not self.token_s:
             return Speculation(_LookUps(chance), batch, grow, _cut_all)
@@ -56,7 +59,7 @@ class _Chance:
         self._dice = random.Random(0)
 
     def tokens(self, most: int) -> list[int]:
-        """Return a draft of the maximum length, with random right and wrong tokens."""
+        """Return up to `most` draft tokens: 0 with the acceptance probability, else 1."""
         return [int(self._dice.random() >= self.drafts.acceptance) for _ in range(min(most, self.drafts.most))]
 
 
@@ -78,7 +81,7 @@ class _LookUps(_Stateless):
 
 
 class _Model(_Stateless, BatchProposer):
-    """A draft model that takes no time to compute the KV of a context."""
+    """A draft model that computes the KV of a context in no time."""
 
     source = DraftSource(ProposerName.DRAFT_MODEL)
     max_step_tokens = 1 << 30
@@ -87,7 +90,7 @@ class _Model(_Stateless, BatchProposer):
         self._chance = chance
         self.longest = chance.drafts.most
         self.spent_s = 0.0
-        """Seconds that proposing drafts has taken."""
+        """Total seconds spent on proposing draft tokens."""
 
     @property
     def cost(self) -> StepCost:

@@ -1,4 +1,4 @@
-"""A model on devices of one kind, whose step cost comes from a roofline or from fitted parameters."""
+"""A model on devices of one kind, with step costs from a roofline or from fitted parameters."""
 
 import json
 import math
@@ -32,7 +32,7 @@ ITEM_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A model on devices of one kind: steps take `actual_cost`, and predictions use `reported_cost`."""
+    """A model on devices of one kind: steps take `actual_cost`; workers report `reported_cost` for predictions."""
 
     model: ModelSpec
     name: str
@@ -42,7 +42,7 @@ class Hardware:
     page_tokens: int = GPU_PAGE_TOKENS
     kv_element_bytes: float = ITEM_BYTES
     drafts: Drafts | None = None
-    """The drafts of workers that decode; None = no speculative decoding."""
+    """The draft tokens of workers that decode; None = no speculative decoding."""
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -51,12 +51,12 @@ class Hardware:
 
     @property
     def idle_step_s(self) -> float:
-        """Seconds of a decode step of one request with little context."""
+        """Duration in seconds of a decode step of one request without context."""
         return StepCost(self.actual_cost).idle_step_s
 
     @property
     def facts(self) -> ModelFacts:
-        """The model's facts as a worker registers them."""
+        """The facts about the model as a worker registers them."""
         model = self.model
         windows = kv_windows(model)
         return ModelFacts(
@@ -65,7 +65,7 @@ class Hardware:
 
     @property
     def device(self) -> Device:
-        """The simulated device of a worker."""
+        """The simulated device of one worker."""
         return Device(self.actual_cost, self.reported_cost, self.pages, self.page_tokens, self.page_bytes)
 
     @property
@@ -100,13 +100,13 @@ def kv_page_bytes(model: ModelSpec, element_bytes: float = ITEM_BYTES) -> int:
 
 
 def roofline(model: ModelSpec, device: Ceilings = GPU, kv_element_bytes: float = ITEM_BYTES) -> CostParameters:
-    """Return the step cost at a device's ceilings, marked as measured."""
+    """Return the step cost at the device's ceilings, marked as measured so that policies rely on it."""
     sizes = model_sizes(model, ITEM_BYTES, kv_element_bytes)
     return replace(guess(sizes, device, gpu_grid(model.heads)), observed=1000)
 
 
 def read_costs(file: Path, option: str = "--costs") -> CostParameters:
-    """Read fitted parameters by the names of `CostParameters`, at the top level or under `costs`, as in result files.
+    """Read fitted parameters with the names of `CostParameters` from a JSON file, at the top level or under `costs`.
 
     Raises InvalidArgument, which names `option`, if the file cannot be read or has unknown names.
     """
@@ -132,10 +132,11 @@ def hardware(
     quantization: str | None = None,
     kv_cache_dtype: str = "auto",
 ) -> Hardware:
-    """Return hardware whose predictions are `misjudged` times the real step cost.
+    """Return a model on devices whose predicted step costs are `misjudged` times the real ones.
 
-    The real cost is the roofline of `device` for the quantized weights and KV, or the content of the file `costs`.
-    Raises InvalidArgument if the KV cache is smaller than a page, or if the model does not support the quantization.
+    The real costs are those of the file `costs` or, without it, the roofline of `device` for the quantized weights and
+    KV. Raises InvalidArgument if the KV cache is smaller than a page, or if the model does not support the
+    quantization.
     """
     model = quantized_at_load(shape_config(shape), quantization)
     element_bytes = kv_element_bytes(model, kv_cache_dtype)

@@ -1,4 +1,4 @@
-"""Finds the highest rate at which most requests meet their service class, by short simulated loads."""
+"""Finds the knee by short simulated loads: the highest rate at which most requests meet their service class."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,21 +14,24 @@ from tandem.capacity.simulation.strategy import Strategy
 from tandem.settings.slo import BEST_EFFORT, SloClass
 
 KEPT = 0.9
-"""Share of the requests that must meet their class at the knee."""
+"""Minimum fraction of requests that meet their service class at rates up to the knee."""
 REQUESTS = 150
 SECONDS_MIN = 15.0
 LIVES = 3.0
-"""A load has at least `REQUESTS` requests and `SECONDS_MIN` seconds, and lasts for `LIVES` mean answers."""
+"""Minimum duration of a load, as a multiple of a mean answer's duration.
+
+A load also lasts at least `SECONDS_MIN` seconds, and has about `REQUESTS` requests or more.
+"""
 DRAIN_S = 30.0
 GROWTH = 1.6
 NEAR = 1.12
-"""Factor between tried rates until two of them enclose the knee, and the ratio of these two that ends the search."""
+"""The search ends when the two rates that enclose the knee differ by at most this factor."""
 LOADS_MAX = 6
 
 
 @dataclass(frozen=True, slots=True)
 class LoadFigures:
-    """Results of one load: the share that met the class, TTFT and ITL in seconds, and the number of misses by cause."""
+    """Results of one load: the share of requests that met the class, TTFT and ITL in seconds, and misses by cause."""
 
     rate: float
     share: float
@@ -41,7 +44,10 @@ class LoadFigures:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Loads of one mix on one cluster. With `asks`, requests name the class that they are judged by."""
+    """Runs loads of one request mix, each on a new simulated cluster.
+
+    With `asks`, requests name the service class that they are judged by; else they are best effort for the router.
+    """
 
     machine: Hardware
     strategy: Strategy
@@ -81,7 +87,10 @@ class Trial:
 
 
 def find_knee(load: Callable[[float], LoadFigures], guess: float) -> LoadFigures | None:
-    """Return the load with the highest tried rate that keeps the share `KEPT`; None if no tried rate does."""
+    """Return the load with the highest tried rate at which `KEPT` of the requests met their class.
+
+    Returns None if there is none. The search starts at the rate `guess`.
+    """
     kept: LoadFigures | None = None
     beyond: float | None = None
     rate = guess

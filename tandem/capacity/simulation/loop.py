@@ -1,8 +1,8 @@
 """A worker's step loop under the virtual clock.
 
 As in `tandem/worker/loop.py`, a step is scheduled and launched while the step before it runs. To be fast, the loop
-takes runs of equal decode steps at once; a call from outside first applies those that have ended by then, so it sees
-the worker's state of its time.
+applies a run of equal decode steps in a single operation. A call from outside first applies the steps of the run that
+have ended by then, so it sees the worker's state at its time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tandem.worker.scheduler import StepScheduler
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A launched step; its first rows decode, and `drawn` has the sampled tokens of all rows."""
+    """A launched step; its first rows decode, and `drawn` has the sampled tokens of all rows (None = none)."""
 
     work: StepWork
     drawn: Sequence[int | None]
@@ -34,41 +34,47 @@ class InFlightStep:
 
 
 class InFlightSteps:
-    """At most two steps in flight: one runs, one is launched after it. `actual_cost` gives their durations."""
+    """The steps in flight of a simulated device, at most two; `actual_cost` gives their durations."""
 
     def __init__(self, actual_cost: StepCost) -> None:
         self._actual_cost = actual_cost
         self.log = StepLog()
         """End times of the completed steps."""
         self.first: InFlightStep | None = None
-        """The step that ends next; None while none runs."""
+        """The step that runs and ends next; None if no step runs."""
         self.second: InFlightStep | None = None
-        """The newest step."""
+        """The step that was launched last; it runs after `first`."""
         self.busy_s = 0.0
-        """Seconds that the device has computed so far."""
+        """Total computing time of the device so far, in seconds."""
         self._free_s = 0.0
 
     @property
     def none(self) -> bool:
-        """True if the device is idle."""
+        """True if no step is in flight."""
         return self.first is None and self.second is None
 
     def launch(self, work: StepWork, drawn: Sequence[int | None], now: float, drafting_s: float = 0.0) -> InFlightStep:
-        """Launch a step after all earlier ones; `drafting_s` is the time that proposing its drafts took, in seconds."""
+        """Launch a step after all earlier ones.
+
+        `drafting_s` is the time in seconds that proposing its draft tokens took.
+        """
         seconds = self._actual_cost.seconds(work) + drafting_s
         self._free_s = max(now, self._free_s) + seconds
         self.busy_s += seconds
         return InFlightStep(work, drawn, self._free_s)
 
     def push(self, launched: InFlightStep | None) -> bool:
-        """Make `launched` the newest step; return True if no other step may be launched until the first one ends."""
+        """Make `launched` the newest step; return True if no other step may be launched until the first one ends.
+
+        `launched` is None if there was nothing to launch.
+        """
         before, self.second = self.second, launched
         if before is not None:
             self.first = before
         return before is not None or launched is None
 
     def land(self) -> tuple[int, InFlightStep] | None:
-        """Complete the first step; return its number in the log and the step, or None without a first step."""
+        """Complete the first step; return its number in the log and the step, or None if no step runs."""
         landed, self.first = self.first, None
         return None if landed is None else (self.log.add(landed.end_s), landed)
 
@@ -79,13 +85,19 @@ class InFlightSteps:
         return not (first is None or second is None or first.work.prefill_tokens or second.work.prefill_tokens)
 
     def steady(self, lookahead: Lookahead | None) -> SteadyRun | None:
-        """Return the end times of both steps and of those that follow with the same rows; None without such a run."""
+        """Return the end times of both steps in flight and of the following steps with the same rows.
+
+        Returns None if fewer than two steps are in flight, or if the next step needs a decision.
+        """
         if self.first is None or self.second is None or lookahead is None:
             return None
         return steady_run(self._actual_cost, self.second.work, self.first.end_s, self.second.end_s, lookahead)
 
     def skip(self, run: SteadyRun, steps: int) -> StepWork | None:
-        """Skip the first `steps` steps of a steady run; return the newest launch's work, None if none was skipped."""
+        """Skip the first `steps` steps of a steady run.
+
+        Return the work of the newest step, or None if nothing was skipped.
+        """
         first, second = self.first, self.second
         if first is None or second is None or not steps:
             return None
@@ -98,7 +110,10 @@ class InFlightSteps:
 
 
 class VirtualStepLoop:
-    """Runs both schedulers of a worker on a simulated device; it takes runs of equal decode steps at once."""
+    """Runs both schedulers of a worker on a simulated device.
+
+    It applies runs of equal decode steps in single operations.
+    """
 
     def __init__(
         self,
@@ -112,10 +127,11 @@ class VirtualStepLoop:
         publish: Callable[[int, StepWork, Sequence[RoutedEvent], DecodedStep | None], None],
         jumps: bool,
     ) -> None:
-        """Create the loop; `actual_cost` predicts the durations of steps.
+        """Create the loop; `actual_cost` gives the durations of steps.
 
-        `publish` receives each completed step with its number in the log, except for steps taken at once. `spare_pages`
-        returns the number of pages into which answers may grow. Without `jumps` every step is taken by itself.
+        `publish` receives each completed step with its number in the log, except the skipped steps of steady runs.
+        `spare_pages` returns the number of free pages for the tokens of decoding requests. Without `jumps`, steps are
+        applied one by one.
         """
         self._clock, self._scheduler, self._jumps = clock, scheduler, jumps
         self._decode, self._prefill, self._spare_pages = decode, prefill, spare_pages
@@ -125,19 +141,19 @@ class VirtualStepLoop:
         self._steady: SteadyRun | None = None
         self._plan_number = 0
         self._awaited = False
-        """True if the clock will call at the end of the running step."""
+        """True if a call is scheduled for the end of the running step or of the steady run."""
         self._woken = False
         self._inside = False
 
     def wake(self) -> None:
-        """Note that there may be work."""
+        """Mark that there may be work, so that the loop checks for it."""
         self._woken = True
 
     @contextmanager
     def sync(self) -> Iterator[None]:
-        """Return a context for changes from outside of a step.
+        """Return a context in which code outside of a step may change the worker.
 
-        Ended steps are applied before the change, and the next steps are planned after it.
+        Steps that have ended are applied before the change, and the next steps are planned after it.
         """
         self._catch_up()
         try:
@@ -152,26 +168,26 @@ class VirtualStepLoop:
 
     @property
     def busy_s(self) -> float:
-        """Seconds that the device has computed so far."""
+        """Total computing time of the device so far, in seconds."""
         run = self._steady
         return self._in_flight.busy_s + (0.0 if run is None else run.seconds(run.ended_steps(self._clock.now)))
 
     @property
     def decoding(self) -> StepWork:
-        """The decode rows of the newest step."""
+        """The work of the decode rows of the newest step."""
         newest, run = self._scheduler.decoding, self._steady
         return newest if run is None else after_steps(newest, run.ended_steps(self._clock.now))
 
     def _catch_up(self) -> None:
-        """Apply the ended steps of a steady run, if any of them has taken a KV page.
+        """Apply the ended steps of a steady run if any of them has allocated a KV page.
 
-        Steps that took no page can be applied later, because no caller sees a difference.
+        Steps without a new page can be applied later, because no caller sees a difference.
         """
         if self._steady is not None and self._clock.now >= self._steady.first_page_s:
             self._pass(self._steady, self._steady.ended_steps(self._clock.now))
 
     def _replan(self) -> None:
-        """After a change, start an idle loop, or end a steady run whose assumptions no longer hold."""
+        """Start an idle loop that has work, or end a steady run that a change has made invalid."""
         if self._inside:
             return
         if self.idle and self._woken:
@@ -185,7 +201,7 @@ class VirtualStepLoop:
             self._wait()
 
     def _step(self) -> None:
-        """Launch until one step runs and another one follows it, or nothing is left to launch."""
+        """Launch steps until one runs and another one follows it, or until nothing is left to launch."""
         while not self._in_flight.push(self._launch()):
             pass
 
@@ -205,7 +221,10 @@ class VirtualStepLoop:
         self._publish(number, step.work, events, decoded)
 
     def _on_time(self, plan_number: int) -> None:
-        """Handle the end of a step or of a steady run; ignored if the loop has planned anew since."""
+        """Handle the end of a step or of a steady run.
+
+        Ignored if `plan_number` is outdated because the loop planned again.
+        """
         if plan_number != self._plan_number:
             return
         self._inside = True
@@ -220,7 +239,7 @@ class VirtualStepLoop:
         self._wait()
 
     def _wait(self) -> None:
-        """Schedule a call at the end of the running step or of the steady run."""
+        """Schedule `_on_time` for the end of the running step or of the steady run."""
         self._plan_number += 1
         self._steady = self._woken_steady()
         step = self._in_flight.first
@@ -231,7 +250,7 @@ class VirtualStepLoop:
         self._clock.at(end_s, partial(self._on_time, self._plan_number))
 
     def _woken_steady(self) -> SteadyRun | None:
-        """Return the run of equal steps from here on; None if there is none."""
+        """Return the run of equal steps that starts with those in flight; None if there is none."""
         self._woken = False
         if not self._jumps or not self._in_flight.only_decode or self._newcomers:
             return None
@@ -243,7 +262,7 @@ class VirtualStepLoop:
         return bool(self._decode.ready_requests or self._prefill.waiting().prompts)
 
     def _pass(self, run: SteadyRun, steps: int) -> None:
-        """Apply the next `steps` steps of the steady run."""
+        """Apply the next `steps` steps of the steady run, and end the run."""
         self._steady, self._awaited = None, False
         newest = self._in_flight.skip(run, steps)
         if newest is not None:

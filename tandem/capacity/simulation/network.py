@@ -1,4 +1,4 @@
-"""Delays between processes: calls, events and KV pages take time, and nothing is lost."""
+"""Network delays between simulated processes: calls, events and KV pages take time, and nothing is lost."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,27 +14,27 @@ class Network:
     """Delays in seconds, and bandwidth in bytes per second."""
 
     ingress_s: float = 1e-3
-    """The delay of a request from a client to the router's queue."""
+    """Delay of a request from a client to the router's queue, in seconds."""
     call_s: float = 5e-4
-    """The delay of a call between two processes, in one direction."""
+    """Delay of a call between two processes in one direction, in seconds."""
     event_s: float = 1e-3
-    """The delay of a step's output from the end of the step to the worker's event loop, the router or the client."""
+    """Delay in seconds from the end of a step to its output's arrival at the worker's event loop, router or client."""
     transfer_s: float = 3e-4
-    """Fixed time of a KV write, in addition to the time for its bytes."""
+    """Fixed duration of a KV write in seconds, in addition to bytes ÷ bandwidth."""
     bytes_per_s: float = 3.6e11
-    """Bandwidth between two workers."""
+    """Bandwidth between two workers, in bytes per second."""
     chunks_per_s: float | None = 5000.0
-    """Maximum chunks per second that the router sends (`RouterConfig.chunks_per_s`); None = a chunk for every token."""
+    """Maximum chunks per second that the router sends (`RouterConfig.chunks_per_s`); None = one chunk per token."""
     chunk_delay_max_s: float = 0.025
     event_jitter_s: float = 3e-4
-    """Mean extra delay of a token, exponentially distributed like the gaps measured at clients of two H200.
+    """Mean additional delay of a token in seconds, exponentially distributed as measured at the clients of two H200.
 
     See docs/decisions/capacity_planning.md.
     """
 
 
 class DeliveryDelay:
-    """Adds a random delay to each token, as measured; no token overtakes another."""
+    """Adds a random delay to each token of an answer; the order of the tokens is kept."""
 
     def __init__(self, network: Network, seed: int = 0) -> None:
         self._network = network
@@ -45,5 +45,5 @@ class DeliveryDelay:
         return self.late(outcome.token_s(self._network.event_s))
 
     def late(self, sent: Sequence[float]) -> NDArray[np.float64]:
-        """Return the ascending arrival times of tokens that would arrive at the times `sent` without jitter."""
+        """Return the ascending arrival times of tokens that would arrive at the times `sent` without random delays."""
         return np.maximum.accumulate(np.asarray(sent) + self._dice.exponential(self._network.event_jitter_s, len(sent)))

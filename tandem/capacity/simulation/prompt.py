@@ -1,4 +1,4 @@
-"""Prompts without token ids, which have a length and the names of their pages."""
+"""Simulated prompts: without token ids, but with a length and the names of their pages."""
 
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from tandem.protocol.page_digests import DIGEST_BYTES
 
 Segment = tuple[int, int, int]
-"""A run of tokens: the key of its source, its offset there, and its number of tokens."""
+"""A run of prompt tokens from one source: the source's key, the offset in the source, and the number of tokens."""
 
 
 class VirtualPrompt(Sequence[int]):
-    """A prompt whose token ids are all 0; two prompts share the tokens of those pages whose `names` are equal."""
+    """A prompt whose token ids are all 0; the prefix cache matches its pages by their `names`."""
 
     __slots__ = ("key", "names", "tokens")
 
@@ -38,16 +38,16 @@ class VirtualPrompt(Sequence[int]):
         return 0
 
     def __add__(self, answer: tuple[int, ...]) -> "VirtualPrompt":
-        """Return the prompt followed by the first tokens of an answer, which no other prompt shares."""
+        """Return the prompt followed by `answer`; its tokens are in no named page, so no other prompt shares them."""
         return VirtualPrompt(self.key, self.tokens + len(answer), self.names) if answer else self
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        """Return the array that represents the whole prompt when it is hashed."""
+        """Return an array that identifies the prompt, for hashing it."""
         return np.array([self.key, self.tokens], dtype=dtype)
 
 
 def page_names(segments: Sequence[Segment], page_tokens: int) -> tuple[bytes, ...]:
-    """Return the names of a prompt's full pages; prompts with equal beginnings have equal names."""
+    """Return the names of a prompt's full pages; prompts that begin with the same tokens have the same first names."""
     names, parent, room, page = [], b"", page_tokens, bytearray()
     for key, begin, tokens in segments:
         first, count = begin, tokens
@@ -63,16 +63,16 @@ def page_names(segments: Sequence[Segment], page_tokens: int) -> tuple[bytes, ..
 
 
 class PageNames:
-    """Names pages like `tandem.protocol.page_digests`, but without token ids.
+    """Names full pages for the prefix cache, like `tandem.protocol.page_digests` but without token ids.
 
-    A prompt knows its names; pages of generated tokens get names that no prompt has.
+    A prompt has the names of its own pages; pages of generated tokens get unique names.
     """
 
     def __init__(self) -> None:
         self._made = 0
 
     def __call__(self, token_ids: Sequence[int], page_tokens: int, _parent: bytes) -> list[bytes]:
-        """Return the names of the full pages: the prompt's own, or new ones for generated tokens."""
+        """Return the names of the full pages: the prompt's own names, or unique ones for generated tokens."""
         if isinstance(token_ids, VirtualPrompt):
             return list(token_ids.names)
         fresh = range(self._made, self._made + len(token_ids) // page_tokens)

@@ -16,7 +16,7 @@ from tandem.settings.slo import SloClass
 
 
 class StepLog:
-    """End times of steps in seconds, ascending; steps count from 0."""
+    """The end times of a worker's steps in seconds, ascending; steps are numbered from 0."""
 
     def __init__(self) -> None:
         self._ends = array("d")
@@ -25,22 +25,22 @@ class StepLog:
         return len(self._ends)
 
     def add(self, end_s: float) -> int:
-        """Add a step; return its number."""
+        """Append the end time of a step; return the step's number."""
         self._ends.append(end_s)
         return len(self._ends) - 1
 
     def extend(self, ends_s: NDArray[np.float64]) -> None:
-        """Add several steps."""
+        """Append the end times of several steps."""
         self._ends.frombytes(ends_s.tobytes())
 
     def ends(self, first: int, count: int) -> Sequence[float]:
-        """Return the end times of `count` steps from `first` on."""
+        """Return the end times of `count` steps, starting with step `first`."""
         return self._ends[first : first + count]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """A request: its sending time, prompt, class and tenant; its answer has exactly `new_tokens` tokens."""
+    """A request of a load: sending time, prompt, exact number of answer tokens, service class and tenant."""
 
     due_s: float
     prompt: VirtualPrompt
@@ -51,7 +51,7 @@ class LoadRequest:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens of an answer: one at the end of each of `count` steps of `log`, from step `first` on."""
+    """Consecutive tokens of an answer, one at the end of each of `count` steps of `log`, starting with step `first`."""
 
     log: StepLog
     first: int
@@ -60,30 +60,33 @@ class Piece:
 
 @dataclass(slots=True)
 class Outcome:
-    """A request's outcome. Times are those of the client's clock, in seconds."""
+    """The outcome of a simulated request. Times are in seconds on the virtual clock."""
 
     asked: LoadRequest
     error: str = ""
-    """Code of the typed error, empty for a complete answer."""
+    """The error code; empty for a complete answer."""
     ended_s: float = 0.0
     cached_tokens: int = 0
     prefill_worker: str = ""
     decode_worker: str = ""
     prediction: Placement | None = None
-    """The prediction at the first placement."""
+    """The first placement of the request, with its predicted latencies; None if the request was never placed."""
     placed_s: float = 0.0
     attempts: int = 1
     firsts_s: list[float] = field(default_factory=list)
     """Time of the first token of each attempt."""
     pieces: list[Piece] = field(default_factory=list)
-    """For each attempt, the tokens that it decoded after its first one."""
+    """For each attempt, the tokens that it decoded after its first token."""
     held_s: float = 0.0
-    """Maximum time for which the router holds the first token back until the second one, in seconds."""
+    """Maximum time in seconds for which the router holds the first token back to send it with the second."""
     rejected: RequestOutcome | None = None
-    """The judgement of a request that was rejected on arrival."""
+    """The outcome of a request that was rejected on arrival; None if it was not."""
 
     def token_s(self, later_s: float) -> Sequence[float]:
-        """Return the time of each token in seconds; `later_s` is the delay from a worker to the client."""
+        """Return the time in seconds at which the client receives each token.
+
+        `later_s` is the delay from worker to client.
+        """
         moments: list[float] = []
         for number, first_s in enumerate(self.firsts_s):
             moments.append(first_s + later_s)
@@ -97,9 +100,10 @@ class Outcome:
     def judge(
         self, slo: SloClass, idle_step_s: float, moments: Sequence[float] | NDArray[np.float64]
     ) -> RequestOutcome:
-        """Return whether the request met `slo`, or why not, as the router judges.
+        """Return whether the request met the targets of `slo`, or which phase missed one, with the router's own rules.
 
-        ITL targets in steps are multiples of `idle_step_s`; `moments` are the tokens' times at the client.
+        `moments` are the times at which the client received the tokens. ITL targets that are given in steps are
+        multiples of `idle_step_s`.
         """
         if self.error:
             return self.rejected or RequestOutcome(request_outcome.Outcome.FAILED, Phase.QUEUE)

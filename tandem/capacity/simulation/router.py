@@ -1,4 +1,4 @@
-"""A simulated router: the product's scheduler, worker states and prefix index, with calls that take network time."""
+"""A simulated router: the real scheduler, worker states and prefix index, with calls that take network time."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _BUSY = (ResourceExhausted, RoleClosed)
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """A request that has not ended, with its current attempt."""
+    """A request that has not ended, and its current attempt."""
 
     queued: QueuedRequest
     outcome: Outcome
@@ -50,7 +50,7 @@ class Flow:
     attempt: int = 1
     failures: int = 0
     tokens: int = 0
-    """Answer tokens received, or known to be decoded before the attempt failed."""
+    """Number of answer tokens that the router has received, or that a failed attempt is known to have decoded."""
 
     @property
     def ref(self) -> RequestRef:
@@ -58,9 +58,10 @@ class Flow:
         return RequestRef(self.queued.internal_id, self.attempt)
 
     def close_piece(self, log: StepLog, number: int, event: RequestEvent, tokens: StepLog | None) -> None:
-        """Record the tokens of the attempt up to this event, one token per step unless `tokens` has their times.
+        """Record when the current attempt decoded its tokens up to this event.
 
         The event belongs to step `number` of the worker with that `log`; a preempted request decoded before that step.
+        One token per step is assumed, unless `tokens` has the time of each token.
         """
         self.tokens = event.first_index + len(event.token_ids)
         decoded = self.tokens - self.queued.prior_output_tokens - 1
@@ -70,9 +71,10 @@ class Flow:
         pieces.append(Piece(log, first, decoded) if tokens is None else Piece(tokens, 0, decoded))
 
     def placement_record(self, later_s: float) -> PlacementRecord | None:
-        """Return the prediction with the observed values; None unless the first attempt completed the request.
+        """Return the placement's prediction and the observed latencies.
 
-        A token takes `later_s` seconds from its worker to the client.
+        Returns None unless the first attempt completed the request. `later_s` is the delay of a token from its worker
+        to the client, in seconds.
         """
         outcome = self.outcome
         if outcome.prediction is None or outcome.error or self.attempt > 1:
@@ -92,7 +94,7 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    """A worker with the router's state of it."""
+    """A worker, and the router's state of that worker."""
 
     worker: VirtualWorker
     state: WorkerState
@@ -101,7 +103,7 @@ class _Link:
 
 @dataclass(frozen=True, slots=True)
 class _StepOutputSource:
-    """The worker, step number and time of a step output."""
+    """The worker that sent a step output, and the number and end time of the step."""
 
     worker: VirtualWorker
     number: int
@@ -110,7 +112,7 @@ class _StepOutputSource:
 
 @dataclass(slots=True)
 class VirtualRouter:
-    """A router; `on_end` receives the outcome of every request once."""
+    """A simulated router; it calls `on_end` once with the outcome of every request."""
 
     config: RouterConfig
     clock: VirtualClock
@@ -139,7 +141,7 @@ class VirtualRouter:
         self.fleet.set_live(state, live=True)
 
     def apply_assignment(self, worker: VirtualWorker) -> None:
-        """Update the router's state after a change of `worker`'s assignment."""
+        """Update the router's state of the worker after its assignment has changed."""
         state, info = self._links[worker.peer].state, worker.info
         state.update(info)
         self.fleet.set_live(state, live=info.open is not None)
@@ -253,7 +255,7 @@ class VirtualRouter:
             self._retry(flow)
 
     def _retry(self, flow: Flow) -> None:
-        """Start another attempt, which continues after the tokens already sent."""
+        """Start another attempt, which continues after the tokens that were already sent."""
         self._release_workers(flow)
         flow.queued.resumed = flow.tokens > 0
         flow.attempt += 1
@@ -279,7 +281,7 @@ class VirtualRouter:
     # ---- step outputs of workers ----
 
     def on_step_output(self, worker: VirtualWorker, output: StepOutput) -> None:
-        """Receive a worker's step output, or an event between two steps, after the network's delay."""
+        """Receive a worker's output, of a step or between two steps, after the network's delay."""
         moment = self.clock.now
         self.clock.after(self.network.event_s, lambda: self._on_delivery(worker, output, moment))
 
@@ -323,7 +325,7 @@ class VirtualRouter:
         flow.close_piece(source.worker.log, source.number, event, source.worker.token_log(event.ref))
 
     def _hold_s(self, flow: Flow, pair: Placement) -> float:
-        """Return the maximum time for which the first token is held back until the second one, in seconds."""
+        """Return the maximum time in seconds for which the first token is held back to be sent with the second."""
         queued = flow.queued
         return 0.0 if pair.decode is None else hold_s(queued.slo, self.clock.now - queued.arrived_s, queued.mean_tokens)
 

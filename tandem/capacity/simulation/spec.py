@@ -1,4 +1,4 @@
-"""The specification of a simulated worker: a real worker's settings, and a device's step cost."""
+"""The specification of a simulated worker: the settings of a real worker, and the step cost of a device."""
 
 from dataclasses import dataclass, replace
 
@@ -12,7 +12,7 @@ from tandem.worker.config import WorkerConfig
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device: steps take `actual_cost`; workers report `reported_cost`, with which routers predict."""
+    """A simulated device: steps take `actual_cost`; workers report `reported_cost`, with which routers predict."""
 
     actual_cost: CostParameters
     reported_cost: CostParameters
@@ -29,21 +29,21 @@ class WorkerSpec:
     device: Device
     model: ModelFacts
     drafts: Drafts | None = None
-    """The drafts of its steps; None = no speculative decoding."""
+    """The worker's draft tokens; None = no speculative decoding."""
 
     @property
     def peer(self) -> PeerRef:
-        """The worker's id in its first incarnation."""
+        """The reference to the worker's first incarnation."""
         return PeerRef(self.config.worker_id, 1)
 
     @property
     def kv(self) -> KvPages:
-        """The KV pages of the worker's requests."""
+        """The page geometry of the worker's requests."""
         return self.info.kv_pages
 
     @property
     def info(self) -> WorkerInfo:
-        """The worker's registration at its start."""
+        """The registration that the worker sends when it starts."""
         config, device = self.config, self.device
         return WorkerInfo(
             peer=self.peer,

@@ -1,4 +1,4 @@
-"""Steady runs of equal decode steps: while no request joins, ends or waits, steps differ only in their contexts."""
+"""Steady runs of equal decode steps, which differ only in their contexts while no request joins, ends or waits."""
 
 import math
 from collections import deque
@@ -17,55 +17,58 @@ from tandem.cost_model.step_work import StepWork
 from tandem.protocol.kv_pages import KvPages
 
 _LAUNCHED = 2
-"""Steps in flight while a worker waits: one runs, one follows it."""
+"""Number of steps in flight in a steady run: one runs, and one is launched after it."""
 _NEVER = 1 << 62
-"""The number of a step that is never launched."""
+"""A step number that is never reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lookahead:
-    """The number of steps that a decode scheduler can take without any decision."""
+    """The number of further decode steps that need no decision of the scheduler."""
 
     steps: int
-    """Further launches with exactly the rows of those in flight."""
+    """Number of further steps with exactly the rows of the steps in flight."""
     untouched: int
-    """The number of these launches, from the first on, that take no new KV page."""
+    """Number of these steps, counted from the first, before one needs a new KV page."""
     needed: int = -1
-    """The run holds only while more than this number of pages is free."""
+    """The run is valid only while more than this number of pages is free."""
 
 
 @dataclass(frozen=True, slots=True)
 class SteadyRun:
-    """Steps that end at `ends_s`; all but the last two need no decision."""
+    """A run of equal decode steps that end at the times `ends_s`; all but the last two need no decision.
+
+    The first two are the steps in flight at the start of the run.
+    """
 
     ends_s: NDArray[np.float64]
     lookahead: Lookahead
     first_page_s: float
-    """Time at which the run takes its first KV page."""
+    """Time at which a step of the run first needs a new KV page; infinite if none does."""
 
     def ended_steps(self, now: float) -> int:
         """Return the number of steps that have ended by `now`."""
         return min(self.lookahead.steps, int(self.ends_s.searchsorted(now, side="right")))
 
     def seconds(self, steps: int) -> float:
-        """Return the seconds of the first `steps` launches after the two in flight."""
+        """Return the duration in seconds of the first `steps` steps that are launched after the two in flight."""
         return float(self.ends_s[steps + 1] - self.ends_s[1])
 
 
 class SteadyBatch(DraftingBatch):
-    """A running batch that can skip steps, provided that no request has drafts."""
+    """A running batch that can skip many steps at once, provided that no request has draft tokens."""
 
     def __init__(self, slots: int, kv: KvPages) -> None:
-        """Create the batch like `RunningBatch`; a step reads the KV of a request once, as on GPUs."""
+        """Create the batch like `RunningBatch`; a step reads each request's KV once for all its rows, as on GPUs."""
         super().__init__(slots, kv)
         self.kv_read_once = True
         self._first_end: tuple[BatchSnapshot | None, int] = None, 0
-        """A snapshot of the batch, and the earliest step that is the last one of any of its requests."""
+        """A snapshot of the batch, and the number of the first step in which one of its requests ends."""
 
     def identical_steps(self) -> int:
-        """Return the number of further steps that have a row of every request and end none, if pages are free.
+        """Return the number of further steps, if pages are free, in which every request has a row and none ends.
 
-        It is 0 if any request needs an event.
+        Returns 0 if a request has a pending event.
         """
         snapshot = self._snapshot
         if self._with_events or self._stopped or snapshot is None or len(snapshot) < len(self._slots):
@@ -75,13 +78,13 @@ class SteadyBatch(DraftingBatch):
         return self._first_end[1] + 1 - self._next_step
 
     def steps_without_new_page(self) -> int:
-        """Return a lower bound of the number of further steps that need no new page."""
+        """Return a lower bound on the number of further steps that need no new page."""
         return 0 if self._without_page else min(self._page_steps, default=_NEVER) - self._next_step
 
     def skip(self, steps: int) -> None:
-        """Advance as if `steps` steps had been launched and had completed, each with token 0.
+        """Advance as if `steps` steps had been launched and completed, each with token 0 for every row.
 
-        At most `identical_steps` and `steps_without_new_page` may be skipped.
+        `steps` must not exceed `identical_steps` and `steps_without_new_page`.
         """
         for slot in self._slots.values():
             self._tokens.flush(slot)
@@ -96,12 +99,12 @@ class SteadyBatch(DraftingBatch):
 
 
 class SteadyDecodeScheduler(DecodeScheduler):
-    """A decode scheduler that can apply many equal steps at once."""
+    """A decode scheduler that can apply many equal steps in a single operation."""
 
     _batch: SteadyBatch
 
     def __init__(self, *, kv: KvPages, max_batch_requests: int, drafts: Drafts | None = None, **others: Any) -> None:
-        """Create the scheduler like `DecodeScheduler`; with `drafts` every step needs a decision."""
+        """Create the scheduler like `DecodeScheduler`; with `drafts`, every step needs a decision."""
         super().__init__(kv=kv, max_batch_requests=max_batch_requests, **others)
         self._batch = SteadyBatch(max_batch_requests, kv)
         if drafts is not None:
@@ -113,7 +116,10 @@ class SteadyDecodeScheduler(DecodeScheduler):
         return len(self._requests.ready)
 
     def lookahead(self, spare_pages: int) -> Lookahead | None:
-        """Return the steps that need no decision if `spare_pages` pages are free; None = every step needs one."""
+        """Return the number of steps that need no decision if `spare_pages` pages are free.
+
+        Returns None if the next step needs one.
+        """
         batch = self._batch
         if (
             self.speculation is not None
@@ -131,7 +137,10 @@ class SteadyDecodeScheduler(DecodeScheduler):
         return Lookahead(untouched, untouched) if untouched else None
 
     def pass_steps(self, steps: int) -> None:
-        """Apply `steps` steps, as if `apply` and `schedule` were called for each, while no request joins or ends."""
+        """Apply `steps` steps at once, with the effect of calling `apply` and `schedule` for each.
+
+        No request may join or end during these steps.
+        """
         while steps:
             paged = min(steps, self._batch.steps_without_new_page())
             if paged:
@@ -142,9 +151,9 @@ class SteadyDecodeScheduler(DecodeScheduler):
 
 
 def steady_run(cost: StepCost, work: StepWork, first_s: float, second_s: float, lookahead: Lookahead) -> SteadyRun:
-    """Return the end times of two launched steps, the second with `work`, and of the steps after them.
+    """Return the run that consists of two launched steps, which end at `first_s` and `second_s`, and those after them.
 
-    The times equal those of the steps taken one by one.
+    The second launched step has `work`. The end times equal those of steps that are simulated one by one.
     """
     rows = work.decode_rows
     contexts = (work.decode_context_tokens + rows * np.arange(1, lookahead.steps + 1)).astype(np.float64)
@@ -157,6 +166,6 @@ def steady_run(cost: StepCost, work: StepWork, first_s: float, second_s: float, 
 
 
 def after_steps(work: StepWork, steps: int) -> StepWork:
-    """Return a decode step's work after `steps` further steps."""
+    """Return a decode step's work after `steps` further steps: contexts grow by one token per row and step."""
     rows = work.decode_rows
     return StepWork(decode_rows=rows, decode_context_tokens=work.decode_context_tokens + rows * steps)

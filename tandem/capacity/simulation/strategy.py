@@ -1,4 +1,4 @@
-"""Layouts of a cluster of equal workers, and a simulated cluster for each."""
+"""Strategies: the layouts of a cluster of equal workers, and the simulated cluster of each."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from tandem.settings.slo import DEFAULT_CLASSES, SloClass
 from tandem.worker.config import WorkerConfig
 
 BATCH_REQUESTS = 256
-"""Default batch size, as on GPUs."""
+"""Default number of requests in a decode batch, as on GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Strategy:
         return self.prefill + self.decode + self.shared
 
     def cluster(self, machine: Hardware, network: Network, slo: SloClass) -> VirtualCluster:
-        """Return a new cluster whose router has the class `slo` in addition to the default ones."""
+        """Return a new simulated cluster; its router has the service class `slo` in addition to the default classes."""
         roles = [Role.PREFILL] * self.prefill + [Role.DECODE] * self.decode + [Role.BOTH] * self.shared
         folder = Path(machine.name)
         specs = [
@@ -61,9 +61,9 @@ class Strategy:
 
 
 def strategies(workers: int, prefill: int) -> tuple[Strategy, ...]:
-    """Return the strategies for `workers` workers.
+    """Return the strategies to compare for `workers` workers.
 
-    `prefill` of them prefill in the disaggregated strategy, which needs at least two workers.
+    The disaggregated strategy, which needs at least two workers, has `prefill` prefill workers.
     """
     apart = Strategy(f"disaggregated {prefill}:{workers - prefill}", Mode.DISAGGREGATED, prefill, workers - prefill)
     priority = PolicyName.DECODE_PRIORITY

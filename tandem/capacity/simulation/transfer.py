@@ -1,4 +1,4 @@
-"""The KV transfer between simulated workers: real hand-overs whose calls and page writes take the network's time."""
+"""The KV transfer between simulated workers: real hand-overs, with calls and page writes that take network time."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class DecodeEnd(Protocol):
 
 
 class VirtualFabric:
-    """The network between the page pools of all workers; the writes of one sender run one after the other."""
+    """The network between the page pools of all workers; the writes of each sender are executed one after the other."""
 
     def __init__(self, clock: VirtualLoop, network: Network, workers: Mapping[PeerRef, DecodeEnd]) -> None:
         self.fabric = InMemoryFabric(clock, schedule=self._schedule)
         self.network = network
         self._clock, self._workers = clock, workers
         self._free_at: defaultdict[PeerRef, float] = defaultdict(float)
-        """For each sender, the time until which its link is busy."""
+        """For each sender, the time until which its network link is busy."""
 
     def _schedule(self, posted: InFlightWrite) -> None:
-        """Schedule the arrival of a write: bytes ÷ bandwidth after the sender's earlier writes, and a fixed time."""
+        """Schedule the arrival of a write: bytes ÷ bandwidth after the sender's earlier writes, plus a fixed time."""
         size = len(posted.write.local_pages) * self._workers[posted.sender].transport.layout.page_bytes
         begun_at = max(self._clock.now, self._free_at[posted.sender])
         self._free_at[posted.sender] = begun_at + size / self.network.bytes_per_s
@@ -53,7 +53,7 @@ class VirtualFabric:
 
 
 class VirtualPeers(DecodePeers):
-    """The decode workers as a simulated prefill worker calls them."""
+    """The decode workers, as a simulated prefill worker calls them for a hand-over."""
 
     def __init__(self, transport: InMemoryTransport, workers: Mapping[PeerRef, DecodeEnd], network: Network) -> None:
         self._transport, self._workers, self._network = transport, workers, network
@@ -63,14 +63,14 @@ class VirtualPeers(DecodePeers):
         self._transport.add_peer(self._workers[destination.peer].transport.describe())
 
     async def allocate_pages(self, destination: Destination, pages: int) -> AllocatedPages:
-        """See `DecodePeers`; the permission to write never ends."""
+        """See `DecodePeers`; the permission to write never expires."""
         await asyncio.sleep(self._network.call_s)
         page_ids = self._workers[destination.peer].allocate_pages(destination.lease, pages, self._transport.me)
         await asyncio.sleep(self._network.call_s)
         return AllocatedPages(page_ids, math.inf)
 
     async def renew(self, peer: PeerRef, address: str, leases: Sequence[Lease], within_s: float) -> Renewal:
-        """See `DecodePeers`; never called, because permissions to write do not end."""
+        """See `DecodePeers`; never called, because permissions to write do not expire."""
         raise NotImplementedError
 
     def delivered(self, destination: Destination) -> None:

@@ -1,4 +1,4 @@
-"""A simulated worker: the real schedulers of both phases and the real prefix cache over a simulated device."""
+"""A simulated worker: the real schedulers of both phases and the real prefix cache on a simulated device."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from tandem.worker.scheduler import StepScheduler
 
 
 class _SyncedPrefillScheduler(PrefillScheduler):
-    """A prefill scheduler whose hand-overs first apply the steps that have ended by their time."""
+    """A prefill scheduler whose hand-overs first bring the simulated worker to the current time (`sync`)."""
 
     sync: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -66,7 +66,7 @@ Publish = Callable[["VirtualWorker", StepOutput], None]
 
 
 class VirtualWorker:
-    """A worker. `publish` receives each completed step that did more than decode, at the end of that step."""
+    """A simulated worker; `publish` receives the output of each step that has events or computed prompts."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class VirtualWorker:
     ) -> None:
         """Create the worker; `peers` has all workers, this one included.
 
-        Without `jumps` every step is taken by itself.
+        Without `jumps`, steps are simulated one by one.
         """
         self.spec, self.peer = spec, spec.peer
         self._clock, self._publish = clock, publish
@@ -138,27 +138,27 @@ class VirtualWorker:
     # ---- calls from other processes ----
 
     def reserve(self, reservation: Reservation) -> GrantedLease:
-        """Reserve KV pages like `DecodeAdmission.reserve`."""
+        """Reserve KV pages, see `DecodeAdmission.reserve`."""
         with self.sync():
             return self.admission.reserve(reservation)
 
     def prefill(self, task: PrefillTask) -> None:
-        """Queue a prompt like `PrefillScheduler.submit`."""
+        """Queue a prompt, see `PrefillScheduler.submit`."""
         with self.sync():
             self._prefill.submit(task)
 
     def abort(self, router_id: str, refs: Sequence[RequestRef]) -> None:
-        """End these requests of a router."""
+        """Abort these attempts of a router's requests."""
         with self.sync():
             self._schedulers.abort(router_id, refs)
 
     def allocate_pages(self, lease: Lease, pages: int, prefill: PeerRef) -> Sequence[int]:
-        """Allocate a lease's pages like `DecodeAdmission.allocate_pages`."""
+        """Allocate a lease's pages, see `DecodeAdmission.allocate_pages`."""
         with self.sync():
             return self.admission.allocate_pages(lease, pages, prefill)
 
     def notice(self, notice: TransferNotice) -> None:
-        """Accept the notice that a lease's KV has arrived."""
+        """Process the notice that the KV of a lease has arrived."""
         with self.sync():
             self.admission.notice(notice)
 
@@ -168,18 +168,18 @@ class VirtualWorker:
             self.admission.release(lease, prefill)
 
     def sync(self) -> AbstractContextManager[None]:
-        """Return a context for changes of the worker from outside of a step."""
+        """Return a context in which code outside of a step may change the worker."""
         return self._loop.sync()
 
     def assume(self, role: Role) -> None:
-        """Change the role; a scheduler that closes finishes all its requests, however long that takes."""
+        """Change the role; a scheduler that closes finishes all its requests, with no time limit."""
         with self.sync():
             self.assignment.assume(replace(self.assignment.assignment, role=role), math.inf)
 
     def token_log(self, ref: RequestRef) -> StepLog | None:
-        """Return the times of the tokens that an attempt decoded here.
+        """Return the times of the tokens that an attempt decoded on this worker.
 
-        None if every step decodes exactly one of its tokens, so that the step log has the times.
+        Returns None without speculative decoding: every step decodes one token, so the step log has the times.
         """
         return None if self._decode.speculation is None else self._token_logs.get(ref, StepLog())
 
@@ -189,7 +189,7 @@ class VirtualWorker:
 
     @property
     def info(self) -> WorkerInfo:
-        """The worker's current registration."""
+        """The registration that the worker would send now."""
         now = self.assignment
         return replace(
             self.spec.info,
@@ -206,7 +206,7 @@ class VirtualWorker:
 
     @property
     def busy_s(self) -> float:
-        """Seconds that the device has computed so far."""
+        """Total computing time of the device so far, in seconds."""
         return self._loop.busy_s
 
     # ---- steps ----

@@ -1,12 +1,12 @@
-"""Leader election: where several controllers live, the youngest supervises the workers and the others mirror it.
+"""Leader election: if several controllers live, the youngest supervises the workers and the others mirror it.
 
 1. A new controller registers under its name and then looks for others, so of two controllers at least one sees the
    other.
 2. It asks the previous leader to release the workers, which stops no worker that serves.
 3. It takes over the live workers and starts missing ones; it is then settled.
-4. The previous leader follows the new one until that ends. A controller that finds a younger one at its own start
-   follows it as well.
-5. If no younger controller is left then, the follower takes over.
+4. The previous leader follows the new leader until the new leader ends. A controller that finds a younger controller at
+   its own start follows that one as well.
+5. When the followed controller ends and no younger controller is left, the follower takes over the workers.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ AGAIN_S = 1.0
 
 
 class SupervisedWorkers(Protocol):
-    """The workers as the leader election acts on them."""
+    """The operations on the workers that the leader election needs."""
 
     async def take_over(self, handover: Handover) -> None:
         """Supervise all live workers and start missing ones."""
@@ -63,7 +63,7 @@ class LeaderElection:
         return self._keeps
 
     async def begin(self) -> None:
-        """Take over the workers, or follow a younger controller that was faster; return when the leader is known."""
+        """Take over the workers or, if a younger controller lives, follow it; return when the leader is known."""
         if await self._younger_or_take_over(set()) is not None:
             self._started.set()  # no other controller has to wait for this one
             self._leader_task = asyncio.ensure_future(self._follow_leader())
@@ -113,7 +113,7 @@ class LeaderElection:
             await asyncio.gather(self._leader_task, return_exceptions=True)
 
     async def _handover(self) -> Handover:
-        """Return the handover of the youngest older controller that leads; an empty one if none leads."""
+        """Make the leading older controller release its workers, and return its handover; empty if none leads."""
         older = [each for each in await self._controllers.others(self._number) if each.number < self._number]
         for each in reversed(older):
             try:

@@ -1,7 +1,8 @@
-"""Stops orphaned workers, which no `tandem up` supervises, at an operator's request and before their timeout.
+"""Stops orphaned workers (workers that no `tandem up` supervises) when an operator asks for it, before their timeout.
 
 No router sends requests to these workers, so they have none to finish. The process that stops them takes part in the
-election as a controller: it never overlooks a live controller, and a controller that starts waits until it is done.
+leader election as a controller, so it finds every live controller, and a controller that starts meanwhile waits until
+the clean-up is complete.
 """
 
 import asyncio
@@ -36,7 +37,7 @@ class Cleared:
 
 
 class Clearing:
-    """A controller without workers of its own that stops orphaned ones; `clear_ray` makes a Ray actor of it."""
+    """A controller that supervises no workers and stops the orphaned ones; `clear_ray` runs it as a Ray actor."""
 
     def __init__(
         self, number: int, controllers: Controllers | None = None, left: OrphanedWorkers | None = None
@@ -49,7 +50,7 @@ class Clearing:
     async def clear(self) -> Cleared:
         """Stop all orphaned workers and release their resources.
 
-        Raises FailedPrecondition if a live controller serves with them, and NotFound if there are none.
+        Raises FailedPrecondition if a live controller uses the workers, and NotFound if there are no orphaned workers.
         """
         try:
             if others := await self._controllers.others(self._number):
@@ -64,12 +65,12 @@ class Clearing:
         return Cleared(_sorted([each.peer.worker_id for each in workers]), _sorted(groups))
 
     async def release_workers(self) -> Handover:
-        """Return an empty handover to a younger controller, once all orphaned workers are stopped."""
+        """Wait until all orphaned workers are stopped, and return an empty handover to the younger controller."""
         await self._over.wait()
         return Handover()
 
     async def wait_until_settled(self) -> str:
-        """Raise Unavailable: an older controller has to wait until this one is gone."""
+        """Raise Unavailable: an older controller waits until this one is gone instead of following it."""
         raise Unavailable("the workers are being ended")
 
     async def run(self) -> None:
@@ -78,7 +79,7 @@ class Clearing:
 
 
 def clear_ray(address: str, name: str) -> Cleared:
-    """Stop the orphaned workers of the cluster `name` on the Ray at `address`; see `Clearing.clear`.
+    """Stop the orphaned workers of the cluster `name` in the Ray cluster at `address`; see `Clearing.clear`.
 
     Raises InvalidArgument for an invalid address or name, and Unavailable if this process cannot join Ray.
     """

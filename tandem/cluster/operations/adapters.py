@@ -1,4 +1,4 @@
-"""The list of LoRA adapters of a running cluster; the controller makes every worker load the adapters of the list.
+"""The list of LoRA adapters of a running cluster, and the loop that makes every worker load these adapters.
 
 The list is authoritative. It is published with the membership, which routers and workers follow, so a restarted router
 has it at once. A worker that registers without an adapter of the list, because it has just started, is sent the adapter
@@ -44,7 +44,10 @@ class AdapterCalls(Protocol):
     """Adapter calls to workers. Every failure is a TandemError."""
 
     async def adapters_in_use(self, info: WorkerInfo) -> Collection[str]:
-        """Return the hashes of the adapters that requests of a worker use, from their page reservation on."""
+        """Return the hashes of the adapters that a worker's requests use.
+
+        A request counts from the reservation of its pages.
+        """
 
     async def load_adapter(self, info: WorkerInfo, adapter: AdapterFacts, in_use: Collection[str]) -> AdapterFacts:
         """Have a worker load an adapter and return the adapter that it loaded.
@@ -58,7 +61,10 @@ class AdapterCalls(Protocol):
 
 
 class Adapters:
-    """The list of adapters, and the loop that makes the workers follow it. Belongs to the event loop."""
+    """The list of adapters, and the loop that makes each worker load exactly these.
+
+    Used on the event loop.
+    """
 
     def __init__(
         self,
@@ -69,9 +75,10 @@ class Adapters:
         first: Sequence[AdapterFacts] = (),
         model_names: Sequence[str] = (),
     ) -> None:
-        """Start with `first`, whose hashes are not known yet; adapters may not have one of `model_names`.
+        """Create the list with the adapters `first`, whose hashes are not known yet.
 
-        Unless changes are `allowed`, the cluster keeps the adapters that its workers start with.
+        No adapter may have one of `model_names` as its name. Unless changes are `allowed`, the cluster keeps the
+        adapters that its workers start with.
         """
         self._registry = registry
         self._calls = calls
@@ -80,7 +87,7 @@ class Adapters:
         self._first = first
         self._wanted = {adapter.name: adapter for adapter in first}
         self._failed: dict[PeerRef, str] = {}
-        """For each worker that could not load an adapter, the reason."""
+        """The reason why a worker could not load an adapter, by worker."""
         self._one_at_a_time = asyncio.Lock()
         self._changes = Changes("a change of the adapters")
         self._retry: asyncio.TimerHandle | None = None
@@ -102,9 +109,9 @@ class Adapters:
         await self._changes.to_its_end(self._unload(name))
 
     def inherit(self) -> None:
-        """Start with the list of the followed leader, else with the adapters of the config and of live workers.
+        """Initialize the list from the leader that was followed or, without one, from the config and the live workers.
 
-        A live worker's adapter replaces one of the config of the same name only if both have the same folder.
+        A live worker's adapter replaces an adapter of the config with the same name only if both have the same folder.
         """
         followed = self._registry.membership().adapters
         self._failed.clear()
@@ -116,7 +123,10 @@ class Adapters:
                     self._wanted[adapter.name] = adapter
 
     async def run(self) -> None:
-        """Make workers follow the list as they register, until cancelled, which also cancels running changes."""
+        """Make each worker that registers load and unload adapters to match the list, until cancelled.
+
+        The cancellation also cancels running changes.
+        """
         if not self._allowed:
             return
         self._registry.lack = self._lack
@@ -158,7 +168,10 @@ class Adapters:
         return loaded
 
     async def _load_everywhere(self, adapter: AdapterFacts) -> AdapterFacts:
-        """Return the adapter once all live workers are registered with it, including workers that have just started."""
+        """Have all live workers load the adapter; return it once all are registered with it.
+
+        Workers that start meanwhile count too.
+        """
         while lacking := [info for info in self._members() if adapter not in info.model.adapters]:
             in_use = await self._in_use()
             loads = (self._load_at(info, adapter, in_use) for info in lacking)
@@ -175,7 +188,7 @@ class Adapters:
         return adapter
 
     async def _in_use(self) -> Collection[str]:
-        """Return the hashes of the adapters that requests use on any worker.
+        """Return the hashes of the adapters that are used by a request on any worker.
 
         All workers count: a request with a reservation on one worker may still have its prefill on another.
         """
@@ -238,7 +251,7 @@ class Adapters:
         return set(info.model.adapters) != set(self._wanted.values())
 
     async def _bring(self, info: WorkerInfo) -> bool:
-        """Return True if the worker now matches the list."""
+        """Make one worker match the list; return False if a call to the worker failed."""
         try:
             for known in info.model.adapters:
                 if known != self._wanted.get(known.name):

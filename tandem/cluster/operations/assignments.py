@@ -1,11 +1,17 @@
 """The wanted assignment of each worker, and the loop that sends it to the workers.
 
-A worker that registers with another assignment than the wanted one is sent the wanted one, after a change as well as
-after a restart that overlapped with a change. Each worker has a prefill scheduler and a decode scheduler, and its role
-says which of them are open. A change of mode has three steps, so that at every moment some worker accepts every kind of
-work: all schedulers that the new mode needs open; routers change their mode; schedulers that the new mode does not need
-close. The last step may take as long as requests run, and no other change waits for it: another change, or a drain,
-starts from the wanted assignments.
+A worker that registers with an assignment other than the wanted one is sent the wanted one. This covers every change,
+and also a worker that restarted during a change.
+
+Each worker has a prefill scheduler and a decode scheduler, and its role says which of them are open. A change of mode
+has three steps, so that at every moment some worker accepts each kind of request:
+
+1. All schedulers that the new mode needs are opened.
+2. Routers change their mode.
+3. Schedulers that the new mode does not need are closed.
+
+The last step may take as long as requests run. Another change or a drain does not wait for it: it starts from the
+wanted assignments.
 """
 
 import asyncio
@@ -24,12 +30,12 @@ log = logging.getLogger(__name__)
 RETRY_S = 0.5
 """Seconds before an assignment that a worker did not accept is sent again."""
 OPEN_S = 10.0
-"""Timeout for all workers to open the schedulers that a new mode needs, in seconds; after it nothing changes."""
+"""Timeout for all workers to open the schedulers that a new mode needs, in seconds; if it expires, nothing changes."""
 SETTLE_S = 35.0
-"""Seconds after the grace within which closing schedulers abandon their requests: a transfer may take 30 s to end."""
+"""Timeout for closing schedulers to finish, in seconds after the grace: a transfer may take 30 s to end."""
 
 SendAssignment = Callable[[WorkerInfo, Assignment, float], Awaitable[None]]
-"""Sends a worker its assignment; closing schedulers have that many seconds for their requests.
+"""Sends a worker its assignment and the number of seconds that closing schedulers have for their requests.
 
 Raises a TandemError on failure.
 """
@@ -39,14 +45,14 @@ class Assignments:
     """The wanted assignments of all workers; `run` sends them. Belongs to the event loop."""
 
     def __init__(self, registry: Registry, topology: Topology, roles: Mapping[str, Role], send: SendAssignment) -> None:
-        """Start with the initial role of each worker."""
+        """Start with `roles`, the initial role of each worker; `send` sends an assignment to a worker."""
         self.topology = topology
         """The current topology of the cluster."""
         self._registry = registry
         self._send = send
         self._wanted = {worker_id: topology.assignment(role) for worker_id, role in roles.items()}
         self._absent: dict[str, Role] = {}
-        """Workers that do not serve and that `topology` does not count, with the role that they return to."""
+        """The workers that do not serve and are not counted in `topology`, with the role that each returns to."""
         self._grace_s = 0.0
         self._sent: dict[PeerRef, Assignment] = {}
         self._sending: set[asyncio.Task[None]] = set()
@@ -54,9 +60,10 @@ class Assignments:
         registry.set_mode(topology.mode)
 
     def inherit(self, topology: Topology, roles: Mapping[str, Role], drained: Collection[str] = ()) -> None:
-        """Start over with workers that have `roles` now or will start with them; a worker keeps a role that is needed.
+        """Replace the known workers by those in `roles`, which has each worker's current or initial role.
 
-        Workers that are `drained` do not serve until `is_back`.
+        A worker keeps its role if `topology` needs that role. Workers in `drained` are absent until `is_back` is called
+        for them.
         """
         assignments = assign(topology, roles)
         self._wanted, self._sent = assignments, {}
@@ -76,14 +83,17 @@ class Assignments:
         return self._wanted[worker_id]
 
     def topology_with(self, worker_ids: Collection[str]) -> Topology:
-        """Return the topology that results once the absent ones among these workers serve again."""
+        """Return the topology as it will be when those of `worker_ids` that are absent serve again."""
         topology = self.topology
         for worker_id in self._absent.keys() & set(worker_ids):
             topology = _with_more(topology, self._absent[worker_id], 1)
         return topology
 
     async def roles(self) -> dict[str, Role]:
-        """Return every worker's own role, also for absent workers and for workers that stand in for others."""
+        """Return every worker's own role, including absent workers.
+
+        A worker that stands in for another one has both schedulers open, but its own role stays the same.
+        """
         async with self._one_at_a_time:
             return {each: self._role(each) for each in self._wanted}
 
@@ -93,7 +103,7 @@ class Assignments:
         self._absent[worker_id] = role
 
     def forget(self, worker_id: str) -> None:
-        """Remove a worker that never serves again."""
+        """Remove a worker that will not serve again."""
         self._wanted.pop(worker_id, None)
         self._absent.pop(worker_id, None)
 
@@ -108,10 +118,11 @@ class Assignments:
             self._sent = {}
 
     async def set_mode(self, change: ModeChange) -> None:
-        """Change the mode; return when every serving worker has followed.
+        """Change the mode; return when every serving worker has its new assignment.
 
-        Raises InvalidArgument for an impossible change, and DeadlineExceeded if workers do not follow in time. If the
-        needed schedulers did not open, nothing has changed; later, the remaining workers follow when they can.
+        Raises InvalidArgument for an impossible change, and DeadlineExceeded if workers do not adopt their assignments
+        in time. If the needed schedulers did not open in time, nothing has changed; otherwise the mode has changed, and
+        the remaining workers adopt their assignments when they can.
         """
         async with self._one_at_a_time:
             await self._share(change.over(self.topology, len(self._here())), change.grace_s)
@@ -133,7 +144,10 @@ class Assignments:
         await self._settle(grace_s)
 
     async def _share(self, topology: Topology, grace_s: float) -> None:
-        """Apply a topology to present workers, and to absent ones once they are back; some schedulers close later."""
+        """Apply a topology to the present workers, and to absent workers for when they serve again.
+
+        Returns once the schedulers that the topology needs are open; the others close later.
+        """
         before = self._here()
         assignments = assign(topology, {worker_id: assignment.role for worker_id, assignment in before.items()})
         self._grace_s = grace_s
@@ -146,9 +160,10 @@ class Assignments:
         self._want(assignments)
 
     async def stand_in_for(self, worker_id: str) -> None:
-        """Prepare for a worker to leave: present workers open a scheduler that no other worker would have open.
+        """Mark a worker as absent; if no other worker has its role, all present workers open both schedulers.
 
-        Raises DeadlineExceeded, with everything unchanged, if they do not open it in time.
+        Does nothing if the worker is absent already. Raises DeadlineExceeded, with everything unchanged, if the workers
+        do not open the schedulers in time.
         """
         async with self._one_at_a_time:
             if worker_id in self._absent:
@@ -169,7 +184,10 @@ class Assignments:
                     raise
 
     async def is_back(self, worker_id: str) -> None:
-        """Count a worker that serves, again or for the first time; its stand-ins return to their own roles."""
+        """Add a worker that serves back to the topology; workers that stood in for it return to their own roles.
+
+        Does nothing if the worker was not marked as absent.
+        """
         async with self._one_at_a_time:
             role = self._absent.pop(worker_id, None)
             if role is None:
@@ -186,7 +204,7 @@ class Assignments:
         return {each: assignment for each, assignment in self._wanted.items() if each not in self._absent}
 
     def _role(self, worker_id: str) -> Role:
-        """Return a worker's own role: a stand-in has both roles only because no other worker has the missing one."""
+        """Return a worker's own role, even while it has both roles because it stands in for an absent worker."""
         role = self._absent.get(worker_id, self._wanted[worker_id].role)
         if role is not Role.BOTH or self.topology.mode is not Mode.DISAGGREGATED:
             return role
@@ -211,7 +229,10 @@ class Assignments:
             raise DeadlineExceeded(f"{late} did not open what the new mode needs; nothing has changed, try again")
 
     async def _settle(self, grace_s: float) -> None:
-        """Wait until every serving worker has its wanted assignment, even if a later change wanted it."""
+        """Wait until every serving worker has its wanted assignment, which a later change may have set.
+
+        Raises DeadlineExceeded after `grace_s` + `SETTLE_S` seconds.
+        """
         late = await self._late(lambda info: not _settled(info, self._wanted), grace_s + SETTLE_S)
         if late:
             raise DeadlineExceeded(f"the mode has changed; {late} still finishes what it had, and follows then")
@@ -221,7 +242,7 @@ class Assignments:
         self._look()
 
     def _look(self) -> None:
-        """Send its wanted assignment to each worker that is registered with another one."""
+        """Send the wanted assignment to each worker that is registered with a different one."""
         members = self._registry.membership().workers
         self._sent = {info.peer: sent for info in members if (sent := self._sent.get(info.peer)) is not None}
         for info in members:
@@ -246,7 +267,10 @@ class Assignments:
             await asyncio.sleep(RETRY_S)
 
     async def _late(self, is_late: Callable[[WorkerInfo], bool], within_s: float) -> str:
-        """Wait until no serving worker is late; return the workers late after `within_s` seconds, "" = none."""
+        """Wait until no serving worker is late.
+
+        Returns the names of the workers that are late after `within_s` seconds, "" = none.
+        """
         late: list[str] = []
         try:
             async with asyncio.timeout(within_s):
@@ -282,7 +306,7 @@ def _played(phase: Role, assignments: Iterable[Assignment]) -> bool:
 
 
 def _opened(info: WorkerInfo, assignment: Assignment) -> bool:
-    """Return True if at least the schedulers of `assignment` are open, with its step settings."""
+    """Return True if the worker has `assignment` and all schedulers that it needs are open; others may be open too."""
     return info.open is not None and info.open | assignment.role is info.open and info.assignment == assignment
 
 

@@ -1,4 +1,4 @@
-"""The initial workers of a controller that succeeds another one: the live workers and the missing ones."""
+"""The initial workers of a controller that takes over from another one: the live workers and the missing ones."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -20,9 +20,9 @@ class HandoverState:
     slots: tuple[Slot, ...]
     topology: Topology
     roles: Mapping[str, Role]
-    """The role of each worker, current or initial; `Assignments` changes roles where `topology` requires it."""
+    """The current or initial role of each worker; `Assignments` changes roles where `topology` requires it."""
     drained: tuple[str, ...] = ()
-    """Workers that are not started for now, because they were drained."""
+    """Workers that are not started at first, because they were drained."""
     surplus: bool = False
     """True if there are more workers than the config wants."""
 
@@ -32,8 +32,9 @@ def inherit(
 ) -> HandoverState:
     """Return the initial workers from `planned`, the config's slots, and `living`, the live workers with their roles.
 
-    The config determines their number. If the planner changes it, all live workers stay instead. Drained workers count,
-    because an operator wanted fewer workers to serve.
+    The config determines the number of workers. If the planner changes that number, it is instead the number of live
+    workers, within the planner's limits. Drained workers count too and are not replaced, because an operator wanted
+    fewer workers to serve.
     """
     handover = handover or Handover()
     drained = _absent(handover, living)
@@ -58,7 +59,7 @@ def _absent(handover: Handover, living: Collection[str]) -> tuple[str, ...]:
 
 
 def _asked(config: ClusterSettings, living: int) -> int:
-    """Return the number of workers that there should be."""
+    """Return the target number of workers, given the number of live ones."""
     limits = config.planner.limits.workers
     if not living or config.planner.mode is not PlannerMode.ON or limits is None:
         return config.worker_count
@@ -66,7 +67,7 @@ def _asked(config: ClusterSettings, living: int) -> int:
 
 
 def _missing(planned: Sequence[Slot], there: Iterable[str], count: int) -> tuple[Slot, ...]:
-    """Return `count` free slots, beginning with those of roles that have too few workers."""
+    """Return up to `count` free slots, beginning with slots of roles that have too few workers."""
     have = Counter(_role_of(name) for name in there)
     free = [slot for slot in planned if slot.worker_id not in set(there)]
     lacking: list[Slot] = []

@@ -50,10 +50,9 @@ class Draining:
         return next((info for info in members if info.peer.worker_id == worker_id), None)
 
     def may_drain(self, keeper: ProcessSupervisor, *, force: bool) -> WorkerInfo:
-        """Return the registration of a worker that may be drained.
+        """Check that a worker may be drained, and return its registration.
 
-        Raises FailedPrecondition if the worker does not serve, or if it is the last one that does, unless `force` is
-        set.
+        Raises FailedPrecondition if the worker does not serve or, unless `force` is set, if no other worker serves.
         """
         members = {info.peer.worker_id: info for info in self._registry.membership().workers if info.open is not None}
         info = members.pop(keeper.name, None)
@@ -115,9 +114,9 @@ class Operator:
         self._draining = Draining(registry, assignments, workers)
         self._node_is_up = node_is_up
         self._awaited: set[ProcessSupervisor] = set()
-        """The supervisors of workers that will serve, but do not serve yet or again."""
+        """The supervisors of workers that are expected to serve but do not serve now, because they start or restart."""
         self._rescheduling: dict[str, str] = {}
-        """By worker that will start elsewhere, the address of the node that has to leave first.
+        """The address of the node that has to leave first, by worker that will start on another node.
 
         An entry exists from the start of the worker's drain.
         """
@@ -129,7 +128,7 @@ class Operator:
 
     @property
     def coming(self) -> int:
-        """The number of workers that will serve, but do not serve yet or again."""
+        """The number of workers that are expected to serve but do not serve now, because they start or restart."""
         return sum(self._is_coming(keeper) for keeper in self._keepers.values())
 
     def wanted(self) -> dict[str, Role]:
@@ -159,13 +158,13 @@ class Operator:
         return handover
 
     def handover(self) -> Handover:
-        """Return the state that another controller would need now."""
+        """Return the state that another controller would need to take over the workers now."""
         drained = [name for name, keeper in self._keepers.items() if keeper.phase is Phase.DRAINED]
         going = {*self._leaving, *(keeper.name for keeper in self._awaited)}
         return Handover(tuple(name for name in drained if name not in going), tuple(self._rescheduling.items()))
 
     def staying(self, slots: Iterable[Slot]) -> tuple[Slot, ...]:
-        """Return those of these slots whose workers are not being removed for good."""
+        """Return the slots whose workers are not being removed for good."""
         return tuple(slot for slot in slots if slot.worker_id not in self._leaving)
 
     def resume(self, handover: Handover) -> None:
@@ -185,8 +184,8 @@ class Operator:
     ) -> None:
         """Drain a worker: it finishes its requests, hands over the rest after `grace_s` seconds, and ends.
 
-        With `restart` the worker starts again and the call returns when it serves; with `node_leaves` it starts
-        elsewhere once its node has left; otherwise it stays drained. Raises NotFound for an unknown name, and
+        With `restart` the worker starts again, and the call returns when it serves. With `node_leaves` it starts on
+        another node once its node has left. Otherwise it stays drained. Raises NotFound for an unknown name, and
         FailedPrecondition if the worker does not serve, has been drained before, or is the last one, unless `force` is
         set.
         """
@@ -255,7 +254,7 @@ class Operator:
             await asyncio.sleep(LOOK_S)
 
     async def _arrive(self, keeper: ProcessSupervisor) -> None:
-        """Wait until a worker serves or its supervisor has stopped."""
+        """Wait until a worker serves, and add it back to the topology; return as well if its supervisor has stopped."""
         try:
             await keeper.until(Phase.SERVING)
             await self._assignments.is_back(keeper.name)
@@ -303,7 +302,7 @@ class Operator:
         await arriving
 
     async def _drain_and_move(self, keeper: ProcessSupervisor, grace_s: float, *, force: bool) -> None:
-        """Drain a worker and return; the worker starts elsewhere in the background."""
+        """Drain a worker, return, and start the worker on another node in the background."""
         info = self._draining.may_drain(keeper, force=force)
         node = self._rescheduling[keeper.name] = info.address.rpartition(":")[0]
         try:
@@ -316,7 +315,7 @@ class Operator:
 
     @contextlib.contextmanager
     def _counting_on(self, keeper: ProcessSupervisor) -> Iterator[None]:
-        """Count the worker as awaited while the body runs, and afterwards unless the body fails."""
+        """Treat the worker as expected to serve while the body runs, and afterwards unless the body fails."""
         self._awaited.add(keeper)
         try:
             yield
@@ -346,7 +345,7 @@ class Operator:
 
 
 def _worth(keeper: ProcessSupervisor) -> int:
-    """Return the rank of a worker by how much its removal would lose; low ranks are removed first."""
+    """Return a worker's rank for removal, lowest first: 0 = waits for a node, 1 = does not serve, 2 = serves."""
     if keeper.phase is Phase.SERVING:
         return 2
     return int(keeper.health().stage != WAITS_FOR_NODE)

@@ -14,7 +14,10 @@ log = logging.getLogger(__name__)
 
 
 class Fleet:
-    """Owns slots and process supervisors, from `add` until `remove` or `stop`. Belongs to the event loop."""
+    """Owns the workers' slots and process supervisors, from `add` until `remove`, `release` or `stop`.
+
+    Used on the event loop.
+    """
 
     def __init__(
         self,
@@ -24,7 +27,7 @@ class Fleet:
     ) -> None:
         """Create an empty fleet.
 
-        `keep` makes the supervisor of a slot, and `new_slot` makes one more slot next to existing ones. `release` frees
+        `keep` makes the supervisor of a slot. `new_slot` makes a slot in addition to the given slots. `release` frees
         the resources of a slot that was removed; until it returns, the slot is not reused.
         """
         self._keep = keep
@@ -38,7 +41,7 @@ class Fleet:
         """The supervisors by worker id, in the order in which they were added."""
 
     def new_slots(self, roles: Iterable[Role]) -> list[Slot]:
-        """Return one new slot for each role, for `add`.
+        """Return one new slot for each role, to be passed to `add`.
 
         Raises FailedPrecondition if there is no capacity for all of them.
         """
@@ -48,10 +51,10 @@ class Fleet:
         return slots[len(self._slots) :]
 
     def add(self, slot: Slot, living: tuple[int, Process] | None = None, *, drained: bool = False) -> ProcessSupervisor:
-        """Add a slot and begin to fill it with a new process.
+        """Add a slot, and start a process for it in the background.
 
-        If `living` is given, a live process with its incarnation, it fills the slot instead. With `drained` the slot
-        stays empty until an operator wants the worker.
+        `living` is a live process with its incarnation, which is adopted instead. With `drained` no process is started
+        until an operator wants the worker.
         """
         keeper = self._keep(slot)
         if living is not None:
@@ -63,7 +66,7 @@ class Fleet:
         return keeper
 
     async def remove(self, worker_id: str) -> None:
-        """End the worker's process, if any, and forget the slot. Idempotent."""
+        """End the worker's process, if any, and remove the slot. Idempotent."""
         keeper = self._keepers.get(worker_id)
         if keeper is None:
             return
@@ -89,7 +92,10 @@ class Fleet:
         await asyncio.gather(*self._runs.values(), *self._removals.values())
 
     async def release(self) -> None:
-        """Release all processes: those that serve live on, all keep their resources, and the slots are forgotten."""
+        """Stop supervising all processes and remove their slots, without releasing the slots' resources.
+
+        Processes that serve live on; see `ProcessSupervisor.detach` for the others.
+        """
         for keeper in self._keepers.values():
             keeper.detach()
         await asyncio.gather(*self._runs.values(), *self._removals.values())

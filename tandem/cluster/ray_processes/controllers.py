@@ -36,7 +36,7 @@ class OtherController(ABC):
 
 
 class Controllers(ABC):
-    """A source of the other controllers."""
+    """Lists the other live controllers of a cluster."""
 
     @abstractmethod
     async def others(self, than: int) -> list[OtherController]:
@@ -44,7 +44,7 @@ class Controllers(ABC):
 
 
 class NoControllers(Controllers):
-    """The controllers of a cluster whose workers end with their controller: there are no others."""
+    """Implements `Controllers` for a cluster whose workers end with their controller: there are no others."""
 
     async def others(self, than: int) -> list[OtherController]:
         """Return no controllers."""
@@ -52,7 +52,7 @@ class NoControllers(Controllers):
 
 
 class RayControllers(Controllers):
-    """The controllers that are named actors in this process's namespace."""
+    """Lists the other live controllers: the named Ray actors of controllers in this process's namespace."""
 
     async def others(self, than: int) -> list[OtherController]:
         """Return the other live controllers, the oldest first."""
@@ -88,9 +88,9 @@ def actor_name(number: int) -> str:
 
 
 def next_number(above: int = 0) -> int:
-    """Return a number for a new controller or generation, greater than `above` and than all numbers given out before.
+    """Return a new number for a controller or a generation, greater than `above` and than all numbers returned before.
 
-    Ray's head never gives the number out again while it lives. The number does not depend on any clock.
+    Ray's head stores the numbers and never gives out one again while it lives. The number does not depend on any clock.
     """
     import ray
     from ray.experimental.internal_kv import _internal_kv_list, _internal_kv_put

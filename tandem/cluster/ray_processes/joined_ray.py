@@ -44,12 +44,12 @@ class JoinedRay:
         *,
         trusted_network: bool = False,
     ) -> None:
-        """Prepare to join the Ray at `address`: host:port of the head's GCS, or `auto`.
+        """Prepare to join the Ray cluster at `address`: host:port of the head's GCS, or `auto`.
 
-        `auto` is RAY_ADDRESS or, if unset, the cluster that `ray start` last joined. A missing cluster or node may
-        appear within `wait_s` seconds, unless `stopping` is set before. Other processes find the actors of a
-        `namespace`, which may contain actors of earlier processes; None = a new namespace for this process alone.
-        Workers on several hosts need a `trusted_network`.
+        `auto` is RAY_ADDRESS or, if unset, the cluster that `ray start` last joined. `start` waits up to `wait_s`
+        seconds for a missing cluster or node, unless `stopping` is set before. Actors are created in `namespace`, where
+        other processes find them and which may contain actors of earlier processes; None = a new namespace for this
+        process alone. `trusted_network` must be True if workers may run on several hosts.
         """
         self._trusted_network = trusted_network
         self._shared = namespace is not None
@@ -59,10 +59,11 @@ class JoinedRay:
         self._stopping = stopping or threading.Event()
 
     def start(self, resources: dict[str, float], processes: int) -> None:
-        """Join the cluster and check that all its nodes together offer `resources`; Ray starts `processes` on demand.
+        """Join the cluster and check that its nodes together offer `resources`.
 
-        Raises Unavailable if there is no such cluster or it refuses this process, FailedPrecondition if it lacks
-        resources, and InvalidArgument if workers would send KV pages over an untrusted network.
+        `processes` is not used, because Ray starts processes on demand. Raises Unavailable if there is no such cluster
+        or it refuses this process, FailedPrecondition if it lacks resources, and InvalidArgument if workers would send
+        KV pages over an untrusted network.
         """
         os.environ.update(_ENVIRONMENT)
         import ray
@@ -91,13 +92,16 @@ class JoinedRay:
             ray.shutdown()
 
     def kill(self) -> None:
-        """Abandon a hanging Ray: the remaining actors end when this process does. Callable from any thread."""
+        """Stop waiting for a Ray that hangs: `ray.shutdown` is not called when the interpreter exits.
+
+        The remaining actors end with this process. May be called from any thread.
+        """
         ray = sys.modules.get("ray")
         if ray is not None:
             atexit.unregister(ray.shutdown)  # it would hang again as the interpreter exits
 
     def _waiting(self, give_up: float, attempt: Callable[[], Result]) -> Result:
-        """Retry `attempt` until it succeeds or `give_up` passes; return its result, and log each new failure."""
+        """Retry `attempt` until it succeeds or the time is `give_up`; return its result, and log each new failure."""
         said = ""
         while True:
             try:
@@ -111,7 +115,7 @@ class JoinedRay:
             self._stopping.wait(LOOK_S)
 
     def _reachable_address(self) -> str:
-        """Return the address as Ray knows it, after a connection to it succeeded."""
+        """Return the cluster's address in Ray's form, after a connection to it succeeded."""
         from ray._private.services import canonicalize_bootstrap_address
 
         try:
@@ -127,7 +131,7 @@ class JoinedRay:
         import ray
 
         if self._shared and ray.util.list_named_actors():
-            return  # a missing node does not prevent taking over the workers of the others
+            return  # without some node, the workers on other nodes can still be taken over
         there = ray.cluster_resources()
         for role, count in needed.items():
             if there.get(role, 0.0) < count:

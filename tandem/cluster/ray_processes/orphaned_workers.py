@@ -1,4 +1,4 @@
-"""Orphaned workers: live workers and placement groups that earlier controllers of a cluster left."""
+"""Orphaned workers: live workers and placement groups that earlier controllers of a cluster left behind."""
 
 import asyncio
 import logging
@@ -38,10 +38,10 @@ class OrphanedWorker(ABC):
 
     @abstractmethod
     def process(self, controller_address: str, outlive_s: float, on_start: Callable[[str], None]) -> Process:
-        """Return the worker as a process of the controller at `controller_address`.
+        """Return a handle with which the controller at `controller_address` supervises the worker.
 
-        Its start makes the worker follow that controller and outlive it for `outlive_s` seconds. `on_start` is called
-        with the worker's metrics address.
+        The handle's `start` makes the worker register with that controller; from then on the worker ends after
+        `outlive_s` seconds without a controller. `on_start` is called with the worker's metrics address.
         """
 
     @abstractmethod
@@ -50,7 +50,7 @@ class OrphanedWorker(ABC):
 
 
 class OrphanedWorkers(ABC):
-    """A source of orphaned workers."""
+    """Finds the orphaned workers of a cluster and releases their resources."""
 
     @abstractmethod
     async def living(self) -> list[OrphanedWorker]:
@@ -58,7 +58,10 @@ class OrphanedWorkers(ABC):
 
     @abstractmethod
     async def next_generation(self, above: int) -> int:
-        """Return the next generation, greater than `above` and than all before it. It does not depend on any clock."""
+        """Return a new generation number, greater than `above` and than all numbers before.
+
+        It does not depend on any clock.
+        """
 
     @abstractmethod
     async def clear(self, kept: Collection[str]) -> Collection[str]:
@@ -66,14 +69,14 @@ class OrphanedWorkers(ABC):
 
 
 class RayOrphanedWorkers(OrphanedWorkers):
-    """The orphaned workers that are detached actors and placement groups in this process's namespace."""
+    """Finds the orphaned workers: detached actors and placement groups in this process's Ray namespace."""
 
     async def living(self) -> list[OrphanedWorker]:
         """Return all workers that have not ended."""
         return await asyncio.to_thread(_living)
 
     async def next_generation(self, above: int) -> int:
-        """Return a generation that Ray's head has not given out before."""
+        """Return a generation number that Ray's head has not given out before, greater than `above`."""
         return await asyncio.to_thread(next_number, above)
 
     async def clear(self, kept: Collection[str]) -> Collection[str]:
@@ -117,7 +120,8 @@ async def fitting(
 ) -> dict[str, tuple[OrphanedWorker, WorkerDescription]]:
     """Return the workers that can be taken over, by id, and end the others.
 
-    `served` returns the settings that a worker of this name has to serve with.
+    `served` returns the settings that the worker of this name must have. Of several incarnations of a worker, only the
+    newest is kept.
     """
     descriptions = await asyncio.gather(*(each.describe() for each in found))
     kept: dict[str, tuple[OrphanedWorker, WorkerDescription]] = {}
@@ -195,7 +199,7 @@ def is_removed(group: Any) -> bool:
 
 
 def is_made(group: Any) -> bool:
-    """Return True if this placement group has a node."""
+    """Return True if this placement group is placed on a node."""
     return group is not None and _state(group) == "CREATED"
 
 

@@ -1,7 +1,7 @@
-"""A private Ray node: every socket on loopback, a fresh token, a temp folder of its own, all of it removed at the end.
+"""A private Ray node: all sockets on loopback, a new token, and a temp folder that is removed at the end.
 
 Ray ties its processes to the thread that starts them (they get SIGKILL when it ends), so the caller of `start` keeps
-that thread alive until `stop`. A watchdog process ends whatever survives a killed owner.
+that thread alive until `stop`. If the owner is killed, a watchdog process ends the processes that survive it.
 """
 
 import atexit
@@ -51,7 +51,7 @@ _NAMESPACE = "tandem"
 """The namespace of all actors, in which a restarted controller finds them by name."""
 
 _TOO_SLOW = "timed out during startup"
-"""The text by which the exception of a failed Ray start is recognized, since it has no type of its own."""
+"""Text of the exception of a Ray start that timed out; Ray has no exception type for it."""
 
 _PREFERENCES = {
     # Transfers stay on this host; otherwise UCX opens a port on every interface too.
@@ -59,14 +59,17 @@ _PREFERENCES = {
     # A log line for each failed handshake would fill a disk.
     "GRPC_VERBOSITY": "ERROR",
 }
-"""Default environment, which a user's own settings override."""
+"""Environment variables that are set unless the user has set them."""
 
 
 class RayNode:
     """One Ray head node without further nodes, owned by this object from `start` until `stop` or `kill`."""
 
     def __init__(self, log_max_bytes: int = MAX_MIB << 20) -> None:
-        """Create the node; a log file of Ray has at most `log_max_bytes`, unless the environment sets another limit."""
+        """Create the node.
+
+        Ray's log files have at most `log_max_bytes` each, unless the environment sets another limit.
+        """
         self._log_max_bytes = log_max_bytes
         self._folder: TempFolder | None = None
         self._watchdog: Watchdog | None = None
@@ -140,9 +143,9 @@ class RayNode:
         self._remove_folder()
 
     def kill(self) -> None:
-        """Stop the node without Ray's cooperation, because Ray hangs.
+        """End the node's processes without Ray's help, for the case that Ray hangs.
 
-        Callable from any thread, also while `start` or `stop` runs.
+        May be called from any thread, also while `start` or `stop` runs.
         """
         ray = sys.modules.get("ray")
         if ray is not None:
@@ -171,10 +174,10 @@ class RayNode:
 
 @contextlib.contextmanager
 def _without_helpers() -> Iterator[None]:
-    """Make Ray start a head without its autoscaler, dashboard and log monitor, for which `ray.init` has no option.
+    """Make Ray start a head without its autoscaler, dashboard and log monitor; `ray.init` has no option for this.
 
     A private node never grows, shows no dashboard and sends no logs to its driver, but these three processes take some
-    2 s of CPU time. A version of Ray without these methods starts its helpers as usual.
+    2 s of CPU time. A version of Ray without the replaced methods starts the processes as usual.
     """
     from ray._private.node import Node
 

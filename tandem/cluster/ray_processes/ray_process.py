@@ -1,4 +1,4 @@
-"""A supervised process that is a Ray actor: a call that stays pending for its whole life reports its death."""
+"""A supervised process that is a Ray actor; its death ends a call that is otherwise pending for its whole life."""
 
 import asyncio
 import contextlib
@@ -12,11 +12,11 @@ from tandem.cluster.supervision.process_supervisor import Process
 
 PID_TIMEOUT_S = 120.0
 _SHARE_OF_NODE = 0.001
-"""Amount that a group takes of the resource by which Ray identifies a node; a node has 1, a group may not be empty."""
+"""Fraction of a node's `node:<address>` resource that a placement group takes: a node has 1, and 0 is not allowed."""
 
 
 def actor_class(plain: type) -> Any:
-    """Return `plain` as a Ray actor class, on which the caller sets `options` and creates the actor."""
+    """Return the Ray actor class of the plain class `plain`; the caller sets `options` and creates the actor."""
     import ray
 
     return ray.remote(plain)
@@ -67,7 +67,7 @@ async def node_is_up(address: str) -> bool:
 
 
 async def at_once() -> None:
-    """Return at once: the default placement wait, for an actor whose node is known."""
+    """Return immediately: the default of `RayProcess.placed`, for an actor whose node is known."""
 
 
 class RayProcess(Process):
@@ -75,8 +75,8 @@ class RayProcess(Process):
 
     The actor has `pid()`, `identity()` (see `kv_transfer.nixl_backend.processes`), `start()`, `progress()`, `works()`
     (responds as long as its event loops do), `run()` (pending until the actor stops) and `stop()`. `on_start` is called
-    with the result of `start()`; `placed` waits until the actor has a node. For an actor that has started before,
-    `start` makes it follow this process.
+    with the result of the actor's start; `placed` waits until the actor has a node. `start` replaces the actor's
+    `start()`, e.g. for an actor that runs already and only has to register with this controller.
     """
 
     def __init__(

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from router.server import RouterServer
 
 _CPU_CHUNKS_PER_S = 320.0
-"""Chunks that the router streams per second where engines compute on the CPU, so that it leaves them CPU time."""
+"""Value of `chunks_per_s` if engines run on the CPU: fewer chunks leave the engines more CPU time."""
 
 
 log = logging.getLogger(__name__)
 
 
 class RouterActor:
-    """The actor of one router; `RayProcess` defines its methods."""
+    """The Ray actor that runs one router; `RayProcess` describes its methods."""
 
     def __init__(
         self,
@@ -52,14 +52,14 @@ class RouterActor:
         return os.getpid()
 
     async def identity(self) -> str:
-        """Return the identity of this process, by which its supervisor recognizes it before killing it."""
+        """Return the identity of this process, with which its supervisor checks that it kills the right process."""
         return this_process()
 
     async def works(self) -> None:
         """Return at once; the event loop that runs this call is the one that serves clients."""
 
     async def prepare(self) -> None:
-        """Import the router and load the tokenizer: everything of a start except opening the listeners."""
+        """Import the router and load the tokenizer, so that `start` only has to open the listeners."""
         set_switch_interval()
         with keep_imports():
             from router.server import RouterServer
@@ -101,13 +101,13 @@ class RouterActor:
 
 
 class RouterProcess:
-    """Spawns the router on this node, each time on the ports that its first incarnation found.
+    """Spawns the routers of one controller on this node; all use the ports that the first of them opened.
 
     The actors are detached, so that they outlive a controller that dies. Owned by the controller.
     """
 
     def __init__(self, config: ClusterSettings, token: str, number: int = 0, group: Any = None) -> None:
-        """Create the spawner of the controller of this `number`; `group` is the placement group of its routers."""
+        """`number` is the number of the controller, `group` the placement group of its routers."""
         self._cluster = config
         self._token = token
         self._prefix = f"router-{number}-"
@@ -124,7 +124,7 @@ class RouterProcess:
         return self._process_of(self._create(incarnation))
 
     async def spawn_standby(self, incarnation: int) -> tuple[Process, Process]:
-        """Spawn a standby router; return its process for the preparation and its process for the start; see `Standby`.
+        """Spawn a standby router; return two handles on its process, to prepare it and to start it; see `Standby`.
 
         The preparation does everything except opening the listeners.
         """
@@ -132,7 +132,7 @@ class RouterProcess:
         return RayProcess(actor, start=actor.prepare.remote), self._process_of(actor)
 
     async def adopt(self, incarnation: int) -> Process | None:
-        """Return the live router of this incarnation, None = it is dead; kill all others of this `tandem up`."""
+        """Return the router of this incarnation, or None if it is dead; kill all other routers of this `tandem up`."""
         import ray
 
         name, living = f"{self._prefix}{incarnation}", await asyncio.to_thread(ray.util.list_named_actors)

@@ -1,6 +1,6 @@
 """The folder of one cluster's sockets and logs.
 
-Its owner holds a lock on it while it lives, so the next cluster can tell abandoned folders and remove them.
+The owner holds a lock on the folder while it lives, so a later cluster recognizes abandoned folders and removes them.
 """
 
 import contextlib
@@ -16,14 +16,14 @@ import psutil
 PREFIX = "tandem-"
 LOCK = "lock"
 RAY = "r"
-"""Name of Ray's own folder in it, short because the length of socket paths is limited."""
+"""Name of Ray's own folder in the cluster's folder, short because the length of socket paths is limited."""
 ROOT_LENGTH_MAX = 25
 """Maximum length of the parent folder's path, so that Ray's socket paths fit into the 107 bytes of Linux."""
 YOUNG_S = 60.0
 """Age in seconds below which a folder with an empty lock file may belong to a cluster that has yet to lock it."""
 KILL_TIMEOUT_S = 5.0
 REMOVAL_TIMEOUT_S = 2.0
-"""Maximum time of retries in `TempFolder.remove`, in seconds; only a folder that cannot be removed takes it."""
+"""Maximum time of retries in `TempFolder.remove`, in seconds; reached only if the folder cannot be removed."""
 
 
 class TempFolder:

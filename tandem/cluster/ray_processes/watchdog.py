@@ -15,7 +15,7 @@ class Watchdog:
     """The owner's handle of the process that cleans up Ray's folder once the owner ends or calls `stop`."""
 
     def __init__(self, folder: Path) -> None:
-        """Start the process, in a session of its own, so that signals of a terminal do not reach it."""
+        """Start the watchdog process in a new session, so that it gets no signals of the terminal."""
         command = sys.executable, "-P", "-m", "tandem.cluster.ray_processes.watchdog"
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         environment = {**os.environ, "PYTHONPATH": path}
@@ -30,7 +30,7 @@ class Watchdog:
 
 
 def main() -> None:
-    """Clean up the folder that standard input names, once the writer of standard input has ended."""
+    """Read a folder's path from standard input until the writer closes it or ends, and clean up the folder."""
     clean_up(Path(os.fsdecode(sys.stdin.buffer.read())))
 
 

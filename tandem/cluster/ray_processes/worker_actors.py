@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 _CPU_GATHER_S = 0.01
-"""Seconds to gather a burst of requests on CPUs: a burst arrives within 10 ms, and a step takes longer.
+"""Seconds that an idle worker on a CPU waits for the rest of a burst of prompts.
 
-See docs/decisions/step_policy.md.
+A burst arrives within 10 ms, and a step takes longer. See docs/decisions/step_policy.md.
 """
 
 
@@ -57,7 +57,7 @@ class WorkerActors:
         self._groups: dict[str, Any] = {}
 
     async def spawn(self, slot: Slot, assignment: Assignment, incarnation: int) -> Process:
-        """Spawn a process for `slot`, which has `assignment` until it is sent another."""
+        """Spawn a worker process in `slot`; it has `assignment` until the controller sends it another one."""
         from tandem.worker.actor import WorkerActor
 
         options = {
@@ -73,11 +73,11 @@ class WorkerActors:
         return RayProcess(actor, partial(self._on_metrics, slot), partial(self._placed, slot))
 
     def adopt(self, slot: Slot, left: OrphanedWorker) -> Process:
-        """Return a live worker of `slot` as a process of this controller."""
+        """Return a handle with which this controller supervises the live worker `left` of `slot`."""
         return left.process(self.controller_address, self._cluster.workers_outlive_s, partial(self._on_metrics, slot))
 
     def release_all(self) -> None:
-        """Forget all placement groups, which another controller takes over."""
+        """Forget all placement groups without removing them, because another controller takes them over."""
         self._groups.clear()
 
     async def release(self, slot: Slot) -> None:
@@ -90,7 +90,10 @@ class WorkerActors:
             await asyncio.sleep(_PLACE_LOOK_S)
 
     def _group(self, slot: Slot) -> Any:
-        """Return the slot's placement group; called off the event loop, because Ray's head may be slow."""
+        """Return the slot's placement group, and create it if there is none.
+
+        Called in a worker thread and not on the event loop, because Ray's head may be slow.
+        """
         from ray.util.placement_group import placement_group
 
         known = self._groups.get(slot.worker_id)

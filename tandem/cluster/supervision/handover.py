@@ -1,4 +1,4 @@
-"""The state that a controller passes on to the next one, beyond the facts that workers report themselves."""
+"""The state that a controller passes on to the next one, in addition to the facts that workers report themselves."""
 
 from dataclasses import dataclass
 
@@ -11,14 +11,14 @@ class Handover:
     """The state that a controller passes on when it releases its workers."""
 
     drained: tuple[str, ...] = ()
-    """Workers that were drained and stay so until an operator wants them again."""
+    """Workers that were drained and do not start until an operator wants them again."""
     rescheduling: tuple[tuple[str, str], ...] = ()
-    """Workers that start elsewhere once their node has left, with that node's address."""
+    """Workers that will start on another node once their node has left, each with that node's address."""
 
 
 @dataclass(frozen=True, slots=True)
 class ControllerState:
-    """The workers as a controller wants them, for the controller that replaces it if it dies.
+    """The target state of a controller's workers, for the controller that replaces it if it dies.
 
     The state includes all changes by operators and the planner since the start.
     """

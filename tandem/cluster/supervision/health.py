@@ -19,7 +19,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """One supervised process as the controller sees it.
+    """The state of one supervised process.
 
     `pid` is 0 while none is known, `stage` is the current activity of a start, `fraction` the part of it that is done,
     and `error` the last failure.
@@ -47,9 +47,9 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class ClusterHealth:
-    """The health of the router and of all workers, in the order of the plan, with the addresses of the listeners.
+    """The health of the router and of all workers, with the addresses of the listeners.
 
-    A router's address is empty until the router first opened it.
+    The workers are in the order of the plan. A router's address is empty until the router first opened it.
     """
 
     router: Health
@@ -59,7 +59,7 @@ class ClusterHealth:
     metrics_address: str = ""
     """Address of the cluster-wide metrics, host:port."""
     filled: bool = True
-    """True once the set of workers is known; until then the controller still looks for workers that live already."""
+    """True once the set of workers is known; until then the controller still looks for live workers to take over."""
     taken_over: frozenset[str] = frozenset()
     """The processes that another controller started."""
     operations_address: str = ""
@@ -67,7 +67,10 @@ class ClusterHealth:
     kept_at: str = ""
     """Address of the controller that supervises the workers instead, host:port; empty = this one does."""
     state: ControllerState | None = None
-    """The workers as this controller wants them; None = it does not supervise them, or not yet."""
+    """The target state of the workers, for the controller that replaces this one if it dies.
+
+    None if this controller does not supervise the workers, or not yet.
+    """
 
     @property
     def all(self) -> tuple[Health, ...]:
@@ -91,7 +94,7 @@ class ClusterHealth:
 
 
 class Backoff:
-    """The waits between restarts: none after a long life, then doubling from `first_s` up to `longest_s`.
+    """The wait before each restart: none after a long life, then doubling from `first_s` up to `longest_s` seconds.
 
     A life of `stable_s` seconds or more resets the count, so a process that dies once a day is always restarted at
     once.

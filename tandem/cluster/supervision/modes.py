@@ -16,9 +16,9 @@ _PREFILLS_FIRST = {Role.PREFILL: 0, Role.BOTH: 1, Role.DECODE: 2}
 class Topology:
     """A cluster's mode, the number of prefill workers, and the step settings.
 
-    `prefill` is the number of current workers that prefill in a disaggregated cluster, where the others decode; it is 0
-    or all of them while they stand in for the missing role. `step_budget` is in tokens per step, None = 512;
-    `itl_target_s` is in seconds, None = no limit.
+    `prefill` is the number of current workers that prefill in a disaggregated cluster; the others decode. While one
+    role has no worker of its own and the present workers have both roles, `prefill` is 0 or the number of all workers.
+    `step_budget` is in tokens per step, None = 512; `itl_target_s` is in seconds, None = no limit.
     """
 
     mode: Mode

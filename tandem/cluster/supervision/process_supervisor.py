@@ -1,13 +1,13 @@
 """Keeps one process of the cluster alive: starts it, watches it and restarts it.
 
-1. The supervisor draws a new incarnation number.
-2. It spawns the process, and awaits its death from the first moment on.
+1. The supervisor takes a new incarnation number.
+2. It spawns the process, and immediately begins to wait for its death.
 3. The process has started and serves.
-4. The process is dead: subscribers are notified at once, and after a bounded wait the supervisor continues with 1. A
-   live process that gives no sign of life within the hang deadline is killed.
+4. The process is dead: subscribers are notified at once, and after a bounded wait the supervisor continues with step 1.
+   A live process that gives no sign of life within the hang deadline is killed.
 
-A retired process exits by itself or is ended, and 1. follows only on request. A released process lives on without a
-supervisor, and another supervisor may adopt it: that supervisor begins with 2.
+A retired process exits by itself or is ended, and step 1 follows only on request. A released process lives on without a
+supervisor, and another supervisor may adopt it, beginning with step 2.
 """
 
 import asyncio
@@ -126,14 +126,13 @@ class ProcessSupervisor:
         self._wanted.set()
 
     def adopt(self, incarnation: int, process: Process) -> None:
-        """Adopt a live process, before `run`; its `start` makes it follow this controller."""
+        """Adopt a live process, before `run`; its `start` registers the process with this controller."""
         self._adopted = incarnation, process
 
     def detach(self) -> None:
-        """Release the process; `run` then returns.
+        """Stop supervising the process, which may live on; `run` then returns.
 
-        A process lives on if it serves, or if it was adopted and its `start` is not complete; any other process is
-        ended.
+        The process lives on if it serves, or if it was adopted and its `start` is not complete; otherwise it is ended.
         """
         self._lives_on = self._phase is Phase.SERVING or (self._phase is Phase.STARTING and self._lived_before)
         self.stop()
@@ -144,10 +143,9 @@ class ProcessSupervisor:
         return self._phase
 
     async def until(self, phase: Phase, within_s: float = math.inf) -> None:
-        """Wait for a phase.
+        """Wait until the process is in `phase`.
 
-        Raises DeadlineExceeded after `within_s` seconds, and FailedPrecondition if the supervisor stops in the
-        meantime.
+        Raises DeadlineExceeded after `within_s` seconds, and FailedPrecondition if the supervisor stops before.
         """
         try:
             async with asyncio.timeout(None if within_s == math.inf else within_s):
@@ -161,7 +159,7 @@ class ProcessSupervisor:
 
     @property
     def wanted(self) -> bool:
-        """True if a process runs or is to run; False once it has been retired."""
+        """True if a process runs or will be started; False between `retire` and `restart`."""
         return self._wanted.is_set()
 
     @property
@@ -180,7 +178,7 @@ class ProcessSupervisor:
         self._ending.set()
 
     def restart(self) -> None:
-        """Start a retired process again: at once if it has ended, otherwise as soon as it has."""
+        """Start a process again after `retire`: at once if the old process has ended, otherwise as soon as it has."""
         self._wanted.set()
 
     async def run(self, grace_s: float = END_S) -> None:
@@ -237,7 +235,7 @@ class ProcessSupervisor:
         return await self._spawn(self._incarnation)
 
     async def _watch(self, process: Process) -> bool:
-        """Wait until the process has ended, fails to start or has to end; return True if it has ended."""
+        """Wait until the process ends, fails to start, hangs or must end; return True if it has ended or was killed."""
         ended = asyncio.ensure_future(process.ended())
         started = asyncio.ensure_future(self._start(process))
         stopping = asyncio.ensure_future(self._ending.wait())
@@ -280,7 +278,7 @@ class ProcessSupervisor:
             await process.start()
         finally:
             following.cancel()
-            await asyncio.gather(following, return_exceptions=True)  # a process that is gone says so by its end
+            await asyncio.gather(following, return_exceptions=True)  # `ended` reports a process that is gone
         self._phase = Phase.SERVING
 
     async def _follow(self, process: Process) -> None:

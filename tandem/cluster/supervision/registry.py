@@ -27,7 +27,7 @@ class Registry:
         self._mode = ""
         self._adapters: tuple[AdapterFacts, ...] | None = None
         self.lack: Callable[[WorkerInfo], str] = lambda _: ""
-        """Returns what a worker lacks, in which case routers send it no new requests; "" = nothing."""
+        """Returns the reason why routers must send a worker no new requests; "" = none."""
         self.wanted: Callable[[], Mapping[str, Role]] = dict
         """Returns the workers that serve or will serve without an operator's action, with their roles."""
         self._mirrored: tuple[ExpectedWorker, ...] = ()
@@ -59,7 +59,7 @@ class Registry:
         self.complete.set()
 
     def keep(self, peers: Collection[PeerRef]) -> None:
-        """Remove all workers except `peers` for good, and the expected workers of a mirrored registry.
+        """Remove all workers except `peers` for good, and remove the expected workers that were copied by `mirror`.
 
         From now on the membership is complete.
         """
@@ -93,7 +93,7 @@ class Registry:
         return True
 
     def membership(self) -> Membership:
-        """Return all serving workers and all expected ones, by id.
+        """Return all serving workers and all expected ones, sorted by id.
 
         A worker that drains is expected if it will be started again.
         """

@@ -43,7 +43,7 @@ def plan(config: ClusterSettings, gpus: int) -> tuple[Slot, ...]:
 
 
 def another(config: ClusterSettings, role: Role, slots: Sequence[Slot], gpus: int) -> Slot:
-    """Return a slot for one more worker next to `slots`, with the lowest free number.
+    """Return a new slot in addition to `slots`, with the lowest free number of its role.
 
     Raises FailedPrecondition if the worker needs a GPU of this host and no GPU has enough memory left.
     """

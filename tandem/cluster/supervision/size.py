@@ -47,7 +47,7 @@ class Steps:
     add: tuple[Role, ...] = ()
     """The roles of the workers to add, one worker for each entry."""
     leave: tuple[str, ...] = ()
-    """The workers to remove, serving or still awaited."""
+    """The ids of the workers to remove; some may not serve yet."""
     into_prefill: int = 0
     """The number of serving workers that change from decode to prefill; negative = from prefill to decode."""
 

@@ -22,10 +22,10 @@ class Standby:
         *,
         hang_deadline_s: float,
     ) -> None:
-        """Create the standby of the process that `keeper` supervises, with `keeper`'s `incarnations`.
+        """Create the standby for the process that `keeper` supervises; both take numbers from `incarnations`.
 
-        `prepare` spawns a standby and returns it twice: as a process whose `start` prepares it as far as possible, and
-        as one whose `start` makes it serve.
+        `prepare` spawns a process for an incarnation and returns two handles on it: `start` of the first loads as much
+        as possible in advance, `start` of the second makes the process serve.
         """
         self._keeper = keeper
         self._prepare = prepare
@@ -50,7 +50,7 @@ class Standby:
             await self._own.run()
 
     def use(self, dead: int) -> tuple[int, Process] | None:
-        """Hand over the standby, with its incarnation, to replace the incarnation `dead`; None = none is ready."""
+        """Return the standby and its incarnation, to replace the incarnation `dead`; None = no standby is ready."""
         self._dead = dead
         own, self._own = self._own, None
         if own is None or self._stopping:

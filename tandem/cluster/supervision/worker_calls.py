@@ -20,7 +20,7 @@ Reply = TypeVar("Reply")
 
 
 class WorkerCalls:
-    """The controller's calls to workers. Each failure is the typed error, with the worker's name."""
+    """The controller's calls to workers. Every failure raises the typed error, with the worker's name."""
 
     def __init__(self, token: str) -> None:
         self._token = token
@@ -35,7 +35,10 @@ class WorkerCalls:
         await self._call(info, lambda stub: stub.SetAssignment(request, timeout=ANSWER_S))
 
     async def adapters_in_use(self, info: WorkerInfo) -> Collection[str]:
-        """Return the hashes of the adapters that requests of a worker use, from their page reservation on."""
+        """Return the hashes of the adapters that a worker's requests use.
+
+        A request counts from the reservation of its pages.
+        """
         reply = await self._call(info, lambda stub: stub.Inspect(worker_pb2.InspectRequest(), timeout=ANSWER_S))
         return conversion.from_proto(reply, WorkerInspection).adapters_in_use
 

@@ -1,4 +1,4 @@
-"""The interface to the hardware: the operations of a decoder's layers, fused as fast implementations need it.
+"""The interface of the kernels: the operations of a decoder's layers, fused in the way that fast implementations need.
 
 `reference.py` implements the interface in plain PyTorch on any device; all other implementations are tested against it.
 T is the number of tokens in a step over all rows, R the number of rows. Every tensor is contiguous unless its docstring
@@ -80,35 +80,35 @@ class StepLayout:
 class DeferredTokens:
     """Tokens that only the device knows: where sources[t] >= 0, token t of the step is drawn[sources[t]].
 
-    `sources` is [T] int32. `drawn` is [n] int64, the tokens that the previous step sampled; a row of it that has no
-    token (NO_TOKEN) is read as token 0.
+    `sources` is [T] int32. `drawn` [n] int64 has the tokens that the previous step sampled; NO_TOKEN in it is read as
+    token 0.
     """
 
     sources: Tensor
     drawn: Tensor
 
     def tokens(self, token_ids: Tensor) -> Tensor:
-        """Return the step's tokens [T] int64: the drawn ones where `sources` names one, else those of `token_ids`."""
+        """Return the step's tokens [T] int64: drawn[sources[t]] where sources[t] >= 0, else token_ids[t]."""
         sources = self.sources.long()
         return torch.where(sources >= 0, self.drawn[sources.clamp(min=0)].clamp(min=0), token_ids)
 
 
 class Products(ABC):
-    """The products of a model's layers.
+    """The matrix products of a model's layers.
 
     `Kernels` extends it; adapters wrap it (`lora/adapted_products.py`).
     """
 
     @abstractmethod
     def prepare(self, linear: Linear) -> Linear:
-        """Return the weight in the form that the products take. Called once for each weight after loading.
+        """Return the weight in the form that the other methods expect. Called once for each weight after loading.
 
         An implementation may repack or dequantize the weight.
         """
 
     @abstractmethod
     def norm_linear(self, hidden: Tensor, norm: Norm, linear: Linear) -> Tensor:
-        """Return RMSNorm(hidden) · weightᵀ + bias → [T, out]: the stacked q/k/v product, and the output layer."""
+        """Return RMSNorm(hidden) · weightᵀ + bias → [T, out]; used for the q/k/v product and the output layer."""
 
     @abstractmethod
     def norm_gate_up(self, hidden: Tensor, norm: Norm, gate_up: Linear, activation: str = "silu") -> Tensor:
@@ -123,14 +123,14 @@ class Products(ABC):
 
     @abstractmethod
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
-        """Add x · weightᵀ + bias to `hidden` in place: the output products of attention and of the MLP."""
+        """Add x · weightᵀ + bias to `hidden` in place; used for the output products of attention and of the MLP."""
 
     @abstractmethod
     def experts(self, hidden: Tensor, layer: ExpertsLayer, slots: Tensor, out: Tensor) -> None:
         """Add the output of a mixture of experts for RMSNorm(hidden) to `out` in place, which may be `hidden` itself.
 
-        The router's product accumulates in float32 and its result stays in float32: if it were rounded to bfloat16,
-        other experts would be chosen. slots [T] int64 as in `StepLayout`: tokens with slot -1 are padding, choose no
+        The router's product accumulates in float32 and its result stays in float32, because rounding it to bfloat16
+        would change the choice of experts. slots [T] int64 as in `StepLayout`: tokens with slot -1 are padding, choose no
         expert, and may get any value.
         """
 
@@ -144,14 +144,14 @@ class Products(ABC):
 
 
 class Kernels(Products):
-    """One implementation of a layer's arithmetic.
+    """Interface of the kernels of one model; each kind of hardware has an implementation.
 
-    It is made for one model when the engine is loaded (`tandem/engine/device.py`), and the model's layers call it. It
-    holds no request state, and may keep scratch memory between calls.
+    An implementation is created for one model when the engine is loaded (`tandem/engine/device.py`), and the model's
+    layers call it. It holds no request state, and may keep scratch memory between calls.
     """
 
     def prepare(self, linear: Linear) -> Linear:
-        """Return the weight in the form that the products take. Called once for each weight after loading.
+        """Return the weight in the form that the other methods expect. Called once for each weight after loading.
 
         The default returns it unchanged.
         """
@@ -163,7 +163,7 @@ class Kernels(Products):
 
     @property
     def prompts_capturable(self) -> bool:
-        """True if a CUDA graph may contain prefill, because no launch asks the device for the lengths of rows."""
+        """True if a CUDA graph may contain prefill: no launch depends on row lengths that only the device knows."""
         return False
 
     @property
@@ -177,14 +177,14 @@ class Kernels(Products):
         return None
 
     def draft_group_rows(self, drafts: int) -> int:
-        """Return the most rows of a group (`DraftGroups`) in steps with up to `drafts` draft tokens per request.
+        """Return the maximum number of rows of a group (`DraftGroups`) in steps of up to `drafts` drafts per request.
 
         The default is 1: attention computes each row separately, and steps need no groups.
         """
         return 1
 
     def reserve_draft_groups(self, groups: int, rows: int) -> None:
-        """Allocate the scratch memory of steps with up to `groups` groups of up to `rows` rows, before any such step.
+        """Allocate the scratch memory for later steps with up to `groups` groups of up to `rows` rows each.
 
         The default does nothing.
         """
@@ -196,14 +196,18 @@ class Kernels(Products):
         """
 
     def begin_step(self, cache: KvCache, layout: StepLayout) -> None:
-        """Do the work that all layers of a KV group share. Called once for each group before a step's first layer.
+        """Do the work of a step that all layers of a KV group share.
 
-        Group 0 comes last, so that `embed` directly follows what is launched for all groups. The default does nothing.
+        Called once per group, before the step's first layer. Group 0 comes last, so that `embed` directly follows what
+        is launched for all groups. The default does nothing.
         """
 
     @abstractmethod
     def embed(self, token_ids: Tensor, table: Tensor, feed: DeferredTokens | None = None) -> Tensor:
-        """Return the rows of `table` [vocab, hidden] for `token_ids` [T] (int64) and `feed` → [T, hidden]."""
+        """Return the rows of `table` [vocab, hidden] for `token_ids` [T] int64 → [T, hidden].
+
+        `feed` replaces the ids of tokens that only the device knows.
+        """
 
     @abstractmethod
     def norm_add(self, x: Tensor, norm: Norm, hidden: Tensor) -> None:
@@ -211,7 +215,7 @@ class Kernels(Products):
 
     @abstractmethod
     def rope_and_store(self, qkv: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout) -> Tensor:
-        """Norm q and k where the layer has norms, apply rotary embedding to them, and store k and v in the cache.
+        """Apply the layer's q and k norms, if any, and rotary embedding to q and k, and store k and v in the cache.
 
         qkv    [T, (heads + 2·kv_heads)·head_dim]; may be overwritten
         cache  [pages, layers, 2, kv_heads, page_tokens, head_dim]: written at `layout.slots`; see `QuantizedKv`
@@ -227,7 +231,7 @@ class Kernels(Products):
 
     @abstractmethod
     def latent_store(self, q: Tensor, latents: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
-        """Rotate the queries of latent attention, and norm and store its latents.
+        """Apply rotary embedding to the queries of latent attention, and norm and store its latents.
 
         q       [T, heads·(nope + rope)], rows may be strided; may be overwritten
         latents [T, latent + rope], rows may be strided: the latent, then the key that all heads share

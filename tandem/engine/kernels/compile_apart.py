@@ -1,4 +1,4 @@
-"""Compilation of libraries' kernels in separate processes, into the folder in which the libraries look for them.
+"""Compiles libraries' kernels in separate processes, into the folder in which the libraries look for them.
 
 Such a compiler holds the GIL nearly all the time. In the engine's process it would alternate with Triton's compiler,
 with the library's own import and with itself, and dominate the start (docs/decisions/startup.md).
@@ -26,13 +26,13 @@ function, arguments = pickle.load(sys.stdin.buffer)
 function(*arguments)
 """
 _COMPILE_TIMEOUT_S = 60.0
-"""The time in seconds after which a process is killed and the engine compiles the kernel itself."""
+"""Time in seconds after which a compiling process is killed, and the engine compiles the kernel itself."""
 _PACKAGES = ("flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl", "torch")
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A module-level function and its arguments, both picklable."""
+    """A compilation for a separate process: a module-level function and its arguments, both picklable."""
 
     function: Callable[..., object]
     arguments: tuple[Any, ...]
@@ -41,9 +41,9 @@ class Job:
 def compile_apart(jobs: Sequence[Job], folder: Path, device_name: str) -> Callable[[], None]:
     """Start each of `jobs` in a separate process, and return a function that waits for them.
 
-    No process is started if an earlier start has completed the same jobs, for such a device and with the same versions
-    of the libraries: a file in `folder` records that. If a job fails or takes too long, the engine compiles the kernel
-    itself or reports the error.
+    No process is started if an earlier start has completed the same jobs, for a device of this name and with the same
+    versions of the libraries: a file in `folder` records that. If a job fails or takes too long, the engine compiles
+    the kernel itself or reports the error.
     """
     facts = [device_name, *map(_version, _PACKAGES), *((job.function.__qualname__, job.arguments) for job in jobs)]
     mark = folder / hashlib.sha256(repr(facts).encode()).hexdigest()
@@ -60,7 +60,7 @@ def compile_apart(jobs: Sequence[Job], folder: Path, device_name: str) -> Callab
 
 
 def _begin(job: Job) -> "subprocess.Popen[bytes] | None":
-    """Start a process for a job. Returns None if that fails."""
+    """Start a process for a job, and return it, or None if that fails."""
     try:
         child = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM],

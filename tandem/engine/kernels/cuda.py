@@ -1,6 +1,6 @@
 """Kernels for NVIDIA GPUs: weight-streaming Triton products for few tokens, cuBLAS for many, fused row-wise kernels.
 
-Attention is paged decode attention for rows of one token, and flash-attn-4 for longer rows.
+Rows of one token use paged decode attention in Triton, longer rows flash-attn-4.
 """
 
 from functools import cached_property
@@ -43,7 +43,7 @@ _ONE_STREAM = SecondStream(None)
 
 
 class CudaKernels(Kernels):
-    """The kernels of one model on one GPU, called by one thread on one stream.
+    """The kernels of one model on one GPU; one thread calls them on one stream.
 
     Only trial steps at the start (`tandem/engine/cuda/compile_ahead.py`) call them from several threads. They own
     scratch memory that all layers share.
@@ -58,7 +58,7 @@ class CudaKernels(Kernels):
         max_decode_rows: int,
         kv_dtype: torch.dtype | None = None,
     ) -> None:
-        """Allocate the scratch memory, and start to compile the libraries' kernels in the background.
+        """Allocate the scratch memory, and start the compilation of the libraries' kernels in the background.
 
         `max_decode_rows` is the maximum number of one-token rows that decode attention computes in a step. `dtype` is
         that of the activations, `kv_dtype` that of the cache (None = `dtype`). Raises InvalidArgument if no kernel
@@ -105,23 +105,23 @@ class CudaKernels(Kernels):
 
     @property
     def prompts_capturable(self) -> bool:
-        """True if prefill attention does not ask the device for lengths: it is flash-attn-4 or latent attention."""
+        """True if prefill uses flash-attn-4 or latent attention, whose launches do not depend on row lengths."""
         # Wait before anything is captured: a thread that uses the device during the capture would invalidate it.
         self._gated_soon.result()
         return not self._decode or isinstance(self._prefill, FlashPrefill | QuantizedPrefill)
 
     @property
     def capturable_tokens(self) -> int | None:
-        """The limit of latent attention, see `LatentKernels.capturable_tokens`."""
+        """Maximum number of prompt tokens in a captured step, see `LatentKernels`; None = no limit."""
         return self._latent.capturable_tokens
 
     @property
     def capturable_pages(self) -> int | None:
-        """The limit of prefill over a quantized cache, see `QuantizedPrefill.most_pages`; None = no limit."""
+        """Maximum number of KV pages in a captured step, see `QuantizedPrefill.most_pages`; None = no limit."""
         return self._prefill.most_pages if self._decode and isinstance(self._prefill, QuantizedPrefill) else None
 
     def draft_group_rows(self, drafts: int) -> int:
-        """Return the rows that fill a tile with the query heads of a key head; latent attention has no groups."""
+        """Return the maximum number of rows of a draft group, see `group_rows`; 1 without grouped-query attention."""
         return group_rows(self._decode, drafts)
 
     def reserve_draft_groups(self, groups: int, rows: int) -> None:
@@ -140,11 +140,11 @@ class CudaKernels(Kernels):
             )
 
     def prepare(self, linear: Linear) -> Linear:
-        """Rearrange the scales of a packed weight, or dequantize it if no product takes its codes."""
+        """Rearrange the scales of a packed weight, or dequantize the weight if no kernel multiplies its codes."""
         return products.prepared(linear, self._dtype)
 
     def prepare_experts(self, experts: Experts) -> Experts:
-        """Rearrange the scales of packed weights, and dequantize weights whose codes no product takes."""
+        """Rearrange the scales of packed weights, or dequantize the weights whose codes no kernel multiplies."""
         return packed_experts.prepared_experts(experts, self._dtype)
 
     def end_trials(self) -> None:
@@ -153,7 +153,7 @@ class CudaKernels(Kernels):
             attention.reset()
 
     def begin_step(self, cache: KvCache, layout: StepLayout) -> None:
-        """Prepare prefill attention of the long rows, and decode attention of the one-token rows."""
+        """Prepare prefill attention of the rows with several tokens, and decode attention of the one-token rows."""
         single = self._single_rows(layout)
         self._latent.begin_step(cache, layout, single)
         if self._decode and single < len(layout.context_lens):
@@ -169,7 +169,7 @@ class CudaKernels(Kernels):
                 attention.begin_step(cache, layout.page_table[:single], layout.context_lens[:single])
 
     def embed(self, token_ids: Tensor, table: Tensor, feed: DeferredTokens | None = None) -> Tensor:
-        """Look up the rows of `table`, also for tokens that only the device knows."""
+        """Look up the rows of `table`, also for tokens whose ids only the device knows."""
         sources, drawn = (None, None) if feed is None else (feed.sources, feed.drawn)
         return embed(token_ids, sources, drawn, table, pdl=self._pdl)
 
@@ -192,7 +192,10 @@ class CudaKernels(Kernels):
         return self._gate_up(x, due, gate_up, activation)
 
     def _gate_up(self, x: Tensor, norm: Norm | None, gate_up: Linear, activation: str = "silu") -> Tensor:
-        """Compute activation(g) · u of x. Only kernels of packed weights and streaming kernels apply `norm`."""
+        """Compute activation(g) · u of x.
+
+        Only the kernels of packed weights and the streaming kernels can apply `norm`.
+        """
         gate_up = dequantized_for(len(x), gate_up, self._dtype)
         if isinstance(gate_up.weight, PackedWeight):
             packed = products.products_of(gate_up.weight)
@@ -226,7 +229,7 @@ class CudaKernels(Kernels):
         hidden.addmm_(x, linear.matrix.t())
 
     def feed_forward(self, hidden: Tensor, layer: DenseLayer) -> None:
-        """Compute the network. With 8-bit inputs the launch that computes the activation also quantizes it."""
+        """Compute the feed-forward network. With 8-bit inputs, one launch computes the activation and quantizes it."""
         if isinstance(layer.gate_up.weight, ScaledWeight) and isinstance(layer.down.weight, ScaledWeight):
             scaled_products.feed_forward(hidden, layer, pdl=self._pdl)
         else:
@@ -247,7 +250,7 @@ class CudaKernels(Kernels):
         self.linear_add(inner, experts.shared_down, out)
 
     def latent_store(self, q: Tensor, latents: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
-        """Norm, rotate and store in one launch; queries are rotated in place."""
+        """Apply norm and rotary embedding and store the latents, in one launch; queries are rotated in place."""
         return self._latent.store(q, latents, layer, cache, layout)
 
     def latent_attention(self, q: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
@@ -255,7 +258,7 @@ class CudaKernels(Kernels):
         return self._latent.attention(q, layer, cache, layout, self._single_rows(layout))
 
     def _normed(self, hidden: Tensor, norm: Norm, *, streamed: bool = True) -> tuple[Tensor, Norm | None]:
-        """Return the input of a product, and the norm that a streaming product still has to apply, or None.
+        """Return the input of a product, and the norm that a streaming kernel still has to apply, or None.
 
         With few tokens, or in float32, a `streamed` product applies the norm itself; else it is applied here.
         """
@@ -264,7 +267,7 @@ class CudaKernels(Kernels):
         return rms_norm(hidden, norm, pdl=self._pdl), None
 
     def rope_and_store(self, qkv: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout) -> Tensor:
-        """Norm, rotate and store keys and values in one launch."""
+        """Apply norms and rotary embedding, and store keys and values, in one launch."""
         return triton_rope.rope_and_store(qkv, layer, cache, layout, pdl=self._pdl)
 
     def attention(self, q: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout) -> Tensor:
@@ -282,8 +285,8 @@ class CudaKernels(Kernels):
     ) -> Tensor:
         """Compute attention of a step with `single` one-token rows and longer rows after them.
 
-        A short chunk of a prompt leaves most of the multiprocessors idle, so the keys and values of the one-token rows
-        are read concurrently, on a second stream (docs/decisions/attention_kernels.md).
+        A short chunk of a prompt leaves most of the multiprocessors idle, so the attention of the one-token rows runs
+        concurrently on a second stream (docs/decisions/attention_kernels.md).
         """
         second = self._second if leaves_idle(len(q) - single, layer.shape.heads, self._multiprocessors) else _ONE_STREAM
         with second.joined():
@@ -304,10 +307,7 @@ class CudaKernels(Kernels):
         return out
 
     def _single_rows(self, layout: StepLayout) -> int:
-        """Return the number of rows, from the first on, that decode attention computes.
-
-        Prefill attention computes the others.
-        """
+        """Return the number of leading rows that decode attention computes; prefill attention computes the others."""
         if layout.draft_groups is not None:
             return layout.single_rows
         return min(layout.single_rows, self._max_decode_rows)

@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 _FLASH_CAPABILITY = (9, 0)
 _SHOWN = 300
-"""Maximum number of characters of an error that are shown in a message."""
+"""Maximum number of characters of an error that a message contains."""
 
 
 def why_no_flash(device: torch.device, dtype: torch.dtype) -> str:
@@ -25,7 +25,7 @@ def why_no_flash(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def why_not_imported(module: str, package: str) -> str:
-    """Import `module` of `package`, which can take seconds, and return the reason if that fails, or "".
+    """Import `module` of `package`, which can take seconds; return the reason if the import fails, else "".
 
     A package that is installed but broken is logged as a warning, because it was meant to be used.
     """
@@ -48,10 +48,10 @@ def _broken(package: str, error: Exception) -> str:
 
 
 def failure_of(compile_kernels: Callable[[], object]) -> str:
-    """Compile a library's kernels, and return the error of its compiler, or "" if there is none.
+    """Compile a library's kernels; return the compiler's error, or "" if there is none.
 
-    Errors are not raised, because a fallback computes the same and incompatible versions must not make a start fail.
-    Only an error that says that memory ran out is raised.
+    Errors are not raised, because a fallback computes the same, and incompatible versions must not make a start fail.
+    Only out-of-memory errors are raised.
     """
     try:
         compile_kernels()

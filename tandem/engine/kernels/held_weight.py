@@ -1,4 +1,4 @@
-"""The form in which kernels keep a packed weight: as codes, or dequantized if no product takes its codes."""
+"""Determines how kernels keep a packed weight: as codes, or dequantized if no kernel multiplies its codes."""
 
 from math import gcd
 
@@ -7,26 +7,26 @@ import torch
 from tandem.engine.kernels.packed_weight import TILE, PackedWeight
 
 LEAST_COLUMNS = 16
-"""The smallest number of columns that the matrix units of GPUs multiply."""
+"""Minimum number of columns that the tensor cores of GPUs multiply."""
 CODES_A_BLOCK = 32
-"""Columns whose products a CPU sums as integers: they share one scale of the input. It divides a weight's group."""
+"""Number of columns whose products a CPU sums as integers, with one scale of the input; a divisor of `group`."""
 _GPU_SCALE_BYTES = 4
-"""GPUs keep scales and offsets in float32, CPUs in float16 (`PanelWeight`)."""
+"""Size of a scale or offset in bytes: GPUs keep them in float32, CPUs in float16 (`PanelWeight`)."""
 _CPU_SCALE_BYTES = 2
 
 
 def multiplied_on_cpus(weight: PackedWeight) -> bool:
-    """Return True if CPUs multiply the codes: they are not FP8, and a scale covers whole blocks of columns."""
+    """Return True if CPUs multiply the codes: they are not FP8, and each scale covers whole blocks of columns."""
     return weight.codes.dtype in {torch.int8, torch.uint8} and weight.group % CODES_A_BLOCK == 0
 
 
 def multiplied_on_gpus(weight: PackedWeight) -> bool:
-    """Return True if GPUs multiply the codes: enough columns share a scale for the matrix units."""
+    """Return True if GPUs multiply the codes: enough columns share a scale for the tensor cores."""
     return step_bytes(weight) >= LEAST_COLUMNS
 
 
 def step_bytes(weight: PackedWeight) -> int:
-    """Return the width, in bytes, of the largest equal pieces of a row's codes of which each has a single scale."""
+    """Return the size in bytes of the largest equal pieces of a row's codes that have a single scale each."""
     columns = weight.shape[-1]
     group = 0 if weight.group == columns else weight.group  # gcd(n, 0) is n: a single scale per row sets no bound
     if weight.bits == 8:
@@ -35,7 +35,10 @@ def step_bytes(weight: PackedWeight) -> int:
 
 
 def held_bytes(weight: PackedWeight, item_bytes: int, *, on_cpu: bool) -> int:
-    """Return the bytes of a weight as kernels keep it; `item_bytes` are those of an element if it is dequantized."""
+    """Return the number of bytes of a weight as kernels keep it.
+
+    `item_bytes` is the size of an element if the weight is dequantized.
+    """
     if not (multiplied_on_cpus(weight) if on_cpu else multiplied_on_gpus(weight)):
         return weight.shape.numel() * item_bytes
     scales = weight.scales.numel() * (1 if weight.offsets is None else 2)

@@ -1,4 +1,4 @@
-"""The KV cache as kernels see it: elements of the model's dtype, or 8-bit codes with scales."""
+"""The KV cache as passed to kernels: elements of the model's dtype, or 8-bit codes with scales."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from tandem.protocol.errors import Internal
 
 SCALE_BYTES = 4
-"""Bytes of a scale; each token has one per head for its key and one for its value."""
+"""Size of a scale in bytes; each token has one scale per head for its key and one for its value."""
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The largest code of each dtype."""
 
@@ -44,14 +44,14 @@ def is_quantized(dtype: torch.dtype) -> bool:
 
 
 def unquantized(cache: KvCache) -> Tensor:
-    """Return the cache, for kernels that do not support 8-bit KV. Raises Internal if it is quantized."""
+    """Return the cache for kernels that support no 8-bit KV. Raises Internal if it is quantized."""
     if isinstance(cache, QuantizedKv):
         raise Internal("These kernels do not compute with 8-bit keys and values.")
     return cache
 
 
 def codes_of(cache: KvCache) -> Tensor:
-    """Return the codes of a quantized cache, or the elements of one that is not quantized."""
+    """Return the codes of a quantized cache, or the elements of a cache that is not quantized."""
     return cache.codes if isinstance(cache, QuantizedKv) else cache
 
 

@@ -1,4 +1,4 @@
-"""The prepared weights and constants of a layer that are passed to kernels, made once when the model is loaded."""
+"""The weights and constants of a layer, prepared when the model is loaded and passed to its kernels."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A weight [out, in], row-major, its bias [out] or None, and the adapters' updates of its product or None."""
+    """The weight [out, in] of a linear layer, row-major, its bias [out] or None, and the LoRA tables or None."""
 
     weight: Weight
     bias: Tensor | None = None
@@ -59,7 +59,7 @@ class Experts:
     shared_down: Linear | None
     """The second product of the shared expert."""
     shared_gate: Tensor | None
-    """[1, H]: the sigmoid of its product with the normed hidden state multiplies the shared expert's output; or None"""
+    """[1, H]: scales the shared expert's output by sigmoid(normed hidden state · shared_gateᵀ); None = no scaling."""
     tokens: Tensor | None = None
     """[E] int64: `Kernels.experts` adds the number of tokens that chose each expert; None = tokens are not counted."""
 
@@ -84,13 +84,13 @@ class AttentionLayer:
     The scaling of the rotary embedding is included.
     """
     q_norm: Tensor | None = None
-    """The weight of the norm of q: [head_dim] norms each head separately, [heads·head_dim] the whole row."""
+    """The weight of the norm of q: [head_dim] to norm each head separately, [heads·head_dim] to norm the whole row."""
     k_norm: Tensor | None = None
-    """The weight of the norm of k, likewise."""
+    """The weight of the norm of k, [head_dim] or [kv_heads·head_dim], as for q."""
     norm_eps: float = 0.0
     """The epsilon of both norms."""
     sinks: Tensor | None = None
-    """[heads] float32: a score per head that takes part in the softmax of every token and has no value."""
+    """[heads] float32: a score per head that takes part in every token's softmax and has no value; None = no sinks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class LatentLayer:
 
 @dataclass(frozen=True, slots=True)
 class DenseLayer:
-    """The feed-forward network of one layer: its norm and its two products; in the first the gate rows come first."""
+    """The feed-forward network of one layer: its norm and its two products; the first one has the gate rows first."""
 
     norm: Norm
     gate_up: Linear

@@ -1,4 +1,4 @@
-"""The kernels of libraries, chosen and compiled in the background while the engine starts."""
+"""Chooses the kernels of libraries and compiles them in the background while the engine starts."""
 
 import os
 from collections.abc import Callable
@@ -42,7 +42,7 @@ class Wanted:
 
     @property
     def kinds(self) -> tuple[AttentionKind, ...]:
-        """The kinds of grouped-query attention of the model's layers, each once."""
+        """The different kinds of grouped-query attention among the model's layers."""
         found = (layer.attention for layer in self.model.layers)
         return tuple(
             dict.fromkeys(
@@ -52,23 +52,23 @@ class Wanted:
 
     @property
     def latent_shapes(self) -> tuple[LatentShape, ...]:
-        """The shapes of the model's layers with latent attention."""
+        """The different shapes of latent attention among the model's layers."""
         return self.model.latent_shapes
 
     def attention(self) -> PrefillAttention:
-        """Return the chosen prefill attention, not compiled yet."""
+        """Choose and return the prefill attention, which is not compiled yet."""
         if not self.kinds:
             return SdpaPrefill()  # no layer uses it
         return choose_prefill_attention(self.device, self.dtype, self.kinds, self.page_tokens, pdl=self.pdl)
 
     def latent_blocks(self) -> BlockAttention:
-        """Return the chosen attention of expanded latents, not compiled yet."""
+        """Choose and return the attention of expanded latents, which is not compiled yet."""
         if not self.latent_shapes:
             return PlainBlocks()  # no layer uses it
         return choose_block_attention(self.device, self.dtype, self.latent_shapes)
 
     def gated_product(self) -> GatedProduct:
-        """Return the chosen product of gate and up, compiled."""
+        """Choose, compile and return the product of gate and up."""
         widths = self.model.dense_widths | self.model.shared_widths
         if not widths:  # all layers are mixtures of experts
             return PlainGated(self.pdl)
@@ -77,10 +77,13 @@ class Wanted:
 
 
 class Libraries:
-    """Prefill attention, the attention of expanded latents, and the product of gate and up, as futures."""
+    """Futures of the library kernels: prefill attention, attention of expanded latents, product of gate and up."""
 
     def __init__(self, wanted: Wanted) -> None:
-        """Start the work at once, in a thread, and on a GPU also in separate processes. The choices are logged."""
+        """Start choosing and compiling at once, in a thread, and on a GPU also in separate processes.
+
+        The choices are logged.
+        """
         wait = _begin(wanted)
         thread = ThreadPoolExecutor(1, "libraries", initializer=_use, initargs=(wanted.device,))
         self.attention: Future[PrefillAttention] = thread.submit(_attention, wanted, wait)
@@ -90,7 +93,7 @@ class Libraries:
 
 
 def keep_compiled() -> None:
-    """Make flash-attn-4 and quack keep compiled kernels on disk, and find those of an earlier start.
+    """Configure flash-attn-4 and quack to keep compiled kernels on disk, and to reuse those of an earlier start.
 
     Must be called before either library is imported. Environment variables that are already set take precedence.
     """
@@ -100,7 +103,7 @@ def keep_compiled() -> None:
 
 
 def _begin(wanted: Wanted) -> Callable[[], None]:
-    """Start to compile the libraries' kernels, and return a function that waits for the result."""
+    """Start compiling the libraries' kernels, and return a function that waits until they are compiled."""
     if wanted.device.type != "cuda" or wanted.dtype == torch.float32:  # no library computes float32
         return lambda: None
     keep_compiled()
@@ -152,6 +155,6 @@ def _compile_product(wanted: Wanted) -> None:
 
 
 def _use(device: torch.device) -> None:
-    """Set the current device of a new thread or process, which does not inherit it."""
+    """Set the current device in a new thread or process, which does not inherit it."""
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraTables:
-    """The low-rank updates of one stacked product [N, K] by S adapters: y += B · (A · x), for each part of its rows.
+    """The LoRA matrices of S adapters for one stacked product [N, K]: y += B · (A · x), for each part of its rows.
 
     A product has several parts if it stacks matrices that adapters change separately (q, k and v, or gate and up), else
     one. P is the number of parts, r the rank to which all adapters are padded with zeros.

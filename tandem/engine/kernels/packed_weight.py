@@ -1,4 +1,4 @@
-"""A weight of 8-bit or 4-bit codes with scales: the one form into which every quantized format is repacked."""
+"""A weight of 8-bit or 4-bit codes with scales, the form into which all quantized formats are repacked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 TILE = 128
-"""Columns whose 4-bit codes are packed together."""
+"""Number of columns whose 4-bit codes are packed together."""
 CENTRE = 8
 """The 4-bit code that stands for zero in weights without offsets."""
 
@@ -37,7 +37,7 @@ class PackedWeight:
 
     @property
     def bits(self) -> int:
-        """Bits of a code: 8 or 4."""
+        """Number of bits of a code: 8 or 4."""
         return 4 if self.codes.dtype == torch.uint8 else 8
 
     @property
@@ -53,14 +53,14 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors together."""
+        """Total size of all tensors in bytes."""
         return sum(part.nbytes for part in self.parts())
 
     def __len__(self) -> int:
         return len(self.codes)
 
     def __getitem__(self, index: int | slice) -> PackedWeight:
-        """Return a view of some rows, or of one weight if several are stacked."""
+        """Return a view of some rows, or of one weight of several stacked ones."""
         return self._at(index)
 
     def rows(self, index: Tensor) -> PackedWeight:
@@ -78,7 +78,7 @@ class PackedWeight:
         return tuple(self[end - size : end] for size, end in zip(sizes, ends, strict=True))
 
     def chunk(self, chunks: int) -> tuple[PackedWeight, ...]:
-        """Return views of `chunks` equal parts of the rows; `chunks` divides their number."""
+        """Return views of `chunks` equal parts of the rows; `chunks` must divide the number of rows."""
         return self.split_with_sizes([len(self) // chunks] * chunks)
 
     def parts(self) -> tuple[Tensor, ...]:
@@ -86,7 +86,7 @@ class PackedWeight:
         return (self.codes, self.scales) if self.offsets is None else (self.codes, self.scales, self.offsets)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight [..., N, K], computed in float32 and rounded to `dtype` once."""
+        """Return the weight [..., N, K] in `dtype`, computed in float32 and rounded once."""
         codes = unpack_nibbles(self.codes) if self.bits == 4 else self.codes
         *outer, columns = codes.shape
         grouped = codes.to(torch.float32).view(*outer, columns // self.group, self.group)
@@ -118,7 +118,7 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
 
 
 def _by_tile(values: Tensor, tile: int, convert: Callable[[Tensor], Tensor]) -> Tensor:
-    """Convert the whole tiles [..., tiles, tile] of the last dimension at once, then the shorter tile at its end."""
+    """Convert the whole tiles [..., tiles, tile] of the last dimension together, then the shorter tile at its end."""
     *outer, columns = values.shape
     whole = columns // tile * tile
     parts = []

@@ -1,4 +1,4 @@
-"""The plain PyTorch kernels, on any device and for any dtype: the reference of every other implementation.
+"""Kernels in plain PyTorch, for any device and dtype: the reference for all other implementations.
 
 Rounding follows transformers: norms and softmax are computed in float32 (float64 inputs stay float64) and rounded back
 to the model's dtype where transformers does so.
@@ -21,7 +21,7 @@ class ReferenceKernels(Kernels):
     """Every operation in plain PyTorch. It holds no state, and dequantizes packed weights in each product."""
 
     def embed(self, token_ids: Tensor, table: Tensor, feed: DeferredTokens | None = None) -> Tensor:
-        """Look up the rows of `table`; tokens that the feed names come from the feed."""
+        """Look up the rows of `table`; `feed` gives the ids of tokens that only the device knows."""
         if feed is not None:
             token_ids = feed.tokens(token_ids)
         return F.embedding(token_ids, table)
@@ -74,7 +74,7 @@ class ReferenceKernels(Kernels):
         out += mixed
 
     def rope_and_store(self, qkv: Tensor, layer: AttentionLayer, cache: KvCache, layout: StepLayout) -> Tensor:
-        """Norm and rotate q and k, and store k and v at their slots."""
+        """Apply norms and rotary embedding to q and k, and store k and v at their slots."""
         heads, kv_heads = layer.shape.heads, layer.shape.kv_heads
         per_head = qkv.view(-1, heads + 2 * kv_heads, layer.shape.head_dim)
         q, k, v = torch.split(per_head, [heads, kv_heads, kv_heads], dim=1)
@@ -106,7 +106,7 @@ class ReferenceKernels(Kernels):
         return out.flatten(1)
 
     def latent_store(self, q: Tensor, latents: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
-        """Norm and rotate the latents, and store them at their slots."""
+        """Apply RMSNorm and rotary embedding, and store the latents at their slots."""
         shape = layer.shape
         cos, sin = layer.rope[layout.positions.long()].to(q.dtype).unsqueeze(1).chunk(2, dim=-1)
         page_tokens = cache.shape[4]
@@ -130,7 +130,7 @@ class ReferenceKernels(Kernels):
 
 
 def rounded_input(x: Tensor, weight: PackedWeight) -> Tensor:
-    """Return x [T, K] in float32 as products with a weight of `quantized_inputs` see it: quantized, as code · scale.
+    """Quantize x [T, K] as products with a weight of `quantized_inputs` do, and return code · scale in float32.
 
     The codes have the dtype of the weight's codes, and one scale per group of the weight's columns, as in 8-bit KV
     (`quantize_kv`).
@@ -155,7 +155,7 @@ def router_logits(x: Tensor, router: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def choose_experts(logits: Tensor, choice_bias: Tensor | None, spec: MixtureOfExperts) -> tuple[Tensor, Tensor]:
-    """Return the weights and the numbers of each token's experts, each [T, top_k], as `ExpertRouter` defines them."""
+    """Return the weights and the ids of each token's experts, each [T, top_k], as `ExpertRouter` defines them."""
     router = spec.router
     if router.score == "softmax_of_top_k":
         found, chosen = logits.topk(spec.top_k, dim=-1)
@@ -172,7 +172,7 @@ def choose_experts(logits: Tensor, choice_bias: Tensor | None, spec: MixtureOfEx
 def count_experts(chosen: Tensor, experts: Experts) -> None:
     """Add the number of tokens that chose each expert to `experts.tokens`, if tokens are counted.
 
-    `chosen` [any, top_k] holds expert numbers.
+    `chosen` [any, top_k] holds expert ids.
     """
     if experts.tokens is not None:
         experts.tokens.add_(torch.bincount(chosen.flatten(), minlength=len(experts.tokens)))
@@ -202,7 +202,7 @@ def _norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return x · rsqrt(mean(x²) + eps) · weight over the last dimension, computed in at least float32.
 
-    A weight of another dtype than x's is multiplied before the result is rounded; a weight of x's dtype, after.
+    A weight of another dtype than x's is multiplied before the result is rounded, a weight of x's dtype after it.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -222,7 +222,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def first_read(context: int, tokens: int, window: int | None, page_tokens: int) -> int:
-    """Return the first position of the first page that the last `tokens` tokens of a context see.
+    """Return the first position of the first page that the last `tokens` tokens of a context read.
 
     Pages before it must not be read: they may belong to other requests.
     """
@@ -232,7 +232,7 @@ def first_read(context: int, tokens: int, window: int | None, page_tokens: int) 
 def gather_row(
     cache: KvCache, layer: int, page_ids: Tensor, context: int, first: int = 0, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return copies of a row's keys and values at the positions from `first`, which begins a page, up to `context`.
+    """Return copies of a row's keys and values at the positions `first` .. `context` - 1; `first` begins a page.
 
     Each is [kv_heads, context - first, head_dim]. Those of a quantized cache are dequantized to `dtype`.
     """
@@ -290,7 +290,7 @@ def attend(
 
 
 def visible(positions: Tensor, context: int, window: int | None) -> Tensor:
-    """Return which of `context` cached positions each token sees: bool [tokens, context]."""
+    """Return a mask [tokens, context] of the cached positions that each token sees."""
     query = positions.unsqueeze(1)
     key = torch.arange(context, device=positions.device)
     seen = key <= query

@@ -1,4 +1,4 @@
-"""A second CUDA stream beside the step's own, for work that runs while another kernel leaves parts of a GPU idle."""
+"""A second CUDA stream beside the step's own, for work that runs while another kernel leaves a part of the GPU idle."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -7,7 +7,7 @@ import torch
 
 
 class SecondStream:
-    """The second stream of one GPU. Without a device there is no second stream, and everything runs in order."""
+    """The second stream of one GPU. Without a GPU there is no second stream, and all work runs in order."""
 
     def __init__(self, device: torch.device | None) -> None:
         self._stream = None if device is None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

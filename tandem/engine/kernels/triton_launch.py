@@ -1,9 +1,9 @@
 """Programmatic dependent launch (PDL) for all Triton kernels of this package, and Triton's interpreter mode.
 
-With PDL a kernel may start while the kernel before it still runs. It may read weights at once. Before it accesses
-anything that an earlier kernel writes or reads, it calls `wait_for_inputs`, which returns when all earlier kernels have
-ended and their writes are visible. Each kernel must call it exactly once, on every path, because the next kernel relies
-on this one having waited.
+With PDL a kernel may start while the kernel before it still runs, and read weights at once. Before it accesses data
+that an earlier kernel writes, or writes data that an earlier kernel reads, it calls `wait_for_inputs`, which returns
+when all earlier kernels have ended and their writes are visible. Each kernel must call it exactly once, on every path,
+because the next kernel relies on this one having waited.
 """
 
 import ctypes
@@ -19,14 +19,14 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 """True if kernels run in Triton's interpreter, on the CPU."""
 
 _PREFERRED_CARVEOUT = 9
-"""The value of CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT."""
+"""The number of the attribute CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT."""
 
 OVERLAPPED_CAPABILITY = (9, 0)
-"""The first compute capability whose kernels can overlap their launches."""
+"""Minimum compute capability of GPUs whose launches can overlap."""
 
 
 def overlaps_launches() -> bool:
-    """Return True if kernels of this process are launched with `launch_pdl=True` and `PDL=True`."""
+    """Return True if this process launches kernels with `launch_pdl=True` and `PDL=True`."""
     return not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() >= OVERLAPPED_CAPABILITY
 
 
@@ -34,7 +34,7 @@ def prefer_shared_memory(compiled: Any, percent: int) -> None:
     """Make multiprocessors use about `percent` of their memory as shared memory for this kernel, the rest as L1 cache.
 
     `compiled` is the return value of a launch. By default a kernel with large tiles gets as much shared memory as there
-    is. A multiprocessor runs two kernels concurrently only if they agree on that split. The kernels before and after
+    is. A multiprocessor runs two kernels concurrently only if they use the same split. The kernels before and after
     attention have no tiles, so they could not overlap with it, and overlapping is the whole gain of PDL in a decode
     step. The split also bounds the number of programs that run at a time: their tiles must fit. Both are measured in
     docs/decisions/attention_kernels.md.
@@ -52,13 +52,16 @@ def _prefer_carveout(function: int, percent: int) -> None:
 
 @triton.jit
 def launch_dependents(PDL: tl.constexpr):
-    """Allow the next kernel to start. Kernels call this first, because starting early costs only registers."""
+    """Allow the next kernel to start.
+
+    Kernels call this first, because a kernel that starts early costs only registers.
+    """
     if PDL:
         gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
-    """Wait until everything that earlier kernels wrote is visible."""
+    """Wait until all writes of earlier kernels are visible."""
     if PDL:
         gdc_wait()

@@ -1,4 +1,4 @@
-"""Functions of float32 numbers that Triton does not have, or that its interpreter does not have."""
+"""Functions of float32 numbers that Triton, or its interpreter, does not have."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 LARGEST_INT8, LARGEST_FP8 = tl.constexpr(127.0), tl.constexpr(448.0)
 """The largest codes of int8 and float8_e4m3fn."""
 ROUNDER = tl.constexpr(1.5 * 2**23)
-"""The sum of this and a float32 number below 2²² has the rounded number (ties to even) in its lowest bits."""
+"""A constant whose sum with a float32 below 2²² has the rounded number (ties to even) in its lowest bits."""
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Dequantization of packed weights, for kernels that have no product for them."""
+"""Dequantization of packed weights, for kernels that cannot multiply their codes."""
 
 from dataclasses import replace
 
@@ -15,5 +15,5 @@ def as_matrix(weight: Weight, dtype: torch.dtype) -> Tensor:
 
 
 def unpacked(linear: Linear, dtype: torch.dtype) -> Linear:
-    """Return the same product with a plain tensor as its weight."""
+    """Return the same linear layer with a plain tensor as its weight."""
     return replace(linear, weight=as_matrix(linear.weight, dtype))

@@ -1,1 +1,1 @@
-"""The HTTP server of all processes, with deadlines for headers, bodies and idle connections."""
+"""The HTTP server that all processes use, with deadlines for headers, bodies and idle connections."""

@@ -1,4 +1,4 @@
-"""HTTP connections with deadlines for their clients and a limit on their number."""
+"""HTTP connections with deadlines for clients, and a limit on the number of connections."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from tandem.settings.listeners import ListenerLimits
 
 READ_BYTES = 16 << 10
-"""Maximum bytes read from a connection at a time.
+"""Maximum number of bytes read from a connection at a time.
 
-A read may have many small chunks, which take about 15 µs each, and other connections wait for all of them.
+A read may contain many small chunks, which take about 15 µs each to parse, and other connections wait meanwhile.
 """
 _CHUNKS_FREE, _CHUNK_BYTES_MIN = 1024, 16
-"""Number of chunks of any size that a body may have, and the minimum average bytes per chunk beyond that number."""
+"""Number of chunks that a body may have regardless of their size; beyond it, minimum mean bytes per chunk."""
 _RETRY_AFTER_S = b"1"
 
 
 class _Waits(Enum):
-    """The next data that a connection waits for."""
+    """The data that a connection waits for next."""
 
     FIRST = auto()
     """The first byte of the connection's first request."""
@@ -39,10 +39,10 @@ class _Waits(Enum):
 
 
 class Connections:
-    """All connections of one server: those that wait for a request, the longest wait first, and large bodies' turns.
+    """All connections of one server, and the order in which idle connections are closed and large bodies are read.
 
     In each iteration of the event loop, only one connection with a large body is read. Reading all of them would delay
-    every other client by their number.
+    all other clients.
     """
 
     def __init__(self, limits: ListenerLimits) -> None:
@@ -52,7 +52,11 @@ class Connections:
         self._bodies: deque[GuardedProtocol] = deque()
 
     def admit(self, new: GuardedProtocol, count: int) -> bool:
-        """Return True if a new connection, number `count`, is accepted; it may replace the one that waited longest."""
+        """Return True if a new connection may stay; `count` is the number of connections including it.
+
+        If there are too many, the connection that has waited longest for a request is closed; if no connection waits,
+        the new one is not accepted.
+        """
         if count <= self._most:
             return True
         oldest = next(iter(self._waiting), None)
@@ -67,11 +71,11 @@ class Connections:
         self._waiting.setdefault(connection)
 
     def forget(self, connection: GuardedProtocol) -> None:
-        """Mark a connection as no longer waiting."""
+        """Mark a connection as not waiting for a request."""
         self._waiting.pop(connection, None)
 
     def await_turn(self, connection: GuardedProtocol) -> None:
-        """Continue to read a connection's body after the other large bodies have been read from."""
+        """Pause a connection with a large body until the other large bodies have been read from."""
         connection.transport.pause_reading()
         self._bodies.append(connection)
         if len(self._bodies) == 1:
@@ -79,14 +83,17 @@ class Connections:
 
     def _next_turn(self) -> None:
         connection = self._bodies.popleft()
-        if not connection.flow.read_paused:  # otherwise the application has not taken the body so far
+        if not connection.flow.read_paused:  # otherwise the application has not consumed the body so far
             connection.transport.resume_reading()
         if self._bodies:
             connection.loop.call_soon(self._next_turn)
 
 
 class GuardedProtocol(H11Protocol):
-    """uvicorn's protocol with deadlines for headers and bodies; uvicorn itself has one between requests only."""
+    """uvicorn's HTTP protocol with deadlines for headers, bodies and unread responses.
+
+    uvicorn itself has only a deadline between requests.
+    """
 
     def __init__(self, *args: Any, connections: Connections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -98,7 +105,7 @@ class GuardedProtocol(H11Protocol):
         self._unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        """Accept a connection, or refuse it if there are too many."""
+        """Accept a connection, or close it with an error response if there are too many."""
         super().connection_made(transport)
         if hasattr(transport, "max_size"):
             transport.max_size = READ_BYTES
@@ -129,11 +136,11 @@ class GuardedProtocol(H11Protocol):
         self._follow()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse a malformed request."""
+        """Reject a malformed request."""
         self._refuse(HTTPStatus.BAD_REQUEST, msg)
 
     def pause_writing(self) -> None:
-        """Start the deadline for unread data, because the client's buffers are full."""
+        """Start the deadline for unread data, because the client does not read and the send buffer is full."""
         super().pause_writing()
         self._unread = self.loop.call_later(self._limits.unread_timeout_s, self.transport.abort)
 
@@ -145,7 +152,7 @@ class GuardedProtocol(H11Protocol):
             self._unread = None
 
     def _follow(self) -> None:
-        """Set the deadline for the data that the connection waits for, unless it is set already."""
+        """Set the deadline for the data that the connection waits for, unless it is already set."""
         waits = self._awaited()
         if self.cycle is None or self.cycle.response_complete:
             self._all.waits(self)
@@ -171,7 +178,7 @@ class GuardedProtocol(H11Protocol):
         return _Waits.FIRST if self.cycle is None else _Waits.REQUEST
 
     def _seconds(self, waits: _Waits) -> float:
-        """Return the deadline in seconds, 0 = none; uvicorn has its own deadline between requests."""
+        """Return the deadline for this data in seconds; 0 = none, because uvicorn has its own between requests."""
         if waits in {_Waits.FIRST, _Waits.HEADER}:
             return self._limits.header_timeout_s
         return self._limits.body_timeout_s if waits is _Waits.BODY else 0.0
@@ -184,7 +191,7 @@ class GuardedProtocol(H11Protocol):
         self._refuse(HTTPStatus.REQUEST_TIMEOUT, f"the request's {what} did not come within {self._seconds(waits):g} s")
 
     def _refuse(self, status: HTTPStatus, sentence: str) -> None:
-        """Send an error response unless a response has begun, and close the connection."""
+        """Send an error response unless a response has begun, then close the connection."""
         if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE} and not self.transport.is_closing():
             body = f"{sentence}\n".encode()
             headers = [
@@ -201,11 +208,11 @@ class GuardedProtocol(H11Protocol):
 
 
 class _CountedBody(h11.Connection):
-    """An HTTP parser that rejects bodies whose chunks are so small that reading them would cost too much."""
+    """An HTTP parser that rejects a body with chunks so small that parsing them would cost too much."""
 
     _chunks = 0
     body_bytes = 0
-    """Bytes of the current request's body received so far."""
+    """Number of bytes of the current request's body that were received so far."""
 
     def next_event(self) -> Any:
         event = super().next_event()

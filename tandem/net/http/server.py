@@ -1,4 +1,4 @@
-"""An HTTP server that runs in an existing event loop, and its listening socket."""
+"""An HTTP server that runs in an existing event loop, and the socket on which it listens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tandem.settings.listeners import DEFAULT_LIMITS, ListenerLimits
 
 
 class Listener:
-    """An exclusive listening socket at host:port, 0 = any free port.
+    """A listening socket that no other process shares, at host:port; port 0 = any free port.
 
     Raises FailedPrecondition, which names the `setting`, if the port is taken.
     """
@@ -43,11 +43,11 @@ class Listener:
 
     @property
     def address(self) -> str:
-        """The listening address, host:port."""
+        """The address on which the socket listens, host:port."""
         return address_of(self._host, self.socket.getsockname()[1])
 
     def unusable(self, why: BaseException | str) -> FailedPrecondition:
-        """Return the error for an address that cannot be used."""
+        """Return the error for an address on which the server cannot listen."""
         return FailedPrecondition(f"{self._setting}: {self._asked} cannot be used ({why}); choose another port")
 
     def close(self) -> None:
@@ -56,7 +56,7 @@ class Listener:
 
 
 class HttpServer(uvicorn.Server):
-    """A uvicorn server that leaves signals to the process. Call `begin` once, then `leave` and `gone`."""
+    """A uvicorn server that does not handle signals. Call `begin` once, then `leave` and `gone`."""
 
     def __init__(
         self,
@@ -65,9 +65,9 @@ class HttpServer(uvicorn.Server):
         limits: ListenerLimits = DEFAULT_LIMITS,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """Create the server of `app`, an ASGI 3 application; it takes ownership of the listener.
+        """Create the server for the ASGI 3 application `app`; it takes ownership of the listener.
 
-        `tls` makes it HTTPS.
+        With `tls` it is an HTTPS server.
         """
         # uvicorn only calls this class to create protocols, so a partial can replace it.
         protocol: Any = partial(GuardedProtocol, connections=Connections(limits))
@@ -89,7 +89,7 @@ class HttpServer(uvicorn.Server):
         self._listening = asyncio.Event()
 
     async def begin(self) -> None:
-        """Start the server and return once it accepts calls. Raises FailedPrecondition if the port cannot be used."""
+        """Start the server; return once it accepts requests. Raises FailedPrecondition if the port cannot be used."""
         self._task = asyncio.create_task(self.serve(sockets=[self._listener.socket]), name="http")
         listening = asyncio.create_task(self._listening.wait())
         await asyncio.wait({self._task, listening}, return_when=asyncio.FIRST_COMPLETED)
@@ -98,17 +98,17 @@ class HttpServer(uvicorn.Server):
             raise self._listener.unusable(self._task.exception() or "the server ended")
 
     def leave(self, grace_s: int) -> None:
-        """Stop accepting calls; running calls may take another `grace_s` seconds."""
+        """Stop accepting requests; those in progress may take another `grace_s` seconds."""
         self.config.timeout_graceful_shutdown = grace_s
         self.should_exit = True
 
     async def gone(self) -> None:
-        """Wait until the last call has ended; call it after `leave`."""
+        """Wait until the last request has ended; call it after `leave`."""
         await self._task
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave the signal handlers unchanged."""
+        """Override uvicorn's method, so that signal handlers stay unchanged."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -120,7 +120,7 @@ class HttpServer(uvicorn.Server):
         self._listening.set()
 
     async def _startup_with_tls(self, tls: ssl.SSLContext) -> None:
-        """Start listening as uvicorn does, but with a deadline for the TLS handshake, which uvicorn lacks."""
+        """Start listening like uvicorn, but with a deadline for the TLS handshake, which uvicorn lacks."""
         # asyncio would read up to 256 KiB at once, and keep a buffer of that size for each connection.
         sslproto.SSLProtocol.max_size = READ_BYTES
         protocol: Any = self.config.http_protocol_class

@@ -1,1 +1,1 @@
-"""Limits of the ports that clients reach: sizes, counts and deadlines."""
+"""Limits of the ports that clients can reach: sizes, counts and deadlines."""

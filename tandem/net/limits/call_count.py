@@ -1,4 +1,4 @@
-"""A limit on the number of calls in progress."""
+"""Limits the number of concurrent calls."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ _RETRY_AFTER_S = 1.0
 
 
 class CallCount:
-    """The number of calls in progress; each `enter` needs one `leave`. Belongs to the event loop."""
+    """Counts concurrent calls and limits their number; each `enter` needs one `leave`. Used on the event loop only."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self.running = 0
 
     def enter(self) -> None:
-        """Count a new call. Raises ResourceExhausted if there are too many."""
+        """Count a call that begins. Raises ResourceExhausted if there are too many."""
         if self.running >= self._limit:
             raise ResourceExhausted(
                 f"{self.running} calls are in progress here, the limit is {self._limit}; try again later",
@@ -24,5 +24,5 @@ class CallCount:
         self.running += 1
 
     def leave(self) -> None:
-        """Count a call that has ended."""
+        """Stop counting a call that has ended."""
         self.running -= 1

@@ -1,4 +1,4 @@
-"""Limits the calls of a public gRPC server: a deadline for their messages, and a maximum of concurrent calls."""
+"""Limits the calls of a public gRPC server: a deadline for request messages, and a maximum of concurrent calls."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 _Deserialize = Callable[[bytes], Any]
 
 _PING_STRIKES_MAX = 2
-"""Number of early pings after which gRPC closes a connection, gRPC's own default."""
+"""Number of too early pings after which gRPC closes a connection; equal to gRPC's default."""
 _STREAMS_MAX = 1024
-"""Maximum number of concurrent calls of one connection; gRPC's clients queue further ones.
+"""Maximum number of concurrent calls of one connection; gRPC clients queue further ones.
 
 gRPC refuses streams above this number until it has freed those that the client has reset. Without the limit, a client
-that opens and resets streams fills the memory: 100,000 resets took 300 MiB.
+that opens and resets streams exhausts the memory: 100,000 resets took 300 MiB.
 """
 
 
 class CallGuard:
-    """Wraps handlers with the limits.
+    """Wraps gRPC handlers with a limit on concurrent calls and a deadline for the request message.
 
-    gRPC waits for the message of a unary call as long as the connection lives, before it calls the handler. Unary
-    handlers are therefore registered as handlers of streams, and this class awaits their message with a deadline.
+    Before it calls the handler of a unary call, gRPC waits for the message as long as the connection lives. Unary
+    handlers are therefore registered as handlers of streams, and this class awaits the message with a deadline.
     """
 
     def __init__(self, limits: ListenerLimits) -> None:
@@ -39,9 +39,9 @@ class CallGuard:
         self._calls, self._open_calls = CallCount(limits.max_calls), CallCount(limits.max_calls)
 
     def wrap(self, handler: grpc.RpcMethodHandler[Any, Any], *, is_open: bool) -> grpc.RpcMethodHandler[Any, Any]:
-        """Return the handler with its limits.
+        """Return the handler with the limits applied; `is_open` = its method needs no API key.
 
-        Calls of methods that need no key are counted separately, so that they take no capacity from authorized calls.
+        Calls without a key are counted separately, so that they take no capacity from authorized calls.
         """
         count = self._open_calls if is_open else self._calls
         serialize, deserialize = handler.response_serializer, handler.request_deserializer
@@ -90,7 +90,7 @@ class CallGuard:
 
 
 def public_options(limits: ListenerLimits) -> list[tuple[str, int]]:
-    """Return the gRPC options of a public server.
+    """Return the gRPC server options that implement `limits` on a public port.
 
     See https://grpc.github.io/grpc/core/group__grpc__arg__keys.html.
     """
@@ -134,9 +134,9 @@ def _retrieve_exception(reading: asyncio.Future[Any]) -> None:
 
 
 def _enter(count: CallCount, context: _Context) -> None:
-    """Count the call until its context ends; the end of the handler is too late.
+    """Count the call until its context ends, which may be later than the end of its handler.
 
-    A cancelled handler may stay suspended until it is collected as garbage.
+    A cancelled handler may stay suspended until it is garbage-collected.
     """
     count.enter()
     context.add_done_callback(lambda _: count.leave())  # type: ignore[arg-type]  # the stubs name a class, not a protocol

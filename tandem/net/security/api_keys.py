@@ -1,12 +1,12 @@
-"""API keys with their roles and quotas: given one by one, or in a file that may change while a process runs.
+"""API keys with their roles and quotas: from the settings, or from a file that may change while a process runs.
 
 A line of the file has a key, or `sha256:` and the hexadecimal SHA-256 of one, then the settings of that key:
 
     KEY name=acme requests_per_minute=600 tokens_per_minute=200000
     sha256:HEX name=ops role=operator
 
-The rest of a line after `#` is a comment. Keys of one name are one tenant, so that an old and a new key are valid
-together while both are in the file.
+The rest of a line after `#` is a comment. Keys with the same name belong to the same tenant, so that an old and a new
+key are valid together while both are in the file.
 """
 
 from __future__ import annotations
@@ -31,30 +31,33 @@ log = logging.getLogger(__name__)
 
 _HASHED = "sha256:"
 _NO_DIGEST = bytes(hashlib.sha256().digest_size)
-"""A digest that no key has, for comparison if the presented key is unknown."""
+"""A digest that no key has; an unknown presented key is compared with it."""
 _QUOTA_MAX = 10**12
 _NAME_CHARS = 64
 
 
 class KeyRole(StrEnum):
-    """The calls that a key gives access to."""
+    """The role of a key, which determines the calls that are allowed with it."""
 
     TENANT = "tenant"
-    """Requests for answers."""
+    """May send generation requests."""
     OPERATOR = "operator"
-    """Requests for answers, the router's state, metrics and traces, and changes of the router."""
+    """May send generation requests, read the router's state, metrics and traces, and change the router."""
     READER = "reader"
-    """The router's state, metrics and traces."""
+    """May read the router's state, metrics and traces."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """One accepted key; quotas are per minute, 0 = no quota."""
+    """An accepted key with its settings; quotas are per minute, 0 = no quota."""
 
     digest: bytes = field(repr=False)
     """SHA-256 of the key."""
     name: str = ""
-    """The tenant's name; keys with the same name are one tenant, a key without a name is a tenant of its own."""
+    """The tenant's name.
+
+    Keys with the same name belong to the same tenant, and a key without a name is its own tenant.
+    """
     role: KeyRole = KeyRole.TENANT
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
@@ -62,18 +65,18 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True)
 class KeySource:
-    """The origin of the keys that a process accepts."""
+    """Where a process gets its accepted keys from."""
 
     given: tuple[str, ...] = field(default=(), repr=False)
-    """Keys of tenants without quotas."""
+    """Keys of tenants without quotas, from the settings."""
     file: Path | None = None
-    """A file with more keys; it is read again when it changes."""
+    """A file with more keys; it is read again after a change."""
     readers: frozenset[str] = field(default=frozenset(), repr=False)
     """Metrics keys, which have the role `reader`."""
 
     @property
     def required(self) -> bool:
-        """True if requests need a key."""
+        """True if calls need a key."""
         return bool(self.given) or self.file is not None
 
 
@@ -83,7 +86,7 @@ class ApiKeys:
     def __init__(self, source: KeySource, clock: Callable[[], float] = time.monotonic) -> None:
         """Read the keys. Raises InvalidArgument for a file that cannot be read or has an error."""
         self.required = source.required
-        """True if requests need a key."""
+        """True if calls need a key."""
         self._file = source.file
         self._watch = WatchedFiles(*([source.file] if source.file else ()), clock=clock)
         readers = (ApiKey(digest_of(key), "metrics", KeyRole.READER) for key in source.readers if key)
@@ -92,7 +95,7 @@ class ApiKeys:
         self._by_digest = self._indexed(read_keys("api_key_file", source.file) if source.file else ())
 
     def find(self, headers: Iterable[tuple[str | bytes, str | bytes]]) -> ApiKey | None:
-        """Return the key that a call presents in its headers; None if it presents none, or an unknown one.
+        """Return the accepted key that a call presents in its headers; None if it presents none, or an unknown one.
 
         Raises InvalidArgument if it presents several keys.
         """
@@ -105,7 +108,7 @@ class ApiKeys:
         return found if presented and same else None
 
     def check(self, headers: Iterable[tuple[str | bytes, str | bytes]]) -> None:
-        """Raise Unauthenticated if a call needs a key and presents no valid one."""
+        """Raise Unauthenticated if calls need a key and this one presents no accepted key."""
         if self.find(headers) is None and self.required:
             raise no_valid_key()
 
@@ -121,12 +124,12 @@ class ApiKeys:
             log.info("read %d API keys from %s, which has changed", len(in_file), self._file)
 
     def _indexed(self, in_file: Iterable[ApiKey]) -> dict[bytes, ApiKey]:
-        """Return all keys by their digests; a key's settings in the file override those from other sources."""
+        """Return all keys by digest; settings in the file override those from other sources."""
         return {key.digest: key for key in (*self._fixed, *in_file)}
 
 
 def no_valid_key(kind: str = "API key") -> Unauthenticated:
-    """Return the error for a call without a valid key."""
+    """Return the error for a call without an accepted key."""
     return Unauthenticated(f"the call carries no valid {kind}; send 'Authorization: Bearer <key>'")
 
 
@@ -143,9 +146,9 @@ def digest_of(key: str) -> bytes:
 
 
 def read_keys(option: str, file: Path) -> tuple[ApiKey, ...]:
-    """Return the keys of a file.
+    """Read the keys of a file.
 
-    Raises InvalidArgument, for `option`, if the file cannot be read, has no key, or has an error.
+    Raises InvalidArgument, which names `option`, if the file cannot be read, has no key, or has an error.
     """
     try:
         text = file.read_text()
@@ -162,7 +165,7 @@ def read_keys(option: str, file: Path) -> tuple[ApiKey, ...]:
 
 
 def parse_keys(text: str) -> tuple[ApiKey, ...]:
-    """Return the keys of a file's text. Raises InvalidArgument, which names the line but never a key, for an error."""
+    """Parse the text of a key file. Raises InvalidArgument, which names the line but never a key, for an error."""
     keys: list[ApiKey] = []
     for number, line in enumerate(text.splitlines(), 1):
         keys += _keys_of(f"line {number}", line.partition("#")[0].split())
@@ -171,7 +174,7 @@ def parse_keys(text: str) -> tuple[ApiKey, ...]:
 
 
 def plain_keys(words: Iterable[str]) -> list[str]:
-    """Return those words of a key file that are keys in plain text, without settings and hashes."""
+    """Return those words of a key file that are keys in plain text, without hashed keys and settings."""
     return [word for word in words if word.partition("=")[0] not in _SETTINGS and not word.startswith(_HASHED)]
 
 
@@ -192,7 +195,7 @@ def _keys_of(line: str, words: Sequence[str]) -> list[ApiKey]:
 
 
 def _check_no_setting(line: str, word: str, *, after_settings: bool) -> None:
-    """Raise InvalidArgument for a misspelled setting, which could be guessed if it were accepted as a key.
+    """Raise InvalidArgument if a word looks like a misspelled setting, which would otherwise become a guessable key.
 
     A `=` at the end of a word is allowed, because Base64 ends with it.
     """

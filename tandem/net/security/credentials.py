@@ -1,4 +1,4 @@
-"""API keys and the cluster's token: their syntax, their check, and the secrets derived from the token."""
+"""Syntax and checks of API keys and of the cluster's token, and secrets that are derived from the token."""
 
 import functools
 import hashlib
@@ -22,25 +22,25 @@ def check_guarded(field: str, host: str, *, guarded: bool, insecure: bool) -> No
 
 
 def derived_secret(token: str, purpose: str) -> bytes:
-    """Return 64 bytes derived from the cluster's token, different for each `purpose`.
+    """Return a secret of 64 bytes derived from the cluster's token, different for each `purpose`.
 
-    They reveal the token only to guessing: scrypt makes each guess cost 16 MiB and about 40 ms, which a process spends
-    once per token.
+    The token can be found from it only by trying tokens, and scrypt makes each try cost 16 MiB and about 40 ms. A
+    process computes it once per token.
     """
     return hmac.digest(_stretched(token), purpose.encode(), "sha512")
 
 
 def metrics_key_of(token: str) -> str:
-    """Return the metrics key for the cluster's components and operators; "" without a token.
+    """Return the metrics key of the cluster, derived from its token; "" without a token.
 
-    The key is sent to every scraped process, and possibly to a foreign process that now has such a process's port. It
+    The key is sent to every scraped process, and possibly to a foreign process that now has the port of one. It
     therefore gives access to metrics and traces only, and the token cannot be computed from it.
     """
     return derived_secret(token, "metrics").hex()[:64] if token else ""
 
 
 def reading_keys(metrics_key: str, token: str, *, guarded: bool, loopback: bool) -> frozenset[str]:
-    """Return the keys that give access to a process's metrics: the metrics key and the one derived from `token`.
+    """Return the keys that give access to a process's metrics: `metrics_key` and the one derived from `token`.
 
     The set is empty, which means that no key is required, if there is no metrics key, no API keys guard the router, and
     the server listens on `loopback`. Tenants' keys give no access, because a tenant must not see the load of others.
@@ -52,10 +52,10 @@ def reading_keys(metrics_key: str, token: str, *, guarded: bool, loopback: bool)
 
 
 def presented_key(headers: Iterable[tuple[str | bytes, str | bytes]]) -> bytes | None:
-    """Return the key that a call presents in its headers or metadata, None if it presents none.
+    """Return the key that a call presents in its headers or metadata; None if it presents none.
 
     Header names are in lower case. The scheme `Bearer` is case-insensitive and followed by one or more spaces. Raises
-    InvalidArgument for several such headers, which two readers of the same call could interpret differently.
+    InvalidArgument if several headers have a key, because two readers of the call could then use different keys.
     """
     found = [(_bytes(name), _bytes(value)) for name, value in headers if _bytes(name) in _KEY_HEADERS]
     if len(found) > 1:
@@ -64,7 +64,7 @@ def presented_key(headers: Iterable[tuple[str | bytes, str | bytes]]) -> bytes |
 
 
 def shows_key(headers: Iterable[tuple[str | bytes, str | bytes]], keys: Iterable[str]) -> bool:
-    """Return True if a call presents one of `keys` in its headers. Raises the errors of `presented_key`."""
+    """Return True if a call presents one of `keys` in its headers. Raises InvalidArgument if it presents several."""
     presented = presented_key(headers) or b""
     # Every key is compared, so that the duration reveals nothing about the keys.
     matches = [hmac.compare_digest(presented, key.encode()) for key in keys]
@@ -78,7 +78,7 @@ def _bearer(value: bytes) -> bytes | None:
 
 
 _KEY_HEADERS: dict[bytes, Callable[[bytes], bytes | None]] = {b"authorization": _bearer}
-"""The headers that may carry a key, each with the function that extracts the key from its value."""
+"""The headers that may have a key, each with the function that extracts the key from the value."""
 
 
 def _bytes(text: str | bytes) -> bytes:

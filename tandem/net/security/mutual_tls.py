@@ -1,9 +1,9 @@
 """Mutual TLS between the components of a cluster, with the cluster's token as the only secret.
 
 The token determines the key of a certificate authority (ECDSA P-256) that exists only in the memory of the components.
-Each process creates a key at its start and signs a certificate for it. Both ends of every connection require a
+Each process creates its own key when it starts, and signs a certificate for it. Both ends of every connection require a
 certificate of that authority before any call is sent. A process that gets the port of a former worker therefore learns
-no secret, and traffic cannot be read in transit.
+no secret, and nobody else can read the traffic.
 """
 
 import functools
@@ -39,7 +39,10 @@ class PartCredentials:
 
 @functools.cache
 def credentials_of(token: str) -> PartCredentials:
-    """Return this process's credentials in the cluster of `token` (not empty); created once, in about 50 ms."""
+    """Return this process's credentials in the cluster with the (non-empty) `token`.
+
+    They are created once, in about 50 ms.
+    """
     authority_key = _authority_key(token)
     part_key = ec.generate_private_key(ec.SECP256R1())
     authority = _pem(_certificate(_AUTHORITY_NAME, authority_key.public_key(), authority_key))
@@ -62,7 +65,7 @@ def _authority_key(token: str) -> ec.EllipticCurvePrivateKey:
 def _certificate(
     name: str, key: ec.EllipticCurvePublicKey, authority_key: ec.EllipticCurvePrivateKey
 ) -> x509.Certificate:
-    """Sign a certificate for `name`, the authority itself or a component."""
+    """Create a certificate for `name`, the authority itself or a component, signed by the authority."""
     is_authority = name == _AUTHORITY_NAME
     builder = (
         x509.CertificateBuilder()

@@ -1,7 +1,7 @@
-"""TLS at the ports for clients: a certificate, its key, and an authority for clients' certificates, from files.
+"""TLS for the ports that clients use: certificate, key, and an authority for client certificates, from files.
 
-The files are read again when they change, and each new connection gets the current certificate. Connections between the
-components of a cluster use another TLS configuration, see `mutual_tls.py`.
+The files are read again after a change, and each new connection gets the current certificate. Connections between the
+components of a cluster have another TLS configuration, see `mutual_tls.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CERTIFICATE, KEY, CLIENT_CA = "--tls-certificate", "--tls-key", "--tls-client-ca
 
 
 def tls_files(certificate: str, key: str, client_ca: str) -> TlsFiles | None:
-    """Return the files that these options name, None if they name none.
+    """Return the files that these options name; None if all are empty.
 
     Raises InvalidArgument if a required file is missing or cannot be used.
     """
@@ -47,7 +47,7 @@ def tls_files(certificate: str, key: str, client_ca: str) -> TlsFiles | None:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The validated content of the files."""
+    """The validated content of the TLS files."""
 
     context: ssl.SSLContext
     grpc: grpc.ServerCertificateConfiguration
@@ -56,7 +56,7 @@ class Loaded:
 
 
 def load(files: TlsFiles) -> Loaded:
-    """Read and check the files. Raises InvalidArgument, which names the option, for a file that cannot be used."""
+    """Read and check the files. Raises InvalidArgument, which names the option, if a file cannot be used."""
     certificate, key = _read(CERTIFICATE, files.certificate), _read(KEY, files.key)
     ca = None if files.client_ca is None else _read(CLIENT_CA, files.client_ca)
     expires = _check_pair(files, certificate, key)
@@ -84,25 +84,25 @@ class ServerTls:
         self._watch = WatchedFiles(*files.all)
         self._loaded = load(files)
         self._given: grpc.ServerCertificateConfiguration | None = None
-        """The configuration that gRPC uses now."""
+        """The configuration that gRPC uses for new connections."""
 
     def current(self) -> Loaded:
-        """Return the current content of the files or, if it cannot be used, the last usable content."""
+        """Return the current content of the files; if that cannot be used, the last content that could."""
         with self._lock:
             return self._current()
 
     def http_context(self) -> ssl.SSLContext:
-        """Return a context whose new connections get the current certificate."""
+        """Return an SSL context for asyncio servers: each new connection gets the current certificate."""
         return _CurrentContext(lambda: self.current().context)
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """Return credentials whose new connections get the current certificate, for one gRPC server per object."""
+        """Return credentials for one gRPC server: each new connection gets the current certificate."""
         self._given = self._loaded.grpc
         changed: Any = self._changed  # the stubs do not know that it may return None
         return grpc.dynamic_ssl_server_credentials(self._given, changed, self._files.client_ca is not None)
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Return the certificate for a new connection, None if gRPC uses it already."""
+        """Return the certificate configuration for a new connection; None if gRPC has the current one already."""
         with self._lock:
             found = self._current().grpc
             if found is self._given:
@@ -144,7 +144,10 @@ def _read(option: str, file: Path) -> bytes:
 
 
 def _check_pair(files: TlsFiles, certificate: bytes, key: bytes) -> datetime:
-    """Return the expiry of the certificate. Raises InvalidArgument unless it is valid now and belongs to the key."""
+    """Return the time at which the certificate expires.
+
+    Raises InvalidArgument unless the certificate is valid now and belongs to the key.
+    """
     try:
         first = x509.load_pem_x509_certificate(certificate)
     except ValueError:

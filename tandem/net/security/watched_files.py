@@ -1,4 +1,4 @@
-"""Files that are read again after a change: keys and certificates that are rotated while a process runs."""
+"""Detects changes of files that are read again while a process runs: keys and certificates."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 CHECK_S = 1.0
-"""Minimum interval between two checks, in seconds."""
+"""Minimum interval in seconds between two checks of the files."""
 
 
 class WatchedFiles:
-    """Reports changes of a few files: written in place, replaced, or reached through a changed symbolic link.
+    """Detects changes of a few files: modified in place, replaced, or reached through a changed symbolic link.
 
-    A check takes some microseconds, so it needs no thread: the user of the files calls `changed` before each use.
+    A check takes microseconds, so no thread is needed: the user of the files calls `changed` before each use.
     """
 
     def __init__(self, *paths: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        """Remember the current versions of the files; `clock` returns seconds."""
+        """Record the current versions of the files; `clock` returns seconds."""
         self._paths = paths
         self._clock = clock
         self._checked_s = clock()
         self._versions = self._look()
 
     def changed(self) -> bool:
-        """Return True once after each change, up to `CHECK_S` seconds late."""
+        """Return True once after each change of a file, up to `CHECK_S` seconds after it."""
         now = self._clock()
         if now < self._checked_s + CHECK_S:
             return False
@@ -37,7 +37,7 @@ class WatchedFiles:
 
 
 def _version(path: Path) -> tuple[int, int, int] | None:
-    """Return inode, time of the last write in nanoseconds and size; None for a file that cannot be read."""
+    """Return inode, modification time in nanoseconds and size; None for a file that cannot be read."""
     try:
         found = path.stat()
     except OSError:

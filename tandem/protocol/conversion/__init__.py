@@ -1,4 +1,4 @@
-"""Converts between protobuf messages and dataclasses; the only package that depends on both.
+"""Converts between protobuf messages and dataclasses; no other package depends on both.
 
 `to_proto` and `from_proto` convert every dataclass and message with equal field names. `step_output_*` convert the
 stream of step outputs, where a defective event must not end the stream; `traces_*` convert the JSON of /traces, and

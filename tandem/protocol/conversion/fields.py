@@ -55,11 +55,11 @@ class _Plan:
     message_type: Callable[..., Any]
     names: tuple[str, ...]
     writers: tuple[tuple[str, _Convert], ...]
-    """By field, the conversion of a value (except None) that protobuf does not accept as it is."""
+    """Functions that convert a field's value (except None) for protobuf, for the fields that need a conversion."""
     scalars: tuple[str, ...]
-    """The fields whose values are read without conversion."""
+    """The fields whose values are read from a message without conversion."""
     readers: tuple[tuple[str, _Convert], ...]
-    """For each other field, the function that reads its value from a message."""
+    """Functions that read a field's value from a message, for all other fields."""
 
     def write(self, value: object) -> Any:
         contents = {name: getattr(value, name) for name in self.names}
@@ -76,7 +76,7 @@ class _Plan:
 
 
 def _make_plan(dataclass_type: Any, message_type: Any) -> _Plan:
-    """Return the conversion. Raises TypeError if the two types do not have fields of the same names."""
+    """Create the conversion. Raises TypeError if the two types do not have fields of the same names."""
     fields = {field.name: field for field in dataclasses.fields(dataclass_type)}
     schema = message_type.DESCRIPTOR.fields_by_name
     if different := ", ".join(sorted(set(fields) ^ set(schema))):
@@ -99,7 +99,7 @@ _plan: Callable[[Any, Any], _Plan] = cache(_make_plan)
 def _field_conversions(
     field: dataclasses.Field[Any], hint: Any, schema: Any
 ) -> tuple[_Convert | None, _Convert | None]:
-    """Return how to write the field's value, and how to read it from a message; None = without conversion."""
+    """Return functions that write the field's value and that read it from a message; None = no conversion needed."""
     content, optional = _without_none(hint)
     write, convert = _conversions(content, schema)
     has_default = field.default is not dataclasses.MISSING
@@ -114,7 +114,10 @@ def _field_conversions(
 
 
 def _conversions(hint: Any, schema: Any) -> tuple[_Convert | None, _Convert | None]:
-    """Return how to write and read a value of this type, except None."""
+    """Return functions that convert a value of this type (except None) to and from protobuf.
+
+    None instead of a function = no conversion is needed.
+    """
     if get_origin(hint) in (tuple, Sequence):
         return _list_conversions(get_args(hint)[0], schema)
     if isinstance(hint, type) and issubclass(hint, Enum):
@@ -126,7 +129,7 @@ def _conversions(hint: Any, schema: Any) -> tuple[_Convert | None, _Convert | No
 
 
 def _list_conversions(hint: Any, schema: Any) -> tuple[_Convert | None, _Convert]:
-    """Return how to write and read a tuple whose entries have the type `hint`."""
+    """Return functions that convert a tuple with entries of the type `hint` to and from protobuf."""
     entry = schema.message_type
     if entry is not None and entry.GetOptions().map_entry:
         return dict, lambda content: tuple(sorted(content.items()))

@@ -1,4 +1,7 @@
-"""The bytes of a transfer notice, which completes a KV transfer; transfer back ends know no protobuf types."""
+"""Encodes transfer notices as bytes, so that transfer back ends need no protobuf types.
+
+A transfer notice completes a KV transfer.
+"""
 
 from tandem.protocol.conversion.fields import from_proto, to_proto
 from tandem.protocol.generated.tandem.v1 import worker_pb2

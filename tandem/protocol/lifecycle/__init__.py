@@ -1,1 +1,1 @@
-"""Timelines, traces and spans of requests."""
+"""Lifecycle events, traces and spans of requests."""

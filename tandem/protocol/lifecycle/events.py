@@ -1,6 +1,6 @@
-"""The events of a request's life, in one enum for logs, metrics, traces and tests.
+"""The events in the life of a request: one enum for logs, metrics, traces and tests.
 
-Stamps are wall-clock nanoseconds of the process that records the event. Durations between two hosts therefore contain
+Times are wall-clock nanoseconds of the process that records the event. Durations between two hosts therefore contain
 the offset of their clocks; durations within one process do not.
 """
 
@@ -10,12 +10,11 @@ from enum import IntEnum
 
 
 class LifecycleEvent(IntEnum):
-    """The events of a request, numbered as in `tandem.v1.LifecycleEvent`.
+    """The events in the life of a request, numbered as in `tandem.v1.LifecycleEvent`.
 
-    Those up to FINISHED are in the order of a disaggregated request.
-
-    LAST_PAGES_POSTED to KV_CHECKED are the parts of a KV transfer, between PREFILL_FINISHED and DECODE_ADMITTED. SILENT
-    and REQUEUED end an attempt: events after them belong to the next one.
+    RECEIVED to FINISHED are in the order in which they occur in a disaggregated request. LAST_PAGES_POSTED to
+    KV_CHECKED are the parts of a KV transfer, between PREFILL_FINISHED and DECODE_ADMITTED. SILENT and REQUEUED end an
+    attempt: later events belong to the next attempt.
     """
 
     RECEIVED = 1
@@ -50,15 +49,15 @@ class EventTime:
 
     @classmethod
     def now(cls, event: LifecycleEvent) -> "EventTime":
-        """Stamp an event with the current time."""
+        """Return the event with the current time."""
         return cls(event, time.time_ns())
 
 
 @dataclass(frozen=True, slots=True)
 class TransferStats:
-    """The statistics of one request's KV transfer: bytes, pages, back end and duration in nanoseconds.
+    """Statistics of the KV transfer of one request: bytes, pages, back end and duration in nanoseconds.
 
-    The duration is the sum over the transfer's writes, without the time between them in which the next chunk is
+    The duration is the sum over the transfer's writes, without the time between writes in which the next chunk is
     computed.
     """
 
@@ -70,7 +69,7 @@ class TransferStats:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """All events recorded for one request, with its transfer and the workers that served it."""
+    """All recorded events of one request, the statistics of its transfer, and the workers that served it."""
 
     event_times: tuple[EventTime, ...]
     transfer: TransferStats | None
@@ -78,10 +77,10 @@ class Timeline:
     decode_worker: str
 
     def at(self, event: LifecycleEvent) -> int | None:
-        """Return the first stamp of `event` in Unix nanoseconds, None if there is none."""
+        """Return the time of the first `event` in Unix nanoseconds; None if there is none."""
         return min((s.unix_nanos for s in self.event_times if s.event is event), default=None)
 
     def seconds(self, start: LifecycleEvent, end: LifecycleEvent) -> float | None:
-        """Return the seconds from `start` to `end`, None if either is missing."""
+        """Return the seconds from the first `start` to the first `end`; None if either is missing."""
         a, b = self.at(start), self.at(end)
         return None if a is None or b is None else (b - a) / 1e9

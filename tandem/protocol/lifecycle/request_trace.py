@@ -1,6 +1,6 @@
-"""The trace of an ended request: its timeline, its token counts and its client's trace context.
+"""The trace of an ended request: its events, its token counts and its client's trace context.
 
-It contains neither text nor token ids.
+A trace contains neither text nor token ids.
 """
 
 from __future__ import annotations
@@ -24,18 +24,24 @@ _TRACE_BYTES = 16
 
 
 def only(values: Collection[str | bytes]) -> str:
-    """Return the only value of a header; "" if there are none or several, which W3C Trace Context treats as none."""
+    """Return the value of a header that must occur once; "" if it is missing or occurs several times.
+
+    W3C Trace Context treats several values as none.
+    """
     return str(next(iter(values))) if len(values) == 1 else ""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """A trace context: 32 hex digits of the trace id, 16 of the caller's span id, "" if the trace begins here."""
+    """A W3C trace context: the trace id (32 hex digits), and the caller's span id (16 hex digits).
+
+    `parent_id` is "" if the trace begins with this request.
+    """
 
     trace_id: str
     parent_id: str = ""
     sampled: bool = True
-    """True if the caller records the trace."""
+    """True if the caller records this trace."""
 
     @classmethod
     def of(cls, traceparent: str) -> TraceContext:
@@ -62,16 +68,16 @@ class RequestTrace:
     """The trace of one ended answer."""
 
     request_id: str
-    """The client's id of the request."""
+    """The request's id that the client sees."""
     internal_id: str
-    """The request's id on workers and in logs."""
+    """The request's id in messages to workers and in logs."""
     context: TraceContext
     model: str
     operation: str
-    """The operation, `chat` or `text_completion`, named as in OpenTelemetry."""
+    """The kind of request, `chat` or `text_completion`, named as in OpenTelemetry."""
     slo_class: str
     outcome: str
-    """The finish reason `stop`, `length` or `abort`, or the code of the request's error."""
+    """The finish reason `stop`, `length` or `abort`, or the error code of a failed request."""
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
@@ -79,16 +85,16 @@ class RequestTrace:
 
     @property
     def seconds(self) -> float:
-        """Seconds from arrival to end."""
+        """Seconds from the request's arrival to its end."""
         return self.timeline.seconds(LifecycleEvent.RECEIVED, LifecycleEvent.FINISHED) or 0.0
 
     @property
     def ttft_s(self) -> float | None:
-        """Seconds from arrival to the first token that the router sent; None without a token."""
+        """Seconds from the request's arrival to the first token that the router sent; None if it sent no token."""
         return self.timeline.seconds(LifecycleEvent.RECEIVED, LifecycleEvent.FIRST_TOKEN)
 
     def named(self, name: str) -> bool:
-        """Return True if `name` is the trace's request id, OpenAI reply id, wire id or trace id."""
+        """Return True if `name` is the trace's request id, OpenAI reply id, internal id or trace id."""
         return name in (
             self.request_id,
             *(f"{kind}-{self.request_id}" for kind in _REPLIES),

@@ -1,6 +1,6 @@
-"""Converts a timeline into contiguous spans, whose sum is the request's latency.
+"""Divides the life of a request into consecutive spans, whose durations add up to its latency.
 
-Workers stamp their events with other clocks. All events of a worker are shifted together, by the smallest amount that
+Workers record their events by their own clocks. All events of a worker are shifted by the same, smallest amount that
 puts them after their cause and before their effect, which are both measured by the router's clock. With synchronized
 clocks nothing is shifted.
 """
@@ -13,14 +13,14 @@ from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent, Timeline
 
 
 class Phase(StrEnum):
-    """The phases of a request, in order; values of the metric label `phase` and names of spans."""
+    """The phases of a request, in order; used as values of the metric label `phase` and as names of spans."""
 
     QUEUE = "queue"
     PREFILL = "prefill"
     TRANSFER = "transfer"
     DECODE = "decode"
     STALL = "stall"
-    """The time without events from the request's workers, until the router abandoned them."""
+    """The time without events from the request's workers, until the router abandoned these workers."""
 
 
 _PREFILL_EVENTS = (
@@ -28,27 +28,27 @@ _PREFILL_EVENTS = (
     LifecycleEvent.PREFILL_STARTED,
     LifecycleEvent.PREFILL_FINISHED,
 )
-"""Events of the prefill worker before it sends the first token."""
+"""Events that the prefill worker records before it sends the first token."""
 _TRANSFER_EVENTS = (LifecycleEvent.TRANSFER_STARTED, LifecycleEvent.TRANSFER_FINISHED)
-"""Events of the prefill worker before or after it sends the first token."""
+"""Events that the prefill worker records before or after it sends the first token."""
 _DECODE_EVENTS = (LifecycleEvent.DECODE_ADMITTED, LifecycleEvent.DECODE_STARTED, LifecycleEvent.PREEMPTED)
-"""Events of the decode worker."""
+"""Events that the decode worker records."""
 
 _Mark = tuple[int, Phase]
-"""The time in nanoseconds at which a phase begins."""
+"""The start of a phase: its time in nanoseconds, and the phase."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An interval of a request's life, in Unix nanoseconds of its router's clock."""
+    """A phase of a request's life; begin and end are in Unix nanoseconds of the router's clock."""
 
     phase: Phase
     begin_nanos: int
     end_nanos: int
     attempt: int
-    """The number of the attempt, from 1."""
+    """Number of the attempt, from 1."""
     worker: str
-    """The worker of the phase; empty for the queue and for attempts before the last one."""
+    """The worker that the request was on; empty for the queue and for attempts before the last one."""
 
     @property
     def seconds(self) -> float:
@@ -58,7 +58,7 @@ class Span:
 
 @dataclass(slots=True)
 class _Attempt:
-    """The events of one attempt: the first stamp of each, shifted by `align`."""
+    """The first time of each event of one attempt, by the router's clock after `align`."""
 
     at: dict[LifecycleEvent, int] = field(default_factory=dict)
 
@@ -71,7 +71,7 @@ class _Attempt:
         return self.at.get(LifecycleEvent.REQUEUED, self.at.get(LifecycleEvent.PLACED))
 
     def align(self, end: int) -> None:
-        """Shift the workers' events so that they lie between the router's; the attempt ended at `end`."""
+        """Shift the events of each worker so that they lie between the router's events; the attempt ended at `end`."""
         end = min(end, self.at.get(LifecycleEvent.SILENT, end))
         reserved = max(
             (self.at[event] for event in (LifecycleEvent.PLACED, LifecycleEvent.RESERVED) if event in self.at),
@@ -93,7 +93,7 @@ class _Attempt:
             self._move(_DECODE_EVENTS, 0 if computed <= seen[0] and seen[-1] <= end else computed - seen[0])
 
     def marks(self) -> Iterator[_Mark]:
-        """Yield the phases of the attempt with the times at which they begin."""
+        """Yield the start of each phase of the attempt."""
         moved = any(event in self.at for event in _TRANSFER_EVENTS)
         for event, phase in (
             (LifecycleEvent.REQUEUED, Phase.QUEUE),
@@ -114,9 +114,9 @@ class _Attempt:
 
 
 def spans_of(timeline: Timeline) -> tuple[Span, ...]:
-    """Return the spans from RECEIVED to FINISHED, in order; () if the request has not ended.
+    """Return the spans of a request from RECEIVED to FINISHED, in order; empty if it has not ended.
 
-    Each attempt has its own phases; an unsuccessful attempt ends with STALL or with the phase in which it failed.
+    Each attempt has its own spans; a failed attempt ends with STALL or with the phase in which it failed.
     """
     begin, end = timeline.at(LifecycleEvent.RECEIVED), timeline.at(LifecycleEvent.FINISHED)
     if begin is None or end is None:
@@ -131,7 +131,7 @@ def spans_of(timeline: Timeline) -> tuple[Span, ...]:
 
 
 def seconds_by_phase(spans: Iterable[Span], until: int | None = None) -> dict[Phase, float]:
-    """Return the seconds spent in each phase, up to `until` in Unix nanoseconds, None = to the end."""
+    """Return the seconds spent in each phase, up to the time `until` in Unix nanoseconds; None = to the end."""
     found: dict[Phase, float] = {}
     for span in spans:
         end = span.end_nanos if until is None else min(until, span.end_nanos)
@@ -141,13 +141,13 @@ def seconds_by_phase(spans: Iterable[Span], until: int | None = None) -> dict[Ph
 
 
 def last_attempt(timeline: Timeline) -> Timeline:
-    """Return the part of the timeline since the request last returned to the queue."""
+    """Return the timeline with only the events of the last attempt, after the last return to the queue."""
     begun = [place for place, stamp in enumerate(timeline.event_times) if stamp.event is LifecycleEvent.REQUEUED]
     return replace(timeline, event_times=timeline.event_times[begun[-1] :]) if begun else timeline
 
 
 def _attempts(event_times: Iterable[EventTime]) -> list[_Attempt]:
-    """Split the events into attempts: each but the first begins with a return to the queue."""
+    """Divide the events into attempts: each attempt but the first begins with a return to the queue."""
     attempts = [_Attempt()]
     for stamp in event_times:
         if stamp.event is LifecycleEvent.REQUEUED:

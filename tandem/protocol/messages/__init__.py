@@ -1,4 +1,4 @@
-"""Messages between components: a frozen dataclass for each message of `proto/` that is used outside servicers.
+"""Messages between components, as frozen dataclasses: one for each message of `proto/` that is used outside servicers.
 
 The schemas in `proto/tandem/v1/` document every field. The modules in the order of a request: references, sampling,
 leases, work, transfer, finish, events, load; and about workers: assignment, membership. Import from this package only.

@@ -1,4 +1,4 @@
-"""A worker's assignment: its role and its step policy."""
+"""The assignment of a worker: its role and its step policy."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -8,7 +8,7 @@ from tandem.protocol.policy_name import PolicyName
 
 
 class Role(StrEnum):
-    """The schedulers of a worker that take work: that of prefill, that of decode, or both."""
+    """The role of a worker: which of its schedulers accept work, prefill, decode or both."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -16,20 +16,20 @@ class Role(StrEnum):
 
     @property
     def prefills(self) -> bool:
-        """True if the prefill scheduler takes work."""
+        """True if the role includes prefill."""
         return self is not Role.DECODE
 
     @property
     def decodes(self) -> bool:
-        """True if the decode scheduler takes work."""
+        """True if the role includes decode."""
         return self is not Role.PREFILL
 
     def __or__(self, other: "Role") -> "Role":
-        """Return the role that takes the work of both roles."""
+        """Return the role that includes the phases of both roles."""
         return self if self is other else Role.BOTH
 
     def without(self, other: "Role") -> "Role | None":
-        """Return this role without the work of `other`; None if none is left."""
+        """Return this role without the phases of `other`; None if no phase is left."""
         if other is Role.BOTH or self is other:
             return None
         if self is Role.BOTH:
@@ -39,7 +39,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The assignment of a worker until the next one: its role and its step policy.
+    """The role and the step policy of a worker, valid until it gets the next assignment.
 
     `step_budget` is in tokens per step, None = 512; `itl_target_s` is in seconds, None = no limit.
     """
@@ -50,7 +50,7 @@ class Assignment:
     itl_target_s: float | None = None
 
     def __post_init__(self) -> None:
-        """Raise InvalidArgument, which names the field and its limit, for a value out of range."""
+        """Check the values. Raises InvalidArgument, which names the field and its limit, for a value out of range."""
         if self.step_budget is not None and self.step_budget < 1:
             raise InvalidArgument("step_budget", f"{self.step_budget} is less than 1")
         if self.itl_target_s is not None and not self.itl_target_s > 0:
@@ -58,7 +58,7 @@ class Assignment:
 
     @property
     def steps(self) -> str:
-        """The step policy and its limits as text."""
+        """The step policy and its limits, as text."""
         limits = [] if self.step_budget is None else [f"{self.step_budget}"]
         limits += [] if self.itl_target_s is None else [f"{1e3 * self.itl_target_s:g} ms"]
         return " ".join([self.step_policy, *limits])

@@ -1,4 +1,4 @@
-"""The step outputs that a worker sends to routers."""
+"""The output that a worker sends to routers after its steps."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from tandem.protocol.prefixes import PrefixChanges
 
 @dataclass(frozen=True, slots=True)
 class RequestEvent:
-    """The output of one step for one request; `token_ids[0]` is token number `first_index` of the answer.
+    """The output of one step for one request; `first_index` is the position of `token_ids[0]` in the answer, from 0.
 
-    `logprobs` has one entry for each token if the request's sampling parameters ask for them, else none.
+    `logprobs` has one entry per token if the request asks for them, and is empty otherwise.
     """
 
     ref: RequestRef
@@ -31,31 +31,31 @@ class RequestEvent:
     preempted: bool = False
     """True if the attempt was preempted after `first_index` tokens of the answer; the next attempt continues there."""
     prompt_logprobs: PromptLogprobs | None = None
-    """Set with the first token of the answer if the request's sampling parameters ask for it."""
+    """The scores of the prompt, sent with the first token of the answer; None if the request does not ask for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """The tokens of a router's requests without other output, as columns with an entry for each request.
+    """The tokens of all requests of a router that have no other output, as columns with one entry per request.
 
-    A normal step's output is thus a single message, whatever the number of requests.
+    The output of a usual step is thus a single message, for any number of requests.
     """
 
     request_ids: Sequence[str]
     attempts: Sequence[int]
     indices: Sequence[int]
-    """The number of each request's first token in its answer, from 0."""
+    """The position of each request's first token in its answer, from 0."""
     token_ids: Sequence[int]
-    """The tokens of all requests, one request after the other."""
+    """The tokens of all requests, concatenated in the order of the requests."""
     counts: Sequence[int] = ()
-    """The number of tokens of each request; empty = one each."""
+    """The number of tokens of each request; empty = one token each."""
 
     def __len__(self) -> int:
         """Return the number of requests."""
         return len(self.request_ids)
 
     def rows(self) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
-        """Iterate over the requests: id, attempt, number of the first token, tokens."""
+        """Iterate over the requests: id, attempt, position of the first token, tokens."""
         each: Iterator[tuple[int, ...]] = zip(self.token_ids, strict=True)
         if self.counts:
             tokens = iter(self.token_ids)
@@ -63,14 +63,14 @@ class StepTokens:
         return zip(self.request_ids, self.attempts, self.indices, each, strict=True)
 
     def events(self) -> Iterator[RequestEvent]:
-        """Iterate over the equivalent events, one for each request."""
+        """Iterate over the requests as events with the same content."""
         for request_id, attempt, index, token_ids in self.rows():
             yield RequestEvent(RequestRef(request_id, attempt), index, token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedEvent:
-    """An event and the router to which it is sent."""
+    """An event, and the id of the router to which it is sent."""
 
     router_id: str
     event: RequestEvent
@@ -78,7 +78,7 @@ class RoutedEvent:
 
 @dataclass(frozen=True, slots=True)
 class RoutedTokens:
-    """Tokens and the router to which they are sent."""
+    """Tokens, and the id of the router to which they are sent."""
 
     router_id: str
     tokens: StepTokens
@@ -86,7 +86,7 @@ class RoutedTokens:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The output of one or more steps for one router; `tokens` come after `events`."""
+    """The output of one or more steps for one router; the `events` precede the `tokens`."""
 
     step: int
     events: tuple[RequestEvent, ...]
@@ -95,5 +95,5 @@ class StepOutput:
     tokens: tuple[StepTokens, ...] = ()
 
     def each(self) -> Iterator[RequestEvent]:
-        """Iterate over all events, including those of `tokens`."""
+        """Iterate over all events; the `tokens` are converted to events."""
         return chain(self.events, *(some.events() for some in self.tokens))

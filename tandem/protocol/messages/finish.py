@@ -1,4 +1,4 @@
-"""The outcome of a generation: its finish reason, and the error if it failed."""
+"""How a generation ended: its finish reason, and the error if it failed."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -15,7 +15,7 @@ class FinishReason(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ErrorDetail:
-    """A failure in a message: the code of a `TandemError`, its message and its retry hint in seconds."""
+    """An error in a message: the code and the message of a `TandemError`, and the seconds to wait before a retry."""
 
     code: str
     message: str

@@ -1,13 +1,13 @@
-"""The leases by which a decode worker reserves pages for one attempt of a request."""
+"""The leases with which a decode worker reserves pages for one attempt of a request."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A decode worker's reservation of pages for one attempt.
+    """A decode worker's reservation of KV pages for one attempt of a request.
 
-    `epoch` grows with each lease, so that late messages about an earlier lease are recognized and dropped.
+    `epoch` increases with each lease, so that late messages about an earlier lease are recognized and ignored.
     """
 
     request_id: str
@@ -17,7 +17,11 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class GrantedLease:
-    """A lease, its duration in seconds without a heartbeat, and the number of first prompt tokens already cached."""
+    """A lease that a decode worker has granted.
+
+    It expires `duration_s` seconds after it was granted, or after the last heartbeat that renewed it. `held_tokens` is
+    the number of leading prompt tokens whose KV the worker has cached.
+    """
 
     lease: Lease
     duration_s: float

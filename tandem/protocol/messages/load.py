@@ -1,4 +1,4 @@
-"""A worker's load report, sent after each step, and its inspection."""
+"""The load report that a worker sends after each step, and the result of inspecting a worker."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from tandem.protocol.messages.references import PeerRef
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """A worker's load after a step; all fields except `cost` and `decode_speedup` are counts."""
+    """The load of a worker after a step; all fields except `cost` and `decode_speedup` are counts."""
 
     prefill_requests: int
     prefill_tokens: int
@@ -20,14 +20,14 @@ class WorkerLoad:
     decode_context_tokens: int = 0
     cost: CostParameters = UNMEASURED
     preemptions: int = 0
-    """Number of requests preempted since the worker started."""
+    """Number of preemptions since the worker started."""
     decode_speedup: float = 1.0
-    """Tokens per second of recent decode steps ÷ those that steps without drafts would have given."""
+    """Tokens per second of recent decode steps ÷ those that steps without draft tokens would have given."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerInspection:
-    """A worker's page counts by state, its open requests, and the result of `check_integrity()` ("" = no error)."""
+    """The result of inspecting a worker: page counts by state, open requests, and integrity error ("" = none)."""
 
     peer: PeerRef
     pages_total: int
@@ -48,4 +48,4 @@ class WorkerInspection:
     prefix_hit_tokens: int = 0
     step_cost_error: float = 0.0
     adapters_in_use: tuple[str, ...] = ()
-    """Hashes of the adapters that the worker's requests use, from their page reservation on."""
+    """Hashes of the adapters that the worker's requests use; a request counts as soon as its pages are reserved."""

@@ -1,4 +1,4 @@
-"""The cluster's membership: its workers and their model."""
+"""The members of the cluster: its workers, their model and its adapters."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from tandem.protocol.messages.references import PeerRef
 
 @dataclass(frozen=True, slots=True)
 class AdapterFacts:
-    """A loaded adapter: the name that clients use, the hash of its files, and its folder, for display only."""
+    """A loaded adapter: its name for clients, the hash of its files, and its folder, which is for display only."""
 
     name: str
     identity: str
@@ -18,10 +18,10 @@ class AdapterFacts:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """The facts about the loaded model; `max_context` is the limit of prompt and answer, in tokens.
+    """Facts about the loaded model; `max_context` is the maximum length of prompt and answer in tokens.
 
-    `kv_windows` has the window of each group of layers that share KV pages. `kv_step_tokens` is the maximum number of
-    prompt tokens of an engine step under any assignment. Both determine how many pages are reserved for a request
+    `kv_windows` has the sliding window of each group of layers that share KV pages. `kv_step_tokens` is the maximum
+    number of prompt tokens of a step under any assignment. Both determine how many pages are reserved for a request
     (`tandem/protocol/kv_pages.py`).
     """
 
@@ -31,19 +31,19 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...]
     dtype: str
     summary: tuple[str, ...] = ()
-    """Parameters, KV cache, attention and experts, one line each, for display only."""
+    """Parameters, KV cache, attention and experts, one line each; for display only."""
     kv_windows: tuple[int | None, ...] = (None,)
     adapters: tuple[AdapterFacts, ...] = ()
-    """The adapters that requests may name."""
+    """The adapters that requests may name as their model."""
     kv_step_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """A serving worker as it registers with the controller.
+    """The registration of a serving worker.
 
-    `role` has the schedulers that are open or still finish their requests; `max_step_tokens` is the maximum number of
-    prompt tokens of a step under the worker's assignment.
+    `role` includes the schedulers that accept work and those that only finish their requests; `max_step_tokens` is the
+    maximum number of prompt tokens of a step under the worker's assignment.
     """
 
     peer: PeerRef
@@ -57,15 +57,15 @@ class WorkerInfo:
     device: str
     transport: str
     not_ready: str = ""
-    """The reason why the worker accepts no new requests for now; empty = it is ready."""
+    """The reason why the worker accepts no new requests at present; empty = it does."""
     warnings: tuple[str, ...] = ()
     """Warnings about the worker's configuration."""
     assignment: Assignment | None = None
     """The worker's latest assignment; None = unknown."""
     closing: Role | None = None
-    """The part of `role` whose schedulers accept no new work and only finish their requests."""
+    """The part of `role` whose schedulers accept no new work and only finish their requests; None = no part."""
     started_unix_nanos: int = 0
-    """Start time of the worker's process by its host's clock, for display only; 0 = unknown."""
+    """Start time of the worker's process by the clock of its host; for display only, 0 = unknown."""
     kv_ports: tuple[str, ...] = ()
     """The host:port of each TCP socket of the worker's KV transport.
 
@@ -74,33 +74,33 @@ class WorkerInfo:
 
     @property
     def kv_pages(self) -> KvPages:
-        """The KV pages of the worker's requests."""
+        """The page geometry of the worker's requests."""
         return KvPages(self.page_tokens, self.model.kv_windows, self.model.kv_step_tokens)
 
     @property
     def open(self) -> Role | None:
-        """The role whose schedulers take new work; None = the worker drains."""
+        """The role that includes the schedulers that accept new work; None = the worker drains."""
         return self.role if self.closing is None else self.role.without(self.closing)
 
     @property
     def assigned_role(self) -> Role:
-        """The role of the worker's latest assignment, even if another scheduler still finishes requests."""
+        """The role of the worker's latest assignment, even while a closing scheduler still finishes requests."""
         return self.role if self.assignment is None else self.assignment.role
 
     @property
     def takes_prompts(self) -> bool:
-        """True if the worker takes new prefill work."""
+        """True if the worker accepts new prefill work."""
         return self.open is not None and self.open.prefills
 
     @property
     def takes_answers(self) -> bool:
-        """True if the worker takes new decode work."""
+        """True if the worker accepts new decode work."""
         return self.open is not None and self.open.decodes
 
 
 @dataclass(frozen=True, slots=True)
 class Absence:
-    """A wanted worker that does not serve; `coming` is True if it will serve without an operator's action."""
+    """A worker that should serve but does not; `coming` is True if it will serve without an operator's action."""
 
     worker_id: str
     reason: str
@@ -109,7 +109,10 @@ class Absence:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedWorker:
-    """A worker that does not serve now but will without an operator's action, and the role with which it starts."""
+    """A worker that does not serve now but will without an operator's action.
+
+    `role` is the role with which it starts.
+    """
 
     worker_id: str
     role: Role
@@ -117,12 +120,15 @@ class ExpectedWorker:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """All serving workers; `revision` grows with each change, `mode` "" = the mode of the router's own settings."""
+    """All serving workers of the cluster; `revision` increases with each change.
+
+    `mode` is the cluster's placement mode, "" = the mode in the router's own settings.
+    """
 
     revision: int
     workers: tuple[WorkerInfo, ...]
     mode: str = ""
     adapters: tuple[AdapterFacts, ...] | None = None
-    """The adapters of the cluster if they can change while it serves; None = those that its workers started with."""
+    """The cluster's adapters if they can change while it serves; None = the adapters with which its workers started."""
     expected: tuple[ExpectedWorker, ...] = ()
     """The workers that do not serve now but will without an operator's action."""

@@ -1,11 +1,11 @@
-"""References to one attempt of a request and to one incarnation of a worker."""
+"""References to an attempt of a request and to an incarnation of a worker."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRef:
-    """One attempt of one request; attempts count from 1."""
+    """A reference to one attempt of a request; attempts are numbered from 1."""
 
     request_id: str
     attempt: int
@@ -13,7 +13,7 @@ class RequestRef:
 
 @dataclass(frozen=True, slots=True)
 class PeerRef:
-    """One incarnation of a worker process; a restart is a new incarnation with a higher number."""
+    """A reference to one incarnation of a worker; each start of its process is one, with a higher number."""
 
     worker_id: str
     incarnation: int

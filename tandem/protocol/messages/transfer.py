@@ -1,4 +1,4 @@
-"""Messages between two workers about KV transfers: memory descriptions, handshakes and notices."""
+"""Messages between workers about KV transfers: descriptions of memory, handshakes and notices."""
 
 import hashlib
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from tandem.protocol.messages.references import PeerRef
 
 @dataclass(frozen=True, slots=True)
 class PeerDescription:
-    """The description of a worker's KV memory: back-end metadata, base address, page size in bytes and page count.
+    """The memory of a worker's KV cache: back-end metadata, base address, page size in bytes, number of pages.
 
     `host` identifies the running host, `process` the worker's process in its PID namespace; empty = unknown.
     `probe_address` is a page of registered host memory without content that peers may read; 0 = none.
@@ -32,7 +32,10 @@ class PeerDescription:
 
 @dataclass(frozen=True, slots=True)
 class Handshake:
-    """One side of the transfer handshake; version and hash are compared before the rest is read."""
+    """The message of either side in the transfer handshake.
+
+    Version and compatibility hash are compared before the description is decoded.
+    """
 
     protocol_version: int
     compatibility_hash: str
@@ -42,7 +45,7 @@ class Handshake:
 
 @dataclass(frozen=True, slots=True)
 class PageChecksum:
-    """The checksum of one prompt page when it was written; `value` is below 2^64, `page` its entry (`KvPages`)."""
+    """The checksum of a prompt page when it was written; `value` is below 2^64, `page` is its entry as in `KvPages`."""
 
     page: int
     value: int
@@ -50,7 +53,7 @@ class PageChecksum:
 
 @dataclass(frozen=True, slots=True)
 class TransferNotice:
-    """The notice that completes a KV transfer, with the state to continue: the sampled token and the next random draw.
+    """The notice that completes a KV transfer: the first sampled token, and the number of the next random draw.
 
     It is sent with the last write. The first `skipped` of the `pages` pages were not sent, because the receiver has
     them in its prefix cache. `token_hash` covers all prefilled tokens: the prompt and the `prior_output_tokens` answer
@@ -68,5 +71,5 @@ class TransferNotice:
 
 
 def hash_token_ids(token_ids: Sequence[int]) -> bytes:
-    """Return SHA-256 over token ids as little-endian unsigned 32-bit integers, 32 bytes."""
+    """Return the SHA-256 (32 bytes) of the token ids as little-endian unsigned 32-bit integers."""
     return hashlib.sha256(np.asarray(token_ids, dtype="<u4").tobytes()).digest()

@@ -1,4 +1,4 @@
-"""The work that a router sends: a reservation to a decode worker, then a task to a prefill worker."""
+"""The work that a router sends: a reservation to the decode worker, then a task to the prefill worker."""
 
 import math
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from tandem.protocol.messages.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class _Continued:
-    """An attempt that may continue an answer.
+    """An attempt to compute an answer, which earlier attempts may have begun.
 
     The last `prior_output_tokens` of `prompt_token_ids` are answer tokens that earlier attempts have generated.
     """
@@ -22,11 +22,11 @@ class _Continued:
     prior_output_tokens: int = field(default=0, kw_only=True)
     cache_salt: str = field(default="", kw_only=True)
     adapter: str = field(default="", kw_only=True)
-    """The hash of the request's adapter, "" = the base model; each adapter has its own cache salt."""
+    """The hash of the request's adapter, "" = the base model; each adapter has a separate cache salt."""
 
     @property
     def scores_prompt(self) -> bool:
-        """True if the attempt has to score the prompt and therefore computes all of it; later attempts do not."""
+        """True if the attempt has to score the prompt and therefore computes all of it; only a first attempt does."""
         return self.sampling.prompt_logprobs is not None and not self.prior_output_tokens
 
     @property
@@ -41,16 +41,16 @@ class _Continued:
 
     @property
     def answer(self) -> tuple[int, ...]:
-        """The token ids of the answer that earlier attempts have generated."""
+        """The token ids of the answer that earlier attempts have generated; empty for a first attempt."""
         return self.prompt_token_ids[self.question_tokens :]
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation(_Continued):
-    """From router to decode worker: reserve pages for this prompt and its answer, which only `prefill` may write.
+    """A request of a router to a decode worker: reserve pages for this prompt and its answer.
 
-    `gap_target_s` is the longest gap between tokens that the answer tolerates on this worker, in seconds, infinite =
-    any.
+    Only the worker `prefill` may write to the pages. `gap_target_s` is the maximum inter-token gap in seconds that the
+    answer tolerates on this worker, infinite = any.
     """
 
     prefill: PeerRef
@@ -59,7 +59,7 @@ class Reservation(_Continued):
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """The destination of a prefilled request: a decode worker, its gRPC address and its lease."""
+    """Where a prefill worker sends the KV of a prompt: a decode worker, its gRPC address and its lease."""
 
     peer: PeerRef
     address: str
@@ -68,7 +68,7 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTask(_Continued):
-    """From router to prefill worker: compute this prompt's KV and sample the next token.
+    """A request of a router to a prefill worker: compute the KV of this prompt and sample the next token.
 
     Without a destination, the sampled token is the last one of the answer.
     """

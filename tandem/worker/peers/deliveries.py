@@ -1,4 +1,4 @@
-"""Reports to decode workers which notices were sent to them.
+"""Reports to each decode worker the leases whose notices were sent to it.
 
 A notice is sent once and is not answered. The decode worker therefore gets a later report of the leases whose notices
 were sent long ago: if a notice was lost, it would otherwise keep the lease's pages for as long as this process lives.
@@ -15,19 +15,22 @@ from tandem.protocol.messages import Destination, Lease, PeerRef
 log = logging.getLogger(__name__)
 
 MOST_LEASES = 1024
-"""The most leases of one call; further leases wait for the next call."""
+"""Maximum number of leases in one report; further leases wait for the next report."""
 MOST_WAITING = 16 * MOST_LEASES
-"""The most leases that are kept for one unreachable peer. Older ones are dropped, and end with either process."""
+"""Maximum number of leases that are kept for one unreachable peer.
+
+Beyond it the oldest are dropped; their pages become free when either process ends.
+"""
 
 ReportDeliveries = Callable[[PeerRef, str, Sequence[Lease]], Awaitable[bool]]
-"""A call with (peer, address, leases) that returns True if they were delivered or the peer is gone."""
+"""A call with (peer, address, leases) that returns True if the report was delivered or the peer is gone."""
 
 
 @dataclass(slots=True)
 class _Peer:
     """Leases whose notices were sent to one incarnation of a worker.
 
-    `late` has those from before the last call, `fresh` those from after it.
+    `late` has the leases from before the last report, `fresh` the leases from after it.
     """
 
     address: str
@@ -38,7 +41,7 @@ class _Peer:
 
 
 class Deliveries:
-    """Reports to each peer the leases of the last one or two periods in one call.
+    """Reports to each peer, in one call per period, the leases whose notices were sent at least a period ago.
 
     Used on the event loop. Owned by `Peers`.
     """
@@ -59,7 +62,7 @@ class Deliveries:
             peer.reporting = asyncio.ensure_future(self._report_all(destination.peer, peer))
 
     async def close(self) -> None:
-        """Stop reporting. A worker that loses this one ends its leases itself."""
+        """Stop reporting. A decode worker that loses this worker ends the leases itself."""
         reporting = [peer.reporting for peer in self._peers.values() if peer.reporting is not None]
         for each in reporting:
             each.cancel()

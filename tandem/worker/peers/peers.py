@@ -1,4 +1,4 @@
-"""The other workers: clients to decode workers, and the reply to prefill workers that connect."""
+"""The other workers: clients to decode workers, and the answers to prefill workers that connect."""
 
 import asyncio
 import logging
@@ -22,17 +22,18 @@ from tandem.protocol.messages import Destination, Handshake, Lease, PeerDescript
 from tandem.worker.peers.deliveries import MOST_WAITING, Deliveries
 
 RUNS_KEPT = 16
-"""The most incarnations of each worker that are remembered: pages of earlier ones have long been free."""
+"""Maximum number of incarnations of each worker that are remembered; pages of earlier ones have long been free."""
 
 
 class SameHostPeers:
-    """The prefill workers on this host, and whether their processes are alive, if those can be observed from here.
+    """The prefill workers on this host, and whether their processes are alive, if they can be observed from here.
 
-    Entries are by incarnation, because an earlier incarnation may be alive while its successor is. Owned by `Peers`.
+    Entries are by incarnation, because an earlier incarnation may still be alive beside its successor. Owned by
+    `Peers`.
     """
 
     def __init__(self, host: str) -> None:
-        """Create the set. `host` is the id of this host; if it is empty, no peer counts as being on it."""
+        """Create the set; `host` is the id of this host. If it is empty, no peer counts as being on this host."""
         self._host = host
         self._runs: dict[str, dict[int, str]] = {}
 
@@ -52,7 +53,7 @@ class SameHostPeers:
             del runs[min(runs)]
 
     def has(self, peer: PeerRef) -> bool:
-        """Return True if this incarnation said that it is on this host. Any thread may call it."""
+        """Return True if this incarnation has reported that it is on this host. Any thread may call it."""
         return peer.incarnation in self._runs.get(peer.worker_id, {})
 
     def process_alive(self, peer: PeerRef) -> bool | None:
@@ -73,7 +74,7 @@ class IncompatiblePeers:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """One sentence for each incompatible worker, as `tandem status` shows it."""
+        """One sentence for each incompatible worker, for `tandem status`."""
         return tuple(f"shares no request with {peer.worker_id}: {why}" for peer, why in self._why.items())
 
     def add(self, peer: PeerRef, why: str) -> None:
@@ -98,13 +99,14 @@ log = logging.getLogger(__name__)
 Reply = TypeVar("Reply")
 
 DELIVERY_PERIOD_S = 1.0
-"""Seconds after which the decode worker is asked whether a notice has arrived.
+"""Interval of the reports of sent notices to a decode worker, in seconds.
 
-Notices take milliseconds; a lost notice that is reported later costs a second prefill."""
+A notice arrives within milliseconds. The requests of lost notices are prefilled again after the report.
+"""
 
 
 class _Connection:
-    """A channel to one incarnation of a worker, and the handshake that must come first."""
+    """A channel to one incarnation of a worker, and the handshake that must precede all other calls."""
 
     def __init__(self, address: str, token: str) -> None:
         self.channel = rpc.open_channel(address, token)
@@ -113,7 +115,7 @@ class _Connection:
 
 
 class Peers(DecodePeers):
-    """One connection for each incarnation of a worker, opened when it is needed.
+    """The connections to the other workers, one for each incarnation, opened when they are needed.
 
     Used on the event loop. Owned by the worker.
     """
@@ -140,10 +142,10 @@ class Peers(DecodePeers):
         await self._introduced(destination.peer, destination.address)
 
     async def warm_up(self, peer: PeerRef, address: str) -> bool:
-        """Connect to a decode worker and write a page to it. Returns True on success.
+        """Connect to a decode worker and write a page to it; return True on success.
 
-        Source and destination are the spare pages after the pools, which no request owns. The first use of a transport
-        is by far the slowest. Errors are logged and never raised.
+        The first use of a transport is by far the slowest. Source and destination are the spare pages after the pools,
+        which no request owns. Errors are logged and never raised.
         """
         try:
             theirs = await self._introduced(peer, address)
@@ -165,7 +167,10 @@ class Peers(DecodePeers):
         return False
 
     async def allocate_pages(self, destination: Destination, pages: int) -> AllocatedPages:
-        """Request the pages that receive the last of the prompt's `pages` from the decode worker."""
+        """Request from the decode worker the pages for the last part of the prompt, which has `pages` pages in all.
+
+        The decode worker has cached the pages before that part.
+        """
         request = worker_pb2.AllotPagesRequest(
             lease=conversion.to_proto(destination.lease, worker_pb2.Lease),
             pages=pages,
@@ -191,7 +196,10 @@ class Peers(DecodePeers):
         self._deliveries.add(destination)
 
     async def release(self, destination: Destination, *, in_doubt: bool) -> None:
-        """Report to the decode worker that no write under the lease is in flight and none will follow."""
+        """Report to the decode worker that no write under the lease is in flight and none will follow.
+
+        With `in_doubt`, a write has failed and its data may still arrive for a while.
+        """
         request = worker_pb2.ReleaseLeaseRequest(
             lease=conversion.to_proto(destination.lease, worker_pb2.Lease),
             prefill=conversion.to_proto(self._me, types_pb2.PeerRef),
@@ -247,14 +255,14 @@ class Peers(DecodePeers):
     # ---- both ----
 
     def warnings(self) -> tuple[str, ...]:
-        """Return the incompatibilities of other workers with this one, in sentences; for `tandem status`."""
+        """Return one sentence for each worker that is incompatible with this one, for `tandem status`."""
         return self._incompatible.warnings
 
     def forget(self, peer: PeerRef) -> None:
-        """Drop the connections to this incarnation of a worker and its earlier ones, which have ended.
+        """Close the connections to this incarnation of a worker and its earlier ones, which have ended.
 
-        None is opened again unless an incarnation is accepted anew, because another process may listen at the address
-        by now.
+        No connection to these incarnations is opened again, because another process may listen at the address by now,
+        unless `welcome` accepts one of them again.
         """
         self._gone.add(peer)
         for known, connection in list(self._connections.items()):
@@ -266,9 +274,9 @@ class Peers(DecodePeers):
         self._sender.remove_peer(peer)
 
     def welcome(self, peer: PeerRef) -> None:
-        """Accept an incarnation that serves. If it was assumed dead, its former state is restored.
+        """Accept an incarnation that serves; if it was assumed dead, restore its state.
 
-        It also gets the reports of leases that were kept back while it was assumed dead.
+        Reports of leases that were held back meanwhile are then sent to it.
         """
         if not self._gone.restore(peer):
             return
@@ -290,7 +298,7 @@ class Peers(DecodePeers):
     # ---- inside ----
 
     def _owe(self, peer: PeerRef, leases: Sequence[Destination]) -> None:
-        """Keep reports for a worker that is assumed dead: if it is alive, it must learn that no write will follow."""
+        """Hold back reports for a worker that is assumed dead, which needs them if it turns out to be alive."""
         if self._gone.is_last(peer):
             self._owed.setdefault(peer, deque(maxlen=MOST_WAITING)).extend(leases)
 
@@ -335,8 +343,8 @@ class Peers(DecodePeers):
     ) -> None:
         """Drop a connection whose handshake failed.
 
-        This is not left to the waiting requests: all may have been cancelled, and the next one must not get an old
-        failure.
+        The waiting requests cannot do this: all of them may have been cancelled, and the next request must not get the
+        error of an old handshake.
         """
         if introduced.cancelled() or introduced.exception() is not None:
             self._drop(peer, connection)

@@ -1,4 +1,4 @@
-"""Connections that are made before a user's prompt needs one: from each prefilling worker to every decoding worker."""
+"""Connects a worker that prefills to all decode workers in advance, so that no prompt waits for a first connection."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,7 +12,7 @@ FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
 
 
 class WarmUps:
-    """Warms up connections to the other workers that the controller names.
+    """Warms up connections to the other workers in the membership.
 
     Call `close` before the peers are closed. Owned by the worker.
     """
@@ -26,12 +26,12 @@ class WarmUps:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def add(self, info: WorkerInfo) -> None:
-        """Note that another worker serves, or has opened another phase."""
+        """Record that another worker serves or has opened a further phase; connect to it if it may get prompts."""
         self._others[info.peer.worker_id] = info
         self.start_due()
 
     def forget(self, peer: PeerRef) -> None:
-        """Forget this incarnation and its earlier ones, which are assumed dead."""
+        """Stop connecting to this incarnation and its earlier ones, which are assumed dead."""
         known = self._others.get(peer.worker_id)
         if known is not None and known.peer.incarnation <= peer.incarnation:
             del self._others[peer.worker_id]
@@ -40,7 +40,7 @@ class WarmUps:
                 self._running.pop(other).cancel()
 
     def start_due(self) -> None:
-        """Connect to each worker that may get prompts from here and is not connected. Costs little if all are."""
+        """Start to connect to each worker that may get prompts from here and is not connected; cheap if all are."""
         for info in self._others.values():
             if self._wanted(info.peer) and info.peer not in self._running:
                 task = asyncio.ensure_future(self._warm_up(info.peer, info.address))
@@ -49,7 +49,7 @@ class WarmUps:
                 task.add_done_callback(partial(self._ended, info.peer))
 
     async def _warm_up(self, peer: PeerRef, address: str) -> None:
-        """Try to warm up the connection until it succeeds or is not wanted any more."""
+        """Retry the warm-up of the connection until it succeeds or this worker no longer sends KV there."""
         wait_s = FIRST_RETRY_S
         while not await self._peers.warm_up(peer, address):
             await asyncio.sleep(wait_s)

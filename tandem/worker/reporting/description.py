@@ -16,37 +16,37 @@ _SERVED = (
     "adapters",
     *("token", "transfer_backend", "trusted_network", "kv_checksum_rate"),
 )
-"""The settings that decide what a worker serves and with which workers it is compatible."""
+"""The settings that decide which requests a worker can serve and with which workers it is compatible."""
 _PASSING = (
     *("worker_id", "role", "engine", "step_policy", "step_budget", "itl_target_s"),
     *("controller_address", "host", "port", "metrics_port", "outlive_s"),
 )
-"""The settings that another controller sets anew, or that are never compared."""
+"""The settings that are never compared; another controller sets most of them anew."""
 _SECRETS = ("token", "metrics_key")
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerDescription:
-    """One incarnation of a worker as it is now."""
+    """The current state of one incarnation of a worker."""
 
     peer: PeerRef
     assignment: Assignment
-    """The last assignment that it received."""
+    """The last assignment that the worker received."""
     serves: bool
-    """True if it takes requests; otherwise it starts, drains or has ended."""
+    """True if the worker takes requests; otherwise it starts, drains or has ended."""
     served: Settings
-    """The settings that must be equal for the worker to be taken over."""
+    """The settings that must equal those of the new controller's config; otherwise it does not take the worker over."""
     tuning: Settings
-    """The settings that may differ when it is taken over; they apply until it is restarted."""
+    """The settings that may differ from the new controller's config; they apply until the worker is restarted."""
 
 
 def served_of(config: WorkerConfig) -> Settings:
-    """Return the settings of `config` that must be equal for a worker to be taken over."""
+    """Return the settings of `config` that must be equal for a worker to be taken over (`WorkerDescription.served`)."""
     return _settings(config, lambda name: name in _SERVED)
 
 
 def tuning_of(config: WorkerConfig) -> Settings:
-    """Return the settings of `config` that may differ when a worker is taken over."""
+    """Return the settings of `config` that may differ when a worker is taken over (`WorkerDescription.tuning`)."""
     return _settings(config, lambda name: name not in _SERVED and name not in _PASSING)
 
 
@@ -62,7 +62,7 @@ def _settings(config: WorkerConfig, wanted: Callable[[str], bool]) -> Settings:
 
 
 def _values(config: Any) -> Iterable[tuple[str, object]]:
-    """Return the fields of a record with their values, its own before those of its base class."""
+    """Return the names and values of a dataclass's fields, its own fields before inherited ones."""
     own = type(config).__annotations__
     ordered = sorted(fields(config), key=lambda field: field.name not in own)
     return ((field.name, getattr(config, field.name)) for field in ordered)

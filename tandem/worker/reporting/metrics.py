@@ -1,7 +1,7 @@
-"""The metrics of a worker: steps as they end, hand-overs as they are reported, and facts that are read at a scrape.
+"""The metrics of a worker: counts of steps and hand-overs, and values that are read at each scrape.
 
-The engine thread reports each step between steps, which takes a few additions. Everything else runs on the event loop.
-Any thread may read the numbers.
+The engine thread reports each step after it has ended, which costs a few additions. Everything else runs on the event
+loop. Any thread may read the numbers.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from tandem.worker.reporting.report import WorkerReport
 
 _WINDOW_MARKS, _MARK_S = 20, 0.5
-"""Utilization is averaged over this number of intervals, each about `_MARK_S` seconds of steps: the last 10 seconds."""
+"""Utilization is averaged over this number of intervals of about `_MARK_S` seconds of steps: the last 10 seconds."""
 _NANOS = 1e9
 
 Emit = Callable[[RoutedEvent], None]
 
 
 class Utilization:
-    """The share of the device's ceilings that the newest steps used.
+    """The fractions of the device's memory bandwidth and peak operations that the newest steps used.
 
-    A ceiling below what steps have reached was measured under load, and is raised, unless an operator has set it. Owned
-    by the worker's metrics; updated on the engine thread.
+    Ceilings that steps exceed were measured under load and are raised, unless an operator has set them. Owned by the
+    worker's metrics; updated on the engine thread.
     """
 
     def __init__(self, roofline: Roofline, given: Ceilings | None = None) -> None:
@@ -59,13 +59,13 @@ class Utilization:
 
     @property
     def bandwidth(self) -> float:
-        """The used part of the device's memory bandwidth; 0 before the first step."""
+        """The used fraction of the device's memory bandwidth; 0 before the first step."""
         busy_s, read, _ = self._lately()
         return read / (busy_s * self.ceilings.bytes_per_s) if busy_s else 0.0
 
     @property
     def compute(self) -> float:
-        """The used part of the device's peak operations per second."""
+        """The used fraction of the device's peak operations per second; 0 before the first step."""
         busy_s, _, done = self._lately()
         return done / (busy_s * self.ceilings.flops) if busy_s else 0.0
 
@@ -89,7 +89,7 @@ class WorkerMetrics:
         self.registry = registry = Registry({"model": model, "worker": worker})
         self.utilization = utilization
         self.writing = WritingTime()
-        """The seconds in which hand-overs had writes in progress."""
+        """The total time in which hand-overs had writes in progress."""
         self._decode_steps = registry.histogram(f.STEP_SECONDS, "decode")
         self._prefill_steps = registry.histogram(f.STEP_SECONDS, "prefill")
         self._mixed_steps = registry.histogram(f.STEP_SECONDS, "mixed")
@@ -133,7 +133,7 @@ class WorkerMetrics:
         self._refusals.add()
 
     def hearing(self, emit: Emit) -> Emit:
-        """Return a function that calls `emit` and counts how each hand-over has ended."""
+        """Return a function that calls `emit` and also counts the results of hand-overs."""
 
         def record(routed: RoutedEvent) -> None:
             event = routed.event
@@ -166,7 +166,7 @@ class WorkerMetrics:
 
 
 def engine_facts(engine: ModelRunner, role: Callable[[], str]) -> Facts:
-    """Return the facts of an engine. `role` is called at each scrape, as the role may change."""
+    """Return the metrics of an engine; `role` is called at each scrape, because the role may change."""
     graphs = engine.graph_use
     return {
         f.WORKER_INFO: {(role(), engine.device_name, engine.facts.dtype): 1.0},
@@ -178,7 +178,7 @@ def engine_facts(engine: ModelRunner, role: Callable[[], str]) -> Facts:
 
 
 def worker_facts(report: WorkerReport, transport: Transport) -> Facts:
-    """Return the facts of a worker."""
+    """Return the metrics of a worker that are read at a scrape."""
     load, found = report.load(), report.inspect()
     stored, removed = report.prefix_events
     return {
@@ -207,7 +207,7 @@ def worker_facts(report: WorkerReport, transport: Transport) -> Facts:
 
 
 def speculation_facts(counts: SpeculationCounts | None, speedup: float) -> Facts:
-    """Return the facts of speculative decoding; empty without it."""
+    """Return the metrics of speculative decoding; empty if the worker does not speculate."""
     if counts is None:
         return {}
     return {
@@ -224,7 +224,7 @@ def speculation_facts(counts: SpeculationCounts | None, speedup: float) -> Facts
 
 
 def _by_position(counts: Counter[tuple[DraftSource, int]]) -> Reading:
-    """Return the draft tokens by position. All positions exist from the start, so that no client creates a series."""
+    """Return the draft tokens by position. All positions are included, so no request creates a new series."""
     sums = dict.fromkeys(range(DRAFTS_MAX), 0)
     for (_, position), count in list(counts.items()):
         sums[position] += count
@@ -232,7 +232,7 @@ def _by_position(counts: Counter[tuple[DraftSource, int]]) -> Reading:
 
 
 def _by_source(counts: Counter[tuple[DraftSource, int]]) -> Reading:
-    """Return the draft tokens by proposer and match. All sources exist from the start."""
+    """Return the draft tokens by proposer and match. All sources are included."""
     sums = dict.fromkeys(DRAFT_SOURCES, 0)
     for (source, _), count in list(counts.items()):
         sums[source] += count

@@ -1,4 +1,4 @@
-"""The report of a worker: its load, which routers use for placement, and its inspection."""
+"""The report of a worker: its load, which routers use for placement, and its state for `Inspect`."""
 
 from decode_worker.speculation import SpeculationCounts
 from tandem.cost_model.step_cost import CostParameters
@@ -31,7 +31,7 @@ def load_of(schedulers: PhaseSchedulers, cache: PrefixCache, decoding: StepWork,
 
 
 class WorkerReport:
-    """Reads the state of a worker's parts and changes none.
+    """Reads the state of a worker's parts without changing it.
 
     Each call takes microseconds. Owned by the worker; called on the event loop.
     """
@@ -61,12 +61,12 @@ class WorkerReport:
 
     @property
     def not_ready(self) -> str:
-        """The reason why the worker accepts nothing at present, empty if it does."""
+        """The reason why the worker accepts no requests at present; empty if it accepts them."""
         return self._schedulers.not_ready
 
     @property
     def batch_limit(self) -> int:
-        """The most requests that decode in one step, in the current role."""
+        """The maximum number of requests in a decode step, in the current role."""
         return self._schedulers.batch_limit(self._assignment.role)
 
     @property
@@ -76,12 +76,12 @@ class WorkerReport:
 
     @property
     def pending_transfer_pages(self) -> int:
-        """The number of KV pages of prompts that have ended but whose writes still read the pages."""
+        """The number of KV pages of ended prompts that writes in flight still read."""
         return self._schedulers.prefill.pending_transfer_pages()
 
     @property
     def prefix_events(self) -> tuple[int, int]:
-        """The numbers of pages that were ever added to the prefix cache, and that were removed from it."""
+        """The numbers of pages ever added to the prefix cache and ever removed from it."""
         return self._cache.events
 
     @property
@@ -91,11 +91,11 @@ class WorkerReport:
         return None if speculation is None else speculation.counts
 
     def known_prefixes(self) -> PrefixList:
-        """Return the names of all cached pages that can be reused."""
+        """Return the digests of all cached pages that can be reused."""
         return self._cache.known()
 
     def inspect(self) -> WorkerInspection:
-        """Return page counts, open work, and whether the pool was consistent whenever this worker was idle."""
+        """Return counts of pages, requests and leases, and the error that a check of the page pool has found."""
         counts, admission = self._cache.pool.counts(), self._schedulers.admission
         return WorkerInspection(
             peer=self._me,

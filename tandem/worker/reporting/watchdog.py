@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 class Watchdog:
     """A timer on the event loop that checks leases, device and page pool.
 
-    Leases, quarantines and stuck steps end at most a tenth of their time too late. The pool is checked whenever the
-    worker becomes idle. Owned by the worker.
+    Expired leases, expired quarantines and stuck steps are noticed late by at most a tenth of their time limit. The
+    pool is checked whenever the worker becomes idle. Owned by the worker.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Watchdog:
         self._checking_since = 0.0
         """The time at which the running check of the pool began, by the monotonic clock; 0 if none runs."""
         self.integrity_error = ""
-        """The error that was found in the pool, in words; it is never cleared."""
+        """The error that a check has found in the pool, as text; it is never cleared."""
 
     def start(self) -> None:
         """Start the periodic checks on the event loop."""
@@ -58,9 +58,9 @@ class Watchdog:
                 task.cancel()
 
     def check_device(self) -> bool:
-        """End the worker if its device hangs, and return True if it does.
+        """End the worker if its device hangs, and return True if it hangs.
 
-        Nothing that waits for the device may prevent this call.
+        No wait for the device may delay this call.
         """
         stuck = self._stuck()
         if stuck:
@@ -88,7 +88,7 @@ class Watchdog:
         return "a check of the pool" if since and time.monotonic() - since > self._step_deadline_s else ""
 
     def _check_when_idle(self) -> None:
-        """Check the pool, not on the event loop and never while the engine needs the pool.
+        """Check the page pool in another thread if the worker is idle and has run steps since the last check.
 
         The timer continues meanwhile: a check that hangs must not hide a device that hangs.
         """

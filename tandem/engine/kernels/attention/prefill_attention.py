@@ -1,4 +1,4 @@
-"""Attention of rows with many tokens: flash-attn-4 over the paged cache where it runs, else PyTorch's SDPA by row."""
+"""Attention of rows with many tokens: flash-attn-4 over the paged cache where it is available, else PyTorch's SDPA."""
 
 import inspect
 import itertools
@@ -24,13 +24,13 @@ log = logging.getLogger(__name__)
 
 _FLASH_DIMS = (64, 96, 128, 256)
 _SDPA_SCORES = 1 << 26
-"""Maximum number of scores at a time: some of SDPA's implementations keep them all, in float32 a quarter of a GiB."""
+"""Maximum number of scores computed at a time. Some of SDPA's implementations store all of them: 256 MiB in float32."""
 _SOFTCAP, _SINKS = "softcap", "learnable_sink"
-"""The arguments of flash-attn-4 for `AttentionShape.softcap` and for sinks."""
+"""Names of flash-attn-4's arguments for `AttentionShape.softcap` and for sinks."""
 COMPILED_LENGTHS = (1, 257)
-"""Lengths of a row for which flash-attn-4 compiles different kernels: within one tile of queries, and longer."""
+"""Row lengths in tokens for which flash-attn-4 compiles different kernels: within one tile of queries, and longer."""
 _FLASH_PAGE = 128
-"""The page size that flash-attn-4 loads with the copy engine; pages of other sizes are loaded by its threads."""
+"""The page size in tokens that flash-attn-4 loads by TMA; pages of other sizes are loaded by its threads."""
 
 
 def leaves_idle(tokens: int, heads: int, multiprocessors: int) -> bool:
@@ -42,7 +42,7 @@ def leaves_idle(tokens: int, heads: int, multiprocessors: int) -> bool:
 
 
 class AttentionKind(NamedTuple):
-    """The attention of some layers, for which kernels are chosen and compiled."""
+    """A kind of attention layer, for which kernels are chosen and compiled."""
 
     shape: AttentionShape
     sinks: bool = False
@@ -50,7 +50,7 @@ class AttentionKind(NamedTuple):
 
 
 class PrefillAttention(Protocol):
-    """The attention of a step's rows from `first_row` on, which have many tokens.
+    """Interface of prefill attention, for the rows of a step from `first_row` on, which have many tokens.
 
     `CudaKernels` owns it; the thread that runs the step calls it.
     """
@@ -86,9 +86,9 @@ def choose_prefill_attention(
 def compiled(
     chosen: PrefillAttention, kinds: Iterable[AttentionKind], dtype: torch.dtype, device: torch.device
 ) -> PrefillAttention:
-    """Return `chosen` with its kernels for layers of these kinds compiled.
+    """Compile the kernels of `chosen` for layers of these kinds, and return `chosen`.
 
-    If that fails, returns SDPA, which needs no compilation.
+    If compilation fails, returns SDPA, which needs none.
     """
     if not isinstance(chosen, FlashPrefill):
         return chosen
@@ -121,11 +121,11 @@ def _what_flash_lacks(kinds: Collection[AttentionKind]) -> str:
 
 
 class FlashPrefill:
-    """flash-attn-4 for all rows in one launch; keys and values are read in place.
+    """Prefill attention by flash-attn-4 for all rows in one launch, which reads keys and values in place.
 
-    The copy engine loads whole pages, and positions after a row's context get a weight of zero. That has no effect
-    unless their values are not finite. The request that owned the page before may have left such values (a model that
-    overflowed, a transfer whose checksum did not match), so they are zeroed before any layer reads them.
+    TMA loads whole pages, and positions after a row's context get a weight of zero. But zero times a value that is not
+    finite is not zero, and the request that owned the page before may have left such values (a model that overflowed, a
+    transfer whose checksum did not match). So the values there are zeroed before any layer reads them.
     """
 
     def __init__(self, page_tokens: int, pdl: bool) -> None:
@@ -185,7 +185,8 @@ class FlashPrefill:
     def _rounded(self, sinks: Tensor) -> Tensor:
         """Return a layer's sinks in bfloat16, the only dtype that flash-attn-4 takes; each tensor is rounded once.
 
-        Sinks that are rounded while a CUDA graph is captured are not kept, because they exist in that graph alone.
+        Sinks that are rounded while a CUDA graph is captured are not cached, because their memory belongs to that
+        graph.
         """
         key = sinks.data_ptr()
         if key in self._sinks:
@@ -197,10 +198,11 @@ class FlashPrefill:
 
 
 class SdpaPrefill:
-    """PyTorch's fused attention over a copy of each row's keys and values.
+    """Prefill attention by PyTorch's SDPA, row by row, over a copy of each row's keys and values.
 
-    It waits for the device, to learn the lengths of the rows. Soft caps and sinks, which SDPA does not have, are
-    computed by plain operations. Pages before a row's window are not read, because they may belong to other requests.
+    It synchronizes with the device to read the lengths of the rows. Soft caps and sinks, which SDPA does not support,
+    are computed by plain PyTorch operations. Pages before a row's window are not read, because they may belong to other
+    requests.
     """
 
     def begin_step(self, cache: KvCache, layout: StepLayout, first_row: int) -> None:
@@ -225,7 +227,7 @@ class SdpaPrefill:
 
 
 def _sdpa(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, shape: AttentionShape) -> Tensor:
-    """Compute the same as `reference.attend`, for layers without a soft cap and sinks."""
+    """Compute the same as `reference.attend`, for layers with neither a soft cap nor sinks."""
     mixed = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None],
         keys[None],

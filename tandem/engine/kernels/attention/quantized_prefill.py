@@ -1,4 +1,4 @@
-"""Prefill attention over 8-bit keys and values: flash-attn-4 over 16-bit copies of what a step's rows see."""
+"""Prefill attention over an 8-bit KV cache: what a step's rows attend to is dequantized into 16-bit copies."""
 
 import threading
 from dataclasses import replace
@@ -17,18 +17,18 @@ from tandem.engine.kernels.layers import AttentionLayer
 from tandem.protocol.ending import pages_for
 
 _TOKENS = 32
-"""Tokens whose keys or values a program holds at a time."""
+"""Number of tokens whose keys or values a program holds at a time."""
 _PROGRAMS = 2048
-"""Programs of all rows together: several times as many as run at a time, so that the GPU does not wait for a few."""
+"""Total number of programs: several times as many as run concurrently, so that the GPU does not wait for a few."""
 _WARPS = 4
 _ROWS = tl.constexpr(32)
-"""Rows whose contexts a program reads at a time."""
+"""Number of rows whose context lengths a program reads at a time."""
 
 
 def dequantize_pages(
     cache: QuantizedKv, layer: int, layout: StepLayout, rows: range, window: int | None, pages: Tensor
 ) -> None:
-    """Write the keys and values of `layer` that the tokens of `rows` see to `pages`, row after row.
+    """Dequantize the keys and values of `layer` that the tokens of `rows` see, and write them to `pages` row by row.
 
     pages is [n, 2, kv_heads, page_tokens, head_dim] float16, bfloat16 or float32. Row r gets as many pages as its
     context has, after those of the rows before it; what does not fit in n pages is left out. Positions after a row's
@@ -118,18 +118,18 @@ def _dequantize(
 
 
 _LEAST_TOKENS = 32768
-"""Tokens for which copies have room in models of shorter contexts: 134 MB for 8 heads of 128 dimensions."""
+"""Minimum capacity of the copies in tokens, if the model's context is shorter: 134 MB for 8 heads of 128 dimensions."""
 
 
 def make_copies(model: ModelSpec, page_tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return memory for the copies of the longest context: [pages, 2, kv_heads, page_tokens, head_dim]."""
+    """Allocate the copies for at least the model's longest context: [pages, 2, kv_heads, page_tokens, head_dim]."""
     shape = model.attention_shapes[0]  # all layers have the same number of key heads
     pages = pages_for(max(model.max_context, _LEAST_TOKENS), page_tokens)
     return torch.zeros(pages, 2, shape.kv_heads, page_tokens, shape.head_dim, dtype=dtype, device=device)
 
 
 class _Part(NamedTuple):
-    """Rows of a step whose copies exist at the same time."""
+    """A part of a step's rows: those whose copies exist at the same time."""
 
     rows: range
     layout: StepLayout
@@ -139,12 +139,12 @@ class _Part(NamedTuple):
 
 
 class QuantizedPrefill:
-    """`PrefillAttention` that copies a layer's keys and values, dequantized, and attends to the copies.
+    """Prefill attention that dequantizes a layer's keys and values into 16-bit copies and attends to the copies.
 
-    The step's own tokens also attend to dequantized keys and values, so that a prompt's token sees the same numbers
-    however the prompt is cut into chunks. Decode attention differs in that it does not round code · scale to 16 bits.
-    Rows whose copies do not fit into the memory together are computed one after another. In the copies, positions after
-    a row's context are 0.
+    The step's own tokens also attend to dequantized keys and values, so that a prompt token sees the same numbers for
+    any division of the prompt into chunks. Decode attention differs: it does not round code · scale to 16 bits. Rows
+    whose copies do not fit into the memory together are computed one after another. In the copies, positions after a
+    row's context are 0.
     """
 
     def __init__(self, attention: PrefillAttention, copies: Tensor) -> None:
@@ -155,11 +155,14 @@ class QuantizedPrefill:
 
     @property
     def most_pages(self) -> int:
-        """The maximum number of pages of all rows in a captured step; a step that is launched may have any number."""
+        """Maximum number of pages of all rows in a step that a CUDA graph contains; other steps may have any number."""
         return len(self._copies)
 
     def begin_step(self, cache: KvCache, layout: StepLayout, first_row: int) -> None:
-        """Divide the rows into parts whose copies fit, and lay out the copies, which are the same for all KV groups."""
+        """Divide the rows into parts whose copies fit into memory, and lay out the copies.
+
+        The layout of the copies is the same for all KV groups.
+        """
         if layout.group == 0:
             rows = len(layout.context_lens)
             at_once = self._rows_at_once(layout, rows - first_row)

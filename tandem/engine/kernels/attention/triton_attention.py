@@ -29,19 +29,20 @@ from tandem.engine.kernels.kv_cache import KvCache, codes_of
 from tandem.engine.kernels.triton_launch import INTERPRETED, prefer_shared_memory
 
 MERGED_ELEMENTS = 8192
-"""Elements of partial results (float32) that a merging program loads at once: 16 splits of 4 heads of 128.
+"""Number of elements of partial results (float32) that a merging program loads at once: 16 splits of 4 heads of 128.
 
-Half as many are loaded if its tile of queries, which it still holds, is larger than the smallest.
+A merging program whose tile of queries is larger than the smallest one loads half as many, because it still holds that
+tile.
 """
 LINE_BYTES = 128
-"""Bytes of a line of the L2 cache."""
+"""Size of a line of the L2 cache in bytes."""
 INTERPRETER_SMS = 8
-"""The number of multiprocessors that is assumed without a GPU; small, because the interpreter is slow."""
+"""The number of multiprocessors that is assumed without a GPU; small, because Triton's interpreter is slow."""
 
 ROWS_TILE = 32
-"""Rows whose contexts a program reads at a time: one per thread of a warp."""
+"""Number of rows whose context lengths a program reads at a time: one per thread of a warp."""
 ENDLESS = 1 << 30
-"""Capacity, in tokens, of a page table without limit."""
+"""The page table's capacity, in tokens, for which scratch memory is allocated: practically unlimited."""
 
 
 class _Step(NamedTuple):
@@ -55,21 +56,21 @@ class _Step(NamedTuple):
 
 
 class DecodeAttention:
-    """Attention of rows with one token each: call `begin_step`, then the object once for each layer.
+    """Decode attention of rows with one token each. Call `begin_step` once per step, then the object once per layer.
 
     It owns scratch memory that all calls share, so calls must not overlap. Calls on one stream never do, with or
-    without programmatic dependent launch. The scratch is some MiB: partial results in float32, for the largest number
-    that a step may have, and a counter for each row and key head, which is 0 between calls.
+    without programmatic dependent launch. The scratch memory takes some MiB: as many float32 partial results as a step
+    may have at most, and a counter for each row and key head, which is 0 between calls.
 
     shape      heads, scale, window and soft cap; head_dim is a multiple of 16
     max_rows   maximum number of rows of a call, or of groups
     dtype      dtype of queries, and of keys and values that are not quantized
     kv_dtype   dtype of the cache; None = dtype
     pdl        launch with programmatic dependent launch (see `triton_launch`)
-    early      promises that no kernel of the same chain of overlapped launches writes page tables and context lengths
-               (a copy or another graph may); with `pdl` they are then read, and the first keys and values prefetched
-               into the L2 cache, while the kernel before still runs
-    choose     returns the plan of a call; tuning and tests pass their own
+    early      the caller guarantees that no kernel of the same chain of overlapped launches writes page tables or
+               context lengths (a copy or another graph may). With `pdl` the kernel then reads them, and prefetches the
+               first keys and values into the L2 cache, while the previous kernel still runs
+    choose     the function that returns the plan of a call; tuning and tests pass their own
     tokens     maximum number of rows of a group; 1 = each row is computed separately, and calls have no groups
     """
 
@@ -121,9 +122,9 @@ class DecodeAttention:
 
         `groups` is `DraftGroups.table` if a group may have several rows (`tokens` > 1), else None.
 
-        Its launch does not overlap with others, and the launch after it (`triton_embed.embed`) must not overlap with it
-        either: so all later kernels see what it writes. Raises ValueError for more than `max_rows` rows, for a cache of
-        another dtype than the scratch memory is made for, or if `groups` does not match `tokens`.
+        Its kernel does not overlap with the kernel before it, and the kernel after it (`triton_embed.embed`) must not
+        overlap with it, so that all later kernels see its results. Raises ValueError for more than `max_rows` rows, for
+        a cache whose dtype is not `kv_dtype`, or if `groups` does not match `tokens`.
         """
         rows, capacity = len(context_lens), page_table.shape[1] * cache.shape[4]
         if (groups is None) != (self._tokens == 1):
@@ -261,11 +262,12 @@ class DecodeAttention:
         return self._plans[key]
 
     def _tile_ranges(self, rows: int, units: int) -> Tensor:
-        """Return this thread's tile ranges for a number of rows and of programs: [units, fields of `TileRange`] int32.
+        """Return this thread's memory for the tile ranges of `rows` rows and `units` programs: [units, fields] int32.
 
-        They are separate for each thread and both numbers, because trial steps run concurrently before the start is
-        complete, and one of their launches may be left out; the number of programs also depends on the width of the
-        page table. They are kept when the thread has ended, because CUDA graphs that it captured read and write them.
+        The fields are those of `TileRange`. The memory is separate for each thread and each pair of numbers, because
+        trial steps run concurrently during the start, and the launch of a trial step that fills the memory may be left
+        out; the number of programs also depends on the width of the page table. The memory is kept after the thread has
+        ended, because CUDA graphs that the thread captured read and write it.
         """
         key = threading.get_ident(), rows, units
         if key not in self._all_tile_ranges:

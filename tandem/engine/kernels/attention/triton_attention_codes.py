@@ -1,7 +1,7 @@
-"""Decode attention over 8-bit keys and values: the device functions that differ from those of 16-bit ones.
+"""Device functions of decode attention over 8-bit keys and values; `triton_attention_tiles.py` has the 16-bit ones.
 
 Codes are loaded as 16-bit words that hold the codes of an even dimension and of the odd dimension after it, so that the
-words are loaded into the layout of the matrix units like 16-bit numbers. One permutation of bytes turns two words into
+words are loaded into the layout of the tensor cores like 16-bit numbers. One permutation of bytes turns two words into
 two float16 numbers of even dimensions, another into two of odd dimensions; the units then multiply even and odd
 dimensions separately. Float16 holds all codes of either dtype exactly. The scales of keys multiply the scores. The
 scales of values would make weights too small for float16: instead their logarithms are added to the scores, which makes
@@ -23,22 +23,23 @@ from tandem.engine.kernels.triton_launch import INTERPRETED
 from tandem.engine.kernels.triton_math import tanh
 
 _WIDE = tl.constexpr(INTERPRETED)
-"""True in the interpreter, which has no assembler and multiplies in float32."""
+"""True in Triton's interpreter, which has no inline assembly and multiplies in float32."""
 BIAS = tl.constexpr(128)
 """The number that is added to int8 codes, so that they can be multiplied as unsigned numbers."""
 TINY = tl.constexpr(2.0**-24)
 """The smallest positive number of float16."""
 _MOST_EXPONENT = tl.constexpr(126.0)
-"""The maximum exponent of a weight: several such powers of 2 still have a finite sum in float32."""
+"""Maximum exponent of a softmax weight: the sum of several weights of 2^126 is still finite in float32."""
 LEAST_SCALE = tl.constexpr(2.0**-60)
-"""Smaller scales of values are raised to this number: their logarithm would not be finite."""
+"""Minimum scale of values: smaller scales are raised to it, because their logarithm may not be finite."""
 
 
 @triton.jit
 def _split_query(at, held, dtype: tl.constexpr):
-    """Load queries at the pointers `at` to even dimensions → their even and odd dimensions in `dtype`, and a divisor.
+    """Load queries, and return their even dimensions, their odd dimensions (both in `dtype`) and a divisor.
 
-    All queries are divided by one power of 2, the divisor, which makes them smaller than 2, so that float16 holds them.
+    `at` points to the even dimensions. All queries are divided by the divisor, a power of 2 that makes them smaller
+    than 2, so that float16 can represent them.
     """
     even = tl.load(at, mask=held, other=0.0).to(tl.float32)
     odd = tl.load(at + 1, mask=held, other=0.0).to(tl.float32)
@@ -53,8 +54,8 @@ def _split_query(at, held, dtype: tl.constexpr):
 def _numbers(words, ODD: tl.constexpr, BIASED: tl.constexpr, FP8: tl.constexpr, dtype: tl.constexpr):
     """Return the even or odd codes of int16 `words`: float8_e4m3fn if FP8, else int8; plus `BIAS` if BIASED.
 
-    dtype is float32 or float16. Int8 codes in float16 are multiplied with `TINY`, the smallest number of float16, of
-    which the number with the bits n is the n-fold: so the bits of code + 128 are a number without conversion.
+    dtype is float32 or float16. Int8 codes in float16 are returned as multiples of `TINY`, the smallest number of
+    float16: the float16 number with the bits n is n · TINY, so the bits of code + 128 need no conversion.
     """
     if dtype == tl.float16 and not _WIDE:
         if FP8:
@@ -146,7 +147,7 @@ def attend_to_codes(
     SINKS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Compute the same as `attend`, over 8-bit codes, for the queries at `q_at` [GROUP_TILE] that are `held`."""
+    """Compute the same as `attend` over 8-bit codes, with queries loaded from `q_at` [GROUP_TILE] where `held`."""
     WORDS: tl.constexpr = HEAD_DIM // 2
     FP8: tl.constexpr = keys.dtype.element_ty == tl.float8e4nv
     wide: tl.constexpr = q_at.dtype.element_ty == tl.float32

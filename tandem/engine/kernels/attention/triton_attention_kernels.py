@@ -1,4 +1,4 @@
-"""The kernels of `triton_attention.DecodeAttention`, where their arguments are documented."""
+"""The kernels of `triton_attention.DecodeAttention`, which documents their arguments."""
 
 import triton
 import triton.language as tl
@@ -64,7 +64,7 @@ def split_attention_kernel(
 ):
     """Program (key head, row, split) computes a range of the row's tiles: an equal part, or at least `least_tiles`.
 
-    Every tile has a visible position, so the running maximum is finite after the first.
+    Every tile has a visible position, so the running maximum is finite after the first tile.
     """
     launch_dependents(PDL)
     kv_head = tl.program_id(0)

@@ -11,33 +11,32 @@ import torch
 from tandem.engine.config.attention import AttentionShape
 
 LEAST_DOT = 16
-"""The smallest number of rows of a tile that the matrix units multiply."""
+"""Minimum number of rows of a tile that tensor cores multiply."""
 PROGRAMS_PER_SM, NARROW_PROGRAMS_PER_SM = 2, 4
-"""Programs that are resident on a multiprocessor; the second number with `NARROW_TILE`.
+"""Number of programs per multiprocessor; the second number is for `NARROW_TILE`.
 
-With more, programs of the next call would start before those of this call have ended, and overload some
-multiprocessors.
+With more programs, some of the next call would start before this call has ended, and overload some multiprocessors.
 """
 ROUNDS = 2
-"""The factor on the number of programs if there are rows for each of them: programs that finish early take one more."""
+"""Factor on the number of programs if there are enough rows: multiprocessors that finish early run another program."""
 NEARLY = 15 / 16
-"""A multiple of the number of rows is used instead if it is at least this fraction of the programs.
+"""Minimum fraction to which the number of programs is reduced, to make it a multiple of the number of rows.
 
-Rows of one length are then divided evenly.
+Rows of equal length are then divided evenly.
 """
 MOST_SPLITS = 32
-"""The largest useful number of splits: more make a row no faster, because its last program has to merge them."""
+"""Maximum number of splits of a row: with more, the merge by the last program takes longer than the splits save."""
 MOST_GROUP_SPLITS, LEAST_GROUP_TILES = 16, 4
-"""The largest number of splits and the tiles of the shortest range, for a group of several rows.
+"""Maximum number of splits, and minimum number of tiles of a range, for a group of several rows.
 
-The last program of such a group has several times as much to merge.
+The last program of a group has several times as much to merge as that of a single row.
 """
 GROUP_TILE_MAX = 32
-"""The largest tile of a group: larger ones need so many registers that no second program would fit."""
+"""Maximum number of queries in a group's tile: larger tiles take so many registers that no second program would fit."""
 GROUP_ROWS_MAX = 8
 """The maximum number of rows of a group: those of a request with seven draft tokens."""
 EXACT_SPLITS, EXACT_TOKENS = 8, 512
-"""The splits, and the tokens of the shortest range, in float32; they do not depend on the batch."""
+"""Number of splits and minimum number of tokens of a range in float32; they do not depend on the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +47,13 @@ class Plan:
     warps: int
     stages: int
     units: int = 0
-    """Programs that share the tiles of all rows; 0 = each row has its own programs."""
+    """Number of programs that share the tiles of all rows; 0 = each row has its own programs."""
     splits: int = 1
-    """Programs of each row."""
+    """Number of programs of each row."""
     least_tiles: int = 1
-    """Tiles of the shortest range of a row that is split."""
+    """Minimum number of tiles in a range of a row that is split."""
     shared_percent: int = 0
-    """Part of a multiprocessor's memory requested as shared memory (see `prefer_shared_memory`); 0 = no preference."""
+    """Percentage of a multiprocessor's L1 memory to use as shared memory (see `prefer_shared_memory`); 0 = default."""
 
     def partials(self, rows: int) -> int:
         """Return the maximum number of partial results per key head of `rows` rows."""
@@ -62,20 +61,21 @@ class Plan:
 
 
 SMALL_TILE = Plan(block_tokens=32, warps=2, stages=4, shared_percent=50)
-"""The tile for few rows: small tiles are loaded soonest, and the time of the kernels around counts as well.
+"""The tile for few rows, which is small, because small tiles are loaded soonest.
 
-With half of the memory as shared memory, those kernels can run at the same time, because they use the other half.
+With half of a multiprocessor's memory as shared memory, the kernels before and after, which use the other half, can run
+at the same time.
 """
 LARGE_TILE = Plan(block_tokens=128, warps=4, stages=2)
-"""The tile for many rows: its registers leave room for `PROGRAMS_PER_SM` programs."""
+"""The tile for many rows; it takes so few registers that `PROGRAMS_PER_SM` programs fit on a multiprocessor."""
 ROUNDS_TILE = Plan(block_tokens=64, warps=4, stages=3, shared_percent=72)
-"""The tile for `ROUNDS`: it gets 164 of 228 KiB of shared memory, which fits `PROGRAMS_PER_SM` of 64 KiB each."""
+"""The tile with `ROUNDS`: 164 of 228 KiB are shared memory, which fits `PROGRAMS_PER_SM` programs of 64 KiB each."""
 LARGE_TILE_DIMS = 128
-"""The largest head dim for which `LARGE_TILE` and `ROUNDS_TILE` fit into shared memory."""
+"""Maximum head dim with which `LARGE_TILE` and `ROUNDS_TILE` fit into shared memory."""
 NARROW_TILE = Plan(block_tokens=64, warps=2, stages=3)
-"""The tile for many rows of narrow heads, whose tiles take fewer bytes."""
+"""The tile for many rows of narrow heads, whose keys and values take fewer bytes."""
 NARROW_DIMS = 64
-"""The largest head dim of narrow heads."""
+"""Maximum head dim of narrow heads."""
 
 CODE_TILES = {
     SMALL_TILE: Plan(block_tokens=64, warps=4, stages=3, shared_percent=50),
@@ -83,7 +83,7 @@ CODE_TILES = {
     ROUNDS_TILE: Plan(block_tokens=128, warps=4, stages=3, shared_percent=72),
     NARROW_TILE: Plan(block_tokens=128, warps=2, stages=3),
 }
-"""The tiles that replace these over 8-bit keys and values: they load about as many bytes at a time."""
+"""For each tile, the one that replaces it over 8-bit keys and values; it loads about as many bytes at a time."""
 ONE_ROW_CODE_TILE = Plan(block_tokens=64, warps=2, stages=4, shared_percent=50)
 """The tile for one row over 8-bit keys and values.
 
@@ -97,8 +97,8 @@ PlanFunction = Callable[[int, int, int, int, torch.dtype, int], Plan]
 def make_plan(rows: int, kv_heads: int, head_dim: int, capacity: int, dtype: torch.dtype, sms: int) -> Plan:
     """Return the plan of `rows` rows that see at most `capacity` tokens, on a GPU of `sms` multiprocessors.
 
-    `dtype` is that of the cache, or float32 if queries are float32. Rows of float32 are split the same way whatever the
-    batch is, so that a row's bits do not depend on the other rows.
+    `dtype` is that of the cache, or float32 if queries are float32. Float32 rows are split the same way in every batch,
+    so that a row's bits do not depend on the other rows.
     """
     if dtype == torch.float32:
         block = LEAST_DOT
@@ -123,9 +123,9 @@ def make_plan(rows: int, kv_heads: int, head_dim: int, capacity: int, dtype: tor
 
 
 def group_rows(shapes: Iterable[AttentionShape], drafts: int) -> int:
-    """Return the most rows of a group (`DecodeAttention`) in steps with up to `drafts` draft tokens per request.
+    """Return the maximum number of rows of a group (`DraftGroups`) in steps of up to `drafts` draft tokens a request.
 
-    The queries of the rows fill the smallest tile of the matrix units if it holds all rows of a request, else
+    The queries of the rows fill the smallest tile of the tensor cores if it holds all rows of a request, else
     `GROUP_TILE_MAX`. Returns 1 if the query heads of a key head alone fill that tile, and if there are no shapes.
     """
     heads = max((1 << (shape.heads // shape.kv_heads - 1).bit_length() for shape in shapes), default=GROUP_TILE_MAX)
@@ -134,7 +134,7 @@ def group_rows(shapes: Iterable[AttentionShape], drafts: int) -> int:
 
 
 def make_group_plan(rows: int, kv_heads: int, head_dim: int, capacity: int, dtype: torch.dtype, sms: int) -> Plan:
-    """Return the plan of `rows` groups, see `make_plan`; in float32 it is the same plan.
+    """Return the plan of a call with `rows` groups, see `make_plan`; in float32 the plan is that of `make_plan`.
 
     A group's tile of queries is larger, so `SMALL_TILE` gets more warps, and `ROUNDS_TILE` replaces `LARGE_TILE`, which
     would run out of registers.

@@ -1,4 +1,4 @@
-"""The kernel that cuts a step's tiles into ranges for the programs of `persistent_attention_kernel`."""
+"""The kernel that divides a step's tiles into ranges, one for each program of `persistent_attention_kernel`."""
 
 from typing import NamedTuple
 
@@ -9,18 +9,18 @@ from tandem.engine.kernels.attention.triton_attention_tiles import first_seen
 
 
 class TileRange(NamedTuple):
-    """The tiles of one program of `persistent_attention_kernel`, stored as consecutive int32 numbers."""
+    """The range of tiles of one program of `persistent_attention_kernel`, stored as consecutive int32 numbers."""
 
     first_row: int
-    """The first row of which the range has tiles."""
+    """The first row that has tiles in the range."""
     last_row: int
-    """The row after the last row of which the range has tiles."""
+    """The row after the last row that has tiles in the range."""
     before: int
-    """The number of tiles before the first row's."""
+    """The position in the concatenation at which the first row's tiles start."""
     range_tiles: int
-    """The number of tiles in each program's range."""
+    """The length of every program's range, in tiles."""
     least: int
-    """The least number of tiles that a row takes in the concatenation."""
+    """The minimum number of tiles that a row takes in the concatenation (see `span_of`)."""
 
 
 TILE_RANGE_FIELDS = tl.constexpr(len(TileRange._fields))
@@ -53,7 +53,7 @@ def _tiles_at(
 
 @triton.jit
 def span_of(tiles, least):
-    """Return the number of tiles that a row takes in the concatenation.
+    """Return the number of tiles that a row takes in the concatenation of all rows' tiles: at least `least`.
 
     A padding row takes one tile, because a program has to write its zeros.
     """

@@ -1,4 +1,4 @@
-"""The device functions of decode attention that store results: of one program, merged ones, and zeros of padding."""
+"""Device functions of decode attention that store results: a program's own, merged ones, and the zeros of padding."""
 
 import triton
 import triton.language as tl
@@ -22,7 +22,8 @@ def _merge(
 ):
     """Return the softmax-weighted sum of `count` normalised partial results → [SIZE, DIM_PADDED] float32.
 
-    `cell_of` [SIZE] are the positions of the queries among the SPLIT_CELLS of each partial result, valid where `held`.
+    Each partial result has SPLIT_CELLS queries. `cell_of` [SIZE] gives the positions of the wanted ones, valid where
+    `held`.
     """
     split = tl.arange(0, MERGED_SPLITS)
     dim = tl.arange(0, DIM_PADDED)
@@ -75,11 +76,13 @@ def deliver(
     MERGED_SPLITS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Store the result of `attend` for range number `split` of the group and key head `lane`, which has `rows` rows.
+    """Store the result of `attend` for one range of a group and key head; the last program merges the results.
 
-    If only one range is `active`, the result is final. Else it is partial result number `first_partial` + `split`, and
-    the last program to arrive merges all of them. `lanes` [GROUP_TILE] (or `lane`, if groups have one token) gives the
-    row and key head of each query, where the final result is stored.
+    `lane` is the number of the group and key head, `split` that of the range, `rows` the number of rows of the group,
+    and `active` the number of ranges of the group and key head. If there is only one, the result is final. Else it
+    becomes partial result number `first_partial` + `split`, and the last program to arrive merges all of them. `lanes`
+    [GROUP_TILE] (or `lane`, if groups have one token) gives the row and key head of each query, where the final result
+    is stored.
     """
     CELLS: tl.constexpr = TOKENS * GROUP
     head = heads_of(GROUP_TILE, GROUP_PADDED, TOKENS)
@@ -119,7 +122,7 @@ def deliver(
 
 @triton.jit
 def _cells_of(SIZE: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, TOKENS: tl.constexpr):
-    """Return the positions [SIZE] of a tile's queries in a partial result, which has no padding heads."""
+    """Return the positions [SIZE] of a tile's queries in a partial result, which stores no padding heads."""
     query = tl.arange(0, SIZE)
     if TOKENS > 1:
         query = query // GROUP_PADDED * GROUP + query % GROUP_PADDED
@@ -140,7 +143,7 @@ def clear_padding(
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
 ):
-    """Zero one key head's results of rows that belong to no group: from the row stored at `used_at` up to `tokens`."""
+    """Zero one key head's results of rows without a group: from the row stored at `used_at` up to row `tokens`."""
     cell = tl.arange(0, GROUP_PADDED * DIM_PADDED)
     zeros = tl.zeros([GROUP_PADDED * DIM_PADDED], out.dtype.element_ty)
     for row in tl.range(tl.load(used_at) + program, tokens, programs):

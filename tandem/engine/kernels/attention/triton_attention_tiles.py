@@ -13,7 +13,7 @@ import triton.language as tl
 from tandem.engine.kernels.triton_math import tanh
 
 LOG2_E = tl.constexpr(math.log2(math.e))
-"""The factor that converts scores to units of log2."""
+"""The factor that converts natural logarithms to binary ones; scores are multiplied with it."""
 
 
 @triton.jit
@@ -27,7 +27,10 @@ def first_seen(context, WINDOW: tl.constexpr):
 
 @triton.jit
 def page_of_tile(table, tile, begin, context, PAGE_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
-    """Return the page id of a tile within one page, else the page ids [BLOCK_TOKENS] of its tokens; 0 where unseen."""
+    """Return the page id of a tile, or the page ids of its tokens [BLOCK_TOKENS] if a page does not hold whole tiles.
+
+    The id is 0 where no position is seen.
+    """
     start = tile * BLOCK_TOKENS
     if PAGE_TOKENS % BLOCK_TOKENS == 0:
         page = tl.load(table + start // PAGE_TOKENS, mask=start < context, other=0)
@@ -40,7 +43,10 @@ def page_of_tile(table, tile, begin, context, PAGE_TOKENS: tl.constexpr, BLOCK_T
 
 @triton.jit
 def token_offsets(page, tile, page_stride, PAGE_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, ROW: tl.constexpr):
-    """Return a tile's offset in the cache in elements, int64: of its first token, or [BLOCK_TOKENS, 1] of all."""
+    """Return the offset of a tile's first token in the cache if pages hold whole tiles, else those of all its tokens.
+
+    Offsets are int64, in elements; those of all tokens are [BLOCK_TOKENS, 1].
+    """
     if PAGE_TOKENS % BLOCK_TOKENS == 0:
         offset = page.to(tl.int64) * page_stride + (tile * BLOCK_TOKENS % PAGE_TOKENS) * ROW
     else:
@@ -62,11 +68,12 @@ def heads_of(SIZE: tl.constexpr, GROUP_PADDED: tl.constexpr, TOKENS: tl.constexp
 def group_of(
     row, groups, context_lens, GROUP_TILE: tl.constexpr, GROUP_PADDED: tl.constexpr, TOKENS: tl.constexpr
 ):  # fmt: skip
-    """Return the first row of group number `row`, its number of rows, three contexts, and the rows of its queries.
+    """Return the rows and contexts of group number `row`.
 
-    The contexts are that of its first row, that of its last row, and that of each query [GROUP_TILE]; then come the
-    rows of the queries [GROUP_TILE]. Queries that belong to no row have the last row's context. See
-    `tandem.engine.kernels.base.DraftGroups`. With one token each row is a group, and all results are scalars.
+    The results are, in this order: the group's first row, its number of rows, the context of its first row, the context
+    of its last row, the context of each query [GROUP_TILE], and the row of each query [GROUP_TILE]. Queries that belong
+    to no row have the last row's context. See `tandem.engine.kernels.base.DraftGroups`. If TOKENS is 1, each row is a
+    group, and all results are scalars.
     """
     if TOKENS == 1:
         count = 1
@@ -90,7 +97,7 @@ def group_of(
 
 @triton.jit
 def held_queries(count, SIZE: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, TOKENS: tl.constexpr):
-    """Return which queries [SIZE] of a tile are heads of one of the group's `count` rows."""
+    """Return a mask [SIZE] of the queries of a tile that are heads of one of the group's `count` rows."""
     held = heads_of(SIZE, GROUP_PADDED, TOKENS) < GROUP
     if TOKENS > 1:
         held = held & (tl.arange(0, SIZE) // GROUP_PADDED < count)
@@ -99,7 +106,10 @@ def held_queries(count, SIZE: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: t
 
 @triton.jit
 def is_seen(position, seen, contexts, WINDOW: tl.constexpr, TOKENS: tl.constexpr):
-    """Return which positions each query sees, among those that some query of its tile sees: [1 or queries, tokens]."""
+    """Return a mask [1 or queries, tokens] of the positions that each query sees.
+
+    `seen` is the mask of the positions that some query of the tile sees.
+    """
     visible = seen[None, :]
     if TOKENS > 1:
         visible = visible & (position[None, :] < contexts[:, None])
@@ -112,7 +122,7 @@ def is_seen(position, seen, contexts, WINDOW: tl.constexpr, TOKENS: tl.constexpr
 def finite(highest, TOKENS: tl.constexpr):
     """Return the running maxima, with 0 instead of -inf, so that they can be subtracted from scores.
 
-    Only queries of groups with several tokens can have seen nothing yet.
+    Only in groups of several tokens can a query have seen no position yet.
     """
     if TOKENS > 1:
         highest = tl.where(highest == float("-inf"), 0.0, highest)
@@ -121,7 +131,7 @@ def finite(highest, TOKENS: tl.constexpr):
 
 @triton.jit
 def _fetch_into_cache(cache, address, wanted):
-    """Prefetch the lines at `address` into L2, where `wanted`, without waiting.
+    """Prefetch the cache lines at the addresses `address` that are `wanted` into L2, without waiting.
 
     The prefetched lines stay coherent if a kernel writes them later.
     """
@@ -133,7 +143,10 @@ def _fetch_into_cache(cache, address, wanted):
 
 @triton.jit
 def _dot(a, b, WIDE_DOT: tl.constexpr):
-    """Return a · b in float32. The interpreter takes no bfloat16; widening the operands first changes no product."""
+    """Return a · b in float32. Triton's interpreter does not multiply bfloat16, so it converts the operands to float32.
+
+    That changes no product.
+    """
     if WIDE_DOT:
         a = a.to(tl.float32)
         b = b.to(tl.float32)

@@ -1,4 +1,4 @@
-"""Zeroing of the values after a row's context, for attention that also multiplies masked positions."""
+"""Zeroing of the values after a row's context, for attention kernels that also multiply masked positions."""
 
 import triton
 import triton.language as tl
@@ -13,7 +13,8 @@ _WARPS = 4
 def clear_value_tails(cache: Tensor, layout: StepLayout, first_row: int, *, pdl: bool) -> None:
     """Zero the values of all layers that follow a row's context in its last page, for each row from `first_row` on.
 
-    cache [pages, layers, 2, kv_heads, page_tokens, head_dim]. The keys there stay, because masked scores are not used.
+    cache [pages, layers, 2, kv_heads, page_tokens, head_dim]. The keys after the context stay, because masked scores
+    are not used.
     """
     _, layers, _, kv_heads, page_tokens, head_dim = cache.shape
     contexts, table = layout.context_lens[first_row:], layout.page_table[first_row:]

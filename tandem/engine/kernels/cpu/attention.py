@@ -1,9 +1,9 @@
 """Paged attention of the CPU kernels.
 
-Attention is cut into items: up to 16 queries of one row that share a key head, against the row's keys in blocks of 256
-(FlashAttention's running softmax over the blocks, arXiv:2205.14135). A row of one token has an item for each block, so
-that a long context is spread over the cores (Flash-Decoding); the partial results are merged in the order of the
-blocks. Blocks are counted from position 0, so the result of a row depends on its own context alone.
+Attention is divided into items. An item computes up to 16 queries of one row that share a key head, against the row's
+keys in blocks of 256 (FlashAttention's running softmax over the blocks, arXiv:2205.14135). A row of one token has an
+item for each block, so that a long context is spread over the cores (Flash-Decoding); the partial results are merged in
+the order of the blocks. Blocks are counted from position 0, so the result of a row depends only on its own context.
 """
 
 import struct
@@ -33,20 +33,20 @@ from tandem.engine.kernels.cpu.vector import (
 )
 
 QUERIES = 16
-"""Maximum number of queries of an item."""
+"""Maximum number of queries in an item."""
 KEYS = 256
-"""Keys of a block."""
+"""Number of keys in a block."""
 WIDENED_KEYS = 32
-"""Most int8 keys or values that are widened at a time: at head dim 256 they still fit the first-level cache."""
+"""Maximum number of int8 keys or values that are converted at a time: with head dim 256 they still fit into L1."""
 ITEM_FIELDS = 5
 """The int64 fields of an item: row, key head, first query, block (-1 = all), slot of the partial result (-1 = none)."""
 LOWEST = np.float32(-1e30)
-"""A number below every score and yet finite, so that a block without a visible key adds exactly nothing."""
+"""A finite number below every score, so that a block without a visible key adds exactly nothing."""
 
 (Q, Q_ITEMS, OUT, CACHE, PAGE_ITEMS, PART_ITEMS, HEAD_ITEMS, PAGE_TOKENS, POSITIONS, ROW_STARTS, CONTEXT_LENS,
  PAGE_TABLE, COLUMNS, TABLE_ROWS, HEADS, KV_HEADS, HEAD_DIM, WINDOW, SINKS, ITEMS, PARTIALS, QUANTIZED, SCALE,
  SOFTCAP) = range(2, 26)  # fmt: skip
-"""Indices of the arguments.
+"""Indices of the arguments of an ATTENTION job.
 
 `q_items` is the distance between the tokens of q, in elements. `cache` is the layer's part of page 0; `page_items`,
 `part_items` and `head_items` are the distances between pages, between keys and values, and between heads. `page_table`
@@ -59,7 +59,7 @@ ATTENTION = struct.Struct("=24q2d")
 
 @inlined
 def list_items(shared):  # type: ignore[no-untyped-def]
-    """Write the list of items to the `items` argument, and return their number."""
+    """Write the items of the step to the `items` argument, and return their number."""
     items, kv_heads, window = argument(shared, ITEMS), argument(shared, KV_HEADS), argument(shared, WINDOW)
     row_starts, context_lens = argument(shared, ROW_STARTS), argument(shared, CONTEXT_LENS)
     count, slots, group = 0, 0, argument(shared, HEADS) // kv_heads
@@ -86,7 +86,7 @@ def list_items(shared):  # type: ignore[no-untyped-def]
 
 @inlined
 def attention_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
-    """Compute one item: item number `chunk` of the list."""
+    """Compute the item whose number in the list is `chunk`."""
     heads, kv_heads, head_dim = argument(shared, HEADS), argument(shared, KV_HEADS), argument(shared, HEAD_DIM)
     positions, window, size = argument(shared, POSITIONS), argument(shared, WINDOW), item_bytes(tag)
     group = heads // kv_heads
@@ -153,7 +153,7 @@ def attention_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def
 
 @inlined
 def _plane(shared, row, head, key, values):  # type: ignore[no-untyped-def]
-    """Return the index of the element of the layer's cache at which the keys (or values) of the page of `key` begin."""
+    """Return the index of the first key element (or value element) of the page of `key` in the layer's cache."""
     page_tokens = argument(shared, PAGE_TOKENS)
     page = load_int(argument(shared, PAGE_TABLE), row * argument(shared, COLUMNS) + key // page_tokens, INT32)
     plane = head * argument(shared, HEAD_ITEMS) + (argument(shared, PART_ITEMS) if values else 0)
@@ -162,7 +162,7 @@ def _plane(shared, row, head, key, values):  # type: ignore[no-untyped-def]
 
 @inlined
 def _keys_at_once(shared, key, stop):  # type: ignore[no-untyped-def]
-    """Return how many keys from `key` on are used together: the rest of its page, or fewer if they must be widened."""
+    """Return the number of keys to process at once from `key` on: the rest of its page, or fewer if quantized."""
     page_tokens = argument(shared, PAGE_TOKENS)
     n = min(page_tokens - key % page_tokens, stop - key)
     return min(n, WIDENED_KEYS) if argument(shared, QUANTIZED) != 0 else n
@@ -170,7 +170,7 @@ def _keys_at_once(shared, key, stop):  # type: ignore[no-untyped-def]
 
 @inlined
 def _rows(shared, plane, token, n, wide, tag):  # type: ignore[no-untyped-def]
-    """Return the address of n keys or values as `tag` elements: in the cache, or in `wide` if codes had to be widened.
+    """Return the address of n keys or values of type `tag`: in the cache, or in `wide` if converted from codes.
 
     They belong to the page's tokens from `token` on; `plane` is as in `_plane`.
     """
@@ -230,7 +230,7 @@ def _soften(scores, begin, stop, position, window, scale, softcap, largest, weig
 
 @inlined
 def _mix(shared, row, head, begin, stop, scores, queries, sums, q_stride, wide, tag):  # type: ignore[no-untyped-def]
-    """Add Σ weight · value to sums[q], page by page; scales of values are multiplied into the weights first."""
+    """Add Σ weight · value to sums[q] for each query, page by page; weights are multiplied by value scales first."""
     page_tokens, head_dim, size = argument(shared, PAGE_TOKENS), argument(shared, HEAD_DIM), item_bytes(tag)
     key = begin
     while key < stop:
@@ -272,7 +272,7 @@ def merge_partials(shared, tag):  # type: ignore[no-untyped-def]
 
 @inlined
 def _continues(items, index):  # type: ignore[no-untyped-def]
-    """Return True if the item after item `index` is the next block of the same row."""
+    """Return True if the item after item `index` computes the next block of the same row."""
     item = items + 8 * ITEM_FIELDS * index
     block, following = load_int(item, 3, INT64), load_int(item, ITEM_FIELDS + 3, INT64)
     return block >= 0 and following == block + 1 and load_int(item, ITEM_FIELDS, INT64) == load_int(item, 0, INT64)
@@ -280,7 +280,10 @@ def _continues(items, index):  # type: ignore[no-untyped-def]
 
 @inlined
 def _merge(partial, blocks, stride, out, head_dim, tag):  # type: ignore[no-untyped-def]
-    """Merge one query's partial results, `stride` bytes apart, into the first, and round the result to `out`."""
+    """Merge the partial results of one query into the first one, and round the result to `out`.
+
+    The partial results are `stride` bytes apart.
+    """
     for block in range(1, blocks):
         other = partial + block * stride
         before, after = load(partial, head_dim, F32), load(other, head_dim, F32)

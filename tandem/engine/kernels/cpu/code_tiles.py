@@ -1,8 +1,8 @@
-"""Products of a packed weight's panels with quantized activations, and the quantization of activations.
+"""Matrix products of packed weights and quantized activations, and the quantization of activations.
 
 An activation is quantized in blocks of 32 columns: code = round(x · 127 / max|x|), scale = max|x| / 127. The products
 of a block are exact integers. Blocks are added in float32 in the order of the columns, one weight row in each lane, so
-a token's result does not depend on the number and the values of other tokens.
+a token's result does not depend on other tokens.
 """
 
 from typing import Any
@@ -51,7 +51,7 @@ from tandem.engine.kernels.held_weight import CODES_A_BLOCK
 from tandem.engine.kernels.packed_weight import CENTRE
 
 AHEAD = 2048
-"""Bytes from the line of a panel that is read to the line that is prefetched into the second-level cache meanwhile."""
+"""Prefetch distance in bytes: while a line of a panel is read, the line this far after it is prefetched into L2."""
 TOP_CODE = 127
 UNITS_A_BLOCK = CODES_A_BLOCK // UNIT
 
@@ -113,7 +113,7 @@ def _code_tile(bits: int, offset: bool, tokens: int) -> Function:
 
 
 def _load_scales(builder: Builder, address: Value, group: Value, otherwise: float) -> Value:
-    """Load a group's sixteen float16 numbers as float32; each is `otherwise` if `address` is 0."""
+    """Load a group's sixteen float16 numbers as float32. If `address` is 0, return `otherwise` in every lane."""
     entry = builder.block
     with builder.if_then(builder.icmp_signed("!=", address, I64(0))):
         bits = builder.load(
@@ -178,7 +178,7 @@ def _unless_none(builder: Builder, address: Value, found: Value) -> Value:
 
 
 def _emit_quantize(builder: Builder, tag: Any, args: Any) -> None:
-    """Emit the body of `quantize_row`: for each block of x store codes, scale and the sum of the codes."""
+    """Emit the body of `quantize_row`: it stores the codes, the scale and the sum of codes of each block of x."""
     x, codes, scales, sums, k = args
 
     def block(b: Value) -> list[Value]:
@@ -206,7 +206,7 @@ def _emit_quantize(builder: Builder, tag: Any, args: Any) -> None:
 
 
 def _rounded(builder: Builder, x: Value) -> Value:
-    """Round sixteen float32 to int32; NaN and numbers that round to more than TOP_CODE become 0."""
+    """Round sixteen float32 to int32; NaN, and numbers that round to a magnitude above TOP_CODE, become 0."""
     found = nearest(builder, x)
     inside = builder.and_(
         builder.fcmp_ordered("<=", found, constant(VEC, TOP_CODE)),
@@ -221,7 +221,7 @@ def _reduce(builder: Builder, operation: str, vector: Value) -> Value:
 
 
 _WIDTHS = (8, 4, 1) if multiplies_bytes() == "avx512vnni" else (4, 1)
-"""The numbers of tokens of a tile: with AVX-512 there are registers for eight."""
+"""The possible numbers of tokens of a tile: with AVX-512 VNNI there are enough registers for eight."""
 _CODE_TILES = {
     (bits, offset, tokens): _code_tile(bits, offset, tokens)
     for bits in (4, 8)
@@ -237,11 +237,11 @@ def code_rows(  # type: ignore[no-untyped-def]
     typingctx, bits, codes, scales, offsets, factors, first, panels, k, length, x, x_scales, x_sums, tokens, out,
     out_stride, tag,
 ):  # fmt: skip
-    """Emit out[t][r] = w[r] · x[t] in float32, for the rows of `panels` panels from `first` on, and `tokens` tokens.
+    """Emit out[t][r] = w[r] · x[t] in float32, for `tokens` tokens and the rows of `panels` panels from `first` on.
 
-    bits, codes, scales, offsets and factors are those of a `PanelWeight`, with 0 for a part that it does not have.
+    bits, codes, scales, offsets and factors are those of a `PanelWeight`, with 0 for a tensor that it does not have.
     `length` is the number of blocks in a group. x, x_scales and x_sums are as `quantize_row` stores them, one token
-    after the other. out_stride is in bytes.
+    after another. out_stride is in bytes.
     """
 
     def codegen(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
@@ -253,7 +253,7 @@ def code_rows(  # type: ignore[no-untyped-def]
 
 @intrinsic
 def quantize_row(typingctx, x, codes, scales, sums, k, tag):  # type: ignore[no-untyped-def]
-    """Emit the quantization of k `tag` elements, a multiple of 32, in blocks of 32.
+    """Emit the quantization of k elements of type `tag` in blocks of 32; k is a multiple of 32.
 
     Stores codes in units of four as `integer_units.store_codes` lays them out, float32 scales, and the int32 sums of
     each block's codes.
@@ -268,7 +268,7 @@ def quantize_row(typingctx, x, codes, scales, sums, k, tag):  # type: ignore[no-
 
 @intrinsic
 def row_code_bytes(typingctx, k):  # type: ignore[no-untyped-def]
-    """Return the bytes that the codes of k quantized elements take."""
+    """Return the number of bytes that the codes of k quantized elements take."""
 
     def codegen(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
         return builder.mul(args[0], I64(unit_bytes() // UNIT))

@@ -1,8 +1,8 @@
 """The folder of compiled CPU kernels, which is kept between starts.
 
-It is not next to the sources, because an installation may be read-only. Its name is a hash of all sources: numba
-compares only the file of the compiled function itself, and would keep using code that was compiled from older versions
-of the other files. Where the sources are installed does not matter, only their content.
+The folder is not next to the sources, because an installation may be read-only. Its name is a hash of the content of
+all sources: numba compares only the file of the compiled function, and would keep using code that was compiled from
+older versions of the other files.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ def cached_entry(function: Any, *, nogil: bool = True) -> Any:
 
 
 class _OneFolder(UserProvidedCacheLocator):  # type: ignore[misc]  # numba has no types
-    """Makes numba keep compiled code in the configured folder itself, not in a sub-folder for the source's path."""
+    """Makes numba keep compiled code in the configured folder itself, without a sub-folder for the source's path."""
 
     @classmethod
     def get_suitable_cache_subpath(cls, py_file: str) -> str:

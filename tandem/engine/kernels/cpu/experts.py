@@ -1,10 +1,10 @@
-"""Mixtures of experts on CPUs: a loop over the chosen experts, with the same products as dense networks.
+"""Mixtures of experts on CPUs: a loop over the chosen experts, with the matrix products of dense layers.
 
-Which experts a token gets is computed in float32, and does not depend on the other tokens. In a step of fewer than
-LONG_TOKENS tokens no expert has more tokens than that, so every product has the same order of accumulation. Operations
-that PyTorch computes run token by token, because PyTorch's result for an element depends on the element's place in the
-tensor (the last elements are computed without vectors, with another approximation of exp), and the result of its
-product depends on the number of rows.
+The choice of a token's experts is computed in float32, and does not depend on the other tokens. In a step of fewer than
+LONG_TOKENS tokens every expert has fewer tokens than that, so every product has the same order of accumulation.
+Operations that PyTorch computes run token by token, because PyTorch's result for an element depends on the element's
+place in the tensor (the last elements are computed without vectors, with another approximation of exp), and the result
+of its product depends on the number of rows.
 """
 
 from dataclasses import replace
@@ -20,7 +20,7 @@ from tandem.engine.kernels.reference import choose_experts, count_experts
 
 
 class Products(Protocol):
-    """The products of `CpuKernels` whose input is normed already."""
+    """The matrix products that `add_experts` needs, which `CpuKernels` has; their input is already normed."""
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         """Return x · weightᵀ + bias → [T, N]."""
@@ -30,7 +30,7 @@ class Products(Protocol):
 
 
 def with_wide_router(experts: Experts) -> Experts:
-    """Return the experts with the router's weight and bias in float32, so that they are converted only once."""
+    """Convert the router's weight and bias to float32, once, and return the experts with them."""
     bias = experts.router_bias
     return replace(experts, router=experts.router.float(), router_bias=None if bias is None else bias.float())
 
@@ -70,7 +70,7 @@ def _logits(x: Tensor, experts: Experts) -> Tensor:
 
 
 def _choose(logits: Tensor, experts: Experts, spec: MixtureOfExperts) -> tuple[Tensor, Tensor]:
-    """Return the result of `choose_experts`, which does not depend on the other tokens.
+    """Compute `choose_experts` in such a way that a token's result does not depend on the other tokens.
 
     PyTorch computes softmax row by row anyway, so only sigmoid needs a loop over the tokens.
     """

@@ -14,7 +14,7 @@ from llvmlite.binding import get_host_cpu_features
 from tandem.engine.kernels.cpu.ir import I8, I16, I32, I64, LANES, Builder, Value, pointer
 
 LINE_BYTES = 64
-"""Bytes of a panel's line: one 32-bit lane for each of sixteen rows."""
+"""Number of bytes of a panel's line: one 32-bit lane for each of sixteen rows."""
 INTS = ir.VectorType(I32, LANES)
 _WORDS = ir.VectorType(I16, 2 * LANES)
 
@@ -30,7 +30,7 @@ def multiplies_bytes() -> str | None:
 
 
 def unit_bytes() -> int:
-    """Return the bytes that a unit of four activation codes takes in memory."""
+    """Return the number of bytes of a unit of four activation codes in memory."""
     return 4 if multiplies_bytes() else 8
 
 
@@ -47,7 +47,10 @@ def store_codes(builder: Builder, address: Value, codes: Value) -> None:
 
 
 def load_weights(builder: Builder, address: Value, bits: int) -> list[list[Value]]:
-    """Load a panel's next 64 bytes, and return their units as operands: one of 8-bit codes, or two of 4-bit codes."""
+    """Load a panel's next 64 bytes, and return their units as operands.
+
+    There is one unit of 8-bit codes, or two units of 4-bit codes.
+    """
     line = builder.load(pointer(builder, address, INTS), align=4)
 
     def shifted(bits: int) -> Value:
@@ -64,7 +67,7 @@ def load_weights(builder: Builder, address: Value, bits: int) -> list[list[Value
 
 
 def load_activation(builder: Builder, address: Value) -> list[Value]:
-    """Load one unit of a token, and return it as operands that have the same value in every lane."""
+    """Load one unit of a token's activation codes; return operands with the same value in every lane."""
     places = [builder.add(address, I64(4 * part)) for part in range(unit_bytes() // 4)]
     return [splat_int(builder, builder.load(pointer(builder, place, I32), align=4)) for place in places]
 
@@ -77,7 +80,7 @@ def splat_int(builder: Builder, scalar: Value) -> Value:
 
 
 def add_products(builder: Builder, weights: list[Value], activations: list[Value], sums: Value) -> Value:
-    """Add the products of one unit, for sixteen weight rows, to the rows' sums."""
+    """Add the products of one unit of weights and activations, for sixteen weight rows, to the rows' sums."""
     extension = multiplies_bytes()
     if extension is None:
         for weight, activation in zip(weights, activations, strict=True):
@@ -99,7 +102,7 @@ def add_products(builder: Builder, weights: list[Value], activations: list[Value
 def _multiply_words(builder: Builder, a: Value, b: Value) -> Value:
     """Return the sums of the products of adjacent 16-bit numbers.
 
-    The form is one for which LLVM emits x86's single instruction.
+    The code is written so that LLVM emits the single x86 instruction for it.
     """
     wide = ir.VectorType(I32, 2 * LANES)
     products = builder.mul(*(builder.sext(builder.bitcast(each, _WORDS), wide) for each in (a, b)))

@@ -1,12 +1,12 @@
-"""Vector code as LLVM IR, so that every result has one order of accumulation.
+"""Generates vector code as LLVM IR, so that every sum has one order of accumulation.
 
 A compiler that vectorizes a reduction picks its own lanes and unrolling, and picks differently for one row than for
 eight; a request's numbers would then depend on the other rows of the step. Here every sum runs in 16 lanes that are
 folded by halves. LLVM lowers the 16 lanes to the host's vectors (AVX-512, AVX2, NEON); nothing in this file depends on
 an instruction set.
 
-Addresses are int64. A `tag` is the numba type that names the element type in memory: float32, or uint16 for the bits of
-bfloat16, or int8. All arithmetic is float32.
+Addresses are int64. A `tag` is the numba type of the elements in memory: float32, or uint16 for the bits of bfloat16,
+or int8. All arithmetic is float32.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,20 +33,20 @@ def pointer(builder: Builder, address: Value, kind: Any) -> Value:
 
 
 def tag_bytes(tag: Any) -> int:
-    """Return the bytes of one `tag` element."""
+    """Return the size of one element of type `tag` in bytes."""
     if tag == types.int8:
         return 1
     return 4 if tag == types.float32 else 2
 
 
 def widen(builder: Builder, bits: Value, wide: Any, integers: Any) -> Value:
-    """Convert the bits of bfloat16 to float32, whose upper half they are."""
+    """Convert bfloat16 to float32; `bits` are the upper half of a float32's bits."""
     shift = ir.Constant(integers, 16 if integers is I32 else [16] * LANES)
     return builder.bitcast(builder.shl(builder.zext(bits, integers), shift), wide)
 
 
 def load_element(builder: Builder, address: Value, tag: Any) -> Value:
-    """Load one `tag` element as float32."""
+    """Load one element of type `tag` as float32."""
     if tag == types.float32:
         return builder.load(pointer(builder, address, F32), align=4)
     if tag == types.int8:
@@ -55,7 +55,7 @@ def load_element(builder: Builder, address: Value, tag: Any) -> Value:
 
 
 def load_vector(builder: Builder, address: Value, tag: Any) -> Value:
-    """Load sixteen `tag` elements as float32."""
+    """Load sixteen elements of type `tag` as float32."""
     if tag == types.float32:
         return builder.load(pointer(builder, address, VEC), align=4)
     if tag == types.int8:
@@ -65,7 +65,7 @@ def load_vector(builder: Builder, address: Value, tag: Any) -> Value:
 
 
 def store_rounded(builder: Builder, address: Value, value: Value, tag: Any) -> None:
-    """Store one or sixteen float32 as `tag` elements, rounded to nearest, ties to even.
+    """Store one or sixteen float32 as elements of type `tag`, rounded to nearest, ties to even.
 
     Numbers that are stored as int8 must be within its range.
     """
@@ -88,14 +88,14 @@ def store_rounded(builder: Builder, address: Value, value: Value, tag: Any) -> N
 
 
 def nearest(builder: Builder, value: Value) -> Value:
-    """Round one or sixteen float32 to whole numbers, ties to even."""
+    """Round one or sixteen float32 to integers, ties to even; the result is float32."""
     name = "llvm.rint.v16f32" if value.type == VEC else "llvm.rint.f32"
     rint = builder.module.declare_intrinsic(name, fnty=ir.FunctionType(value.type, [value.type]))
     return builder.call(rint, [value])
 
 
 def like(value: Value, element: Any) -> Any:
-    """Return the type `element`, or a vector type with as many elements as `value` has."""
+    """Return the type `element` if `value` is a scalar, or a vector type of it with as many lanes as `value`."""
     return ir.VectorType(element, LANES) if isinstance(value.type, ir.VectorType) else element
 
 
@@ -108,14 +108,14 @@ def constant(kind: Any, value: float) -> Value:
 
 
 def multiply_add(builder: Builder, a: Value, b: Value, c: Value) -> Value:
-    """Emit a · b + c, with a single rounding where the host can."""
+    """Emit a · b + c, with a single rounding if the host supports it."""
     name = "llvm.fmuladd.v16f32" if c.type == VEC else "llvm.fmuladd.f32"
     kind = ir.FunctionType(c.type, [c.type] * 3)
     return builder.call(builder.module.declare_intrinsic(name, fnty=kind), [a, b, c])
 
 
 def prefetch(builder: Builder, address: Value) -> None:
-    """Emit a prefetch of the cache line at `address` into the second-level cache; the address need not be mapped."""
+    """Emit a prefetch of the cache line at `address` into the L2 cache; the address need not be mapped."""
     byte = ir.IntType(8)
     kind = ir.FunctionType(ir.VoidType(), [byte.as_pointer(), I32, I32, I32])
     fetch = builder.module.declare_intrinsic("llvm.prefetch.p0", fnty=kind)
@@ -123,7 +123,7 @@ def prefetch(builder: Builder, address: Value) -> None:
 
 
 def fold(builder: Builder, vectors: list[Value], combine: Callable[[Value, Value], Value]) -> Value:
-    """Combine the lanes of each vector into one number; the results are adjacent lanes of the returned vector.
+    """Combine the lanes of each vector into one number, and return the numbers as adjacent lanes of one vector.
 
     The number of vectors is a power of two up to 16. Lanes i and i + half are combined until one is left; once vectors
     are narrow enough, several share an instruction.
@@ -204,19 +204,19 @@ def row_addresses(builder: Builder, base: Value, stride: Value, rows: int) -> li
 
 
 def at(builder: Builder, base: Value, index: Value, item_bytes: int) -> Value:
-    """Return the address of element `index` of the elements at `base`, each of `item_bytes` bytes."""
+    """Return the address of element `index` of the array at `base`, whose elements have `item_bytes` bytes."""
     return builder.add(base, builder.mul(index, I64(item_bytes)))
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """Code that is emitted once in each LLVM module and then called; `emit(builder, tag, args)` writes its body."""
+    """A function that is emitted once per LLVM module and then called; `emit(builder, tag, args)` writes its body."""
 
     name: str
     emit: Callable[[Builder, Any, Any], None]
 
     def call(self, builder: Builder, tag: Any, args: Sequence[Value]) -> None:
-        """Emit a call of the function, and first the function itself if the module does not have it yet."""
+        """Emit a call of the function; if the module does not contain the function yet, emit it first."""
         symbol = f"tandem_{self.name}_{tag}"
         function = builder.module.globals.get(symbol)
         if function is None:

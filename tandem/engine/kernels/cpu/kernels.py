@@ -2,9 +2,9 @@
 
 A token's numbers do not depend on the other tokens of the step. In steps of fewer than LONG_TOKENS tokens every product
 has one order of accumulation; in longer steps, which are prefill, PyTorch computes the products of weights that are not
-packed (`long_products.py`). For an expert's products the expert's own tokens count, not those of the step. Attention of
-a row depends on that row alone in any step. The number of threads changes no result. Products of packed weights have
-one order of accumulation in any step; their input is quantized to 8 bits in blocks of 32 columns.
+packed (`long_products.py`). For an expert's products the number of the expert's tokens is decisive, not that of the
+step. Attention of a row depends only on that row. The results do not depend on the number of threads. Products of
+packed weights have one order of accumulation in any step; their input is quantized to 8 bits in blocks of 32 columns.
 
 Machine code gets addresses and does not check them, so tensors must be as the interface requires: contiguous (of the
 cache, its last two dimensions) and of the kernels' dtype; the weights of norms may be float32.
@@ -42,11 +42,11 @@ from tandem.protocol.errors import Internal
 _ALL_POSITIONS = 1 << 30
 _CHUNKS_A_THREAD = 8
 _LONG_CHUNK_ROWS = 64
-"""Rows of a packed weight in a chunk of a step with many tokens: for these they stay in the second-level cache."""
+"""Number of rows of a packed weight in a chunk, in a step with many tokens: so few that they stay in the L2 cache."""
 
 
 class CpuKernels(Kernels):
-    """The kernels of one model on CPUs, called by one thread at a time.
+    """The kernels of one model on CPUs; they may be called by one thread at a time.
 
     They own scratch memory and helper threads, which end when `close` is called or the object is collected.
     """
@@ -77,10 +77,10 @@ class CpuKernels(Kernels):
         self._long.close()
 
     def prepare(self, linear: Linear) -> Linear:
-        """Rearrange a packed weight into panels, or dequantize it if its codes cannot be multiplied; keep a plain one.
+        """Rearrange a packed weight into panels, or dequantize it if CPUs cannot multiply its codes.
 
-        Raises Internal if a weight or bias is strided, of another dtype, or not in host memory: the machine code would
-        misread it.
+        Returns a plain weight as it is. Raises Internal if a weight or bias is strided, has another dtype, or is not in
+        host memory: the machine code would misread it.
         """
         linear = replace(linear, weight=self._prepared(linear.weight))
         tensors = [each for each in (linear.weight, linear.bias) if isinstance(each, Tensor)]
@@ -94,7 +94,7 @@ class CpuKernels(Kernels):
         return in_panels(weight) if multiplied_on_cpus(weight) else weight.dequantized(self._dtype)
 
     def prepare_experts(self, experts: Experts) -> Experts:
-        """Prepare each weight as `prepare` does; those of the router become float32."""
+        """Prepare each weight as `prepare` does; convert the router's weight and bias to float32."""
         gate_up = self.prepare(Linear(experts.gate_up, experts.gate_up_bias)).weight
         down = self.prepare(Linear(experts.down, experts.down_bias)).weight
         shared = (experts.shared_gate_up, experts.shared_down)
@@ -104,7 +104,7 @@ class CpuKernels(Kernels):
         )
 
     def embed(self, token_ids: Tensor, table: Tensor, feed: DeferredTokens | None = None) -> Tensor:
-        """Look up the rows of `table`. Raises Internal if there is a feed: on a CPU the host knows all tokens."""
+        """Look up the rows of `table`. Raises Internal if `feed` is given: on a CPU the host knows all tokens."""
         if feed is not None:
             raise Internal("On CPUs the tokens of a step are known before it starts.")
         return F.embedding(token_ids, table)
@@ -147,7 +147,7 @@ class CpuKernels(Kernels):
         return out
 
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
-        """Compute the product and add it to `hidden`; see `linear`."""
+        """Compute the product and add it to `hidden`, with PyTorch or as a job like `linear`."""
         if _is_long(x, linear):
             self._long.linear_add(x, linear, hidden)
         else:
@@ -193,11 +193,11 @@ class CpuKernels(Kernels):
         return out
 
     def latent_store(self, q: Tensor, latents: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
-        """Norm and rotate the latents, and store them at their slots."""
+        """Apply RMSNorm and rotary embedding, and store the latents at their slots."""
         return self._plain.latent_store(q, latents, layer, cache, layout)
 
     def latent_attention(self, q: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
-        """Compute attention of one-token rows over the latents themselves, and expand the latents of longer rows."""
+        """Compute absorbed attention of one-token rows, and expanded attention of longer rows."""
         return cpu_latent.latent_attention(q, layer, cache, layout)
 
     def _norm(self, hidden: Tensor, norm: Norm) -> Tensor:
@@ -238,7 +238,7 @@ class CpuKernels(Kernels):
         self._perform(operation)
 
     def _code_arguments(self, weight: PanelWeight, tokens: int) -> tuple[int, ...]:
-        """Return the further arguments of a product with a packed weight; reserves memory for its quantized input."""
+        """Return the additional arguments of a product with a packed weight, and allocate its quantized input."""
         code_bytes = tokens * weight.inputs * unit_bytes() // UNIT
         scale_bytes = tokens * weight.inputs // CODES_A_BLOCK * self._partials.element_size()
         if self._quantized.numel() < code_bytes + 2 * scale_bytes:
@@ -254,12 +254,15 @@ class CpuKernels(Kernels):
         cpu_jobs.perform(self._pool.shared, self._pool.scratch, operation, self._tag)
 
     def _chunk_rows(self, rows: int) -> int:
-        """Return the rows of a chunk: few enough that the threads end together, and enough to stream the weight."""
+        """Return the number of weight rows in a chunk.
+
+        There are few enough that all threads end at about the same time, and enough to stream the weight.
+        """
         share = rows // (self._threads * _CHUNKS_A_THREAD)
         return min(max(share - share % 4, 8), MAX_CHUNK_ROWS)
 
     def _code_chunk_rows(self, rows: int, tokens: int) -> int:
-        """Return the rows of a chunk like `_chunk_rows`, as a multiple of a panel's rows."""
+        """Return the number of weight rows in a chunk like `_chunk_rows`, as a multiple of a panel's rows."""
         most = MAX_CHUNK_ROWS if tokens < LONG_TOKENS else _LONG_CHUNK_ROWS
         share = rows // (self._threads * _CHUNKS_A_THREAD)
         return min(max(share - share % LANES, LANES), most)
@@ -270,7 +273,7 @@ class CpuKernels(Kernels):
         return self._normed
 
     def _reserve_items(self, tokens: int, rows: int, max_context: int, shape: AttentionShape) -> None:
-        """Reserve memory for a step's items: long rows have items by queries, one-token rows by blocks."""
+        """Allocate memory for a step's items: long rows are divided by queries, one-token rows by blocks of keys."""
         group = shape.heads // shape.kv_heads
         blocks = -(-max_context // KEYS)
         decode = rows * shape.kv_heads * -(-group // QUERIES) * blocks
@@ -291,12 +294,15 @@ def _codes_of(weight: Weight) -> Tensor:
 
 
 def _halves_are_apart(weight: Weight) -> bool:
-    """Return True if gate rows and up rows can be multiplied separately, because no panel has rows of both."""
+    """Return True if the gate rows and the up rows of a weight can be computed separately.
+
+    They cannot in a PanelWeight in which one panel of LANES rows has rows of both.
+    """
     return not isinstance(weight, PanelWeight) or weight.outputs // 2 % LANES == 0
 
 
 def _activated(gate_up: Tensor, activation: str) -> Tensor:
-    """Return activation(gate) · up; fewer than LONG_TOKENS tokens are computed one by one (see `experts.py`)."""
+    """Return activation(gate) · up; if there are fewer than LONG_TOKENS tokens, token by token (see `experts.py`)."""
     if len(gate_up) >= LONG_TOKENS:
         return activate(gate_up, activation)
     return torch.stack([activate(token, activation) for token in gate_up])
@@ -307,7 +313,10 @@ def _layer_address(cache: Tensor, layer: int) -> int:
 
 
 def _int8_or_plain(cache: KvCache) -> Tensor:
-    """Return the codes or elements of a cache. Raises Internal for codes other than int8, which would be misread."""
+    """Return the codes or elements of a cache.
+
+    Raises Internal if the codes are not int8, because they would be misread.
+    """
     if isinstance(cache, QuantizedKv) and cache.codes.dtype != torch.int8:
         raise Internal(f"CPU kernels compute with int8 keys and values, not with {cache.codes.dtype}.")
     return codes_of(cache)

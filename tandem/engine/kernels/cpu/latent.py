@@ -1,4 +1,4 @@
-"""Latent attention on CPUs: one-token rows are absorbed, all heads at a time; longer rows are expanded.
+"""Latent attention on CPUs: absorbed for one-token rows, all heads at a time, and expanded for longer rows.
 
 Each row is computed separately, so a token's numbers do not depend on the other tokens of the step.
 """
@@ -15,7 +15,7 @@ from tandem.engine.kernels.reference import attend_latents, gather_latents
 def latent_attention(q: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
     """Compute causal attention over latents, as `Kernels.latent_attention` defines it.
 
-    Absorbed attention runs in float32, and only its result is rounded.
+    Absorbed attention is computed in float32, and only its result is rounded.
     """
     shape, kv_up = layer.shape, layer.kv_up
     starts, contexts = layout.row_starts.tolist(), layout.context_lens.tolist()
@@ -32,7 +32,7 @@ def latent_attention(q: Tensor, layer: LatentLayer, cache: Tensor, layout: StepL
 
 
 def _absorbed(q: Tensor, stored: Tensor, kv_up: Tensor, shape: LatentShape) -> Tensor:
-    """Return attention of a token's q [heads, nope + rope] to the latents [context, latent + rope] → [heads·v_dim]."""
+    """Attend with a token's q [heads, nope + rope] to its latents [context, latent + rope] → [heads·v_dim]."""
     keys, values = kv_up[:, : shape.nope], kv_up[:, shape.nope :]
     absorbed = torch.bmm(q[:, None, : shape.nope], keys).squeeze(1)
     query = torch.cat((absorbed, q[:, shape.nope :]), dim=-1)

@@ -1,7 +1,8 @@
-"""Products of many tokens with weights that are not packed, computed by PyTorch in pieces of the weight's rows.
+"""Products of many tokens with weights that are not packed, computed by PyTorch some rows of the weight at a time.
 
-From some dozens of tokens on, the arithmetic takes longer than reading the weight, and PyTorch's libraries are as fast
-as any code (docs/decisions/cpu_kernels.md). The pieces do not depend on the number of threads, so neither do the sums.
+With some dozens of tokens or more, the arithmetic takes longer than reading the weight, and PyTorch's libraries are as
+fast as any code (docs/decisions/cpu_kernels.md). The division into rows does not depend on the number of threads, so
+the sums do not either.
 """
 
 from collections.abc import Callable
@@ -16,13 +17,16 @@ from tandem.engine.kernels.layers import Linear
 from tandem.engine.kernels.reference import activate
 
 LONG_TOKENS = 48
-"""The number of tokens from which on PyTorch computes products with weights that are not packed."""
+"""Minimum number of tokens for which PyTorch computes products with unpacked weights."""
 _PIECE = 256
-"""Rows of a piece: enough that the library's copy of the input costs little, few enough for many threads."""
+"""Number of weight rows in a piece.
+
+There are enough that the library's copy of the input costs little, and few enough that many threads have work.
+"""
 
 
 class LongProducts:
-    """PyTorch's products on separate threads, each of which computes without further threads.
+    """Computes products with PyTorch on separate threads, each of which uses no further threads.
 
     PyTorch's own threads would spin on the cores that the other kernels need. `CpuKernels` owns it; the threads end
     when `close` is called or the object is collected.

@@ -1,4 +1,4 @@
-"""Packed weights as the CPU kernels read them: panels of sixteen rows, in the order in which they are multiplied."""
+"""The form of packed weights on CPUs: panels of sixteen rows, stored in the order in which they are multiplied."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tandem.engine.kernels.cpu.ir import LANES
 from tandem.engine.kernels.packed_weight import PackedWeight, pack_nibbles, unpack_nibbles
 
 UNIT = 4
-"""Columns that one 32-bit lane of a product multiplies."""
+"""Number of columns that one 32-bit lane of a product multiplies."""
 WIDE_CENTRE = 128
 """The number that is added to 8-bit codes to make them unsigned."""
 _PIECE = 1 << 22
-"""Codes that are rearranged at a time, which bounds the temporary memory."""
+"""Number of codes that are rearranged at a time, which bounds the temporary memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class PanelWeight(PackedWeight):
         )
 
     def rows(self, index: Tensor) -> PackedWeight:
-        """Return a copy, in the layout of `PackedWeight`, of the rows whose numbers are in `index` [T] int64.
+        """Return a copy of the rows whose numbers are in `index` [T] int64, in the layout of `PackedWeight`.
 
         The weight must not be stacked.
         """
@@ -86,7 +86,10 @@ class PanelWeight(PackedWeight):
 
 
 def in_panels(weight: PackedWeight) -> PanelWeight:
-    """Return a copy in panels of a weight that is `multiplied_on_cpus`; stacked weights stay stacked."""
+    """Return a copy of a packed weight, rearranged into panels; stacked weights stay stacked.
+
+    `multiplied_on_cpus` must be True for the weight.
+    """
     if len(weight.shape) > 2:
         return _stacked([in_panels(weight[index]) for index in range(len(weight))])
     rows, columns = weight.shape

@@ -1,8 +1,8 @@
-"""The threads of the CPU kernels: they run one job at a time, cut into chunks that free threads take.
+"""The threads of the CPU kernels, which run one job at a time, divided into chunks that free threads take.
 
-A job lasts microseconds, so the threads must get it in less than one. The caller writes the job into shared memory,
-publishes it with one store, and works on its chunks like the helper threads. No thread has a fixed share, so a thread
-that is preempted or still asleep delays the job by one chunk and not by half of it.
+A job lasts microseconds, so the threads must get it in less than one microsecond. The caller writes the job into shared
+memory, publishes it with one store, and works on its chunks like the helper threads. No thread has a fixed share, so a
+thread that is preempted or still asleep delays the job by one chunk and not by half of it.
 
 Between jobs helper threads spin for a moment, because the jobs of a step follow each other closely, and then sleep on
 an event; `Pool.write` wakes them. A helper that falls asleep just as a job is published misses only that job.
@@ -25,16 +25,16 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 TICKET, FINISHED, SLEEPING, STOP = 0, 8, 16, 24
-"""The words of the shared memory that all threads access, each on a separate cache line."""
+"""Indices of the words of the shared memory that all threads access, each on a separate cache line."""
 JOB = 32
-"""The first word of the job: its operation, followed by the operation's arguments."""
+"""Index of the job's first word, which holds the operation; the operation's arguments follow."""
 CHUNKS = 30
 """The index of the argument that holds the number of chunks of the current job."""
 SHARED_WORDS = 96
 REALS = 64
-"""The first word of the job's float arguments."""
+"""Index of the first word of the job's float arguments."""
 CHUNK_SCRATCH_BYTES = 1 << 19
-"""Bytes of each thread's private memory, which it uses for one chunk at a time."""
+"""Size in bytes of each thread's private memory, which it uses for one chunk at a time."""
 
 _SPINS_BEFORE_SLEEP = 200_000
 _SPINS_BEFORE_YIELD = 2_000
@@ -181,7 +181,7 @@ def await_chunks(shared):  # type: ignore[no-untyped-def]
 
 @inlined
 def await_chunk(shared):  # type: ignore[no-untyped-def]
-    """Return a chunk for a helper thread, or -1 if none has come for a while or the pool stops."""
+    """Wait for a chunk for a helper thread, and return it; -1 if none has come for a while or the pool stops."""
     chunk, spins = -1, 0
     while chunk < 0 and spins < _SPINS_BEFORE_SLEEP and atomic_load(shared + 8 * STOP) == 0:
         chunk = take_chunk(shared)
@@ -190,7 +190,7 @@ def await_chunk(shared):  # type: ignore[no-untyped-def]
 
 
 class Pool:
-    """The helper threads, and the memory that they share with the one thread that submits jobs.
+    """The helper threads, and the memory that they share with the thread that submits jobs.
 
     A helper calls `help_out(shared, scratch)`, which works on jobs and returns if none has come for a while or if STOP
     is set. The threads end when `close` is called or the pool is collected.

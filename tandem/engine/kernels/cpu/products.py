@@ -1,11 +1,11 @@
-"""Matrix products of the CPU kernels: chunks of weight rows against all tokens, with the operations before and after.
+"""Matrix products of the CPU kernels, with the operations before and after; a chunk is some weight rows and all tokens.
 
-Every output is a dot product in the one order of accumulation of `tiles._dot_tile`, so it depends neither on the other
+Every output is a dot product in the order of accumulation of `tiles._dot_tile`, so it depends neither on the other
 tokens of the step nor on how the work is divided. Tokens come in blocks of eight, because sixteen accumulators (two
 weight rows by eight tokens) keep the multipliers busy with ten loads. A chunk's weights are read from memory once, and
-are in the second-level cache for the following blocks. Products of packed weights quantize their input first
-(`code_tiles.py`) and have one order of accumulation for any number of tokens. PyTorch computes the products of many
-tokens with other weights (`long_products.py`).
+are in the L2 cache for the following blocks. Products of packed weights quantize their input first (`code_tiles.py`)
+and have one order of accumulation for any number of tokens. PyTorch computes the products of many tokens with other
+weights (`long_products.py`).
 """
 
 import math
@@ -33,7 +33,7 @@ F32 = np.float32(0)
 """The tag of float32 memory."""
 F32_BYTES = 4
 TOKENS_A_CHUNK = 16
-"""Tokens of a chunk, in jobs that process token by token."""
+"""Number of tokens in a chunk, in jobs that process token by token."""
 MAX_CHUNK_ROWS = 256
 """Maximum number of weight rows in a chunk: twice the outputs of a block must fit a thread's scratch memory."""
 
@@ -43,19 +43,19 @@ CODE_BITS, ROWS_A_CHUNK, TOKENS, K, X, OUT, WEIGHT, BIAS, ROWS, ADDS, SOURCE, NO
 """Indices of the arguments of a product out = x · weightᵀ + bias, or out += x · weightᵀ + bias if `adds` is 1.
 
 x [tokens, k] is RMSNorm of `source`, or unchanged input if `norm_weight` is 0. `rows` is the number of rows of the
-weight, or of each half for gate and up. `bias` is 0 if there is none. `wide_norm` is 1 if the norm's weight is float32
-whatever the model's dtype is, `gelu` 1 if the gates have GELU and not SiLU. `code_bits` is 0, or the bits of a packed
-weight's codes.
+weight, or of each half for gate and up. `bias` is 0 if there is none. `wide_norm` is 1 if the norm's weight is float32,
+for a model of any dtype. `gelu` is 1 if the activation is GELU, 0 if it is SiLU. `code_bits` is 0, or the bits of a
+packed weight's codes.
 """
 PRODUCT = struct.Struct("=15qd")
 SCALES, OFFSETS, FACTORS, GROUP_BLOCKS, X_CODES, X_SCALES, X_SUMS = range(16, 23)
-"""Indices of the further arguments of a product with a packed weight, which are those of `code_tiles.code_rows`."""
+"""Indices of the additional arguments of a product with a packed weight, see `code_tiles.code_rows`."""
 CODE_PRODUCT = struct.Struct("=15qd7q")
 
 
 @inlined
 def norm_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
-    """Compute x = RMSNorm(source) for the chunk's tokens, round it to the model's dtype, and quantize it if needed."""
+    """Compute x = RMSNorm(source) for the chunk's tokens, rounded to the model's dtype, and quantize it if needed."""
     source, x, tokens, k = argument(shared, SOURCE), argument(shared, X), argument(shared, TOKENS), argument(shared, K)
     norm, eps = argument(shared, NORM_WEIGHT), real(shared, EPS)
     for token in range(chunk * TOKENS_A_CHUNK, min((chunk + 1) * TOKENS_A_CHUNK, tokens)):
@@ -74,13 +74,16 @@ def norm_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
 
 @inlined
 def norm_factor(source, eps, n, tag):  # type: ignore[no-untyped-def]
-    """Return 1 / sqrt(mean(source²) + eps) of n `tag` elements."""
+    """Return 1 / sqrt(mean(source²) + eps) of n elements of type `tag`."""
     return np.float32(1.0) / math.sqrt(squares_of(source, n, tag) / np.float32(n) + eps)
 
 
 @inlined
 def _code_rows(shared, row, n, token, tokens, out, out_stride, tag):  # type: ignore[no-untyped-def]
-    """Compute n rows of a packed weight from `row` on, which begins a panel, for `tokens` tokens from `token` on."""
+    """Compute the products of n rows of a packed weight with `tokens` tokens from `token` on.
+
+    The first row, `row`, begins a panel.
+    """
     k = argument(shared, K)
     before = token * (k // CODES_A_BLOCK) * 4
     code_rows(
@@ -98,7 +101,7 @@ def _padded(rows):  # type: ignore[no-untyped-def]
 
 @inlined
 def linear_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
-    """Compute the chunk's weight rows of a product, for all tokens."""
+    """Compute the outputs of the chunk's weight rows for all tokens."""
     x, tokens, weight = argument(shared, X), argument(shared, TOKENS), argument(shared, WEIGHT)
     k, step = argument(shared, K), argument(shared, ROWS_A_CHUNK)
     first, stride = chunk * step, k * item_bytes(tag)
@@ -133,7 +136,10 @@ def _finish_linear(shared, y, token, first, n, tag):  # type: ignore[no-untyped-
 
 @inlined
 def gate_up_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
-    """Compute the chunk's rows of each half of a product [g | u] whose output is activation(g) · u, for all tokens."""
+    """Compute activation(g) · u for one chunk of output rows and all tokens.
+
+    [g | u] is the product of the inputs and the stacked gate and up weights.
+    """
     x, tokens, rows = argument(shared, X), argument(shared, TOKENS), argument(shared, ROWS)
     k, step = argument(shared, K), argument(shared, ROWS_A_CHUNK)
     first, stride = chunk * step, k * item_bytes(tag)

@@ -1,4 +1,4 @@
-"""Rotary embedding, per-head norms and the KV store of the CPU kernels, one token after the other."""
+"""Rotary embedding, norms of queries and keys, and the KV store of the CPU kernels, token by token."""
 
 import struct
 
@@ -9,24 +9,24 @@ from tandem.engine.kernels.cpu.products import F32, F32_BYTES, TOKENS_A_CHUNK, n
 from tandem.engine.kernels.cpu.vector import item_bytes, load, load_int, scale_row, store
 
 INT8, INT32, INT64 = np.int8(0), np.int32(0), np.int64(0)
-"""The tags of integers in memory."""
+"""Values whose types are the tags of integers in memory."""
 LARGEST_CODE = 127
 """The largest code of int8 keys and values."""
 (QKV, ANGLES, Q_NORM, K_NORM, WIDE_NORM, CACHE, PAGE_ITEMS, PART_ITEMS, HEAD_ITEMS, POSITIONS, SLOTS, TOKENS, HEADS,
  KV_HEADS, HEAD_DIM, ROTATED, PAGE_TOKENS, QUANTIZED, EPS) = range(2, 21)  # fmt: skip
-"""Indices of the arguments.
+"""Indices of the arguments of a ROPE job.
 
-`q_norm` and `k_norm` are 0 if there are no norms; if `wide_norm` is 1 they are float32 whatever the model's dtype is.
-`cache` is the layer's part of page 0; `page_items`, `part_items` and `head_items` are the distances between pages,
-between keys and values, and between heads, in elements. The leading `rotated` dimensions of a head are rotated. If
-`quantized` is 1 the cache holds int8 codes, and the float32 scales follow the codes of a head's `page_tokens` tokens.
+`q_norm` and `k_norm` are 0 if there are no norms; if `wide_norm` is 1 they are float32 in a model of any dtype. `cache`
+is the layer's part of page 0; `page_items`, `part_items` and `head_items` are the distances between pages, between keys
+and values, and between heads, in elements. The leading `rotated` dimensions of a head are rotated. If `quantized` is 1
+the cache holds int8 codes, and the float32 scales follow the codes of a head's `page_tokens` tokens.
 """
 ROPE = struct.Struct("=20qd")
 
 
 @inlined
 def rope_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
-    """Process the chunk's tokens: norm and rotate q in place; norm, rotate and store k; store v."""
+    """Process the chunk's tokens: apply norm and rotary embedding to q in place and to k, and store k and v."""
     heads, kv_heads, head_dim = argument(shared, HEADS), argument(shared, KV_HEADS), argument(shared, HEAD_DIM)
     page_tokens = argument(shared, PAGE_TOKENS)
     rotated = argument(shared, ROTATED)
@@ -70,7 +70,7 @@ def rope_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
 
 @inlined
 def _norm_head(shared, source, norm, scratch, tag):  # type: ignore[no-untyped-def]
-    """Write head_dim elements to `scratch` as float32, normed if there is a norm."""
+    """Write head_dim elements to `scratch` as float32, with the norm applied if there is one."""
     head_dim = argument(shared, HEAD_DIM)
     factor = np.float32(1.0)
     if norm != 0:
@@ -84,7 +84,7 @@ def _norm_head(shared, source, norm, scratch, tag):  # type: ignore[no-untyped-d
 
 @inlined
 def _store_codes(shared, source, plane, token, scratch, tag):  # type: ignore[no-untyped-def]
-    """Store head_dim `tag` elements as codes and a scale, for token `token` of the page whose head is at `plane`.
+    """Store head_dim elements of type `tag` as codes and a scale, for token `token` of the page and head at `plane`.
 
     The scale is NaN if an element is infinite or NaN.
     """

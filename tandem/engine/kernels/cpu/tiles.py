@@ -1,4 +1,4 @@
-"""Products of the CPU kernels in registers: weights by tokens, keys by queries, values by attention weights.
+"""Register tiles of the CPU kernels: products of weights and tokens, keys and queries, values and attention weights.
 
 `dot_rows` and `mix_rows` stream a matrix once for a few tokens. Every output has one order of accumulation, which does
 not depend on the other outputs. PyTorch computes products of many tokens (`long_products.py`).
@@ -44,11 +44,11 @@ from tandem.engine.kernels.cpu.units import (
 
 
 def _dot_tile(rows: int, tokens: int) -> "Function":
-    """Return a function with arguments (w, w_stride, x, x_stride, k, out, out_stride, more).
+    """Return a function that computes dot products; arguments: (w, w_stride, x, x_stride, k, out, out_stride, more).
 
-    It computes out[t][r] = Σ w[r][i] · x[t][i] over i < k. w is `rows` rows and x `tokens` rows of `tag` elements, out
-    is float32; strides are in bytes. If `more` is not 0 the sums are added to `out`. The weights two tiles ahead are
-    prefetched into the second-level cache: the few miss slots of the first level would limit the stream of a row to
+    It computes out[t][r] = Σ w[r][i] · x[t][i] over i < k. w has `rows` rows and x `tokens` rows of elements of type
+    `tag`, out is float32; strides are in bytes. If `more` is not 0 the sums are added to `out`. The weights two tiles
+    ahead are prefetched into the L2 cache: the few miss slots of the first level would limit the stream of a row to
     half of the memory's bandwidth, and that of a wide tile to a third.
     """
 
@@ -94,7 +94,7 @@ def _dot_tile(rows: int, tokens: int) -> "Function":
 
 
 def _store_sums(builder: Builder, folded: Value, targets: list[Value], rows: int, add: bool) -> None:
-    """Store in each target its `rows` lanes of `folded`, or add them to the target."""
+    """Store `rows` lanes of `folded` in each target, or add them to the target if `add`."""
     kind = ir.VectorType(F32, rows)
     for t, target in enumerate(targets):
         lanes = ir.Constant(ir.VectorType(I32, rows), list(range(t * rows, (t + 1) * rows)))
@@ -106,10 +106,10 @@ def _store_sums(builder: Builder, folded: Value, targets: list[Value], rows: int
 
 
 def _mix_tile(tokens: int, vectors: int) -> "Function":
-    """Return a function with arguments (v, v_stride, p, p_stride, n, out, out_stride).
+    """Return a function that adds weighted rows; its arguments are (v, v_stride, p, p_stride, n, out, out_stride).
 
-    It computes out[t][d] += Σ p[t][j] · v[j][d] over j < n, for d < 16 · `vectors`. v is n rows of `tag` elements; p
-    and out are `tokens` rows of float32; strides are in bytes.
+    It computes out[t][d] += Σ p[t][j] · v[j][d] over j < n, for d < 16 · `vectors`. v has n rows of elements of type
+    `tag`; p and out have `tokens` rows of float32; strides are in bytes.
     """
 
     def emit(builder: Builder, tag: Any, args: Any) -> None:
@@ -172,7 +172,7 @@ def _emit_dot_rows(builder: Builder, tag: Any, args: Any) -> None:
 
 
 def _tile_rows(tokens: int) -> int:
-    """Return the number of weight rows in a tile of `tokens` tokens: as many as there are registers for the sums."""
+    """Return the number of weight rows in a tile of `tokens` tokens: as many as registers can hold the sums of."""
     if has_wide_registers():
         return 2 if tokens == BLOCK else 4
     return 2 if tokens == _NARROW_BLOCK else 4
@@ -220,13 +220,19 @@ def _emit_mix_scalar(builder: Builder, tag: Any, args: Any) -> None:
 
 
 BLOCK = 8
-"""Tokens of the widest tile: with two weight rows it has sixteen sums, and ten loads keep the multipliers busy."""
+"""Maximum number of tokens of a tile.
+
+With two weight rows such a tile has sixteen sums, and ten loads keep the multipliers busy.
+"""
 _NARROW_BLOCK = 2
-"""The same without AVX-512, where a sum takes two or more of sixteen registers: four sums from eight loads."""
+"""`BLOCK` without AVX-512, where a sum takes two or more of sixteen registers: four sums from eight loads."""
 K_BLOCK = 768
-"""Elements of a dot product that are summed at a time: those of eight tokens stay in the first-level cache."""
+"""Number of elements of a dot product that are summed at a time: those of eight tokens stay in the L1 cache."""
 MIX_BLOCK = 32
-"""Values that are summed separately: a longer sum in one lane would round away what each value adds."""
+"""Number of values that are summed in a lane before they are added to the output.
+
+In a longer sum, each value would lose more of its digits to rounding.
+"""
 _DOT_TILES = {
     (rows, tokens): _dot_tile(rows, tokens)
     for rows, tokens in ((2, 8), (1, 8), (4, 4), (1, 4), (4, 2), (2, 2), (1, 2), (4, 1), (1, 1))
@@ -238,7 +244,7 @@ _MIX_ROWS = Function("mix_rows", _emit_mix_rows)
 
 @intrinsic
 def dot_rows(typingctx, w, w_stride, rows, x, x_stride, tokens, k, out, out_stride, tag):  # type: ignore[no-untyped-def]
-    """Emit out[t][r] = w[r] · x[t] in float32, for rows and tokens of k `tag` elements; strides are in bytes."""
+    """Emit out[t][r] = w[r] · x[t] in float32; rows and tokens have k elements of type `tag`, strides are in bytes."""
 
     def codegen(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
         _DOT_ROWS.call(builder, signature.args[-1], args[:-1])
@@ -249,7 +255,7 @@ def dot_rows(typingctx, w, w_stride, rows, x, x_stride, tokens, k, out, out_stri
 
 @intrinsic
 def mix_rows(typingctx, v, v_stride, n, p, p_stride, queries, out, out_stride, head_dim, tag):  # type: ignore[no-untyped-def]
-    """Emit out[q] += Σ p[q][j] · v[j] over n values of head_dim `tag` elements.
+    """Emit out[q] += Σ p[q][j] · v[j] over n values of head_dim elements of type `tag`.
 
     p and out are float32; strides are in bytes.
     """

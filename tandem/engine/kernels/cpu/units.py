@@ -1,6 +1,6 @@
-"""Pairs of bfloat16, which some hosts multiply in one lane, and loads of only the first lanes of a vector.
+"""Products of bfloat16 pairs, for hosts that have instructions for them, and loads of only a vector's first lanes.
 
-The pairs and the products of codes (`integer_units.py`) are all that depends on an instruction set.
+These products and those of codes (`integer_units.py`) are all that depends on an instruction set.
 """
 
 from typing import Any

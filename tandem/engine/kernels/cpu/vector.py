@@ -1,8 +1,8 @@
-"""Memory access and float32 arithmetic of the CPU kernels, by element and by row.
+"""Memory access and float32 arithmetic of the CPU kernels, for single elements and for rows.
 
-Addresses are int64. `tag` is a dummy argument whose type names the element type in memory: float32, uint16 for the bits
-of bfloat16, or int8. Rows may have any length n. The result of an element depends on that element alone, and a sum has
-the one order of accumulation that `ir.py` defines.
+Addresses are int64. `tag` is a dummy argument whose type is that of the elements in memory: float32, uint16 for the
+bits of bfloat16, or int8. Rows may have any length n. The result of an element depends only on that element, and a sum
+has the order of accumulation that `ir.py` defines.
 """
 
 from collections.abc import Callable
@@ -139,7 +139,7 @@ _SOFTEN, _COMBINE = _rowwise("soften", _emit_soften), _rowwise("combine", _emit_
 
 
 def _calls(function: Function) -> Any:
-    """Return the code generator of an intrinsic that calls `function` with its own arguments; the last one is a tag."""
+    """Return the code generator of an intrinsic that calls `function` with the same arguments; the last is a tag."""
 
     def codegen(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
         function.call(builder, signature.args[-1], args[:-1])
@@ -150,19 +150,19 @@ def _calls(function: Function) -> Any:
 
 @intrinsic
 def add_row(typingctx, y, source, n, tag):  # type: ignore[no-untyped-def]
-    """Emit y += source, with y float32 and source `tag` elements."""
+    """Emit y += source; y is float32, source of type `tag`."""
     return types.void(*[types.int64] * 3, tag), _calls(_ADD)
 
 
 @intrinsic
 def scale_row(typingctx, y, factor, target, n, tag):  # type: ignore[no-untyped-def]
-    """Emit target = y · factor, with y float32 and target `tag` elements; both may be the same float32 row."""
+    """Emit target = y · factor; y is float32, target of type `tag`. Both may be the same float32 row."""
     return types.void(types.int64, types.float32, types.int64, types.int64, tag), _calls(_SCALE)
 
 
 @intrinsic
 def widen_row(typingctx, source, target, n, tag):  # type: ignore[no-untyped-def]
-    """Emit target = source, with source int8 and target `tag` elements, which represent every int8 exactly."""
+    """Emit target = source; source is int8, target of type `tag`, which represents every int8 exactly."""
     return types.void(*[types.int64] * 3, tag), _calls(_WIDEN)
 
 
@@ -174,19 +174,19 @@ def multiply_row(typingctx, y, source, n, tag):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def norm_row(typingctx, source, factor, norm, target, n, tag):  # type: ignore[no-untyped-def]
-    """Emit target = source · factor · norm, all `tag` elements."""
+    """Emit target = source · factor · norm; source, norm and target are of type `tag`."""
     return types.void(types.int64, types.float32, *[types.int64] * 3, tag), _calls(_NORM)
 
 
 @intrinsic
 def wide_norm_row(typingctx, source, factor, norm, target, n, tag):  # type: ignore[no-untyped-def]
-    """Emit target = source · factor · norm, with norm float32 and the others `tag` elements."""
+    """Emit target = source · factor · norm; norm is float32, source and target are of type `tag`."""
     return types.void(types.int64, types.float32, *[types.int64] * 3, tag), _calls(_WIDE_NORM)
 
 
 @intrinsic
 def gelu_row(typingctx, gate, up, target, n, tag):  # type: ignore[no-untyped-def]
-    """Emit target = gelu(gate) · up like `gate_row`, with the tanh approximation of GELU."""
+    """Emit target = gelu(gate) · up with the tanh approximation of GELU; types are as in `gate_row`."""
     return types.void(*[types.int64] * 4, tag), _calls(_GELU_GATE)
 
 
@@ -198,7 +198,7 @@ def cap_row(typingctx, y, factor, cap, n, tag):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def gate_row(typingctx, gate, up, target, n, tag):  # type: ignore[no-untyped-def]
-    """Emit target = silu(gate) · up, with gate and up float32 and target `tag` elements."""
+    """Emit target = silu(gate) · up; gate and up are float32, target is of type `tag`."""
     return types.void(*[types.int64] * 4, tag), _calls(_GATE)
 
 
@@ -216,7 +216,7 @@ def combine_row(typingctx, y, kept, other, added, n, tag):  # type: ignore[no-un
 
 
 def _reduction(start: float, combine: Callable[[Builder, Value, Value], Value]) -> Any:
-    """Return the intrinsic (address, n) that combines `start` and n float32, n a multiple of 16, into one number."""
+    """Return an intrinsic (address, n) that combines `start` and n float32 into one number; n is a multiple of 16."""
 
     def codegen(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
         address, n = args
@@ -247,7 +247,7 @@ max_of = _reduction(-1e30, _larger)
 
 @intrinsic
 def squares_of(typingctx, address, n, tag):  # type: ignore[no-untyped-def]
-    """Return Σ of the squares of n `tag` elements."""
+    """Return the sum of the squares of n elements of type `tag`."""
 
     def codegen(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
         (address, n, _), tag = args, signature.args[2]
@@ -270,7 +270,7 @@ def squares_of(typingctx, address, n, tag):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def load(typingctx, address, index, tag):  # type: ignore[no-untyped-def]
-    """Load element `index` of the `tag` elements at `address`, as float32."""
+    """Load element `index` of the array at `address` as float32; `tag` is the type of its elements."""
 
     def codegen(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
         place = at(builder, args[0], args[1], tag_bytes(signature.args[2]))
@@ -281,7 +281,10 @@ def load(typingctx, address, index, tag):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def store(typingctx, address, index, value, tag):  # type: ignore[no-untyped-def]
-    """Store float32 `value` as element `index` of the `tag` elements at `address`, rounded to nearest even."""
+    """Store `value`, a float32, as element `index` of the array at `address`, whose elements have type `tag`.
+
+    The value is rounded to nearest, ties to even.
+    """
 
     def codegen(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
         place = at(builder, args[0], args[1], tag_bytes(signature.args[3]))
@@ -293,7 +296,7 @@ def store(typingctx, address, index, value, tag):  # type: ignore[no-untyped-def
 
 @intrinsic
 def load_int(typingctx, address, index, tag):  # type: ignore[no-untyped-def]
-    """Load element `index` of the integers at `address`, which are int32 or int64 as `tag` says, as int64."""
+    """Load element `index` of the array at `address` as int64; `tag` is the type of its elements, int32 or int64."""
 
     def codegen(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
         kind = I32 if signature.args[2] == types.int32 else I64
@@ -315,7 +318,7 @@ def exp(typingctx, x):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def item_bytes(typingctx, tag):  # type: ignore[no-untyped-def]
-    """Return the bytes of one `tag` element."""
+    """Return the size of one element of type `tag` in bytes."""
 
     def codegen(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
         return I64(tag_bytes(signature.args[0]))

@@ -1,4 +1,4 @@
-"""The tiles of the experts' products, by the average number of tokens of an expert.
+"""The tiles of the experts' products, chosen by the average number of tokens per expert.
 
 A tile holds tokens of a single expert, so larger tiles read weights less often and compute more padding. The figures
 are for an H200: 227 KiB of shared memory per multiprocessor, of which loads in flight must fill about 32 KiB on each
@@ -25,7 +25,7 @@ class ProductTile:
 
 @dataclass(frozen=True, slots=True)
 class ExpertTile:
-    """The tiles of both products, for `tokens` tokens of one expert; 1 = for steps of a single token.
+    """The tiles of both products, for `tokens` tokens of one expert; `tokens` = 1 is for steps of a single token.
 
     In a step of a single token a program of the down product multiplies with the weights of all experts of the token,
     and `columns` is the sum over these. Nothing is pipelined, because all loads of a program are in flight together.
@@ -38,7 +38,7 @@ class ExpertTile:
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
-    """The sizes of a mixture of experts; `hidden` and the intermediate `width` are in elements."""
+    """The sizes of a mixture of experts; `hidden` and `width` (the intermediate size) are in elements."""
 
     experts: int
     top_k: int
@@ -46,14 +46,14 @@ class ExpertShape:
     width: int
 
     def tokens_an_expert(self, tokens: int) -> float:
-        """Return the average number of tokens of an expert in a step of `tokens` tokens."""
+        """Return the average number of tokens per expert in a step of `tokens` tokens."""
         return tokens * self.top_k / self.experts
 
 
 TOKENS_OF_TILES = ((8, 16), (16, 32), (48, 64))
-"""(Largest average number of tokens of an expert, tokens of a tile): nearly all experts fill less than one tile."""
+"""Pairs (maximum average number of tokens per expert, tokens of a tile); nearly all experts fill less than one tile."""
 MOST_TOKENS = 128
-"""Tokens of a tile for larger averages."""
+"""Number of tokens of a tile for averages above those of `TOKENS_OF_TILES`."""
 
 TILES = {
     # 16 and 8 KiB of loads in flight for each of the eight programs that fit on a multiprocessor.
@@ -106,7 +106,8 @@ PACKED_TILES = {
 }
 """The tiles of packed weights in the 16-bit types, which have not been measured yet.
 
-Their `columns` are used only for a weight that is not packed beside one that is; for a packed weight its groups decide.
+For a packed weight, the groups of its scales replace `columns`, which is used only if the layer's other weight is not
+packed.
 """
 PACKED_FLOAT_TILE = ExpertTile(16, gate_up=ProductTile(16, 32, 3, 4), down=ProductTile(32, 32, 3, 4))
 """The tile of packed weights for inputs in float32, the same for every step."""
@@ -117,12 +118,15 @@ _MOST_ROUTER_SPLITS = 16
 _ROUTER_CHUNK = 256
 """Minimum number of columns of a program of the router's product."""
 _ROUTER_PROGRAMS = 64
-"""Programs of the router's product that hide the latency of its loads; each split makes the choice read once more."""
+"""Number of programs with which the router's product hides the latency of its loads.
+
+More splits mean more partial sums for the choice to read.
+"""
 
 
 @lru_cache(maxsize=4096)
 def tile_for(tokens: int, shape: ExpertShape, item_bytes: int) -> ExpertTile:
-    """Return the tile for a step of `tokens` tokens, and weights of `item_bytes` per element."""
+    """Return the tile for a step of `tokens` tokens and for weights of `item_bytes` bytes per element."""
     if item_bytes == 4:
         return FLOAT_TILE
     size = 1 if tokens == 1 else tile_tokens(tokens, shape)
@@ -144,12 +148,12 @@ def max_tiles(pairs: int, experts: int, tile_tokens: int) -> int:
 
 
 def fitting(tile: ExpertTile, shape: ExpertShape) -> ExpertTile:
-    """Return the tile with columns that divide the input sizes of this shape's products, if possible."""
+    """Return the tile with `columns` that divide the input sizes of this shape's products, if possible."""
     return ExpertTile(tile.tokens, _fitting(tile.gate_up, shape.hidden), _fitting(tile.down, shape.width))
 
 
 def _fitting(tile: ProductTile, k: int) -> ProductTile:
-    """Return the tile with columns that divide `k` if possible: partly empty loads cost as much as full ones."""
+    """Return the tile with `columns` that divide `k`, if possible: partly empty loads cost as much as full ones."""
     columns, stages = tile.columns, tile.stages
     while k % columns and columns > _LEAST_COLUMNS * 2:
         columns, stages = columns // 2, min(2 * stages, _MOST_STAGES)
@@ -158,7 +162,10 @@ def _fitting(tile: ProductTile, k: int) -> ProductTile:
 
 @dataclass(frozen=True, slots=True)
 class RouterTile:
-    """The tile of the router's product: `splits` programs share its columns, and the choice kernel adds their sums."""
+    """The tile of the router's product.
+
+    `splits` programs share the columns; the choice kernel adds their partial sums.
+    """
 
     tokens: int
     experts: int
@@ -167,7 +174,7 @@ class RouterTile:
 
 
 def router_tile(tokens: int, shape: ExpertShape, item_bytes: int) -> RouterTile:
-    """Return the tile of the router's product; in float32 it is the same for every step."""
+    """Return the tile of the router's product for `tokens` tokens; in float32 it is the same for every step."""
     if item_bytes == 4:
         return RouterTile(tokens=16, experts=16, columns=32, splits=1)
     rows, experts = (16, 16) if tokens <= 64 else (64, 64)

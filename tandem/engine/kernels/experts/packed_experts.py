@@ -1,7 +1,7 @@
-"""Packed weights of experts on GPUs: their form, and the launch of their products.
+"""Packed expert weights on GPUs: their preparation, and the launch of their products.
 
-Steps of one token use tiles as well. Inputs stay in the model's dtype whatever the quantization: an expert has few
-tokens, so reading its weights takes most of the time.
+Unlike with plain weights, steps of one token use tiles too. Inputs stay in the model's dtype for every quantization: an
+expert has few tokens, so reading its weights takes most of the time.
 """
 
 from dataclasses import replace
@@ -79,7 +79,7 @@ def packed_tile_kernel(
 
 
 def prepared_experts(experts: Experts, dtype: torch.dtype) -> Experts:
-    """Return the experts with packed weights in the form that kernels read, or dequantized if no product takes them."""
+    """Return the experts with packed weights as kernels read them, or dequantized if no kernel multiplies them."""
     shared_gate_up, shared_down = (
         None if each is None else products.prepared(each, dtype)
         for each in (experts.shared_gate_up, experts.shared_down)
@@ -89,14 +89,14 @@ def prepared_experts(experts: Experts, dtype: torch.dtype) -> Experts:
 
 
 def _prepared(weight: Weight, dtype: torch.dtype) -> Weight:
-    """Return stacked weights in the form that kernels read, or dequantized if no product takes them."""
+    """Return stacked weights in the form that kernels read, or dequantized if no kernel multiplies them."""
     if not isinstance(weight, PackedWeight) or not multiplied_on_gpus(weight):
         return as_matrix(weight, dtype)
     return packed_products.prepared(weight)
 
 
 def packed_tile(tokens: int, shape: ExpertShape, item_bytes: int) -> ExpertTile:
-    """Return the tile for a step of `tokens` tokens; for packed weights its columns are replaced by the weight's."""
+    """Return the tile for a step of `tokens` tokens; `launch` replaces its columns for packed weights."""
     return PACKED_FLOAT_TILE if item_bytes == 4 else PACKED_TILES[tile_tokens(tokens, shape)]
 
 
@@ -116,7 +116,7 @@ def launch(
 ) -> None:
     """Launch `packed_tile_kernel` for all tiles.
 
-    `activation` is that of the gated product; None means the down product.
+    `activation` is the activation of the gated product; None means the down product.
     """
     product = tile.down if activation is None else tile.gate_up
     pairs, outputs = out.shape

@@ -1,9 +1,9 @@
 """A mixture of experts on a GPU: five or six launches per layer, all of which a CUDA graph can capture.
 
-Grids have the size of the largest possible number of tiles, and memory that of all pairs, so that the device need not
-be asked how tokens are distributed over experts. The router's product also norms its input, in steps in which that is
-cheaper than another launch. Then come the choice of experts, the sorting of larger steps, the gated product, the down
-product, and the sum over each token's experts.
+Grids are as large as the largest possible number of tiles requires, and memory as large as all pairs require, so that
+the host need not know how tokens are distributed over experts. The launches are: the router's product, which also norms
+its input in steps in which that is cheaper than another launch; the choice of experts; in larger steps, the sorting;
+the gated product; the down product; and the sum over each token's experts.
 
 In float32 every step has the same tiles, so a token's numbers do not depend on the other tokens. For the 16-bit types
 that holds among steps with the same tiles (see `expert_tiles`).
@@ -45,20 +45,20 @@ from tandem.engine.kernels.packed_weight import PackedWeight
 from tandem.engine.kernels.rowwise.triton_norm import rms_norm
 
 FUSED_NORM_TOKENS = 64
-"""The largest step, in tokens, whose norm is computed by the router's product.
+"""Maximum number of tokens of a step for which the router's product also computes the norm.
 
-Each of the product's programs norms the whole row again.
+Each program of the product repeats the norm of the whole row.
 """
 _SORTED_NUMBERS = 4096
-"""Tokens times experts that one program can choose and sort: 16 numbers of each kind in a thread's registers."""
+"""Maximum of tokens · experts that one program chooses and sorts: 16 numbers of each kind in a thread's registers."""
 _CHOICE_TOKENS = 4
-"""Tokens of a program of the choice in larger steps."""
+"""Number of tokens per program of the choice in larger steps."""
 _SORT_CHUNK = 4096
 _SUM_COLUMNS, _GATE_COLUMNS = 512, 1024
 
 
 class Choice:
-    """The experts of a step's tokens, on the device."""
+    """The chosen experts of a step's tokens, on the device."""
 
     def __init__(self, tokens: int, shape: ExpertShape, device: torch.device) -> None:
         """Allocate memory for `tokens` tokens."""
@@ -69,7 +69,7 @@ class Choice:
 
 
 class TiledChoice(Choice):
-    """A choice with the list of each expert's pairs, see `triton_router`."""
+    """The chosen experts with the list of each expert's pairs, see `triton_router`."""
 
     def __init__(self, tokens: int, shape: ExpertShape, tile_tokens: int, device: torch.device) -> None:
         super().__init__(tokens, shape, device)
@@ -95,7 +95,7 @@ class ExpertKernels:
     ) -> Tensor:
         """Add the routed experts' output to `out` (see `Products.experts`); return RMSNorm of `hidden` before that.
 
-        `tile` replaces the tile of the table.
+        `tile` replaces the default tile (`tile_for`).
         """
         experts, spec, (tokens, width) = layer.experts, layer.spec, hidden.shape
         shape = ExpertShape(spec.experts, spec.top_k, width, spec.width)
@@ -115,9 +115,9 @@ class ExpertKernels:
         return x
 
     def gate(self, inner: Tensor, x: Tensor, gate: Tensor) -> None:
-        """Multiply each row of inner [T, any] with sigmoid(x · gateᵀ) in place; x [T, H], gate [1, H].
+        """Multiply each row of inner [T, any] by sigmoid(x · gateᵀ) in place; x [T, H], gate [1, H].
 
-        The gate belongs to the output of the shared expert. Its down product is linear, so its input can be scaled
+        `gate` scales the output of the shared expert. The expert's down product is linear, so its input is scaled
         instead.
         """
         tokens, width = inner.shape
@@ -126,7 +126,7 @@ class ExpertKernels:
         )
 
     def _route(self, hidden: Tensor, layer: ExpertsLayer, counts: Tensor, plan: RouterTile) -> tuple[Tensor, Tensor]:
-        """Return RMSNorm(hidden), and the logits [splits, T, E] float32, each a sum over a part of the columns."""
+        """Return RMSNorm(hidden), and partial sums of the logits over the columns, [splits, T, E] float32."""
         (tokens, width), norm, router = hidden.shape, layer.norm, layer.experts.router
         experts = len(router)
         fused = tokens <= FUSED_NORM_TOKENS and hidden.dtype != torch.float32
@@ -149,7 +149,7 @@ class ExpertKernels:
         counts: Tensor,
         dtype: torch.dtype,
     ) -> None:
-        """Fill the choice from the logits; `dtype` is that of the model."""
+        """Choose the experts from the logits and write them to `choice`; `dtype` is that of the model."""
         experts, spec, (splits, tokens, _) = layer.experts, layer.spec, logits.shape
         router = spec.router
         groups = triton.next_power_of_2(router.groups)

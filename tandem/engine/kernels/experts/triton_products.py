@@ -30,7 +30,7 @@ _LIMIT = tl.constexpr(SWIGLU_LIMIT)
 
 @triton.jit
 def _activate(gate, up, ACTIVATION: tl.constexpr):
-    """Return activation(gate) · up in float32."""
+    """Return activation(gate) · up in float32, for one of `ACTIVATIONS`."""
     factor = gate
     if ACTIVATION == CLAMPED_SWIGLU:
         gate = tl.minimum(gate, _LIMIT)
@@ -43,7 +43,7 @@ def _activate(gate, up, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _load_weight(pointers, inside, EVEN: tl.constexpr):
-    """Load pointers [rows, columns] of a weight, with 0 for columns that are not `inside`."""
+    """Load pointers [rows, columns] of a weight, with 0 for columns where the mask `inside` is False."""
     if EVEN:
         return tl.load(pointers)
     return tl.load(pointers, mask=inside[None, :], other=0.0)
@@ -51,7 +51,7 @@ def _load_weight(pointers, inside, EVEN: tl.constexpr):
 
 @triton.jit
 def tile_of(number, tiles, pairs, places, P, E: tl.constexpr, TOKENS: tl.constexpr):
-    """Return a tile's expert, the tile's pairs [TOKENS], and which of these are present."""
+    """Return a tile's expert, the tile's pairs [TOKENS], and a mask of the pairs that are present."""
     tile = tl.load(tiles + number)
     expert = tl.minimum(tl.maximum(tile // PAIRS_BASE, 0), E - 1).to(tl.int64)
     present = places < tile % PAIRS_BASE
@@ -85,12 +85,13 @@ def tile_kernel(
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a tile of one expert's tokens; grid (max_tiles, ceil(N / ROWS)). Tiles of one expert are neighbours.
+    """Multiply a tile of tokens by one expert's weight; grid (max_tiles, ceil(N / ROWS)).
 
     GATED: out [P, N] = activation(g) · u of x [P / TOP_K, K] and weight [E, 2·N, K], bias [E, 2·N];
     else:  out [P, N] = weights [P] · (x · weightᵀ + bias) of x [P, K] and weight [E, N, K], bias [E, N].
 
-    tiles and pairs are as in `triton_router`; out is written for the pairs in `pairs`.
+    tiles and pairs are as in `triton_router`; tiles of one expert are adjacent, and out is written for the pairs in
+    `pairs`.
     """
     EVEN: tl.constexpr = K % COLUMNS == 0
     WEIGHT_ROWS: tl.constexpr = 2 * N if GATED else N
@@ -122,7 +123,10 @@ def tile_kernel(
 def sum_kernel(
     parts, chosen, hidden, H: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Add parts [T · TOP_K, H] of each token to hidden [T, H]; grid (T, ceil(H / BLOCK)). Padding stays as it is."""
+    """Add each token's rows of parts [T · TOP_K, H] to hidden [T, H]; grid (T, ceil(H / BLOCK)).
+
+    Padding tokens keep their hidden state.
+    """
     launch_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -210,7 +214,7 @@ def single_down_kernel(
 def shared_gate_kernel(
     x, gate, inner, H: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Multiply each row of inner [T, WIDTH] with sigmoid(x · gate), x [T, H] and gate [H], in place; grid (T,)."""
+    """Multiply each row of inner [T, WIDTH] by sigmoid(x · gate) in place, x [T, H] and gate [H]; grid (T,)."""
     launch_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)

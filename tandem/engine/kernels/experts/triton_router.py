@@ -1,9 +1,9 @@
 """The router of a mixture of experts: its product, the choice of experts, and the list of each expert's tokens.
 
-The product multiplies in the model's dtype and sums in float32; the logits stay float32. A program of the choice takes
-a few tokens. If one program can hold the whole step it also sorts. Else the programs count each expert's tokens with
-integer atomics, and a second kernel sorts, with one program per expert. The list is in the order of the tokens, so
-nothing depends on the order in which programs run.
+The product multiplies in the model's dtype and sums in float32; the logits stay float32. A program of the choice kernel
+chooses for a few tokens. If one program can hold the whole step, it also sorts. Else the programs count each expert's
+tokens with integer atomics, and a second kernel sorts, with one program per expert. The list is in the order of the
+tokens, so the results do not depend on the order in which programs run.
 
 A pair is one token and one of its experts; it has the number token · top_k + rank. A tile is `tokens` entries of the
 list, all of one expert; the last tile of an expert is partly empty. tiles [max_tiles + 1] int32 holds for each tile
@@ -24,13 +24,13 @@ SCORES = {"softmax": SOFTMAX.value, "sigmoid": SIGMOID.value, "softmax_of_top_k"
 CHOOSE = tl.constexpr(0)
 COUNT = tl.constexpr(1)
 SORT = tl.constexpr(2)
-"""The tasks of the choice kernel: only choose, also count each expert's tokens, or also sort them."""
+"""The tasks of the choice kernel: choose, choose and count each expert's tokens, or choose, count and sort."""
 
 PAIRS_BASE = tl.constexpr(256)
-"""The base of an entry of `tiles`: the expert times this, plus the tile's number of pairs."""
+"""The factor of the expert in an entry of `tiles`: expert · PAIRS_BASE + the tile's number of pairs."""
 
 _LOWEST = tl.constexpr(-1e30)
-"""The score of an expert that may only be chosen after all others; experts that are already chosen have -inf."""
+"""The score of experts that may be chosen only after all others; experts that are already chosen have -inf."""
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -39,9 +39,9 @@ def router_kernel(
     H: tl.constexpr, E: tl.constexpr, NORM: tl.constexpr, SPLITS: tl.constexpr,
     TOKENS: tl.constexpr, EXPERTS: tl.constexpr, COLUMNS: tl.constexpr, ZEROED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply tokens with the router; grid (ceil(E / EXPERTS), ceil(T / TOKENS), SPLITS).
+    """Compute the router's logits; grid (ceil(E / EXPERTS), ceil(T / TOKENS), SPLITS).
 
-    hidden [T, H], router [E, H], logits [SPLITS, T, E] float32, each a sum over a part of the columns.
+    hidden [T, H], router [E, H], logits [SPLITS, T, E] float32, each a partial sum over some of the columns.
 
     With NORM it also computes x [T, H] = RMSNorm(hidden); without, x is the input. The first program zeroes the counts
     [ZEROED] of the choice.
@@ -86,7 +86,7 @@ def router_kernel(
 
 @triton.jit
 def _scores(total, real, SCORE: tl.constexpr):
-    """Return the scores of logits [tokens, lanes]; only `real` lanes are experts."""
+    """Return the scores of logits [tokens, lanes]; only the lanes in the mask `real` are experts."""
     wide = tl.where(real & (total >= _LOWEST), total, _LOWEST)
     if SCORE == SOFTMAX:
         parts = tl.where(real, tl.exp(wide - tl.max(wide, axis=1)[:, None]), 0.0)
@@ -127,11 +127,11 @@ def choice_kernel(
     BIAS: tl.constexpr, CHOICE_BIAS: tl.constexpr, COUNTED: tl.constexpr, TASK: tl.constexpr, TILE: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Choose the experts of TOKENS tokens; grid (ceil(T / TOKENS),), which is one program with SORT.
+    """Choose the experts of TOKENS tokens; grid (ceil(T / TOKENS),); with SORT there is only one program.
 
     weights and chosen [T · TOP_K] are float32 and int32, chosen -1 for padding tokens; counts [E] int32 and used [E]
-    int64 are increased; tiles and pairs are as in the module. Lanes are experts by group, with padding after each
-    group.
+    int64 are increased; tiles and pairs are as in the module's docstring. Lanes are experts by group, with padding
+    after each group.
     """
     SIZE: tl.constexpr = E // GROUPS
     LANES: tl.constexpr = BLOCK_G * BLOCK_S
@@ -212,7 +212,7 @@ def sort_kernel(
 ):  # fmt: skip
     """List the tiles and pairs of one expert; grid (E,).
 
-    chosen [P] and counts [E] are those of `choice_kernel`; tiles and pairs are as in the module.
+    chosen [P] and counts [E] are those of `choice_kernel`; tiles and pairs are as in the module's docstring.
     """
     launch_dependents(PDL)
     mine = tl.program_id(0)

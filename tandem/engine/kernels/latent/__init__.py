@@ -1,1 +1,1 @@
-"""Multi-head latent attention on GPUs: the store, absorbed attention of few tokens, expanded attention of prompts."""
+"""Multi-head latent attention (MLA) on GPUs: store, absorbed attention of few tokens, expanded attention of prompts."""

@@ -1,12 +1,11 @@
 """Absorbed attention over the paged latents, for decode rows and for chunks of few tokens.
 
 A head's score q · (W_uk · latent) is (q · W_uk) · latent, so that all heads read the latent itself, once: before
-attention the queries are multiplied with the matrices of the keys, and after it the mixed latents with the matrices of
-the values (DeepSeek-V2, arXiv:2405.04434, section 2.1.2). Attention itself is Flash-Decoding (Dao et al. 2023) in two
-launches. The first computes partial results: the tiles of all groups are concatenated and cut into ranges of equal
-length, one for each program, computed on the device once per step. The second merges the partial results in the order
-of the ranges, so that the same inputs give the same bits. The grids depend only on host numbers, as CUDA graphs
-require.
+attention, the queries are multiplied by the key matrices, and after attention, the mixed latents by the value matrices
+(DeepSeek-V2, arXiv:2405.04434, section 2.1.2). Attention itself is Flash-Decoding (Dao et al. 2023) in two launches.
+The first computes partial results: the tiles of all groups are concatenated and cut into ranges of equal length, one
+for each program, computed on the device once per step. The second merges the partial results in the order of the
+ranges, so that the same inputs give the same bits. The grids depend only on host numbers, as CUDA graphs require.
 """
 
 import math
@@ -31,13 +30,13 @@ from tandem.engine.kernels.latent.triton_products import absorb, values_of
 from tandem.engine.kernels.triton_launch import INTERPRETED
 
 INTERPRETER_SMS = 8
-"""The number of multiprocessors that is assumed without a GPU; small, because the interpreter is slow."""
+"""The number of multiprocessors that is assumed without a GPU; small, because Triton's interpreter is slow."""
 _GROUPS_TILE = 128
-"""Groups whose contexts a program of the plan reads at a time."""
+"""Number of groups whose context lengths a program of the plan reads at a time."""
 _MERGED_ELEMENTS = 8192
-"""Elements of partial results (float32) that a merging program loads at a time."""
+"""Number of elements of partial results (float32) that a merging program loads at a time."""
 _MERGED_DIMS, _MANY_MERGES = 64, 512
-"""Dimensions of a merging program, and the number of tokens · heads from which on a program merges all dimensions."""
+"""Number of dimensions that a program merges, and minimum of tokens · heads for which it merges all dimensions."""
 
 
 class _Step(NamedTuple):
@@ -52,14 +51,17 @@ class _Step(NamedTuple):
 
 
 class AbsorbedAttention:
-    """Absorbed attention of groups of up to `tokens` tokens: call `begin_step`, then the object once for each layer.
+    """Absorbed attention of groups of up to `tokens` tokens.
 
-    It keeps only the plan of a step, for each thread; each call allocates its result and partial results.
+    Call `begin_step` once per step, then the object once per layer.
+
+    The only state is the plan of the current step, which is kept for each thread. Each call allocates its result and
+    partial results.
 
     shape   heads, dimensions and scale
     tokens  maximum number of tokens of a group; 1 = every row has one token and is a group
     pdl     launch with programmatic dependent launch (see `triton_launch`)
-    choose  returns the plan of a call; tuning and tests pass their own
+    choose  the function that returns the plan of a call; tuning and tests pass their own
     """
 
     def __init__(
@@ -87,8 +89,8 @@ class AbsorbedAttention:
 
         page_table [R, W] int32; contexts [groups] int32, 0 = a group of padding; groups None = each row is a group.
 
-        Its launch does not overlap with others, and the launch after it (`triton_embed.embed`) must not overlap with it
-        either: so all later kernels see what it writes.
+        Its kernel does not overlap with the kernel before it, and the kernel after it (`triton_embed.embed`) must not
+        overlap with it, so that all later kernels see its results.
         """
         plan, count = self._plan, len(contexts)
         capacity = page_table.shape[1] * cache.shape[4]
@@ -125,7 +127,7 @@ class AbsorbedAttention:
         values_of(self.mix(absorbed, cache, layer), kv_up, out, self._shape, pdl=self._pdl)
 
     def mix(self, absorbed: Tensor, cache: Tensor, layer: int) -> Tensor:
-        """Return the latents weighted by attention [T, heads, latent]; `absorbed` is what `absorb` returns."""
+        """Return each head's attention-weighted latents [T, heads, latent]; `absorbed` is the result of `absorb`."""
         shape, plan = self._shape, self._plan
         step: _Step = self._begun.step
         slots = step.units + len(step.contexts)

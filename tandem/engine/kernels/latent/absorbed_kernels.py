@@ -12,11 +12,11 @@ from tandem.engine.kernels.latent.triton_products import dot
 from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 
 RANGE_FIELDS = tl.constexpr(4)
-"""The fields of a program's range: first group, group after the last one, first tile in the first group, tiles."""
+"""Number of fields of a program's range: first group, group after the last, first tile in the first group, tiles."""
 PART_FIELDS = tl.constexpr(2)
-"""The fields of a group: the number of its first partial result, and how many it has."""
+"""Number of fields of a group's partial results: the number of the first one, and how many there are."""
 GROUP_FIELDS = tl.constexpr(3)
-"""The fields of a group of several tokens: its row, its first token, its number of tokens."""
+"""Number of fields of a group of several tokens: its row, its first token, its number of tokens."""
 
 
 @triton.jit(do_not_specialize=["groups", "units"], do_not_specialize_on_alignment=["contexts", "parts"])
@@ -31,11 +31,11 @@ def plan_ranges_kernel(
     BLOCK_TOKENS: tl.constexpr,
     GROUPS_TILE: tl.constexpr,
 ):
-    """Program n computes the range of unit n, and the numbers of the partial results of group n.
+    """Program n computes the range of attention program (unit) n, and the numbers of group n's partial results.
 
-    With SPLITS each group is cut into that many ranges, by its own context alone. Without, the tiles of all groups are
-    concatenated and cut into ranges of equal length, so that no program waits for a long group. The partial result of a
-    group by a unit has the number group + unit.
+    With SPLITS each group is cut into that many ranges, which depend only on its own context. Without SPLITS, the tiles
+    of all groups are concatenated and cut into ranges of equal length, so that no program waits for a long group. The
+    partial result that a unit computes for a group has the number group + unit.
     """
     number = tl.program_id(0)
     if SPLITS > 0:
@@ -83,7 +83,7 @@ def plan_ranges_kernel(
 
 @triton.jit
 def _tiles_at(contexts, first, groups, BLOCK_TOKENS: tl.constexpr, GROUPS_TILE: tl.constexpr):
-    """Return the number of tiles [GROUPS_TILE] of each group from `first` on."""
+    """Return the number of tiles [GROUPS_TILE] of each of the groups from `first` on."""
     group = first + tl.arange(0, GROUPS_TILE)
     return tl.cdiv(tl.load(contexts + group, mask=group < groups, other=0), BLOCK_TOKENS)
 
@@ -98,7 +98,10 @@ def _store_range(ranges, unit, first_group, last_group, start, tiles):
 
 @triton.jit
 def _page_of(table, tile, context, PAGE_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
-    """Return the page id of a tile within one page, else the page ids [BLOCK_TOKENS] of its tokens; 0 where unseen."""
+    """Return the page id of a tile, or the page ids [BLOCK_TOKENS] of its tokens if a page does not hold whole tiles.
+
+    The id is 0 where no position is seen.
+    """
     start = tile * BLOCK_TOKENS
     if PAGE_TOKENS % BLOCK_TOKENS == 0:
         page = tl.load(table + start // PAGE_TOKENS, mask=start < context, other=0)
@@ -143,7 +146,7 @@ def _attend(
     ROWS: tl.constexpr,
     WIDE_DOT: tl.constexpr,
 ):
-    """Compute attention of the absorbed query [ROWS, LATENT_PADDED] and its rotated part to the tiles start .. end.
+    """Compute attention of absorbed queries [ROWS, LATENT_PADDED], with their rotated parts, to the tiles start .. end.
 
     Row i sees positions below visible[i], which is at most `context`. Returns the running maximum and sum [ROWS] of the
     scores, and the weighted latents [ROWS, LATENT_PADDED].
@@ -273,7 +276,7 @@ def merge_kernel(
     DIMS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (token, head, dimensions) merges the partial results in the order of the units; stores zeros if none.
+    """Program (token, head, dimensions) merges the partial results in the order of the units, or stores zeros.
 
     out [T, HEADS, LATENT], in the model's dtype.
     """

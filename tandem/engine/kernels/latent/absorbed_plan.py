@@ -1,4 +1,4 @@
-"""Plans of absorbed attention: the tile of a program, and the number of programs. Nothing here needs Triton."""
+"""Plans of absorbed attention: the tile of a program, and the number of programs; needs no Triton."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch
 from tandem.engine.config.attention import LatentShape
 
 EXACT_SPLITS, EXACT_TOKENS = 8, 512
-"""The splits of a group and the tokens of the shortest range in float32; they do not depend on the batch."""
+"""Number of splits of a group and minimum number of tokens of a range in float32; they do not depend on the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,12 +16,12 @@ class Plan:
     """The tile of a program, and the number of programs that share all tiles of a step."""
 
     rows: int
-    """Rows of the tile: the heads of one token, or of several tokens that share their context."""
+    """Number of rows of the tile: the heads of one token, or of several tokens that share their context."""
     block_tokens: int
     warps: int
     stages: int
     programs: int = 0
-    """Programs that run at a time; 0 = each group is cut into `EXACT_SPLITS` ranges by its own context alone."""
+    """Number of programs that run concurrently; 0 = each group is cut into `EXACT_SPLITS` ranges on its own."""
 
 
 _TILES = {
@@ -29,11 +29,11 @@ _TILES = {
     32: Plan(32, block_tokens=32, warps=4, stages=3, programs=2),
     64: Plan(64, block_tokens=64, warps=8, stages=2, programs=1),
 }
-"""Tiles by rows, with their programs per multiprocessor.
+"""Tiles by their number of rows; `programs` is the number per multiprocessor.
 
-A tile of 32 tokens of 576 bfloat16 values is 36 KiB. In each of two programs two tiles are loaded while another one is
-computed: 73 KiB that are always in flight saturate the memory, and 2 · 91 KiB fit into shared memory. 64 rows use the
-matrix units of four warps together, which need tiles of 64 tokens; one such program fits.
+A tile of 32 tokens of 576 bfloat16 values is 36 KiB. Each of two programs loads two tiles while it computes another
+one: the 73 KiB that are always in flight saturate the memory, and 2 · 91 KiB fit into shared memory. 64 rows use the
+tensor cores of four warps together, which need tiles of 64 tokens; one such program fits.
 """
 
 PlanFunction = Callable[[LatentShape, int, torch.dtype, int], Plan]
@@ -43,7 +43,7 @@ PlanFunction = Callable[[LatentShape, int, torch.dtype, int], Plan]
 def make_plan(shape: LatentShape, tokens: int, dtype: torch.dtype, sms: int) -> Plan:
     """Return the plan for groups of `tokens` tokens on a GPU of `sms` multiprocessors.
 
-    float32 is split the same way whatever the batch is, so that a row's bits do not depend on the other rows.
+    Groups of float32 are split the same way in every batch, so that a row's bits do not depend on the other rows.
     """
     if dtype == torch.float32:
         return Plan(16, block_tokens=16, warps=4, stages=2)
@@ -53,12 +53,12 @@ def make_plan(shape: LatentShape, tokens: int, dtype: torch.dtype, sms: int) -> 
 
 
 def group_tokens(shape: LatentShape) -> int:
-    """Return the number of tokens of a chunk that share a tile: as many as fill the largest tile with their heads."""
+    """Return the number of consecutive tokens that share a tile: as many as fill the largest tile with their heads."""
     return max(1, max(_TILES) // shape.heads)
 
 
 def absorbed_tokens(shape: LatentShape) -> int:
-    """Return the largest number of tokens of a row for which absorbed attention takes less arithmetic.
+    """Return the maximum number of tokens of a row for which absorbed attention needs less arithmetic than expanded.
 
     Expanded attention first computes keys and values from each latent, which takes latent · (nope + v_dim) products per
     head. Then each query token takes query + v_dim products instead of 2 · latent + rope. The result is 170 for

@@ -1,7 +1,7 @@
-"""Attention of packed rows to packed keys and values, which also returns the logarithms of the sums of weights.
+"""Variable-length attention to packed keys and values, which also returns the logarithm of each sum of weights (LSE).
 
-The logarithms are needed to merge the results of several blocks of keys. It is flash-attn-4 where it runs, else plain
-PyTorch, row by row.
+The logarithms are needed to merge the results of several blocks of keys. The implementation is flash-attn-4 where it is
+available, else plain PyTorch, row by row.
 """
 
 import logging
@@ -17,17 +17,20 @@ from tandem.engine.kernels.fallback import failure_of, why_no_flash, why_not_imp
 log = logging.getLogger(__name__)
 
 _FLASH_MOST = 256
-"""The largest head dim of flash-attn-4 on this compute capability."""
+"""Maximum head dim of flash-attn-4 on GPUs of compute capability 9.0."""
 _FLASH_ALIGNED = 8
 """flash-attn-4's head dims are multiples of this number of bfloat16 elements."""
 _COMPILED_TOKENS = 257
-"""Tokens of a compiled row, more than one tile of queries: shorter rows are absorbed or next to such long ones."""
+"""Number of tokens of the row for which kernels are compiled, which is more than one tile of queries.
+
+Shorter rows use absorbed attention, or are in a step with rows of this length.
+"""
 _SCORES = 1 << 26
-"""Scores (float32) that the plain implementation holds at a time: a quarter of a GiB."""
+"""Maximum number of scores (float32) that the plain implementation holds at a time: 256 MiB."""
 
 
 class BlockAttention(Protocol):
-    """Attention of rows of queries, each to its own rows of keys."""
+    """Variable-length attention: the queries of each row attend to that row's own keys."""
 
     def __call__(
         self,
@@ -53,7 +56,7 @@ class BlockAttention(Protocol):
 
 
 def choose_block_attention(device: torch.device, dtype: torch.dtype, shapes: Iterable[LatentShape]) -> BlockAttention:
-    """Return the fastest implementation for these layers on this device, not compiled yet; the choice is logged."""
+    """Choose and return the fastest implementation for these layers on this device; it is not compiled yet."""
     reason = _why_no_flash(device, dtype, shapes)
     if reason:
         log.warning("prefill of latent attention: plain PyTorch, one row at a time (%s)", reason)
@@ -65,7 +68,7 @@ def choose_block_attention(device: torch.device, dtype: torch.dtype, shapes: Ite
 def compiled(
     chosen: BlockAttention, shapes: Iterable[LatentShape], dtype: torch.dtype, device: torch.device
 ) -> BlockAttention:
-    """Return `chosen` with its kernels compiled, or plain PyTorch if that fails."""
+    """Compile the kernels of `chosen` and return it, or plain PyTorch if that fails."""
     if not isinstance(chosen, FlashBlocks):
         return chosen
     failure = failure_of(lambda: chosen.compile(shapes, dtype, device))
@@ -85,7 +88,7 @@ def _why_no_flash(device: torch.device, dtype: torch.dtype, shapes: Iterable[Lat
 
 
 class FlashBlocks:
-    """flash-attn-4 for all rows in one launch."""
+    """Block attention by flash-attn-4, for all rows in one launch."""
 
     def __init__(self) -> None:
         from flash_attn.cute import flash_attn_varlen_func
@@ -134,9 +137,9 @@ class FlashBlocks:
 
 
 class PlainBlocks:
-    """Plain PyTorch, one row and a bounded number of scores at a time.
+    """Block attention in plain PyTorch, row by row, with a bounded number of scores at a time.
 
-    It waits for the device, to learn the lengths of the rows.
+    It synchronizes with the device to read the lengths of the rows.
     """
 
     def __call__(
@@ -153,7 +156,7 @@ class PlainBlocks:
         *,
         causal: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Compute attention row by row; weights are rounded to the dtype of the values, their sums stay in float32."""
+        """Compute attention row by row; weights are rounded to the dtype of the values, their sums stay float32."""
         out = q.new_empty(len(q), q.shape[1], values.shape[2])
         lse = torch.empty(q.shape[1], len(q), dtype=torch.float32, device=q.device)
         begins = q_starts.tolist()

@@ -1,8 +1,8 @@
-"""Expanded attention of prompts: keys and values of all heads are computed from the latents, block by block.
+"""Expanded attention of prompts, for which keys and values of all heads are computed from the latents, block by block.
 
-A step's own tokens attend to one another first. Then, for rows that have earlier tokens in the cache, come blocks of
-the cached positions, which every token of the row sees. The results are merged by the logarithms of the sums of
-weights, as in Flash-Decoding.
+First, a step's own tokens attend to one another. Then the tokens of rows with earlier tokens in the cache attend to
+blocks of the cached positions, all of which every token of the row sees. The results are merged by the logarithms of
+the sums of weights, as in Flash-Decoding.
 """
 
 import threading
@@ -17,35 +17,38 @@ from tandem.engine.kernels.latent.block_attention import BlockAttention
 from tandem.engine.kernels.latent.triton_expand import TAIL, expand, merge_block
 
 BLOCK_TOKENS = 8192
-"""Cached positions, of all rows, whose keys and values exist together: 84 MB for 16 heads of 192 and 128 dimensions."""
+"""Maximum number of cached positions whose keys and values exist at a time: 84 MB for 16 heads of 192 and 128 dims."""
 LEAST_TOKENS = 512
-"""The smallest number of positions of one row at a time: with fewer, merging would take longer than attention."""
+"""Minimum number of cached positions of a row per block: with fewer, merging would take longer than attention."""
 
 
 class _Block(NamedTuple):
     """A range of positions of each of R rows; tensors are int32 on the device."""
 
     starts: Tensor
-    """[R + 1] where each row's keys begin among the packed keys: after the row before and its `TAIL` zeros."""
+    """[R + 1] the index of each row's first key among the packed keys; `TAIL` zeros follow each row's keys."""
     lengths: Tensor
     """[R], the number of positions of each row."""
     first_positions: Tensor
     """[R], the first position of each row's range."""
     longest: int
-    """An upper bound of the lengths."""
+    """Upper bound of the lengths."""
     tokens: int
-    """An upper bound of the number of packed tokens."""
+    """Upper bound of the number of packed tokens."""
 
 
 class _Step(NamedTuple):
-    """The blocks of a step: its own tokens, then cached positions with the number of keys that each token [T] sees."""
+    """The blocks of a step: its own tokens, and cached positions with the number of keys that each token [T] sees."""
 
     own: _Block
     cached: list[tuple[_Block, Tensor]]
 
 
 class ExpandedAttention:
-    """Expanded attention of a step's rows from `first_row` on: call `begin_step`, then the object for each layer."""
+    """Expanded attention of a step's rows from `first_row` on.
+
+    Call `begin_step` once per step, then the object once per layer.
+    """
 
     def __init__(self, shape: LatentShape, attention: BlockAttention, pdl: bool) -> None:
         self._shape = shape
@@ -109,7 +112,7 @@ class ExpandedAttention:
     def _expand(
         self, block: _Block, kv_up: Tensor, cache: Tensor, layer: int, page_table: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of a block, each [tokens, heads, any]."""
+        """Compute the keys and values of a block, each [tokens, heads, any]."""
         shape = self._shape
         both = torch.empty(block.tokens, shape.heads, shape.query + shape.v_dim, dtype=cache.dtype, device=cache.device)
         expand(
@@ -120,7 +123,7 @@ class ExpandedAttention:
 
 
 def _pack(lengths: Tensor, first_positions: Tensor, longest: int, tokens: int) -> _Block:
-    """Return a block of ranges [R] int32, packed one after another; `tokens` is an upper bound of their sum."""
+    """Return the block of ranges [R] int32, packed one after another; `tokens` is an upper bound of their sum."""
     starts = torch.nn.functional.pad((lengths + TAIL).cumsum(0, dtype=torch.int32), (1, 0))
     return _Block(starts, lengths, first_positions, longest, tokens + len(lengths) * TAIL)
 

@@ -19,13 +19,16 @@ from tandem.engine.kernels.latent.triton_store import latent_store
 from tandem.engine.kernels.layers import LatentLayer
 
 _ABSORBED_ROWS = 8
-"""Chunks of the longest absorbed size in a step: the partial results of more would take hundreds of megabytes."""
+"""Maximum number of chunk tokens of a step with absorbed attention, as a multiple of `absorbed_tokens`.
+
+The partial results of more tokens would take hundreds of megabytes.
+"""
 
 
 class LatentKernels:
     """The latent attention of one model's layers, owned by `CudaKernels`.
 
-    It keeps the plan of a step for each thread, and no other state.
+    The only state is the plan of the current step, which is kept for each thread.
     """
 
     def __init__(
@@ -54,8 +57,8 @@ class LatentKernels:
     def capturable_tokens(self) -> int | None:
         """The largest number of prompt tokens in a step that a CUDA graph may contain; None without latent attention.
 
-        A graph of longer prompts would launch kernels for each block of the longest possible context, whatever the rows
-        have.
+        A graph of longer prompts would launch kernels for each block of the longest possible context, even if the rows
+        have shorter ones.
         """
         return min(map(absorbed_tokens, self._shapes), default=None)
 
@@ -74,7 +77,7 @@ class LatentKernels:
                 self._prompts[shape].begin_step(layout, single)
 
     def store(self, q: Tensor, latents: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout) -> Tensor:
-        """Store latents as `Kernels.latent_store` defines it, in one launch."""
+        """Apply norm and rotary embedding and store the latents, in one launch; see `Kernels.latent_store`."""
         return latent_store(q, latents, layer, cache, layout, pdl=self._pdl)
 
     def attention(self, q: Tensor, layer: LatentLayer, cache: Tensor, layout: StepLayout, single: int) -> Tensor:
@@ -92,6 +95,6 @@ class LatentKernels:
 
 
 def _is_absorbed(shape: LatentShape, layout: StepLayout, single: int) -> bool:
-    """Return True if the rows from `single` on take less arithmetic when absorbed, and are not too many."""
+    """Return True if the rows from `single` on take less arithmetic when absorbed, and have not too many tokens."""
     most = absorbed_tokens(shape)
     return layout.max_row_tokens <= most and len(layout.positions) - single <= _ABSORBED_ROWS * most

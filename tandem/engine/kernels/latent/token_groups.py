@@ -1,4 +1,4 @@
-"""Groups of the tokens of a step's chunks, computed on the device."""
+"""Divides the tokens of a step's prompt chunks into groups, on the device."""
 
 from typing import NamedTuple
 
@@ -9,20 +9,23 @@ from tandem.engine.kernels.base import StepLayout
 
 
 class TokenGroups(NamedTuple):
-    """Groups of consecutive tokens of one row; int32 on the device. Tokens are counted from those of `first_row` on."""
+    """Groups of consecutive tokens of one row.
+
+    Tensors are int32 on the device; tokens are counted from `first_row` on.
+    """
 
     table: Tensor
     """[groups, 3]: the row in the step's page table, the group's first token, its number of tokens."""
     of_tokens: Tensor
-    """[T] the group of each token, -1 = the token is in no row."""
+    """[T] the group of each token; -1 = the token is in no row."""
     contexts: Tensor
-    """[groups] the number of positions up to the group's last token, 0 = there is no such group."""
+    """[groups] the number of positions up to and including the group's last token; 0 = the entry is unused."""
 
 
 def group_chunks(layout: StepLayout, first_row: int, tokens: int) -> TokenGroups:
-    """Return groups of up to `tokens` tokens of the rows from `first_row` on; every row before has one token.
+    """Divide the rows from `first_row` on into groups of up to `tokens` tokens; every row before has one token.
 
-    Their number is the largest that such rows could need, so that no shape depends on what only the device knows.
+    The number of entries is the largest that such rows could need, so that no shape depends on data of the device.
     """
     starts = layout.row_starts[first_row:].long() - first_row
     begins, ends = starts[:-1], starts[1:]

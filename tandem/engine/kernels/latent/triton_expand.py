@@ -1,4 +1,4 @@
-"""The kernels of expanded attention: keys and values of all heads from paged latents, and the merge of blocks."""
+"""The kernels of expanded attention: keys and values of all heads from the paged latents, and the merge of results."""
 
 import torch
 import triton
@@ -10,18 +10,19 @@ from tandem.engine.kernels.latent.triton_products import dot
 from tandem.engine.kernels.triton_launch import INTERPRETED, launch_dependents, wait_for_inputs
 
 _INNER = 64
-"""Elements of the latent that a program multiplies at a time."""
+"""Number of elements of the latent that a program multiplies at a time."""
 _SUMS = 1 << 15
-"""Sums (float32) of a program: 128 registers of each thread of eight warps."""
+"""Number of sums (float32) of a program: 128 registers of each thread of eight warps."""
 _MOST_TOKENS, _EXACT_TOKENS = 128, 32
-"""Tokens of a program; the second number for float32, which has no matrix units."""
+"""Number of tokens of a program; the second number is for float32, which uses no tensor cores."""
 _MERGED_HEADS = 16
-"""Heads whose results a program merges."""
+"""Number of heads whose results a program merges."""
 TAIL = 128
-"""Tokens of zeros after each row's keys and values.
+"""Number of zeros after each row's keys and values, in tokens.
 
 flash-attn-4 multiplies whole tiles, which have at most this number of keys, and gives keys after a row's end a weight
-of zero. If they were those of another row, values that are not finite would spread from one request to another.
+of zero. Without the zeros these would be keys of another row, whose values, if not finite, would spread to this row's
+request.
 """
 
 
@@ -83,7 +84,7 @@ def expand(
 
 
 def merge_block(mixed: Tensor, mixed_lse: Tensor, block: Tensor, block_lse: Tensor, seen: Tensor, *, pdl: bool) -> None:
-    """Merge the results of a block of keys into `mixed` and `mixed_lse`, in place.
+    """Merge the attention results of a block of keys into `mixed` and `mixed_lse`, in place.
 
     mixed [T, heads, v_dim] is float32, block has the same shape in any dtype; mixed_lse and block_lse, the logarithms
     of the sums of weights, are [heads, T] float32. seen [T] int32: 0 = the token sees no key of the block, and the
@@ -137,7 +138,7 @@ def _expand(
     PDL: tl.constexpr,
     WIDE_DOT: tl.constexpr,
 ):
-    """Program (tile of tokens, row, head) computes keys and values; those of the tail are computed from zeros."""
+    """Program (tile of tokens, row, head) computes keys and values; those of the tail become zero."""
     launch_dependents(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(1)

@@ -1,6 +1,6 @@
-"""The products of absorbed attention: queries times matrices of the keys, mixed latents times those of the values.
+"""The matrix products of absorbed attention: of queries and key matrices, and of mixed latents and value matrices.
 
-Each head has its own matrices, so both are batched products with as many rows as tokens.
+Each head has its own matrices, so both are batched products, in which each token is a row.
 """
 
 import torch
@@ -12,18 +12,18 @@ from tandem.engine.config.attention import LatentShape
 from tandem.engine.kernels.triton_launch import INTERPRETED, launch_dependents, wait_for_inputs
 
 _FEW_TOKENS, _MANY_TOKENS = 16, 256
-"""The largest steps, in tokens, of programs of 16 tokens, and of programs of few columns.
+"""Maximum step sizes, in tokens, for programs of 16 tokens, and for programs of `_NARROW` columns.
 
 In such steps programs of more columns would not fill the GPU.
 """
 _NARROW, _WIDE = 32, 128
-"""Columns of a program's result, in small and in large steps."""
+"""Number of columns of a program's result, in small and in large steps."""
 _INNER = 128
-"""Elements of the sum that are multiplied at a time."""
+"""Number of elements of a dot product that are multiplied at a time."""
 
 
 def absorb(q: Tensor, kv_up: Tensor, shape: LatentShape, *, pdl: bool) -> Tensor:
-    """Return queries that can be multiplied with latents: [q_nope · W_uk | q_rope] → [T, heads, latent + rope].
+    """Return the absorbed queries, to be multiplied by latents: [q_nope · W_uk | q_rope] → [T, heads, latent + rope].
 
     q [T, heads, nope + rope], rows may be strided; kv_up [heads, nope + v_dim, latent].
     """
@@ -77,9 +77,9 @@ def values_of(mixed: Tensor, kv_up: Tensor, out: Tensor, shape: LatentShape, *, 
 
 
 def _tile(tokens: int, columns: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Return the tokens and columns of a program's result, and its warps.
+    """Return the number of tokens, of columns and of warps of a program.
 
-    float32 always gets small ones, because it has no matrix units for more.
+    float32 always gets small programs, because it does not use the tensor cores.
     """
     exact = dtype == torch.float32
     most = _NARROW if exact or tokens <= _MANY_TOKENS else _WIDE
@@ -89,7 +89,10 @@ def _tile(tokens: int, columns: int, dtype: torch.dtype) -> tuple[int, int, int]
 
 @triton.jit
 def dot(a, b, acc, WIDE_DOT: tl.constexpr):
-    """Return acc + a · b in float32. The interpreter takes no bfloat16; widening the operands changes no product."""
+    """Return acc + a · b in float32. Triton's interpreter does not multiply bfloat16, so it converts the operands.
+
+    That changes no product.
+    """
     if WIDE_DOT:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -117,7 +120,7 @@ def _absorb(
 ):
     """Program (tokens, head, columns of the latent) absorbs queries.
 
-    Programs of the first columns also copy the rotated part.
+    Programs of the first columns also copy the rotated part of the queries.
     """
     launch_dependents(PDL)
     head = tl.program_id(1)

@@ -1,4 +1,4 @@
-"""The store of latents: RMSNorm of the latent, rotary embedding of queries and of the shared key, in one launch."""
+"""The store of latents: RMSNorm of the latent and rotary embedding of the queries and the shared key, in one launch."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ from tandem.engine.kernels.layers import LatentLayer
 from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 
 HEADS_TILE = 16
-"""Heads whose queries a program rotates."""
+"""Number of heads whose queries a program rotates."""
 WARPS = 4
 
 
@@ -106,7 +106,7 @@ def _latent_store(
 
 @triton.jit
 def _rotate(source, target, cos, sin, mask, HALF: tl.constexpr):
-    """Rotate the pairs at `source` and `source + HALF`, and store them at `target`, which may be the same."""
+    """Rotate the pairs (source[i], source[i + HALF]) and store them at `target`, which may be the same pointer."""
     first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
     dtype: tl.constexpr = target.dtype.element_ty

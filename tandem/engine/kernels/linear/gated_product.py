@@ -1,7 +1,7 @@
-"""The gated product silu(x · gateᵀ) ∘ (x · upᵀ) for many tokens: quack's fused kernel where it runs, else cuBLAS.
+"""The gated product silu(x · gateᵀ) ∘ (x · upᵀ) for many tokens: quack's fused kernel if available, else cuBLAS.
 
-The product of gate and up is the largest intermediate result of a layer. To write it and read it again costs about a
-tenth of the product's own time, and, on a chip at its power limit, energy that the matrix units lack
+The product of gate and up is the largest intermediate result of a layer. Writing it and reading it again costs about a
+tenth of the product's own time, and, on a chip at its power limit, energy that the tensor cores lack
 (docs/decisions/gpu_steps.md).
 """
 
@@ -20,16 +20,16 @@ from tandem.engine.kernels.linear.triton_activation import silu_mul
 log = logging.getLogger(__name__)
 
 FUSED_TOKENS = 1024
-"""Number of tokens from which on the fused product is faster; at 512 it is 3 % slower on the largest weights."""
+"""Minimum number of tokens for which the fused product is faster; at 512 it is 3 % slower on the largest weights."""
 _CAPABILITY = (9, 0)
 _ALIGNED = 8
-"""The minimum number of 16-bit elements that the copy engine moves."""
+"""Minimum number of 16-bit elements that TMA moves."""
 _WARM_UP_ROWS, _WARM_UP_COLUMNS = 256, 512
 
 
 @dataclass(frozen=True, slots=True)
 class GatedTile:
-    """The tile of one group of multiprocessors: each computes `rows` x `columns` elements of the product."""
+    """The tile of a cluster of multiprocessors, each of which computes `rows` x `columns` elements of the product."""
 
     rows: int
     columns: int
@@ -44,9 +44,9 @@ BEST_TILE = GatedTile(rows=128, columns=160, pingpong=True, cluster_rows=2, clus
 
 
 class GatedProduct(Protocol):
-    """A gated product: x [T, K] and gate_up [2·I, K] with the gate rows first → [T, I].
+    """Interface of a gated product: x [T, K] and gate_up [2·I, K] with the gate rows first → [T, I].
 
-    It rounds at most once more than the definition.
+    Results are rounded at most once more than in the definition.
     """
 
     def __call__(self, x: Tensor, gate_up: Linear) -> Tensor:
@@ -56,7 +56,7 @@ class GatedProduct(Protocol):
 def choose_gated_product(
     device: torch.device, dtype: torch.dtype, hidden: int, intermediate: int, *, pdl: bool
 ) -> GatedProduct:
-    """Return the fastest gated product for these widths on `device`, compiled; the choice is logged."""
+    """Choose, compile and return the fastest gated product for these widths on `device`; the choice is logged."""
     plain = PlainGated(pdl)
     reason = _why_not_fused(device, dtype, hidden, intermediate)
     if reason:
@@ -85,12 +85,12 @@ def _why_not_fused(device: torch.device, dtype: torch.dtype, hidden: int, interm
 
 
 def why_no_library() -> str:
-    """Import the fused product's library, which takes seconds, and return the reason if that fails, or ""."""
+    """Import the fused product's library, which takes seconds; return the reason if the import fails, else ""."""
     return why_not_imported("quack.gemm_interface", "quack-kernels")
 
 
 class PlainGated:
-    """The product by cuBLAS, then silu(gate) · up as a separate kernel."""
+    """The gated product by cuBLAS, with silu(gate) · up as a separate kernel."""
 
     def __init__(self, pdl: bool) -> None:
         self._pdl = pdl
@@ -101,7 +101,7 @@ class PlainGated:
 
 
 class FusedGated:
-    """quack's gated product for many tokens without a bias; it calls `plain` for everything else."""
+    """quack's fused product for many tokens and no bias; all other products are passed to `plain`."""
 
     def __init__(self, plain: GatedProduct, tile: GatedTile = BEST_TILE) -> None:
         from quack.gemm_config import GemmConfig

@@ -1,4 +1,4 @@
-"""The gated activation of the MLP, silu(gate) · up or gelu(gate) · up, over the stacked product of both."""
+"""The gated activation of the MLP, silu(gate) · up or gelu(gate) · up, of the stacked product of gate and up."""
 
 import triton
 import triton.language as tl
@@ -8,11 +8,14 @@ from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inpu
 from tandem.engine.kernels.triton_math import gelu_tanh
 
 COLUMN_BLOCKS = (2048, 1024, 512, 256)
-"""Columns of a program; the largest that divides a row is used, as a partly empty program costs like a full one."""
+"""Possible numbers of columns of a program; the largest that divides a row is used.
+
+A partly empty program costs as much as a full one.
+"""
 RAGGED_BLOCK = 1024
-"""Columns of a program if none of `COLUMN_BLOCKS` divides the row."""
+"""Number of columns of a program if none of `COLUMN_BLOCKS` divides the row."""
 ELEMENTS_PER_WARP = 512
-"""Elements of a warp: two 16-byte loads of a half-precision type for each thread and input."""
+"""Number of elements of a warp: two 16-byte loads of a half-precision type for each thread and input."""
 
 
 def silu_mul(gate_up: Tensor, *, pdl: bool) -> Tensor:

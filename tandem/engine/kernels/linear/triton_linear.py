@@ -1,15 +1,15 @@
-"""Products of a few tokens with a large weight, bound by the bandwidth at which the weight is read from memory.
+"""Products of a few tokens and a large weight, whose speed is limited by the memory bandwidth of reading the weight.
 
 y = RMSNorm(x) · weightᵀ = rsqrt(mean(x²) + eps) · ((x ∘ norm) · weightᵀ): the loop that multiplies also sums the
 squares, and their mean scales the result at the end. Activation and residual are applied before the result is stored.
 
-For one bfloat16 or float16 token a program holds a few rows of the weight in registers and multiplies in float32. For
-more tokens, and for float32, `tl.dot` takes the weight as its left operand and sums in float32, with exact products for
-float32. If the outputs are few, several programs share the columns of a tile; the last to arrive adds their sums in a
-fixed order.
+For one token in bfloat16 or float16 a program holds a few rows of the weight in registers and multiplies in float32.
+For more tokens, and for float32, `tl.dot` takes the weight as its left operand and sums in float32, with exact products
+for float32. If the outputs are few, several programs share the columns of a tile; the last to arrive adds their sums in
+a fixed order.
 
-The same inputs give the same bits in every run. For float32 a row's bits depend on that row alone, however many others
-are in the step. For the 16-bit types that holds among steps with the same tile (see `triton_linear_plan`). Weights
+The same inputs give the same bits in every run. For float32 a token's bits depend only on that token, for any number of
+tokens in the step. For the 16-bit types that holds among steps with the same tile (see `triton_linear_plan`). Weights
 never depend on earlier kernels: they are loaded, or prefetched into L2, before the kernel waits for its input.
 
 Split launches share one scratch memory per device, so they must come from one stream at a time. The scratch memory is
@@ -56,7 +56,7 @@ __all__ = [
 ]
 
 _VECTOR_BYTES = 16
-"""The bytes of a thread's load, and the alignment that rows need to be prefetched into L2."""
+"""Number of bytes of a thread's load, and the alignment of rows that is required to prefetch them into L2."""
 
 
 def norm_linear(hidden: Tensor, norm: Norm | None, linear: Linear, *, pdl: bool) -> Tensor:
@@ -96,7 +96,7 @@ def launch(
     tile: Tile | None = None,
     gelu: bool = False,
 ) -> None:
-    """Launch one product into `out`, for `op` STORE, GATE_UP or ADD; `tile` None means the plan's tile.
+    """Launch one product into `out`, for `op` STORE, GATE_UP or ADD; None as `tile` means the planned tile.
 
     GATE_UP applies SiLU, or GELU if `gelu`. Raises ValueError if the partial sums of a split tile do not fit the
     scratch memory.
@@ -136,7 +136,7 @@ def launch(
 
 
 def early_bytes(weight: Tensor, tile: Skinny) -> int:
-    """Return the bytes of each weight row to prefetch into L2; 0 if rows are short or not aligned."""
+    """Return the number of bytes of each weight row to prefetch into L2; 0 if rows are too short or not aligned."""
     row_bytes = weight.shape[1] * weight.element_size()
     aligned = row_bytes % _VECTOR_BYTES == 0 and weight.data_ptr() % _VECTOR_BYTES == 0
     return tile.early if aligned and row_bytes >= PREFETCH_BYTES.value else 0
@@ -144,7 +144,7 @@ def early_bytes(weight: Tensor, tile: Skinny) -> int:
 
 @lru_cache(maxsize=8)
 def reserve_scratch(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the partial sums and counters of split products on `device`, which live as long as the process.
+    """Return the partial sums and counters of split products on `device`, which exist until the process ends.
 
     Raises RuntimeError while a CUDA graph is being captured, because the memory must outlive the graph.
     """

@@ -1,4 +1,4 @@
-"""The kernels of `triton_linear`, which describes them: products of a few tokens with a streamed weight."""
+"""The kernels of `triton_linear`, where they are described: products of a few tokens and a streamed weight."""
 
 import triton
 import triton.language as tl
@@ -9,18 +9,18 @@ from tandem.engine.kernels.triton_math import gelu_tanh
 STORE = tl.constexpr(0)
 GATE_UP = tl.constexpr(1)
 ADD = tl.constexpr(2)
-"""The use of a product: it is stored, activation(gate) · up is stored, or it is added to the output."""
+"""What a kernel does with a product: store it, store activation(gate) · up, or add it to the output."""
 
 NO_NORM = tl.constexpr(0)
 NORM_LAST = tl.constexpr(1)
 NORM_FIRST = tl.constexpr(2)
-"""The place of the division by the root mean square of the input: nowhere, after the product, or before it.
+"""When a kernel divides by the root mean square of the input: never, after the product, or before it.
 
-float16 cannot hold x ∘ norm of every x, so float16 inputs are divided before, for which x is read twice.
+float16 cannot represent x ∘ norm for every x, so float16 inputs are divided before the product, which reads x twice.
 """
 
 PREFETCH_BYTES = tl.constexpr(256)
-"""Bytes of a weight row that one instruction prefetches into L2."""
+"""Number of bytes of a weight row that one instruction prefetches into L2."""
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def _load_columns(pointers, columns, K, EVEN: tl.constexpr, POLICY: tl.constexpr
 
 @triton.jit
 def fold(numbers, VECTOR: tl.constexpr):
-    """Sum [rows, columns] → [rows, columns / VECTOR], within each thread and so without a shuffle."""
+    """Sum groups of VECTOR columns, [rows, columns] → [rows, columns / VECTOR], within a thread, without shuffles."""
     parts: tl.constexpr = numbers.shape[1] // VECTOR
     return tl.sum(tl.reshape(numbers, (numbers.shape[0], parts, VECTOR)), axis=2)
 
@@ -65,7 +65,7 @@ def gemv_kernel(
     VECTOR: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply one token; grid (ceil(N / ROWS),), out [N], x [K], weight [N or, with GATE_UP, 2·N, K]."""
+    """Multiply one token by a weight; grid (ceil(N / ROWS),), out [N], x [K], weight [N or, with GATE_UP, 2·N, K]."""
     EVEN: tl.constexpr = K % COLUMNS == 0
     launch_dependents(PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -131,7 +131,7 @@ def gemv_kernel(
 
 @triton.jit
 def call_into_l2(rows_at, start, K: tl.constexpr, EARLY: tl.constexpr):
-    """Prefetch EARLY bytes of each row of `rows_at` [rows] from column `start` into L2, nothing beyond column K."""
+    """Prefetch EARLY bytes of each weight row in `rows_at` [rows] into L2, from column `start` to at most column K."""
     step: tl.constexpr = PREFETCH_BYTES * 8 // rows_at.dtype.element_ty.primitive_bitwidth
     pieces = tl.minimum(start + tl.arange(0, EARLY // PREFETCH_BYTES) * step, K - step)
     addresses = (rows_at[:, None] + pieces[None, :]).to(tl.int64, bitcast=True)
@@ -150,7 +150,7 @@ def _finish(
     sums, sums_up, squares, bias, out, rows, tokens, T, N, eps,
     K: tl.constexpr, OP: tl.constexpr, GELU: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Apply norm, bias, and activation or residual to the sums [ROWS, TOKENS], and store them to out [T, N]."""
+    """Apply norm, bias, and activation or residual to the sums [ROWS, TOKENS], and store the result in out [T, N]."""
     if NORM == NORM_LAST:
         factor = tl.rsqrt(squares / K + eps)[None, :]
         sums *= factor
@@ -174,7 +174,7 @@ def finish_split(
     K: tl.constexpr, OP: tl.constexpr, GELU: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Finish an output tile. If it is split, store the sums; the last program to arrive adds all of them in order."""
+    """Finish an output tile. If it is split, store its sums; the last program to arrive adds those of all in order."""
     if SPLITS == 1:
         _finish(sums, sums_up, squares, bias, out, rows, tokens, T, N, eps, K, OP, GELU, NORM, BIAS)
     else:
@@ -234,7 +234,7 @@ def skinny_kernel(
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply some tokens; grid (ceil(N / ROWS), ceil(T / TOKENS), SPLITS).
+    """Multiply some tokens by a weight; grid (ceil(N / ROWS), ceil(T / TOKENS), SPLITS).
 
     out [T, N]; x [T, K]; weight [N or, with GATE_UP, 2·N, K].
 

@@ -8,39 +8,39 @@ from functools import lru_cache
 from tandem.engine.kernels.linear.triton_linear_tiles import STREAMED_TOKENS, TUNED, Gemv, Skinny, Tile
 
 TOKEN_TILES = (16, 32, 64, 128)
-"""The numbers of tokens that a tile of the skinny product may hold."""
+"""Possible numbers of tokens in a tile of the skinny product."""
 
 SCRATCH_FLOATS = 1 << 23
-"""Partial sums that all split programs of one launch may write together: 32 MiB of float32."""
+"""Maximum number of partial sums that all split programs of one launch write: 32 MiB of float32."""
 
 SCRATCH_COUNTERS = 1 << 14
-"""The maximum number of output tiles of one split launch."""
+"""Maximum number of output tiles of a split launch."""
 
 DEFAULT_STREAMED_TOKENS = 16
-"""The largest step, in tokens, that is streamed for shapes that were not measured."""
+"""Maximum number of tokens for which the streaming products are used, for shapes that were not measured."""
 
 FLOAT_STREAMED_TOKENS = 256
-"""The largest step, in tokens, that is streamed in float32.
+"""Maximum number of tokens for which the streaming products are used in float32.
 
-There a single order of accumulation for every batch size matters more than speed.
+In float32 a single order of accumulation for all batch sizes matters more than speed.
 """
 
 FUSED_NORM_TOKENS = 16
-"""The largest step, in tokens, whose norm is cheaper inside the product.
+"""Maximum number of tokens of a step for which the norm is cheaper inside the product.
 
-In larger steps, scaling the input delays the matrix units.
+In larger steps, scaling the input delays the tensor cores.
 """
 
 MULTIPROCESSORS = 132
-"""Multiprocessors of an H100 or H200, for which the tiles are chosen."""
+"""Number of multiprocessors of an H100 or H200, for which the tiles are chosen."""
 _FLOATS_PER_ROW_TILE = 16
-"""Tokens of a float32 tile in every step, so that a row's sums never depend on the other rows."""
+"""Number of tokens of a float32 tile in every step, so that a token's sums never depend on the other tokens."""
 
 
 def streams(tokens: int, n: int, k: int, item_bytes: int) -> bool:
-    """Return True if these products are faster than cuBLAS for `tokens` tokens and a weight [n, k].
+    """Return True if the streaming products are used instead of cuBLAS for `tokens` tokens and a weight [n, k].
 
-    In float32 they are used for another reason, see `FLOAT_STREAMED_TOKENS`.
+    They are used where they are faster, and in float32 for up to `FLOAT_STREAMED_TOKENS` tokens.
     """
     if item_bytes == 4:
         return tokens <= FLOAT_STREAMED_TOKENS
@@ -49,7 +49,7 @@ def streams(tokens: int, n: int, k: int, item_bytes: int) -> bool:
 
 @lru_cache(maxsize=4096)
 def tile_for(tokens: int, n: int, k: int, paired: bool, item_bytes: int) -> Tile:
-    """Return the tile for a step of `tokens` tokens and a weight [n, k] of `item_bytes` per element.
+    """Return the tile for a step of `tokens` tokens and a weight [n, k] of `item_bytes` bytes per element.
 
     `paired` is True if the rows are gate and up.
     """
@@ -64,7 +64,7 @@ def tile_for(tokens: int, n: int, k: int, paired: bool, item_bytes: int) -> Tile
 
 
 def _gemv(outputs: int, k: int, paired: bool) -> Gemv:
-    """Return a tile of all columns up to 4096: a program's whole weight is in flight before the input is ready."""
+    """Return a tile of all columns, if at most 4096: all loads of its weights are issued before the input is ready."""
     columns = min(_power_above(k), 4096 if k <= 4096 else 2048)
     warps = 8 if columns == 4096 and outputs >= 4096 else 4
     numbers = 8192 * warps // 4
@@ -75,7 +75,7 @@ def _gemv(outputs: int, k: int, paired: bool) -> Gemv:
 
 
 def _skinny(tokens: int, bucket: int, outputs: int, k: int, paired: bool) -> Skinny:
-    """Return a tile with two programs per multiprocessor, each with 48 KiB or more in flight."""
+    """Return a tile for two programs per multiprocessor, each with 48 KiB or more of loads in flight."""
     wide = bucket >= 64
     rows, columns, stages = (128, 64, 4 if bucket == 64 else 3) if wide else (64, 128, 4)
     if paired or outputs < 128 * MULTIPROCESSORS // 8:

@@ -141,7 +141,7 @@ TUNED: dict[Shape, dict[int, Tile]] = {
         128: Skinny(rows=256, tokens=128, columns=64, splits=1, stages=3, warps=8, early=512),
     },
 }
-"""The tiles by shape and by the largest number of tokens of a step; the tile for 1 is used for exactly one token."""
+"""The measured tiles by shape and by maximum number of tokens; the tile for 1 is used for exactly one token."""
 
 STREAMED_TOKENS: dict[tuple[int, int], int] = {
     (6144, 4096): 16,
@@ -160,7 +160,7 @@ STREAMED_TOKENS: dict[tuple[int, int], int] = {
     (2048, 8192): 32,
     (128256, 2048): 64,
 }
-"""For (rows, columns) of a weight, the largest step, in tokens, that is faster than cuBLAS.
+"""For (rows, columns) of a weight: the maximum number of tokens for which the streaming product is faster than cuBLAS.
 
-cuBLAS is measured together with the kernels that a fusion saves.
+The time of cuBLAS includes that of the kernels that a fusion saves.
 """

@@ -1,4 +1,4 @@
-"""The products of a model with adapters: those of the base model, plus low-rank updates for tokens with an adapter."""
+"""The products of a model with adapters: the base model's products, plus LoRA updates for tokens with an adapter."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from tandem.engine.kernels.lora_tables import LoraTables
 
 
 class LoraUpdate(Protocol):
-    """A · x of a step's tokens for one product, each token with its own adapter."""
+    """The LoRA update of one product in one step: A · x of the step's tokens, each token with its own adapter."""
 
     def add_to(self, out: Tensor) -> None:
         """Add B · (A · x) to the product `out` [T, N] in place."""
@@ -23,23 +23,26 @@ class LoraUpdate(Protocol):
 
 
 class LoraUpdates(ABC):
-    """Computes the updates of a step's products. The state of a step belongs to the thread that runs it."""
+    """Computes the LoRA updates of a step's products.
+
+    Each thread that runs steps has its own state of the current step.
+    """
 
     @property
     def trial_tokens(self) -> tuple[int, ...]:
-        """Numbers of tokens of trial prefill steps at the start whose kernels no other trial step compiles."""
+        """Numbers of tokens of additional trial prefill steps, for kernels that no other trial step compiles."""
         return ()
 
     @abstractmethod
     def begin_step(self, numbers: Tensor | None) -> None:
-        """Begin a step with the adapter of each of its tokens, [T] int32 counted from 1, 0 = none.
+        """Begin a step; `numbers` [T] int32 has the adapter of each token, counted from 1; 0 = no adapter.
 
         None means that no token has an adapter.
         """
 
     @abstractmethod
     def keep_tokens(self, kept: Tensor) -> None:
-        """Restrict the step to the tokens `kept` [D] int64, when the rest of it is computed for these only."""
+        """Restrict the step to the tokens with the indices `kept` [D] int64: later products have only these."""
 
     @abstractmethod
     def start(self, x: Tensor, norm: Norm | None, tables: LoraTables) -> LoraUpdate | None:
@@ -47,21 +50,21 @@ class LoraUpdates(ABC):
 
 
 class AdaptedProducts(Products):
-    """The products of `base`, to which `updates` adds what the adapters of the step's tokens change.
+    """The products of `base` plus the LoRA updates of the adapters of the step's tokens.
 
     Products whose weights have no tables stay as they are.
     """
 
     def __init__(self, base: Products, updates: LoraUpdates, tables: Mapping[int, LoraTables]) -> None:
-        """Wrap `base`; `tables` has each adapted weight's tables, by the `id` of the weight before it is prepared."""
+        """Wrap `base`; `tables` maps the `id` of each adapted weight, before `prepare`, to its LoRA tables."""
         self._base, self.updates, self._tables = base, updates, tables
 
     def prepare(self, linear: Linear) -> Linear:
-        """Let `base` prepare the weight, and add its tables."""
+        """Prepare the weight with `base`, and attach the weight's LoRA tables."""
         return replace(self._base.prepare(linear), adapters=self._tables.get(id(linear.weight)))
 
     def norm_linear(self, hidden: Tensor, norm: Norm, linear: Linear) -> Tensor:
-        """Compute the product and add the update."""
+        """Compute the product, and add the LoRA update."""
         update = self._start(hidden, norm, linear)
         out = self._base.norm_linear(hidden, norm, linear)
         if update is not None:
@@ -69,14 +72,14 @@ class AdaptedProducts(Products):
         return out
 
     def norm_gate_up(self, hidden: Tensor, norm: Norm, gate_up: Linear, activation: str = "silu") -> Tensor:
-        """Compute the product, add the update, and apply the activation."""
+        """Compute the product, add the LoRA update, and apply the activation."""
         update = self._start(hidden, norm, gate_up)
         if update is None:
             return self._base.norm_gate_up(hidden, norm, gate_up, activation)
         return update.activated(self._base.norm_linear(hidden, norm, gate_up), activation)
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        """Compute the product and add the update."""
+        """Compute the product, and add the LoRA update."""
         update = self._start(x, None, linear)
         out = self._base.linear(x, linear)
         if update is not None:
@@ -84,7 +87,7 @@ class AdaptedProducts(Products):
         return out
 
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
-        """Add the product and the update to `hidden`."""
+        """Add the product and the LoRA update to `hidden`."""
         update = self._start(x, None, linear)
         self._base.linear_add(x, linear, hidden)
         if update is not None:
@@ -95,7 +98,7 @@ class AdaptedProducts(Products):
         self._base.experts(hidden, layer, slots, out)
 
     def feed_forward(self, hidden: Tensor, layer: DenseLayer) -> None:
-        """Compute the two products one after the other if adapters change either, else as `base` does."""
+        """Compute the network as `base` does, or, if adapters change it, as two products one after the other."""
         if layer.gate_up.adapters is None and layer.down.adapters is None:
             self._base.feed_forward(hidden, layer)
         else:

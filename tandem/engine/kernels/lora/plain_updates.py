@@ -1,4 +1,4 @@
-"""The updates of adapters in plain PyTorch, on any device."""
+"""LoRA updates in plain PyTorch, on any device."""
 
 import threading
 
@@ -12,7 +12,7 @@ from tandem.engine.kernels.reference import activate, rms_norm
 
 
 class PlainUpdates(LoraUpdates):
-    """One small product for each adapter in a step; steps without an adapter compute nothing more."""
+    """LoRA updates with one small product per adapter in the step; steps without an adapter need no additional work."""
 
     def __init__(self) -> None:
         self._step = threading.local()
@@ -23,11 +23,11 @@ class PlainUpdates(LoraUpdates):
         self._step.tokens = {number - 1: torch.where(numbers == number)[0] for number in used}
 
     def keep_tokens(self, kept: Tensor) -> None:
-        """Forget the tokens that are not kept, and renumber the others."""
+        """Remove the tokens that are not kept, and renumber the others."""
         self._step.tokens = {slot: torch.where(torch.isin(kept, some))[0] for slot, some in self._step.tokens.items()}
 
     def start(self, x: Tensor, norm: Norm | None, tables: LoraTables) -> LoraUpdate | None:
-        """Multiply the tokens of each adapter with its A."""
+        """Multiply the tokens of each adapter by the adapter's A."""
         tokens = self._step.tokens
         if not tokens:
             return None
@@ -39,7 +39,7 @@ class PlainUpdates(LoraUpdates):
 
 
 class _PlainUpdate:
-    """The tokens of each adapter, and their A · x."""
+    """The LoRA update of one product: the tokens of each adapter, and their A · x."""
 
     def __init__(self, tables: LoraTables, parts: list[tuple[int, Tensor, Tensor]]) -> None:
         self._tables, self._parts = tables, parts

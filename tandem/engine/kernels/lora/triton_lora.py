@@ -1,8 +1,8 @@
 """Products of adapters on GPUs: one launch computes A · x of all tokens, another adds B · (A · x).
 
 A program computes a tile of tokens for one adapter. It loads and stores only the tokens that have this adapter, and
-ends at once if the tile has none. So tokens need no order, the grid depends on sizes alone, and a CUDA graph may
-contain the launches, because the adapters' numbers are read on the device.
+ends at once if the tile has none. So tokens need not be sorted by adapter, the grid depends only on sizes, and a CUDA
+graph may contain the launches, because the adapters' numbers are read on the device.
 
 Sums are float32; A · x is rounded to the model's dtype before the second product, as in peft. The adapters' numbers are
 read before `wait_for_inputs`, because the kernel that writes them is launched earlier and without overlap.
@@ -21,25 +21,26 @@ from tandem.engine.kernels.triton_launch import INTERPRETED, launch_dependents, 
 
 _TOKEN_TILES = (16, 32, 64)
 _COLUMNS = 128
-"""Columns of x that a program multiplies at a time."""
+"""Number of columns of x that a program multiplies at a time."""
 _OUTPUTS = 128
-"""Rows of a product to which one program adds."""
+"""Number of outputs of a product, for each token, that a program updates."""
 _GATED_OUTPUTS = 64
-"""The same for rows that each have a gate."""
+"""Number of pairs of a gate row and an up row that a program updates."""
 _SPLITS = ((1, 16), (4, 4))
-"""Pairs of a largest number of token tiles and the number of programs among which the columns are then split.
+"""Pairs (maximum number of token tiles, number of programs among which the columns of x are split).
 
-With more tiles they are not split. The pairs are few, so that all kernels are compiled at the start (`TRIAL_TOKENS`).
-With a single tile, a product of several parts has enough programs with half as many splits.
+With more tiles the columns are not split. There are few pairs, so that all kernels are compiled at the start
+(`TRIAL_TOKENS`). With a single tile, a product of several parts has enough programs with half as many splits.
 """
 TRIAL_TOKENS = (16, 32, 64, 128, 512)
-"""Steps with these numbers of tokens use all kernels."""
+"""Numbers of tokens of trial steps that together use all kernels."""
 
 
 class TritonUpdate:
-    """A · (x ∘ norm) with each token's adapter, and Σ x² if there is a norm, as partial sums over columns in float32.
+    """LoRA update of one product: partial sums of A · (x ∘ norm), and of Σ x² if there is a norm, in float32.
 
-    The sums are [splits, T, P·r] and [splits, T]; those of tokens without an adapter are undefined.
+    Each token has its own adapter. The partial sums are over columns of x and have the shapes [splits, T, P·r] and
+    [splits, T]; those of tokens without an adapter are undefined.
     """
 
     def __init__(self, x: Tensor, norm: Norm | None, numbers: Tensor, tables: LoraTables, *, pdl: bool) -> None:
@@ -95,7 +96,7 @@ class TritonUpdate:
 
 
 def _columns_of_a_program(k: int, tiles: int, parts: int) -> int:
-    """Return how many of k columns of x one program multiplies, given the number of token tiles and of parts."""
+    """Return how many of the k columns of x a program multiplies, given the numbers of token tiles and of parts."""
     splits = next((splits for most, splits in _SPLITS if tiles <= most), 1)
     if tiles == 1 and parts > 1:
         splits //= 2
@@ -147,7 +148,7 @@ def _summed(
     sums_ptr, squares_ptr, token, mine, tokens, k, eps, part,
     SPLITS: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Return A · RMSNorm(x) of one part, [TOKENS, RANK] float32, from the partial sums."""
+    """Return A · RMSNorm(x) of one part, [TOKENS, RANK] float32, by adding the partial sums."""
     rank = tl.arange(0, RANK)
     found = tl.zeros((TOKENS, RANK), dtype=tl.float32)
     square = tl.zeros((TOKENS,), dtype=tl.float32)

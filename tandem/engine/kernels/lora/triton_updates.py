@@ -1,4 +1,4 @@
-"""The updates of adapters on GPUs, in Triton."""
+"""LoRA updates on GPUs, in Triton."""
 
 import threading
 
@@ -14,9 +14,9 @@ from tandem.engine.kernels.triton_launch import overlaps_launches
 
 
 class TritonUpdates(LoraUpdates):
-    """Computes the updates in every step, even if no token has an adapter.
+    """Computes the LoRA updates in every step, even if no token has an adapter.
 
-    In a CUDA graph only the device knows which tokens have one.
+    In a CUDA graph only the device knows which tokens have an adapter.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class TritonUpdates(LoraUpdates):
 
     @property
     def trial_tokens(self) -> tuple[int, ...]:
-        """Steps that together use all kernels of the updates."""
+        """Numbers of tokens of steps that together use all kernels of the updates."""
         return triton_lora.TRIAL_TOKENS
 
     def begin_step(self, numbers: Tensor | None) -> None:
@@ -33,12 +33,12 @@ class TritonUpdates(LoraUpdates):
         self._step.numbers = numbers
 
     def keep_tokens(self, kept: Tensor) -> None:
-        """Forget the adapters of the tokens that are not kept."""
+        """Keep only the adapters of the tokens in `kept`."""
         if self._step.numbers is not None:
             self._step.numbers = self._step.numbers[kept]
 
     def start(self, x: Tensor, norm: Norm | None, tables: LoraTables) -> LoraUpdate | None:
-        """Launch A · x. The caller launches the product after it, whose weight is prefetched meanwhile."""
+        """Launch A · x. The caller then launches the base product, whose weight is prefetched meanwhile."""
         numbers = self._step.numbers
         if numbers is None:
             return None

@@ -1,1 +1,1 @@
-"""Products with packed weights: codes are unpacked in registers, or for long prompts into scratch memory."""
+"""Products with packed weights, whose codes are unpacked in registers, or for long prompts into scratch memory."""

@@ -1,4 +1,4 @@
-"""PyTorch's FP8 products: with a scale per row, or in blocks of 128 x 128 if this version and device have them."""
+"""PyTorch's FP8 products with a scale per row, or per block of 128 x 128 if this version and device support it."""
 
 import logging
 from functools import lru_cache
@@ -39,9 +39,10 @@ def _block_product(codes: Tensor, scales: Tensor, weight: Tensor, block_scales: 
 
 
 def block_scales(codes: Tensor, scales: Tensor, group: int) -> Tensor | None:
-    """Return `ScaledWeight.block_scales` of a weight [N, K] with scales [N, K / group], or None.
+    """Return the scales of a weight [N, K] in the form of `ScaledWeight.block_scales`, or None.
 
-    None means that the library lacks the product, or that the scales do not cover whole blocks of rows.
+    The scales are [N, K / group]. None means that the library lacks the product, or that the scales do not cover whole
+    blocks of rows.
     """
     rows, columns = codes.shape
     if group != BLOCK or group == columns or rows % BLOCK or not codes.is_cuda or codes.dtype == torch.int8:
@@ -56,7 +57,7 @@ def block_scales(codes: Tensor, scales: Tensor, group: int) -> Tensor | None:
 
 @lru_cache(maxsize=8)
 def _library_has_blocks(device: torch.device) -> bool:
-    """Return True if the library multiplies FP8 in blocks on this device, which is tried with zeros."""
+    """Return True if the library multiplies FP8 in blocks on this device, by trying it with zeros."""
     codes = torch.zeros(ROW_TILE, 4 * BLOCK, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
     scales = torch.zeros(4, ROW_TILE, device=device)
     blocks = torch.zeros(ROW_TILE // BLOCK, 4, device=device).t()

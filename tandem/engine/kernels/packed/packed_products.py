@@ -1,7 +1,7 @@
 """Products with a packed weight on GPUs, by the number of tokens that share the weight.
 
-Up to FUSED_TOKENS the codes are unpacked in registers, as the left operand of the matrix units: with few tokens the
-product streams codes instead of 16-bit numbers, and from some dozens on the tokens of a tile share its unpacking. For
+Up to FUSED_TOKENS tokens, the codes are unpacked in registers, as the left operand of the tensor cores: with few tokens
+the product reads codes instead of 16-bit numbers, and with some dozens the tokens of a tile share the unpacking. For
 more tokens the weight is dequantized into scratch memory for the products of plain weights (`dequantized_for`). A
 weight of more than SCRATCH_ITEMS elements is dequantized some rows at a time, for the library's product.
 
@@ -28,29 +28,29 @@ from tandem.engine.kernels.packed_weight import PackedWeight
 from tandem.engine.kernels.rowwise.triton_norm import rms_norm
 
 FUSED_TOKENS = 256
-"""The largest step, in tokens, whose product unpacks codes in registers.
+"""Maximum number of tokens of a step for which the product unpacks codes in registers.
 
-In larger steps it costs less to dequantize once than in each tile. On an H100 gate and up of llama-3-8b in int8 take
-105 µs for 128 tokens, and twice as much for 256. In bfloat16 they take 102 µs for 256, and to dequantize them takes 157
-µs.
+In larger steps, dequantizing once costs less than dequantizing in each tile. On an H100 gate and up of llama-3-8b in
+int8 take 105 µs for 128 tokens, and twice as much for 256. In bfloat16 they take 102 µs for 256, and to dequantize them
+takes 157 µs.
 """
 _NARROW_FUSED_TOKENS = 128
-"""The same if a scale covers so few columns that scaling the products costs more than unpacking codes."""
+"""`FUSED_TOKENS` for weights whose scales cover so few columns that scaling costs more than unpacking codes."""
 _NARROW_BYTES = 64
 SCRATCH_ITEMS = 1 << 27
-"""Elements of a weight that are dequantized at a time: 256 MiB in 16 bits, which hold gate and up of an 8B model."""
+"""Number of elements of a weight dequantized at a time: 256 MiB in 16 bits, enough for gate and up of an 8B model."""
 _DEQUANTIZED_COLUMNS = 1024
 
 
 def multiplies(weight: PackedWeight) -> bool:
-    """Return True if these products take the weight."""
+    """Return True if the kernels of this module multiply the weight."""
     return len(weight.shape) == 2 and multiplied_on_gpus(weight)
 
 
 def prepared(weight: PackedWeight) -> PackedWeight:
-    """Return a weight, or stacked weights, with float32 scales, in which the scales of adjacent rows are adjacent.
+    """Return a weight, or stacked weights, with scales in float32, stored so that those of adjacent rows are adjacent.
 
-    Only loads of four bytes or more can be issued several rounds before they are used.
+    Only loads of four bytes or more can be pipelined over several rounds of a loop.
     """
     offsets = None if weight.offsets is None else _by_group(weight.offsets)
     return PackedWeight(weight.codes, _by_group(weight.scales), offsets, weight.group)
@@ -67,7 +67,7 @@ def fuses(tokens: int, weight: PackedWeight) -> bool:
 
 
 def dequantized_for(tokens: int, linear: Linear, dtype: torch.dtype) -> Linear:
-    """Return the linear with a dequantized weight if a step of `tokens` tokens needs one, else unchanged."""
+    """Return the linear layer with a dequantized weight if a step of `tokens` tokens needs one, else unchanged."""
     weight = linear.weight
     if type(weight) is not PackedWeight or weight.shape.numel() > SCRATCH_ITEMS or fuses(tokens, weight):
         return linear
@@ -134,7 +134,7 @@ def launch(
     gelu: bool = False,
     tile: Skinny | None = None,
 ) -> None:
-    """Launch one product into `out`, for `op` STORE, GATE_UP or ADD; `tile` None means that of `tile_for`.
+    """Launch one product into `out`, for `op` STORE, GATE_UP or ADD; None as `tile` means that of `tile_for`.
 
     A tile's `columns` are bytes of codes; they must divide those of `tile_for`.
     """
@@ -176,7 +176,7 @@ def dequantize(weight: PackedWeight, out: Tensor) -> None:
 
 
 def _dequantized_pieces(weight: PackedWeight, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the weight some rows at a time, dequantized, always in the same scratch memory."""
+    """Yield the weight, dequantized some rows at a time into the same scratch memory, with the range of these rows."""
     n, k = weight.shape
     step = min(max(SCRATCH_ITEMS // k, 1), n)
     scratch = torch.empty(step, k, dtype=dtype, device=weight.device)
@@ -194,7 +194,7 @@ def _is_float(weight: PackedWeight) -> bool:
 def _normed(hidden: Tensor, norm: Norm | None, pdl: bool) -> tuple[Tensor, Norm | None]:
     """Return the input of a product, and the norm that the product's kernel still has to apply, or None.
 
-    float16 cannot hold x ∘ norm of every x, so the norm of float16 is always applied here.
+    float16 cannot represent x ∘ norm for every x, so the norm of float16 inputs is always applied here.
     """
     if norm is None or (len(hidden) <= FUSED_NORM_TOKENS and hidden.dtype != torch.float16):
         return hidden, norm

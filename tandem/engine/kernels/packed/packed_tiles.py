@@ -71,18 +71,21 @@ TUNED: dict[tuple[int, int, int, bool], dict[int, Skinny]] = {
         128: Skinny(rows=128, tokens=128, columns=64, splits=1, stages=4, warps=8, early=512),
     },
 }
-"""For (bits, rows, columns, True if the rows are gate and up) of a weight: its tiles by the largest number of tokens.
+"""Measured tiles by (bits, rows, columns, True if the rows are gate and up) of the weight and maximum number of tokens.
 
 From `python -m benchmarks.kernels products --candidates` for llama-3-8b on an H100: 8-bit codes with one scale per row,
 and 4-bit codes with one per 128 columns.
 """
 
 TOKEN_TILES = (16, 32, 64, 128)
-"""The numbers of tokens that a tile may hold."""
+"""Possible numbers of tokens in a tile."""
 _WIDEST = {8: TILE, 4: TILE // 2}
-"""Bytes of codes in a step of a measured tile, by the bits of a code."""
+"""For each number of bits of a code: the number of bytes of codes that a measured tile reads at a time."""
 _PROGRAMS = 4 * MULTIPROCESSORS
-"""Programs that unpack at a time if there is enough to do: each waits for its codes and for the matrix units."""
+"""Number of programs at which a product aims, if it has enough tiles: several per multiprocessor.
+
+Thus some programs compute while others wait for their codes.
+"""
 _MOST_SPLITS = 8
 
 

@@ -1,4 +1,4 @@
-"""The products of each form of packed weight on GPUs: with unquantized inputs, or with 8-bit inputs."""
+"""Selects the products for each form of packed weight on GPUs: with unquantized inputs, or with 8-bit inputs."""
 
 from dataclasses import replace
 from typing import Protocol
@@ -14,7 +14,7 @@ from tandem.engine.kernels.unpacked import unpacked
 
 
 class PackedProducts(Protocol):
-    """The products with one form of prepared weight, see `base.Products`; the norm of the input may be None."""
+    """Interface of the products with one form of prepared weight; like `base.Products`, but the norm may be None."""
 
     def norm_linear(self, hidden: Tensor, norm: Norm | None, linear: Linear, *, pdl: bool) -> Tensor:
         """Return RMSNorm(hidden) · weightᵀ + bias."""
@@ -29,12 +29,12 @@ class PackedProducts(Protocol):
 
 
 def products_of(weight: PackedWeight) -> PackedProducts:
-    """Return the products for a weight that `prepared` returned."""
+    """Return the products for a weight that `prepared` has returned."""
     return scaled_products if isinstance(weight, ScaledWeight) else packed_products
 
 
 def prepared(linear: Linear, dtype: torch.dtype) -> Linear:
-    """Return the product with its weight in the form that kernels read, or dequantized to `dtype` if none takes it."""
+    """Return the linear layer with its weight as kernels read it, or dequantized if no kernel multiplies it."""
     weight = linear.weight
     if isinstance(weight, PackedWeight):
         for products in (scaled_products, packed_products):

@@ -1,12 +1,12 @@
-"""Products on GPUs whose weights and inputs both have 8 bits: FP8 or INT8 codes, multiplied by the matrix units.
+"""Products of 8-bit weights and 8-bit inputs on GPUs: FP8 or INT8 codes, multiplied by the tensor cores.
 
 One kernel norms the input if there is a norm, and quantizes it token by token. The codes do not depend on the size of
 the step, so a token's output differs between steps only by the order of accumulation
-(docs/decisions/quantized_weights.md). A Triton kernel multiplies few tokens, and int8 in steps of any size; a library
-multiplies FP8 from some number of tokens on, unless it lacks the product.
+(docs/decisions/quantized_weights.md). A Triton kernel multiplies int8, and FP8 up to LIBRARY_TOKENS tokens; PyTorch's
+library multiplies FP8 in larger steps, if it has the product.
 
-The memory of inputs has whole tiles of tokens, so nothing is read outside of it. What is computed for rows beyond the
-step's tokens is never stored.
+The memory of inputs is padded to whole tiles of tokens, so that no kernel reads outside of it. The results of the
+padding are never stored.
 """
 
 from functools import lru_cache
@@ -27,35 +27,35 @@ from tandem.engine.kernels.packed.triton_scaled import quantize_kernel, scaled_k
 from tandem.engine.kernels.packed_weight import PackedWeight
 
 LIBRARY_TOKENS = 128
-"""The largest step, in tokens, whose FP8 products Triton computes; larger ones are not bound by reading weights.
+"""Maximum number of tokens for which Triton computes FP8 products; with more, reading weights is not the bottleneck.
 
 A layer of llama-3-8b on an H100, in µs, by Triton and by the library: 99 and 122 for 64 tokens, 103 and 123 for 128.
 """
 _LEAST_GROUP = 32
-"""The smallest number of columns of 8-bit codes that the matrix units multiply."""
+"""Minimum number of columns of 8-bit codes that the tensor cores multiply."""
 _STEP = 128
 _MOST_SPLITS = 8
 _EARLY_BYTES = 512
-"""Bytes of each weight row that are prefetched into L2 while the input is being quantized."""
+"""Number of bytes of each weight row that are prefetched into L2 while the input is being quantized."""
 _ELEMENTS_PER_WARP = 512
 _MOST_WARPS = 16
 
 
 def multiplies(weight: PackedWeight) -> bool:
-    """Return True if these products, with 8-bit inputs, take the weight."""
+    """Return True if the kernels of this module, which take 8-bit inputs, multiply the weight."""
     columns, group = weight.shape[-1], weight.group
     wide = group == columns or (group >= _LEAST_GROUP and group & (group - 1) == 0)
     return weight.quantized_inputs and len(weight.shape) == 2 and wide
 
 
 def prepared(weight: PackedWeight) -> ScaledWeight:
-    """Return the weight in the form that kernels read, with its scales also in the form that the library reads."""
+    """Return the weight with its scales in the forms that the Triton kernels and the library read."""
     scales = packed_products.prepared(weight).scales
     return ScaledWeight(weight.codes, scales, None, weight.group, block_scales(weight.codes, scales, weight.group))
 
 
 def uses_library(tokens: int, weight: ScaledWeight, dtype: torch.dtype) -> bool:
-    """Return True if the library multiplies `tokens` tokens: FP8 codes with a scale per row, or in blocks."""
+    """Return True if PyTorch's library multiplies `tokens` tokens: FP8 codes with one scale per row, or in blocks."""
     rows, columns = weight.shape
     served = (
         weight.codes.dtype == torch.float8_e4m3fn
@@ -121,7 +121,7 @@ def _add(x: QuantizedInput, linear: Linear, hidden: Tensor, *, pdl: bool) -> Non
 def quantized(
     x: Tensor, norm: Norm | None, weight: PackedWeight, *, pdl: bool, activation: str | None = None
 ) -> QuantizedInput:
-    """Return RMSNorm(x), or x [T, K] without a norm, as codes of the weight's dtype with one scale per token and group.
+    """Quantize RMSNorm(x), or x [T, K] without a norm, to the weight's code dtype with one scale per token and group.
 
     With `activation` the input is activation(g) · u of x = [g | u] [T, 2·K]. It is computed in float32; scale = max
     |value| / largest code.
@@ -153,7 +153,7 @@ def launch(
     gelu: bool = False,
     tile: Skinny | None = None,
 ) -> None:
-    """Launch Triton's product into `out`, for `op` STORE, GATE_UP or ADD; `tile` None means that of `tile_for`.
+    """Launch Triton's product into `out`, for `op` STORE, GATE_UP or ADD; None as `tile` means that of `tile_for`.
 
     A tile's `tokens` must divide `ROW_TILE`, and its `columns` those of `tile_for`.
     """
@@ -173,10 +173,10 @@ def launch(
 
 @lru_cache(maxsize=4096)
 def tile_for(tokens: int, n: int, k: int, paired: bool, group: int) -> Skinny:
-    """Return the tile for a step of `tokens` tokens, n outputs and k columns, of which `group` share a scale.
+    """Return the tile for a step of `tokens` tokens, n outputs and k columns, `group` of which share a scale.
 
-    The rule was measured for llama-3-8b on an H100: six stages, and for more than 32 tokens only as many splits as keep
-    two thirds of the multiprocessors busy.
+    The rule follows from measurements with llama-3-8b on an H100: six stages, and for more than 32 tokens only as many
+    splits as are needed to keep two thirds of the multiprocessors busy.
     """
     grouped = group < k
     columns = min(_STEP, group) if grouped else _STEP

@@ -1,4 +1,4 @@
-"""The operands of products whose weights and inputs both have 8 bits."""
+"""The operands of products of 8-bit weights and 8-bit inputs."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,14 @@ from torch import Tensor
 from tandem.engine.kernels.packed_weight import PackedWeight
 
 BLOCK = 128
-"""In the library's product: rows and columns of a block that shares a scale, and columns of a group of the input."""
+"""Size of the library's blocks: a weight has a scale per BLOCK rows and BLOCK columns, an input per BLOCK columns."""
 ROW_TILE = 256
-"""The memory of inputs holds multiples of this number of tokens, for every tile and for what a library reads."""
+"""Number of tokens to whose multiples inputs are padded, for every tile and for what a library reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledWeight(PackedWeight):
-    """A weight [N, K] of 8-bit codes, for inputs of 8-bit codes.
+    """A weight [N, K] of 8-bit codes, for products with inputs of 8-bit codes.
 
     block_scales  [⌈K / BLOCK / 4⌉ · 4, N / BLOCK] float32, column-major: the scales in the form that the library reads,
                   one for all rows of a block; None = there is one scale per row, or the library has no such product
@@ -25,7 +25,7 @@ class ScaledWeight(PackedWeight):
 
 @dataclass(frozen=True, slots=True)
 class QuantizedInput:
-    """Tokens as codes: value = code · scale.
+    """The input of a product as 8-bit codes, token by token: value = code · scale.
 
     codes   [rows, K] of the weight's dtype; rows from `tokens` on, up to a multiple of `ROW_TILE`, are undefined
     scales  [groups, rows] float32

@@ -1,7 +1,7 @@
 """Conversion of a packed weight's codes to numbers in a kernel: single codes, or words of four bytes.
 
-A thread of the matrix units holds columns 2t, 2t + 1, 2t + 8 and 2t + 9 of each 16 columns. Here it reads the codes of
-columns 4t to 4t + 3 instead, which are one word, and `in_word_order` reorders the input in the same way, so that the
+For the tensor cores, thread t holds columns 2t, 2t + 1, 2t + 8 and 2t + 9 of each 16 columns. Here it reads the codes
+of columns 4t to 4t + 3 instead, which are one word, and `in_word_order` reorders the input in the same way, so that the
 sums are the same.
 """
 
@@ -12,9 +12,9 @@ from tandem.engine.kernels.triton_launch import INTERPRETED
 
 TILE = tl.constexpr(128)
 CENTRE = tl.constexpr(8)
-"""`packed_weight.TILE` and `packed_weight.CENTRE`."""
+"""The constants `packed_weight.TILE` and `packed_weight.CENTRE` for kernels."""
 _WIDE = tl.constexpr(INTERPRETED)
-"""True in the interpreter, which has no PTX and would subtract the bits of bfloat16: float32 is subtracted instead."""
+"""True in Triton's interpreter, which has no PTX; there, float32 numbers are subtracted instead of bfloat16."""
 
 # In PTX two numbers share a register. As bits of bfloat16, 0x4300 | n is 128 + n for n < 128, and 0x4380 is 256.
 _INT8_PTX = tl.constexpr("""{
@@ -104,7 +104,7 @@ def nibbles_as(codes, dtype: tl.constexpr):
 
 @triton.jit
 def _four(words, part, BITS: tl.constexpr, FP8: tl.constexpr, dtype: tl.constexpr):
-    """Convert the four bytes of each word, or their lower (`part` 0) or upper halves → [rows, words, 2, 2]."""
+    """Convert four codes of each word: its bytes, or their lower (`part` 0) or upper halves → [rows, words, 2, 2]."""
     first, second = _code(words, 0, part, BITS, FP8, dtype), _code(words, 1, part, BITS, FP8, dtype)
     third, fourth = _code(words, 2, part, BITS, FP8, dtype), _code(words, 3, part, BITS, FP8, dtype)
     return tl.join(tl.join(first, second), tl.join(third, fourth))
@@ -122,7 +122,7 @@ def _code(words, number, part, BITS: tl.constexpr, FP8: tl.constexpr, dtype: tl.
 def words_as(words, BITS: tl.constexpr, FP8: tl.constexpr, dtype: tl.constexpr):
     """Convert words of four bytes of codes, int32 [rows, words], to `dtype` → [rows, codes] in word order.
 
-    From 4-bit codes `CENTRE` is subtracted; the lower halves of each 16 words (or of all, if there are fewer) come
+    `CENTRE` is subtracted from 4-bit codes. The lower halves of each 16 words (or of all, if there are fewer) come
     first.
     """
     return _nibbles_of(words, dtype) if BITS == 4 else _bytes_of(words, FP8, dtype)
@@ -165,7 +165,7 @@ def _nibbles_of(words, dtype: tl.constexpr):
 
 @triton.jit
 def in_word_order(x):
-    """Reorder the columns of each 16 in x [tokens, columns] in the way that `words_as` orders codes."""
+    """Reorder each 16 columns of x [tokens, columns] in the same way as `words_as` orders codes."""
     TOKENS: tl.constexpr = x.shape[0]
     COLUMNS: tl.constexpr = x.shape[1]
     x = tl.reshape(x, (TOKENS, COLUMNS // 16, 4, 2, 2))

@@ -1,4 +1,4 @@
-"""The kernels of `packed_products`: a product of some tokens with a weight's codes, and the dequantized weight."""
+"""The kernels of `packed_products`: the product of some tokens and a weight's codes, and dequantization."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inpu
 
 @triton.jit
 def words_at(rows_at, at, inside, EVEN: tl.constexpr):
-    """Load words of codes [rows, words], with 0 where they are not `inside`.
+    """Load words of codes [rows, words], with 0 where the mask `inside` is False.
 
     If all are inside (EVEN) there is no mask, because a mask would make the loads narrow.
     """
@@ -21,7 +21,7 @@ def words_at(rows_at, at, inside, EVEN: tl.constexpr):
 
 @triton.jit
 def columns_of(start, K: tl.constexpr, BITS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the columns of the codes in COLUMNS bytes from `start` on, in the order of the codes, and which are valid.
+    """Return the columns of the codes in COLUMNS bytes from `start` on, in the order of the codes, and their validity.
 
     A column is valid if it is less than K.
     """
@@ -49,7 +49,7 @@ def add_step(
 
     The words `held` and, if PAIRED, `held_up` [rows, words] begin at byte `start` of their rows; the columns of x are
     those of `columns_of`. If each row has a single scale the sums are not scaled yet, and totals is the sum of x:
-    `finish_sums` applies both.
+    `finish_sums` applies scale and offset.
     """
     ROWS: tl.constexpr = held.shape[0]
     PIECES: tl.constexpr = 2 if BITS == 4 and GROUP < K and GROUP // TILE * TILE != GROUP else 1
@@ -103,7 +103,7 @@ def finish_sums(
     sums, totals, scales_at, offsets_at,
     K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, OFFSETS: tl.constexpr,
 ):  # fmt: skip
-    """Apply a row's single scale and offset to the sums [rows, tokens]; does nothing if groups have their own."""
+    """Apply a row's single scale and offset to the sums [rows, tokens]; does nothing if each group has its own."""
     if GROUP == K:
         scale = tl.load(scales_at).to(tl.float32)
         sums *= scale[:, None]
@@ -114,7 +114,7 @@ def finish_sums(
 
 @triton.jit
 def _centred(offset, scale, BITS: tl.constexpr):
-    """Return the offset that belongs to codes minus `CENTRE`."""
+    """Return the offset to add if `CENTRE` has been subtracted from the codes."""
     return offset.to(tl.float32) + (CENTRE * scale if BITS == 4 else 0.0)
 
 
@@ -152,7 +152,7 @@ def packed_kernel(
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply some tokens; grid (ceil(N / ROWS), ceil(T / TOKENS), SPLITS).
+    """Multiply some tokens by a packed weight; grid (ceil(N / ROWS), ceil(T / TOKENS), SPLITS).
 
     out [T, N]; x [T, K]; codes [N or, with GATE_UP, 2·N, K / 32 · BITS] words of int32. The scale and offset of row r
     and group g are at r · row_stride + g · group_stride. COLUMNS bytes of codes are read at a time; they share one
@@ -238,7 +238,7 @@ def dequantize_kernel(
     OFFSETS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Program (row, part) computes COLUMNS bytes of a row of the weight [N, K], in float32 and rounded once."""
+    """Program (row, part) dequantizes COLUMNS bytes of a row of the weight [N, K], in float32 and rounded once."""
     BYTES: tl.constexpr = K * BITS // 8
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

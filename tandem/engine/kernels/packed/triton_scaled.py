@@ -1,4 +1,4 @@
-"""The kernels of `scaled_products`: inputs quantized token by token, and products of 8-bit codes with 8-bit codes."""
+"""The kernels of `scaled_products`: quantization of inputs token by token, and products of 8-bit codes."""
 
 import triton
 import triton.language as tl
@@ -74,7 +74,7 @@ def quantize_kernel(
 
 @triton.jit
 def _columns_at(pointers, inside, EVEN: tl.constexpr, POLICY: tl.constexpr):
-    """Load codes [rows, columns], with 0 for columns that are not `inside`."""
+    """Load codes [rows, columns], with 0 for columns where the mask `inside` is False."""
     if EVEN:
         return tl.load(pointers, eviction_policy=POLICY)
     return tl.load(pointers, mask=inside[None, :], other=0.0, eviction_policy=POLICY)
@@ -82,7 +82,7 @@ def _columns_at(pointers, inside, EVEN: tl.constexpr, POLICY: tl.constexpr):
 
 @triton.jit
 def _products(held, taken, sums, scale, token_scale, GROUPED: tl.constexpr, SUM: tl.constexpr):
-    """Add products of codes to `sums`; if GROUPED they are scaled before, because each group has its own scales."""
+    """Add the products of codes to `sums`; if GROUPED they are scaled first, because each group has its own scales."""
     if GROUPED:
         nothing = tl.zeros((held.shape[0], taken.shape[1]), SUM)
         found = tl.dot(held, taken, nothing, out_dtype=SUM).to(tl.float32)
@@ -120,12 +120,12 @@ def scaled_kernel(
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply codes of some tokens with codes of a weight; grid (ceil(T / TOKENS), ceil(N / ROWS), SPLITS).
+    """Multiply codes of some tokens by codes of a weight; grid (ceil(T / TOKENS), ceil(N / ROWS), SPLITS).
 
     out [T, N]; x [T, K] with memory for whole tiles of tokens; codes [N or, with GATE_UP, 2·N, K] of the same dtype.
     The scale of token t and group g is at g · token_stride + t, also with memory for whole tiles; that of row r and
-    group g is at r · row_stride + g · group_stride. COLUMNS at a time never cross a group. partials and counters are as
-    in `skinny_kernel`.
+    group g is at r · row_stride + g · group_stride. COLUMNS columns are read at a time, all of one group. partials and
+    counters are as in `skinny_kernel`.
     """
     EVEN: tl.constexpr = K % (COLUMNS * SPLITS) == 0
     STEPS: tl.constexpr = (K + COLUMNS * SPLITS - 1) // (COLUMNS * SPLITS)

@@ -8,14 +8,14 @@ import triton.language as tl
 from torch import Tensor
 
 SPLITS = 64
-"""Programs per page: a few pages occupy the GPU for microseconds, and many leave capacity for the running step."""
+"""Number of programs per page, so that a few pages take microseconds and many leave the GPU capacity for a step."""
 BLOCK = 2048
-"""Words that a program loads at a time."""
+"""Number of words that a program loads at a time."""
 WARPS = 4
 
 
 def partial_sums(words: Tensor, codes: int, token_words: int, chosen: Tensor, parts: Tensor) -> None:
-    """Compute rows of `parts` [n, SPLITS] int64 whose sums are the checksums mod 2^64. Launches only, never waits.
+    """Compute `parts` [n, SPLITS] int64, whose rows' sums mod 2^64 are the checksums. Does not wait for the device.
 
     words [pages, rows, words of a row] int32, contiguous: the first `codes` words of a row hold `token_words` words of
     each token, the words after them one of each token. chosen [n, 2] int64: a page, and its number of filled tokens.
@@ -36,7 +36,7 @@ def partial_sums(words: Tensor, codes: int, token_words: int, chosen: Tensor, pa
 
 
 def reference_sums(words: Tensor, tokens: Tensor, pages: Sequence[int], filled: Sequence[int]) -> list[int]:
-    """Return the checksums by their definition, in plain PyTorch, on any device.
+    """Return the checksums as defined, computed in plain PyTorch on any device.
 
     `words` is as for `partial_sums`; tokens [words of a row] is the token position that each word belongs to.
     """

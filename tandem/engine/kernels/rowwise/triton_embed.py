@@ -1,4 +1,4 @@
-"""Rows of the embedding table, for token ids that the host knows and ids that only the device knows so far."""
+"""The rows of the embedding table for token ids that the host knows, and for ids that only the device knows so far."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inpu
 MOST_COLUMNS = 2048
 """Maximum number of columns of a program."""
 ELEMENTS_PER_WARP = 512
-"""Elements of a warp: two 16-byte loads of a half-precision type for each thread."""
+"""Number of elements of a warp: two 16-byte loads of a half-precision type for each thread."""
 
 
 def embed(token_ids: Tensor, sources: Tensor | None, previous: Tensor | None, table: Tensor, *, pdl: bool) -> Tensor:
@@ -19,9 +19,9 @@ def embed(token_ids: Tensor, sources: Tensor | None, previous: Tensor | None, ta
     has not read yet, with 0 in place of NO_TOKEN; elsewhere it is token_ids[t]. token_ids [T] int64, sources [T] int32,
     previous int64 of any length. Without `sources` and `previous` all ids are those of the host.
 
-    The launch begins a step and does not overlap with the one before it, so that the preparation of the step has ended
-    for all kernels after it, even for those that read before they wait. With `pdl` the next launch overlaps with this
-    one.
+    This launch begins a step and does not overlap with the launch before it. So the kernels that prepare the step have
+    ended before any later kernel runs, even one that reads before it waits. With `pdl` the next launch overlaps with
+    this one.
     """
     tokens, width = token_ids.shape[0], table.shape[1]
     out = table.new_empty(tokens, width)

@@ -9,7 +9,7 @@ from tandem.engine.kernels.layers import Norm
 from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 
 ELEMENTS_PER_THREAD = 16
-"""Elements of a thread: two 16-byte loads of a half-precision type."""
+"""Number of elements of a thread: two 16-byte loads of a half-precision type."""
 THREADS_PER_WARP = 32
 MOST_WARPS = 16
 

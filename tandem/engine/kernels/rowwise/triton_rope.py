@@ -1,7 +1,7 @@
 """RMSNorm of queries and keys, rotary embedding, and the store of keys and values, in one pass over q/k/v.
 
-A norm is either of each head separately, or of all heads of a token together. For the latter another launch computes
-the scales before, because a program sees only a few heads. A program takes some tokens and a few heads, all queries,
+Either each head is normed separately, or all heads of a token together. In the latter case an earlier launch computes
+the scales, because a program sees only a few heads. A program takes some tokens and a few heads, which are all queries,
 all keys or all values. The loads of all its heads are issued before the first is used, 16 bytes each; a token's angles
 are loaded once for all of them. Values are copied unchanged; if the cache is quantized, keys and values are quantized.
 """
@@ -23,16 +23,19 @@ from tandem.engine.kernels.rowwise.triton_codes import store_head
 from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 
 WARP_BYTES = 512
-"""One 16-byte load of each thread of a warp: tokens whose half heads fit together into these bytes share a load."""
+"""Number of bytes that the threads of a warp load at once, 16 bytes each.
+
+Tokens whose half heads fit together into these bytes share a load.
+"""
 TINY_TOKENS = 64
-"""The largest step, in tokens, with loads a quarter as wide: its few programs are bound by their latency."""
+"""Maximum number of tokens of a step for which loads are a quarter as wide: its few programs are limited by latency."""
 SMALL_TOKENS = 512
-"""The largest step, in tokens, of programs of one warp and few heads; larger ones saturate the GPU."""
+"""Maximum number of tokens of a step whose programs have one warp and few heads; larger steps saturate the GPU."""
 SMALL_GROUP, LARGE_GROUP, LARGE_WARPS = 2, 4, 4
 
 
 class Tile(NamedTuple):
-    """The tile of a program: its tokens, its heads of one kind, and its warps."""
+    """The tile of a program: its number of tokens, of heads of one kind, and of warps."""
 
     tokens: int
     group: int
@@ -41,7 +44,7 @@ class Tile(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def plan_tile(tokens: int, shape: AttentionShape, item_bytes: int) -> Tile:
-    """Return the tile for a step of `tokens` tokens; its group of heads divides both the query and the key heads."""
+    """Return the tile for a step of `tokens` tokens; its number of heads divides both the query and the key heads."""
     together = max(WARP_BYTES // (triton.next_power_of_2(shape.head_dim // 2) * item_bytes), 1)
     if tokens <= TINY_TOKENS:
         return Tile(max(together // 4, 1), _group(shape, SMALL_GROUP), 1)
@@ -72,7 +75,7 @@ def rope_and_store(
               is a `QuantizedKv`
     layout    its slots are below 2³¹: a token with slot -1 (a padding row) is not stored, its position is not used, and
               its query is undefined
-    tile      None = that of the plan
+    tile      None = that of `plan_tile`
     → q [T, heads, head_dim], a view into qkv. Arithmetic is float32, rounded once; then keys and values are quantized.
     """
     shape, rope, q_norm, k_norm = layer.shape, layer.rope, layer.q_norm, layer.k_norm
@@ -119,7 +122,7 @@ def rope_and_store(
 
 
 def _norms_rows(norm: Tensor | None, shape: AttentionShape) -> bool:
-    """Return True if the norm is one of whole rows and a row has several heads."""
+    """Return True if the norm applies to whole rows, and a row has several heads."""
     return norm is not None and norm.numel() > shape.head_dim
 
 
@@ -145,7 +148,7 @@ def _row_scales(qkv: Tensor, eps: float, shape: AttentionShape, *, pdl: bool) ->
 def _scale_rows(
     qkv_ptr, scales_ptr, eps, QUERY: tl.constexpr, KEY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """Program (token, 0 for queries and 1 for keys) computes the scale of one row."""
+    """Program (token, 0 for queries or 1 for keys) computes the scale of one row."""
     launch_dependents(PDL)
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -188,7 +191,7 @@ def _rope_and_store(
     HALF_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (tokens, heads) processes TOKENS tokens and GROUP heads, all queries, all keys or all values.
+    """Program (tokens, heads) processes TOKENS tokens and GROUP heads, which are all queries, all keys or all values.
 
     Lane i of a tile holds two numbers of a head: the pair (i, i + ROTATED / 2) that is rotated, or, from lane ROTATED /
     2 on, two numbers that are not rotated.
@@ -281,7 +284,7 @@ def _store_rotated(
     HEAD_DIM: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Store the rotated heads of `heads`, normed before if NORMED, `stride` apart from `to` on.
+    """Rotate the heads in `heads`, after their norm if NORMED, and store them from `to` on, `stride` apart.
 
     With WHOLE_ROWS `scale` [TOKENS, 1] is the factor of the norm and every head has its own weights, else `scale` is
     the epsilon. With CODES heads are quantized, and the scales of tokens that are `present` are stored from

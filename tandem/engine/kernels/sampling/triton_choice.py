@@ -1,4 +1,4 @@
-"""The last launch of sampling: it chooses each row's token from the best logit, the weights and the candidates."""
+"""The last kernel of sampling, which chooses each row's token from the best logit, the weights and the candidates."""
 
 import triton
 import triton.language as tl
@@ -75,7 +75,7 @@ def choose(
 
 @triton.jit
 def _draw_filtered(params_ptr, weights_ptr, ids_ptr, found_ptr, vocab, total, TILE: tl.constexpr, SHIFT: tl.constexpr):
-    """Sample from the tokens that the filters keep: the first in the order of falling weight and then rising id."""
+    """Sample from the tokens that the filters keep, which are the first by falling weight, then rising id."""
     top_k = tl.load(params_ptr + TOP_K).to(tl.int32)
     top_k = tl.where(top_k > 0, tl.minimum(top_k, vocab), vocab)
     top_p = tl.load(params_ptr + TOP_P)
@@ -117,7 +117,7 @@ def _draw_filtered(params_ptr, weights_ptr, ids_ptr, found_ptr, vocab, total, TI
 
 @triton.jit
 def _share(number, mass):
-    """Return number · mass for a number in [0, 1), rounded down and less than mass."""
+    """Return number · mass, rounded down, for a number in [0, 1); the result is less than mass."""
     return tl.minimum((number * mass.to(tl.float64)).to(tl.int64), mass - 1)
 
 
@@ -129,13 +129,13 @@ def _mass_of(top_p, mass):
 
 @triton.jit
 def _load(weights_ptr, place, length):
-    """Load weights at `place`, and up to ALIGNED - 1 after `length`, so that a mask never splits a wide load."""
+    """Load the weights at `place` before `length` rounded up to ALIGNED, so that the mask never splits a wide load."""
     return tl.load(weights_ptr + place, mask=place < tl.cdiv(length, ALIGNED) * ALIGNED, other=0.0)
 
 
 @triton.jit
 def _measure(weights_ptr, length, least, TILE: tl.constexpr, SHIFT: tl.constexpr):
-    """Return the number (int32) and mass (int64) of those of `length` weights whose bits are at least `least`.
+    """Return the count (int32) and the mass (int64) of those of `length` weights whose bits are at least `least`.
 
     `least` is int32, like the bits.
     """
@@ -156,9 +156,9 @@ def _measure(weights_ptr, length, least, TILE: tl.constexpr, SHIFT: tl.constexpr
 def _narrow(weights_ptr, length, all_mass, target, BY_COUNT: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr):
     """Find the weight, in falling order, at which the running count or mass first exceeds `target`.
 
-    It halves an interval of float bits. `target` is int64, and less than the whole count or mass. Returns the number
-    and the mass of the heavier tokens, the mass of each token with bits low ≤ bits < high, low, and high. The tokens in
-    that interval all have the same weight, or there is only one.
+    The search halves an interval of float bits. `target` is int64, and less than the whole count or mass. Returns the
+    count and the mass of the heavier tokens, the mass of each token with bits low ≤ bits < high, low, and high. The
+    tokens in that interval all have the same weight, or there is only one.
     """
     low, low_count, low_mass = 0, length, all_mass
     high, high_count, high_mass = ONE + 1, 0, all_mass * 0

@@ -10,7 +10,7 @@ from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inpu
 from tandem.protocol.messages import LOGPROBS_MAX
 
 MOST_TOP = LOGPROBS_MAX
-"""The maximum number of tokens that are reported in addition to the sampled one."""
+"""Maximum number of tokens that are reported in addition to the sampled one."""
 BLOCK, BLOCK_WARPS = 4096, 8
 MERGE_WARPS = 4
 NOTHING = tl.constexpr(-(1 << 63))
@@ -18,11 +18,11 @@ NOTHING = tl.constexpr(-(1 << 63))
 
 
 def logprobs(logits: Tensor, tokens: Tensor, rows: Tensor, top: int, *, pdl: bool) -> tuple[Tensor, Tensor]:
-    """Return the log softmax of rows of logits [R, V] at their tokens, and the `top` ≤ MOST_TOP largest of each row.
+    """Return log probabilities for rows of logits [R, V]: of each row's token, and the `top` ≤ MOST_TOP largest.
 
-    rows [S] int64, tokens [R] int64. Neither temperature nor filters nor penalties change the result. Returns values
-    [S, 1 + top] float32, first that of the token, then the largest by falling logit and rising id, and the ids of the
-    largest [S, top] int64. Launches only, never waits.
+    rows [S] int64, tokens [R] int64. Neither temperature nor filters nor penalties change the result. Returns the log
+    probabilities [S, 1 + top] float32, first that of the token, then the largest by falling logit and rising id, and
+    the ids of the largest [S, top] int64. Does not wait for the device.
     """
     count, vocab = len(rows), logits.shape[1]
     assert 0 <= top <= min(MOST_TOP, vocab), f"top must be from 0 to {min(MOST_TOP, vocab)}"
@@ -69,7 +69,7 @@ def logprobs(logits: Tensor, tokens: Tensor, rows: Tensor, top: int, *, pdl: boo
 def _sum_block(
     logits_ptr, logits_stride, rows_ptr, sums_ptr, best_ptr, vocab, top, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """Compute a block's maximum and sum of exponentials → sums [S, blocks, 2], and its best logits → best.
+    """Compute a block's maximum and sum of exponentials → sums [S, blocks, 2], and its largest logits → best.
 
     best [S, blocks, top] int64 are the `top` largest packed logits.
     """

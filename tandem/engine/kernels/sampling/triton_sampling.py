@@ -1,4 +1,4 @@
-"""Sampling in four launches that never wait for the host: best logits, weights, candidates, choice.
+"""Sampling in four kernels that never wait for the host: best logits, weights, candidates, choice.
 
 A token's weight is exp((logit - best) / temperature), in (0, 1]. Two properties make the choice exact without a sort,
 and independent of the order of summation:
@@ -20,19 +20,19 @@ TEMPERATURE, TOP_K, TOP_P, MIN_P = tl.constexpr(0), tl.constexpr(1), tl.constexp
 UNIFORM, REPETITION, PRESENCE, FREQUENCY = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
 COUNTED = tl.constexpr(8)
 PARAMS = tl.constexpr(9)
-"""Columns of a row's float64 parameters. COUNTED is the row's index in the counts, -1 if the row has no penalties."""
+"""Number of float64 parameters of a row. COUNTED is the row's index in the counts, -1 if the row has no penalties."""
 IN_PROMPT = tl.constexpr(1 << 30)
-"""Added to the count of a token that is in the prompt: the repetition penalty applies to it, the other two do not."""
+"""Number that is added to the count of a token in the prompt, which only the repetition penalty takes into account."""
 CANDIDATES = tl.constexpr(4096)
-"""The maximum number of tokens that are gathered; a row that keeps more is scanned whole."""
+"""Maximum number of candidates that are gathered; if a row's filters keep more tokens, its whole row is scanned."""
 ALIGNED = tl.constexpr(16)
 """A row's scratch memory starts and ends at multiples of this number of weights, so that loads are wide."""
 SPLITS = tl.constexpr(16)
-"""Parts of a row that separate programs weigh and gather."""
+"""Number of parts of a row that separate programs weigh and gather."""
 BINS = tl.constexpr(256)
-"""Bins of a part's histogram: eight for each factor of two below weight 1; bin 0 holds all lighter weights."""
+"""Number of bins of a part's histogram: eight per factor of two below weight 1; bin 0 holds all lighter weights."""
 BIN_SHIFT = tl.constexpr(20)
-"""Bits of a float32 below its sign, its exponent and the first three bits of its mantissa."""
+"""Number of bits of a float32 below its sign, its exponent and the first three bits of its mantissa."""
 ONE = tl.constexpr(0x3F800000)
 """The bits of the largest weight, 1.0."""
 BELOW_BINS = tl.constexpr((0x3F800000 >> 20) - 255)
@@ -40,7 +40,7 @@ LEAST_TEMPERATURE = tl.constexpr(1e-30)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOW_HALF = tl.constexpr(0x7FFFFFFF)
 NO_TOKEN = tl.constexpr(-1)
-"""`tandem.engine.steps.sampling_metadata.NO_TOKEN`."""
+"""The constant `tandem.engine.steps.sampling_metadata.NO_TOKEN` for kernels."""
 
 
 @triton.jit
@@ -99,7 +99,7 @@ def best_of_block(
     PENALTIES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute the packed best logit of BLOCK tokens of a row → best [rows, blocks] int64; infinite if any is NaN."""
+    """Compute the packed best logit of BLOCK tokens of a row → best [rows, blocks] int64; infinite if one is NaN."""
     launch_dependents(PDL)
     wait_for_inputs(PDL)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -122,7 +122,7 @@ def best_of_block(
 
 @triton.jit
 def best_of_row(best_ptr, row, blocks, BLOCKS: tl.constexpr):
-    """Return the packed best logit of a row, from its `blocks` ≤ BLOCKS partial ones."""
+    """Return the packed best logit of a row, from those of its `blocks` ≤ BLOCKS blocks."""
     block = tl.arange(0, BLOCKS)
     partial = tl.load(best_ptr + row * blocks + block, mask=block < blocks, other=-(1 << 63))
     return tl.max(partial, axis=0)
@@ -250,10 +250,11 @@ def collect(
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Gather a part's share of a filtered row's candidates: the tokens of as many of the heaviest bins as fit.
+    """Gather the candidates in one part of a filtered row: the tokens of as many of the heaviest bins as fit.
 
-    It stores their weights at the start of the row's scratch memory and their ids [rows, CANDIDATES] int32, both by
-    rising id. found [rows, 2] int32 gets their number, and the bits of the smallest weight that is surely among them.
+    Stores the candidates' weights at the start of the row's scratch memory and their ids [rows, CANDIDATES] int32, both
+    by rising id. found [rows, 2] int32 gets the number of candidates, and the bits of a weight such that all tokens of
+    at least this weight are candidates.
     """
     launch_dependents(PDL)
     wait_for_inputs(PDL)
