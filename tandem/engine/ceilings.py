@@ -147,5 +147,5 @@ def _rounds(
 
 
 def _fast(times: list[float]) -> float:
-    """Return the time of a fast round, because some rounds were slowed down; the fastest one may be an outlier."""
+    """Return the time of a fast round, as some are slowed down, but not of the fastest, which may be an outlier."""
     return sorted(times)[len(times) // _FAST_PART]

@@ -1,4 +1,18 @@
-"""The page pool records who owns each page of the KV cache, and how many pages are reserved."""
+"""The page pool records who owns each page of the KV cache, and how many pages are reserved.
+
+Each page is in exactly one state:
+
+    free         no one owns it; only the pool hands it out
+    owned        by one attempt at one request: only this attempt writes the page, and its scheduler frees it
+    shared       read-only, with a count of readers: `retain` adds one, `release` removes one, the last makes it cached
+    cached       no request reads it, but the prefix cache knows its contents: it counts as free, and may be reused
+    advertised   by a lease: the prefill worker named in the lease may write it at any moment, so nothing else uses it
+    quarantined  its lease has ended, but late writes may still arrive: only `free_quarantined` makes it free again
+
+A reservation (`reserve`) withholds a number of free pages from callers without a reservation; it names no particular
+pages. Cached pages count as free: when no free page is left they are evicted, least recently used first, so cached
+pages never cause a request to be refused.
+"""
 
 import threading
 from collections import OrderedDict
@@ -13,7 +27,9 @@ from tandem.protocol.messages import Lease, RequestRef
 class PagePool:
     """The pages 0 .. total - 1 of one KV cache.
 
-    Every method is thread-safe, takes microseconds, and either succeeds or changes nothing.
+    Every method is thread-safe, takes microseconds, and either succeeds or changes nothing. Methods raise
+    ResourceExhausted if too few pages are free at the moment; StaleEpoch if a lease has no pages, or no longer has any,
+    in the required state; and Internal if the caller names pages that it does not own, which is a defect.
     """
 
     def __init__(self, total: int) -> None:

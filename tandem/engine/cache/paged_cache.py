@@ -41,7 +41,12 @@ class PagedCache:
         *,
         step_tokens: int = 0,
     ) -> None:
-        """Allocate the scratch page and as many whole pages for requests as fit into `capacity_bytes` together."""
+        """Allocate the scratch page and as many whole pages for requests as fit into `capacity_bytes` together.
+
+        `dtype` is the dtype of the elements, or int8 or float8_e4m3fn for codes with scales. `step_tokens` is the
+        maximum number of prompt tokens in a step; the number of pages that a request needs depends on it. Raises
+        InvalidArgument if no page is left for requests, or if `device` has too little free memory.
+        """
         self.groups = kv_groups(spec)
         group = self.groups[0]
         self.layers, self.parts, self.kv_heads, self.head_dim = group.depth, group.parts, group.heads, group.dim
@@ -59,7 +64,7 @@ class PagedCache:
 
     @property
     def page_bytes(self) -> int:
-        """The size of one page in bytes."""
+        """The size of one page in bytes, with all layers of its group."""
         return self.storage[0].nbytes
 
     @property

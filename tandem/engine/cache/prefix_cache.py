@@ -1,4 +1,31 @@
-"""The prefix cache: an index of the pages that hold the KV of each prefix, so that it is not computed or sent again."""
+"""The prefix cache: an index of the pages that hold the KV of each prefix, so that it is not computed or sent again.
+
+Only full pages are indexed, each by a digest of its tokens and of all tokens before them
+(`tandem/protocol/page_digests.py`). The digests of one prompt are a path in a tree. A digest has one page in each group
+of layers (`tandem/protocol/kv_pages.py`).
+
+In groups without a window, a reader of a page also reads all pages before it, so a page has no more readers than the
+page before it. A path is released from its end, so the page that the pool evicts first, the least recently released, is
+always a leaf, and no page is left that no path leads to. A digest that loses its page in such a group loses its pages
+in all groups.
+
+In groups with a window, a reader of n pages needs only the last ⌈(window - 1) / page⌉ of them. A page that has left the
+window is released while its request still runs. It stays cached until it is evicted, so that a prefix that ends there
+can be reused, whatever follows it in other prompts. Such a page may be evicted before others of its path, or may be
+missing; the next request that computes it adds it to the index again.
+
+The life of a request's `Prefix`:
+
+    promise, allocate   retain the indexed pages, but never the page of the prompt's last token, because a step has to
+                        compute at least one token; reserve the missing pages, or allocate them to the request
+    retire              release the pages that the window has passed; the request's own become cached or free
+    publish             index the request's own full pages, now computed. If another request has indexed the same digest
+                        first, the page stays the request's own, and the indexed one is retained as well, unused, so
+                        that the path to later pages has no gap
+    leave               release all pages that the request reads, and free those that it owns
+
+A page is never written after it is published, because only full pages are indexed.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,7 +75,12 @@ class _Node:
 
 
 class PrefixCache:
-    """The prefix index of one worker, shared by the prefill and the decode scheduler."""
+    """The prefix index of one worker, shared by the prefill and the decode scheduler.
+
+    It owns no page: the pool holds the pages, as shared while a request reads them and as cached until they are
+    evicted. It is thread-safe, under the pool's lock. The time of each call is proportional to the number of pages
+    concerned.
+    """
 
     def __init__(self, pool: PagePool, kv: KvPages, *, enabled: bool = True, names: PageNaming = page_digests) -> None:
         """Create an empty index over `pool`; if `enabled` is False, nothing is ever indexed.

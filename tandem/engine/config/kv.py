@@ -29,7 +29,7 @@ class KvGroup:
     dim: int
     """The number of elements per token, part and head."""
     window: int | None = None
-    """The number of positions that a token sees, itself included; None = all before it."""
+    """The sliding window of the layers: the number of positions that a token attends to, with its own; None = all."""
 
     @property
     def elements(self) -> int:
@@ -38,7 +38,10 @@ class KvGroup:
 
 
 def kv_groups(spec: ModelSpec) -> tuple[KvGroup, ...]:
-    """Return the groups of layers, those without a window first, then by window and by layer number."""
+    """Return the groups of layers, those without a window first, then by window and by layer number.
+
+    Raises ModelError if keys and values differ in shape between layers.
+    """
     shapes = {_shape_of(layer) for layer in spec.layers}
     if len(shapes) > 1:
         raise ModelError("layers whose keys and values differ in shape are not supported.")

@@ -21,7 +21,7 @@ class GroupedQueryAttention:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: int = 0
-    """RMSNorm of queries and keys before the rotation: the number of elements normalized together, 0 = no norm.
+    """The number of elements that RMSNorm of queries and keys normalizes together, before rotation; 0 = no norm.
 
     `head_dim` normalizes each head by itself, with the same weights for all heads; `heads · head_dim` normalizes the
     whole row, with one weight per element.

@@ -12,7 +12,7 @@ from functools import cache
 
 
 class WeightFormat(StrEnum):
-    """The format of a quantized weight in a checkpoint; a file in `tandem/engine/weights/quantized/` reads each."""
+    """The format of a quantized weight in a checkpoint; `tandem/engine/weights/quantized/` has a reader for each."""
 
     AWQ = "awq"
     GPTQ = "gptq"
@@ -89,8 +89,9 @@ class WeightScheme:
     def packing(self, columns: int) -> Packing | None:
         """Return the format in which a weight of `columns` columns is kept; None = as dequantized values.
 
-        A weight is dequantized, to the model's dtype, if the columns of a group are scattered, or if groups do not
-        divide a row evenly.
+        A weight is dequantized, to the model's dtype, if the columns of a group are scattered. It is also dequantized
+        if the largest group size that divides both the scheme's groups and the row is below `LEAST_GROUP`, or odd for
+        4-bit codes.
         """
         if self.format is WeightFormat.ROUND_TO_NEAREST:
             group = _rounding_group(self.codes, columns)
@@ -104,7 +105,10 @@ class WeightScheme:
 
 
 def _rounding_group(codes: Codes, columns: int) -> int:
-    """Return the group of a weight quantized at load: a row or, for 4-bit codes, 128 columns if that divides it."""
+    """Return the group size of a weight quantized at load.
+
+    It is a whole row or, for 4-bit codes, the largest of 128, 64 and 32 that divides a row, else 1.
+    """
     if codes is not Codes.INT4:
         return columns
     return next((group for group in (128, 64, 32) if columns % group == 0), 1)
