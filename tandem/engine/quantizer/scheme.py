@@ -1,4 +1,4 @@
-"""The schemes that a checkpoint can be quantized to, with the names of compressed-tensors for what they store."""
+"""The schemes to which a checkpoint can be quantized, and how compressed-tensors names them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,20 +11,20 @@ GROUPS = (128, 64, 32)
 
 @dataclass(frozen=True, slots=True)
 class OutputScheme:
-    """The format in which the weights of linear layers are written."""
+    """The format in which the quantized weights of linear layers are written."""
 
     name: str
     bits: int
     layout: str
-    """The `format` of compressed-tensors."""
+    """The value of `format` in compressed-tensors."""
     kind: str = "int"
     """`int` or `float` (E4M3)."""
     symmetric: bool = True
-    """False if codes have a zero point for each scale."""
+    """False if each scale has a zero point."""
     grouped: bool = False
     """True if each group of inputs has a scale, False if each output has one."""
     activations: bool = False
-    """True if activations are quantized like the weights while serving, with one scale for each token."""
+    """True if the server quantizes activations to the type of the weights, with one scale for each token."""
 
     @property
     def largest(self) -> float:
@@ -38,15 +38,16 @@ class OutputScheme:
 
     @property
     def reach(self) -> float:
-        """The code of the largest weight without zero points: half of the range of codes, as in compressed-tensors.
+        """The magnitude, in codes, to which a symmetric scheme maps a group's largest weight.
 
-        Each weight, of either sign, is then within half a step of a code.
+        It is half of the range of codes, as in compressed-tensors, so each weight, of either sign, is within half a
+        step of a code.
         """
         return (self.largest - self.lowest) / 2
 
     @property
     def packed(self) -> bool:
-        """True if several codes share a 32-bit word."""
+        """True if a 32-bit word has several codes."""
         return self.layout == "pack-quantized"
 
     def config(self, group: int | None, ignore: list[str]) -> dict[str, Any]:
@@ -95,7 +96,7 @@ def parse_scheme(name: str) -> OutputScheme:
 
 
 def choose_group(scheme: OutputScheme, asked: int | None, inputs: set[int]) -> int | None:
-    """Return the group size for products with these numbers of inputs, None for a scheme without groups.
+    """Return the group size for products with these numbers of inputs; None for a scheme without groups.
 
     Raises InvalidArgument if `asked` does not divide all of them, or if no group size does.
     """

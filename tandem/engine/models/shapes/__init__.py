@@ -1,4 +1,4 @@
-"""The shapes of well-known models, as config.json files, for performance runs with random weights."""
+"""The config.json files of well-known models, for performance runs with random weights."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def shape_config(name: str) -> ModelSpec:
 
 
 def write_shape(name: str, folder: Path) -> Path:
-    """Make `folder` a model folder of this shape, without weights and tokenizer, and return it."""
+    """Write a model folder of this shape, without weights and tokenizer, to `folder`; return `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(shape_file(name).read_text(encoding="utf-8"), encoding="utf-8")
     return folder
