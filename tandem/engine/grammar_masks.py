@@ -39,10 +39,10 @@ class GrammarMasks:
     def __init__(
         self, grammars: LazyGrammars, eos_token_ids: Sequence[int], step_wait_s: float | None = STEP_WAIT_S
     ) -> None:
-        """A step waits for masks for up to `step_wait_s` seconds; None = until all masks are ready.
+        """Create the masks for the grammars of a model's requests.
 
-        The output of a request whose grammar fails ends with one of `eos_token_ids`, and `History.failure` has the
-        error.
+        A step waits for masks for up to `step_wait_s` seconds; None = until all masks are ready. The output of a
+        request whose grammar fails ends with one of `eos_token_ids`, and `History.failure` has the error.
         """
         self._grammars = grammars
         self._eos_token_ids = eos_token_ids

@@ -29,7 +29,10 @@ class DecodeGraphs:
     """
 
     def __init__(self, packer: StepPacker, forward: Forward, sampler: DeviceSampler, drawn: Tensor, pool: Pool) -> None:
-        """`drawn` [rows] int64 has the sampled tokens of a step for the next step; all graphs allocate from `pool`."""
+        """Create an empty set of graphs, which will allocate from the memory `pool`.
+
+        `drawn` [rows] int64 has the sampled tokens of a step for the next step.
+        """
         self._packer = packer
         self._forward = forward
         self._sampler = sampler

@@ -57,7 +57,10 @@ class CudaStepper:
         prompts: PromptGraphs,
         verify: VerifyGraphs,
     ) -> None:
-        """`drawn` [rows] int64 holds the sampled tokens of each step for the next step; `draws` writes them."""
+        """Create a stepper that uses these graphs where they fit.
+
+        `drawn` [rows] int64 holds the sampled tokens of each step for the next step; `draws` writes them.
+        """
         self._packer = packer
         self._forward = forward
         self.draws = draws

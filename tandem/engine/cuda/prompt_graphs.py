@@ -65,9 +65,9 @@ class PromptGraphs:
     def __init__(
         self, packer: StepPacker, forward: Forward, drawn: Tensor, pool: Pool, most_pages: int | None = None
     ) -> None:
-        """`drawn` is that of `DecodeGraphs`; all graphs, of which one runs at a time, allocate from `pool`.
+        """Create an empty set of graphs, which will allocate from the memory `pool`; one graph runs at a time.
 
-        `most_pages` is `Kernels.capturable_pages`.
+        `drawn` is that of `DecodeGraphs`, `most_pages` is `Kernels.capturable_pages`.
         """
         self._most_pages = most_pages
         self._packer = packer

@@ -64,10 +64,10 @@ class TokenDraws:
         *,
         pdl: bool,
     ) -> None:
-        """`drawn` [maximum number of sampling rows] int64 receives the tokens; `counts` has the rows of `sampler`.
+        """Create the sampler of a stepper's steps; it writes the tokens to `drawn`.
 
-        `counts` has as many rows as `sampler` samples at once. None of `eos_token_ids` is sampled where an output may
-        not end yet, and no token that `masks` forbids.
+        `drawn` is [maximum number of sampling rows] int64; `counts` has as many rows as `sampler` samples at once. None
+        of `eos_token_ids` is sampled where an output may not end yet, and no token that `masks` forbids.
         """
         self._sampler = sampler
         self._counts = counts

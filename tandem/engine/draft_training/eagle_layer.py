@@ -58,9 +58,10 @@ class EagleLayer(nn.Module):
     """
 
     def __init__(self, base: BaseWeights, sizes: EagleSizes, token_map: Tensor | None, longest: int) -> None:
-        """`longest` is the maximum number of tokens of an output and of its draft tokens together.
+        """Initialize the layer so that it passes hidden states on unchanged.
 
-        `token_map` is that of `MedusaHeads`.
+        `longest` is the maximum number of tokens of an output and of its draft tokens together. `token_map` is that of
+        `MedusaHeads`.
         """
         super().__init__()
         self.base, self.sizes, self.token_map = base, sizes, token_map

@@ -36,7 +36,7 @@ class DivergenceSum:
         self._sums = torch.zeros(5, dtype=torch.float64)
 
     def add(self, reference: Tensor, candidate: Tensor, following: Tensor) -> None:
-        """Add the positions of two logits [T, vocab], of any dtype, and the tokens [T] int64 that follow in the text.
+        """Add T positions, given by the logits [T, vocab] of both models and the next tokens [T] int64 of the text.
 
         The tensors may be on different devices; the computation runs on the reference's.
         """

@@ -1,4 +1,7 @@
-"""Codes, scales and zero points of a weight, and rounding to them. A weight is [N, K]: N outputs, K inputs."""
+"""Codes, scales and zero points of a quantized weight, and rounding to codes.
+
+A weight is [N, K]: N outputs, K inputs.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from tandem.engine.weights.quantized.rounding import symmetric_scales
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The values that each weight can take: (code - zero) · scale, with one scale for each row and group of columns."""
+    """The values that a quantized weight can have: (code - zero) · scale, with one scale per row and column group."""
 
     scheme: OutputScheme
     scales: Tensor

@@ -72,7 +72,7 @@ class QuantizationRecipe:
     method: str = "rtn"
     """One of `METHODS`; all except `rtn` need samples."""
     group_size: int | None = None
-    """The number of inputs that share a scale; None = the largest that fits, or all for a scheme without groups."""
+    """The number of inputs that share a scale; None = the largest that fits, or all if the scheme has no groups."""
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -130,7 +130,7 @@ def quantize(
 
 
 def scale_dtype(scheme: OutputScheme, stored: torch.dtype) -> torch.dtype:
-    """Return the dtype of scales: that of the model if products compute in it, float32 if they compute in 8 bits."""
+    """Return the dtype of scales: float32 if products compute in 8 bits, else the dtype of the model."""
     return torch.float32 if scheme.activations else stored
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from tandem.protocol.errors import InvalidArgument
 
 GROUPS = (128, 64, 32)
-"""The group sizes in order of preference: the first that divides the inputs of every product is the default."""
+"""The group sizes in order of preference: by default, the first that divides the inputs of every product is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class OutputScheme:
         return self.layout == "pack-quantized"
 
     def config(self, group: int | None, ignore: list[str]) -> dict[str, Any]:
-        """Return `quantization_config` of config.json; `ignore` names the linear modules that are not quantized."""
+        """Return the `quantization_config` of config.json; `ignore` lists the linear modules that are not quantized."""
         weights = self._arguments("group" if self.grouped else "channel", dynamic=False) | {"group_size": group}
         inputs = self._arguments("token", dynamic=True) if self.activations else None
         groups = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}

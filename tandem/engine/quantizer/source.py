@@ -22,7 +22,7 @@ _OWN_FILES = ("config.json", "model.safetensors.index.json")
 
 
 class Source:
-    """A model folder in Hugging Face layout, whose files are open until `close`."""
+    """A model folder in Hugging Face layout, used as a context manager that keeps the files open."""
 
     def __init__(self, folder: Path) -> None:
         """Open a model folder. Raises ModelError if it cannot be served, or if its weights cannot be quantized."""

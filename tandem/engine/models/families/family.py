@@ -67,7 +67,7 @@ def with_dense(config: Json, layers: Sequence[LayerSpec], numbers: Container[int
 
 
 def parse_sigmoid_router(config: Json) -> ExpertRouter:
-    """Return the router of DeepSeek-V3 and GLM-4.5: sigmoid scores, and a bias that affects only the choice."""
+    """Return the router of DeepSeek-V3 and GLM-4.5: sigmoid scores, and a bias used only to choose the experts."""
     return ExpertRouter(
         score="sigmoid",
         renormalize=bool(config.get("norm_topk_prob", True)),

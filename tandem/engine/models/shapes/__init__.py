@@ -16,7 +16,7 @@ def shape_names() -> list[str]:
 
 
 def shape_file(name: str) -> Path:
-    """Return the config.json of `name` ("llama-3-8b"). Raises InvalidArgument, which lists the known names."""
+    """Return the config.json of the model `name` ("llama-3-8b"). Raises InvalidArgument, which lists all names."""
     if name not in shape_names():
         raise InvalidArgument("random_weights", f"{name!r} is no known shape; choose {', '.join(shape_names())}.")
     return _HERE / f"{name}.json"
