@@ -45,7 +45,7 @@ def why_no_gpu_kernels() -> str | None:
 
 
 def parse_device(name: str) -> torch.device:
-    """Parse the name of a device.
+    """Return the device with this name (`cpu`, `cuda` or `cuda:N`).
 
     Raises InvalidArgument if it is unknown, absent or too old, or if its kernels are not installed.
     """
@@ -70,7 +70,7 @@ def parse_device(name: str) -> torch.device:
 
 
 def parse_dtype(config: EngineConfig, device: torch.device, model: ModelSpec) -> torch.dtype:
-    """Return the dtype of weights and KV. Raises InvalidArgument if it is unknown."""
+    """Return the dtype of weights and activations. Raises InvalidArgument if it is unknown."""
     name = config.dtype
     if name == "auto":
         name = "float32" if device.type == "cpu" else model.dtype or _stored_dtype(config)
@@ -178,7 +178,7 @@ def choose_updates(device: torch.device) -> LoraUpdates:
 
 
 def device_name(device: torch.device) -> str:
-    """Return a readable name: `cpu`, or the number and product name of the GPU."""
+    """Return a readable name of the device: `cpu`, or the number and product name of the GPU."""
     return "cpu" if device.type == "cpu" else f"{device} {torch.cuda.get_device_name(device)}"
 
 

@@ -195,7 +195,7 @@ class _Answer:
                 self.drafts = self._state.follow(tokens, drafts)
             else:
                 self._state.allowed(tokens)
-        # A panic in the grammar library raises a BaseException that is no Exception.
+        # A panic in the grammar library raises a BaseException that is not an Exception.
         except BaseException as error:
             self._error = error if isinstance(error, Exception) else Internal(f"the grammar's library failed: {error}")
             self.drafts = 0

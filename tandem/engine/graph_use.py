@@ -1,4 +1,4 @@
-"""Counters of how often steps use CUDA graphs, and of their padding."""
+"""Counts how often steps use CUDA graphs, and how many padding tokens the graphs compute."""
 
 from dataclasses import dataclass
 

@@ -70,9 +70,10 @@ def keep_best(probabilities: Tensor, params: Sequence[SamplingParams], count: in
 
 
 def invert(weights: Tensor, numbers: Tensor) -> Tensor:
-    """Return, for each row of weights [rows, n] ≥ 0, the first index whose cumulative weight exceeds number · total.
+    """Sample an index for each row of weights [rows, n] ≥ 0, by inverting the cumulative weights at `numbers`.
 
-    `numbers` is [rows, 1] float64 in [0, 1), the result [rows] int64; an index of weight 0 is never chosen.
+    The result [rows] int64 is the first index whose cumulative weight exceeds number · total; `numbers` is [rows, 1]
+    float64 in [0, 1). An index of weight 0 is never chosen.
     """
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1:]

@@ -56,7 +56,7 @@ class AdapterFolder:
 
     path: Path
     identity: str
-    """The hash of its two files, in hex."""
+    """The hash of the adapter's config and tensor file, in hex."""
     updates: Mapping[str, LowRank]
     """The LoRA update of each module, by the module's name in the base model's checkpoint."""
 

@@ -1,4 +1,4 @@
-"""Loads a model's adapters: at the start, and into free slots while the engine runs."""
+"""Loads adapters of a model: at the start of the engine, and into free slots while it runs."""
 
 import contextlib
 from collections import defaultdict

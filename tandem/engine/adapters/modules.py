@@ -60,7 +60,7 @@ class AdaptedModules:
 
     products: tuple[Product, ...]
     modules: Mapping[str, ModuleSlot | None]
-    """The slot of each module; None = adapters of this module are not supported."""
+    """The slot of each module; None if adapters of the module are not supported."""
 
     def place(self, folder: AdapterFolder) -> list[PlacedUpdate]:
         """Return the adapter's updates with their modules' slots. Raises ModelError if one does not fit the model."""

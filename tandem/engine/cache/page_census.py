@@ -35,7 +35,7 @@ class PageCensus:
     free: FreePages
     owned: Mapping[RequestRef, Collection[int]]
     shared: Mapping[int, int]
-    """The number of readers of each shared page."""
+    """The number of readers of each shared page, by page number."""
     cached: Collection[int]
     advertised: Mapping[Lease, Collection[int]]
     quarantined: Mapping[Lease, Collection[int]]

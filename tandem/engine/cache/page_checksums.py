@@ -1,13 +1,4 @@
-"""Checksums of KV pages, which verify that a page arrived as it was sent, whatever device each side runs on.
-
-The checksum of a page is the sum of w_i * (2 i + 1) mod 2^64 over the page's 32-bit words w_i, little-endian and
-signed, where i is the index of the word in the page. In a partly filled page only the filled token positions count: the
-memory after them is unused, and the decode worker writes new tokens there.
-
-A changed word changes the sum, because the difference of two words and the weight 2 i + 1 are both below 2^32, so that
-their product is never 0 mod 2^64. For the same reason any two swapped words change it. Other errors go undetected with
-a probability of about 2^-64. The checksum is no protection against an attacker, who could send a matching sum.
-"""
+"""Checksums of KV pages, with which a receiver verifies that a page arrived unchanged, whatever the two devices are."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -33,7 +24,7 @@ class PageChecksums(Protocol):
 
 
 def page_checksums(cache: KvCache) -> PageChecksums:
-    """Return the checksum function of a cache, for its device and dtype.
+    """Return the function that computes checksums of a cache's pages on the cache's device.
 
     The cache is [pages, layers, 2, kv_heads, page_tokens, head_dim].
 

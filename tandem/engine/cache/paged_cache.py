@@ -69,7 +69,7 @@ class PagedCache:
 
     @property
     def element_bytes(self) -> float:
-        """The size of one element in bytes, including its share of a scale."""
+        """The size of one element in bytes, including the element's share of its scale."""
         return self.item_bytes + self.scale_bytes / self.head_dim
 
     @property

@@ -16,9 +16,9 @@ missing; the next request that computes it adds it to the index again.
 
 The life of a request's `Prefix`:
 
-    promise, allocate   retain the indexed pages, but never the page of the prompt's last token, because a step has to
+    reserve, allocate   retain the indexed pages, but never the page of the prompt's last token, because a step has to
                         compute at least one token; reserve the missing pages, or allocate them to the request
-    retire              release the pages that the window has passed; the request's own become cached or free
+    retire              release the pages that have left the window; the request's own become cached or free
     publish             index the request's own full pages, now computed. If another request has indexed the same digest
                         first, the page stays the request's own, and the indexed one is retained as well, unused, so
                         that the path to later pages has no gap
@@ -102,7 +102,7 @@ class PrefixCache:
         self.query_tokens = 0
         """The number of tokens of all prompts that were looked up."""
         self.hit_tokens = 0
-        """The number of tokens of these prompts whose KV was cached."""
+        """The number of tokens of the looked-up prompts whose KV was cached."""
         pool.on_eviction(self._forget)
 
     # ---- a request's path ----
@@ -140,7 +140,7 @@ class PrefixCache:
         with self.pool.lock:
             self._read(prefix, position)
             try:
-                # `aside` is reserved here and returned below, which checks that so many more pages are free.
+                # `aside` is reserved here and returned below, to check that these further pages are free.
                 self.pool.reserve(pages - prefix.held + aside)
             except TandemError:
                 self._release_prefix(prefix)

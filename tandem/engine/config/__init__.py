@@ -24,9 +24,9 @@ class EngineConfig(EngineSettings):
     model: Path
     """The model folder in Hugging Face layout: config.json, safetensors, tokenizer."""
     tokenizer: Path | None = None
-    """The folder with the tokenizer; None = `model`."""
+    """The folder with the tokenizer; None = the model folder."""
     device: str = "cpu"
-    """`cpu`, `cuda` or `cuda:N`."""
+    """The device: `cpu`, `cuda` or `cuda:N`."""
     memory_fraction: float = 0.9
     """The fraction of the GPU's memory, 0 to 1, that this process may use for everything.
 

@@ -1,4 +1,4 @@
-"""The shape of a layer's attention, as the kernels need it."""
+"""The shape of a layer's attention, for which the kernels are compiled."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class AttentionShape:
     softcap: float | None = None
     """The cap of scores: softcap · tanh(score / softcap), applied after the scale; None = no cap."""
     rotary_dims: int | None = None
-    """The number of leading dimensions of a head that rotary embedding rotates; None = all."""
+    """The number of leading dimensions of each head that RoPE rotates; None = all."""
 
     @property
     def qkv_size(self) -> int:
@@ -26,7 +26,7 @@ class AttentionShape:
 
     @property
     def rotated(self) -> int:
-        """The number of dimensions that rotary embedding rotates."""
+        """The number of dimensions of each head that RoPE rotates."""
         return self.head_dim if self.rotary_dims is None else self.rotary_dims
 
 

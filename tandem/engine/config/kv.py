@@ -25,7 +25,7 @@ class KvGroup:
     """The number of layers in a page, equal for all groups; a group with fewer `layers` is padded."""
     heads: int
     parts: int
-    """2 for keys and values, 1 for latents."""
+    """The number of tensors per token in the KV cache: 2 (keys and values), or 1 (latents of MLA)."""
     dim: int
     """The number of elements per token, part and head."""
     window: int | None = None
@@ -33,7 +33,7 @@ class KvGroup:
 
     @property
     def elements(self) -> int:
-        """The number of elements per token in a page."""
+        """The number of elements that a page has per token."""
         return self.depth * self.parts * self.heads * self.dim
 
 

@@ -52,7 +52,7 @@ class DenseFeedForward:
 
     width: int
     activation: str = "silu"
-    """`silu` or `gelu_tanh`."""
+    """The activation function: `silu` or `gelu_tanh`."""
     bias: bool = False
 
 
@@ -78,7 +78,7 @@ class ExpertRouter:
 
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
-"""The constants of the activation `clamped_swiglu`."""
+"""The constants 1.702 and 7 of the activation `clamped_swiglu`, see `MixtureOfExperts.activation`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +91,16 @@ class MixtureOfExperts:
     """The number of inner elements of each expert."""
     router: ExpertRouter
     activation: str = "silu"
-    """`silu`, or `clamped_swiglu`: gate · sigmoid(1.702 · gate) · (up + 1), with gate ≤ 7 and |up| ≤ 7 (gpt-oss)."""
+    """The activation: `silu`, or gpt-oss's `clamped_swiglu`.
+
+    `clamped_swiglu` is gate · sigmoid(1.702 · gate) · (up + 1), with gate ≤ 7 and |up| ≤ 7.
+    """
     bias: bool = False
     """True if the experts' products have biases."""
     shared_width: int = 0
     """The number of inner elements of the shared expert; 0 = there is none."""
     shared_gate: bool = False
-    """True if the shared expert's output is multiplied by the sigmoid of a learned product (Qwen2-MoE)."""
+    """True if the shared expert's output is multiplied by the sigmoid of a learned projection (Qwen2-MoE)."""
 
 
 Attention = GroupedQueryAttention | LatentAttention

@@ -17,7 +17,7 @@ class RopeConfig:
 
     theta: float = 10000.0
     kind: str = "default"
-    """`default`, `linear`, `llama3` or `yarn`."""
+    """The type of context scaling: `default` (none), `linear`, `llama3` or `yarn`."""
     factor: float = 1.0
     original_context: int = 0
     """The context length before scaling (llama3, yarn)."""

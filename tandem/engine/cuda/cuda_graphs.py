@@ -1,4 +1,4 @@
-"""CUDA graphs of the decode step: one for each padded batch size, replayed without launching kernels from the host."""
+"""CUDA graphs of decode steps: one for each padded batch size, replayed without launching kernels from the host."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

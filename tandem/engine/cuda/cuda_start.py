@@ -140,7 +140,7 @@ def _compile(config: EngineConfig, model: DecoderModel, probe: PagedCache) -> No
     """Compile most kernels of all steps while the GPU still has the memory to run many trials at a time."""
     device = probe.device
     stepper = _make_stepper(config, model, probe, _Sizes([], [], []), None)
-    # Draws come first, because trials with many rows wait for a library that compiles, and occupy the compiling
+    # Sampling trials come first, because trials with many rows wait for a library that compiles, and occupy the compiling
     # threads.
     trials: dict[str, Trial] = {**stepper.draws.trials(model.dtype)}
     if config.cuda_graphs:

@@ -59,7 +59,7 @@ class PenaltyCounts:
         tokens = len(history.answer) + (late is not None)
         if lent.counted != tokens:
             self._count(self.counts[lent.row], history, late)
-        # The sampler will add the token of this draw.
+        # The sampler will add the token that it samples in this step.
         lent.counted = tokens + 1
         return lent.row
 

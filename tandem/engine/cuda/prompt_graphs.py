@@ -119,7 +119,7 @@ class PromptGraphs:
         return capture_step(compute, words, sizes, pool=self._pool, chunks_at=size.answers)
 
     def _step(self, size: PromptSize) -> tuple[Tensor, Callable[[], Tensor], StepSizes]:
-        """Return a padded step, as `DecodeGraphs._step` does."""
+        """Return a padded prefill or mixed step, as `DecodeGraphs._step` does for decode steps."""
         sizes, limits = self.step_sizes(size), self._packer.limits
         words, step = empty_step(
             self._packer,

@@ -146,7 +146,7 @@ class TokenDraws:
                 ]
                 self.launch(logits, draws, [None] * rows, self.make_memory(), greedy_is_drawn=False)
 
-        # The draws with penalties are one trial, because only one step at a time may use the counts.
+        # Sampling with penalties is a single trial, because only one step at a time may use the counts.
         return {"draws": partial(run, 0.0), "draws with penalties": partial(run, 1.0)}
 
     def _sample(

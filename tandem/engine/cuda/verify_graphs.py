@@ -49,7 +49,7 @@ class VerifyGraphs:
     """The graphs of all sizes of verification steps; they share the memory of the decode graphs (`DecodeGraphs`)."""
 
     def __init__(self, packer: StepPacker, forward: Forward, sampler: DeviceSampler, drawn: Tensor, pool: Pool) -> None:
-        """Take the same arguments as `DecodeGraphs`."""
+        """Create an empty set of graphs; the arguments are those of `DecodeGraphs`."""
         self._packer = packer
         self._forward = forward
         self._sampler = sampler
@@ -91,7 +91,7 @@ class VerifyGraphs:
         return capture_step(compute, words, sizes, pool=self._pool, groups=size.groups)
 
     def _step(self, size: VerifySize) -> tuple[Tensor, Callable[[], Tensor], StepSizes]:
-        """Return a padded step, as `DecodeGraphs._step` does."""
+        """Return a padded verification step, as `DecodeGraphs._step` does for decode steps."""
         limits, rows, groups = self._packer.limits, size.rows, size.groups
         sizes = StepSizes(rows, rows, limits.pages_of(limits.max_context), rows, limits.groups)
         words, step = empty_step(

@@ -16,7 +16,7 @@ from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.protocol.messages import SamplingParams
 
 BATCH = 32
-"""The number of prompts that are decoded at once."""
+"""The number of prompts that are decoded in the same steps."""
 
 Drew = Callable[[Sequence[int], Sequence[int]], None]
 """A callback after each step: it gets the numbers of the step's prompts, in row order, and their sampled tokens."""

@@ -76,7 +76,7 @@ class EagleLayer(nn.Module):
         self.projection = (base.projection if token_map is None else base.projection[token_map]).float()
         """[V', H]: the rows of the model's projection for the tokens that the head can predict."""
         self._rope = rope_table(sizes.rope, shape.head_dim, longest, device)
-        # Initially the layer adds nothing, and the product passes on the state that it is given.
+        # Initially the layer adds nothing, and `fc` passes the hidden state on unchanged.
         with torch.no_grad():
             self.fc.weight[:, hidden:].copy_(torch.eye(hidden))
             for last in (self.output, self.down):

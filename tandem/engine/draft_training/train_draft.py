@@ -133,7 +133,7 @@ def learn(
     recipe: TrainingConfig,
     progress: Progress | None = None,
 ) -> EvalResult:
-    """Train heads on outputs of the model."""
+    """Train Medusa heads or an EAGLE head, as `recipe` says, on outputs of the model."""
     token_map = frequent_tokens(answers, recipe.vocabulary, spec.vocab_size)
     if token_map is not None:
         token_map = token_map.to(base.projection.device)

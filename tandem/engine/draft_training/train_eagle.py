@@ -34,7 +34,7 @@ class _Batch(NamedTuple):
     states: Tensor
     """[B, T, H], normalized: the hidden state that each token was sampled from."""
     tokens: Tensor
-    """[B, T] int64."""
+    """[B, T] int64: the ids of the sampled tokens; 0 for padding."""
     known: Tensor
     """[B, T] bool: True for the tokens of an output, False for padding."""
 

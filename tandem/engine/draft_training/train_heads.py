@@ -46,7 +46,7 @@ class BaseWeights:
     """[V, H]: the projection to the vocabulary."""
     eps: float
     embedding: Tensor
-    """[V, H]."""
+    """[V, H]: the embedding of each token."""
 
 
 class TrainedHeads(nn.Module):

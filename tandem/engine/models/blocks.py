@@ -1,4 +1,4 @@
-"""The kinds of attention and of feed-forward network that a layer may have, with weights prepared for the kernels."""
+"""The kinds of attention and feed-forward network that a layer may have, with weights prepared for the kernels."""
 
 from torch import Tensor
 

@@ -24,7 +24,7 @@ class Divergence:
 
     @property
     def perplexity_change(self) -> float:
-        """The candidate's perplexity relative to the reference's, minus 1."""
+        """The relative change of perplexity: the candidate's divided by the reference's, minus 1."""
         return self.candidate_perplexity / self.reference_perplexity - 1
 
 

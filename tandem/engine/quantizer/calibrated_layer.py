@@ -25,7 +25,7 @@ class Product:
     """A weight of the layer; it may be a stack of several weights of the checkpoint: q, k and v, or gate and up."""
 
     weight: Tensor
-    """[N, K] float32, modified in place."""
+    """The weight, [N, K] float32; modified in place."""
     parts: dict[str, slice]
     """The rows of each weight of the checkpoint, by the name of its tensor."""
 
@@ -143,5 +143,4 @@ def _plain(weight: Weight) -> Tensor:
 
 
 def _inside(part: Tensor, whole: Tensor) -> bool:
-    """Return True if `part` is a view into `whole`."""
     return whole.data_ptr() <= part.data_ptr() < whole.data_ptr() + whole.nbytes

@@ -22,7 +22,7 @@ class Grid:
     scales: Tensor
     """[N, K / group] float32; the dtype in which scales are written represents their values exactly."""
     zeros: Tensor | None
-    """[N, K / group], whole numbers; None = all zero."""
+    """[N, K / group]: the zero points, whole numbers; None = all are zero."""
     group: int
 
     def codes(self, weight: Tensor, first: int = 0) -> Tensor:

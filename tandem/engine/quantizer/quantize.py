@@ -70,7 +70,7 @@ class QuantizationRecipe:
 
     scheme: OutputScheme
     method: str = "rtn"
-    """One of `METHODS`; all except `rtn` need samples."""
+    """The method, one of `METHODS`; all except `rtn` need samples."""
     group_size: int | None = None
     """The number of inputs that share a scale; None = the largest that fits, or all if the scheme has no groups."""
 

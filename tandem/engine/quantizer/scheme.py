@@ -18,7 +18,7 @@ class OutputScheme:
     layout: str
     """The value of `format` in compressed-tensors."""
     kind: str = "int"
-    """`int` or `float` (E4M3)."""
+    """The type of the codes: `int`, or `float` (E4M3)."""
     symmetric: bool = True
     """False if each scale has a zero point."""
     grouped: bool = False
@@ -28,12 +28,12 @@ class OutputScheme:
 
     @property
     def largest(self) -> float:
-        """The largest code."""
+        """The largest value of a code."""
         return 448.0 if self.kind == "float" else 2 ** (self.bits - 1) - 1
 
     @property
     def lowest(self) -> float:
-        """The lowest code."""
+        """The lowest value of a code."""
         return -self.largest if self.kind == "float" else -self.largest - 1
 
     @property

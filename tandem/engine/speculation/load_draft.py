@@ -37,7 +37,7 @@ from tandem.engine.speculation.proposer import Proposer
 from tandem.engine.warm_up import warm_up
 
 MakeKernels = Callable[[EngineConfig, ModelSpec], Kernels]
-"""A function that returns the kernels of a model."""
+"""A function that creates the kernels of a model."""
 StartModel = Callable[[EngineConfig, DecoderModel], tuple[PagedCache, Launcher]]
 """A function that allocates the KV pages of a model and returns them with the launcher of the model's steps."""
 MakeProposer = Callable[[], Proposer]

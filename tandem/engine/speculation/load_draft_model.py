@@ -38,7 +38,7 @@ class LoadedDraft(DraftRunner, Protocol):
 
     @property
     def spec(self) -> ModelSpec:
-        """The spec of the model."""
+        """The spec of the draft model."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -46,7 +46,7 @@ class LoadedDraft(DraftRunner, Protocol):
 
     @property
     def cache(self) -> PagedCache:
-        """The KV cache."""
+        """The KV cache of the draft model."""
 
 
 LoadModel = Callable[[EngineConfig], LoadedDraft]

@@ -44,7 +44,7 @@ DRAFT_SOURCES = (
     *(DraftSource(ProposerName.SUFFIX, match) for match in range(1, NGRAM_MAX + 1)),
     *(DraftSource(name) for name in (ProposerName.MEDUSA, ProposerName.DRAFT_MODEL, ProposerName.EAGLE)),
 )
-"""All sources of drafts."""
+"""All possible sources of drafts."""
 
 
 class Draft(NamedTuple):

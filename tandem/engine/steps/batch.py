@@ -55,7 +55,7 @@ class RowColumns(NamedTuple):
     """
 
     token_ids: NDArray[np.int64]
-    """[n]: the token of each row."""
+    """[n]: the token id of each row."""
     position_offset: NDArray[np.int64]
     """[n]: the position of each row's token minus `step`."""
     step: int
@@ -64,7 +64,7 @@ class RowColumns(NamedTuple):
     slot_indices: NDArray[np.intp]
     """[n]: the slot of each row in `table`, `page_counts` and `adapters`."""
     table: NDArray[np.int32]
-    """[slots, at least max(page_counts)]: page ids as in `StepRow`; entries after a slot's last page are ignored."""
+    """[slots, at least max(page_counts)]: the page ids of each slot as in `StepRow`; later entries are ignored."""
     page_counts: NDArray[np.int32]
     """[slots]: the number of page entries of each slot."""
     adapters: NDArray[np.int32]
@@ -180,7 +180,7 @@ class StepBatch:
 
     @property
     def scored_tokens(self) -> int:
-        """The number of tokens in rows whose prompts are scored."""
+        """The number of tokens in the rows whose prompts are scored."""
         return sum(len(row.token_ids) for row in self.chunks if row.scores is not None)
 
     @property

@@ -105,7 +105,7 @@ def _fill_table(table: Narrow, row: StepRow, limits: StepLimits) -> None:
     groups, used = limits.groups, limits.pages_of(row.start + len(row.token_ids))
     table[:, :used] = np.reshape(row.page_ids[: used * groups], (used, groups)).T
     table[:, used:] = 0
-    # Before the pages that the window sees, repeat one that it sees: entries of retired pages are FREED, no page id.
+    # Entries before the window are FREED, which is not a page id, so they repeat the first page in the window.
     for group in range(groups):
         seen = limits.first_page(group, row.start)
         table[group, :seen] = table[group, seen]

@@ -111,7 +111,7 @@ class SamplingMetadata(Sequence[SamplingInput]):
         return np.where(self.settings[:, TEMPERATURE] > 0, uniforms(self.starts, self.indices), 0.0)
 
     def followed_by(self, others: Sequence[SamplingInput]) -> "SamplingMetadata":
-        """Return these sampling inputs followed by `others`."""
+        """Return the concatenation of these sampling inputs and `others`."""
         if not others:
             return self
         more = SamplingMetadata.of(others)

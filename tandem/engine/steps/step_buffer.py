@@ -87,12 +87,12 @@ class StepSizes:
 
     @property
     def wide(self) -> list[int]:
-        """The lengths of the int64 sections, in elements."""
+        """The lengths of the int64 sections without padding, in elements."""
         return [self.tokens, self.groups * self.group_slots, self.drawn]
 
     @property
     def narrow(self) -> list[int]:
-        """The lengths of the int32 sections, in elements."""
+        """The lengths of the int32 sections without padding, in elements."""
         return [self.tokens, self.tokens, self.rows + 1, self.rows, self.groups * self.group_table, self.tokens]
 
     @property
@@ -237,7 +237,7 @@ def _fill_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a compiled fu
             first, seen = group * group_table + row * width, 0
             if windows[group] > 0:
                 seen = max(0, position - windows[group] + 1) // page_tokens
-                # Entries before the window are FREED, so they repeat the first page that the window sees.
+                # Entries before the window are FREED, so they repeat the first page in the window.
                 into[first : first + seen] = table[slot, seen * groups + group]
             for index in range(seen, used):
                 held_page = table[slot, index * groups + group]

@@ -49,7 +49,7 @@ def huggingface_name(name: str) -> str:
 def huggingface_config(
     read: Read, vocab_size: int, tensors: Collection[str], rope_factors: npt.NDArray[np.float32] | None
 ) -> dict[str, Any]:
-    """Return the contents of config.json. Raises ModelError for a model that is not supported.
+    """Return the contents of config.json for a GGUF file. Raises ModelError if the model is not supported.
 
     `vocab_size` is the number of rows of the embedding, `rope_factors` the values of `ROPE_FACTORS` if the file has
     them.

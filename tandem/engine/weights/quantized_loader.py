@@ -22,7 +22,7 @@ _BATCH_BYTES = MAX_THREADS * PIECE_BYTES
 
 
 def stored_tensors(name: str, slot: ParameterSlot, scheme: WeightScheme | None) -> dict[str, StoredTensor]:
-    """Return the tensors in which a checkpoint stores the weight `name`, by their names; the first has its codes."""
+    """Return the tensors in which a checkpoint stores the weight `name`, by their names; the first has the codes."""
     if scheme is None or scheme.format is WeightFormat.ROUND_TO_NEAREST:
         return {name: StoredTensor(name, (slot.stored_shape,), frozenset(FLOATS))}
     module = name.removesuffix("weight")

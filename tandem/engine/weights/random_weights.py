@@ -32,7 +32,7 @@ def fill_randomly(parameters: Parameters) -> None:
 
 
 def _fill_packed(weight: PackedWeight, generator: torch.Generator) -> None:
-    """Choose every code with equal probability, and set scales that give the weights their standard deviation."""
+    """Choose all codes with equal probability, and set scales that give the weights the deviation `_SPREAD`."""
     codes = weight.codes
     if codes.dtype == torch.float8_e4m3fn:
         # One part at a time, because normal numbers are generated in float32, which takes four times the bytes.

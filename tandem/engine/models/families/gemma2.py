@@ -1,4 +1,4 @@
-"""Gemma 2: soft caps, norms of block outputs, and a window in every other layer."""
+"""Gemma 2: caps on scores and logits, norms of block outputs, and a window in every other layer."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Granite 3: multipliers of embeddings, residuals, attention scores and logits."""
+"""Granite 3: embeddings, residuals, attention scores and logits are multiplied by constants."""
 
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.models.families.family import Family, Json, grouped_layers, make_model, parse_dense, parse_shape

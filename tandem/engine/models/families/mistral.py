@@ -13,7 +13,7 @@ from tandem.engine.models.families.family import (
 )
 
 _WINDOW = 4096
-"""The window if config.json has none, as in transformers."""
+"""The sliding window if config.json does not have it, as in transformers."""
 
 
 def _parse(config: Json) -> ModelSpec:

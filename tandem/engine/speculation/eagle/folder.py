@@ -41,7 +41,7 @@ class EagleFolder:
     spec: ModelSpec
     """The spec of a model with the head's one layer and the target's vocabulary."""
     entries: Mapping[str, TensorEntry]
-    """The tensors to read, by name."""
+    """The tensors that the head is read from, by name."""
     vocabulary: int | None
     """The number of tokens that the head can predict; None = the model's whole vocabulary."""
 

@@ -92,7 +92,7 @@ class EagleModel(HiddenStateModel):
             logits.div_(spec.logits_softcap).tanh_().mul_(spec.logits_softcap)
         if self._token_map is None:
             return logits
-        # Tokens that the head cannot guess get a logit of -inf, so that they are never sampled.
+        # Tokens that the head cannot predict get a logit of -inf, so that they are never sampled.
         every = logits.new_full((len(logits), self.spec.vocab_size), -torch.inf)
         return every.index_copy_(1, self._token_map, logits)
 

@@ -49,7 +49,7 @@ class EagleProposer(DraftModel):
         self._head = runner
         self._target = target
         self._states = target.drawn
-        """The hidden states that the next step's tokens were sampled from; `_rows` has the rows of each request."""
+        """The hidden states that the next step's tokens were sampled from; `_rows` has the row numbers by request."""
         self._rows: dict[Hashable, Sequence[int]] = {}
 
     def begin(self, key: Hashable, token_ids: Sequence[int], cache_salt: str = "") -> None:

@@ -34,7 +34,7 @@ class HeadsFolder:
     """The tensors of all heads, and the token map if there is one."""
     heads: int
     layers: int
-    """The number of layers in each head before its projection."""
+    """The number of layers that each head has before its projection."""
     vocabulary: int | None
     """The number of tokens that the heads can predict; None = the model's whole vocabulary."""
     own_projection: bool

@@ -1,4 +1,4 @@
-"""Quantizes 16-bit weights while they are loaded, by rounding to the nearest code."""
+"""Quantizes 16-bit weights by rounding to the nearest code while they are loaded."""
 
 import torch
 from torch import Tensor
