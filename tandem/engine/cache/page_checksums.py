@@ -1,4 +1,13 @@
-"""Checksums of KV pages, with which a receiver verifies that a page arrived unchanged, whatever the two devices are."""
+"""Checksums of KV pages, with which a receiver verifies that a page arrived unchanged, whatever the devices are.
+
+The checksum of a page is the sum of w_i * (2 i + 1) mod 2^64 over the page's 32-bit words w_i, little-endian and
+signed, where i is the index of the word in the page. In a partly filled page only the filled token positions count: the
+memory after them is unused, and the decode worker writes new tokens there.
+
+A changed word changes the sum, because the difference of two words and the weight 2 i + 1 are both below 2^32, so that
+their product is never 0 mod 2^64. For the same reason any two swapped words change it. Other errors go undetected with
+a probability of about 2^-64. The checksum is no protection against an attacker, who could send a matching sum.
+"""
 
 from collections.abc import Sequence
 from typing import Protocol

@@ -61,7 +61,7 @@ class ExpertRouter:
     """The rule that chooses a token's experts from the router's logits, which are computed in float32."""
 
     score: str = "softmax"
-    """`softmax` or `sigmoid` over all experts' logits, or `softmax_of_top_k` over those of the chosen experts only."""
+    """The score function: `softmax` or `sigmoid` over all experts, or `softmax_of_top_k` over the chosen experts."""
     renormalize: bool = True
     """True if the scores of the chosen experts are divided by their sum."""
     scaling: float = 1.0

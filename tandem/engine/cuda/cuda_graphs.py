@@ -49,7 +49,7 @@ class DecodeGraphs:
         return {f"the step of {rows} rows": partial(run, rows) for rows in sizes}
 
     def capture(self, sizes: Sequence[int], progress: Progress | None = None) -> None:
-        """Capture decode steps with these numbers of rows, the largest first: the others then fit into its memory."""
+        """Capture decode steps with these numbers of rows, the largest first; the other graphs reuse its memory."""
         for done, rows in enumerate(sorted(sizes, reverse=True)):
             self._graphs.append(self._capture(rows))
             if progress is not None:

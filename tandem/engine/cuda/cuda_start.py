@@ -140,8 +140,8 @@ def _compile(config: EngineConfig, model: DecoderModel, probe: PagedCache) -> No
     """Compile most kernels of all steps while the GPU still has the memory to run many trials at a time."""
     device = probe.device
     stepper = _make_stepper(config, model, probe, _Sizes([], [], []), None)
-    # Sampling trials come first, because trials with many rows wait for a library that compiles, and occupy the compiling
-    # threads.
+    # Sampling trials come first, because trials with many rows wait for a library that compiles, and occupy the
+    # compiling threads.
     trials: dict[str, Trial] = {**stepper.draws.trials(model.dtype)}
     if config.cuda_graphs:
         trials |= stepper.graphs.trials(graph_sizes(config.max_batch_requests))

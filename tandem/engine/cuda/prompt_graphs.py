@@ -77,7 +77,7 @@ class PromptGraphs:
         self._graphs: dict[PromptSize, StepGraph] = {}
 
     def capture(self, sizes: Sequence[PromptSize], progress: Progress | None = None) -> None:
-        """Capture steps of these sizes, the largest first, because the others fit into its memory."""
+        """Capture steps of these sizes, the largest first, so that the other graphs reuse its memory."""
         ordered = sorted(sizes, key=lambda size: (size.answers, size.tokens))
         for done, size in enumerate(sorted(ordered, key=lambda size: -size._total)):
             self._graphs[size] = self._capture(size)

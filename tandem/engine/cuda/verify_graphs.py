@@ -66,7 +66,7 @@ class VerifyGraphs:
         return {f"the step of {size.rows} rows of {size.requests} requests": partial(run, size) for size in sizes}
 
     def capture(self, sizes: Sequence[VerifySize], progress: Progress | None = None) -> None:
-        """Capture steps of these sizes, the largest first, because the others fit into its memory."""
+        """Capture steps of these sizes, the largest first, so that the other graphs reuse its memory."""
         captured = {}
         for done, size in enumerate(sorted(sizes, reverse=True)):
             captured[size] = self._capture(size)

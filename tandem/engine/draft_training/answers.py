@@ -24,7 +24,7 @@ Drew = Callable[[Sequence[int], Sequence[int]], None]
 
 @dataclass(slots=True)
 class Answer:
-    """The output of a model for one prompt: at least one token, with their hidden states."""
+    """The output of a model for one prompt: one or more tokens, and their hidden states."""
 
     token_ids: list[int]
     hidden: Tensor

@@ -33,7 +33,7 @@ class HeadSizes:
     heads: int
     layers: int
     vocabulary: int
-    """The number of tokens that the heads can predict; equal to the model's vocabulary size = all."""
+    """The number of tokens that the heads can predict; the model's vocabulary size = all tokens."""
 
 
 @dataclass(frozen=True, slots=True)

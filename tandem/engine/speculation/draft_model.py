@@ -27,7 +27,7 @@ _UNUSED = SamplingInput(SamplingParams(max_tokens=1), 0)
 
 
 class DraftRunner(Protocol):
-    """The interface of the `ModelRunner` of a draft model, as the proposer uses it."""
+    """The interface of a draft model's runner, as the proposer uses it; `ModelRunner` implements it."""
 
     @property
     def pool(self) -> PagePool:
