@@ -24,7 +24,7 @@ from tandem.protocol.messages import AdapterFacts
 
 
 class AdapterTables:
-    """The LoRA matrices of all adapter slots, for some of a model's products.
+    """The LoRA matrices of all adapter slots, for the stacked weights that adapters change.
 
     They are zero at first; ranks are padded to `rank`.
     """
@@ -38,7 +38,7 @@ class AdapterTables:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._tables: dict[int, LoraTables] = {}
         self.by_weight: dict[int, LoraTables] = {}
-        """The tables of each product, by the `id` of the product's weight."""
+        """The LoRA matrices for each stacked weight, by the `id` of the weight."""
         for number, product in products.items():
             (n, k), ends = product.shape, product.part_ends
             a = torch.zeros(slots, len(ends) * rank, k, dtype=dtype, device=device)
@@ -85,7 +85,7 @@ def _check_size(placed: PlacedUpdate, a: Tensor, b: Tensor, dtype: torch.dtype) 
 def _matrices(tables: LoraTables, updates: Sequence[PlacedUpdate]) -> tuple[Tensor, Tensor]:
     """Return the new contents of a slot, in host memory: the stacked A matrices and the stacked scaled B matrices.
 
-    The A of an update is repeated for each part of the product that its rows overlap.
+    The A of an update is repeated for each part of the stacked weight that its rows overlap.
     """
     rank = tables.rank
     into_a, into_b = (torch.zeros(each.shape[1:], dtype=each.dtype) for each in (tables.a, tables.b))

@@ -43,7 +43,7 @@ class LatentAttention:
     norm_eps: float
     """The epsilon of the norms of the latents, which differs from that of the model's other norms."""
     bias: bool = False
-    """True if the products that compute the latents, and the output product, have biases."""
+    """True if the projections that compute the latents, and the output projection, have biases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class ExpertRouter:
     choice_bias: bool = False
     """True if a learned bias is added to the scores only to choose experts, not to weight them (DeepSeek-V3)."""
     bias: bool = False
-    """True if the router's product has a bias (gpt-oss)."""
+    """True if the router's projection has a bias (gpt-oss)."""
 
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
@@ -96,7 +96,7 @@ class MixtureOfExperts:
     `clamped_swiglu` is gate · sigmoid(1.702 · gate) · (up + 1), with gate ≤ 7 and |up| ≤ 7.
     """
     bias: bool = False
-    """True if the experts' products have biases."""
+    """True if the projections of the experts have biases."""
     shared_width: int = 0
     """The number of inner elements of the shared expert; 0 = there is none."""
     shared_gate: bool = False
@@ -169,5 +169,5 @@ class ModelSpec:
 
     @property
     def heads(self) -> int:
-        """The largest number of query heads in any layer."""
+        """The maximum number of query heads in any layer."""
         return max(layer.attention.shape.heads for layer in self.layers)

@@ -16,17 +16,17 @@ class WeightFormat(StrEnum):
 
     AWQ = "awq"
     GPTQ = "gptq"
-    """Zero points are stored minus 1."""
+    """The format of GPTQ, in which zero points are stored minus 1."""
     GPTQ_V2 = "gptq_v2"
-    """Zero points are stored as they are."""
+    """The format of GPTQ with zero points stored unchanged."""
     PACK_QUANTIZED = "pack-quantized"
-    """Integers of compressed-tensors, several in each 32-bit word."""
+    """The format of compressed-tensors with several integers in each 32-bit word."""
     INT_QUANTIZED = "int-quantized"
-    """One byte per weight, int8."""
+    """The format of compressed-tensors with one int8 byte per weight."""
     FLOAT_QUANTIZED = "float-quantized"
-    """One byte per weight, float8_e4m3fn."""
+    """The format of compressed-tensors with one float8_e4m3fn byte per weight."""
     FP8_BLOCKS = "fp8"
-    """One byte per weight, float8_e4m3fn, with one scale per block; called `fp8` by DeepSeek and Qwen3."""
+    """The format of DeepSeek and Qwen3: one float8_e4m3fn byte per weight, with one scale per block."""
     Q8_0 = "Q8_0"
     """A block type of GGUF, like the following members."""
     Q4_0 = "Q4_0"
@@ -46,7 +46,7 @@ class Codes(StrEnum):
 
 
 _HALF_SCALES = {WeightFormat.Q8_0, WeightFormat.Q4_0, WeightFormat.Q4_1}
-"""Formats that store scales and offsets as float16; in other formats they are computed as products."""
+"""Formats that store scales and offsets as float16; in other formats they are products, kept in float32."""
 LEAST_GROUP = 16
 """Minimum number of columns in a group; weights with smaller groups are dequantized at load."""
 
@@ -63,7 +63,7 @@ class Packing:
     scales: str = "float32"
     """The dtype of scales and offsets."""
     quantized_inputs: bool = False
-    """True if matrix products quantize their inputs, see `WeightScheme`."""
+    """True if the linear layer quantizes its inputs, see `WeightScheme`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class WeightScheme:
     scattered: bool = False
     """True if the columns of a group may be anywhere in the row (`desc_act`)."""
     quantized_inputs: bool = False
-    """True if products quantize their inputs to the type of the codes, with one scale for each token and group.
+    """True if the linear layer quantizes its inputs to the type of the codes, with one scale per token and group.
 
     It has no effect on weights with zero points (docs/decisions/quantized_weights.md).
     """
@@ -145,9 +145,9 @@ class Quantization:
 
 
 def at_load(name: str) -> Quantization:
-    """Return the quantization that rounds the weights of all layers' products to `int8`, `fp8` or `int4` at load.
+    """Return the quantization of the weights of all linear layers in the decoder layers at load.
 
-    With fp8, the inputs of the products are quantized as well.
+    `name` is `int8`, `fp8` or `int4`. With fp8, the inputs of the linear layers are quantized as well.
     """
     codes = Codes(name)
     scheme = WeightScheme(WeightFormat.ROUND_TO_NEAREST, codes, quantized_inputs=codes is Codes.FLOAT8)

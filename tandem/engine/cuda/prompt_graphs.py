@@ -1,4 +1,4 @@
-"""CUDA graphs of prefill and mixed steps, for steps whose speed kernel launches by the host would limit.
+"""CUDA graphs of those prefill and mixed steps that kernel launches by the host would slow down.
 
 These are short steps, and longer steps of models with narrow layers: the host would launch their kernels more slowly
 than the device computes them, or with significant gaps.

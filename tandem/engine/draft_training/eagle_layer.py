@@ -26,7 +26,7 @@ class EagleSizes:
 
     @classmethod
     def of(cls, spec: ModelSpec) -> "EagleSizes":
-        """Return the sizes for a model.
+        """Return the sizes of the EAGLE head for a model.
 
         Raises InvalidArgument if the model has no grouped-query attention, no rotary embedding, or no dense
         feed-forward network.
@@ -52,7 +52,7 @@ Its arguments are the number of the step, and the states that the previous step 
 
 
 class EagleLayer(nn.Module):
-    """An EAGLE head: a decoder layer without its first norm, and the product that computes the layer's input.
+    """An EAGLE head: a decoder layer without its first norm, and the linear layer that computes its input.
 
     See `tandem/engine/speculation/eagle/`.
     """

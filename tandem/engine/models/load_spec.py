@@ -30,7 +30,7 @@ _SHARED_FIELDS = ("eos_token_id", "tie_word_embeddings", "dtype", "torch_dtype")
 
 
 def load_spec(folder: Path) -> ModelSpec:
-    """Read config.json and, if it exists, generation_config.json.
+    """Read a model's spec from config.json and, if it exists, generation_config.json.
 
     Raises ModelError, which names the file and the problem.
     """

@@ -15,7 +15,7 @@ _EXPONENTS = 20
 def scale_for_activations(
     fold: Fold, inputs: InputStatistics, scheme: OutputScheme, group: int | None, scale_dtype: torch.dtype
 ) -> None:
-    """Scale a product's inputs so that rounding the weight causes the least output error.
+    """Scale the inputs of a linear layer so that rounding its weight causes the least output error.
 
     The scales are powers of the inputs' mean magnitudes, of which the best exponent is chosen.
     """

@@ -1,4 +1,7 @@
-"""One layer of a model in float32, which is run on sample text by the project's own decoder."""
+"""One decoder layer in float32, which is run on sample text by the project's own decoder.
+
+Its products are its linear layers: the stacked q, k and v, the output projection, the stacked gate and up, and down.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +25,7 @@ from tandem.protocol.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A weight of the layer; it may be a stack of several weights of the checkpoint: q, k and v, or gate and up."""
+    """The weight of a linear layer, which may stack several weights of the checkpoint: q, k and v, or gate and up."""
 
     weight: Tensor
     """The weight, [N, K] float32; modified in place."""
@@ -31,7 +34,7 @@ class Product:
 
 
 class CalibratedLayer:
-    """Owns the weights of one layer with grouped-query attention and a dense feed-forward network."""
+    """Owns the weights of a decoder layer with grouped-query attention and a dense feed-forward network."""
 
     def __init__(self, source: Source, number: int, kernels: CalibrationKernels, device: torch.device) -> None:
         spec = source.spec
@@ -59,7 +62,7 @@ class CalibratedLayer:
             self._model.run_layer(0, sample, (layout,), cache)
 
     def statistics(self, hidden: Sequence[Tensor]) -> dict[int, InputStatistics]:
-        """Return the input statistics of each product, by the address of its weight; `hidden` is not changed."""
+        """Return the input statistics of each linear layer, by the address of its weight; `hidden` is not changed."""
         self._kernels.statistics = {
             each.weight.data_ptr(): InputStatistics.zero(each.weight.shape[1], each.weight.device)
             for each in self.products()
@@ -70,7 +73,7 @@ class CalibratedLayer:
         return found
 
     def products(self) -> Iterator[Product]:
-        """Yield the layer's products in the order in which they are computed."""
+        """Yield the weights of the linear layers in the order in which they are computed."""
         for weight in (self.qkv, self.output, self.gate_up, self.down):
             parts = {}
             for name, slot in self._slots.items():
@@ -81,7 +84,7 @@ class CalibratedLayer:
             yield Product(weight, parts)
 
     def others(self) -> dict[str, Tensor]:
-        """Return the layer's tensors that are not weights of products, with their current values in float32.
+        """Return the tensors that are not weights of linear layers, with their current values in float32.
 
         The keys are the names in the checkpoint.
         """
@@ -90,7 +93,7 @@ class CalibratedLayer:
 
 
 def store(product: Product, found: QuantizedWeight) -> dict[str, QuantizedWeight]:
-    """Set a product's weight to its quantized values, and return the codes by the names of the checkpoint's tensors."""
+    """Set a linear layer's weight to its quantized values, and return the codes by the checkpoint's tensor names."""
     product.weight.copy_(found.values())
     return {name: found.rows(rows.start, rows.stop - rows.start) for name, rows in product.parts.items()}
 

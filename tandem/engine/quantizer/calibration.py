@@ -1,4 +1,4 @@
-"""Statistics of the inputs of a layer's products on sample text.
+"""Statistics of the inputs of linear layers on sample text.
 
 Calibrated methods minimize the output error for inputs with these statistics.
 """
@@ -14,7 +14,7 @@ from tandem.engine.kernels.reference import ReferenceKernels
 
 @dataclass(slots=True)
 class InputStatistics:
-    """Statistics of the inputs of a product, all in float32: sums and maxima over the tokens, for each of K inputs."""
+    """Statistics of the K inputs of a linear layer over all tokens: sums and maxima, in float32."""
 
     gram: Tensor
     """[K, K]: the sum of x · xᵀ over the tokens.
@@ -61,14 +61,14 @@ class InputStatistics:
 
 
 class CalibrationKernels(ReferenceKernels):
-    """The reference kernels, which also collect statistics of the inputs of products."""
+    """The reference kernels, which also collect statistics of the inputs of linear layers."""
 
     def __init__(self) -> None:
         self.statistics: dict[int, InputStatistics] = {}
-        """The input statistics of each product, by the address of its weight; empty = nothing is collected."""
+        """The input statistics of each linear layer, by the address of its weight; empty = nothing is collected."""
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        """Compute the product, and add its inputs to the statistics of its weight."""
+        """Compute a linear layer, and add its inputs to the statistics of its weight."""
         assert isinstance(linear.weight, Tensor)
         found = self.statistics.get(linear.weight.data_ptr())
         if found is not None:

@@ -1,4 +1,4 @@
-"""Scales a product's inputs and undoes it exactly where they are computed, so the model computes the same function.
+"""Scales the inputs of linear layers, and undoes it exactly where they are computed, so that the model stays the same.
 
 Dividing an input by s, and multiplying the weight's column for it by s, changes nothing except the rounding error of
 quantization. The division is folded into the weights that compute the inputs: the norm before q, k, v and before gate,
@@ -17,12 +17,12 @@ from tandem.engine.quantizer.calibrated_layer import CalibratedLayer
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """A product whose K inputs can be scaled, and the tensors into which the division is folded."""
+    """A linear layer whose K inputs can be scaled, and the tensors into which the division is folded."""
 
     weight: Tensor
-    """[N, K], the product's weight; modified in place."""
+    """The weight of the linear layer, [N, K]; modified in place."""
     divided: tuple[Tensor, ...]
-    """The tensors that are divided, [S] or [S, …], in place; S = K except for attention's output product."""
+    """The tensors that are divided, [S] or [S, …], in place; S = K except for the output projection of attention."""
     dtype: torch.dtype
     """The dtype in which `divided` is stored if it is not quantized."""
     kv_heads: int = 1
@@ -54,7 +54,7 @@ class Fold:
 
 
 def folds(layer: CalibratedLayer, dtype: torch.dtype) -> Iterator[Fold]:
-    """Yield the fold of each product of a layer whose norms are stored in `dtype`."""
+    """Yield the fold of each linear layer of a decoder layer whose norms are stored in `dtype`."""
     attention, feed_forward = layer.attention, layer.feed_forward
     (spec,) = layer.spec.layers
     assert isinstance(spec.attention, GroupedQueryAttention)

@@ -14,7 +14,7 @@ from tandem.engine.quantizer.scheme import OutputScheme
 DAMPING = 0.01
 """The fraction of the Gram matrix's mean diagonal element that is added to its diagonal, as in the paper."""
 _BLOCK = 128
-"""The number of columns in a block, after which one product applies the error to all later columns."""
+"""The number of columns in a block, after which one matrix product applies the error to all later columns."""
 
 
 def gptq(

@@ -103,7 +103,7 @@ def quantize(
     device: torch.device,
     progress: Progress | None = None,
 ) -> Quantized:
-    """Quantize the weights of all layers' products in `folder`, and write the model to `output`, which must not exist.
+    """Quantize the linear layers of the decoder layers in `folder`, and write the model to the new folder `output`.
 
     Embeddings, output layer, norms, biases and routers are not quantized, but AWQ and SmoothQuant fold scales into
     norms and biases. `samples` are the token ids of the texts that calibration reads.
@@ -130,7 +130,7 @@ def quantize(
 
 
 def scale_dtype(scheme: OutputScheme, stored: torch.dtype) -> torch.dtype:
-    """Return the dtype of scales: float32 if products compute in 8 bits, else the dtype of the model."""
+    """Return the dtype of scales: float32 if linear layers compute in 8 bits, else the dtype of the model."""
     return torch.float32 if scheme.activations else stored
 
 
@@ -184,7 +184,7 @@ def _fold(
     group: int | None,
     stored: torch.dtype,
 ) -> None:
-    """Scale the inputs of the layer's products as AWQ or SmoothQuant prescribes."""
+    """Scale the inputs of a decoder layer's linear layers as AWQ or SmoothQuant prescribes."""
     for fold in folds(layer, stored):
         inputs = statistics[fold.weight.data_ptr()]
         if recipe.method == "smoothquant":

@@ -6,7 +6,7 @@ from typing import Any
 from tandem.protocol.errors import InvalidArgument
 
 GROUPS = (128, 64, 32)
-"""The group sizes in order of preference: by default, the first that divides the inputs of every product is used."""
+"""The group sizes in order of preference; by default the first that divides all linear layers' inputs is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +96,10 @@ def parse_scheme(name: str) -> OutputScheme:
 
 
 def choose_group(scheme: OutputScheme, asked: int | None, inputs: set[int]) -> int | None:
-    """Return the group size for products with these numbers of inputs; None for a scheme without groups.
+    """Return the group size for linear layers with these numbers of inputs; None for a scheme without groups.
 
-    Raises InvalidArgument if `asked` does not divide all of them, or if no group size does.
+    Raises InvalidArgument if `asked`, or without it every size in `GROUPS`, does not divide all of them, or if `asked`
+    is set for a scheme without groups.
     """
     if not scheme.grouped:
         if asked is not None:

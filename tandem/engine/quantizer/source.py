@@ -1,4 +1,4 @@
-"""The checkpoint to quantize: reads its tensors one at a time, and lists the weights of products among them."""
+"""The checkpoint to quantize: reads its tensors one at a time, and lists the weights of linear layers."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Gemma 3, text only: after every five layers with a window, which have their own RoPE, comes one without a window."""
+"""Gemma 3, text only: five layers with a window, which have their own RoPE, are followed by one without a window."""
 
 from dataclasses import replace
 

@@ -5,7 +5,7 @@ from tandem.engine.models.families.family import Family, Json, grouped_layers, m
 
 
 def _parse(config: Json) -> ModelSpec:
-    """Return an equivalent model that needs no multiplier of residuals.
+    """Return the spec of an equivalent model without a multiplier of residuals.
 
     With multiplier m and hidden = m · h, a layer hidden += m · f(norm(hidden)) becomes h += f(norm(h)), if the epsilon
     of each norm is divided by m².
