@@ -9,7 +9,7 @@ computed in chunks between the steps of the batch; until then the request has no
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from decode_worker.batch_snapshot import DecodedStep
 from decode_worker.draft_choice import GAIN_MIN, ROWS_MAX, Candidate, StepBounds
@@ -265,21 +265,24 @@ class ModelSpeculation(Speculation):
 
     @staticmethod
     def _draws(request: DecodeRequest, drafts: int) -> list[SamplingInput]:
-        """Return the sampling inputs of the next `drafts` tokens, without logit biases and without a minimum length.
+        """Return the sampling inputs of the next `drafts` tokens, without logit biases, penalties and a minimum length.
 
         If the request has a history, for example because of a grammar, all inputs share the history of the answer so
         far.
         """
         sampling = request.reservation.sampling
         first = request.first_draw + len(request.token_ids) - 1
-        drawn = SamplingParams(
-            1,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-            grammar=sampling.grammar,
+        neutral = SamplingParams(1)
+        drawn = replace(
+            sampling,
+            max_tokens=1,
+            min_tokens=0,
+            logit_bias=(),
+            frequency_penalty=neutral.frequency_penalty,
+            presence_penalty=neutral.presence_penalty,
+            repetition_penalty=neutral.repetition_penalty,
+            logprobs=None,
+            prompt_logprobs=None,
         )
         return [SamplingInput(drawn, first + draft, request.history) for draft in range(drafts)]
 

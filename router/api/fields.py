@@ -11,8 +11,17 @@ from pydantic import Field
 
 from router.api.body import Body, list_of
 from router.requests.request import Options
-from router.requests.validation import INT32_MAX, SALT_MAX, SEED_MAX, TEMPERATURE_MAX
-from tandem.protocol.messages import FREQUENCY_MAX, LOGPROBS_MAX, PRESENCE_MAX, REPETITION_MAX, REPETITION_MIN
+from router.requests.validation import SALT_MAX
+from tandem.protocol.messages import (
+    FREQUENCY_MAX,
+    INT32_MAX,
+    LOGPROBS_MAX,
+    PRESENCE_MAX,
+    REPETITION_MAX,
+    REPETITION_MIN,
+    SEED_MAX,
+    TEMPERATURE_MAX,
+)
 
 
 def bounded(low: float | None = None, high: float | None = None, **more: Any) -> Any:

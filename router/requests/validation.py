@@ -27,6 +27,7 @@ from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
 from tandem.protocol.lifecycle.request_trace import TraceContext
 from tandem.protocol.messages import (
     FREQUENCY_MAX,
+    INT32_MAX,
     LOGIT_BIAS_MAX,
     LOGIT_BIASES_MAX,
     LOGPROBS_MAX,
@@ -34,6 +35,8 @@ from tandem.protocol.messages import (
     PROMPT_SCORES_MAX,
     REPETITION_MAX,
     REPETITION_MIN,
+    SEED_MAX,
+    TEMPERATURE_MAX,
     AdapterFacts,
     PromptLogprobs,
     SamplingParams,
@@ -43,10 +46,7 @@ from tandem.tokenizers.model_folder import GenerationDefaults
 
 _T = TypeVar("_T")
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
-INT32_MAX = 2**31 - 1
-SEED_MAX = 2**64 - 1
 SALT_MAX = 256
-TEMPERATURE_MAX = 100.0
 _GREEDY_BELOW = 1e-5
 """A lower temperature is set to 0: it would overflow float32, and the most likely token has all probability anyway."""
 

@@ -1,1 +1,1 @@
-"""The engine: one model, one paged KV cache, one step at a time: `ModelRunner.run(StepBatch) -> ModelRunnerOutput`."""
+"""The engine runs one model over one paged KV cache: `ModelRunner.run(StepBatch) -> ModelRunnerOutput`."""

@@ -1,9 +1,9 @@
-"""Peak rates of a device, measured in a fraction of a second: the reference for utilization.
+"""Measures the peak rates of a device in a fraction of a second, as the reference for utilization.
 
-They are the rate of a large matrix product in the model's dtype, and the memory bandwidth. The bandwidth is that of a
-copy on a GPU, counting read and written bytes, and that of all threads reading together on a CPU. The operands are
-random numbers, because a product of zeros takes less power and runs faster. Other users of the device disturb some
-rounds, so only fast rounds count.
+The rates are those of a large matrix product in the model's dtype, and the memory bandwidth: on a GPU that of a copy,
+counting read and written bytes, on a CPU that of all threads reading together. The operands are random numbers, because
+a product of zeros takes less power and runs faster. Other users of the device slow some rounds down, so only fast
+rounds count.
 """
 
 import logging
@@ -25,13 +25,13 @@ _COPY_BYTES = 256 << 20
 _COPY_ROUNDS = 24
 _MATRIX = 8192
 _PRODUCTS_S = 0.15
-"""The duration of the products in seconds.
+"""Duration of the matrix products in seconds.
 
-An idle chip is at first faster than it can stay, so the second half counts.
+An idle chip is at first faster than it can stay, so only the second half counts.
 """
 _PRODUCTS_LEAST, _PRODUCTS_MOST = 4, 400
 _FAST_PART = 4
-"""One in `_FAST_PART` rounds may be faster than the round that counts."""
+"""Only one in `_FAST_PART` rounds may be faster than the round whose time is returned."""
 _CPU_READ_BYTES = 128 << 20
 _CPU_MATRIX = 512
 _CPU_ROUNDS_S = 0.1
@@ -39,11 +39,11 @@ _CPU_ROUNDS_S = 0.1
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype, threads: int | None = None) -> Ceilings:
-    """Measure the ceilings of `device` for products in `dtype`, on a CPU with `threads` threads (None = all cores).
+    """Measure the peak FLOP/s in `dtype` and the memory bandwidth of `device`.
 
-    Nothing else in this process may compute meanwhile. The fixed cost of a step is assumed, not measured. If there is
-    not enough memory to measure (about half a GiB on a GPU, an eighth of a GiB on a CPU), the ceilings of a typical
-    device are returned.
+    On a CPU, `threads` threads are used (None = all cores). Nothing else in this process may compute during the
+    measurement. The fixed cost of a step is assumed, not measured. If there is not enough memory to measure (about half
+    a GiB on a GPU, an eighth of a GiB on a CPU), the rates of a typical device are returned.
     """
     typical = GPU if device.type == "cuda" else CPU
     began = time.perf_counter()
@@ -60,7 +60,7 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype, threads: int | No
 
 
 def _of_gpu(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """Measure on the current stream, and return the memory to the device."""
+    """Measure on the current stream, and free the memory afterwards."""
     with torch.cuda.device(device), torch.inference_mode():
         try:
             bandwidth, flops = _copy_bandwidth(device), _product_rate(device, dtype)
@@ -88,7 +88,7 @@ def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def event_seconds(run: Callable[[], object], rounds: int) -> list[float]:
-    """Return the device time in seconds of each round; rounds are launched back to back, after one warm-up round."""
+    """Return the device time of each round in seconds; rounds are launched back to back, after one warm-up round."""
     run()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]  # type: ignore[no-untyped-call]
     marks[0].record()
@@ -100,9 +100,9 @@ def event_seconds(run: Callable[[], object], rounds: int) -> list[float]:
 
 
 def _of_cpu(dtype: torch.dtype, threads: int | None) -> tuple[float, float]:
-    """Measure with one thread per core: PyTorch's own threads would continue to spin between the engine's kernels.
+    """Measure with one thread per core, because PyTorch's own threads would spin between the engine's kernels.
 
-    A dtype without hardware support is slower than float32, in which kernels can compute too, so the faster one counts.
+    The engine can compute in float32 if the hardware does not support `dtype`, so the higher of the two rates counts.
     """
     count = threads or len(os.sched_getaffinity(0))
     before = torch.get_num_threads()
@@ -117,7 +117,7 @@ def _of_cpu(dtype: torch.dtype, threads: int | None) -> tuple[float, float]:
 
 
 def _readers(pool: ThreadPoolExecutor, count: int) -> list[Callable[[], object]]:
-    """Return one reader for each thread.
+    """Return one function for each thread that reads memory.
 
     Each reads its own part of the memory, which a thread of the pool wrote first.
     """
@@ -136,7 +136,7 @@ def _rounds(
     seconds: float = _CPU_ROUNDS_S,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Return the seconds of the fastest round in which all jobs ran concurrently, out of at least two rounds."""
+    """Return the duration in seconds of the fastest round, of at least two; a round runs all jobs concurrently."""
     times: list[float] = []
     ends = clock() + seconds
     while len(times) < 2 or clock() < ends:
@@ -147,5 +147,5 @@ def _rounds(
 
 
 def _fast(times: list[float]) -> float:
-    """Return a time among the fast rounds, as some were disturbed, but not the fastest, which may be an outlier."""
+    """Return the time of a fast round, as some are slowed down, but not of the fastest, which may be an outlier."""
     return sorted(times)[len(times) // _FAST_PART]

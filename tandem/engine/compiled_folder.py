@@ -1,4 +1,4 @@
-"""The folder of compiled kernels, which is kept between starts."""
+"""The folder that keeps compiled kernels between starts."""
 
 import os
 import tempfile
@@ -8,7 +8,7 @@ from tandem.engine.user_cache import user_cache
 
 
 def compiled_folder(name: str) -> Path:
-    """Return a writable folder: kernels/`name` in the user's cache, or a temporary one if the cache is read-only."""
+    """Return a writable folder: kernels/`name` in the user's cache, or a temporary folder if the cache is read-only."""
     home = user_cache("kernels") / name
     try:
         home.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Resolves the engine's settings on this machine: the device, the dtypes, the page size and the kernels."""
+"""Chooses device, dtypes, page size and kernels for the engine's settings on this machine."""
 
 import importlib.util
 import logging
@@ -20,32 +20,32 @@ log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _FLOAT8_CAPABILITY = (8, 9)
-"""The lowest compute capability of GPUs that convert 8-bit floating-point numbers."""
+"""Minimum compute capability of GPUs that convert 8-bit floating-point numbers."""
 _KV_SCALE_ITEMS = 4
-"""Head dimensions must be a multiple of this in an 8-bit cache, so that the keys of a token and head are 32-bit words.
+"""In an 8-bit cache, the head dimension must be a multiple of this number.
 
-Scales are such words too, and checksums are sums over them.
+The keys of a token and head are then whole 32-bit words, like the scales, and checksums are sums over these words.
 """
 _CAPABILITY = (8, 0)
-"""The lowest supported compute capability: older GPUs lack bfloat16 and asynchronous copies."""
+"""Minimum supported compute capability: older GPUs lack bfloat16 and asynchronous copies."""
 
 
 def usable_gpus() -> int:
-    """Return the number of GPUs, in the order of their indices, before the first that `parse_device` rejects."""
+    """Return the number of GPUs that can be used: those before the first that `parse_device` rejects, by index."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     too_old = (index for index in range(count) if torch.cuda.get_device_capability(index) < _CAPABILITY)
     return next(too_old, count)
 
 
 def why_no_gpu_kernels() -> str | None:
-    """Return what the GPU kernels lack, and how to install it; None if nothing is missing."""
+    """Return which packages the GPU kernels lack and how to install them; None if nothing is missing."""
     if importlib.util.find_spec("triton") is not None:
         return None
     return "its kernels need triton, which is not installed; pip install '.[gpu]' in Tandem's folder, or use cpu."
 
 
 def parse_device(name: str) -> torch.device:
-    """Parse the name of a device.
+    """Return the device with this name (`cpu`, `cuda` or `cuda:N`).
 
     Raises InvalidArgument if it is unknown, absent or too old, or if its kernels are not installed.
     """
@@ -70,7 +70,7 @@ def parse_device(name: str) -> torch.device:
 
 
 def parse_dtype(config: EngineConfig, device: torch.device, model: ModelSpec) -> torch.dtype:
-    """Return the dtype of weights and KV. Raises InvalidArgument if it is unknown."""
+    """Return the dtype of weights and activations. Raises InvalidArgument if it is unknown."""
     name = config.dtype
     if name == "auto":
         name = "float32" if device.type == "cpu" else model.dtype or _stored_dtype(config)
@@ -93,7 +93,7 @@ def parse_kv_dtype(config: EngineConfig, device: torch.device, model: ModelSpec)
 
 
 def quantized_kv_dtype(name: str, model: ModelSpec) -> torch.dtype | None:
-    """Return the 8-bit dtype that `--kv-cache-dtype` names, None for `auto`.
+    """Return the 8-bit dtype that `--kv-cache-dtype` names; None for `auto`.
 
     Raises InvalidArgument if it is unknown, or if the model's KV cannot be stored in 8 bits.
     """
@@ -109,7 +109,7 @@ def quantized_kv_dtype(name: str, model: ModelSpec) -> torch.dtype | None:
 
 
 def check_weights(device: torch.device, model: ModelSpec) -> None:
-    """Raise InvalidArgument for FP8 weights on a GPU that cannot convert them."""
+    """Raise InvalidArgument for FP8 weights on a GPU that cannot convert FP8 numbers."""
     if device.type == "cuda" and model.quantization is not None and model.quantization.has_float8:
         _check_float8("quantization", device, "weights of the checkpoint in 16 bits, or in 8 or 4 bits as integers")
 
@@ -168,7 +168,7 @@ def choose_kernels(
 def choose_updates(device: torch.device) -> LoraUpdates:
     """Return the fastest implementation of adapter updates for the device.
 
-    On CPUs it is PyTorch's, because the products are small and each is needed for few tokens of a step.
+    On CPUs this is PyTorch's, because the products are small and each is needed for only a few tokens of a step.
     """
     if device.type != "cuda":
         return PlainUpdates()
@@ -178,7 +178,7 @@ def choose_updates(device: torch.device) -> LoraUpdates:
 
 
 def device_name(device: torch.device) -> str:
-    """Return a readable name: `cpu`, or the number and product name of the GPU."""
+    """Return a readable name of the device: `cpu`, or the number and product name of the GPU."""
     return "cpu" if device.type == "cpu" else f"{device} {torch.cuda.get_device_name(device)}"
 
 

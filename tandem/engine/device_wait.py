@@ -1,26 +1,29 @@
-"""Short waits for a device, for work that takes microseconds if the device is idle."""
+"""Waits briefly for work on a device that takes only microseconds if the device is idle."""
 
 import time
 from typing import Protocol
 
 SPIN_S = 300e-6
-"""The seconds of polling before blocking: a thread that blocks on the device wakes up tens of microseconds late."""
+"""The time of polling before blocking in seconds, because a thread that blocks on the device wakes up late.
+
+It wakes up tens of microseconds after the event.
+"""
 LOOK_S = 10e-6
-"""The pause between polls in seconds, in which other threads run. Linux's default timer slack would extend it."""
+"""The pause between polls in seconds, in which other threads can run; Linux's default timer slack would extend it."""
 
 
 class DeviceEvent(Protocol):
-    """A recorded `torch.cuda.Event`."""
+    """The interface of a recorded `torch.cuda.Event`."""
 
     def query(self) -> bool:
-        """Return True if the event has happened."""
+        """Return True if the device has reached the event."""
 
     def synchronize(self) -> None:
-        """Block until the event has happened."""
+        """Block until the device has reached the event."""
 
 
 def wait_for(event: DeviceEvent) -> None:
-    """Return soon after `event` has happened: poll for a while, then block."""
+    """Wait for `event`: poll for up to `SPIN_S` seconds, then block."""
     until = time.monotonic() + SPIN_S
     while not event.query():
         if time.monotonic() >= until:

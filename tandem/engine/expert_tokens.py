@@ -1,4 +1,4 @@
-"""Counts how many tokens chose each expert, by group of layers: it shows whether routers spread the load."""
+"""Counts the tokens that chose each expert, by group of layers, to show whether routers balance the load."""
 
 import threading
 
@@ -8,11 +8,11 @@ from torch import Tensor
 from tandem.engine.config.model import MixtureOfExperts, ModelSpec
 
 LAYER_GROUPS = ("first", "middle", "last")
-"""The thirds of a model's layers. Counters for each single layer would be tens of thousands of time series."""
+"""The thirds of a model's layers; separate counters for each layer would be tens of thousands of time series."""
 
 
 class ExpertTokens:
-    """Counters on the model's device, which its kernels increment. Any thread may read them."""
+    """Counters of tokens per expert on the model's device, incremented by its kernels. Any thread may read them."""
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
         """Allocate the counters; a model without experts has none."""
@@ -26,15 +26,15 @@ class ExpertTokens:
         self._host: Tensor | None = None
 
     def of_layer(self, layer: int) -> Tensor | None:
-        """Return the counters [experts] int64 that a layer increments, None if it has no experts."""
+        """Return the counters [experts] int64 that a layer's kernels increment; None if the layer has no experts."""
         experts = self._experts[layer]
         return self._counters[self._group(layer), :experts] if experts else None
 
     def read(self) -> dict[tuple[str, ...], float]:
         """Return the number of tokens by layer group and expert number; empty for a model without experts.
 
-        Steps do not wait for it: on a GPU the counters are copied on another stream, some of them as they were before a
-        running step.
+        Steps do not wait for the call: on a GPU the counters are copied on another stream, so some may lack the tokens
+        of a running step.
         """
         if not self._counters.numel():
             return {}
@@ -43,7 +43,7 @@ class ExpertTokens:
         return {(LAYER_GROUPS[group], str(expert)): n for group in groups for expert, n in enumerate(rows[group])}
 
     def reset(self) -> None:
-        """Set all counters to 0, after the trial steps at the start."""
+        """Set all counters to 0; called after the trial steps at the start."""
         with torch.inference_mode():
             self._counters.zero_()
 

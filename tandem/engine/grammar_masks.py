@@ -1,8 +1,8 @@
 """Masks for requests whose output follows a grammar: tokens that may not come next get no probability, as in vLLM.
 
-Threads compute the masks, and a step waits for them a bounded time. A request whose mask takes longer waits alone: its
-rows discard their tokens and are repeated until the mask is ready. If the mask takes too much CPU time, the request
-fails.
+Threads compute the masks, and a step waits for them for a bounded time. A request whose mask is not ready then waits
+without delaying others: the tokens of its rows are discarded, and the rows are repeated until the mask is ready. If the
+mask takes too much CPU time, the request fails.
 """
 
 import time
@@ -22,24 +22,27 @@ from tandem.protocol.errors import Internal
 from tandem.tokenizers.grammars import AnswerGrammar, LazyGrammars
 
 AllowedDrafts = Callable[[History, str, Sequence[int]], int]
-"""A function like `GrammarMasks.allowed_drafts`."""
+"""A function with the signature of `GrammarMasks.allowed_drafts`."""
 
 STEP_WAIT_S = 0.02
-"""The seconds that a step waits for masks. The mask of an ordinary grammar takes 0.1 ms, at most 10 ms."""
+"""The time in seconds that a step waits for masks; the mask of an ordinary grammar takes 0.1 ms, at most 10 ms."""
 _THREADS = 16
-"""The number of threads that compute masks. If as many requests wait alone, other requests with a grammar wait too."""
+"""The number of threads that compute masks.
+
+If late masks occupy all of them, other requests with a grammar wait too.
+"""
 
 
 class GrammarMasks:
-    """Computes the tokens that a step's draws may sample. Only the engine's thread calls it, except for `begin`."""
+    """Computes which tokens the rows of a step may sample. Only the engine's thread calls it, except for `begin`."""
 
     def __init__(
         self, grammars: LazyGrammars, eos_token_ids: Sequence[int], step_wait_s: float | None = STEP_WAIT_S
     ) -> None:
-        """Take the grammars of the model; `step_wait_s` is the time a step waits for masks, None = until all are ready.
+        """Create the masks for the grammars of a model's requests.
 
-        The output of a request whose grammar fails ends with one of `eos_token_ids`, and `History.failure` has the
-        error.
+        A step waits for masks for up to `step_wait_s` seconds; None = until all masks are ready. The output of a
+        request whose grammar fails ends with one of `eos_token_ids`, and `History.failure` has the error.
         """
         self._grammars = grammars
         self._eos_token_ids = eos_token_ids
@@ -48,7 +51,7 @@ class GrammarMasks:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammar-masks")
 
     def begin(self, history: History, grammar: str) -> None:
-        """Compile the grammar and compute the mask for the next token, before a step needs it.
+        """Compile the grammar of a request and compute the mask of its next token, before a step needs them.
 
         Raises InvalidArgument if that fails. Any thread may call it, before any step has a row of the request.
         """
@@ -58,7 +61,7 @@ class GrammarMasks:
         self._answers[history] = answer
 
     def forbidden(self, draws: SamplingMetadata, vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the rows [n] int64 of draws with a grammar, and the tokens [n, vocab] bool that they forbid.
+        """Return the rows [n] int64 that have a grammar, and the tokens [n, vocab] bool that their grammars forbid.
 
         Both are on the device; no launch waits for the device.
         """
@@ -76,7 +79,7 @@ class GrammarMasks:
         return _sent(torch.tensor(rows), device), forbidden
 
     def allowed_drafts(self, history: History, grammar: str, drafts: Sequence[int]) -> int:
-        """Return how many of the first `drafts` may follow the output so far.
+        """Return the number of leading draft tokens of `drafts` that the grammar allows after the output so far.
 
         The next step may then have rows for them. It returns 0 for a request whose masks are slow.
         """
@@ -115,7 +118,7 @@ class GrammarMasks:
             history.waiting, history.slow = answer.busy, answer.slow
 
     def _launch(self, works: "deque[_Work]") -> None:
-        """Compute masks in one thread, one after another, because nearly all of them are short."""
+        """Compute masks one after another in a single thread, because nearly all of them take little time."""
         if not works:
             return
         answers = [work.answer for work in works]
@@ -129,12 +132,12 @@ class GrammarMasks:
         wait([answer.computing for answer in answers if answer.busy and answer.computing], self._step_wait_s)
 
     def _spread(self, works: "deque[_Work]") -> None:
-        """Compute the masks that were not begun in separate threads: the one they waited for may take long."""
+        """Compute the masks that are not started yet in separate threads, as the mask before them may take long."""
         while (work := _next(works)) is not None:
             work.answer.computing = self._threads.submit(work.do)
 
     def _bits(self, history: History, drafts: int, words: int) -> NDArray[np.int32]:
-        """Return the bits [words] of the tokens that a row may sample after `drafts` draft tokens."""
+        """Return the mask, as bits [words], of the tokens that a row may sample after `drafts` draft tokens."""
         answer = self._answers[history]
         if not history.waiting:
             try:
@@ -149,7 +152,7 @@ class GrammarMasks:
 class _Answer:
     """The grammar state of one request.
 
-    While `busy` it belongs to the thread that computes its mask, else to the engine's.
+    While `busy`, it belongs to the thread that computes its mask, otherwise to the engine's thread.
     """
 
     def __init__(self, grammars: LazyGrammars, grammar: str) -> None:
@@ -159,25 +162,31 @@ class _Answer:
         self._error: Exception | None = None
         self.busy = False
         self.computing: Future[None] | None = None
-        """The future of the thread's work; done when the state is no longer busy, or later."""
+        """The future of the thread that computes the mask.
+
+        `busy` may become False before the future is done, because one thread computes several masks.
+        """
         self.slow = False
-        """True once a mask took more CPU time than a step waits."""
+        """True once a mask took more than `STEP_WAIT_S` seconds of CPU time."""
         self.drafts = 0
-        """The number of the draft tokens passed last that may follow the output."""
+        """The number of leading tokens of the latest draft that the grammar allows."""
 
     def known(self, tokens: Sequence[int]) -> bool:
-        """Return True if `allowed` has nothing to compute."""
+        """Return True if `allowed` needs no computation."""
         return self._error is not None or (self._state is not None and self._state.known(tokens))
 
     def allowed(self, tokens: Sequence[int], drafts: int = 0) -> NDArray[np.int32]:
-        """Return the mask of the next token (`AnswerGrammar.allowed`), or raise the error of the computation."""
+        """Return the mask of the next token (`AnswerGrammar.allowed`), or raise the error of `compute`."""
         if self._error is not None:
             raise self._error
         assert self._state is not None
         return self._state.allowed(tokens, drafts)
 
     def compute(self, tokens: Sequence[int], drafts: Sequence[int] = ()) -> None:
-        """Compute the mask of the next token, and those after the `drafts` that may follow; an error is stored."""
+        """Compute the mask of the next token, and the masks after each draft token that the grammar allows.
+
+        An error is stored, and raised by `allowed`.
+        """
         began = time.thread_time()
         try:
             if self._state is None:
@@ -186,7 +195,7 @@ class _Answer:
                 self.drafts = self._state.follow(tokens, drafts)
             else:
                 self._state.allowed(tokens)
-        # A panic in the grammar library raises a BaseException that is no Exception.
+        # A panic in the grammar library raises a BaseException that is not an Exception.
         except BaseException as error:
             self._error = error if isinstance(error, Exception) else Internal(f"the grammar's library failed: {error}")
             self.drafts = 0
@@ -223,5 +232,5 @@ def _history(draws: SamplingMetadata, row: int) -> History:
 
 
 def _sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a copy on the device; a copy to a GPU is made from pinned memory, without waiting."""
+    """Return a copy on the device; to a GPU it is copied from pinned memory, without waiting."""
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

@@ -1,15 +1,15 @@
-"""Counters of how often steps use CUDA graphs, and of their padding."""
+"""Counts how often steps use CUDA graphs, and how many padding tokens the graphs compute."""
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class GraphUse:
-    """The counters, incremented by the thread that launches steps."""
+    """Counts how steps use CUDA graphs; incremented by the thread that launches steps."""
 
     hits: int = 0
-    """The number of steps that a graph computed."""
+    """The number of steps that were run by a graph."""
     misses: int = 0
-    """The number of steps without a fitting graph; on a device without graphs, all steps."""
+    """The number of steps for which no graph fits; all steps on a device without graphs."""
     padded_tokens: int = 0
-    """The number of padding tokens that graphs computed in addition to their steps' tokens."""
+    """The number of padding tokens that graphs computed in addition to the tokens of the steps."""

@@ -1,4 +1,4 @@
-"""Steps on the CPU, or on any device in the simplest way: each step is computed when it is launched."""
+"""Runs steps on the CPU, or in the simplest way on any device: each step is computed when it is launched."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +17,7 @@ from tandem.engine.steps.scored_step import with_scoring
 from tandem.engine.steps.step_packer import PackedStep, StepPacker, unpack
 
 Forward = Callable[[PackedStep, DeferredTokens | None], Tensor | None]
-"""A function that stores a step's KV and returns logits [drawn, vocab], None if no row samples a token."""
+"""A function that stores a step's KV and returns the logits [drawn, vocab]; None if no row samples a token."""
 
 _WORDS_AT_FIRST = 4096
 
@@ -36,7 +36,10 @@ def forward_over(
 
 
 class HostStepper:
-    """Runs steps synchronously. It has one buffer, so the tensors of a step are valid until the next step is packed."""
+    """Runs steps synchronously.
+
+    It has one buffer, so the tensors of a step are valid only until the next step is packed.
+    """
 
     asynchronous = False
 
@@ -55,7 +58,7 @@ class HostStepper:
         self._words = torch.empty(_WORDS_AT_FIRST, dtype=torch.int64)
 
     def launch(self, batch: StepBatch) -> PendingStep:
-        """Compute a step, and return a function that returns its result (`ModelRunner.launch`)."""
+        """Compute a step, and return a function that returns the result, as `ModelRunner.launch` describes."""
         logits = self.logits(batch)
         self.graph_use.misses += 1
         if logits is None:
@@ -67,7 +70,10 @@ class HostStepper:
         return lambda: result
 
     def logits(self, batch: StepBatch, *, every_token: bool = False) -> Tensor | None:
-        """Return logits [draws, vocab] on the device, or, with `every_token`, [tokens, vocab]."""
+        """Return the logits on the device: [sampled rows, vocab], or [tokens, vocab] with `every_token`.
+
+        Returns None if no row samples a token.
+        """
         sizes = self._packer.sizes(batch)
         if sizes.words > len(self._words):
             self._words = torch.empty(2 * sizes.words, dtype=torch.int64)

@@ -1,8 +1,8 @@
-"""Changes of logits before penalties and temperature, as in vLLM: biases, early ends of outputs, and grammars.
+"""Changes of logits before penalties and temperature, as in vLLM: biases, minimum lengths, and grammars.
 
 The request's `logit_bias` is added. Until an output has `min_tokens` tokens, the model's end-of-sequence ids, even
-ignored ones, and the request's stop token ids get no probability. The index of a draw is the index of its token in the
-output, whichever worker sampled the tokens before.
+ignored ones, and the request's stop token ids get no probability. The index of a sampling input is the index of its
+token in the output, no matter which worker sampled the tokens before.
 """
 
 import math
@@ -16,9 +16,9 @@ from tandem.engine.steps.sampling_metadata import SamplingInput, SamplingMetadat
 
 
 def additions(draws: Sequence[SamplingInput], eos_token_ids: Sequence[int]) -> tuple[list[int], list[int], list[float]]:
-    """Return what is added to the logits now: rows, token ids and addends, of equal length; each pair occurs once.
+    """Return the values to add to logits as three lists of equal length: rows, token ids and addends.
 
-    The addend of a token that would end an output too early is -inf.
+    Each pair of row and token occurs once. The addend of a token that would end an output too early is -inf.
     """
     found: dict[tuple[int, int], float] = {}
     for row, draw in enumerate(draws):
@@ -30,7 +30,7 @@ def additions(draws: Sequence[SamplingInput], eos_token_ids: Sequence[int]) -> t
 
 
 def masked(logits: Tensor, draws: Sequence[SamplingInput], eos_token_ids: Sequence[int]) -> Tensor:
-    """Return logits [rows, vocab] with all `additions`, in float32; unchanged if there are none."""
+    """Return logits [rows, vocab] with all `additions`, in float32; the same tensor if there are none."""
     rows, token_ids, addends = additions(draws, eos_token_ids)
     if not rows:
         return logits
@@ -40,7 +40,7 @@ def masked(logits: Tensor, draws: Sequence[SamplingInput], eos_token_ids: Sequen
 
 
 def within_grammars(logits: Tensor, draws: SamplingMetadata, masks: GrammarMasks) -> Tensor:
-    """Return logits [rows, vocab] with -inf for tokens that the grammars of their rows forbid."""
+    """Return logits [rows, vocab] in which the tokens that each row's grammar forbids are -inf."""
     rows, forbidden = masks.forbidden(draws, logits.shape[1], logits.device)
     kept = logits.clone()
     kept[rows] = kept[rows].masked_fill(forbidden, -torch.inf)
@@ -48,7 +48,7 @@ def within_grammars(logits: Tensor, draws: SamplingMetadata, masks: GrammarMasks
 
 
 class MaskedLogits:
-    """The logits of a step on the device, changed while its tokens are sampled.
+    """The logits of a step on the device, changed in place while its tokens are sampled.
 
     `restore` undoes the change, so that log probabilities are those of the model. No launch waits for the device.
     """
@@ -56,7 +56,7 @@ class MaskedLogits:
     def __init__(
         self, logits: Tensor, draws: SamplingMetadata, eos_token_ids: Sequence[int], masks: GrammarMasks | None
     ) -> None:
-        """Change logits [rows, vocab] in place until `restore`; biases are rounded to the dtype of the logits."""
+        """Change logits [rows, vocab] in place, until `restore`; biases are rounded to the dtype of the logits."""
         self._constrained: tuple[Tensor, Tensor] | None = None
         if draws.constrained and masks is not None:
             limited, forbidden = masks.forbidden(draws, logits.shape[1], logits.device)

@@ -1,4 +1,4 @@
-"""Log probabilities of sampled tokens and of the most likely tokens, for the draws that want them."""
+"""Log probabilities of sampled tokens and of the most likely tokens, for the requests that want them."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,9 @@ _LOW_HALF = (1 << 31) - 1
 
 
 def score(logits: Tensor, draws: Sequence[SamplingInput], tokens: Tensor) -> list[TokenLogprobs | None]:
-    """Return the log probabilities of `tokens` [rows] that `draws` want; empty if none wants any.
+    """Return the log probabilities of the sampled `tokens` [rows] for the rows that want them; empty if none does.
 
-    `logits` [rows, vocab] are those of the model, without changes.
+    `logits` [rows, vocab] are the unchanged logits of the model.
     """
     asking = [row for row, draw in enumerate(draws) if wants_logprobs(draw)]
     if not asking:
@@ -25,10 +25,11 @@ def score(logits: Tensor, draws: Sequence[SamplingInput], tokens: Tensor) -> lis
 
 
 def logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Return the log softmax of logits [rows, vocab] at tokens [rows] int64, and each row's `top` likeliest tokens.
+    """Return the log probabilities of tokens [rows] int64, and the `top` most likely tokens of each row.
 
-    The values are [rows, 1 + top] float32, that of the token itself first. The ids of the most likely tokens are [rows,
-    top] int64, by falling logit, then by rising id.
+    They are computed from logits [rows, vocab]. The first result is [rows, 1 + top] float32: the log probability of the
+    token itself, then those of the most likely tokens. The second is [rows, top] int64, the ids of the most likely
+    tokens, by descending logit, then by ascending id.
     """
     # Adding 0 turns -0 into +0: they are equal, but have different bits.
     wide = logits.float() + 0.0
@@ -45,17 +46,18 @@ def logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor]:
 def scores_of(
     draws: Sequence[SamplingInput], values: Sequence[Sequence[float]], top_ids: Sequence[Sequence[int]]
 ) -> list[TokenLogprobs | None]:
-    """Return one entry for each draw, None if it wants no log probabilities.
+    """Return the log probabilities of each row; None for a row that wants none.
 
-    `values` and `top_ids` have one entry for each draw that wants them, in order: the values of the sampled token and
-    then of the most likely ones, and the ids of the latter, as many as the draw that wants the most.
+    `values` and `top_ids` have one entry for each row that wants log probabilities, in order: the value of the sampled
+    token followed by those of the most likely tokens, and the ids of the latter. All entries have as many most likely
+    tokens as the row that wants the most.
     """
     scores = iter(zip(values, top_ids, strict=True))
     return [_score(each.sampling.logprobs, *next(scores)) if wants_logprobs(each) else None for each in draws]
 
 
 def wants_logprobs(draw: SamplingInput) -> bool:
-    """Return True if this draw wants log probabilities."""
+    """Return True if the request of this sampling input wants log probabilities."""
     return draw.sampling.logprobs is not None
 
 

@@ -1,4 +1,4 @@
-"""Device memory: what weights take, and what is left for the KV cache on a GPU after weights, steps and CUDA graphs."""
+"""Device memory: how much the weights need, and how much of a GPU is left for the KV cache."""
 
 import contextlib
 import gc
@@ -11,7 +11,7 @@ from tandem.protocol.errors import InvalidArgument
 
 GIB = 1 << 30
 _OUTSIDE_BYTES = 3 * GIB // 4
-"""The process's GPU memory outside of PyTorch's allocator: the CUDA context, libraries and loaded kernels."""
+"""GPU memory of the process outside PyTorch's allocator: the CUDA context, libraries and loaded kernels."""
 
 
 def free_bytes(device: torch.device) -> int:
@@ -20,9 +20,9 @@ def free_bytes(device: torch.device) -> int:
 
 
 def check_host_memory(weights: int) -> None:
-    """Raise InvalidArgument if `weights` bytes do not fit into the host's free memory.
+    """Raise InvalidArgument if `weights` bytes exceed the free memory of the host.
 
-    Without this check the operating system would overcommit, and kill the process once it writes to the memory.
+    Without this check the operating system would overcommit, and kill the process when it writes to the memory.
     """
     free = free_bytes(torch.device("cpu"))
     if weights > free:
@@ -34,7 +34,7 @@ def check_host_memory(weights: int) -> None:
 
 
 def measure_peak(device: torch.device, run: Callable[[], object]) -> int:
-    """Return the peak memory in bytes that `run` takes in addition to what is allocated now, including its result."""
+    """Return the peak memory in bytes that `run` allocates in addition to the current memory, including its result."""
     torch.cuda.synchronize(device)
     gc.collect()
     torch.cuda.empty_cache()
@@ -49,7 +49,7 @@ def measure_peak(device: torch.device, run: Callable[[], object]) -> int:
 
 
 def kv_cache_bytes(device: torch.device, fraction: float, step_bytes: int) -> int:
-    """Return the bytes for the KV cache in a process that may use `fraction` of the GPU's memory.
+    """Return the memory in bytes for the KV cache of a process that may use `fraction` of the GPU's memory.
 
     The weights are on the GPU already; `step_bytes` are needed for steps and graphs. Raises InvalidArgument, which
     names the setting to change, if nothing is left.
@@ -69,7 +69,7 @@ def kv_cache_bytes(device: torch.device, fraction: float, step_bytes: int) -> in
 
 @contextlib.contextmanager
 def naming_the_setting(device: torch.device) -> Iterator[None]:
-    """Raise InvalidArgument, which names the settings to change, if code in the context exhausts `device`'s memory."""
+    """Convert an out-of-memory error of the `with` block into InvalidArgument, which names the settings to change."""
     try:
         yield
     except RuntimeError as error:
@@ -79,13 +79,13 @@ def naming_the_setting(device: torch.device) -> Iterator[None]:
 
 
 def ran_out_of_memory(error: RuntimeError) -> bool:
-    """Return True for the out-of-memory errors of PyTorch, CUDA and cuBLAS, whose wording differs."""
+    """Return True for an out-of-memory error of PyTorch, CUDA or cuBLAS, which differ in their wording."""
     text = str(error).lower()
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "alloc_failed" in text
 
 
 def no_memory(device: torch.device) -> InvalidArgument:
-    """Return the error for a GPU that ran out of memory at the start."""
+    """Return the error for a GPU that ran out of memory during the start."""
     free, total = torch.cuda.mem_get_info(device)
     return InvalidArgument(
         "kv_cache_bytes",

@@ -1,4 +1,4 @@
-"""The model runner: one model and one paged cache, which run one step at a time on the device they were loaded on."""
+"""The model runner: runs the steps of one model over one paged KV cache, one step at a time."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,13 +24,13 @@ from tandem.engine.weights.checkpoint import Progress
 
 
 class ModelRunner:
-    """Runs the steps of one model. It owns the weights and the KV cache for its lifetime.
+    """Runs the steps of one model. It owns the weights and the KV cache as long as it exists.
 
     Not thread-safe, except for `pool`: only the worker's loop thread calls it.
     """
 
     def __init__(self, loaded: LoadedParts) -> None:
-        """Take over loaded parts; callers use `load`."""
+        """Create a runner from loaded parts; callers use `load`."""
         self.spec = spec = loaded.spec
         self.facts, self.adapters, self.dtype = loaded.facts, loaded.adapters, loaded.dtype
         self.cache = cache = loaded.cache
@@ -56,12 +56,12 @@ class ModelRunner:
         collectives: Collectives | None = None,
         on_step: Callable[[PackedStep], None] | None = None,
     ) -> "ModelRunner":
-        """Read the model and allocate the KV cache; `name` is the name clients use, by default the name of the folder.
+        """Load the model and allocate the KV cache.
 
-        `kernels` are by default the fastest for the device; kernels that are passed in run step by step, without CUDA
-        graphs. The first rank of a group passes its `collectives`, and `on_step`, which sends each step to the others
-        (`tandem/engine/follower.py`). Raises ModelError if the model cannot be served, InvalidArgument if a
-        setting cannot be met.
+        `name` is the model name that clients use, by default the name of the folder. `kernels` are by default the
+        fastest for the device; kernels that are passed in run step by step, without CUDA graphs. The first rank of a
+        group passes its `collectives`, and `on_step`, which sends each step to the other ranks (`follower.py`). Raises
+        ModelError if the model cannot be served, InvalidArgument if a setting cannot be met.
         """
         loaded = load_parts(
             config,
@@ -88,29 +88,29 @@ class ModelRunner:
 
     @property
     def graph_use(self) -> GraphUse:
-        """The counts of steps that used CUDA graphs so far; any thread may read them."""
+        """The counters of steps with and without CUDA graphs; any thread may read them."""
         return self.stepper.graph_use
 
     def run(self, batch: StepBatch) -> ModelRunnerOutput:
-        """Run a step: store the KV of every row, and sample a token for each row that has a draw.
+        """Run a step: store the KV of every row, and sample a token for each row that has a sampling input (`draw`).
 
         Raises Internal for a malformed batch.
         """
         return self.launch(batch)()
 
     def launch(self, batch: StepBatch) -> PendingStep:
-        """Launch a step without waiting for its result if `asynchronous`; otherwise run it at once, as `run` does.
+        """Launch a step without waiting for its result if `asynchronous`; otherwise run it as `run` does.
 
-        At most two steps may be in flight. The caller reads their results in the order of the launches, and only after
-        that may pages of their rows be given to another owner.
+        At most two steps may be in flight. The caller reads their results in the order of the launches. The pages of a
+        step's rows may be given to another owner only after its result is read.
         """
         with torch.inference_mode():
             return self.stepper.launch(batch)
 
     def logits(self, batch: StepBatch, *, every_token: bool = False) -> Tensor:
-        """Return the logits [rows with a draw, vocab] in the model's dtype, on its device.
+        """Return the logits [sampled rows, vocab] in the model's dtype, on its device.
 
-        With `every_token` they are [tokens, vocab], for each token of each row, which scores prompts. They are valid
+        With `every_token` they are [tokens, vocab], one for each token of each row, to score prompts. They are valid
         until the next step.
         """
         with torch.inference_mode():
@@ -120,12 +120,12 @@ class ModelRunner:
             return logits if every_token else logits[: len(batch.draws)]
 
     def measure_ceilings(self, threads: int | None = None) -> None:
-        """Measure the ceilings of `roofline`, on a CPU with `threads` threads (None = all).
+        """Measure the peak FLOP/s and memory bandwidth for `roofline`.
 
-        Nothing else may compute meanwhile.
+        On a CPU, `threads` threads are used (None = all cores). Nothing else may compute during the measurement.
         """
         self.roofline = replace(self.roofline, ceilings=measure_ceilings(self.cache.device, self.dtype, threads))
 
     def compatibility_facts(self) -> tuple[tuple[str, str], ...]:
-        """Return the properties, as (name, value), that two workers must share before KV moves between them."""
+        """Return the properties, as (name, value), that two workers must have in common for KV transfers."""
         return (("model", self._revision), ("dtype", self.facts.dtype), *self.cache.facts)

@@ -1,4 +1,4 @@
-"""The weights, KV bytes and operations of a model's step, derived from its spec."""
+"""The sizes of a model's steps, derived from its spec: weights, KV bytes and arithmetic operations."""
 
 import torch
 
@@ -18,18 +18,17 @@ from tandem.engine.kernels.base import is_cpu
 from tandem.engine.models.allocation import packed_weights, saved_bytes
 
 _ATTENTION_FLOP = 2
-"""The operations per query, key and dimension of keys or values: one product and one sum."""
+"""The operations per query, key and dimension of keys or values: a multiplication and an addition."""
 
 
 def model_sizes(
     spec: ModelSpec, item_bytes: int, kv_element_bytes: float | None = None, *, on_cpu: bool = False
 ) -> ModelSizes:
-    """Return the sizes of a model, from its matrices alone.
+    """Return the sizes of a model, computed from its matrices alone.
 
-    Norms, biases and the embedding of a few tokens are negligible.
-
-    `item_bytes` is the size of a plain weight, `kv_element_bytes` that of an element of KV; None = the same. Packed
-    weights count as the kernels of a CPU or GPU keep them.
+    Norms, biases and the embedding of a few tokens are negligible. `item_bytes` is the size of an unquantized weight
+    element, `kv_element_bytes` that of a KV element; None = the same. Packed weights have the size in which the kernels
+    of a CPU or GPU keep them.
     """
     kv_bytes = item_bytes if kv_element_bytes is None else kv_element_bytes
     output = spec.vocab_size * spec.hidden_size
@@ -51,61 +50,67 @@ def model_sizes(
 
 
 def _layers_of(spec: ModelSpec, window: int, element_bytes: float) -> WindowedLayers:
-    """Return the KV bytes and operations of the layers with this window."""
+    """Return the KV bytes and operations of the layers with this sliding window."""
     layers = [layer for layer in spec.layers if window_of(layer) == window]
     pair_flop = sum(_pair_flop(layer.attention) for layer in layers)
     return WindowedLayers(window, round(kv_elements(layers) * element_bytes), pair_flop)
 
 
 def kv_bytes_per_token(spec: ModelSpec, element_bytes: float) -> int:
-    """Return the bytes of one token's KV in all layers; `element_bytes` includes the share of a scale."""
+    """Return the bytes of one token's KV in all layers; `element_bytes` includes an element's share of its scale."""
     return round(kv_elements(spec.layers) * element_bytes)
 
 
 def active_weights(spec: ModelSpec) -> int:
-    """Return the number of matrix elements that one token is multiplied with, including the output layer."""
+    """Return the number of matrix elements that each token is multiplied with, including the output layer."""
     layers = sum(layer_weights(layer, spec.hidden_size) for layer in spec.layers)
     return layers + spec.vocab_size * spec.hidden_size
 
 
 def total_weights(spec: ModelSpec) -> int:
-    """Return the number of elements of all matrices, including the embedding; tied ones count once."""
+    """Return the number of elements of all matrices, including the embedding; tied embeddings count once."""
     matrices = spec.vocab_size * spec.hidden_size * (1 if spec.tied_embeddings else 2)
     each = (_dense_weights(layer, spec.hidden_size) + expert_weights(layer, spec.hidden_size) for layer in spec.layers)
     return matrices + sum(each)
 
 
 def matrix_bytes(spec: ModelSpec, item_bytes: int, *, on_cpu: bool = False) -> int:
-    """Return the bytes of all matrices, packed ones as kernels keep them; a plain element has `item_bytes`."""
+    """Return the bytes of all matrices.
+
+    An unquantized element has `item_bytes`; packed matrices have the size in which the kernels keep them.
+    """
     return total_weights(spec) * item_bytes - sum(saved_bytes(spec, item_bytes, on_cpu=on_cpu))
 
 
 def layer_weights(layer: LayerSpec, hidden: int) -> int:
-    """Return the number of matrix elements of one layer that a token is multiplied with."""
+    """Return the number of matrix elements of one layer that each token is multiplied with."""
     return _dense_weights(layer, hidden) + round(expert_weights(layer, hidden) * _expert_share(layer))
 
 
 def expert_weights(layer: LayerSpec, hidden: int) -> int:
-    """Return the number of elements of a layer's experts, without the shared one; 0 for a dense layer."""
+    """Return the number of elements of a layer's experts, without the shared expert; 0 for a dense layer."""
     moe = layer.feed_forward
     return 3 * hidden * moe.width * moe.experts if isinstance(moe, MixtureOfExperts) else 0
 
 
 def roofline(spec: ModelSpec, cache: PagedCache, item_bytes: int) -> Roofline:
-    """Return the roofline of the model on this kind of device; a weight has `item_bytes`."""
+    """Return the roofline of the model, with the rates of a typical device of this kind.
+
+    `item_bytes` is the size of a weight element.
+    """
     on_cpu = is_cpu(cache.device)
     sizes = model_sizes(spec, item_bytes, cache.element_bytes, on_cpu=on_cpu)
     return Roofline(sizes, CPU if on_cpu else GPU)
 
 
 def cost_guess(spec: ModelSpec, cache: PagedCache, item_bytes: int) -> CostParameters:
-    """Return the predicted cost of steps on this device, used before any was measured."""
+    """Return the predicted cost of steps on this device, which is used until steps have been measured."""
     limits, grid = roofline(spec, cache, item_bytes), step_grid(spec, cache.device)
     return guess(limits.sizes, limits.ceilings, grid)
 
 
 def step_grid(spec: ModelSpec, device: torch.device) -> StepGrid:
-    """Return the granularity in which `device` computes prefill steps."""
+    """Return the granularity of tokens and rows in which `device` computes prefill steps."""
     if device.type != "cuda":
         return EACH_TOKEN
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -113,7 +118,7 @@ def step_grid(spec: ModelSpec, device: torch.device) -> StepGrid:
 
 
 def _dense_weights(layer: LayerSpec, hidden: int) -> int:
-    """Return the number of elements of a layer's matrices that every step reads."""
+    """Return the number of elements of the matrices of a layer that every step reads."""
     feed_forward = layer.feed_forward
     if isinstance(feed_forward, MixtureOfExperts):
         inner = 3 * feed_forward.shared_width + feed_forward.experts
@@ -134,7 +139,7 @@ def _attention_weights(attention: Attention, hidden: int) -> int:
 
 
 def _pair_flop(attention: Attention) -> int:
-    """Return the operations for one token that attends to one other token in a layer."""
+    """Return the operations in one layer for one token that attends to one other token."""
     shape = attention.shape
     if isinstance(attention, GroupedQueryAttention):
         return _ATTENTION_FLOP * attention.shape.heads * 2 * attention.shape.head_dim

@@ -1,4 +1,4 @@
-"""A summary of a model in short lines, for operators."""
+"""A summary of a model for operators, in a few short lines."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,10 +13,9 @@ _BYTES_OF_16_BITS = 2
 def model_summary(
     spec: ModelSpec, item_bytes: int, kv_element_bytes: float | None = None, *, on_cpu: bool = False
 ) -> tuple[str, ...]:
-    """Return one line each about parameters, quantization, KV cache, attention and experts.
+    """Return a summary of the model: one line each about parameters, quantization, KV cache, attention and experts.
 
-    `item_bytes` is the size of an element of weights that are not quantized, `kv_element_bytes` that of KV; None = the
-    same.
+    `item_bytes` is the size of an element of unquantized weights, `kv_element_bytes` that of KV; None = the same.
     """
     kv_bytes = item_bytes if kv_element_bytes is None else kv_element_bytes
     total, active = total_weights(spec), active_weights(spec)
@@ -35,7 +34,7 @@ def model_summary(
 
 
 def _attention(spec: ModelSpec) -> Iterator[str]:
-    """Yield the number of layers that see the same number of tokens, layers with windows first."""
+    """Yield the number of layers for each number of tokens that they attend to, layers with windows first."""
     windows = Counter(map(window_of, spec.layers))
     for number, (window, layers) in enumerate(sorted(windows.items(), key=lambda each: each[0] or spec.max_context)):
         seen = "all" if window is None else f"{window:,}"
@@ -48,7 +47,7 @@ def _attention(spec: ModelSpec) -> Iterator[str]:
 
 
 def _experts(spec: ModelSpec) -> Sequence[str]:
-    """Return one line about each kind of experts, in the order of the layers."""
+    """Return one line about each kind of expert layer, in the order of the layers."""
     kinds = Counter(layer.feed_forward for layer in spec.layers)
     lines = []
     for moe, layers in kinds.items():
@@ -60,7 +59,7 @@ def _experts(spec: ModelSpec) -> Sequence[str]:
 
 
 def _count(elements: int) -> str:
-    """Return a number of parameters with three digits: 30.5 B, 494 M."""
+    """Return a number of parameters with three significant digits: 30.5 B, 494 M."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
         if elements >= size:
             return f"{elements / size:.3g} {unit}"

@@ -1,10 +1,10 @@
-"""Sampling of the next token of all rows at once: greedy, or a seeded draw from the filtered distribution.
+"""Samples the next token of all rows at once: greedily, or from the filtered distribution with a seeded random number.
 
-Biases and then penalties change the logits before everything else, with the meaning they have in vLLM. Filters run in
-the order of transformers: temperature, top_k, top_p (of what top_k left), min_p. A draw inverts the cumulative
-distribution at one uniform number, which depends only on the request's seed and the index of the draw, so the rest of
-the batch does not affect a row. Tokens are ordered by id or, if a filter is set, by falling probability and then by id:
-a filter needs that order anyway, and keeps few tokens.
+Biases and then penalties change the logits before everything else, as in vLLM. Filters run in the order of
+transformers: temperature, top_k, top_p (of the tokens that top_k kept), min_p. Sampling inverts the cumulative
+distribution at one uniform random number, which depends only on the request's seed and the index of the output token,
+so the rest of the batch does not affect a row. Tokens are ordered by id or, if a filter is set, by descending
+probability and then by id: a filter needs that order anyway, and keeps few tokens.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def sample(
 ) -> Tensor:
     """Return one token id for each row of logits [rows, vocab]: [rows] int64.
 
-    Greedy rows take the lowest id among equal logits. It samples none of `eos_token_ids` where an output may not end
+    Greedy rows take the lowest id among equal logits. None of `eos_token_ids` is sampled where an output may not end
     yet, and no token that a grammar forbids according to `masks`. The id is NO_TOKEN in rows whose largest logit is not
     finite.
     """
@@ -54,7 +54,7 @@ def sample(
 
 
 def _soften(logits: Tensor, peaks: Tensor, draws: Sequence[SamplingInput]) -> tuple[Tensor, Tensor]:
-    """Return the probabilities [rows, vocab] float32 at each row's temperature, and uniform numbers [rows, 1] float64.
+    """Return each row's probabilities at its temperature, [rows, vocab] float32, and random numbers [rows, 1] float64.
 
     `peaks` [rows, 1] float32 are the largest logits.
     """

@@ -1,4 +1,4 @@
-"""Penalties, with the meaning they have in vLLM, and seeded draws from the tokens that top_k, top_p and min_p keep."""
+"""Penalties, as in vLLM, and seeded sampling from the tokens that top_k, top_p and min_p keep."""
 
 from collections.abc import Sequence
 
@@ -9,14 +9,14 @@ from tandem.engine.steps.sampling_metadata import History, SamplingInput, Sampli
 from tandem.protocol.messages import SamplingParams
 
 _CANDIDATES = (128, 1024)
-"""The numbers of best tokens that filters examine, one after the other.
+"""The numbers of most likely tokens that filters try, in this order.
 
-Only if these do not suffice, they sort all tokens.
+Filters sort all tokens only if these do not suffice.
 """
 
 
 def has_filters(sampling: SamplingParams) -> bool:
-    """Return True if any filter is set."""
+    """Return True if top_k, top_p or min_p is set."""
     return sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
 
 
@@ -26,11 +26,10 @@ def draw_filtered(
     numbers: Tensor,
     candidates: Sequence[int] = _CANDIDATES,
 ) -> Tensor:
-    """Return a token for each row of probabilities [rows, vocab] from those its filters keep: [rows] int64.
+    """Sample a token for each row of probabilities [rows, vocab] from the tokens that its filters keep: [rows] int64.
 
-    `numbers` [rows, 1] float64 are the uniform numbers.
-
-    `candidates` are the numbers of best tokens that are tried first; the result does not depend on them.
+    `numbers` [rows, 1] float64 are uniform random numbers. `candidates` are the numbers of most likely tokens that are
+    tried first; the result does not depend on them.
     """
     rows, vocab = probabilities.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=probabilities.device)
@@ -46,10 +45,10 @@ def draw_filtered(
 
 
 def keep_best(probabilities: Tensor, params: Sequence[SamplingParams], count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the `count` most likely tokens of each row of probabilities [rows, vocab]; filtered ones have weight 0.
+    """Return the `count` most likely tokens of each row of probabilities [rows, vocab], with weight 0 if filtered out.
 
-    The results are weights [rows, count] and ids [rows, count], the most likely token first, equal ones by id; and
-    settled [rows] bool, which is True if no token beyond these can be kept. If `count` is the whole vocabulary, every
+    The results are weights [rows, count] and ids [rows, count], by descending probability, then by id; and settled
+    [rows] bool, which is True if the filters can keep no token beyond these. If `count` is the whole vocabulary, every
     row is settled.
     """
     vocab = probabilities.shape[-1]
@@ -71,9 +70,10 @@ def keep_best(probabilities: Tensor, params: Sequence[SamplingParams], count: in
 
 
 def invert(weights: Tensor, numbers: Tensor) -> Tensor:
-    """Return, for each row of weights [rows, n] ≥ 0, the first index whose cumulative weight exceeds number · total.
+    """Sample an index for each row of weights [rows, n] ≥ 0, by inverting the cumulative weights at `numbers`.
 
-    `numbers` is [rows, 1] float64 in [0, 1), the result [rows] int64; an index of weight 0 is never chosen.
+    The result [rows] int64 is the first index whose cumulative weight exceeds number · total; `numbers` is [rows, 1]
+    float64 in [0, 1). An index of weight 0 is never chosen.
     """
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1:]
@@ -83,7 +83,7 @@ def invert(weights: Tensor, numbers: Tensor) -> Tensor:
 
 
 def column(values: Sequence[float], like: Tensor) -> Tensor:
-    """Return the values as a column [rows, 1] float64 on the device of `like`."""
+    """Return the values as a column vector [rows, 1] float64 on the device of `like`."""
     return torch.tensor(values, dtype=torch.float64, device=like.device).unsqueeze(-1)
 
 
@@ -99,7 +99,7 @@ def _rank(probabilities: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def penalize(logits: Tensor, draws: Sequence[SamplingInput]) -> Tensor:
-    """Return logits [rows, vocab] in float32 with each row's penalties; the same tensor if no row has any.
+    """Return logits [rows, vocab] in float32 with each row's penalties applied; the same tensor if no row has any.
 
     The logit of a token in the prompt or the output is divided (if above 0) or multiplied (if below) by the repetition
     penalty; for a token of the output, the frequency penalty is then subtracted for each occurrence, and the presence
@@ -115,7 +115,7 @@ def penalize(logits: Tensor, draws: Sequence[SamplingInput]) -> Tensor:
 
 
 def _penalize_row(logits: Tensor, sampling: SamplingParams, history: History) -> None:
-    """Change the logits [vocab] float32 of one row in place."""
+    """Apply the penalties of one row to its logits [vocab] float32, in place."""
     times = torch.bincount(_ids(history.answer, logits), minlength=len(logits))
     if sampling.repetition_penalty != 1:
         seen = times > 0

@@ -1,4 +1,4 @@
-"""The first steps of a loaded engine, so that no request waits for kernels to be compiled or threads to start."""
+"""Runs the first steps of a loaded engine, so that no request waits for compiling kernels or starting threads."""
 
 from collections.abc import Callable
 
@@ -15,9 +15,9 @@ _TOKENS = 64
 
 
 def warm_up(run: Callable[[StepBatch], object], cache: PagedCache, max_context: int, progress: Progress | None) -> None:
-    """Run a prompt step and a decode step.
+    """Run one prompt step and one decode step.
 
-    They write to page 0 while no request owns it, and zero it afterwards.
+    They write to page 0, which no request owns yet, and zero it afterwards.
     """
     if progress is not None:
         progress("compiling kernels", 0.0)
@@ -32,7 +32,7 @@ def warm_up(run: Callable[[StepBatch], object], cache: PagedCache, max_context: 
 
 
 def check_activations(logits: Callable[[StepBatch], Tensor], cache: PagedCache, most_tokens: int) -> None:
-    """Raise ModelError if activations overflow float16 in a prompt, which makes its logits NaN or infinite.
+    """Raise ModelError if a prompt's activations overflow float16, which makes its logits NaN or infinite.
 
     In models trained in bfloat16 this mostly happens at the first positions. The check uses page 0, as `warm_up` does.
     """

@@ -17,8 +17,7 @@ from router.api.openai.formats import Formats
 from router.api.openai.messages import Message, Tools
 from router.api.openai.prompts import Prompts
 from router.api.unserved_fields import CHAT_UNSERVED, COMPLETION_UNSERVED, INERT, Unserved
-from router.requests.validation import INT32_MAX
-from tandem.protocol.messages import LOGIT_BIAS_MAX, LOGIT_BIASES_MAX
+from tandem.protocol.messages import INT32_MAX, LOGIT_BIAS_MAX, LOGIT_BIASES_MAX
 
 
 def _others(refused: Mapping[str, Unserved]) -> dict[str, Any]:

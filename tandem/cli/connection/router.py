@@ -8,6 +8,7 @@ from cryptography import x509
 from tandem.client import Client, DeadlineExceeded, InvalidArgument, Options, Tls, Unavailable
 from tandem.client.connection import Wording
 from tandem.protocol.generated.tandem.v1 import inference_pb2
+from tandem.protocol.messages import INT32_MAX, SEED_MAX, TEMPERATURE_MAX
 
 COMMANDS = Wording(
     key_name="--api-key",
@@ -18,9 +19,6 @@ COMMANDS = Wording(
 )
 """The error texts for users of the command line."""
 CA, CERTIFICATE, KEY = "--tls-ca", "--tls-client-certificate", "--tls-client-key"
-MAX_TOKENS_MAX = 2**31 - 1
-SEED_MAX = 2**64 - 1
-TEMPERATURE_MAX = 100.0
 _VIEW_S = 5.0
 """Deadline for a router's description of itself, in seconds."""
 
@@ -38,8 +36,8 @@ class Sampling:
 
         Raises InvalidArgument, which names the option and its limits, the same as the router's.
         """
-        if self.max_tokens is not None and not 1 <= self.max_tokens <= MAX_TOKENS_MAX:
-            raise InvalidArgument("--max-tokens", f"{self.max_tokens} is not between 1 and {MAX_TOKENS_MAX}")
+        if self.max_tokens is not None and not 1 <= self.max_tokens <= INT32_MAX:
+            raise InvalidArgument("--max-tokens", f"{self.max_tokens} is not between 1 and {INT32_MAX}")
         if not 0 <= self.temperature <= TEMPERATURE_MAX:
             raise InvalidArgument("--temperature", f"{self.temperature:g} is not between 0 and {TEMPERATURE_MAX:g}")
         if self.seed is not None and not 0 <= self.seed <= SEED_MAX:

@@ -1,1 +1,1 @@
-"""Low-rank adapters (LoRA): reading their folders, and adding them to a model's products."""
+"""LoRA adapters: reads their folders, and applies them to the model's matrix products."""

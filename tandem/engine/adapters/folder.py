@@ -1,7 +1,7 @@
-"""Reader of an adapter's folder in the format of peft: adapter_config.json and adapter_model.safetensors.
+"""Reads an adapter folder in the format of peft: adapter_config.json and adapter_model.safetensors.
 
-`tandem/engine/adapters/reader.py` calls it in a process of its own that should start fast, so this module does not
-import torch.
+`tandem/engine/adapters/reader.py` runs it in a separate process that should start fast, so this module does not import
+torch.
 """
 
 import json
@@ -28,17 +28,17 @@ _UNSUPPORTED: dict[str, tuple[str, tuple[object, ...]]] = {
     "layer_replication": ("replicated layers", (None, [])),
     "alora_invocation_tokens": ("tokens that switch it on (aLoRA)", (None, [])),
 }
-"""Config fields of which only some values are supported: what the other values mean, and the supported ones."""
+"""Config fields with unsupported values: for each field, what other values mean, and the supported values."""
 _CHANGE_BASE = ("pissa", "olora", "corda", "loftq")
-"""Initializations that also change the base model's weights, which are not in the adapter's folder."""
+"""Values of `init_lora_weights` that also change the base model's weights; the folder does not have these changes."""
 _HEADER_BYTES = 1 << 20
-"""The largest header and config that are read: a header has about 150 bytes per tensor, and two tensors per module."""
+"""Maximum size of a header and of a config: a header has about 150 bytes per tensor, and two tensors per module."""
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """An update of one module's weight [N, K]: scale · B · A, with A [rank, K] and B [N, rank]."""
+    """The LoRA update of one module's weight [N, K]: scale · B · A, with A [rank, K] and B [N, rank]."""
 
     a: TensorEntry
     b: TensorEntry
@@ -52,25 +52,25 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFolder:
-    """An adapter on disk."""
+    """The description of an adapter on disk: its hash and where its matrices are."""
 
     path: Path
     identity: str
-    """The hash of its two files, in hex."""
+    """The hash of the adapter's config and tensor file, in hex."""
     updates: Mapping[str, LowRank]
-    """The pairs of matrices, by the module's name in the checkpoint of the base model."""
+    """The LoRA update of each module, by the module's name in the base model's checkpoint."""
 
     @property
     def rank(self) -> int:
-        """The largest rank of its updates."""
+        """The highest rank of any update."""
         return max(update.rank for update in self.updates.values())
 
 
 def read_updates(path: Path) -> Mapping[str, LowRank]:
-    """Read the config and the header of the tensors.
+    """Return the LoRA update of each module, by module name, from the config and the header of the tensor file.
 
-    Raises ModelError, which says what is missing, malformed, or more than a low-rank update. A config with costly
-    regular expressions may take arbitrarily long.
+    Raises ModelError if a file is missing or malformed, or if the adapter has anything but LoRA matrices of linear
+    layers. A config with expensive regular expressions may take arbitrarily long.
     """
     for name in (CONFIG, WEIGHTS):
         if not (path / name).is_file():
@@ -121,7 +121,7 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 class _Scales:
-    """The alpha and the rank that a config assigns to each module."""
+    """The alpha and the rank that a config assigns to each module, from which its scale is computed."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._alpha, self._rank = config.get("lora_alpha"), config.get("r")
@@ -177,5 +177,5 @@ def _compiled(patterns: Mapping[str, object]) -> _Patterns:
 
 
 def _first(module: str, patterns: _Patterns, default: object) -> Any:
-    """Return the value of the first pattern that matches the end of the module's name, as peft does."""
+    """Return the value of the first pattern that matches the end of the module's name, as peft does, else `default`."""
     return next((value for pattern, value in patterns if pattern.fullmatch(module)), default)

@@ -1,4 +1,4 @@
-"""Loads a model's adapters: at the start, and into free slots while the engine runs."""
+"""Loads adapters of a model: at the start of the engine, and into free slots while it runs."""
 
 import contextlib
 from collections import defaultdict
@@ -24,7 +24,7 @@ from tandem.protocol.messages import AdapterFacts
 
 
 class AdapterTables:
-    """The matrices of all adapter slots, for some of a model's products.
+    """The LoRA matrices of all adapter slots, for the stacked weights that adapters change.
 
     They are zero at first; ranks are padded to `rank`.
     """
@@ -38,7 +38,7 @@ class AdapterTables:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._tables: dict[int, LoraTables] = {}
         self.by_weight: dict[int, LoraTables] = {}
-        """The tables by the `id` of the product's weight."""
+        """The LoRA matrices for each stacked weight, by the `id` of the weight."""
         for number, product in products.items():
             (n, k), ends = product.shape, product.part_ends
             a = torch.zeros(slots, len(ends) * rank, k, dtype=dtype, device=device)
@@ -46,9 +46,9 @@ class AdapterTables:
             self._tables[number] = self.by_weight[product.weight] = LoraTables(a, b, ends)
 
     def write(self, slot: int, updates: Sequence[PlacedUpdate]) -> None:
-        """Replace the contents of a slot with these updates; complete on return. Any thread may call it.
+        """Replace the contents of a slot with these updates; the copy is complete on return.
 
-        No step may use the slot meanwhile.
+        Any thread may call it. No step may use the slot during the call.
         """
         by_product: dict[int, list[PlacedUpdate]] = defaultdict(list)
         for each in updates:
@@ -61,7 +61,7 @@ class AdapterTables:
 
     @contextlib.contextmanager
     def _beside_steps(self) -> Iterator[None]:
-        """Run the copies in the context on a separate stream, so that no step waits for them."""
+        """Run the copies of the `with` block on a separate stream, so that no step waits for them."""
         if self._stream is None:
             yield
             return
@@ -83,9 +83,9 @@ def _check_size(placed: PlacedUpdate, a: Tensor, b: Tensor, dtype: torch.dtype) 
 
 
 def _matrices(tables: LoraTables, updates: Sequence[PlacedUpdate]) -> tuple[Tensor, Tensor]:
-    """Return the contents of a slot in host memory.
+    """Return the new contents of a slot, in host memory: the stacked A matrices and the stacked scaled B matrices.
 
-    They are B of each update, and its A for each part that the rows of the update overlap.
+    The A of an update is repeated for each part of the stacked weight that its rows overlap.
     """
     rank = tables.rank
     into_a, into_b = (torch.zeros(each.shape[1:], dtype=each.dtype) for each in (tables.a, tables.b))
@@ -108,12 +108,12 @@ def _matrices(tables: LoraTables, updates: Sequence[PlacedUpdate]) -> tuple[Tens
 
 
 LEAST_RANK = 16
-"""The smallest rank that the matrix units of GPUs multiply; ranks are padded to it, and to powers of two above it."""
+"""Minimum rank for the matrix units of GPUs; ranks are padded to it, or to the next power of two above it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedAdapters:
-    """The adapter slots of a model, and the tables of each weight by its `id`."""
+    """The adapter slots of a model, and the LoRA tables of each weight by the weight's `id`."""
 
     slots: AdapterSlots = field(default_factory=AdapterSlots)
     tables: Mapping[int, LoraTables] = field(default_factory=dict)
@@ -121,7 +121,10 @@ class LoadedAdapters:
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """The `AdapterFiles` of a model: reads folders of adapters that fit it, and writes them into the tables."""
+    """Implements `AdapterFiles` for one model.
+
+    It reads adapter folders, checks that they fit the model, and copies their matrices into the slots of `tables`.
+    """
 
     modules: AdaptedModules
     tables: AdapterTables
@@ -140,10 +143,10 @@ class _Files:
 
 
 def load_adapters(config: EngineConfig, spec: ModelSpec, parameters: Parameters) -> LoadedAdapters:
-    """Load the adapters that `config` names, and allocate slots for others if it allows them.
+    """Load the adapters that `config` names, and allocate free slots if adapters may be loaded at runtime.
 
-    Raises InvalidArgument if there are more adapters, or a higher rank, than it allows; ModelError if one does not fit
-    the model.
+    Raises InvalidArgument if `config` has more adapters than slots or an adapter has a higher rank than `config`
+    allows; ModelError if an adapter does not fit the model.
     """
     if not config.has_loras:
         return LoadedAdapters()
@@ -167,7 +170,7 @@ def load_adapters(config: EngineConfig, spec: ModelSpec, parameters: Parameters)
 
 
 def check_adapters(config: EngineConfig, spec: ModelSpec) -> None:
-    """Raise the errors that `load_adapters` would raise, without memory for weights."""
+    """Raise the errors of `load_adapters` without allocating memory for weights."""
     if config.adapters:
         modules = adapted_modules(spec, allocate_parameters(spec, torch.float32, torch.device("meta")))
         for folder in _read_all(config):
@@ -175,7 +178,7 @@ def check_adapters(config: EngineConfig, spec: ModelSpec) -> None:
 
 
 def slot_bytes(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Return the bytes of the slots for adapters that are loaded while the engine runs; 0 without such slots."""
+    """Return the size in bytes of the slots for adapters that are loaded at runtime; 0 without these slots."""
     if not config.runtime_loras:
         return 0
     products = adapted_modules(spec, allocate_parameters(spec, torch.float32, torch.device("meta"))).products

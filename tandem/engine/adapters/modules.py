@@ -1,4 +1,4 @@
-"""The modules of a model that adapters may change, and their rows in the stacked products that the kernels compute."""
+"""The modules of a model that adapters may change, and their rows in the stacked weights that the kernels multiply."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +19,10 @@ _SUFFIX = ".weight"
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A stacked weight [N, K] of the parameters, named by its `id`, and the row at which each of its parts ends."""
+    """A stacked weight [N, K] that adapters may change.
+
+    `weight` is the `id` of the weight, and `part_ends` are the rows at which its stacked parts end.
+    """
 
     weight: int
     shape: tuple[int, int]
@@ -28,20 +31,20 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class ModuleSlot:
-    """The rows of a module in a product: those from `first` on."""
+    """The place of a module in a stacked weight: its rows begin at row `first`."""
 
     product: int
-    """The number of the product."""
+    """The number of the stacked weight (`Product`)."""
     first: int
     stored_shape: tuple[int, ...]
     """The shape of the module's weight in the checkpoint."""
     transform: Callable[[Tensor], Tensor] | None
-    """Reorders the rows of the checkpoint's weight; None = they are in order."""
+    """A function that reorders the rows of the checkpoint's weight as the kernels need them; None = keep the order."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedUpdate:
-    """An update of a module, and the slot of this module."""
+    """The LoRA update of a module, and the module's place in a stacked weight."""
 
     module: str
     slot: ModuleSlot
@@ -50,17 +53,17 @@ class PlacedUpdate:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedModules:
-    """All modules of a model by their names in the checkpoint.
+    """All modules of a model, by their names in the checkpoint.
 
-    It keeps no reference to weights, which kernels may replace.
+    It keeps no reference to weights, because the kernels may replace them.
     """
 
     products: tuple[Product, ...]
     modules: Mapping[str, ModuleSlot | None]
-    """The slot of each module; None = adapters of this module are not supported."""
+    """The slot of each module; None if adapters of the module are not supported."""
 
     def place(self, folder: AdapterFolder) -> list[PlacedUpdate]:
-        """Return the updates of an adapter with their slots. Raises ModelError if one does not fit the model."""
+        """Return the adapter's updates with their modules' slots. Raises ModelError if one does not fit the model."""
         return [self._placed(folder, module, update) for module, update in folder.updates.items()]
 
     def _placed(self, folder: AdapterFolder, module: str, update: LowRank) -> PlacedUpdate:
@@ -82,7 +85,10 @@ class AdaptedModules:
 
 
 def adapted_modules(spec: ModelSpec, parameters: Parameters) -> AdaptedModules:
-    """Return the modules of a model, before kernels prepare its weights; parameters without memory suffice."""
+    """Return the modules of a model that adapters may change.
+
+    It must be called before the kernels prepare the weights; parameters on the `meta` device suffice.
+    """
     products: list[Product] = []
     by_storage: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
     for weight, part_ends in _stacked(spec, parameters):
@@ -108,7 +114,7 @@ def _module_slot(slot: ParameterSlot, stacked: list[tuple[int, Tensor]] | tuple[
 
 
 def _stacked(spec: ModelSpec, parameters: Parameters) -> Iterator[tuple[Weight, tuple[int, ...]]]:
-    """Yield the weights that adapters may change, those of attention and dense networks, with their part ends."""
+    """Yield the attention and dense feed-forward weights that adapters may change, each with the ends of its parts."""
     for layer, weights in zip(spec.layers, parameters.layers, strict=True):
         attention, inner = weights.attention, weights.feed_forward
         yield attention.output, (len(attention.output),)

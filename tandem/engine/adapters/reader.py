@@ -1,8 +1,8 @@
-"""Reads adapters' folders in a separate process with a time limit.
+"""Reads adapter folders in a separate process with a time limit.
 
 A regular expression in an adapter's config may take exponential time, and parsing holds the GIL: neither may stop the
-engine of a worker that serves. The process gets the folder as its argument and prints one JSON object, with the
-`updates` or an `error`.
+engine of a serving worker. The process gets the folder as its argument and prints one JSON object, with the `updates`
+or an `error`.
 """
 
 import hashlib
@@ -22,26 +22,26 @@ from tandem.engine.weights.safetensors_file import TensorEntry
 from tandem.protocol.errors import ModelError
 
 _CPU_S = 5
-"""The seconds of CPU time that a folder may take, whatever the load of the host.
+"""Maximum CPU time for reading a folder in seconds; it does not depend on the load of the host.
 
-The largest headers take less than one.
+The largest headers take less than one second.
 """
 _WAIT_S = 120.0
-"""The seconds after which the process is killed, for example if the file system does not answer."""
+"""Wall-clock seconds after which the process is killed, for example if the file system does not answer."""
 _READ_BYTES = 1 << 20
 
 
 def read_adapter(path: Path) -> AdapterFolder:
-    """Read the config and the header of the tensors, and hash both files. It blocks, so call it in a thread.
+    """Read the config and the tensor header of an adapter folder, and hash both files.
 
-    Raises ModelError as `read_updates` does, and if the folder takes too long.
+    It blocks, so call it in a thread. Raises ModelError as `read_updates` does, and if reading takes too long.
     """
     updates = _read_apart(path)
     return AdapterFolder(path, _hash(path), updates)
 
 
 def check_unchanged(folder: AdapterFolder) -> None:
-    """Raise ModelError if the files are not those that `read_adapter` hashed.
+    """Raise ModelError if the adapter's files have changed since `read_adapter` hashed them.
 
     If they changed while the tensors were read, the tensors may be mixed.
     """
@@ -107,7 +107,7 @@ def _described(entry: TensorEntry) -> Mapping[str, object]:
 
 
 def main() -> None:
-    """Run the process: its arguments are the folder, and the CPU seconds that it may take."""
+    """Run the reading process; its arguments are the folder and its limit of CPU time in seconds."""
     seconds = int(time.process_time()) + 1 + int(sys.argv[2])
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

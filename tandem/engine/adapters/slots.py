@@ -1,7 +1,7 @@
-"""Assigns adapters to the slots of an engine's tables.
+"""Assigns adapters to the adapter slots of an engine.
 
-A slot is free, or has an adapter, which is listed or was unloaded. An unloaded adapter keeps its slot, and requests
-that were accepted before keep their adapter, until another adapter needs the slot and no request uses the old one.
+A slot is free, or has an adapter, which is listed or unloaded. An unloaded adapter keeps its slot, so that requests
+accepted before can finish with it, until another adapter needs the slot and no request uses the unloaded one.
 """
 
 import threading
@@ -16,31 +16,34 @@ from tandem.protocol.messages import AdapterFacts
 
 
 class AdapterFiles(Protocol):
-    """The adapters on disk, and the tables they are written into."""
+    """The interface that reads adapters from disk and writes their matrices into the slots."""
 
     def read(self, path: Path) -> AdapterFolder:
-        """Read the description of a folder's adapter.
+        """Read the description of an adapter folder.
 
-        Raises ModelError or InvalidArgument if the engine cannot serve it.
+        Raises ModelError or InvalidArgument if the engine cannot serve the adapter.
         """
 
     def write(self, slot: int, folder: AdapterFolder) -> None:
-        """Write the matrices into a slot that no step uses. Raises ModelError if they cannot be read."""
+        """Write an adapter's matrices into a slot. Raises ModelError if they cannot be read.
+
+        No step may use the slot.
+        """
 
 
 @dataclass(slots=True)
 class _Slot:
     adapter: AdapterFacts | None = None
-    """None = the slot is free, or is being written."""
+    """The adapter in the slot; None if the slot is free or an adapter is being written to it."""
     listed: bool = False
     taken: bool = False
-    """True while the slot is being written."""
+    """True while an adapter is being written to the slot."""
 
 
 class AdapterSlots:
-    """The adapters of an engine. The adapter number of a row in a step is that of its slot, counted from 1.
+    """The adapter slots of an engine. The adapter number of a row in a step is the number of its slot plus 1.
 
-    Any thread may call it. Adapters are loaded one after another, by `read`, `claim` and `fill`.
+    Any thread may call it. Adapters are loaded one after another, each by `read`, `claim` and `fill`.
     """
 
     def __init__(self, count: int = 0, files: AdapterFiles | None = None) -> None:
@@ -55,9 +58,9 @@ class AdapterSlots:
             return tuple(slot.adapter for slot in self._slots if slot.adapter is not None and slot.listed)
 
     def number(self, identity: str) -> int:
-        """Return the number of the adapter with this hash, listed or not; 0 for "", the base model.
+        """Return the adapter number of the adapter with this hash, listed or unloaded; 0 for "", the base model.
 
-        Raises NotFound if no slot has it.
+        Raises NotFound if no slot has the adapter.
         """
         if not identity:
             return 0
@@ -65,14 +68,18 @@ class AdapterSlots:
             return self._find(identity) + 1
 
     def read(self, path: Path) -> AdapterFolder:
-        """Read a folder (`AdapterFiles.read`). Raises FailedPrecondition if the engine was started without slots."""
+        """Read an adapter folder (`AdapterFiles.read`).
+
+        Raises FailedPrecondition if the engine was started without adapter slots.
+        """
         return self._loader.read(path)
 
     def claim(self, identity: str, used: Collection[str]) -> int:
-        """Return the slot for an adapter: its old slot, a free slot, or that of an unloaded adapter without requests.
+        """Return a slot for an adapter: its old one, a free one, or that of an unloaded adapter without requests.
 
-        `used` has the hashes of the adapters that requests use. From now on no request gets the old adapter of a slot
-        that is taken. Raises ResourceExhausted if there is no such slot.
+        `used` has the hashes of the adapters that requests use. If the slot of an unloaded adapter is taken over, new
+        requests for that adapter are rejected from now on. Raises ResourceExhausted if there is no slot for the
+        adapter.
         """
         with self._lock:
             unlisted = [number for number, slot in enumerate(self._slots) if not slot.listed and not slot.taken]
@@ -90,7 +97,10 @@ class AdapterSlots:
         raise ResourceExhausted(f"all {len(self._slots)} slots for adapters are in use, {loaded} of them loaded{why}")
 
     def fill(self, number: int, adapter: AdapterFacts, folder: AdapterFolder) -> None:
-        """Write an adapter into the slot that `claim` returned, unless it is already there, and list it."""
+        """Write an adapter into the slot that `claim` returned, and list the adapter.
+
+        The matrices are not written if the slot already has them. The slot is free again if writing fails.
+        """
         written = False
         try:
             if self._slots[number].taken:

@@ -1,1 +1,1 @@
-"""The paged KV cache: page pool, prefix cache and checksums."""
+"""The paged KV cache: its memory, page pool, prefix cache and checksums."""

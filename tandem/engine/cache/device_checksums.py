@@ -1,6 +1,6 @@
-"""Checksums of pages in GPU memory, computed beside the engine's steps.
+"""Checksums of pages in GPU memory, computed in parallel with the engine's steps.
 
-It imports Triton, which a CPU's installation lacks, so that `page_checksums` imports it on GPUs only.
+`page_checksums` imports this module on GPUs only, because it imports Triton, which CPU installations lack.
 """
 
 from collections.abc import Sequence
@@ -12,19 +12,19 @@ from tandem.engine.device_wait import wait_for
 from tandem.engine.kernels.rowwise.triton_checksum import SPLITS, partial_sums
 
 _MOST_PAGES = 64
-"""The largest number of pages that one kernel launch sums."""
+"""Maximum number of pages whose checksums one kernel launch computes."""
 _MASK = (1 << 64) - 1
 
 
 class DeviceChecksums:
-    """`PageChecksums` on a GPU, on a stream of its own: engine steps do not wait for it, nor does it wait for them.
+    """`PageChecksums` on a GPU, on a separate stream: neither it nor the engine's steps wait for each other.
 
-    Only the calling thread waits, and sleeps after a short spin. The kernel is compiled and all memory is allocated in
-    the constructor.
+    Only the calling thread waits: it spins briefly, then sleeps. The constructor compiles the kernel and allocates all
+    memory.
     """
 
     def __init__(self, words: PageWords) -> None:
-        """Take `words` on a GPU, as returned by `tandem.engine.cache.page_words.as_words`."""
+        """Prepare the checksums of `words`, which `as_words` returned for a cache on a GPU."""
         self._words, device = words, words.words.device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

@@ -5,12 +5,12 @@ from collections.abc import Iterable, Iterator, Sequence
 
 
 class FreePages:
-    """A set of free page numbers, grouped into extents: the longest runs of adjacent pages.
+    """A set of free page numbers, stored as extents: maximal runs of adjacent pages.
 
-    Allocation is best fit: the pages of a request come from the smallest extent that holds them all, so that requests
-    for single pages fill the gaps and long extents stay long. If no extent is large enough, the largest is taken whole
-    and the search is repeated for the rest. The cost grows with the number of extents that change, and hardly with the
-    number of pages in them. Not thread-safe: `PagePool`, the owner, calls it under its lock.
+    Allocation is best fit: the pages of a request come from the smallest extent that holds all of them, so that
+    requests for single pages fill the gaps and long extents stay long. If no extent is large enough, the largest one is
+    taken whole and the search is repeated for the rest. The cost grows with the number of extents that change, and
+    hardly with the number of pages. Not thread-safe: `PagePool`, the owner, calls it under its lock.
     """
 
     def __init__(self, pages: Iterable[int]) -> None:
@@ -38,7 +38,7 @@ class FreePages:
     def take(self, count: int) -> list[int]:
         """Remove `count` pages from the set and return them; adjacent pages are returned in order.
 
-        The caller makes sure that the set has at least `count` pages.
+        The caller ensures that the set has at least `count` pages.
         """
         taken: list[int] = []
         while len(taken) < count:
@@ -52,7 +52,7 @@ class FreePages:
         return taken
 
     def give(self, pages: Sequence[int]) -> None:
-        """Add pages that are not in the set, each named once, in any order."""
+        """Add pages in any order; none may be in the set already or occur twice."""
         for start, end in _runs(sorted(pages)):
             self._join(start, end)
         self._count += len(pages)
@@ -95,7 +95,7 @@ class FreePages:
 
 
 def _runs(ascending: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the first page, and the page after the last, of each run of adjacent pages."""
+    """Yield each run of adjacent pages as its first page and the page after its last."""
     if not ascending:
         return
     start, last = ascending[0], ascending[-1]

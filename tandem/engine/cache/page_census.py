@@ -1,4 +1,4 @@
-"""A census of the page pool: the number of pages in each state, and a check that each page is in exactly one state."""
+"""Counts the pages of the pool in each state, and checks that each page is in exactly one state."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from tandem.protocol.messages import Lease, RequestRef
 class PageCounts:
     """The number of pages in each state.
 
-    `reserved` is the number of reserved pages, which `free` and `cached` include.
+    `reserved` pages are also counted in `free` or `cached`.
     """
 
     total: int
@@ -26,16 +26,16 @@ class PageCounts:
 
 @dataclass(frozen=True, slots=True)
 class PageCensus:
-    """A view of the pool's bookkeeping, made and read under the pool's lock.
+    """A view of the pool's bookkeeping, created and read under the pool's lock.
 
-    It shares the pool's containers, without copies.
+    It refers to the pool's own containers and copies nothing.
     """
 
     total: int
     free: FreePages
     owned: Mapping[RequestRef, Collection[int]]
     shared: Mapping[int, int]
-    """The number of readers of each shared page."""
+    """The number of readers of each shared page, by page number."""
     cached: Collection[int]
     advertised: Mapping[Lease, Collection[int]]
     quarantined: Mapping[Lease, Collection[int]]
@@ -55,9 +55,10 @@ class PageCensus:
         )
 
     def faults(self) -> Iterator[str]:
-        """Yield each inconsistency as a sentence.
+        """Yield a sentence for each inconsistency.
 
-        An inconsistency is a page in no state or in several states, or more reserved pages than free and cached ones.
+        An inconsistency is a page in no state or in several states, or more reserved pages than free and cached pages
+        together.
         """
         places: dict[int, list[str]] = {page: [] for page in range(self.total)}
         for place, page in self._places():

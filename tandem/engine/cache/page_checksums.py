@@ -1,4 +1,4 @@
-"""Checksums of KV pages, which verify that a page arrived as it was sent, whatever device each side runs on.
+"""Checksums of KV pages, with which a receiver verifies that a page arrived unchanged, whatever the devices are.
 
 The checksum of a page is the sum of w_i * (2 i + 1) mod 2^64 over the page's 32-bit words w_i, little-endian and
 signed, where i is the index of the word in the page. In a partly filled page only the filled token positions count: the
@@ -22,18 +22,18 @@ _MASK = (1 << 64) - 1
 
 
 class PageChecksums(Protocol):
-    """A function that computes checksums of pages in the cache's own memory, without copying them."""
+    """A function that computes checksums of pages in place, without copying them."""
 
     def __call__(self, pages: Sequence[int], filled: Sequence[int]) -> Sequence[int]:
         """Return the checksums, below 2^64, of the first `filled` token positions of each page.
 
-        The call waits for the device, so only a thread that may block calls it, and only one thread at a time. Nothing
-        may write to the pages during the call. Raises IndexError if a page number is outside the pool.
+        The call waits for the device, so the calling thread must be one that may block; only one thread may call it at
+        a time. Nothing may write to the pages during the call. Raises IndexError if a page number is outside the pool.
         """
 
 
 def page_checksums(cache: KvCache) -> PageChecksums:
-    """Return the checksum function of a cache, for its device and dtype.
+    """Return the function that computes checksums of a cache's pages on the cache's device.
 
     The cache is [pages, layers, 2, kv_heads, page_tokens, head_dim].
 
@@ -51,11 +51,11 @@ def page_checksums(cache: KvCache) -> PageChecksums:
 class HostChecksums:
     """`PageChecksums` on the CPU: NumPy on the calling thread, about 0.4 ms per megabyte.
 
-    NumPy releases the GIL meanwhile.
+    NumPy releases the GIL during the computation.
     """
 
     def __init__(self, words: PageWords) -> None:
-        """Take `words` on the CPU, as returned by `as_words`."""
+        """Prepare the checksums of `words`, which `as_words` returned for a cache on the CPU."""
         self._words: npt.NDArray[np.int32] = words.words.numpy()
         self._token_words, self._first_scale = words.token_words, words.page_tokens * words.token_words
         shape = self._words.shape[1:]

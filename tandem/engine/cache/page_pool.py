@@ -1,4 +1,4 @@
-"""The page pool: it records the owner of every page of the KV cache, and the number of pages that are reserved.
+"""The page pool records who owns each page of the KV cache, and how many pages are reserved.
 
 Each page is in exactly one state:
 
@@ -25,16 +25,17 @@ from tandem.protocol.messages import Lease, RequestRef
 
 
 class PagePool:
-    """The pages 0 .. total - 1 of one KV cache. Every method is thread-safe, takes microseconds, and is all or nothing.
+    """The pages 0 .. total - 1 of one KV cache.
 
-    Methods raise ResourceExhausted if too few pages are free at the moment; StaleEpoch if a lease holds no pages in the
-    state concerned, or no longer does; and Internal if the caller names pages that it does not own, which is a defect.
+    Every method is thread-safe, takes microseconds, and either succeeds or changes nothing. Methods raise
+    ResourceExhausted if too few pages are free at the moment; StaleEpoch if a lease has no pages, or no longer has any,
+    in the required state; and Internal if the caller names pages that it does not own, which is a defect.
     """
 
     def __init__(self, total: int) -> None:
         self._total = total
         self.lock = threading.RLock()
-        """Callers hold it around several calls that must be atomic together.
+        """The pool's lock, which callers hold around several calls that must be atomic together.
 
         It is reentrant, and held for microseconds only.
         """
@@ -54,7 +55,7 @@ class PagePool:
     def reserve(self, pages: int) -> None:
         """Reserve `pages` free pages for a later allocation.
 
-        The caller either spends the reservation, page by page, or returns the rest of it with `unreserve`. Raises
+        The caller uses up the reservation by allocations, and returns the rest with `unreserve`. Raises
         ResourceExhausted if fewer pages are free and unreserved.
         """
         with self.lock:
@@ -62,22 +63,22 @@ class PagePool:
             self._reserved += pages
 
     def reserve_up_to(self, pages: int) -> int:
-        """Reserve `pages` pages, or as many as are free and unreserved; return the number of pages reserved."""
+        """Reserve `pages` pages, or all free and unreserved pages if there are fewer; return the number reserved."""
         with self.lock:
             reserved = max(0, min(pages, self._unreserved))
             self._reserved += reserved
             return reserved
 
     def unreserve(self, pages: int) -> None:
-        """Return `pages` reserved pages that were not spent.
+        """Return `pages` reserved pages that were not allocated.
 
-        The caller keeps count of its reservation; the pool only has a total.
+        The caller keeps count of its reservation; the pool only has the total.
         """
         with self.lock:
             self._spend(pages)
 
     def allocate(self, owner: RequestRef, pages: int, *, from_reserved: bool = False) -> list[int]:
-        """Allocate free pages to the owner, who returns them with `free`.
+        """Allocate free pages to `owner`, which returns them with `free`.
 
         With `from_reserved` the pages are taken from an earlier reservation.
 
@@ -98,9 +99,9 @@ class PagePool:
             return taken
 
     def advertise(self, lease: Lease, pages: int, *, from_reserved: bool = True) -> list[int]:
-        """Allocate free pages to the lease, for its prefill worker to write.
+        """Allocate free pages to a lease; the lease's prefill worker may write to them from now on.
 
-        The state ends by `adopt`, `quarantine` or `free_lease`.
+        The pages leave this state through `adopt`, `quarantine` or `free_lease`.
 
         Raises StaleEpoch if the lease is already quarantined.
         """
@@ -113,9 +114,9 @@ class PagePool:
             return list(taken)
 
     def adopt(self, lease: Lease, owner: RequestRef) -> list[int]:
-        """Pass a lease's pages to the owner, and return them in the order in which they were advertised.
+        """Transfer a lease's pages to `owner`, and return them in the order in which they were advertised.
 
-        The caller makes sure that all writes to them have ended.
+        The caller ensures that all writes to them have ended.
         """
         with self.lock:
             pages = self._pop(self._advertised, lease)
@@ -123,16 +124,19 @@ class PagePool:
             return pages
 
     def quarantine(self, lease: Lease) -> list[int]:
-        """Quarantine the pages of an ended lease whose late writes may still arrive; `free_quarantined` frees them."""
+        """Quarantine the pages of an ended lease to which late writes may still arrive.
+
+        `free_quarantined` frees them.
+        """
         with self.lock:
             pages = self._pop(self._advertised, lease)
             self._quarantined[lease] = pages
             return list(pages)
 
     def free_lease(self, lease: Lease) -> int:
-        """Free the pages of a lease that its prefill worker has released, and return their number.
+        """Free the pages of a lease and return their number.
 
-        The caller knows that the prefill worker will not write to them again.
+        The caller guarantees that the prefill worker has released the lease and will not write to the pages again.
         """
         with self.lock:
             return self._give_back(self._pop(self._advertised, lease))
@@ -140,27 +144,30 @@ class PagePool:
     def free_quarantined(self, lease: Lease) -> int:
         """Free the quarantined pages of a lease and return their number.
 
-        The caller knows that the writer is quiescent, or has been dead for long enough that no write can arrive.
+        The caller guarantees that the writer is quiescent, or has been dead long enough that no write can arrive.
         """
         with self.lock:
             return self._give_back(self._pop(self._quarantined, lease))
 
     def free(self, owner: RequestRef, pages: Sequence[int] | None = None) -> int:
-        """Free these pages of the owner, by default all that it has, perhaps none; return their number."""
+        """Free `pages` of the owner and return their number; None = all pages that it owns, if any."""
         with self.lock:
             held = self._owned.get(owner, {})
             return self._give_back(self._disown(owner, list(held) if pages is None else pages))
 
     def share(self, owner: RequestRef, pages: Sequence[int]) -> None:
-        """Turn pages of the owner into shared pages with one reader, the caller, who must `release` each of them."""
+        """Turn pages of the owner into shared pages with the caller as their only reader.
+
+        The caller must `release` each of them.
+        """
         with self.lock:
             self._shared.update(dict.fromkeys(self._disown(owner, pages), 1))
 
     def retain(self, pages: Sequence[int]) -> int:
         """Add one reader to each of these shared or cached pages; the reader must `release` each of them.
 
-        A cached page counts as free until it is retained, so reservations may forbid to retain all: then only the first
-        pages are retained. Returns the number of retained pages.
+        A cached page counts as free until it is retained. If too few unreserved pages are left, only the first pages of
+        the list are retained. Returns the number of retained pages.
         """
         with self.lock:
             self._need_known(pages, [page for page in pages if page not in self._shared and page not in self._cached])
@@ -192,7 +199,7 @@ class PagePool:
             return cached
 
     def drop_cached(self, pages: Sequence[int]) -> None:
-        """Evict these cached pages, which no lookup can find any longer.
+        """Evict cached pages that the prefix index has already removed.
 
         The eviction callback is not called for them.
         """
@@ -209,7 +216,7 @@ class PagePool:
 
     @property
     def unreserved(self) -> int:
-        """The number of free and cached pages that are not reserved. It is cheap to read, unlike `counts`."""
+        """The number of free and cached pages that are not reserved; cheap to read, unlike `counts`."""
         with self.lock:
             return self._unreserved
 
@@ -234,7 +241,7 @@ class PagePool:
             raise Internal(f"The page pool is inconsistent: {'; '.join(faults)}.")
 
     def faults(self) -> Iterable[str]:
-        """Return each inconsistency as a sentence; the caller holds the lock."""
+        """Return a sentence for each inconsistency. The caller holds the lock."""
         return self._census().faults()
 
     def _census(self) -> PageCensus:

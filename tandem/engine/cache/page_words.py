@@ -1,4 +1,4 @@
-"""The memory of KV pages, viewed as 32-bit words, over which checksums are computed."""
+"""A view of the memory of KV pages as 32-bit words, over which checksums are computed."""
 
 from dataclasses import dataclass
 
@@ -14,18 +14,18 @@ WORD_BYTES = 4
 class PageWords:
     """The memory of all pages of a cache, viewed as 32-bit words without a copy.
 
-    A row holds the keys or the values of one head of one layer: `token_words` words for each of the `page_tokens`
-    tokens, then, in a quantized cache, one scale for each token. Rows are in the order of memory, which may differ from
-    the order of the cache tensor's dimensions.
+    A row is the keys or the values of one head of one layer: `token_words` words for each of the `page_tokens` tokens,
+    then, in a quantized cache, one scale for each token. Rows are in memory order, which may differ from the order of
+    the cache tensor's dimensions.
     """
 
     words: Tensor
-    """[pages, rows of a page, words of a row] int32."""
+    """The words, [pages, rows of a page, words of a row] int32."""
     page_tokens: int
     token_words: int
 
     def tokens(self) -> Tensor:
-        """Return the token position of each word of a row: [words of a row] int64, on the device of the words."""
+        """Return each word's token position in its page: [words of a row] int64, on the device of the words."""
         place = torch.arange(self.words.shape[2], device=self.words.device)
         codes = self.page_tokens * self.token_words
         return torch.where(place < codes, place // self.token_words, place - codes)

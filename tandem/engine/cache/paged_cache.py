@@ -1,4 +1,4 @@
-"""The memory of the KV cache: one allocation, in which each page is one contiguous range that spans all its layers."""
+"""The memory of the KV cache: one allocation, in which each page is a contiguous range with all layers of a group."""
 
 import mmap
 
@@ -13,11 +13,11 @@ from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.kv_pages import KvPages
 
 _SCRATCH_PAGES = 1
-"""The number of pages of a cache that are never given to a request."""
+"""The number of pages that are never given to a request: the scratch page, to which other workers write test data."""
 
 
 class PagedCache:
-    """The paged KV cache: zeroed pages of equal size.
+    """The memory of a paged KV cache: pages of equal size, initially zero.
 
     Each page has the KV of one group of layers (`tandem/engine/config/kv.py`).
 
@@ -26,9 +26,9 @@ class PagedCache:
     has one part. Its strides may have any order (`kernel_view`). With an 8-bit dtype `tensor` is a `QuantizedKv`.
     `storage` [pages + 1, elements] is the memory of all pages.
 
-    Page number `pages`, the last one, belongs to no request: other workers write to it to test a connection. The model
-    runner owns this object, and this object owns the memory: addresses that a transfer has are valid as long as it
-    lives.
+    The last page, number `pages`, is a scratch page that belongs to no request: other workers write to it to test a
+    connection. The model runner owns this object, and this object owns the memory: transfers may use its addresses as
+    long as this object exists.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class PagedCache:
         *,
         step_tokens: int = 0,
     ) -> None:
-        """Allocate as many whole pages as fit into `capacity_bytes`, one of them the page that belongs to no request.
+        """Allocate the scratch page and as many whole pages for requests as fit into `capacity_bytes` together.
 
-        `dtype` is the dtype of the elements, or int8 or float8_e4m3fn for codes with scales. `step_tokens` is the most
-        prompt tokens in a step, on which the number of pages that a request needs depends. Raises InvalidArgument if no
-        page is left for requests, or if `device` has too little free memory.
+        `dtype` is the dtype of the elements, or int8 or float8_e4m3fn for codes with scales. `step_tokens` is the
+        maximum number of prompt tokens in a step; the number of pages that a request needs depends on it. Raises
+        InvalidArgument if no page is left for requests, or if `device` has too little free memory.
         """
         self.groups = kv_groups(spec)
         group = self.groups[0]
@@ -64,12 +64,12 @@ class PagedCache:
 
     @property
     def page_bytes(self) -> int:
-        """The size of one page, with all its layers, in bytes."""
+        """The size of one page in bytes, with all layers of its group."""
         return self.storage[0].nbytes
 
     @property
     def element_bytes(self) -> float:
-        """The size of one element in bytes, including its share of a scale."""
+        """The size of one element in bytes, including the element's share of its scale."""
         return self.item_bytes + self.scale_bytes / self.head_dim
 
     @property
@@ -79,7 +79,7 @@ class PagedCache:
 
     @property
     def dtype(self) -> str:
-        """The dtype of the elements or codes, as torch spells it, for example `bfloat16`."""
+        """The dtype of the elements or codes, in torch's spelling, for example `bfloat16`."""
         return str(self.storage.dtype).removeprefix("torch.")
 
     @property
@@ -99,7 +99,7 @@ class PagedCache:
 
     @property
     def facts(self) -> tuple[tuple[str, str], ...]:
-        """The properties, as (name, value), that two caches must share before pages are transferred between them."""
+        """The properties that two caches must have in common for transfers between them, as (name, value)."""
         return (
             ("kv_cache_dtype", self.dtype),
             (
@@ -112,21 +112,21 @@ class PagedCache:
 
 
 def page_bytes(spec: ModelSpec, page_tokens: int, dtype: torch.dtype) -> int:
-    """Return the size in bytes of one page, with all its layers and scales."""
+    """Return the size of one page in bytes, including its scales."""
     group = kv_groups(spec)[0]
     scales = SCALE_BYTES * group.elements // group.dim if is_quantized(dtype) else 0
     return page_tokens * (group.elements * dtype.itemsize + scales)
 
 
 def cache_bytes(spec: ModelSpec, pages: int, page_tokens: int, dtype: torch.dtype) -> int:
-    """Return the smallest capacity in bytes of a cache with `pages` pages for requests, and the page of no request."""
+    """Return the minimum capacity in bytes of a cache with `pages` pages for requests, including its scratch page."""
     return (pages + _SCRATCH_PAGES) * page_bytes(spec, page_tokens, dtype)
 
 
 def kernel_view(memory: Tensor, group: KvGroup, page_tokens: int) -> KvCache:
     """Return `memory` [pages, elements] as a view [pages, layers, parts, heads, page_tokens, dim].
 
-    In memory a page is head-major, so that any range of heads is one contiguous slice. No other function depends on
+    In memory a page is head-major, so that any range of heads is one contiguous slice. Only this function depends on
     this order: kernels take the strides from the tensor.
     """
     outer = (len(memory), group.heads, group.depth, group.parts)
@@ -138,7 +138,7 @@ def kernel_view(memory: Tensor, group: KvGroup, page_tokens: int) -> KvCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeroed memory. Raises InvalidArgument if there is not enough."""
+    """Return zeroed memory. Raises InvalidArgument if the device has not enough."""
     size = torch.Size(shape).numel() * dtype.itemsize
     try:
         if device.type != "cpu":

@@ -1,24 +1,24 @@
-"""The prefix cache: the index of which pages hold the KV of which prefix, so that it is not computed or sent again.
+"""The prefix cache: an index of the pages that hold the KV of each prefix, so that it is not computed or sent again.
 
 Only full pages are indexed, each by a digest of its tokens and of all tokens before them
 (`tandem/protocol/page_digests.py`). The digests of one prompt are a path in a tree. A digest has one page in each group
 of layers (`tandem/protocol/kv_pages.py`).
 
-In groups without a window, a reader of a page also reads all pages before it, so the number of readers falls along a
-path. A path is released from its end, so the page that the pool evicts first, the least recently released, is always a
-leaf, and no page is left that no path leads to. A digest that loses its page in such a group loses its pages in all
-groups.
+In groups without a window, a reader of a page also reads all pages before it, so a page has no more readers than the
+page before it. A path is released from its end, so the page that the pool evicts first, the least recently released, is
+always a leaf, and no page is left that no path leads to. A digest that loses its page in such a group loses its pages
+in all groups.
 
-In groups with a window, a reader of n pages needs only the last ⌈(window - 1) / page⌉ of them. A page that the window
-has passed is released while its request still runs. It stays cached until it is evicted, so that a prefix that ends
-there can be reused, whatever follows it in other prompts. Such a page may be evicted before others of its path, or may
-be missing; the next request that computes it adds it to the index again.
+In groups with a window, a reader of n pages needs only the last ⌈(window - 1) / page⌉ of them. A page that has left the
+window is released while its request still runs. It stays cached until it is evicted, so that a prefix that ends there
+can be reused, whatever follows it in other prompts. Such a page may be evicted before others of its path, or may be
+missing; the next request that computes it adds it to the index again.
 
 The life of a request's `Prefix`:
 
-    promise, allocate   retain the indexed pages, but never the page of the prompt's last token, because a step has to
+    reserve, allocate   retain the indexed pages, but never the page of the prompt's last token, because a step has to
                         compute at least one token; reserve the missing pages, or allocate them to the request
-    retire              release the pages that the window has passed; the request's own become cached or free
+    retire              release the pages that have left the window; the request's own become cached or free
     publish             index the request's own full pages, now computed. If another request has indexed the same digest
                         first, the page stays the request's own, and the indexed one is retained as well, unused, so
                         that the path to later pages has no gap
@@ -39,14 +39,14 @@ from tandem.protocol.page_digests import page_digests, root_digest
 from tandem.protocol.prefixes import PrefixChanges, PrefixList
 
 PageNaming = Callable[[Sequence[int], int, bytes], list[bytes]]
-"""A function with the signature of `tandem.protocol.page_digests.page_digests`, which is used wherever tokens exist."""
+"""A function that computes the digests of full pages; it has the signature of `page_digests`."""
 
 
 @dataclass(slots=True, eq=False)
 class Prefix:
-    """The path of one request: the digests of its full pages, and the indexed pages that it reads.
+    """The path of one request in the index: the digests of its full pages, and the indexed pages that it reads.
 
-    The request owns it.
+    Owned by the request.
     """
 
     root: bytes
@@ -56,7 +56,7 @@ class Prefix:
     known: int = 0
     """The number of leading digests that have entries in `pages`."""
     pages: list[int] = field(default_factory=list)
-    """The indexed pages of these digests, in the order of `KvPages`: each retained once for this request, or FREED."""
+    """The pages of the first `known` digests in the order of `KvPages`: retained once for this request, or FREED."""
 
     @property
     def held(self) -> int:
@@ -69,13 +69,13 @@ class _Node:
     """An indexed digest: `number` is its index in its path, `parent` the digest before it, or the root's digest."""
 
     pages: list[int]
-    """The page in each group of layers, or FREED."""
+    """The page of this digest in each group of layers, or FREED."""
     number: int
     parent: bytes
 
 
 class PrefixCache:
-    """The index of cached prefixes of one worker, shared by both schedulers.
+    """The prefix index of one worker, shared by the prefill and the decode scheduler.
 
     It owns no page: the pool holds the pages, as shared while a request reads them and as cached until they are
     evicted. It is thread-safe, under the pool's lock. The time of each call is proportional to the number of pages
@@ -83,7 +83,7 @@ class PrefixCache:
     """
 
     def __init__(self, pool: PagePool, kv: KvPages, *, enabled: bool = True, names: PageNaming = page_digests) -> None:
-        """Create an empty index over `pool`; if not `enabled`, nothing is ever indexed.
+        """Create an empty index over `pool`; if `enabled` is False, nothing is ever indexed.
 
         `names` computes the digests of full pages.
         """
@@ -93,7 +93,7 @@ class PrefixCache:
         self._full = [group for group, window in enumerate(kv.windows) if window is None]
         windows = enumerate(kv.windows)
         self._windowed = [(group, kv.numbers(window - 1)) for group, window in windows if window is not None]
-        """The groups with a window, each with the number of earlier pages that the first token of a page sees."""
+        """The groups with a window, each with the number of earlier pages in the window of a page's first token."""
         self._enabled = enabled
         self._names = names
         self._nodes: dict[bytes, _Node] = {}
@@ -102,16 +102,16 @@ class PrefixCache:
         self.query_tokens = 0
         """The number of tokens of all prompts that were looked up."""
         self.hit_tokens = 0
-        """The number of tokens of these prompts whose KV was cached."""
+        """The number of tokens of the looked-up prompts whose KV was cached."""
         pool.on_eviction(self._forget)
 
     # ---- a request's path ----
 
     def prefix(self, token_ids: Sequence[int], salt: str, *, reads: bool = True) -> Prefix:
-        """Return the path of a prompt. It hashes all tokens and retains no page yet.
+        """Return the path of a prompt: it hashes all tokens, and retains no page yet.
 
-        `salt` separates prefixes that must not be shared. Without `reads` the request computes all pages, even cached
-        ones.
+        `salt` separates prefixes that must not be shared. If `reads` is False, the request computes all pages, even
+        cached ones.
         """
         root = root_digest(salt)
         if not self._enabled:
@@ -120,7 +120,10 @@ class PrefixCache:
         return Prefix(root, digests, (len(token_ids) - 1) // self.page_tokens if reads else 0)
 
     def extend(self, prefix: Prefix, token_ids: Sequence[int]) -> None:
-        """Extend the path by the full pages of `token_ids`, the tokens after the last page that has a digest."""
+        """Extend the path with the digests of further full pages.
+
+        `token_ids` are the tokens after the last page that has a digest.
+        """
         if self._enabled:
             parent = prefix.digests[-1] if prefix.digests else prefix.root
             prefix.digests += self._names(token_ids, self.page_tokens, parent)
@@ -128,16 +131,16 @@ class PrefixCache:
     def reserve(
         self, prefix: Prefix, pages: int, prompt_tokens: int, *, aside: int = 0, position: int | None = None
     ) -> int:
-        """Retain the indexed pages of the prompt, and reserve the rest of `pages`; return the number of pages reserved.
+        """Retain the indexed pages of the prompt, and reserve the rest of `pages`; return the number of reserved pages.
 
-        `aside` is a number of further pages that must be free, but are not reserved. In groups with a window only pages
-        that tokens from `position` on see are retained; None = from the end of the indexed pages on. Raises
-        ResourceExhausted if too few pages are free; nothing has changed then.
+        `aside` is a number of further pages that must be free, but are not reserved. In groups with a window, only the
+        pages in the windows of the tokens from `position` on are retained; None = from the end of the indexed pages.
+        Raises ResourceExhausted, without any change, if too few pages are free.
         """
         with self.pool.lock:
             self._read(prefix, position)
             try:
-                # `aside` is reserved here and returned below, which checks that so many more pages are free.
+                # `aside` is reserved here and returned below, to check that these further pages are free.
                 self.pool.reserve(pages - prefix.held + aside)
             except TandemError:
                 self._release_prefix(prefix)
@@ -147,11 +150,12 @@ class PrefixCache:
             return pages - prefix.held
 
     def allocate(self, owner: RequestRef, prefix: Prefix, numbers: int, prompt_tokens: int) -> tuple[list[int], int]:
-        """Return the entries (`KvPages`) of `numbers` pages: indexed ones, which are read-only, and new ones.
+        """Return the entries (`KvPages`) of the first `numbers` pages, and the number of pages reserved for windows.
 
-        In groups with a window all entries but the indexed ones are FREED: instead of allocating them, it reserves as
-        many pages as the request needs at the same time. The second result is their number. Raises ResourceExhausted if
-        too few pages are free; nothing has changed then.
+        Indexed pages are shared and read-only; the other pages of groups without a window are newly allocated. In
+        groups with a window, entries that are not indexed are FREED: instead of allocating these pages, it reserves as
+        many as the request needs at the same time. Raises ResourceExhausted, without any change, if too few pages are
+        free.
         """
         with self.pool.lock:
             self._read(prefix, None)
@@ -172,9 +176,9 @@ class PrefixCache:
             return [*prefix.pages, *rest], reserved
 
     def join(self, prefix: Prefix, numbers: int) -> None:
-        """Retain the first `numbers` pages of the path, all of which must be indexed.
+        """Retain the pages of the first `numbers` digests of the path.
 
-        Raises StaleEpoch if any of them is not indexed any longer; then none is retained.
+        Raises StaleEpoch, and retains nothing, if any of them is not or no longer indexed.
         """
         with self.pool.lock:
             if numbers <= self._hit(prefix.digests[:numbers]):
@@ -184,10 +188,11 @@ class PrefixCache:
                 raise StaleEpoch(f"{numbers} cached pages are there no longer, not all of them; drop this attempt")
 
     def retire(self, owner: RequestRef, prefix: Prefix, pages: list[int], position: int) -> int:
-        """Release the pages that tokens from `position` on do not see, set their entries to FREED, return their number.
+        """Release the pages that are outside the windows of the tokens from `position` on; return their number.
 
-        The caller makes sure that no running step reads them. Pages that the request owns become cached if the index
-        can use them, and are freed otherwise; either way they count as free again.
+        Their entries in `pages` become FREED. The caller ensures that no running step reads them. Pages that the
+        request owns become cached if the index can use them, and are freed otherwise; either way they count as free
+        again.
         """
         if not self._windowed:
             return 0
@@ -204,7 +209,7 @@ class PrefixCache:
             return len(dead)
 
     def retire_read(self, prefix: Prefix, position: int) -> int:
-        """Release the retained pages that tokens from `position` on do not see; return their number."""
+        """Release retained pages that are outside the windows of the tokens from `position` on; return their number."""
         with self.pool.lock:
             dead = self.kv.dead(prefix.pages, position)
             for entry in dead:
@@ -220,9 +225,9 @@ class PrefixCache:
         *,
         all_groups: bool = True,
     ) -> None:
-        """Index those of `pages` that hold the KV of the request's first `numbers` digests; None = of all digests.
+        """Index the request's pages that hold the KV of its first `numbers` digests; None = of all digests.
 
-        Without `all_groups`, pages of groups with a window stay the request's own until `retire` or another call.
+        If `all_groups` is False, pages of groups with a window stay the request's own until `retire` or a later call.
         """
         with self.pool.lock:
             end = len(prefix.digests) if numbers is None else min(numbers, len(prefix.digests))
@@ -254,7 +259,7 @@ class PrefixCache:
                 self._give_published(owner, prefix, pages)
 
     def leave(self, owner: RequestRef, prefix: Prefix, pages: Sequence[int]) -> None:
-        """Release the pages that the request reads, and free those of `pages` that the owner owns.
+        """Release the indexed pages that the request reads, and free those of `pages` that `owner` owns.
 
         `pages` are in the order of `KvPages`.
         """
@@ -265,19 +270,22 @@ class PrefixCache:
             self._release_prefix(prefix)
 
     def release(self, prefix: Prefix) -> None:
-        """Release all pages that the request reads."""
+        """Release all indexed pages that the request reads."""
         with self.pool.lock:
             self._release_prefix(prefix)
 
     # ---- for the router's copy of the index ----
 
     def changes(self) -> PrefixChanges | None:
-        """Return the digests indexed and evicted since the last call, None if there are none."""
+        """Return the digests indexed and evicted since the last call; None if there are none."""
         with self.pool.lock:
             return self._log.take()
 
     def known(self) -> PrefixList:
-        """Return the whole index. It takes about a microsecond per page, during which the pool's lock is held."""
+        """Return the whole index.
+
+        It takes about a microsecond per page, during which the pool's lock is held.
+        """
         with self.pool.lock:
             pages = [(digest, node.parent) for digest, node in self._nodes.items()]
             sequence = self._log.sequence
@@ -287,7 +295,7 @@ class PrefixCache:
 
     @property
     def events(self) -> tuple[int, int]:
-        """The number of digests indexed since the start, and the number evicted."""
+        """The numbers of digests indexed and evicted since the start."""
         return self._log.stored_pages, self._log.removed_pages
 
     def __len__(self) -> int:
@@ -311,10 +319,10 @@ class PrefixCache:
         self._retain(prefix, self._hit(prefix.digests[: prefix.readable]), position)
 
     def _hit(self, digests: Sequence[bytes]) -> int:
-        """Return the length of the longest prefix of these digests after which a request could continue.
+        """Return the number of leading digests whose KV a request can reuse.
 
-        In groups with a window it is not enough that the digests are indexed: the pages that the next token sees must
-        be there.
+        In groups with a window it is not enough that the digests are indexed: the pages in the window of the next token
+        must exist.
         """
         if not self._windowed:
             return self._path(digests)
@@ -331,13 +339,13 @@ class PrefixCache:
         return hit
 
     def _path(self, digests: Sequence[bytes]) -> int:
-        """Return the number of digests before the first that is not indexed; no digest after it is indexed either."""
+        """Return the number of digests before the first that is not indexed; no digest after that one is indexed."""
         return next((number for number, digest in enumerate(digests) if digest not in self._nodes), len(digests))
 
     def _retain(self, prefix: Prefix, end: int, position: int | None) -> None:
-        """Retain the pages of the digests from `prefix.known` to `end` that tokens from `position` on see.
+        """Retain the pages from digest `prefix.known` to `end` that are in the windows of tokens from `position` on.
 
-        If reservations do not allow to retain all, it retains fewer, and none in a model with windows.
+        If too few unreserved pages are left, it retains only the first pages, or none in a model with windows.
         """
         kv, first = self.kv, prefix.known
         nodes = [self._nodes.get(digest) for digest in prefix.digests[first:end]]
@@ -358,9 +366,10 @@ class PrefixCache:
         prefix.known = max(first, end)
 
     def _retain_path(self, prefix: Prefix, end: int) -> int:
-        """Retain the pages in groups without a window that other requests have indexed, from `prefix.known` to `end`.
+        """Retain the indexed pages from digest `prefix.known` to `end` in groups without a window.
 
-        The path's entries are not written. Returns the number of digests up to which pages may be published.
+        Other requests have indexed these pages. The entries of `prefix` do not change. Returns the number of digests up
+        to which pages may be published.
         """
         first, full = prefix.known, self._full
         known = self._path(prefix.digests[first:end]) if full else 0
@@ -375,7 +384,7 @@ class PrefixCache:
         return first + whole
 
     def _give_published(self, owner: RequestRef, prefix: Prefix, pages: Sequence[int]) -> None:
-        """Share the request's own pages in groups with a window whose digest is indexed without such a page."""
+        """Share the request's pages in windowed groups in which their digest is indexed without a page."""
         for number in range(prefix.known):
             for group, _ in self._windowed:
                 entry = number * self.kv.groups + group
@@ -387,10 +396,10 @@ class PrefixCache:
                     prefix.pages[entry] = page
 
     def _give(self, owner: RequestRef, prefix: Prefix, entry: int, page: int) -> bool:
-        """Share a page of the owner as the page of its digest.
+        """Make a page of the owner the shared page of its digest; return True if it was shared.
 
-        Returns False if the digest is not indexed, or has a page in this group already. If all groups have windows, a
-        missing digest is indexed here: then no path needs to lead to it.
+        It is not shared if the digest is not indexed, or has a page in this group already. If all groups have windows,
+        a missing digest is indexed here, because then no path needs to lead to it.
         """
         number, group = divmod(entry, self.kv.groups)
         if number >= len(prefix.digests):
@@ -413,7 +422,7 @@ class PrefixCache:
         self.pool.release([page])
 
     def _release_prefix(self, prefix: Prefix) -> None:
-        """Release the pages from the end: the pool evicts in the order of release, and must evict leaves first."""
+        """Release the retained pages, last page first: the pool evicts in this order, and must evict leaves first."""
         self.pool.release(held_pages(prefix.pages)[::-1])
         prefix.pages.clear()
         prefix.known = 0
@@ -423,7 +432,7 @@ class PrefixCache:
         self.hit_tokens += prefix.known * self.page_tokens
 
     def _forget(self, page: int) -> None:
-        """Remove a page that the pool has evicted; remove its digest too if no lookup can find it any longer."""
+        """Remove a page that the pool has evicted, and its digest too if no lookup can find the digest any longer."""
         digest = self._digests.pop(page)
         node = self._nodes[digest]
         group = node.pages.index(page)

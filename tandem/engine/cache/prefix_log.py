@@ -1,4 +1,4 @@
-"""The log of changes of a prefix cache, which updates the router's copy of its index in batches."""
+"""The log of changes of a prefix cache, which are sent in batches to the router's copy of the index."""
 
 from collections.abc import Iterable
 
@@ -6,14 +6,14 @@ from tandem.protocol.prefixes import PrefixChanges, PrefixRun
 
 
 class PrefixLog:
-    """The changes since the last batch: only the last state of each page, not its history.
+    """The changes since the last batch: the latest state of each changed digest, not its history.
 
     Guarded by the prefix cache's lock.
     """
 
     def __init__(self) -> None:
         self._parents: dict[bytes, bytes | None] = {}
-        """The parent of each digest that was indexed since the last batch; None for a digest that was evicted."""
+        """The parent of each digest indexed since the last batch; None for a digest evicted since then."""
         self.sequence = 0
         """The sequence number of the last batch."""
         self.stored_pages = self.removed_pages = 0
@@ -32,7 +32,7 @@ class PrefixLog:
         self.removed_pages += 1
 
     def take(self) -> PrefixChanges | None:
-        """Return all changes since the last call as one batch, None if there are none."""
+        """Return all changes since the last call as one batch; None if there are none."""
         if not self._parents:
             return None
         changed, self._parents = self._parents, {}
@@ -42,7 +42,7 @@ class PrefixLog:
 
 
 def runs_of(pages: Iterable[tuple[bytes, bytes]]) -> tuple[PrefixRun, ...]:
-    """Group the (digest, parent) pairs of pages into runs, in which each page's parent is the page before it."""
+    """Group pages, given as (digest, parent), into runs in which each page's parent is the page before it."""
     runs: list[tuple[bytes, list[bytes]]] = []
     last = b""
     for digest, parent in pages:

@@ -1,23 +1,23 @@
-"""The shape of a layer's attention, as the kernels need it."""
+"""The shape of a layer's attention, for which the kernels are compiled."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Heads, scale and mask of grouped-query attention; kernels are compiled and tuned for each shape."""
+    """The heads, scale and mask of grouped-query attention; kernels are compiled and tuned for each shape."""
 
     heads: int
     kv_heads: int
     head_dim: int
     scale: float
-    """The factor of the scores."""
+    """The factor by which attention scores are multiplied."""
     window: int | None = None
-    """The number of latest positions that a token sees; None = all."""
+    """The sliding window: the number of latest positions that a token attends to; None = all."""
     softcap: float | None = None
-    """Scores are softcap · tanh(score / softcap), after the scale; None = unchanged."""
+    """The cap of scores: softcap · tanh(score / softcap), applied after the scale; None = no cap."""
     rotary_dims: int | None = None
-    """The number of leading dimensions of a head that rotary embedding rotates; None = all."""
+    """The number of leading dimensions of each head that RoPE rotates; None = all."""
 
     @property
     def qkv_rows(self) -> tuple[int, int, int]:
@@ -32,7 +32,7 @@ class AttentionShape:
 
     @property
     def rotated(self) -> int:
-        """The number of dimensions that rotary embedding rotates."""
+        """The number of dimensions of each head that RoPE rotates."""
         return self.head_dim if self.rotary_dims is None else self.rotary_dims
 
 
@@ -50,7 +50,7 @@ class LatentShape:
     nope: int
     v_dim: int
     scale: float
-    """The factor of the scores; includes YaRN's temperature."""
+    """The factor by which attention scores are multiplied; it includes YaRN's temperature."""
 
     @property
     def cached(self) -> int:
@@ -59,5 +59,5 @@ class LatentShape:
 
     @property
     def query(self) -> int:
-        """The number of dimensions of one head's query."""
+        """The number of dimensions of one query head."""
         return self.nope + self.rope

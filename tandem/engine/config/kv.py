@@ -1,7 +1,7 @@
-"""The shape of the KV cache, derived from a model's spec.
+"""The layout of the KV cache, derived from a model's spec.
 
-Layers whose KV is needed equally long, because they have the same window or none, share pages: they form groups. All
-groups have the same number of layers, so that all pages have the same size and come from one pool.
+Layers with the same sliding window, or all layers without one, need their KV equally long; they share pages and form
+groups. All groups have the same number of layers, so that all pages have the same size and come from one pool.
 """
 
 from collections import defaultdict
@@ -12,33 +12,33 @@ from tandem.engine.config.model import GroupedQueryAttention, LayerSpec, ModelSp
 from tandem.protocol.errors import ModelError
 
 _WASTE = 16
-"""Fewer groups are chosen if their padding takes at most one part in `_WASTE` of a long request's KV."""
+"""The padding of groups may take at most one part in `_WASTE` of the KV of a request of maximum length."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvGroup:
-    """Layers whose KV of the same tokens is in the same pages."""
+    """A group of layers that store the KV of the same tokens in the same pages."""
 
     layers: tuple[int, ...]
-    """The numbers of the model's layers in this group, in order: at most `depth`."""
+    """The numbers of the model's layers in this group, in ascending order; at most `depth` layers."""
     depth: int
-    """The number of layers in a page, the same for all groups; those beyond `layers` are padding."""
+    """The number of layers in a page, equal for all groups; a group with fewer `layers` is padded."""
     heads: int
     parts: int
-    """2 for keys and values, 1 for latents."""
+    """The number of tensors per token in the KV cache: 2 (keys and values), or 1 (latents of MLA)."""
     dim: int
-    """The number of elements per part and head."""
+    """The number of elements per token, part and head."""
     window: int | None = None
-    """The number of positions that a token sees, itself included; None = all before it."""
+    """The sliding window of the layers: the number of positions that a token attends to, with its own; None = all."""
 
     @property
     def elements(self) -> int:
-        """The number of elements per token in a page."""
+        """The number of elements that a page has per token."""
         return self.depth * self.parts * self.heads * self.dim
 
 
 def kv_groups(spec: ModelSpec) -> tuple[KvGroup, ...]:
-    """Return the groups of layers: those without a window first, then by window, then by layer number.
+    """Return the groups of layers, those without a window first, then by window and by layer number.
 
     Raises ModelError if keys and values differ in shape between layers.
     """
@@ -56,7 +56,7 @@ def kv_groups(spec: ModelSpec) -> tuple[KvGroup, ...]:
 
 
 def kv_windows(spec: ModelSpec) -> tuple[int | None, ...]:
-    """Return the window of each group."""
+    """Return the sliding window of each group, None for a group without one."""
     return tuple(group.window for group in kv_groups(spec))
 
 
@@ -66,13 +66,13 @@ def kv_elements(layers: Iterable[LayerSpec]) -> int:
 
 
 def window_of(layer: LayerSpec) -> int | None:
-    """Return the number of latest positions that a token sees in this layer; None = all."""
+    """Return the layer's sliding window: the number of latest positions that a token attends to; None = all."""
     attention = layer.attention
     return attention.shape.window if isinstance(attention, GroupedQueryAttention) else None
 
 
 def _classes(layers: Sequence[LayerSpec]) -> Mapping[int | None, list[int]]:
-    """Return the numbers of the layers with each window, those without a window first."""
+    """Return the numbers of the layers with each window; layers without a window (None) come first."""
     found: dict[int | None, list[int]] = defaultdict(list)
     for number, layer in enumerate(layers):
         found[window_of(layer)].append(number)
@@ -80,10 +80,9 @@ def _classes(layers: Sequence[LayerSpec]) -> Mapping[int | None, list[int]]:
 
 
 def _depth(sizes: Mapping[int | None, int], max_context: int) -> int:
-    """Return the number of layers in a page: as many as possible, for few groups, while padding wastes little memory.
+    """Return the number of layers in a page: the one with the fewest groups that wastes little memory as padding.
 
-    Padding counts by the memory that it takes for a request of `max_context` tokens, so padding of layers with a window
-    is cheap.
+    Padding is measured by its memory in a request of `max_context` tokens, so padding of layers with a window is cheap.
     """
 
     def layer_tokens(depth: int) -> int:
@@ -96,7 +95,7 @@ def _depth(sizes: Mapping[int | None, int], max_context: int) -> int:
 
 
 def _shape_of(layer: LayerSpec) -> tuple[int, int, int]:
-    """Return the number of heads, parts and dimensions of a layer's KV."""
+    """Return the number of heads, of parts, and of dimensions of a layer's KV."""
     attention = layer.attention
     if isinstance(attention, GroupedQueryAttention):
         return attention.shape.kv_heads, 2, attention.shape.head_dim

@@ -1,7 +1,7 @@
-"""The spec of a model: what each of its layers computes, independent of the model's family.
+"""The spec of a model: what each layer computes, in terms that do not depend on the model's family.
 
-The file of a family (`tandem/engine/models/families/`) creates it from config.json. The decoder, its parameters, the KV
-cache, the roofline, the planner and the simulation read only the spec, and know no family.
+The module of a family (`tandem/engine/models/families/`) creates the spec from config.json. The decoder, its
+parameters, the KV cache, the roofline, the planner and the simulation read only the spec, and do not know the family.
 """
 
 from dataclasses import dataclass
@@ -13,88 +13,94 @@ from tandem.engine.config.rope import RopeConfig
 
 @dataclass(frozen=True, slots=True)
 class GroupedQueryAttention:
-    """Attention of `shape.heads` query heads over `shape.kv_heads` heads of keys and values."""
+    """Grouped-query attention: `shape.heads` query heads over `shape.kv_heads` heads of keys and values."""
 
     shape: AttentionShape
     rope: RopeConfig | None
-    """None = this layer has no position embedding."""
+    """The rotary embedding of this layer; None = the layer has no position embedding."""
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: int = 0
-    """RMSNorm of queries and keys before the rotation: the number of elements normalized together, 0 = no norm.
+    """The number of elements that RMSNorm of queries and keys normalizes together, before rotation; 0 = no norm.
 
     `head_dim` normalizes each head by itself, with the same weights for all heads; `heads · head_dim` normalizes the
     whole row, with one weight per element.
     """
     sinks: bool = False
-    """True if each head has a learned score that takes part in the softmax but has no value (gpt-oss)."""
+    """True if each head has a learned score that is part of the softmax but has no value (gpt-oss)."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Multi-head latent attention. If `query_rank` is None, queries are computed directly from the hidden state."""
+    """Multi-head latent attention (MLA).
+
+    If `query_rank` is None, queries are computed directly from the hidden state.
+    """
 
     shape: LatentShape
     rope: RopeConfig
     query_rank: int | None
     norm_eps: float
-    """The epsilon of the latents' norms, which differs from the model's own."""
+    """The epsilon of the norms of the latents, which differs from that of the model's other norms."""
     bias: bool = False
-    """True if the products that compute the latents, and the output product, have biases."""
+    """True if the projections that compute the latents, and the output projection, have biases."""
 
 
 @dataclass(frozen=True, slots=True)
 class DenseFeedForward:
-    """The feed-forward network down · (activation(gate) · up), with `width` inner elements."""
+    """The feed-forward network down · (activation(gate) · up) with `width` inner elements."""
 
     width: int
     activation: str = "silu"
-    """`silu` or `gelu_tanh`."""
+    """The activation function: `silu` or `gelu_tanh`."""
     bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertRouter:
-    """The rule that chooses a token's experts by the router's logits, which are computed and kept in float32."""
+    """The rule that chooses a token's experts from the router's logits, which are computed in float32."""
 
     score: str = "softmax"
-    """`softmax` or `sigmoid` over all experts' logits, or `softmax_of_top_k` over those of the chosen experts only."""
+    """The score function: `softmax` or `sigmoid` over all experts, or `softmax_of_top_k` over the chosen experts."""
     renormalize: bool = True
     """True if the scores of the chosen experts are divided by their sum."""
     scaling: float = 1.0
-    """The factor of the experts' weights."""
+    """The factor by which the experts' weights are multiplied."""
     groups: int = 1
-    """The number of groups of neighbouring experts; experts are chosen only from the best `top_groups` groups."""
+    """The number of groups of adjacent experts; experts are chosen only from the best `top_groups` groups."""
     top_groups: int = 1
     group_score: str = "max"
-    """A group's score is the `max` of its experts' scores, or the sum of the two highest (`top_2_sum`)."""
+    """How a group is scored: `max`, its highest expert score, or `top_2_sum`, the sum of its two highest."""
     choice_bias: bool = False
-    """True if a learned bias is added to the scores for the choice of experts, not for their weights (DeepSeek-V3)."""
+    """True if a learned bias is added to the scores only to choose experts, not to weight them (DeepSeek-V3)."""
     bias: bool = False
-    """True if the router's product has a bias (gpt-oss)."""
+    """True if the router's projection has a bias (gpt-oss)."""
 
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
-"""The constants of the activation `clamped_swiglu`."""
+"""The constants 1.702 and 7 of the activation `clamped_swiglu`, see `MixtureOfExperts.activation`."""
 
 
 @dataclass(frozen=True, slots=True)
 class MixtureOfExperts:
-    """A feed-forward network of `experts`, of which each token uses `top_k`, and the shared expert if there is one."""
+    """A feed-forward network of `experts` experts, of which each token uses `top_k`, and an optional shared expert."""
 
     experts: int
     top_k: int
     width: int
-    """The inner elements of each expert."""
+    """The number of inner elements of each expert."""
     router: ExpertRouter
     activation: str = "silu"
-    """`silu`, or `clamped_swiglu`: gate · sigmoid(1.702 · gate) · (up + 1), with gate ≤ 7 and |up| ≤ 7 (gpt-oss)."""
+    """The activation: `silu`, or gpt-oss's `clamped_swiglu`.
+
+    `clamped_swiglu` is gate · sigmoid(1.702 · gate) · (up + 1), with gate ≤ 7 and |up| ≤ 7.
+    """
     bias: bool = False
-    """True if the experts' products have biases."""
+    """True if the projections of the experts have biases."""
     shared_width: int = 0
-    """The inner elements of the shared expert, 0 = none."""
+    """The number of inner elements of the shared expert; 0 = there is none."""
     shared_gate: bool = False
-    """True if the shared expert's output is multiplied by the sigmoid of a learned product (Qwen2-MoE)."""
+    """True if the shared expert's output is multiplied by the sigmoid of a learned projection (Qwen2-MoE)."""
 
 
 Attention = GroupedQueryAttention | LatentAttention
@@ -108,15 +114,15 @@ class LayerSpec:
     attention: Attention
     feed_forward: FeedForward
     output_norms: bool = False
-    """True if the outputs of attention and of the feed-forward network are normalized before they are added (Gemma)."""
+    """True if the outputs of attention and feed-forward network are normalized before they are added (Gemma)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The spec of a decoder. Sizes are in elements, contexts in tokens."""
+    """The spec of a decoder model. Sizes are in elements, contexts in tokens."""
 
     architecture: str
-    """The transformers class that computes the same model, for example `LlamaForCausalLM`."""
+    """The transformers class that computes this model, for example `LlamaForCausalLM`."""
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerSpec, ...]
@@ -125,17 +131,17 @@ class ModelSpec:
     tied_embeddings: bool
     eos_token_ids: tuple[int, ...]
     dtype: str | None
-    """The dtype that the checkpoint states, None if it states none."""
+    """The dtype that the checkpoint states; None if it states none."""
     wide_norms: bool = False
     """True if norm weights are kept in float32 and applied before the result is rounded (Gemma)."""
     embedding_scale: float = 1.0
-    """The factor of the embeddings; rounded to the model's dtype."""
+    """The factor by which embeddings are multiplied; rounded to the model's dtype."""
     logits_scale: float = 1.0
-    """The factor of the logits."""
+    """The factor by which the logits are multiplied."""
     logits_softcap: float | None = None
-    """Logits are softcap · tanh(logit / softcap), after the scale; None = unchanged."""
+    """The cap of logits: softcap · tanh(logit / softcap), applied after the scale; None = no cap."""
     quantization: Quantization | None = None
-    """The schemes of quantized weights; None = all are in the model's dtype."""
+    """The quantization schemes of the weights; None = all weights are in the model's dtype."""
 
     @property
     def attention_shapes(self) -> tuple[AttentionShape, ...]:
@@ -163,5 +169,5 @@ class ModelSpec:
 
     @property
     def heads(self) -> int:
-        """The largest number of query heads in any layer."""
+        """The maximum number of query heads in any layer."""
         return max(layer.attention.shape.heads for layer in self.layers)

@@ -1,7 +1,7 @@
-"""The quantization of a model's weights: which have a scheme, how they are stored, and how they are kept in memory.
+"""The quantization of a model's weights: which are quantized, how they are stored, and how they are kept in memory.
 
-A weight is [N, K]: N outputs, K inputs (columns). All formats share the formula weight = code · scale + offset, with
-one scale for each group of columns in a row.
+A weight is [N, K]: N outputs, K inputs (columns). In all formats weight = code · scale + offset, with one scale for
+each group of columns in a row.
 """
 
 import math
@@ -12,33 +12,33 @@ from functools import cache
 
 
 class WeightFormat(StrEnum):
-    """The format of a quantized weight in a checkpoint; a file in `tandem/engine/weights/quantized/` reads each."""
+    """The format of a quantized weight in a checkpoint; `tandem/engine/weights/quantized/` has a reader for each."""
 
     AWQ = "awq"
     GPTQ = "gptq"
-    """Zero points are stored minus 1."""
+    """The format of GPTQ, in which zero points are stored minus 1."""
     GPTQ_V2 = "gptq_v2"
-    """Zero points are stored as they are."""
+    """The format of GPTQ with zero points stored unchanged."""
     PACK_QUANTIZED = "pack-quantized"
-    """Integers of compressed-tensors, several in each 32-bit word."""
+    """The format of compressed-tensors with several integers in each 32-bit word."""
     INT_QUANTIZED = "int-quantized"
-    """One byte per weight, int8."""
+    """The format of compressed-tensors with one int8 byte per weight."""
     FLOAT_QUANTIZED = "float-quantized"
-    """One byte per weight, float8_e4m3fn."""
+    """The format of compressed-tensors with one float8_e4m3fn byte per weight."""
     FP8_BLOCKS = "fp8"
-    """One byte per weight, float8_e4m3fn, with one scale per block, as named by DeepSeek and Qwen3."""
+    """The format of DeepSeek and Qwen3: one float8_e4m3fn byte per weight, with one scale per block."""
     Q8_0 = "Q8_0"
-    """This format and the following ones are blocks of GGUF."""
+    """A block type of GGUF, like the following members."""
     Q4_0 = "Q4_0"
     Q4_1 = "Q4_1"
     Q4_K = "Q4_K"
     Q6_K = "Q6_K"
     ROUND_TO_NEAREST = "round-to-nearest"
-    """16-bit weights that are quantized while they are loaded."""
+    """16-bit weights, which are quantized by rounding to nearest while they are loaded."""
 
 
 class Codes(StrEnum):
-    """The type of a weight's codes."""
+    """The type of a weight's quantized values (codes)."""
 
     INT8 = "int8"
     FLOAT8 = "fp8"
@@ -46,14 +46,14 @@ class Codes(StrEnum):
 
 
 _HALF_SCALES = {WeightFormat.Q8_0, WeightFormat.Q4_0, WeightFormat.Q4_1}
-"""Formats that store scales and offsets as float16 numbers; in other formats they are products."""
+"""Formats that store scales and offsets as float16; in other formats they are products, kept in float32."""
 LEAST_GROUP = 16
-"""The smallest group of columns that stays packed; weights with smaller groups are dequantized at load."""
+"""Minimum number of columns in a group; weights with smaller groups are dequantized at load."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The format in which a weight is kept in memory, see `tandem.engine.kernels.packed_weight`."""
+    """The format in which a quantized weight is kept in memory, see `tandem.engine.kernels.packed_weight`."""
 
     codes: Codes
     group: int
@@ -63,33 +63,35 @@ class Packing:
     scales: str = "float32"
     """The dtype of scales and offsets."""
     quantized_inputs: bool = False
-    """True if products quantize their inputs, see `WeightScheme`."""
+    """True if the linear layer quantizes its inputs, see `WeightScheme`."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightScheme:
-    """The quantization of one module's weight."""
+    """How the weight of one module is quantized."""
 
     format: WeightFormat
     codes: Codes
     group: int | None = None
     """The number of columns that share a scale; None = all columns of a row."""
     block_rows: int = 1
-    """The number of rows that share the scales of their groups."""
+    """The number of rows that share scales: a scale is for a block of `block_rows` rows and `group` columns."""
     symmetric: bool = True
     """False if each group has a zero point."""
     scattered: bool = False
     """True if the columns of a group may be anywhere in the row (`desc_act`)."""
     quantized_inputs: bool = False
-    """True if products quantize their inputs to codes of the same type, with one scale for each token and group.
+    """True if the linear layer quantizes its inputs to the type of the codes, with one scale per token and group.
 
     It has no effect on weights with zero points (docs/decisions/quantized_weights.md).
     """
 
     def packing(self, columns: int) -> Packing | None:
-        """Return the format in which a weight of `columns` columns is kept; None = dequantized, in the model's dtype.
+        """Return the format in which a weight of `columns` columns is kept; None = as dequantized values.
 
-        A weight is dequantized if the columns of a group are scattered, or if groups do not divide a row evenly.
+        A weight is dequantized, to the model's dtype, if the columns of a group are scattered. It is also dequantized
+        if the largest group size that divides both the scheme's groups and the row is below `LEAST_GROUP`, or odd for
+        4-bit codes.
         """
         if self.format is WeightFormat.ROUND_TO_NEAREST:
             group = _rounding_group(self.codes, columns)
@@ -103,7 +105,10 @@ class WeightScheme:
 
 
 def _rounding_group(codes: Codes, columns: int) -> int:
-    """Return the group of a weight quantized at load: a row or, for 4-bit codes, 128 columns if that divides it."""
+    """Return the group size of a weight quantized at load.
+
+    It is a whole row or, for 4-bit codes, the largest of 128, 64 and 32 that divides a row, else 1.
+    """
     if codes is not Codes.INT4:
         return columns
     return next((group for group in (128, 64, 32) if columns % group == 0), 1)
@@ -111,14 +116,14 @@ def _rounding_group(codes: Codes, columns: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The schemes of a model's modules."""
+    """The quantization schemes of a model's modules."""
 
     method: str
-    """`quant_method` of the checkpoint, or one of `Codes` for weights that are quantized at load."""
+    """`quant_method` of the checkpoint, or a value of `Codes` if the weights are quantized at load."""
     rules: tuple[tuple[str, WeightScheme | None], ...]
-    """Regular expressions of module names with their schemes; the first one that matches a whole name decides."""
+    """Regular expressions of module names with their schemes; the first that matches the whole name applies."""
     plain: frozenset[str] = frozenset()
-    """Modules that are never quantized: whole names, or parts of names between dots (`mlp.gate`)."""
+    """The modules that are not quantized: whole names, or parts of names between dots (`mlp.gate`)."""
 
     @property
     def at_load(self) -> bool:
@@ -131,7 +136,7 @@ class Quantization:
         return any(each and each.codes is Codes.FLOAT8 for _, each in self.rules)
 
     def scheme_of(self, module: str) -> WeightScheme | None:
-        """Return the scheme of a module (`model.layers.0.mlp.down_proj`), None if it is not quantized."""
+        """Return the scheme of a module, for example `model.layers.0.mlp.down_proj`; None if it is not quantized."""
         parts = module.split(".")
         ends = range(1, len(parts) + 1)
         if any(".".join(parts[first:end]) in self.plain for end in ends for first in range(end)):
@@ -140,9 +145,9 @@ class Quantization:
 
 
 def at_load(name: str) -> Quantization:
-    """Return the quantization of all products of the layers to `int8`, `fp8` or `int4` when 16-bit weights are loaded.
+    """Return the quantization of the weights of all linear layers in the decoder layers at load.
 
-    With fp8, the inputs of the products are quantized as well.
+    `name` is `int8`, `fp8` or `int4`. With fp8, the inputs of the linear layers are quantized as well.
     """
     codes = Codes(name)
     scheme = WeightScheme(WeightFormat.ROUND_TO_NEAREST, codes, quantized_inputs=codes is Codes.FLOAT8)
@@ -150,7 +155,7 @@ def at_load(name: str) -> Quantization:
 
 
 def check_patterns(quantization: Quantization) -> None:
-    """Raise re.error for a rule that is not a regular expression."""
+    """Raise re.error if a rule is not a valid regular expression."""
     for pattern, _ in quantization.rules:
         _compiled(pattern)
 

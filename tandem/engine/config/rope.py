@@ -1,4 +1,4 @@
-"""Rotary position embedding, as config.json describes it."""
+"""The settings of rotary position embedding (RoPE), as config.json describes them."""
 
 import math
 from collections.abc import Mapping
@@ -13,28 +13,30 @@ _SUPPORTED = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding; `kind` determines which of the other fields are used. Contexts are in tokens."""
+    """The settings of RoPE; `kind` determines which of the other fields are used. Contexts are in tokens."""
 
     theta: float = 10000.0
     kind: str = "default"
-    """`default`, `linear`, `llama3` or `yarn`."""
+    """The type of context scaling: `default` (none), `linear`, `llama3` or `yarn`."""
     factor: float = 1.0
     original_context: int = 0
-    """The context before scaling (llama3, yarn)."""
+    """The context length before scaling (llama3, yarn)."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float = 1.0
-    """The factor of cos and sin (yarn)."""
+    """The factor by which cos and sin are multiplied (yarn)."""
     truncate: bool = True
-    """True if YaRN's correction range is rounded to whole dimensions."""
+    """True if the limits of YaRN's correction range are rounded to whole dimensions."""
 
 
 def parse_rope(config: Json, scaling: Json | None = None) -> RopeConfig:
-    """Parse `rope_parameters`, which include theta (transformers 5), or `rope_theta` and `rope_scaling` (4).
+    """Parse the RoPE settings of a config.
 
-    `scaling` replaces them for a model with several tables. Raises ModelError for a scaling that is not supported.
+    They are in `rope_parameters`, which include theta (transformers 5), or in `rope_theta` and `rope_scaling`
+    (transformers 4). For a model with several RoPE tables, `scaling` has the settings of one table and is used instead.
+    Raises ModelError if the scaling is not supported or theta is not above 0.
     """
     found = scaling
     if found is None:
@@ -68,18 +70,18 @@ def parse_rope(config: Json, scaling: Json | None = None) -> RopeConfig:
 
 
 def rotary_fraction(config: Json) -> float:
-    """Return the fraction of each head's dimensions that is rotated, 1 if config.json has none."""
+    """Return the fraction of each head's dimensions that is rotated; 1 if config.json does not have it."""
     found = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     return float(found.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
 
 
 def yarn_temperature(factor: float, scale: float) -> float:
-    """Return YaRN's temperature for a context extended by `factor` (Peng et al. 2023, section 3.4)."""
+    """Return YaRN's temperature for a context length extended by `factor` (Peng et al. 2023, section 3.4)."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
 def _attention_factor(found: Json, factor: float) -> float:
-    """Return YaRN's temperature of attention, which is applied to cos and sin."""
+    """Return YaRN's attention temperature, by which cos and sin are multiplied."""
     if found.get("attention_factor") is not None:
         return float(found["attention_factor"])
     if found.get("mscale") and found.get("mscale_all_dim"):

@@ -1,1 +1,1 @@
-"""Steps on a GPU: CUDA graphs, sampling on the device, and the start of an engine."""
+"""Runs steps on a GPU: CUDA graphs, sampling on the device, and the start of an engine."""

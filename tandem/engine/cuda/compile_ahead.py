@@ -1,4 +1,4 @@
-"""Compiles Triton kernels concurrently before they are needed: one after another, they would dominate the start."""
+"""Compiles Triton kernels concurrently before they are needed; compiled one by one, they would dominate startup."""
 
 import contextlib
 import logging
@@ -13,21 +13,21 @@ from triton import knobs
 log = logging.getLogger(__name__)
 
 _COMPILERS = 8
-"""The number of compiling threads. Threads suffice, because Triton's compiler releases the GIL for most of its time."""
+"""The number of compiling threads; threads suffice, as Triton's compiler releases the GIL most of the time."""
 
 Trial = Callable[[], object]
-"""A function that launches kernels on tensors of its own, whose contents have no meaning.
+"""A function that launches kernels on its own tensors, whose contents do not matter.
 
-If another trial is compiling the kernel, the launch is skipped and returns None.
+If another trial is compiling a kernel, the launch of this kernel is skipped and returns None.
 """
 
 
 def run_side_by_side(trials: Mapping[str, Trial], device: torch.device) -> None:
-    """Run every trial once, concurrently, and wait: the first trial that needs a kernel compiles it.
+    """Run every trial once, concurrently, and wait; the first trial that needs a kernel compiles it.
 
     Trials share scratch memory. Most launches are on one stream and use it in turns; launches on a second stream at the
-    same time do not, so the final contents of the scratch memory are undefined (`Kernels.end_trials`), and so are the
-    results. A trial's failure is logged with its name, and occurs again where the kernel is used.
+    same time do not, so the results and the final contents of the scratch memory are undefined (`Kernels.end_trials`).
+    The failure of a trial is logged with the trial's name, and occurs again where the kernel is used.
     """
 
     def run(trial: Trial) -> None:
@@ -46,9 +46,9 @@ def run_side_by_side(trials: Mapping[str, Trial], device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _each_kernel_once() -> Iterator[None]:
-    """Make Triton compile each kernel only for its first launch in this context.
+    """Make Triton compile each kernel only for its first launch in the `with` block.
 
-    Otherwise each thread would compile it.
+    Otherwise each thread would compile the kernel.
     """
     begun: set[tuple[str, str, str]] = set()
     lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""CUDA graphs of the decode step: one for each padded batch size, replayed without launching kernels from the host."""
+"""CUDA graphs of decode steps: one for each padded batch size, replayed without launching kernels from the host."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,19 +17,22 @@ from tandem.engine.weights.checkpoint import Progress
 
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 _BEYOND = 64
-"""The distance between batch sizes after the last of `_SIZES`."""
+"""The distance between adjacent batch sizes above the last of `_SIZES`."""
 
 
 class DecodeGraphs:
     """The decode graphs of all batch sizes.
 
-    All graphs share one memory pool, including the memory of their logits. They can, because one graph runs at a time,
-    and the sampler, which reads a step's logits, is launched on the same stream after the replay and before the next
-    one. At 256 rows and a vocabulary of 128 k, separate logits for each size would take gigabytes.
+    All graphs share one memory pool, including the memory of their logits. This is safe because one graph runs at a
+    time, and the sampler, which reads a step's logits, is launched on the same stream after the replay and before the
+    next one. Separate logits for each size would take gigabytes at 256 rows and a vocabulary of 128 k.
     """
 
     def __init__(self, packer: StepPacker, forward: Forward, sampler: DeviceSampler, drawn: Tensor, pool: Pool) -> None:
-        """Take `drawn` [rows] int64, which passes a step's tokens to the next, and the memory `pool` of all graphs."""
+        """Create an empty set of graphs, which will allocate from the memory `pool`.
+
+        `drawn` [rows] int64 has the sampled tokens of a step for the next step.
+        """
         self._packer = packer
         self._forward = forward
         self._sampler = sampler
@@ -38,7 +41,7 @@ class DecodeGraphs:
         self._pool = pool
 
     def trials(self, sizes: Sequence[int]) -> dict[str, Callable[[], Tensor]]:
-        """Return trial runs of steps with these numbers of rows, for `run_side_by_side`."""
+        """Return trial runs of decode steps with these numbers of rows, for `run_side_by_side`."""
 
         def run(rows: int) -> Tensor:
             return self._step(rows)[1]()
@@ -46,7 +49,7 @@ class DecodeGraphs:
         return {f"the step of {rows} rows": partial(run, rows) for rows in sizes}
 
     def capture(self, sizes: Sequence[int], progress: Progress | None = None) -> None:
-        """Capture steps with these numbers of rows, the largest first, so that the others fit into its memory."""
+        """Capture decode steps with these numbers of rows, the largest first; the other graphs reuse its memory."""
         for done, rows in enumerate(sorted(sizes, reverse=True)):
             self._graphs.append(self._capture(rows))
             if progress is not None:
@@ -89,6 +92,6 @@ class DecodeGraphs:
 
 
 def graph_sizes(max_rows: int) -> list[int]:
-    """Return the numbers of rows that get a graph, in ascending order; `max_rows` is the last."""
+    """Return the batch sizes that get a graph, in ascending order; `max_rows` is the last."""
     beyond = range(_SIZES[-1] + _BEYOND, max_rows, _BEYOND)
     return [*(size for size in (*_SIZES, *beyond) if size < max_rows), max_rows]

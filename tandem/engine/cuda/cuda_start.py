@@ -1,4 +1,4 @@
-"""Start of an engine on a GPU after its weights are loaded.
+"""Starts an engine on a GPU after its weights are loaded.
 
 It compiles kernels, measures the memory of a step, sizes the KV cache and captures the CUDA graphs.
 """
@@ -40,9 +40,9 @@ from tandem.protocol.messages import SamplingParams
 log = logging.getLogger(__name__)
 
 _MARGIN_BYTES = GIB // 4
-"""Memory left free for fragmentation and for allocations that only some steps need."""
+"""The memory left free for fragmentation and for allocations that only some steps need."""
 _COMPILED_PROMPT = 2048
-"""The length in tokens of a trial prompt that uses the kernels of long prompts."""
+"""The length in tokens of the trial prompt that compiles the kernels of long prompts."""
 _SHORT_PROMPT = 2
 """The length in tokens of the shortest row that is not a decode row."""
 _ANY = SamplingParams(max_tokens=1)
@@ -50,7 +50,7 @@ _ANY = SamplingParams(max_tokens=1)
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """The sizes that get a graph: those of decode steps, of prefill and mixed steps, and of steps with draft tokens."""
+    """The step sizes that get a graph: decode steps, prefill and mixed steps, and steps that verify draft tokens."""
 
     rows: list[int]
     prompts: list[PromptSize]
@@ -58,7 +58,7 @@ class _Sizes:
 
     @property
     def largest(self) -> "_Sizes":
-        """The largest sizes: the memory of their graphs is large enough for all others."""
+        """The largest sizes; the memory of their graphs suffices for the graphs of all other sizes."""
         return _Sizes(self.rows[-1:], largest(self.prompts), self.verify[-1:])
 
 
@@ -72,7 +72,7 @@ def start_on_gpu(
     masks: GrammarMasks,
     progress: Progress | None,
 ) -> tuple[PagedCache, CudaStepper]:
-    """Return the KV cache, as large as the settings allow, and the stepper over it with its graphs captured.
+    """Allocate a KV cache as large as the settings allow, capture the graphs, and return the cache and its stepper.
 
     Raises InvalidArgument, which names the setting to change, if there is not enough memory or if the GPU is too small
     for the model's kernels.
@@ -96,7 +96,10 @@ def start_on_gpu(
 
 @contextlib.contextmanager
 def _refusing_small_gpus(device: torch.device) -> Iterator[None]:
-    """Raise InvalidArgument for a GPU with less shared memory than the kernels' tiles, tuned on larger GPUs, need."""
+    """Raise InvalidArgument if the GPU has less shared memory than the kernels need.
+
+    The tiles of the kernels are tuned on larger GPUs.
+    """
     try:
         yield
     except OutOfResources as error:
@@ -110,7 +113,7 @@ def _refusing_small_gpus(device: torch.device) -> Iterator[None]:
 def _one_row(
     config: EngineConfig, model: DecoderModel, page_tokens: int, kv_dtype: torch.dtype, device: torch.device
 ) -> PagedCache:
-    """Return a cache that holds only the longest row of a step, for trial steps."""
+    """Return a KV cache for one row of maximum length, on which trial steps run."""
     row_tokens = min(config.max_step_tokens, model.spec.max_context)
     pages = len(kv_groups(model.spec)) * pages_for(row_tokens, page_tokens)
     capacity = cache_bytes(model.spec, pages, page_tokens, kv_dtype)
@@ -118,9 +121,9 @@ def _one_row(
 
 
 def _measure_steps(config: EngineConfig, model: DecoderModel, probe: PagedCache) -> int:
-    """Return the memory in bytes of the largest prefill step and the largest graphs, measured over a cache of one row.
+    """Return the memory in bytes of the largest prefill step and the largest graphs.
 
-    Smaller graphs share the memory of the largest ones.
+    They run on `probe`, a cache of one row. Smaller graphs share the memory of the largest ones.
     """
     row_tokens, device = min(config.max_step_tokens, model.spec.max_context), probe.device
 
@@ -137,8 +140,8 @@ def _compile(config: EngineConfig, model: DecoderModel, probe: PagedCache) -> No
     """Compile most kernels of all steps while the GPU still has the memory to run many trials at a time."""
     device = probe.device
     stepper = _make_stepper(config, model, probe, _Sizes([], [], []), None)
-    # Draws come first, because trials with many rows wait for a library that compiles, and occupy the compiling
-    # threads.
+    # Sampling trials come first, because trials with many rows wait for a library that compiles, and occupy the
+    # compiling threads.
     trials: dict[str, Trial] = {**stepper.draws.trials(model.dtype)}
     if config.cuda_graphs:
         trials |= stepper.graphs.trials(graph_sizes(config.max_batch_requests))
@@ -158,7 +161,7 @@ def _compile(config: EngineConfig, model: DecoderModel, probe: PagedCache) -> No
 
 
 def _prompt_rows(tokens: int, row_tokens: int, probe: PagedCache, cached: int = 0) -> list[StepRow]:
-    """Return prompt rows of `tokens` tokens in total; the first `cached` tokens of each row are not computed.
+    """Return prompt rows with `tokens` tokens in total; the first `cached` tokens of each row are not computed.
 
     All rows share the same pages, because the results are not used.
     """

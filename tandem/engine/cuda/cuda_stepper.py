@@ -1,4 +1,4 @@
-"""Steps on a GPU, launched without waiting: the tokens of a step are read while the next step runs."""
+"""Runs steps on a GPU without waiting: the tokens of a step are read while the next step runs."""
 
 import itertools
 from dataclasses import dataclass, field, replace
@@ -41,7 +41,7 @@ class _HostMemory:
 class CudaStepper:
     """Runs steps on a GPU.
 
-    At most two steps may be in flight, and results must be read in the order of the launches.
+    At most two steps may be in flight, and their results must be read in the order of the launches.
     """
 
     asynchronous = True
@@ -57,7 +57,10 @@ class CudaStepper:
         prompts: PromptGraphs,
         verify: VerifyGraphs,
     ) -> None:
-        """Take `drawn` [rows] int64, in which `draws` leaves the tokens of every step for the next one."""
+        """Create a stepper that uses these graphs where they fit.
+
+        `drawn` [rows] int64 holds the sampled tokens of each step for the next step; `draws` writes them.
+        """
         self._packer = packer
         self._forward = forward
         self.draws = draws
@@ -68,7 +71,7 @@ class CudaStepper:
         self.graph_use = GraphUse()
         self._memory = [_HostMemory(_pinned(_WORDS_AT_FIRST), draws.make_memory()) for _ in range(2)]
         self._draw_of_row: list[int] = []
-        """The number of the draw of each row of the newest step; empty if each draw has the number of its row."""
+        """The index of each row of the newest step among its sampling rows; empty if both numberings are equal."""
 
     def launch(self, batch: StepBatch) -> PendingStep:
         """Launch a step, as `ModelRunner.launch` describes."""
@@ -101,9 +104,10 @@ class CudaStepper:
         return result
 
     def logits(self, batch: StepBatch, *, every_token: bool = False) -> Tensor | None:
-        """Return logits [draws, vocab] on the device, or, with `every_token`, [tokens, vocab], which no graph computes.
+        """Return the logits on the device: [sampled rows, vocab], or [tokens, vocab] with `every_token`.
 
-        Waits for all earlier steps. No row may have a `source`.
+        A step with `every_token` runs without a CUDA graph. Waits for all earlier steps. The token ids of all rows must
+        be known to the host (no row may have a `source`).
         """
         torch.cuda.set_device(self._drawn.device)
         torch.cuda.synchronize()
@@ -118,16 +122,21 @@ class CudaStepper:
         return logits
 
     def _sources(self, batch: StepBatch) -> list[int | None]:
-        """Return, for each draw, the draw of the previous step that yields its row's token; None if the host has it."""
+        """Return the source of each sampling row's token.
+
+        It is an index among the sampling rows of the previous step, whose sampled token is the row's token; None if the
+        host knows the token.
+        """
         rows = [row.source for row in batch.rows if row.draw is not None]
         return [None if row is None else self._draw_of_row[row] if self._draw_of_row else row for row in rows]
 
     def _compute(
         self, batch: StepBatch, sizes: StepSizes, memory: _HostMemory
     ) -> tuple[Tensor | None, bool, StepPieces | None]:
-        """Return the logits [at least draws, vocab], whether greedy tokens are sampled already, and the prompt scoring.
+        """Return the logits [at least sampled rows, vocab], the prompt scoring, and whether greedy tokens are sampled.
 
-        Graphs compute only the logits of draws, so a step that scores a prompt runs without a graph.
+        The result is (logits, True if greedy tokens are sampled already, scoring). Graphs compute only the logits of
+        sampling rows, so a step that scores a prompt runs without a graph.
         """
         decode = self.verify.fitting(batch) or self.graphs.fitting(batch)
         graph = None if batch.scored else decode or self.prompts.fitting(batch, sizes)
@@ -155,7 +164,10 @@ class CudaStepper:
 
 
 def _draws_of_rows(batch: StepBatch) -> list[int]:
-    """Return the number of the draw of each row, -1 for rows without; empty if every row has a draw."""
+    """Return the index of each row among the rows that sample a token, -1 for rows that sample none.
+
+    The list is empty if every row samples a token.
+    """
     if all(row.draw is not None for row in batch.chunks):
         return []
     numbers = itertools.count(len(batch.tokens))

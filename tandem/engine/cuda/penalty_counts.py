@@ -1,10 +1,11 @@
-"""Token counts for penalties, on the device: how often the prompt and the output of each request contain each token.
+"""Token counts for penalties on the device: how often each token occurs in a request's prompt and output.
 
 Steps are launched before the host knows the tokens of the previous step, so the sampler itself adds each sampled token
-to the counts of its request. Requests neither acquire nor return rows of counts: the rows belong to this store, which
-assigns one to the `History` of a draw. If some of its tokens are not counted (the first draw of a request here, or its
-row was reused meanwhile), they are all counted again, from the history and, for a token that the host does not have
-yet, from the device. So an aborted request leaves nothing to clean up, and the number of rows bounds the memory.
+to the counts of its request. The rows of counts belong to this store, which assigns one to the `History` of a request
+that samples with penalties; requests do not acquire or return rows. If a row lacks some tokens of its request (because
+the request is new here, or its row was reused meanwhile), all tokens are counted again: from the history and, for a
+token that the host does not have yet, from the device. So an aborted request leaves nothing to clean up, and the number
+of rows bounds the memory.
 """
 
 from collections import OrderedDict
@@ -20,7 +21,7 @@ from tandem.engine.steps.sampling_metadata import History, SamplingInput
 
 @dataclass(slots=True)
 class _Lent:
-    """The row of a request, and how many of its output tokens it counts once all launched steps have run."""
+    """The row of counts that a request has, and the number of output tokens in it after all launched steps."""
 
     row: int
     counted: int
@@ -35,13 +36,13 @@ class PenaltyCounts:
     def __init__(self, vocab_size: int, rows: int, device: torch.device) -> None:
         self.counts = torch.zeros(rows, vocab_size, dtype=torch.int32, device=device)
         self._lent: OrderedDict[History, _Lent] = OrderedDict()
-        """The histories that have a row, the least recently used first."""
+        """The histories that have a row, least recently used first."""
 
     def place(self, draws: Sequence[SamplingInput], late: Sequence[Tensor | None]) -> list[int]:
-        """Return the row of each draw, -1 for a draw without penalties, with its counts up to date.
+        """Return the row of counts of each sampling input, brought up to date; -1 for an input without penalties.
 
-        The sampler must run next. `late` has, for each draw, the last token of its output [1] int64 on the device, or
-        None if the history has it. At most as many draws may have penalties as there are rows, each of a different
+        The sampler must run next. `late` has, for each input, the last token of its output [1] int64 on the device, or
+        None if the history has it. At most as many inputs may have penalties as there are rows, each of a different
         request. The call only launches kernels, and never waits.
         """
         # Marked as used first, so that no row of this step is reassigned to another of its requests.
@@ -58,12 +59,12 @@ class PenaltyCounts:
         tokens = len(history.answer) + (late is not None)
         if lent.counted != tokens:
             self._count(self.counts[lent.row], history, late)
-        # The sampler will add the token of this draw.
+        # The sampler will add the token that it samples in this step.
         lent.counted = tokens + 1
         return lent.row
 
     def _lend(self, history: History) -> _Lent:
-        """Assign a free row, or the least recently used one; its counts are invalid."""
+        """Assign a free row, or the least recently used one, to `history`; its counts are not valid yet."""
         full = len(self._lent) == len(self.counts)
         row = self._lent.popitem(last=False)[1].row if full else len(self._lent)
         lent = self._lent[history] = _Lent(row, counted=-1)

@@ -1,6 +1,6 @@
-"""CUDA graphs of prefill and mixed steps whose speed the host's launches would limit.
+"""CUDA graphs of those prefill and mixed steps that kernel launches by the host would slow down.
 
-They are short steps, and longer steps of models with narrow layers: the host would launch their kernels more slowly
+These are short steps, and longer steps of models with narrow layers: the host would launch their kernels more slowly
 than the device computes them, or with significant gaps.
 """
 
@@ -21,53 +21,53 @@ from tandem.engine.steps.step_packer import StepPacker
 from tandem.engine.weights.checkpoint import Progress
 
 _HALF_TILES = range(TILE_TOKENS // 2, 4 * TILE_TOKENS, TILE_TOKENS)
-"""Prompt tokens of prefill-only steps that are captured besides whole tiles, as they do not fill the device."""
+"""Token counts of prefill steps that get a graph in addition to whole tiles; such short steps do not fill the GPU."""
 _LEAST_PROMPT = 32
-"""The smallest number of prompt tokens for which a mixed step has a graph."""
+"""Minimum number of prompt tokens for which a mixed step has a graph."""
 _ROWS = 8
-"""The largest number of prompts in a step with a graph."""
+"""Maximum number of prompts in a step with a graph."""
 _TABLE_PAGES = 300_000
-"""The largest number of entries in a step's page table: 1.2 MB, which are copied in 25 us.
+"""Maximum number of entries in a step's page table: 1.2 MB, which are copied in 25 us.
 
 With pages of 128 tokens, that allows 145,000 tokens in each row of a step with 256 decode rows, and 1.6 million with
 16.
 """
 _LONGEST_LAYER_S = 1.5e-3
-"""The longest device time of one layer, in seconds, for which a graph is captured.
+"""Maximum device time of one layer, in seconds, for which a graph is captured.
 
-The host takes 0.45 ms to launch a layer, and twice that next to a busy event loop. Gaps between its kernels cost 45 us,
-3 % of such a layer.
+The host takes 0.45 ms to launch a layer, and twice that next to a busy event loop. The gaps between the layer's kernels
+cost 45 us, 3 % of the longest layer.
 """
 _DEVICE_FLOPS = 600e12
-"""The rate of a GPU at large matrix products, in FLOP/s."""
+"""The assumed rate of a GPU at large matrix products, in FLOP/s."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSize:
-    """The largest number of decode rows and of prompt tokens of a step."""
+    """The maximum number of decode rows and of prompt tokens of a step."""
 
     answers: int
     tokens: int
 
     @property
     def _total(self) -> int:
-        """The total number of tokens of the step, with which its memory grows."""
+        """The total number of tokens of the step, on which its memory depends."""
         return self.answers + self.tokens
 
 
 class PromptGraphs:
-    """Graphs by the number of decode rows and of prompt tokens.
+    """The graphs of prefill and mixed steps, by the number of decode rows and of prompt tokens.
 
-    Missing decode rows are padding, as in decode graphs. Missing prompts are empty rows after the step's last token,
-    whose results are not read and which store nothing.
+    Unused decode rows are padding, as in decode graphs. Unused prompts are empty rows after the step's last token,
+    which store nothing and whose results are not read.
     """
 
     def __init__(
         self, packer: StepPacker, forward: Forward, drawn: Tensor, pool: Pool, most_pages: int | None = None
     ) -> None:
-        """Take `drawn` as `DecodeGraphs` does, and the memory `pool` of all graphs, of which one runs at a time.
+        """Create an empty set of graphs, which will allocate from the memory `pool`; one graph runs at a time.
 
-        `most_pages` is `Kernels.capturable_pages`.
+        `drawn` is that of `DecodeGraphs`, `most_pages` is `Kernels.capturable_pages`.
         """
         self._most_pages = most_pages
         self._packer = packer
@@ -77,7 +77,7 @@ class PromptGraphs:
         self._graphs: dict[PromptSize, StepGraph] = {}
 
     def capture(self, sizes: Sequence[PromptSize], progress: Progress | None = None) -> None:
-        """Capture steps of these sizes, the largest first, so that the others fit into its memory."""
+        """Capture steps of these sizes, the largest first, so that the other graphs reuse its memory."""
         ordered = sorted(sizes, key=lambda size: (size.answers, size.tokens))
         for done, size in enumerate(sorted(ordered, key=lambda size: -size._total)):
             self._graphs[size] = self._capture(size)
@@ -86,9 +86,10 @@ class PromptGraphs:
         self._graphs = {size: self._graphs[size] for size in ordered}
 
     def fitting(self, batch: StepBatch, sizes: StepSizes) -> StepGraph | None:
-        """Return the graph of the fewest decode rows, then of the fewest tokens, that can compute `batch` of `sizes`.
+        """Return the graph for `batch`: that with the fewest decode rows, then the fewest tokens, that is large enough.
 
-        Returns None if the batch, or the context of its prompts, is too large, or if it has no prompt.
+        `sizes` are those of the batch. Returns None if the batch, or the context of its prompts, is too large, or if it
+        has no prompt.
         """
         answers = len(batch.tokens)
         if not batch.chunks or sizes.rows - answers > _ROWS:
@@ -104,7 +105,7 @@ class PromptGraphs:
         return graph if graph.sizes.width >= sizes.width else None
 
     def _pages_of(self, batch: StepBatch) -> int:
-        """Return the number of pages, in each group, of the batch's prompts."""
+        """Return the number of pages, in each group, of all prompts of the batch together."""
         return sum(self._packer.limits.pages_of(row.start + len(row.token_ids)) for row in batch.chunks)
 
     def step_sizes(self, size: PromptSize) -> StepSizes:
@@ -118,7 +119,7 @@ class PromptGraphs:
         return capture_step(compute, words, sizes, pool=self._pool, chunks_at=size.answers)
 
     def _step(self, size: PromptSize) -> tuple[Tensor, Callable[[], Tensor], StepSizes]:
-        """Return a padded step, as `DecodeGraphs._step` does."""
+        """Return a padded prefill or mixed step, as `DecodeGraphs._step` does for decode steps."""
         sizes, limits = self.step_sizes(size), self._packer.limits
         words, step = empty_step(
             self._packer,
@@ -138,9 +139,9 @@ class PromptGraphs:
 
 
 def prompt_graph_sizes(spec: ModelSpec, max_step_tokens: int, max_answers: int) -> list[PromptSize]:
-    """Return the sizes of steps that get a graph, with up to `max_answers` decode rows.
+    """Return the step sizes that get a graph, with up to `max_answers` decode rows.
 
-    The narrower the layers of the model, the more tokens these steps may have.
+    The narrower the model's layers, the more tokens these steps may have.
     """
     a_layer = (active_weights(spec) - spec.vocab_size * spec.hidden_size) / len(spec.layers)
     most = min(_LONGEST_LAYER_S * _DEVICE_FLOPS / (2 * a_layer), max_step_tokens)
@@ -151,5 +152,5 @@ def prompt_graph_sizes(spec: ModelSpec, max_step_tokens: int, max_answers: int) 
 
 
 def largest(sizes: Sequence[PromptSize]) -> list[PromptSize]:
-    """Return the size whose graph's memory is large enough for all others; empty if `sizes` is."""
+    """Return the size whose graph has enough memory for all other sizes, as a list; empty if `sizes` is empty."""
     return [max(sizes, key=lambda size: (size._total, size.answers))] if sizes else []

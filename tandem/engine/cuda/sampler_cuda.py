@@ -1,9 +1,9 @@
-"""Sampling on the device: the same choice as `tandem.engine.sampler`, without synchronizing with the host.
+"""Samples tokens on the device, with the same result as `tandem.engine.sampler` and without waiting for the device.
 
 The host packs the parameters and the seeded random number of each row into one array before the logits exist; the
 device does the rest. The order of the filters, the handling of ties and the inversion of the cumulative distribution
-are those of `tandem.engine.sampler`. Sums are exact here, in fixed point, so a token may differ only where float32
-probabilities round to the other side of a filter's threshold or of the random number.
+are those of `tandem.engine.sampler`. Sums are exact here, in fixed point, so a token may differ only if a float32
+probability rounds to the other side of a filter's threshold or of the random number.
 """
 
 from collections.abc import Sequence
@@ -24,21 +24,21 @@ CANDIDATES: int = triton_sampling.CANDIDATES.value
 SPLITS: int = triton_sampling.SPLITS.value
 BINS: int = triton_sampling.BINS.value
 IN_PROMPT: int = triton_sampling.IN_PROMPT.value
-"""The bit of a count that marks a token of the prompt (see `DeviceSampler.sample`)."""
+"""The bit of a token count that is set if the prompt contains the token (see `DeviceSampler.sample`)."""
 
 MASS_BITS = 62
-"""The probability mass of a row, at most one unit per token, is at most 2**62, so that it fits into an int64."""
+"""The total weight of a row, at most one unit per token, is at most 2**62, so that it fits into an int64."""
 TILE, TILE_WARPS = 2048, 4
 CHOICE_TILE, CHOICE_WARPS = 4096, 16
 MANY_ROWS = 16
-"""The number of rows from which on large blocks fill the device; fewer rows need small blocks."""
+"""Minimum number of rows with which large blocks keep the device busy; fewer rows use small blocks."""
 LARGE_BLOCK, LARGE_WARPS = 8192, 8
 SMALL_BLOCK, SMALL_WARPS = 2048, 4
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """The sampling parameters of a step as the device reads them: params [rows, PARAMS] float64.
+    """The sampling parameters of a step in the format that the device reads: params [rows, PARAMS] float64.
 
     `greedy_only` is True if every row is greedy.
     """
@@ -48,7 +48,7 @@ class SamplingPlan:
 
 
 class DeviceSampler:
-    """Samples up to `max_rows` rows of `vocab_size` logits.
+    """Samples tokens of up to `max_rows` rows of `vocab_size` logits.
 
     Owns about 4 · max_rows · vocab_size bytes of scratch memory. Only one step at a time may use it: launches on one
     stream, or CUDA graphs that run one after another.
@@ -84,9 +84,9 @@ class DeviceSampler:
     def plan(
         draws: Sequence[SamplingInput], counted: Sequence[int] | None = None, into: NDArray[np.float64] | None = None
     ) -> SamplingPlan:
-        """Pack `draws` row by row, into `into` [rows, PARAMS] if given. Does not touch the device.
+        """Pack the sampling inputs `draws` row by row, into `into` [rows, PARAMS] if given; the device is not touched.
 
-        `counted` has the row of counts of each draw, -1 without penalties; None if no draw has penalties.
+        `counted` has the row of token counts of each input, -1 without penalties; None if no input has penalties.
         """
         columns = SamplingMetadata.of(draws)
         params = np.empty((len(draws), PARAMS)) if into is None else into
@@ -100,7 +100,7 @@ class DeviceSampler:
     def sample(
         self, logits: Tensor, params: Tensor, out: Tensor, *, greedy_only: bool, counts: Tensor | None = None
     ) -> None:
-        """Launch the choice of one token for each row, into out [R] int64. Never waits for the device.
+        """Launch the sampling of one token per row, into out [R] int64, without waiting for the device.
 
         logits       [R, vocab_size], contiguous rows, any float dtype
         params       [R, PARAMS] float64 on the device: the `params` of a plan
@@ -126,7 +126,10 @@ class DeviceSampler:
             self._choose(params, out, seen, blocks, penalties=penalties)
 
     def _find_best(self, logits: Tensor, params: Tensor, seen: Tensor, *, penalties: bool) -> int:
-        """Find the most likely token of each block of the vocabulary, into `_best`; return the number of blocks."""
+        """Find the token with the highest logit in each block of the vocabulary; return the number of blocks.
+
+        The result is in `_best`.
+        """
         large = len(logits) >= MANY_ROWS
         block = LARGE_BLOCK if large else SMALL_BLOCK
         blocks: int = triton.cdiv(self._vocab, block)
@@ -161,9 +164,9 @@ class DeviceSampler:
         )
 
     def _weigh(self, logits: Tensor, params: Tensor, seen: Tensor, blocks: int, *, penalties: bool) -> None:
-        """Compute the weights of all tokens, into `_weights`, and the mass and histogram of each split.
+        """Compute the weights of all tokens, and the sum and histogram of the weights of each split of the vocabulary.
 
-        Greedy rows are skipped.
+        The weights are in `_weights`. Greedy rows are skipped.
         """
         triton_sampling.weigh[(len(logits), self._splits)](
             logits,
@@ -188,7 +191,7 @@ class DeviceSampler:
         )
 
     def _collect(self, params: Tensor, rows: int) -> None:
-        """Collect the heaviest tokens of filtered rows, into `_ids`, with their weights in front of all others."""
+        """Collect the tokens with the highest weights of rows with filters, into `_ids`; their weights come first."""
         triton_sampling.collect[(rows, self._splits)](
             params,
             self._weights,
@@ -205,7 +208,7 @@ class DeviceSampler:
         )
 
     def _choose(self, params: Tensor, out: Tensor, seen: Tensor, blocks: int, *, penalties: bool) -> None:
-        """Choose one token for each row: the most likely one if it is greedy, else the one its number selects."""
+        """Choose one token per row: the most likely one in greedy rows, else the one that the random number selects."""
         triton_choice.choose[(len(out),)](
             params,
             self._best,

@@ -1,4 +1,4 @@
-"""One step as a CUDA graph: captured once for each size, and replayed on the contents of its input words."""
+"""The CUDA graph of one step: captured once for each size, and replayed on the contents of its input words."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ Pool = Any
 
 @dataclass(frozen=True, slots=True)
 class StepGraph:
-    """The graph of a step of up to `sizes`.
+    """The CUDA graph of steps of up to `sizes`.
 
     Every replay reads and writes these tensors. `logits` are in the memory that all graphs share
     (`tandem/engine/cuda/cuda_graphs.py`).
@@ -31,7 +31,7 @@ class StepGraph:
     chunks_at: int | None = None
     """The `chunks_at` argument of `StepPacker.pack`."""
     groups: DraftGroupSizes | None = None
-    """The groups of a step that verifies draft tokens; their table follows the words of `sizes`."""
+    """The draft groups of a step that verifies draft tokens; their table follows the words of `sizes`."""
 
     @property
     def input_words(self) -> int:
@@ -60,8 +60,8 @@ def empty_step(
 ) -> tuple[Tensor, PackedStep]:
     """Return an empty step of `sizes`: its input words on `device`, and its tensors, which are views of these words.
 
-    The words of the step are followed by `more_words` zeros. Its first `singles` rows have one token each, the others
-    up to `max_row_tokens`.
+    `more_words` zeros follow the words of the step. The first `singles` rows have one token each, the others up to
+    `max_row_tokens`.
     """
     host = torch.zeros(sizes.words + more_words, dtype=torch.int64)
     packer.pack(StepBatch([]), sizes, host[: sizes.words].numpy(), chunks_at=singles)
@@ -91,7 +91,7 @@ def capture_step(
 
 
 class _Borrowed:
-    """The memory of a tensor in the form that `torch.as_tensor` takes, without a reference to the tensor."""
+    """The memory of a tensor as `torch.as_tensor` accepts it, without a reference to the tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.__cuda_array_interface__ = {
@@ -103,9 +103,9 @@ class _Borrowed:
 
 
 def borrow(tensor: Tensor) -> Tensor:
-    """Return a tensor over the memory of a contiguous tensor on a GPU, without keeping that memory alive.
+    """Return a tensor over the memory of a contiguous GPU tensor, without keeping that memory allocated.
 
-    The caller ensures that the memory stays mapped, and knows when its contents are valid.
+    The caller ensures that the memory is not unmapped, and that it reads the contents only while they are valid.
     """
     memory = torch.as_tensor(_Borrowed(tensor), device=tensor.device)
     return memory.view(tensor.dtype).view(tensor.shape)

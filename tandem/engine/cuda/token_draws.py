@@ -1,4 +1,4 @@
-"""Sampling of tokens and log probabilities from a step's logits, on the device: launches only, which never wait."""
+"""Samples tokens and computes log probabilities on the device; it only launches kernels, and never waits."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -18,14 +18,14 @@ from tandem.engine.steps.sampling_metadata import History, SamplingInput, Sampli
 from tandem.protocol.messages import SamplingParams, TokenLogprobs
 
 Drawn = tuple[list[int], list[TokenLogprobs | None]]
-"""The tokens of a step, one for each draw, and their log probabilities: one for each draw, or none if not wanted."""
+"""The sampled tokens of a step and their log probabilities; the second list is empty if no row wants any."""
 
 _TRIAL_TOKEN = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DrawMemory:
-    """Host memory for the copies of one step's draws to and from the device. It is in use until the step has run."""
+    """Host memory from and to which a step's sampling data is copied; it is in use until the step has run."""
 
     params: Tensor
     rows: Tensor
@@ -35,7 +35,7 @@ class DrawMemory:
 
     @classmethod
     def of(cls, most: int, device: torch.device) -> "DrawMemory":
-        """Allocate memory for up to `most` draws; pinned if `device` is a GPU."""
+        """Allocate memory for up to `most` sampling rows; it is pinned if `device` is a GPU."""
 
         def memory(*sizes: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(*sizes, dtype=dtype, pin_memory=device.type == "cuda")
@@ -64,9 +64,10 @@ class TokenDraws:
         *,
         pdl: bool,
     ) -> None:
-        """Take `drawn` [most draws of a step] int64, and `counts` with as many rows as `sampler` samples at once.
+        """Create the sampler of a stepper's steps; it writes the tokens to `drawn`.
 
-        It samples none of `eos_token_ids` where an output may not end yet, and no token that `masks` forbids.
+        `drawn` is [maximum number of sampling rows] int64; `counts` has as many rows as `sampler` samples at once. None
+        of `eos_token_ids` is sampled where an output may not end yet, and no token that `masks` forbids.
         """
         self._sampler = sampler
         self._counts = counts
@@ -80,11 +81,11 @@ class TokenDraws:
         return DrawMemory.of(len(self._drawn), self._drawn.device)
 
     def late_tokens(self, draws: Sequence[SamplingInput], sources: Sequence[int | None]) -> list[Tensor | None]:
-        """Return the token [1] that each draw with a history takes from draw `sources[…]` of the previous step.
+        """Return, for each sampling input with a history, the token [1] that the host does not have yet.
 
-        The entry is None for a draw without a history or a source.
-
-        The caller must call it before launching anything of this step, which may overwrite these tokens.
+        It is the token that the previous step sampled at index `sources[…]`; the entry is None for an input without a
+        history or a source. The caller must call it before launching anything of this step, which may overwrite these
+        tokens.
         """
         if all(draw.history is None or source is None for draw, source in zip(draws, sources, strict=True)):
             return [None] * len(draws)
@@ -103,9 +104,9 @@ class TokenDraws:
         *,
         greedy_is_drawn: bool,
     ) -> Callable[[], Drawn]:
-        """Sample a token for each row of logits [at least draws, vocab]; `late` is the result of `late_tokens`.
+        """Sample a token for each row of logits [at least sampled rows, vocab]; `late` is from `late_tokens`.
 
-        `greedy_is_drawn` says that the most likely tokens are already in `drawn`; plain greedy rows need nothing more.
+        If `greedy_is_drawn`, the most likely tokens are in `drawn` already, so plain greedy rows need no further work.
         Returns a function that reads the result from `memory`, to be called once the device has finished.
         """
         draws = SamplingMetadata.of(draws)
@@ -126,12 +127,15 @@ class TokenDraws:
     def score_tokens(self, logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor]:
         """Return the log probabilities of tokens [n] as `tandem.engine.logprobs.logprobs` does.
 
-        Only launches kernels.
+        It only launches kernels.
         """
         return logprobs(logits, tokens, torch.arange(len(tokens), device=tokens.device), top, pdl=self._pdl)
 
     def trials(self, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
-        """Return trial draws of every kind, for `run_side_by_side`, so that no request has to wait for the compiler."""
+        """Return trial sampling calls of every kind for `run_side_by_side`.
+
+        They compile the kernels before the first request.
+        """
 
         def run(penalty: float) -> None:
             for rows, temperature in itertools.product({1, min(MANY_ROWS, self._sampler.max_rows)}, (0.0, 1.0)):
@@ -142,13 +146,13 @@ class TokenDraws:
                 ]
                 self.launch(logits, draws, [None] * rows, self.make_memory(), greedy_is_drawn=False)
 
-        # The draws with penalties are one trial, because only one step at a time may use the counts.
+        # Sampling with penalties is a single trial, because only one step at a time may use the counts.
         return {"draws": partial(run, 0.0), "draws with penalties": partial(run, 1.0)}
 
     def _sample(
         self, logits: Tensor, draws: SamplingMetadata, late: Sequence[Tensor | None], memory: DrawMemory
     ) -> None:
-        """Sample in pieces of at most as many rows as the sampler takes."""
+        """Sample all rows, in batches of at most as many rows as the sampler takes."""
         most = self._sampler.max_rows
         penalized = draws.looks_back
         for first in range(0, len(draws), most):
@@ -167,7 +171,10 @@ class TokenDraws:
     def _score(
         self, logits: Tensor, draws: Sequence[SamplingInput], asking: Sequence[int], memory: DrawMemory
     ) -> tuple[Tensor, Tensor]:
-        """Return host memory for the log probabilities: [asking, 1 + top] float32 and their ids [asking, top] int64."""
+        """Return host memory for log probabilities: [asking, 1 + top] float32, and the token ids [asking, top] int64.
+
+        `asking` has the rows that want log probabilities.
+        """
         count = len(asking)
         top = min(max(draws[row].sampling.logprobs or 0 for row in asking), logits.shape[1])
         memory.rows[:count] = torch.tensor(asking)

@@ -1,8 +1,8 @@
 """CUDA graphs of steps that verify draft tokens, by the number of rows and of requests.
 
 Attention computes the rows of a request together, as a group (`tandem.engine.kernels.base.DraftGroups`); the table of
-groups follows the step's words. A step uses the graph with the fewest rows that has space for its requests and rows,
-however the draft tokens are distributed over the requests. Where attention does not support groups, decode graphs
+groups follows the step's words. A step uses the graph with the fewest rows that has space for its requests and rows, no
+matter how the draft tokens are distributed over the requests. Where attention does not support groups, decode graphs
 compute these steps.
 """
 
@@ -27,13 +27,13 @@ from tandem.engine.steps.step_packer import StepPacker
 from tandem.engine.weights.checkpoint import Progress
 
 DRAFTS = (1, 2, 3, 5, 7)
-"""The numbers of draft tokens per request, equal for all requests, for which graphs are captured."""
+"""The numbers of draft tokens per request for which graphs are captured; in a graph all requests have equally many."""
 MOST_ROWS = 256
-"""The most rows of a graph: with more, matrix products take so much longer that draft tokens do not pay."""
+"""Maximum number of rows of a graph: with more rows, verifying draft tokens does not raise the throughput."""
 
 
 class VerifySize(NamedTuple):
-    """The most rows and requests of a step, and the most rows of a group."""
+    """The maximum numbers of rows and of requests of a step, and of rows of a group."""
 
     rows: int
     requests: int
@@ -46,10 +46,10 @@ class VerifySize(NamedTuple):
 
 
 class VerifyGraphs:
-    """The verification graphs of all sizes, which share the memory of the decode graphs (see `DecodeGraphs`)."""
+    """The graphs of all sizes of verification steps; they share the memory of the decode graphs (`DecodeGraphs`)."""
 
     def __init__(self, packer: StepPacker, forward: Forward, sampler: DeviceSampler, drawn: Tensor, pool: Pool) -> None:
-        """Take the same arguments as `DecodeGraphs`."""
+        """Create an empty set of graphs; the arguments are those of `DecodeGraphs`."""
         self._packer = packer
         self._forward = forward
         self._sampler = sampler
@@ -58,7 +58,7 @@ class VerifyGraphs:
         self._graphs: dict[VerifySize, StepGraph] = {}
 
     def trials(self, sizes: Sequence[VerifySize]) -> dict[str, Callable[[], Tensor]]:
-        """Return trial runs of steps of these sizes, for `run_side_by_side`."""
+        """Return trial runs of verification steps of these sizes, for `run_side_by_side`."""
 
         def run(size: VerifySize) -> Tensor:
             return self._step(size)[1]()
@@ -66,7 +66,7 @@ class VerifyGraphs:
         return {f"the step of {size.rows} rows of {size.requests} requests": partial(run, size) for size in sizes}
 
     def capture(self, sizes: Sequence[VerifySize], progress: Progress | None = None) -> None:
-        """Capture steps of these sizes, the largest first, so that the others fit into its memory."""
+        """Capture steps of these sizes, the largest first, so that the other graphs reuse its memory."""
         captured = {}
         for done, size in enumerate(sorted(sizes, reverse=True)):
             captured[size] = self._capture(size)
@@ -91,7 +91,7 @@ class VerifyGraphs:
         return capture_step(compute, words, sizes, pool=self._pool, groups=size.groups)
 
     def _step(self, size: VerifySize) -> tuple[Tensor, Callable[[], Tensor], StepSizes]:
-        """Return a padded step, as `DecodeGraphs._step` does."""
+        """Return a padded verification step, as `DecodeGraphs._step` does for decode steps."""
         limits, rows, groups = self._packer.limits, size.rows, size.groups
         sizes = StepSizes(rows, rows, limits.pages_of(limits.max_context), rows, limits.groups)
         words, step = empty_step(
@@ -124,9 +124,9 @@ class VerifyGraphs:
 
 
 def verify_sizes(kernels: Kernels, max_requests: int, max_rows: int) -> list[VerifySize]:
-    """Return the sizes that get a graph, the smallest first, for at most `max_requests` requests and `max_rows` rows.
+    """Return the sizes that get a graph, in ascending order, for at most `max_requests` requests and `max_rows` rows.
 
-    The list is empty if attention computes each row by itself.
+    The list is empty if attention computes each row separately.
     """
     groups = {drafts: kernels.draft_group_rows(drafts) for drafts in DRAFTS}
     sizes = [
@@ -138,7 +138,7 @@ def verify_sizes(kernels: Kernels, max_requests: int, max_rows: int) -> list[Ver
 
 
 def most_groups(sizes: Iterable[VerifySize]) -> dict[int, int]:
-    """Return the largest number of groups in any of these steps, by the largest number of rows in a group."""
+    """Return the maximum number of groups in any of these steps, by the maximum number of rows in a group."""
     found: dict[int, int] = {}
     for size in sizes:
         found[size.group_rows] = max(found.get(size.group_rows, 0), size.groups.groups)

@@ -1,1 +1,1 @@
-"""Training of Medusa and EAGLE heads on outputs of the model itself."""
+"""Trains Medusa and EAGLE heads on outputs of the model."""

@@ -1,6 +1,6 @@
-"""Outputs of a model with the hidden state that each token was sampled from.
+"""Outputs of a model, with the hidden state that each token was sampled from.
 
-Heads are trained and evaluated on them.
+Draft heads are trained and evaluated on these outputs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,15 +16,15 @@ from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.protocol.messages import SamplingParams
 
 BATCH = 32
-"""The number of prompts that are decoded at once."""
+"""The number of prompts that are decoded in the same steps."""
 
 Drew = Callable[[Sequence[int], Sequence[int]], None]
-"""A callback after each step: the numbers of the prompts whose rows the step had, in order, and the sampled tokens."""
+"""A callback after each step: it gets the numbers of the step's prompts, in row order, and their sampled tokens."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """An output of at least one token."""
+    """The output of a model for one prompt: one or more tokens, and their hidden states."""
 
     token_ids: list[int]
     hidden: Tensor
@@ -32,7 +32,7 @@ class Answer:
 
 
 class Answering:
-    """Decodes prompts on a runner that keeps hidden states. No one else may use the runner."""
+    """Decodes prompts with a runner that keeps hidden states. No one else may use the runner."""
 
     def __init__(self, runner: ModelRunner, temperature: float, seed: int, drew: Drew | None = None) -> None:
         if runner.drawn_hidden is None:
@@ -44,9 +44,10 @@ class Answering:
         self._drew = drew
 
     def answers(self, prompts: Sequence[Sequence[int]], most: int) -> Iterator[list[Answer]]:
-        """Yield the outputs for `BATCH` prompts at a time, of at most `most` tokens each.
+        """Yield the outputs of at most `most` tokens, for `BATCH` prompts at a time.
 
-        The token that ends an output is its last token. The seed of a prompt follows from its number.
+        The end-of-sequence token, if any, is the last token of its output. The seed of a prompt is `seed` plus its
+        number.
         """
         for start in range(0, len(prompts), BATCH):
             yield self._answer(start, prompts[start : start + BATCH], most)
@@ -81,8 +82,9 @@ class Answering:
 def tokens_a_step(guesses: Sequence[Sequence[Sequence[int]]], answers: Sequence[Sequence[int]], drafts: int) -> float:
     """Return the mean number of tokens per decode step with at most `drafts` draft tokens, on known outputs.
 
-    `guesses` [outputs][tokens][heads] come from the state that each token was sampled from. The first token of an
-    output comes with its prompt, and the step after it has no draft. The result is 1 if no output has a second token.
+    `guesses` [outputs][tokens][heads] are the draft tokens predicted from the state that each token was sampled from.
+    The first token of an output comes with its prompt, and the step after it has no draft. The result is 1 if no output
+    has a second token.
     """
     steps = gained = 0
     for guessed, tokens in zip(guesses, answers, strict=True):

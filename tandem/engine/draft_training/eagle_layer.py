@@ -1,4 +1,4 @@
-"""The EAGLE head during training: one decoder layer in float32, and how it guesses several tokens in a row."""
+"""The EAGLE head during training: one decoder layer in float32, and how it predicts several tokens one by one."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from tandem.protocol.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class EagleSizes:
-    """The sizes of the layer, which are those of the model's last layer where it has them."""
+    """The sizes of the EAGLE head's layer: those of the model's last layer where it has them."""
 
     shape: AttentionShape
     rope: RopeConfig
@@ -26,9 +26,10 @@ class EagleSizes:
 
     @classmethod
     def of(cls, spec: ModelSpec) -> "EagleSizes":
-        """Return the sizes for a model.
+        """Return the sizes of the EAGLE head for a model.
 
-        Raises InvalidArgument if the model has no grouped-query attention, no rotary embedding, or no dense network.
+        Raises InvalidArgument if the model has no grouped-query attention, no rotary embedding, or no dense
+        feed-forward network.
         """
         attention = spec.layers[-1].attention
         if not isinstance(attention, GroupedQueryAttention) or attention.rope is None or not spec.dense_widths:
@@ -44,19 +45,23 @@ class EagleSizes:
 
 
 Tokens = Callable[[int, Tensor], Tensor]
-"""A function that returns the token [B, T] int64 after each position that step `step` reads.
+"""A function that returns the token [B, T] int64 that follows each position read by step `step`.
 
-It takes the number of the step, and the states that the previous step computed.
+Its arguments are the number of the step, and the states that the previous step computed.
 """
 
 
 class EagleLayer(nn.Module):
-    """The decoder layer without its first norm, and the product before it; see `tandem/engine/speculation/eagle/`."""
+    """An EAGLE head: a decoder layer without its first norm, and the linear layer that computes its input.
+
+    See `tandem/engine/speculation/eagle/`.
+    """
 
     def __init__(self, base: BaseWeights, sizes: EagleSizes, token_map: Tensor | None, longest: int) -> None:
-        """Take `longest`, the most tokens of an output and of the guesses after it.
+        """Initialize the layer so that it passes hidden states on unchanged.
 
-        `token_map` is that of `MedusaHeads`.
+        `longest` is the maximum number of tokens of an output and of its draft tokens together. `token_map` is that of
+        `MedusaHeads`.
         """
         super().__init__()
         self.base, self.sizes, self.token_map = base, sizes, token_map
@@ -69,9 +74,9 @@ class EagleLayer(nn.Module):
         self.down = nn.Linear(sizes.width, hidden, bias=False)
         device = base.embedding.device
         self.projection = (base.projection if token_map is None else base.projection[token_map]).float()
-        """[V', H]: the rows of the model's projection for the tokens that can be guessed."""
+        """[V', H]: the rows of the model's projection for the tokens that the head can predict."""
         self._rope = rope_table(sizes.rope, shape.head_dim, longest, device)
-        # Initially the layer adds nothing, and the product passes on the state that it is given.
+        # Initially the layer adds nothing, and `fc` passes the hidden state on unchanged.
         with torch.no_grad():
             self.fc.weight[:, hidden:].copy_(torch.eye(hidden))
             for last in (self.output, self.down):
@@ -79,16 +84,16 @@ class EagleLayer(nn.Module):
         self.to(device)
 
     def guesses(self, states: Tensor) -> Tensor:
-        """Return the most likely tokens according to states [..., H]."""
+        """Return the most likely tokens [...] for states [..., H]."""
         rows = linear(states, self.projection).argmax(-1)
         return rows if self.token_map is None else self.token_map[rows]
 
     def chain(self, states: Tensor, tokens: Tokens, steps: int) -> list[Tensor]:
-        """Return, for each of `steps` steps in a row, the predicted states [B, T, H] after each position.
+        """Return the predicted states [B, T, H] after each position, one tensor for each of `steps` consecutive steps.
 
         The first step reads the model's own normalized `states` [B, T, H] and the tokens sampled from them; each later
-        step reads the result of the step before. A position attends to the model's states up to it, and to its own
-        previous steps.
+        step reads the result of the previous step. A position attends to the model's states up to its own, and to its
+        own previous steps.
         """
         found: list[Tensor] = []
         pairs: list[tuple[Tensor, Tensor]] = []
@@ -105,7 +110,7 @@ class EagleLayer(nn.Module):
     def _attend(self, q: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """Return the output of the heads [B, T, heads·dim] over the keys and values of all steps.
 
-        A position sees the first step's keys up to its own, and only its own keys of the later steps.
+        A position attends to the first step's keys up to its own, and in later steps only to its own keys.
         """
         (keys, values), *own = pairs
         scores, length = q @ keys.transpose(-1, -2), keys.shape[-2]
@@ -118,7 +123,7 @@ class EagleLayer(nn.Module):
         return mixed.transpose(1, 2).flatten(2)
 
     def _heads(self, x: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values [B, heads, T, dim] of positions from `step` on."""
+        """Return queries, keys and values [B, heads, T, dim], rotated for positions that start at `step`."""
         shape = self.sizes.shape
         parts = [shape.heads, shape.kv_heads, shape.kv_heads]
         q, k, v = self.qkv(x).unflatten(-1, (-1, shape.head_dim)).transpose(1, 2).split(parts, dim=1)

@@ -1,4 +1,4 @@
-"""The optimization loop that trains heads of either kind."""
+"""The optimization loop that trains both kinds of heads."""
 
 from collections.abc import Callable, Iterator
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from tandem.engine.weights.checkpoint import Progress
 
 LEARNING_RATE = 1e-3
-"""The initial learning rate, as published; it falls to zero as a half cosine."""
+"""The initial learning rate, as published; it decays to zero along half a cosine."""
 
 
 def minimize(
@@ -23,8 +23,8 @@ def minimize(
 ) -> list[float]:
     """Train `heads` with AdamW, and return the mean loss of each epoch.
 
-    `losses` yields the loss of each of the `batches` of an epoch, with its weight in the mean. `clip_at` is the largest
-    magnitude of a gradient's element; None = unbounded.
+    In each epoch `losses` yields `batches` losses, each with its weight in the mean. `clip_at` is the maximum magnitude
+    of a gradient element; None = unbounded.
     """
     optimizer = torch.optim.AdamW(heads.parameters(), LEARNING_RATE, betas=betas, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * batches)

@@ -1,6 +1,6 @@
-"""The whole training of heads: the model decodes prompts, and heads are trained on most of the outputs.
+"""The complete training of draft heads: the model decodes prompts, and heads are trained on most of the outputs.
 
-They are evaluated on the other outputs.
+The heads are evaluated on the other outputs.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,50 +38,53 @@ MEDUSA, EAGLE = "medusa", "eagle"
 KINDS = (MEDUSA, EAGLE)
 """The kinds of heads that can be trained."""
 ANSWER_TOKENS = 128
-"""The most tokens of an output."""
+"""Maximum number of tokens of an output."""
 _HELD_OUT = 10
-"""Every tenth prompt is held out, with all its outputs."""
+"""One in `_HELD_OUT` prompts is held out for evaluation, with all its outputs."""
 _ANSWER_MIN = 8
-"""The assumed least tokens of an output; prompts are decoded again, with other seeds, until there are enough tokens."""
+"""The assumed minimum number of tokens of an output, which bounds how often prompts are decoded.
+
+Prompts are decoded again, with other seeds, until there are enough tokens.
+"""
 _SPARE_PAGES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingConfig:
-    """The settings of a training."""
+    """The settings of a training run."""
 
     kind: str
     """One of `KINDS`."""
     tokens: int
-    """The number of tokens that the model decodes, including those held out."""
+    """The number of tokens that the model decodes, including held-out tokens."""
     heads: int
-    """The number of Medusa heads, or the number of guesses in a row with which an EAGLE head is evaluated."""
+    """The number of Medusa heads, or of consecutive draft tokens with which an EAGLE head is evaluated."""
     layers: int
     """The number of layers of each Medusa head; an EAGLE head has one."""
     vocabulary: int
     epochs: int
     temperature: float
-    """The temperature of the outputs; with 0, each prompt is decoded only once."""
+    """The sampling temperature of the outputs; at 0, each prompt is decoded only once."""
     seed: int
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """The result of a training."""
+    """The result of a training run."""
 
     tokens: int
     """The number of tokens that were trained on."""
     held_out_tokens: int
     losses: Sequence[float]
-    """The mean loss of each epoch, see `train_heads` and `train_eagle`."""
+    """The mean loss of each epoch; see `train_heads` and `train_eagle`."""
     tokens_a_step: Sequence[float]
-    """The tokens per step on the held-out outputs, with at most 1, 2, … draft tokens."""
+    """The mean tokens per decode step on the held-out outputs, with at most 1, 2, … draft tokens."""
 
 
 def train_draft(
     config: EngineConfig, output: Path, prompts: Sequence[Sequence[int]], recipe: TrainingConfig, progress: Progress
 ) -> Trained:
-    """Train heads of either kind for the model of `config`, and write them to `output`.
+    """Train Medusa heads or an EAGLE head for the model of `config`, and write the heads to `output`.
 
     `prompts` are token ids. Raises InvalidArgument if `output` exists, if there is no prompt, or if a setting cannot be
     met; ModelError if the model cannot be served.
@@ -105,16 +108,20 @@ def train_draft(
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """The trained heads: their losses, their guesses, and how they are written."""
+    """The trained heads as the evaluation needs them.
+
+    They are represented by their losses, a function that predicts draft tokens, and a function that writes their
+    folder.
+    """
 
     losses: Sequence[float]
     guess: Callable[[Answer], list[list[int]]]
-    """Returns the guesses [tokens][drafts] after each token of an output."""
+    """Returns the predicted draft tokens [tokens][drafts] after each token of an output."""
     write: Callable[[Path, dict[str, object]], None]
-    """Writes the folder for `--draft`, with facts about the training."""
+    """Writes the folder for `--draft`, together with facts about the training."""
 
     def gains(self, answers: Sequence[Answer], drafts: int) -> list[float]:
-        """Return the tokens per step on these outputs, with at most 1, 2, … draft tokens."""
+        """Return the mean tokens per decode step on these outputs, with at most 1, 2, … draft tokens."""
         guesses, known = [self.guess(each) for each in answers], [each.token_ids for each in answers]
         return [tokens_a_step(guesses, known, most) for most in range(1, drafts + 1)]
 
@@ -126,7 +133,7 @@ def learn(
     recipe: TrainingConfig,
     progress: Progress | None = None,
 ) -> EvalResult:
-    """Train heads on outputs of the model."""
+    """Train Medusa heads or an EAGLE head, as `recipe` says, on outputs of the model."""
     token_map = frequent_tokens(answers, recipe.vocabulary, spec.vocab_size)
     if token_map is not None:
         token_map = token_map.to(base.projection.device)
@@ -144,7 +151,7 @@ def learn(
 def make_answers(
     config: EngineConfig, spec: ModelSpec, prompts: Sequence[Sequence[int]], recipe: TrainingConfig, progress: Progress
 ) -> tuple[list[Answer], list[Answer]]:
-    """Return the model's outputs: those to train on, and those to evaluate on."""
+    """Return the outputs of the model in two lists: those for training, and those for evaluation."""
     answers = _answer(config, spec, prompts, recipe, progress)
     # All outputs for a prompt are similar, so a prompt is held out with all of them, unless it is the only prompt.
     different = len(prompts) if len(prompts) > 1 else len(answers)
@@ -184,7 +191,7 @@ def _answer(
 
 
 def base_weights(config: EngineConfig, spec: ModelSpec) -> BaseWeights:
-    """Read only those weights of the model that the training starts from, in the dtype of `config`."""
+    """Return the model's weights from which the training starts, in the dtype of `config`; only these are read."""
     device = parse_device(config.device)
     dtype = parse_dtype(config, device, spec)
     parameters = allocate_ends(spec, dtype, device)

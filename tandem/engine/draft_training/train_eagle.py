@@ -1,7 +1,8 @@
-"""Training of an EAGLE head (arXiv 2401.15077) on outputs of the model, whose weights do not change.
+"""Trains an EAGLE head (arXiv 2401.15077) on outputs of the model, whose weights do not change.
 
-Each position learns the model's own state one token later, and the distribution that the model's projection gives it.
-The loss is the smooth L1 distance of the states plus a tenth of the cross-entropy with that distribution, as published.
+At each position, the head learns to predict the model's own hidden state one token later, and the token distribution
+that the model's projection gives for that state. The loss is the smooth L1 distance of the states plus a tenth of the
+cross-entropy with that distribution, as published.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,18 +25,18 @@ _CROSS_ENTROPY = 0.1
 _BETAS = 0.9, 0.95
 """The decay rates of the optimizer's moving averages, as published."""
 _CLIPPED_AT = 0.5
-"""The largest magnitude of a gradient's element, as published."""
+"""Maximum magnitude of a gradient element, as published."""
 
 
 class _Batch(NamedTuple):
-    """Outputs padded to one length."""
+    """A batch of outputs, padded to one length."""
 
     states: Tensor
-    """[B, T, H], normalized: the state that each token was sampled from."""
+    """[B, T, H], normalized: the hidden state that each token was sampled from."""
     tokens: Tensor
-    """[B, T] int64."""
+    """[B, T] int64: the ids of the sampled tokens; 0 for padding."""
     known: Tensor
-    """[B, T] bool: False after the end of an output."""
+    """[B, T] bool: True for the tokens of an output, False for padding."""
 
 
 def train_eagle(
@@ -46,7 +47,7 @@ def train_eagle(
     seed: int,
     progress: Progress | None = None,
 ) -> list[float]:
-    """Train on outputs, and return the mean loss of each epoch."""
+    """Train the head on outputs, and return the mean loss of each epoch."""
     dice = torch.Generator().manual_seed(seed)
     learned = [each for each in answers if len(each.token_ids) > 1]
 
@@ -60,9 +61,9 @@ def train_eagle(
 
 @torch.inference_mode()
 def eagle_guesses(layer: EagleLayer, answer: Answer, steps: int) -> list[list[int]]:
-    """Return the guesses [tokens][steps] after each token of an output, computed as a worker does.
+    """Return the `steps` draft tokens after each token of an output, as a worker would propose them.
 
-    The context of the guesses begins with the output.
+    Their context starts with the output.
     """
     batch, guessed = _batch(layer, [answer]), list[Tensor]()
 
@@ -78,7 +79,10 @@ def eagle_guesses(layer: EagleLayer, answer: Answer, steps: int) -> list[list[in
 
 
 def write_eagle(layer: EagleLayer, spec: ModelSpec, folder: Path, facts: dict[str, object]) -> None:
-    """Write a folder for `--draft`, in bfloat16; `facts` tell how it was made. Raises InvalidArgument if it exists."""
+    """Write a folder for `--draft`, in bfloat16. Raises InvalidArgument if it exists.
+
+    `facts` describe the training.
+    """
     shape, rope = layer.sizes.shape, layer.sizes.rope
     rows = [shape.heads * shape.head_dim] + [shape.kv_heads * shape.head_dim] * 2
     q, k, v = layer.qkv.weight.split_with_sizes(rows)
@@ -141,7 +145,11 @@ def _batch(layer: EagleLayer, answers: Sequence[Answer]) -> _Batch:
 
 
 def _loss(layer: EagleLayer, batch: _Batch) -> Tensor:
-    """Return the mean loss of the positions whose next state is known."""
+    """Return the mean loss over the positions whose next hidden state was recorded.
+
+    The loss is the smooth L1 loss of the predicted hidden state plus `_CROSS_ENTROPY` times the cross-entropy of the
+    logits.
+    """
     found = layer.chain(batch.states, lambda *_: batch.tokens, 1)[0]
     taught = batch.known[:, 1:]
     guessed, wanted = found[:, :-1][taught], batch.states[:, 1:][taught]

@@ -1,7 +1,7 @@
-"""Training of Medusa heads (Medusa-1 of arXiv 2401.10774): the model's weights do not change.
+"""Trains Medusa heads (Medusa-1 of arXiv 2401.10774); the model's weights do not change.
 
-Head h learns to guess the token h + 1 positions after the one that was sampled from a hidden state. Its layers start as
-zeros, so that initially it guesses what the model's own projection predicts from the state.
+Head h learns to predict the token h + 1 positions after the token that was sampled from a hidden state. Its layers
+start as zeros, so that it initially predicts what the model's own projection gives for the state.
 """
 
 from collections import Counter
@@ -22,38 +22,38 @@ from tandem.engine.speculation.heads.folder import TOKEN_MAP, layer_name, projec
 from tandem.engine.weights.checkpoint import Progress
 
 _IGNORED = -100
-"""The target of positions that are not trained: after the end of an output, or for a token that heads cannot guess."""
+"""The target of positions without training: those after the end of an output, and tokens that heads cannot predict."""
 TOKENS_A_BATCH = 512
 
 
 @dataclass(frozen=True, slots=True)
 class HeadSizes:
-    """The sizes of the heads."""
+    """The sizes of Medusa heads."""
 
     heads: int
     layers: int
     vocabulary: int
-    """The number of tokens that heads can guess; the model's own number = all."""
+    """The number of tokens that the heads can predict; the model's vocabulary size = all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class BaseWeights:
-    """The weights of the model that the training starts from."""
+    """The model's weights from which the training starts."""
 
     norm: Tensor
-    """[H]: the final norm."""
+    """[H]: the weights of the final norm."""
     projection: Tensor
-    """[V, H]."""
+    """[V, H]: the projection to the vocabulary."""
     eps: float
     embedding: Tensor
-    """[V, H]."""
+    """[V, H]: the embedding of each token."""
 
 
 class TrainedHeads(nn.Module):
     """Medusa heads in float32, during training."""
 
     def __init__(self, base: BaseWeights, sizes: HeadSizes, token_map: Tensor | None) -> None:
-        """Start from the model's weights; `token_map` is that of `MedusaHeads`."""
+        """Initialize the heads from the model's weights; `token_map` is that of `MedusaHeads`."""
         super().__init__()
         rows = base.projection if token_map is None else base.projection[token_map]
         vocabulary, hidden = rows.shape
@@ -86,7 +86,7 @@ class TrainedHeads(nn.Module):
 
     @torch.inference_mode()
     def guess(self, hidden: Tensor) -> list[list[int]]:
-        """Return the guesses [tokens][heads] from hidden states [tokens, H]."""
+        """Return the predicted tokens [tokens][heads] for hidden states [tokens, H]."""
         device, found = self.base.projection.device, []
         for first in range(0, len(hidden), TOKENS_A_BATCH):
             piece = hidden[first : first + TOKENS_A_BATCH].to(device)
@@ -96,9 +96,10 @@ class TrainedHeads(nn.Module):
 
 
 def frequent_tokens(answers: Sequence[Answer], vocabulary: int, model_vocabulary: int) -> Tensor | None:
-    """Return the most frequent tokens in the outputs, [vocabulary] int64, ascending; None if all tokens can be guessed.
+    """Return the most frequent tokens in the outputs, [vocabulary] int64, ascending.
 
-    Tokens that are in no output fill the rest, those with the smallest ids first.
+    Returns None if heads can predict all tokens. If the outputs have fewer different tokens, those with the smallest
+    ids fill the rest.
     """
     if vocabulary >= model_vocabulary:
         return None
@@ -110,7 +111,10 @@ def frequent_tokens(answers: Sequence[Answer], vocabulary: int, model_vocabulary
 def train_heads(
     heads: TrainedHeads, answers: Sequence[Answer], *, epochs: int, seed: int, progress: Progress | None = None
 ) -> list[float]:
-    """Train on outputs, and return the mean loss of each epoch: the sum of the heads' cross-entropies, in nats."""
+    """Train the heads on outputs, and return the mean loss of each epoch.
+
+    The loss is the sum of the heads' cross-entropies, in nats.
+    """
     hidden, targets = _examples(heads, answers)
     dice = torch.Generator().manual_seed(seed)
     device = heads.base.projection.device
@@ -125,7 +129,10 @@ def train_heads(
 
 
 def write_heads(heads: TrainedHeads, spec: ModelSpec, folder: Path, facts: dict[str, object]) -> None:
-    """Write a folder for `--draft`, in bfloat16; `facts` tell how it was made. Raises InvalidArgument if it exists."""
+    """Write a folder for `--draft`, in bfloat16. Raises InvalidArgument if it exists.
+
+    `facts` describe the training.
+    """
     sizes, tensors = heads.sizes, dict[str, Tensor]()
     for head, (layers, projection) in enumerate(zip(heads.layers, heads.projections, strict=True)):
         assert isinstance(layers, nn.ModuleList)
@@ -151,7 +158,7 @@ def write_heads(heads: TrainedHeads, spec: ModelSpec, folder: Path, facts: dict[
 
 
 def _examples(heads: TrainedHeads, answers: Sequence[Answer]) -> tuple[Tensor, Tensor]:
-    """Return the states [tokens, H] that any head is trained on, and the targets of each head [tokens, heads]."""
+    """Return the training data: the states [tokens, H], and the target token of each head [tokens, heads]."""
     count = heads.sizes.heads
     rows = torch.arange(heads.base.projection.shape[0])
     if heads.token_map is not None:
@@ -176,6 +183,6 @@ def _shuffled(count: int, dice: torch.Generator) -> Iterator[Tensor]:
 
 
 def _loss(logits: Tensor, wanted: Tensor) -> Tensor:
-    """Return the mean cross-entropy of the trained positions; 0 if there are none."""
+    """Return the mean cross-entropy over the positions with a target; 0 if there are none."""
     taught = (wanted != _IGNORED).sum().clamp(min=1)
     return cross_entropy(logits, wanted, ignore_index=_IGNORED, reduction="sum") / taught

@@ -1,1 +1,1 @@
-"""Model architectures: families, their weights, and the decoder that runs them."""
+"""Model architectures: model families, weights, and the decoder that runs them."""

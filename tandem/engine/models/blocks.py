@@ -1,4 +1,4 @@
-"""The kinds of attention and of feed-forward network that a layer may have, with weights prepared for the kernels."""
+"""The kinds of attention and feed-forward network that a layer may have, with weights prepared for the kernels."""
 
 from torch import Tensor
 
@@ -31,7 +31,7 @@ class AttentionBlock:
         kernels: Kernels,
         products: Products,
     ) -> None:
-        """Prepare the weights.
+        """Prepare the weights for the kernels.
 
         `rope` is the table of `AttentionLayer.rope`, `index` the layer's index in the KV cache.
         """
@@ -41,14 +41,14 @@ class AttentionBlock:
         self._layer = AttentionLayer(index, spec.shape, rope, weights.q_norm, weights.k_norm, norm.eps, weights.sinks)
 
     def store(self, hidden: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
-        """Store the keys and values of the step's tokens, and return their queries."""
+        """Store the keys and values of the step's tokens in `cache`, and return the queries."""
         return self._store(self._products.norm_linear(hidden, self._norm, self._qkv), layout, cache)
 
     def _store(self, qkv: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
         return self._kernels.rope_and_store(qkv, self._layer, cache, layout)
 
     def attend(self, q: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
-        """Return the output of the attention heads [T, heads·head_dim], before the output projection."""
+        """Return the output [T, heads·head_dim] of the attention heads, before the output projection."""
         return self._kernels.attention(q, self._layer, cache, layout)
 
 
@@ -66,7 +66,10 @@ class LatentBlock:
         kernels: Kernels,
         products: Products,
     ) -> None:
-        """Prepare the weights; `rope` is the table of `LatentLayer.rope`, `index` the layer's index in the KV cache."""
+        """Prepare the weights for the kernels.
+
+        `rope` is the table of `LatentLayer.rope`, `index` the layer's index in the KV cache.
+        """
         self.output = products.prepare(Linear(weights.output, weights.output_bias))
         self._norm, self._kernels, self._products = norm, kernels, products
         self._down = products.prepare(Linear(weights.down, weights.down_bias))
@@ -75,7 +78,7 @@ class LatentBlock:
         self._layer = LatentLayer(index, spec.shape, rope, Norm(weights.latent_norm, spec.norm_eps), weights.kv_up)
 
     def store(self, hidden: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
-        """Store the latents of the step's tokens, and return their rotated queries [T, heads, nope + rope]."""
+        """Store the latents of the step's tokens in `cache`, and return the rotated queries [T, heads, nope + rope]."""
         cached = self._layer.shape.cached
         down = self._products.norm_linear(hidden, self._norm, self._down)
         q, latents = down[:, :-cached], down[:, -cached:]
@@ -84,7 +87,7 @@ class LatentBlock:
         return self._kernels.latent_store(q, latents, self._layer, unquantized(cache), layout)
 
     def attend(self, q: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
-        """Return the output of the attention heads [T, heads·v_dim], before the output projection."""
+        """Return the output [T, heads·v_dim] of the attention heads, before the output projection."""
         return self._kernels.latent_attention(q, self._layer, unquantized(cache), layout)
 
 
@@ -100,7 +103,7 @@ class DenseBlock:
         self._layer = DenseLayer(norm, gate_up, down, spec.activation)
 
     def add(self, hidden: Tensor, slots: Tensor, output_norm: Norm | None) -> None:
-        """Add the output of the network to `hidden` in place, normalized first if `output_norm` is given."""
+        """Add the network's output to `hidden` in place; if `output_norm` is given, the output is normalized first."""
         layer, products = self._layer, self._products
         if output_norm is None:
             products.feed_forward(hidden, layer)
@@ -121,7 +124,7 @@ class ExpertsBlock:
     def add(self, hidden: Tensor, slots: Tensor, output_norm: Norm | None) -> None:
         """Add the output of the experts to `hidden` in place.
 
-        Tokens whose slot is -1 are padding, and choose no expert.
+        Tokens whose slot is -1 are padding, for which no expert is computed.
         """
         assert output_norm is None
         self._products.experts(hidden, self._layer, slots, hidden)

@@ -1,4 +1,4 @@
-"""The layers of a decoder, prepared once for the kernels."""
+"""The layers of a decoder, prepared for the kernels."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ RopeTable = Callable[[RopeConfig | None, int], Tensor]
 
 
 class CacheLayer(NamedTuple):
-    """The place of a layer's KV: the number of its group, and its index among the layers in that group's pages."""
+    """The location of a layer's KV: the number of its group, and its index among the layers of that group's pages."""
 
     group: int
     layer: int
@@ -34,7 +34,7 @@ class CacheLayer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """The attention and feed-forward blocks of a layer, their output norms if any, and its group in the KV cache."""
+    """A layer: its attention and feed-forward blocks, their output norms if any, and its group in the KV cache."""
 
     attention: AttentionBlock | LatentBlock
     attention_output_norm: Norm | None
@@ -52,9 +52,9 @@ def prepare_layers(
     max_context: int,
     expert_tokens: ExpertTokens,
 ) -> list[DecoderLayer]:
-    """Prepare all layers; layers with the same rotary embedding share its table.
+    """Prepare all layers for the kernels; layers with the same rotary embedding share its table.
 
-    `products` are those of `kernels`, or wrap them to apply adapters.
+    `products` computes the matrix products: `kernels` itself, or a wrapper of it that applies adapters.
     """
     device = parameters.final_norm.device
     tables: dict[tuple[RopeConfig | None, int], Tensor] = {}

@@ -17,17 +17,20 @@ from tandem.engine.models.size_limits import check_limits
 from tandem.protocol.errors import InvalidArgument, ModelError
 
 _QUANTIZED = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
-"""Files in which quantized checkpoints may store their settings, and the method that each file implies."""
+"""Files in which quantized checkpoints may store their settings, each with the quantization method that it implies."""
 _TOWERS = ("vision_config", "audio_config", "speech_config", "image_config", "video_config", "sound_config")
-"""Fields of config.json that describe the non-text parts of a multimodal model."""
+"""Fields of config.json that describe the non-text parts (towers) of a multimodal model."""
 LARGEST_JSON = 24 << 20
-"""The most bytes of a JSON file: an index of more than 200,000 tensor names, which takes a second to read."""
+"""Maximum size of a JSON file in bytes.
+
+An index of more than 200,000 tensor names has this size, and takes a second to read.
+"""
 _SHARED_FIELDS = ("eos_token_id", "tie_word_embeddings", "dtype", "torch_dtype")
-"""Fields that multimodal models may have only outside of `text_config`."""
+"""Fields that a multimodal model may have only outside of `text_config`."""
 
 
 def load_spec(folder: Path) -> ModelSpec:
-    """Read config.json and, if it exists, generation_config.json.
+    """Read a model's spec from config.json and, if it exists, generation_config.json.
 
     Raises ModelError, which names the file and the problem.
     """
@@ -46,7 +49,7 @@ def load_spec(folder: Path) -> ModelSpec:
 
 @contextmanager
 def naming_the_file(file: Path) -> Iterator[None]:
-    """Convert the errors of `parse_spec` into a ModelError that names the file."""
+    """Convert errors of `parse_spec` in the `with` block into a ModelError that names the file."""
     try:
         yield
     except ModelError as error:
@@ -56,7 +59,7 @@ def naming_the_file(file: Path) -> Iterator[None]:
 
 
 def parse_spec(config: Json, generation: Json | None = None) -> ModelSpec:
-    """Return the spec from the two parsed files, whose fields are named as in transformers 4 or 5.
+    """Return the spec that config.json and generation_config.json describe, with fields as in transformers 4 or 5.
 
     Raises ModelError if something is not supported, and KeyError, TypeError or ValueError if the configuration is
     malformed.
@@ -77,7 +80,7 @@ def parse_spec(config: Json, generation: Json | None = None) -> ModelSpec:
 
 
 def quantized_at_load(spec: ModelSpec, name: str | None) -> ModelSpec:
-    """Return the spec with the layers' weights quantized when they are loaded.
+    """Return the spec with the layers' weights quantized while they are loaded.
 
     `name` is one of `Codes`; None = as stored. Raises InvalidArgument for another name, or if the checkpoint is already
     quantized.
@@ -96,9 +99,10 @@ def quantized_at_load(spec: ModelSpec, name: str | None) -> ModelSpec:
 
 
 def bounded(spec: ModelSpec, max_model_len: int | None) -> ModelSpec:
-    """Return the spec with a context of `max_model_len` tokens; None = unchanged.
+    """Return the spec with a context length of `max_model_len` tokens; None = unchanged.
 
-    Raises InvalidArgument if that exceeds the model's context, and also what linear RoPE scaling extends it to.
+    Raises InvalidArgument if `max_model_len` is below 1, or above the larger of the model's context length and the
+    length to which linear RoPE scaling extends it.
     """
     if max_model_len is None:
         return spec
@@ -111,9 +115,9 @@ def bounded(spec: ModelSpec, max_model_len: int | None) -> ModelSpec:
 
 
 def text_part(config: Json) -> Json:
-    """Return the configuration of the text model: the `text_config` of a multimodal model, else `config` itself.
+    """Return the config of the text model: `text_config` of a multimodal model, else `config` itself.
 
-    Raises ModelError, which names the towers, for a multimodal model whose text part is not supported.
+    Raises ModelError, which names the towers, for a multimodal model whose text model is not supported.
     """
     towers, text = towers_of(config), config.get("text_config")
     if is_supported(config) or not (towers or text):
@@ -135,7 +139,7 @@ def text_part(config: Json) -> Json:
 
 
 def towers_of(config: Json) -> str:
-    """Return the fields of config.json that describe the towers of a multimodal model, "" for a text model."""
+    """Return the names of the fields that describe towers of a multimodal model; "" for a text model."""
     return ", ".join(name for name in _TOWERS if config.get(name))
 
 
@@ -160,7 +164,7 @@ def _quantization(config: Json) -> Any:
 
 
 def _separate_quantization(folder: Path) -> dict[str, Any]:
-    """Return the `quantization_config` of a folder that has it in a separate file."""
+    """Return the `quantization_config` that a folder has in a separate file; empty if it has none."""
     for name, method in _QUANTIZED.items():
         if (folder / name).is_file():
             return {"quantization_config": {"quant_method": method} | read_json(folder / name)}

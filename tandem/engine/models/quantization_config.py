@@ -25,20 +25,20 @@ GGUF_SCHEMES = {
     "Q4_K": WeightScheme(WeightFormat.Q4_K, Codes.INT4, 32, symmetric=False),
     "Q6_K": WeightScheme(WeightFormat.Q6_K, Codes.INT8, 16),
 }
-"""The block types of GGUF whose codes are kept; weights of other types are dequantized when a file is converted."""
+"""The block types of GGUF whose codes can be kept; weights of other types are dequantized during conversion."""
 _SERVED = "awq, gptq, compressed-tensors, fp8, modelopt, fbgemm_fp8 and auto-round"
 _AUTO_ROUND_GPTQ = {
     "auto_round:auto_gptq": WeightFormat.GPTQ,
     "auto_round:gptqmodel": WeightFormat.GPTQ_V2,
     "auto_round": WeightFormat.GPTQ_V2,
 }
-"""The packings of AutoRound that are those of GPTQ; they differ in how zero points are stored."""
+"""The packings of AutoRound that equal GPTQ's; the two differ in how zero points are stored."""
 _MODELOPT_FP8 = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
-"""FP8 with one scale per weight matrix, and FP8 with one scale per row."""
+"""The FP8 formats of ModelOpt: one scale per weight matrix, and one scale per row."""
 
 
 def parse_quantization(config: Json) -> Quantization:
-    """Return the schemes of a `quantization_config`.
+    """Return the quantization that a `quantization_config` describes.
 
     Raises ModelError, which names the scheme, if it is not supported.
     """
@@ -109,7 +109,7 @@ def _fp8(config: Json) -> Quantization:
 
 
 def _modelopt(config: Json) -> Quantization:
-    """Read one of the two forms of ModelOpt: in config.json, or under `quantization` in hf_quant_config.json."""
+    """Read ModelOpt's settings: those in config.json, or those under `quantization` in hf_quant_config.json."""
     found = config.get("quantization") or config
     algorithm = str(found.get("quant_algo") or "").upper()
     if algorithm not in _MODELOPT_FP8:
@@ -123,13 +123,16 @@ def _modelopt(config: Json) -> Quantization:
 
 
 def _fbgemm_fp8(config: Json) -> Quantization:
-    """Read FP8 with one scale per row; `activation_scale_ub`, an upper bound of the inputs' scales, is ignored."""
+    """Read FP8 with one scale per row; `activation_scale_ub`, an upper bound of activation scales, is ignored."""
     scheme = WeightScheme(_FLOAT, Codes.FLOAT8, quantized_inputs=True)
     return Quantization("fbgemm_fp8", ((_EVERY, scheme),), _plain(config, _EMBEDDING, _OUTPUT))
 
 
 def _auto_round(config: Json) -> Quantization:
-    """Read GPTQ's packing; `extra_config` has modules, by name or regular expression, with their own settings."""
+    """Read AutoRound's settings in GPTQ's packing.
+
+    `extra_config` has different settings of some modules, by name or regular expression.
+    """
     packing = config.get("packing_format") or config.get("backend")
     if packing not in _AUTO_ROUND_GPTQ or (config.get("data_type") or "int") != "int":
         packings = ", ".join(_AUTO_ROUND_GPTQ)
@@ -145,7 +148,7 @@ def _auto_round(config: Json) -> Quantization:
 
 
 def _gguf(config: Json) -> Quantization:
-    """Read the configuration that `tandem.engine.weights.gguf` writes: `types` lists the modules of each block type."""
+    """Read the settings that `tandem.engine.weights.gguf` writes: `types` lists the modules of each block type."""
     rules = []
     for kind, modules in config["types"].items():
         if kind not in GGUF_SCHEMES:
@@ -206,16 +209,16 @@ def _scheme_of_group(group: Json, stored: object) -> WeightScheme:
 
 
 def _quantizes_inputs(weights: Json, inputs: Json) -> bool:
-    """Return True if activations have 8-bit codes of the weights' type.
+    """Return True if activations are quantized to 8-bit codes of the weights' type.
 
-    Other activations stay in 16 bits, which loses less.
+    Activations with other settings stay in 16 bits, which is more accurate.
     """
     types = {(each.get("num_bits"), each.get("type") or "int") for each in (weights, inputs)}
     return types in ({(8, "int")}, {(8, "float")})
 
 
 def _block(scheme: str, name: str, size: object) -> tuple[int, int]:
-    """Return the rows and columns of a block, given as two numbers or as `128x128`.
+    """Return the rows and columns of a block; `size` is two numbers or a string such as `128x128`.
 
     Raises ModelError if one is below 1.
     """
@@ -226,7 +229,7 @@ def _block(scheme: str, name: str, size: object) -> tuple[int, int]:
 
 
 def _group(scheme: str, size: object) -> int | None:
-    """Return the number of columns that share a scale, None for -1. Raises ModelError for other numbers below 1."""
+    """Return the number of columns that share a scale; None for -1. Raises ModelError for other numbers below 1."""
     columns = -1 if size is None else int(str(size))
     if columns < 1 and columns != -1:
         raise refusal(f"{scheme}, group_size {columns}", "which is no size of a group")
@@ -234,17 +237,17 @@ def _group(scheme: str, size: object) -> int | None:
 
 
 def _plain(config: Json, *names: str) -> frozenset[str]:
-    """Return the modules that are not quantized: `names`, and those of `modules_to_not_convert`."""
+    """Return the names of modules that are not quantized: `names`, and those in `modules_to_not_convert`."""
     return frozenset({*names, *(config.get("modules_to_not_convert") or ())})
 
 
 def _wildcards(pattern: str) -> str:
-    """Convert a name in which `*` stands for anything into a regular expression for whole names."""
+    """Convert a name in which `*` matches any text into a regular expression for whole names."""
     return ".*".join(map(re.escape, pattern.split("*")))
 
 
 def _prefix(pattern: str) -> str:
-    """Convert `re:pattern`, which matches the beginning of a name, into a regular expression for whole names."""
+    """Convert `re:pattern`, which matches the start of a name, into a regular expression for whole names."""
     return f"(?:{pattern.removeprefix('re:')}).*"
 
 

@@ -9,11 +9,9 @@ from tandem.engine.config.rope import RopeConfig
 
 
 def rope_table(rope: RopeConfig | None, dims: int, max_context: int, device: torch.device) -> Tensor:
-    """Return the table [max_context, dims] float32: cosines for half the dimensions, then sines.
+    """Return the RoPE table [max_context, dims] float32: cosines in the first half of the columns, sines in the second.
 
-    Both are multiplied by the attention factor.
-
-    If `rope` is None nothing is rotated: each cosine is 1, each sine 0.
+    Both are multiplied by the attention factor. If `rope` is None, nothing is rotated: each cosine is 1, each sine 0.
     """
     if rope is None:
         return torch.cat((torch.ones(max_context, dims // 2), torch.zeros(max_context, dims // 2)), dim=-1).to(device)
@@ -24,9 +22,9 @@ def rope_table(rope: RopeConfig | None, dims: int, max_context: int, device: tor
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Return the radians per position of each pair of dimensions: float32 [head_dim / 2] on the host.
+    """Return the rotation of each pair of dimensions in radians per position: float32 [head_dim / 2] on the host.
 
-    They are scaled by `rope.kind`.
+    The frequencies are scaled as `rope.kind` says.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     plain = 1.0 / rope.theta**exponents
@@ -40,7 +38,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
-    """Scale as Llama 3.1 does: divide slow frequencies by the factor, keep fast ones, blend linearly in between."""
+    """Scale frequencies as Llama 3.1 does: low ones are divided by the factor, high ones kept, others interpolated."""
     wavelength = 2 * math.pi / plain
     turns = rope.original_context / wavelength
     blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -51,7 +49,7 @@ def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn(plain: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
-    """Scale as YaRN does (arXiv:2309.00071, section 3.2): from kept to divided, with a ramp over the dimensions."""
+    """Scale frequencies as YaRN does (arXiv:2309.00071, section 3.2): from kept to divided along the dimensions."""
 
     def dimension(rotations: float) -> float:
         inner = rope.original_context / (rotations * 2 * math.pi)

@@ -1,6 +1,6 @@
-"""Limits of the sizes in config.json.
+"""Limits for the sizes in config.json.
 
-No published model exceeds them, and just checking a model beyond them would take minutes.
+All published models are within them; just checking a model beyond them would take minutes.
 """
 
 from collections.abc import Mapping
@@ -9,19 +9,22 @@ from typing import Any
 from tandem.protocol.errors import ModelError
 
 MAX_CONTEXT = 1 << 30
-"""The most positions: a hundred times the longest published context.
+"""Maximum context length in tokens, a hundred times the longest published one.
 
-Messages between processes store them in 32 bits.
+Messages between processes store it in 32 bits.
 """
 _LAYERS, _EXPERTS = 1 << 10, 1 << 12
-"""Eight times the largest published number, for both."""
+"""The limits of layers and of experts per layer: eight times the largest published numbers."""
 _EXPERTS_OF_ALL_LAYERS = 1 << 15
-"""The largest published number is 23,040.
+"""The limit of experts in all layers together; the largest published number is 23,040.
 
-Each expert has three tensors; reading a hundred thousand names takes a second.
+Each expert has three tensors, and reading a hundred thousand names takes a second.
 """
 _WIDTH, _HEADS, _HEAD_WIDTH, _VOCABULARY = 1 << 20, 1 << 12, 1 << 12, 1 << 24
-"""About thirty times the largest published numbers. The bytes of no product of them exceed 64 bits."""
+"""Limits of about thirty times the largest published numbers.
+
+The sizes in bytes of all products of them fit into 64 bits.
+"""
 _LIMITS = {
     "num_hidden_layers": _LAYERS,
     "num_nextn_predict_layers": _LAYERS,
@@ -52,7 +55,7 @@ def check_limit(name: str, size: float, most: int) -> None:
 
 
 def _number(value: object) -> float:
-    """Return a size as the families read it: infinite if it exceeds every float, 0 if it is no number."""
+    """Return a size as a number: infinite if it exceeds every float, 0 if it is not a number."""
     try:
         return float(value)  # type: ignore[arg-type]
     except OverflowError:

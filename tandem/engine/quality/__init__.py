@@ -1,1 +1,1 @@
-"""Compares the predictions of two models, a candidate and a reference: teacher-forced, on the engine that serves."""
+"""Compares the predictions of two models, a candidate and a reference, by teacher forcing on the serving engine."""

@@ -1,4 +1,4 @@
-"""Measures of the difference between two models' predictions of the same tokens."""
+"""Measures how much two models' predictions of the same tokens differ."""
 
 import math
 from dataclasses import dataclass
@@ -9,34 +9,34 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The difference of a candidate from a reference over `positions` predictions of known tokens."""
+    """The difference of a candidate model from a reference model over `positions` predictions of known tokens."""
 
     positions: int
     kl: float
-    """The mean KL(reference ‖ candidate) of the distributions of the next token, in nats."""
+    """The mean of KL(reference ‖ candidate) of the distributions of the next token, in nats."""
     kl_error: float
-    """The standard error of that mean, if positions are independent."""
+    """The standard error of `kl`, assuming that positions are independent."""
     top1: float
-    """The fraction of the positions at which both have the same most likely token."""
+    """The fraction of positions at which both models have the same most likely token."""
     reference_perplexity: float
-    """exp of the mean negative log probability of the text's next token."""
+    """The reference's perplexity: exp of the mean negative log probability of the text's next token."""
     candidate_perplexity: float
 
     @property
     def perplexity_change(self) -> float:
-        """The candidate's perplexity relative to the reference's, minus 1."""
+        """The relative change of perplexity: the candidate's divided by the reference's, minus 1."""
         return self.candidate_perplexity / self.reference_perplexity - 1
 
 
 class DivergenceSum:
-    """Accumulates the measures over positions, in float64."""
+    """Accumulates the measures of `Divergence` over positions, in float64."""
 
     def __init__(self) -> None:
         self._positions = 0
         self._sums = torch.zeros(5, dtype=torch.float64)
 
     def add(self, reference: Tensor, candidate: Tensor, following: Tensor) -> None:
-        """Add the positions of two logits [T, vocab], of any dtype, and the tokens [T] int64 that follow in the text.
+        """Add T positions, given by the logits [T, vocab] of both models and the next tokens [T] int64 of the text.
 
         The tensors may be on different devices; the computation runs on the reference's.
         """
@@ -50,7 +50,7 @@ class DivergenceSum:
         self._sums += torch.stack([kl.sum(), kl.square().sum(), same.double().sum(), *nll]).cpu()
 
     def result(self) -> Divergence:
-        """Return the measures over all positions so far, of which there must be at least one."""
+        """Return the measures over all positions added so far; there must be at least one."""
         count = self._positions
         kl, squares, same, reference, candidate = (self._sums / count).tolist()
         return Divergence(

@@ -1,4 +1,4 @@
-"""Loads an engine for a comparison, with only as many KV pages as it needs, so that two engines fit on one device."""
+"""Loads an engine for a comparison with only the KV pages that it needs, so that two engines fit on one device."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from tandem.engine.quality.teacher_forced import COMPANY
 from tandem.engine.weights.checkpoint import Progress
 
 _SPARE_PAGES = 4
-"""The number of extra pages, for tokens that outputs add to prompts."""
+"""The number of additional pages for the output tokens of prompts."""
 
 
 def load_for_comparison(
@@ -21,8 +21,8 @@ def load_for_comparison(
 ) -> ModelRunner:
     """Load an engine whose KV cache holds `tokens` tokens of at most `COMPANY` samples.
 
-    It replaces the settings `kv_cache_bytes` and `max_batch_requests`. `kernels` are those of `ModelRunner.load`; the
-    errors are the same, too.
+    The settings `kv_cache_bytes` and `max_batch_requests` of `config` are replaced. `kernels` and the errors are those
+    of `ModelRunner.load`.
     """
     spec, device = load_spec(config.model), parse_device(config.device)
     page_tokens = parse_page_tokens(config, device)

@@ -1,8 +1,8 @@
 """Teacher-forced comparison of two engines: both read the same text, step by step, and predict each next token.
 
 The first half of each sample is scored as a prompt, in chunks; the second half in decode steps, with one known token
-for each of several samples. So the kernels of both phases are compared, over a KV cache that prefill has filled. Both
-engines run the same step one after the other, so that only one step's logits are held.
+for each of several samples. This compares the kernels of both phases, over a KV cache that prefill has filled. Both
+engines run each step one after the other, so that only one step's logits are in memory.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,28 +20,34 @@ from tandem.protocol.messages import SamplingParams
 
 Sample = Sequence[int]
 Scored = Callable[[float], None]
-"""A callback that gets the completed fraction, 0 to 1."""
+"""A callback that gets the completed fraction of the comparison, 0 to 1."""
 
 CHUNK_TOKENS = 256
-"""The prompt tokens of a step, which bound the logits held: 131 MB in float32 for a vocabulary of 128k tokens."""
+"""The number of prompt tokens in a step, which bounds the memory of logits.
+
+They take 131 MB in float32 for a vocabulary of 128k tokens.
+"""
 COMPANY = 16
-"""The number of samples that are decoded in one step."""
+"""The number of samples that are decoded in the same step."""
 _DRAW = SamplingInput(SamplingParams(max_tokens=1), 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """The comparison of the scored positions, for each phase."""
+    """The divergence of the candidate from the reference, for each phase."""
 
     prefill: Divergence
     decode: Divergence
 
 
 class StepRows:
-    """Builds the rows of samples, whose pages are consecutive in a runner's cache. No one else may use the runner."""
+    """Builds the step rows of samples; the pages of a sample are consecutive in the runner's cache.
+
+    No one else may use the runner.
+    """
 
     def __init__(self, runner: ModelRunner, tokens: int, samples: int) -> None:
-        """Reserve pages for `samples` samples of `tokens` tokens.
+        """Assign pages to `samples` samples of `tokens` tokens each.
 
         Raises InvalidArgument if the cache has fewer pages.
         """
@@ -54,7 +60,7 @@ class StepRows:
             )
 
     def row(self, number: int, token_ids: Sample, start: int, *, drawn: bool = True) -> StepRow:
-        """Return a row with tokens of sample `number`, from position `start` on."""
+        """Return a row with tokens of sample `number`, which start at position `start`."""
         pages = range(number * self._pages, (number + 1) * self._pages)
         return StepRow(token_ids, start, pages, _DRAW if drawn else None)
 
@@ -62,7 +68,7 @@ class StepRows:
 def compare(
     reference: ModelRunner, candidate: ModelRunner, samples: Sequence[Sample], progress: Scored | None = None
 ) -> Quality:
-    """Compare two engines on samples [tokens], all of the same length of at least 4 tokens.
+    """Compare two engines on samples, which are token sequences of equal length, at least 4 tokens.
 
     Raises InvalidArgument if the vocabularies differ, or if a sample does not fit into a context or a KV cache.
     """
@@ -93,11 +99,11 @@ def compare(
 
 
 Piece = tuple[int, int, Sample]
-"""The number of a sample in its group, a position, and the tokens from that position on."""
+"""A piece of a sample: the sample's number in its group, a position, and the tokens from that position on."""
 
 
 def _steps(samples: Sequence[Sample]) -> Iterator[tuple[str, list[Piece], list[int]]]:
-    """Yield the phase, the pieces, and the token that follows each token, for every step."""
+    """Yield each step as its phase, its pieces, and the next token after each of its tokens."""
     half = len(samples[0]) // 2
     for first in range(0, len(samples), COMPANY):
         group = samples[first : first + COMPANY]
@@ -108,7 +114,7 @@ def _steps(samples: Sequence[Sample]) -> Iterator[tuple[str, list[Piece], list[i
 
 
 def _prompt_steps(number: int, prompt: Sample) -> Iterator[tuple[str, list[Piece], list[int]]]:
-    """Yield the steps of a prompt; its last token is only predicted, not read."""
+    """Yield the prefill steps of a sample's first half; the last token of `prompt` is predicted, but not read."""
     for start in range(0, len(prompt) - 1, CHUNK_TOKENS):
         end = min(start + CHUNK_TOKENS, len(prompt) - 1)
         yield "prefill", [(number, start, prompt[start:end])], list(prompt[start + 1 : end + 1])

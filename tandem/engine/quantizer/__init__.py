@@ -1,1 +1,1 @@
-"""Offline quantization of a model's weights into a checkpoint of codes and scales, with or without calibration."""
+"""Quantizes a model's weights offline into a checkpoint of codes and scales, with or without calibration."""

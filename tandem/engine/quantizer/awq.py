@@ -1,4 +1,4 @@
-"""AWQ (Lin et al., arXiv:2306.00978): weights of large inputs are scaled up, so that rounding changes them less."""
+"""AWQ (Lin et al., arXiv:2306.00978): scales up the weights of large inputs, so that rounding them loses less."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,10 @@ _EXPONENTS = 20
 def scale_for_activations(
     fold: Fold, inputs: InputStatistics, scheme: OutputScheme, group: int | None, scale_dtype: torch.dtype
 ) -> None:
-    """Scale the inputs by the power of their mean magnitude that minimizes the output error of the rounded product."""
+    """Scale the inputs of a linear layer so that rounding its weight causes the least output error.
+
+    The scales are powers of the inputs' mean magnitudes, of which the best exponent is chosen.
+    """
     sizes = fold.shared(inputs.mean).clamp(min=1e-4)
 
     def scales_of(step: int) -> Tensor:

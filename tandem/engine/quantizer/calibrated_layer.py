@@ -1,4 +1,7 @@
-"""One layer of a model in float32 with its tensors, computed on sample text by the project's own decoder."""
+"""One decoder layer in float32, which is run on sample text by the project's own decoder.
+
+Its products are its linear layers: the stacked q, k and v, the output projection, the stacked gate and up, and down.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,16 +25,16 @@ from tandem.protocol.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A weight of the layer, which may stack several weights of the checkpoint: q, k and v, or gate and up."""
+    """The weight of a linear layer, which may stack several weights of the checkpoint: q, k and v, or gate and up."""
 
     weight: Tensor
-    """[N, K] float32, modified in place."""
+    """The weight, [N, K] float32; modified in place."""
     parts: dict[str, slice]
-    """The rows of each tensor of the checkpoint, by its name."""
+    """The rows of each weight of the checkpoint, by the name of its tensor."""
 
 
 class CalibratedLayer:
-    """The weights of one layer with grouped-query attention and a dense feed-forward network. It owns them."""
+    """Owns the weights of a decoder layer with grouped-query attention and a dense feed-forward network."""
 
     def __init__(self, source: Source, number: int, kernels: CalibrationKernels, device: torch.device) -> None:
         spec = source.spec
@@ -53,13 +56,13 @@ class CalibratedLayer:
         self._kernels = kernels
 
     def run(self, hidden: Sequence[Tensor]) -> None:
-        """Add the layer's output to each sample's hidden states [T, hidden size] float32, in place."""
+        """Add the outputs of the layer to the hidden states [T, hidden size] float32 of each sample, in place."""
         for sample in hidden:
             layout, cache = _whole(self.spec, len(sample), sample.device)
             self._model.run_layer(0, sample, (layout,), cache)
 
     def statistics(self, hidden: Sequence[Tensor]) -> dict[int, InputStatistics]:
-        """Return the statistics of each product's inputs, by the address of its weight; `hidden` is not changed."""
+        """Return the input statistics of each linear layer, by the address of its weight; `hidden` is not changed."""
         self._kernels.statistics = {
             each.weight.data_ptr(): InputStatistics.zero(each.weight.shape[1], each.weight.device)
             for each in self.products()
@@ -70,7 +73,7 @@ class CalibratedLayer:
         return found
 
     def products(self) -> Iterator[Product]:
-        """Yield the layer's products in the order of the computation."""
+        """Yield the weights of the linear layers in the order in which they are computed."""
         for weight in (self.qkv, self.output, self.gate_up, self.down):
             parts = {}
             for name, slot in self._slots.items():
@@ -81,22 +84,22 @@ class CalibratedLayer:
             yield Product(weight, parts)
 
     def others(self) -> dict[str, Tensor]:
-        """Return the layer's tensors that are not products, with their current values in float32.
+        """Return the tensors that are not weights of linear layers, with their current values in float32.
 
-        The keys are their names in the checkpoint.
+        The keys are the names in the checkpoint.
         """
         quantized = {name for product in self.products() for name in product.parts}
         return {name: _plain(slot.tensor) for name, slot in self._slots.items() if name not in quantized}
 
 
 def store(product: Product, found: QuantizedWeight) -> dict[str, QuantizedWeight]:
-    """Set a product's weight to the values of its codes, and return the codes by the checkpoint's names."""
+    """Set a linear layer's weight to its quantized values, and return the codes by the checkpoint's tensor names."""
     product.weight.copy_(found.values())
     return {name: found.rows(rows.start, rows.stop - rows.start) for name, rows in product.parts.items()}
 
 
 def check_calibrated(spec: ModelSpec, source: Source) -> None:
-    """Raise ModelError for a model whose layers `CalibratedLayer` does not support."""
+    """Raise ModelError if `CalibratedLayer` does not support the model's layers."""
     dense = all(isinstance(layer.feed_forward, DenseFeedForward) for layer in spec.layers)
     grouped = all(isinstance(layer.attention, GroupedQueryAttention) for layer in spec.layers)
     if not dense or not grouped or spec.wide_norms:
@@ -115,14 +118,14 @@ def check_calibrated(spec: ModelSpec, source: Source) -> None:
 
 
 def embedded(source: Source, samples: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
-    """Return the hidden states [T, hidden size] float32 of samples before the first layer."""
+    """Return the embeddings of samples: hidden states [T, hidden size] float32, before the first layer."""
     table = source.read("model.embed_tokens.weight")
     scale = torch.tensor(source.spec.embedding_scale, dtype=table.dtype).item()
     return [table[torch.tensor(sample)].to(device).float() * scale for sample in samples]
 
 
 def _whole(spec: ModelSpec, tokens: int, device: torch.device) -> tuple[StepLayout, Tensor]:
-    """Return the layout of one row of `tokens` tokens, and a KV cache of one page for them."""
+    """Return the layout of a single row of `tokens` tokens, and a KV cache of one page that holds them."""
     (group,) = kv_groups(spec)
     positions = torch.arange(tokens, dtype=torch.int32, device=device)
     layout = StepLayout(
@@ -143,5 +146,4 @@ def _plain(weight: Weight) -> Tensor:
 
 
 def _inside(part: Tensor, whole: Tensor) -> bool:
-    """Return True if `part` is a view into `whole`."""
     return whole.data_ptr() <= part.data_ptr() < whole.data_ptr() + whole.nbytes

@@ -1,6 +1,6 @@
-"""Statistics of the inputs of a layer's products on sample text.
+"""Statistics of the inputs of linear layers on sample text.
 
-Calibrated methods minimize the error for these inputs.
+Calibrated methods minimize the output error for inputs with these statistics.
 """
 
 from dataclasses import dataclass
@@ -14,22 +14,22 @@ from tandem.engine.kernels.reference import ReferenceKernels
 
 @dataclass(slots=True)
 class InputStatistics:
-    """Sums over the tokens that a product with K inputs has processed. All are float32."""
+    """Statistics of the K inputs of a linear layer over all tokens: sums and maxima, in float32."""
 
     gram: Tensor
-    """[K, K]: the sum of x · xᵀ.
+    """[K, K]: the sum of x · xᵀ over the tokens.
 
-    For an error E [N, K] of the weight, the squared error of the outputs is tr(E·gram·Eᵀ).
+    An error E [N, K] of the weight causes the squared output error tr(E·gram·Eᵀ).
     """
     total: Tensor
-    """[K]: the sum of |x|."""
+    """[K]: the sum of |x| over the tokens."""
     largest: Tensor
-    """[K]: the largest |x|."""
+    """[K]: the maximum of |x| over the tokens."""
     tokens: int = 0
 
     @classmethod
     def zero(cls, inputs: int, device: torch.device) -> "InputStatistics":
-        """Return the statistics of no tokens."""
+        """Return empty statistics, of no tokens."""
         return cls(
             torch.zeros(inputs, inputs, device=device),
             torch.zeros(inputs, device=device),
@@ -38,11 +38,11 @@ class InputStatistics:
 
     @property
     def mean(self) -> Tensor:
-        """[K]: the mean of |x|."""
+        """[K]: the mean of |x| over the tokens."""
         return self.total / self.tokens
 
     def add(self, x: Tensor) -> None:
-        """Add inputs [T, K] float32."""
+        """Add the inputs [T, K] float32 of T tokens."""
         self.gram.addmm_(x.T, x)
         sizes = x.abs()
         self.total += sizes.sum(0)
@@ -56,19 +56,19 @@ class InputStatistics:
         )
 
     def error(self, difference: Tensor) -> Tensor:
-        """Return the squared error of the outputs for `difference` [N, K], summed over outputs and tokens."""
+        """Return the squared output error that the weight error `difference` [N, K] causes, over outputs and tokens."""
         return (difference @ self.gram * difference).sum()
 
 
 class CalibrationKernels(ReferenceKernels):
-    """The reference kernels, which also collect the input statistics of each weight in `statistics`."""
+    """The reference kernels, which also collect statistics of the inputs of linear layers."""
 
     def __init__(self) -> None:
         self.statistics: dict[int, InputStatistics] = {}
-        """The statistics of each product, by the address of its weight; empty = nothing is collected."""
+        """The input statistics of each linear layer, by the address of its weight; empty = nothing is collected."""
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        """Add the inputs to the statistics, and compute the product."""
+        """Compute a linear layer, and add its inputs to the statistics of its weight."""
         assert isinstance(linear.weight, Tensor)
         found = self.statistics.get(linear.weight.data_ptr())
         if found is not None:

@@ -1,4 +1,7 @@
-"""Codes, scales and zero points of a weight, and rounding to them. A weight is [N, K]: N outputs, K inputs."""
+"""Codes, scales and zero points of a quantized weight, and rounding to codes.
+
+A weight is [N, K]: N outputs, K inputs.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,17 @@ from tandem.engine.weights.quantized.rounding import symmetric_scales
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The values that each weight can take: (code - zero) · scale, with one scale for each row and group of columns."""
+    """The values that a quantized weight can have: (code - zero) · scale, with one scale per row and column group."""
 
     scheme: OutputScheme
     scales: Tensor
-    """[N, K / group] float32, with values that the written dtype represents exactly."""
+    """[N, K / group] float32; the dtype in which scales are written represents their values exactly."""
     zeros: Tensor | None
-    """[N, K / group], whole numbers; None = all zero."""
+    """[N, K / group]: the zero points, whole numbers; None = all are zero."""
     group: int
 
     def codes(self, weight: Tensor, first: int = 0) -> Tensor:
-        """Return the codes nearest to `weight` [N, columns] float32, as float32; the columns begin at number `first`.
+        """Return the nearest codes of `weight` [N, columns] float32, as float32; its first column has number `first`.
 
         Float codes are rounded as in E4M3: to nearest, ties to even.
         """
@@ -36,7 +39,7 @@ class Grid:
         return shifted.clamp(self.scheme.lowest, self.scheme.largest)
 
     def values(self, codes: Tensor, first: int = 0) -> Tensor:
-        """Return the weights [N, columns] float32 of codes; the columns begin at number `first`."""
+        """Return the weight values [N, columns] float32 of codes; the first column has number `first`."""
         scales, zeros = self._of_columns(first, codes.shape[1])
         return (codes if zeros is None else codes - zeros) * scales
 
@@ -47,7 +50,7 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight as codes [N, K], float32 with whole or E4M3 values, on their grid."""
+    """A quantized weight: codes [N, K], as float32 with whole or E4M3 values, and their grid."""
 
     codes: Tensor
     grid: Grid
@@ -57,7 +60,7 @@ class QuantizedWeight:
         return self.grid.values(self.codes)
 
     def rows(self, first: int, count: int) -> QuantizedWeight:
-        """Return `count` rows from row `first` on, as views."""
+        """Return `count` rows of the weight, starting at row `first`, as views."""
         zeros = None if self.grid.zeros is None else self.grid.zeros[first : first + count]
         scales = self.grid.scales[first : first + count]
         return QuantizedWeight(
@@ -66,7 +69,10 @@ class QuantizedWeight:
 
 
 def fit_grid(weight: Tensor, scheme: OutputScheme, group: int | None, dtype: torch.dtype) -> Grid:
-    """Return the grid that covers each group's range; scales are rounded to `dtype`, in which they are written."""
+    """Return the grid that covers each group's range of weights.
+
+    Scales are rounded to `dtype`, in which they are written. `group` is the number of columns in a group; None = all.
+    """
     width = weight.shape[1] if group is None else group
     grouped = weight.view(len(weight), -1, width)
     if scheme.symmetric:
@@ -78,6 +84,6 @@ def fit_grid(weight: Tensor, scheme: OutputScheme, group: int | None, dtype: tor
 
 
 def _rounded(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return scales that `dtype` represents. A scale that would be 0, as in a group of zeros, becomes 1."""
+    """Return the scales rounded to `dtype`; a scale of 0, as in a group of zeros, becomes 1."""
     stored = scales.to(dtype).float()
     return torch.where(stored > 0, stored, 1.0)

@@ -1,4 +1,4 @@
-"""Writes a model folder tensor by tensor, which appears only when it is complete."""
+"""Writes a model folder one tensor at a time; the folder appears only when it is complete."""
 
 import json
 import shutil
@@ -16,14 +16,20 @@ from torch import Tensor
 from tandem.protocol.errors import InvalidArgument
 
 _SHARD_BYTES = 2 << 30
-"""The bytes of tensors that are held before they are written as one file."""
+"""The size of the tensors, in bytes, that are collected before they are written as one file."""
 
 
 class FolderWriter:
-    """A context manager that writes a folder: `folder` exists after a success, and nothing is left after an error."""
+    """A context manager that writes the folder `folder`.
+
+    The folder exists after success, and nothing is left after an error.
+    """
 
     def __init__(self, folder: Path) -> None:
-        """Raises InvalidArgument if `folder` exists, because nothing is overwritten, or if it cannot be written."""
+        """Create a temporary folder.
+
+        Raises InvalidArgument if `folder` exists, because nothing is overwritten, or if it cannot be written.
+        """
         if folder.exists():
             raise InvalidArgument("output", f"{folder} exists; name a folder that does not.")
         self._folder = folder
@@ -38,19 +44,19 @@ class FolderWriter:
 
     @property
     def total_bytes(self) -> int:
-        """The bytes of all tensors so far."""
+        """The size in bytes of all tensors added so far."""
         return self._bytes + sum(tensor.nbytes for tensor in self._held.values())
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Add tensors of any device. Raises InvalidArgument if they cannot be written."""
+        """Add tensors from any device. Raises InvalidArgument if they cannot be written."""
         self._held |= {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
         if sum(tensor.nbytes for tensor in self._held.values()) >= _SHARD_BYTES:
             self._write_shard()
 
     def finish(self, config: Mapping[str, Any], source: Path, side_files: Sequence[Path]) -> None:
-        """Write the last tensors, their index, config.json, and copies of `side_files`, which are relative to `source`.
+        """Write the last tensors, their index, config.json, and copies of `side_files`.
 
-        Raises InvalidArgument if that fails.
+        `side_files` are relative to the folder `source`. Raises InvalidArgument if writing fails.
         """
         if self._held:
             self._write_shard()
@@ -88,7 +94,7 @@ class FolderWriter:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Raise InvalidArgument for errors of the file system, such as a full disk."""
+        """Convert errors of the file system, such as a full disk, into InvalidArgument."""
         try:
             yield
         except (OSError, SafetensorError) as error:

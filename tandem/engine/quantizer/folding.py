@@ -1,8 +1,8 @@
-"""Scaling of a product's inputs, undone exactly where the inputs are computed, so that the model stays the same.
+"""Scales the inputs of linear layers, and undoes it exactly where they are computed, so that the model stays the same.
 
-Dividing an input by s, and multiplying the weight's column for it by s, changes nothing except the rounding error. The
-division is folded into the norm before q, k, v and before gate, up; into the rows of v before attention's output
-product; and into the rows of up before down.
+Dividing an input by s, and multiplying the weight's column for it by s, changes nothing except the rounding error of
+quantization. The division is folded into the weights that compute the inputs: the norm before q, k, v and before gate,
+up; the rows of v for attention's output product; and the rows of up for down.
 """
 
 from collections.abc import Iterator
@@ -17,28 +17,31 @@ from tandem.engine.quantizer.calibrated_layer import CalibratedLayer
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """A product whose K inputs can be scaled, and the tensors that are divided for it."""
+    """A linear layer whose K inputs can be scaled, and the tensors into which the division is folded."""
 
     weight: Tensor
-    """[N, K], modified in place."""
+    """The weight of the linear layer, [N, K]; modified in place."""
     divided: tuple[Tensor, ...]
-    """Tensors [S] or [S, …], modified in place; S = K except for attention's output product."""
+    """The tensors that are divided, [S] or [S, …], in place; S = K except for the output projection of attention."""
     dtype: torch.dtype
-    """The dtype in which the divided tensors are stored if they are not quantized."""
+    """The dtype in which `divided` is stored if it is not quantized."""
     kv_heads: int = 1
     shared_by: int = 1
-    """The number of attention heads that read the same values, and therefore share a scale."""
+    """The number of query heads that read the same KV head, and therefore share its scales."""
 
     def shared(self, inputs: Tensor) -> Tensor:
-        """Return the largest of the values [K] that belong to each scale [S]."""
+        """Return the maximum of the values [K] of the inputs that share each scale [S]."""
         return inputs.view(self.kv_heads, self.shared_by, -1).amax(1).flatten()
 
     def spread(self, scales: Tensor) -> Tensor:
-        """Return the scale [K] of each input from scales [S]."""
+        """Return the scale of each input [K] from the scales [S]."""
         return scales.view(self.kv_heads, 1, -1).expand(-1, self.shared_by, -1).flatten()
 
     def apply(self, scales: Tensor) -> None:
-        """Divide by scales [S], and multiply the weight's columns by the factors that the rounded division has."""
+        """Divide the tensors by the scales [S], and multiply the weight's columns to compensate.
+
+        The columns are multiplied by the factor of the division after rounding.
+        """
         vector = self.divided[0]
         if vector.dim() == 1:
             before = vector.clone()
@@ -51,7 +54,7 @@ class Fold:
 
 
 def folds(layer: CalibratedLayer, dtype: torch.dtype) -> Iterator[Fold]:
-    """Yield the folds of a layer whose norms are stored in `dtype`; each product has one."""
+    """Yield the fold of each linear layer of a decoder layer whose norms are stored in `dtype`."""
     attention, feed_forward = layer.attention, layer.feed_forward
     (spec,) = layer.spec.layers
     assert isinstance(spec.attention, GroupedQueryAttention)
@@ -64,5 +67,5 @@ def folds(layer: CalibratedLayer, dtype: torch.dtype) -> Iterator[Fold]:
 
 
 def _rows(weight: Tensor, bias: Tensor | None, last: int) -> tuple[Tensor, ...]:
-    """Return the last rows of a weight, and of its bias if it has one."""
+    """Return the last `last` rows of a weight, and of its bias if it has one."""
     return (weight[-last:],) if bias is None else (weight[-last:], bias[-last:])

@@ -1,7 +1,7 @@
 """GPTQ (Frantar et al., arXiv:2210.17323): columns are rounded one by one, and later columns compensate the error.
 
-Columns are rounded in the order of falling input power. Each keeps the group of its position, whose scale is fitted
-before, so that a checkpoint needs no column order of its own.
+Columns are rounded in descending order of their inputs' power. Each column stays in the group of its position, whose
+scale is computed before, so that the checkpoint does not have to store an order of columns.
 """
 
 import torch
@@ -12,15 +12,15 @@ from tandem.engine.quantizer.codes import QuantizedWeight, fit_grid
 from tandem.engine.quantizer.scheme import OutputScheme
 
 DAMPING = 0.01
-"""The fraction of the mean diagonal of the Gram matrix that is added to the diagonal, as in the paper."""
+"""The fraction of the Gram matrix's mean diagonal element that is added to its diagonal, as in the paper."""
 _BLOCK = 128
-"""The number of columns after which the error is passed on to all later columns by one product."""
+"""The number of columns in a block, after which one matrix product applies the error to all later columns."""
 
 
 def gptq(
     weight: Tensor, inputs: InputStatistics, scheme: OutputScheme, group: int | None, scale_dtype: torch.dtype
 ) -> QuantizedWeight:
-    """Return the codes of `weight` [N, K] float32 for inputs with these statistics; `group` is that of `fit_grid`."""
+    """Return the codes of `weight` [N, K] float32 for inputs with these statistics; `group` is as in `fit_grid`."""
     grid = fit_grid(weight, scheme, group, scale_dtype)
     order = inputs.gram.diagonal().argsort(descending=True)
     upper = _inverse_root(inputs.gram[order][:, order])
@@ -41,7 +41,7 @@ def gptq(
 
 
 def _inverse_root(gram: Tensor) -> Tensor:
-    """Return the upper Cholesky factor of the damped Gram matrix's inverse, [K, K] float32."""
+    """Return the upper Cholesky factor [K, K] float32 of the inverse of the damped Gram matrix."""
     damped = gram.double()
     diagonal = damped.diagonal()
     diagonal += DAMPING * diagonal.mean()

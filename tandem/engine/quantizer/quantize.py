@@ -1,7 +1,7 @@
-"""Quantizes a model folder: reads it layer by layer, and writes a folder in the formats of compressed-tensors.
+"""Quantizes a model folder layer by layer, and writes a folder in the formats of compressed-tensors.
 
-Calibrated methods see the inputs of each layer as the quantized layers before it compute them from sample text. Only
-one layer's weights, in float32, and the hidden states of all samples are held.
+For calibrated methods, the inputs of each layer are computed from sample text by the quantized layers before it. Only
+one layer's weights, in float32, and the hidden states of all samples are in memory.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ from tandem.protocol.errors import InvalidArgument
 
 
 def stored_tensors(name: str, weight: QuantizedWeight, scale_dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the tensors that replace the weight [N, K] called `name` (`….weight`).
+    """Return the tensors that replace the weight `name` (`….weight`), [N, K], in the checkpoint.
 
     pack-quantized: `weight_packed` int32 [N, K / 8 or K / 4], `weight_scale`, `weight_shape` int64 [2] and, with zero
     points, `weight_zero_point` int32 [N / 8, groups]. int-quantized and float-quantized: `weight` and `weight_scale`.
@@ -48,10 +48,10 @@ def stored_tensors(name: str, weight: QuantizedWeight, scale_dtype: torch.dtype)
 
 
 def pack_words(codes: Tensor, bits: int) -> Tensor:
-    """Pack whole numbers [N, K], the lowest being -2^(bits - 1), into words [N, ceil(K · bits / 32)] int32.
+    """Pack whole numbers [N, K] of `bits` bits into words [N, ceil(K · bits / 32)] int32.
 
-    Each number is stored as its distance from the lowest one. The first number of a word has the lowest bits; a last
-    word that is not full ends in zeros.
+    The lowest number is -2^(bits - 1); each number is stored as its distance from the lowest one. The first number of a
+    word has the lowest bits; unused bits of a row's last word are zero.
     """
     each = 32 // bits
     raised = codes.to(torch.int64) + 2 ** (bits - 1)
@@ -66,13 +66,13 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class QuantizationRecipe:
-    """The scheme, method and group size with which a model is quantized."""
+    """The scheme, method and group size for quantizing a model."""
 
     scheme: OutputScheme
     method: str = "rtn"
-    """One of `METHODS`; all except `rtn` need samples."""
+    """The method, one of `METHODS`; all except `rtn` need samples."""
     group_size: int | None = None
-    """The number of inputs that share a scale; None = the largest that fits, or all for a scheme without groups."""
+    """The number of inputs that share a scale; None = the largest that fits, or all if the scheme has no groups."""
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -85,7 +85,7 @@ class QuantizationRecipe:
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """The folder that was written, and its size."""
+    """The folder that `quantize` wrote, and its size."""
 
     folder: Path
     group: int | None
@@ -103,7 +103,7 @@ def quantize(
     device: torch.device,
     progress: Progress | None = None,
 ) -> Quantized:
-    """Quantize the weights of all layers' products of `folder`, and write the model to `output`, which must not exist.
+    """Quantize the linear layers of the decoder layers in `folder`, and write the model to the new folder `output`.
 
     Embeddings, output layer, norms, biases and routers are not quantized, but AWQ and SmoothQuant fold scales into
     norms and biases. `samples` are the token ids of the texts that calibration reads.
@@ -130,14 +130,14 @@ def quantize(
 
 
 def scale_dtype(scheme: OutputScheme, stored: torch.dtype) -> torch.dtype:
-    """Return the dtype of scales: that of the model if products compute in it, float32 if they compute in 8 bits."""
+    """Return the dtype of scales: float32 if linear layers compute in 8 bits, else the dtype of the model."""
     return torch.float32 if scheme.activations else stored
 
 
 def _rounded(
     source: Source, recipe: QuantizationRecipe, group: int | None, device: torch.device
 ) -> Iterator[tuple[float, Tensors]]:
-    """Yield the completed fraction and the tensors to write, for each tensor of the checkpoint."""
+    """Yield, for each tensor of the checkpoint, the completed fraction and the tensors to write."""
     products, names = set(source.products), source.names
     for number, name in enumerate(names, 1):
         tensor = source.read(name)
@@ -156,7 +156,7 @@ def _calibrated(
     samples: Sequence[Sequence[int]],
     device: torch.device,
 ) -> Iterator[tuple[float, Tensors]]:
-    """Yield the completed fraction and the tensors to write, for each layer."""
+    """Yield, for each layer, the completed fraction and the tensors to write."""
     yield 0.0, {name: source.read(name) for name in source.names if layer_of(name) is None}
     hidden, kernels = embedded(source, samples, device), CalibrationKernels()
     layers = len(source.spec.layers)
@@ -184,7 +184,7 @@ def _fold(
     group: int | None,
     stored: torch.dtype,
 ) -> None:
-    """Scale the inputs of the layer's products as AWQ or SmoothQuant chooses."""
+    """Scale the inputs of a decoder layer's linear layers as AWQ or SmoothQuant prescribes."""
     for fold in folds(layer, stored):
         inputs = statistics[fold.weight.data_ptr()]
         if recipe.method == "smoothquant":

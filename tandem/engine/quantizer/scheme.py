@@ -1,4 +1,4 @@
-"""The schemes that a checkpoint can be quantized to, with the names of compressed-tensors for what they store."""
+"""The schemes to which a checkpoint can be quantized, and how compressed-tensors names them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,51 +6,52 @@ from typing import Any
 from tandem.protocol.errors import InvalidArgument
 
 GROUPS = (128, 64, 32)
-"""The group sizes in order of preference: the first that divides the inputs of every product is the default."""
+"""The group sizes in order of preference; by default the first that divides all linear layers' inputs is used."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputScheme:
-    """The format in which the weights of linear layers are written."""
+    """The format in which the quantized weights of linear layers are written."""
 
     name: str
     bits: int
     layout: str
-    """The `format` of compressed-tensors."""
+    """The value of `format` in compressed-tensors."""
     kind: str = "int"
-    """`int` or `float` (E4M3)."""
+    """The type of the codes: `int`, or `float` (E4M3)."""
     symmetric: bool = True
-    """False if codes have a zero point for each scale."""
+    """False if each scale has a zero point."""
     grouped: bool = False
     """True if each group of inputs has a scale, False if each output has one."""
     activations: bool = False
-    """True if activations are quantized like the weights while serving, with one scale for each token."""
+    """True if the server quantizes activations to the type of the weights, with one scale for each token."""
 
     @property
     def largest(self) -> float:
-        """The largest code."""
+        """The largest value of a code."""
         return 448.0 if self.kind == "float" else 2 ** (self.bits - 1) - 1
 
     @property
     def lowest(self) -> float:
-        """The lowest code."""
+        """The lowest value of a code."""
         return -self.largest if self.kind == "float" else -self.largest - 1
 
     @property
     def reach(self) -> float:
-        """The code of the largest weight without zero points: half of the range of codes, as in compressed-tensors.
+        """The magnitude, in codes, to which a symmetric scheme maps a group's largest weight.
 
-        Each weight, of either sign, is then within half a step of a code.
+        It is half of the range of codes, as in compressed-tensors, so each weight, of either sign, is within half a
+        step of a code.
         """
         return (self.largest - self.lowest) / 2
 
     @property
     def packed(self) -> bool:
-        """True if several codes share a 32-bit word."""
+        """True if a 32-bit word has several codes."""
         return self.layout == "pack-quantized"
 
     def config(self, group: int | None, ignore: list[str]) -> dict[str, Any]:
-        """Return `quantization_config` of config.json; `ignore` names the linear modules that are not quantized."""
+        """Return the `quantization_config` of config.json; `ignore` lists the linear modules that are not quantized."""
         weights = self._arguments("group" if self.grouped else "channel", dynamic=False) | {"group_size": group}
         inputs = self._arguments("token", dynamic=True) if self.activations else None
         groups = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
@@ -95,9 +96,10 @@ def parse_scheme(name: str) -> OutputScheme:
 
 
 def choose_group(scheme: OutputScheme, asked: int | None, inputs: set[int]) -> int | None:
-    """Return the group size for products with these numbers of inputs, None for a scheme without groups.
+    """Return the group size for linear layers with these numbers of inputs; None for a scheme without groups.
 
-    Raises InvalidArgument if `asked` does not divide all of them, or if no group size does.
+    Raises InvalidArgument if `asked`, or without it every size in `GROUPS`, does not divide all of them, or if `asked`
+    is set for a scheme without groups.
     """
     if not scheme.grouped:
         if asked is not None:

@@ -1,4 +1,4 @@
-"""The checkpoint that is quantized: its tensors, read one at a time, and which of them are weights of products."""
+"""The checkpoint to quantize: reads its tensors one at a time, and lists the weights of linear layers."""
 
 import json
 import re
@@ -22,10 +22,10 @@ _OWN_FILES = ("config.json", "model.safetensors.index.json")
 
 
 class Source:
-    """A model folder in Hugging Face layout, open for reading until it is closed."""
+    """A model folder in Hugging Face layout, used as a context manager that keeps the files open."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ModelError for a folder that cannot be served, or whose weights cannot be quantized."""
+        """Open a model folder. Raises ModelError if it cannot be served, or if its weights cannot be quantized."""
         self.folder = folder
         self.spec: ModelSpec = check_model(folder)
         self.config: Mapping[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -50,23 +50,23 @@ class Source:
 
     @property
     def products(self) -> list[str]:
-        """The names of the weights that are quantized."""
+        """The names of the weights to quantize."""
         return [name for name in self.names if _PRODUCT.search(name) and layer_of(name) is not None]
 
     @property
     def ignored(self) -> list[str]:
-        """The linear modules that are not quantized: the output layer, and the routers of experts."""
+        """The linear modules that are not quantized: the output layer, and the routers of mixtures of experts."""
         routers = (".gate.weight", ".shared_expert_gate.weight")
         return ["lm_head", *(name.removesuffix(".weight") for name in self.names if name.endswith(routers))]
 
     @property
     def total_bytes(self) -> int:
-        """The bytes of all weight files."""
+        """The size of all weight files in bytes."""
         return sum(file.stat().st_size for file in self._paths)
 
     @property
     def side_files(self) -> list[Path]:
-        """The files that are copied unchanged into the quantized folder, relative to this folder.
+        """The files to copy unchanged into the quantized folder, relative to this folder.
 
         They are the tokenizer, chat templates, generation settings, and the code of tokenizers that transformers does
         not include.
@@ -77,7 +77,7 @@ class Source:
         return sorted(file for file in kept if file.name not in _OWN_FILES)
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor in host memory, in its stored dtype."""
+        """Return a tensor in host memory, in its stored dtype."""
         found: Tensor = self._file_of[name].get_tensor(name)
         return found
 
@@ -98,6 +98,6 @@ class Source:
 
 
 def layer_of(name: str) -> int | None:
-    """Return the number of the layer that a tensor belongs to, None if it belongs to no layer."""
+    """Return the number of a tensor's layer; None if it belongs to no layer."""
     found = _LAYER.match(name)
     return None if found is None else int(found[1])

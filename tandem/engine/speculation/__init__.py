@@ -1,1 +1,1 @@
-"""Speculative decoding: proposers guess the next tokens cheaply, and the model verifies several of them in one step."""
+"""Speculative decoding: proposers predict the next tokens cheaply, and the model verifies several in one step."""

@@ -1,4 +1,4 @@
-"""The folder of `--draft`: weights that propose draft tokens. Its config.json tells which kind of weights they are."""
+"""The folder of `--draft`, with weights that propose draft tokens; its config.json tells which kind of weights."""
 
 from enum import Enum
 from pathlib import Path
@@ -18,20 +18,20 @@ _HEADS_FIELD = "medusa_num_heads"
 
 
 class DraftKind(Enum):
-    """The kinds of trained weights that propose draft tokens."""
+    """The kind of trained weights that propose draft tokens."""
 
     HEADS = "heads"
-    """Medusa heads on the model's own hidden states."""
+    """Medusa heads, which read the model's own hidden states."""
     EAGLE = "eagle"
-    """An EAGLE head: a decoder layer that continues from the model's own hidden states."""
+    """An EAGLE head: a decoder layer that reads the model's own hidden states."""
     MODEL = "model"
     """A complete, smaller model with the same vocabulary."""
 
 
 def draft_kind(folder: Path) -> DraftKind:
-    """Return the kind of weights that config.json describes.
+    """Return the kind of weights that a folder's config.json describes.
 
-    Raises ModelError if it describes none that is supported.
+    Raises ModelError if it describes no supported kind.
     """
     if not (folder / CONFIG).is_file():
         raise ModelError(f"{folder} has no {CONFIG}; --draft needs the folder of a model, or of heads.")
@@ -52,9 +52,10 @@ def draft_kind(folder: Path) -> DraftKind:
 
 
 def check_draft_folder(folder: Path, spec: ModelSpec, tokenizer: Path) -> None:
-    """Check the headers of all weight files. Raises ModelError, which says what is missing or does not fit the model.
+    """Check the headers of the folder's weight files, without reading weights.
 
-    `tokenizer` is the folder with the tokenizer of the model.
+    Raises ModelError, which says what is missing or does not fit the model. `tokenizer` is the folder with the
+    tokenizer of the model.
     """
     kind = draft_kind(folder)
     if kind is DraftKind.HEADS:
@@ -66,9 +67,9 @@ def check_draft_folder(folder: Path, spec: ModelSpec, tokenizer: Path) -> None:
 
 
 def drafting_model(folder: Path, spec: ModelSpec) -> ModelSpec | None:
-    """Return the draft model or, for an EAGLE head, a model of its one layer; None for Medusa heads, which need no KV.
+    """Return the spec of the draft model, or of an EAGLE head as a model of one layer; None for Medusa heads.
 
-    `spec` is the target model, which verifies the draft tokens.
+    Medusa heads need no KV. `spec` is the target model, which verifies the draft tokens.
     """
     kind = draft_kind(folder)
     if kind is DraftKind.HEADS:
@@ -77,10 +78,10 @@ def drafting_model(folder: Path, spec: ModelSpec) -> ModelSpec | None:
 
 
 def draft_bytes(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the memory in bytes that `config.draft` takes beside a model of `dtype`, without KV; 0 without a draft.
+    """Return the memory in bytes that `config.draft` needs in addition to a model of `dtype`, without KV.
 
-    It counts the weights of a draft model; the weights of heads and the hidden states that they read; or, for an EAGLE
-    head, its weights and the hidden states of both models.
+    It is 0 without a draft. It counts the weights of a draft model; the weights of Medusa heads and the hidden states
+    that they read; or, for an EAGLE head, its weights and the hidden states of both models.
     """
     if config.draft is None:
         return 0

@@ -1,4 +1,4 @@
-"""A draft model: a small complete model with the target's vocabulary that guesses the next tokens (arXiv 2211.17192).
+"""A draft model: a small complete model with the target's vocabulary that predicts the next tokens (arXiv 2211.17192).
 
 It is a second `ModelRunner`, with its own weights, KV pages and steps. Its KV of a request is computed on the worker
 that decodes the request, and is not handed over. After verification, the KV of the accepted draft tokens stays valid,
@@ -23,11 +23,11 @@ from tandem.protocol.kv_pages import KvPages
 from tandem.protocol.messages import ModelFacts, RequestRef, SamplingParams
 
 _UNUSED = SamplingInput(SamplingParams(max_tokens=1), 0)
-"""The draw of a row whose next token is known already; the sampled token is ignored."""
+"""The sampling input of a row whose next token is known already; the sampled token is ignored."""
 
 
 class DraftRunner(Protocol):
-    """The part of a `ModelRunner` that the proposer uses."""
+    """The interface of a draft model's runner, as the proposer uses it; `ModelRunner` implements it."""
 
     @property
     def pool(self) -> PagePool:
@@ -35,36 +35,39 @@ class DraftRunner(Protocol):
 
     @property
     def kv_pages(self) -> KvPages:
-        """The layout of the KV pages that requests hold."""
+        """The layout of the KV pages of a request."""
 
     @property
     def facts(self) -> ModelFacts:
-        """The facts of the draft model, among them its longest context."""
+        """The properties of the draft model, among them its maximum context length."""
 
     @property
     def cost_guess(self) -> CostParameters:
-        """The predicted cost of steps, used before any step was measured."""
+        """The predicted cost of steps, which is used until steps have been measured."""
 
     def run(self, batch: StepBatch) -> ModelRunnerOutput:
-        """Store the KV of every row and sample where a row has a draw."""
+        """Run a step: store the KV of every row, and sample a token for each row with a sampling input."""
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """The tokens of a request, and the number of positions whose KV is stored."""
+    """The tokens of a request, and the number of positions whose KV the draft model has stored."""
 
     owner: RequestRef
     tokens: list[int]
-    """The prompt and the output."""
+    """The tokens of the prompt and of the output."""
     pages: list[int] = field(default_factory=list)
-    """The pages of all positions in the order of `KvPages`; pages that a window has passed are kept too."""
+    """The pages of all positions in the order of `KvPages`; pages outside the sliding window are kept, too."""
     stored: int = 0
-    """The number of leading positions whose KV is that of `tokens`, followed by that of `drafted`."""
+    """The number of leading positions with stored KV; they hold `tokens`, followed by tokens of `drafted`."""
     drafted: Sequence[int] = ()
-    """The newest draft, until its tokens are verified."""
+    """The newest draft, until its tokens have been verified."""
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Append verified tokens; the stored KV ends before the first draft token that differs from them."""
+        """Append verified tokens.
+
+        Stored KV of `drafted` stays valid up to the first draft token that differs from the verified tokens.
+        """
         right = 0
         for drafted, token in zip(self.drafted, token_ids, strict=False):
             if drafted != token:
@@ -76,10 +79,10 @@ class _Request:
 
 
 class DraftModel(BatchProposer):
-    """A proposer that samples from a draft model, each token with the random number that the target will use for it.
+    """A proposer that samples draft tokens from a draft model, with the same random numbers as the target.
 
-    So two equal models sample equal tokens. It owns the KV pages of its requests, but not the runner. One thread uses
-    it.
+    The draft model samples each token with the random number that the target will use for it, so two equal models
+    sample equal tokens. The proposer owns the KV pages of its requests, but not the runner. Only one thread uses it.
     """
 
     source = DraftSource(ProposerName.DRAFT_MODEL)
@@ -90,7 +93,7 @@ class DraftModel(BatchProposer):
         memory: Mapping[str, int] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Take the runner; `memory` is `BatchProposer.memory`, and `clock` returns seconds."""
+        """Create a proposer over `runner`; `memory` is `BatchProposer.memory`, and `clock` returns seconds."""
         self._runner = runner
         self.memory = memory or {}
         self.max_step_tokens = runner.kv_pages.step_tokens
@@ -101,32 +104,32 @@ class DraftModel(BatchProposer):
 
     @property
     def cost(self) -> StepCost:
-        """The cost model of the steps that propose, with the newest fit."""
+        """The cost model of the draft model's steps, fitted to the steps so far."""
         return StepCost(self._fit.parameters)
 
     def begin(self, key: Hashable, token_ids: Sequence[int], cache_salt: str = "") -> None:
-        """Take a new request, as `Proposer.begin` describes; nothing is computed yet."""
+        """Add a request, as `Proposer.begin` describes; nothing is computed yet."""
         if key in self._requests:
             raise ValueError(f"{key} is known already")
         self._requests[key] = _Request(RequestRef(f"draft {next(self._numbers)}", 1), list(token_ids))
 
     def extend(self, key: Hashable, token_ids: Sequence[int]) -> None:
-        """Append tokens to the request, as `Proposer.extend` describes."""
+        """Append tokens to a request, as `Proposer.extend` describes."""
         self._requests[key].extend(token_ids)
 
     def leave(self, key: Hashable) -> None:
-        """Drop the state of a request and free its pages."""
+        """Remove a request and free its pages."""
         self._runner.pool.free(self._requests.pop(key).owner)
 
     def missing(self, key: Hashable) -> int:
-        """Return the number of tokens of the request whose KV is not stored, the newest one included."""
+        """Return the number of the request's tokens whose KV is not stored, including the newest token."""
         request = self._requests[key]
         return len(request.tokens) - min(request.stored, len(request.tokens) - 1)
 
     def room(self, key: Hashable, drafts: int) -> int:
-        """Return for how many of `drafts` tokens the request has KV pages.
+        """Return how many of `drafts` draft tokens have KV pages.
 
-        Allocates missing pages while the pool has some.
+        Missing pages are allocated, as far as the pool has free pages.
         """
         request, kv, pool = self._requests[key], self._runner.kv_pages, self._runner.pool
         # The last draft token is sampled but not fed to the model, so it takes no position.
@@ -142,7 +145,7 @@ class DraftModel(BatchProposer):
         return max(0, min(drafts, kv.tokens_of(request.pages) - fed))
 
     def store_context(self, pieces: Mapping[Hashable, int]) -> None:
-        """Store the KV of these numbers of missing tokens of the requests, in one step."""
+        """Compute and store, in one step, the KV of the given number of missing tokens of each request."""
         rows, pairs = [], 0.0
         for key, tokens in pieces.items():
             request = self._requests[key]
@@ -153,7 +156,7 @@ class DraftModel(BatchProposer):
         self._run(rows, StepWork(sum(pieces.values()), pairs))
 
     def compute(self, wanted: Sequence[WantedDraft]) -> Sequence[Sequence[int]]:
-        """Return the draft of each request.
+        """Return the draft tokens of each request in `wanted`.
 
         One step of the draft model samples the first token of all drafts, the next step the second, and so on. Each
         token is a row of its own, as when draft tokens are verified.
@@ -181,7 +184,7 @@ class DraftModel(BatchProposer):
         return list(found.values())
 
     def _own_draws(self, draws: Sequence[SamplingInput]) -> Sequence[SamplingInput]:
-        """Return the draws of a request, with a copy of their history, if any, to which draft tokens are appended."""
+        """Return a request's sampling inputs with a copy of their history, if any, which draft tokens will extend."""
         history = draws[0].history
         if history is None:
             return draws
@@ -192,9 +195,9 @@ class DraftModel(BatchProposer):
     def _draw(
         self, fed: Mapping[Hashable, Sequence[tuple[int, int]]], draws: Mapping[Hashable, SamplingInput]
     ) -> dict[Hashable, int]:
-        """DeferredTokens these (position, token) pairs to the model.
+        """Run the draft model on the (position, token) pairs `fed` of each request.
 
-        Return the token sampled after the last one of each request.
+        Returns the token sampled after the last pair of each request.
         """
         rows, last = [], {}
         for key, tokens in fed.items():
@@ -209,7 +212,7 @@ class DraftModel(BatchProposer):
         return {key: max(0, cast("int", drawn[row])) for key, row in last.items()}
 
     def _run(self, rows: Sequence[StepRow], work: StepWork) -> ModelRunnerOutput:
-        """Run a step, and fit the cost model to the time it takes."""
+        """Run a step, and update the fit of the cost model with its duration."""
         began = self._clock()
         result = self._runner.run(StepBatch(rows))
         self._fit.observe(work, self._clock() - began)

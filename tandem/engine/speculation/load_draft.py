@@ -1,4 +1,4 @@
-"""Loading of the weights that propose draft tokens, beside the target model, which verifies them."""
+"""Loads the weights that propose draft tokens, in addition to the target model, which verifies these tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -37,26 +37,29 @@ from tandem.engine.speculation.proposer import Proposer
 from tandem.engine.warm_up import warm_up
 
 MakeKernels = Callable[[EngineConfig, ModelSpec], Kernels]
-"""A function that returns the kernels of a model."""
+"""A function that creates the kernels of a model."""
 StartModel = Callable[[EngineConfig, DecoderModel], tuple[PagedCache, Launcher]]
-"""A function that allocates the KV pages of a model and returns them, together with the launcher of its steps."""
+"""A function that allocates the KV pages of a model and returns them with the launcher of the model's steps."""
 MakeProposer = Callable[[], Proposer]
-"""A function that returns a new proposer, which belongs to the engine's thread."""
+"""A function that creates a proposer, which then belongs to the engine's thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvMemory:
-    """The memory of the KV pages in bytes; None = what is left on the GPU once everything else is allocated."""
+    """The memory of KV pages in bytes; None = the memory left on the GPU after everything else is allocated."""
 
     target: int | None
     both: int | None
-    """The bytes of the target's and the draft's pages together."""
+    """The memory of the target's and the draft's KV pages together."""
 
 
 def split_kv(
     config: EngineConfig, spec: ModelSpec, page_tokens: int, device: torch.device, default: int | None
 ) -> KvMemory:
-    """Divide the KV memory of `config`, by default `default` bytes, between the target and a draft that has KV."""
+    """Split the KV memory between the target and a draft that has KV.
+
+    The memory is `kv_cache_bytes` of `config`, by default `default`.
+    """
     both = default if config.kv_cache_bytes is None else config.kv_cache_bytes
     if both is None:
         return KvMemory(None, None)
@@ -64,9 +67,9 @@ def split_kv(
 
 
 def _kv_share(config: EngineConfig, spec: ModelSpec, page_tokens: int, device: torch.device) -> float:
-    """Return the share of the KV memory that gives the draft KV for as many tokens as the target; 0 if it has no KV.
+    """Return the draft's share of the KV memory, with which it has KV for as many tokens as the target.
 
-    The KV of an EAGLE head has the dtype of the target's KV.
+    It is 0 if the draft has no KV. The KV of an EAGLE head has the dtype of the target's KV.
     """
     kind = None if config.draft is None else draft_kind(config.draft)
     if config.draft is None or kind is DraftKind.HEADS:
@@ -79,16 +82,16 @@ def _kv_share(config: EngineConfig, spec: ModelSpec, page_tokens: int, device: t
 
 @dataclass(frozen=True, slots=True)
 class ModelWithDraft:
-    """A model, and what is loaded beside it to propose draft tokens."""
+    """A model, and the weights loaded with it to propose draft tokens."""
 
     model: DecoderModel
     proposer: MakeProposer | None = None
     drawn_hidden: Tensor | None = None
-    """The buffer of `HiddenStateModel`; None if nothing reads hidden states."""
+    """The buffer `HiddenStateModel.drawn_hidden`; None if nothing reads hidden states."""
     eagle: EagleModel | None = None
-    """An EAGLE head, which gets a stepper of its own."""
+    """The EAGLE head, which gets a separate stepper; None if the draft is of another kind."""
     states: TargetStates | None = None
-    """The hidden states and the final norm of the model, which an EAGLE head reads."""
+    """The hidden states and the final norm of the model, which the EAGLE head reads; None without an EAGLE head."""
 
 
 def model_with_draft(
@@ -100,10 +103,10 @@ def model_with_draft(
     *,
     adapted: AdaptedProducts | None = None,
 ) -> ModelWithDraft:
-    """Return the model, with the heads of `config.draft` if it has heads.
+    """Return the model, together with the Medusa heads or the EAGLE head of `config.draft`, if any.
 
-    Raises ModelError if they do not fit the model. `adapted` is that of `DecoderModel`. An EAGLE head gets its own
-    kernels from `kernels_of`.
+    Raises ModelError if they do not fit the model. `adapted` is that of `DecoderModel`. `kernels_of` creates the
+    kernels of an EAGLE head.
     """
     kind = None if config.draft is None else draft_kind(config.draft)
     if kind in {None, DraftKind.MODEL} and not config.keep_hidden:
@@ -126,9 +129,9 @@ def model_with_draft(
 def eagle_proposer(
     loaded: ModelWithDraft, start: StartModel, config: EngineConfig, page_tokens: int, kv: KvMemory
 ) -> MakeProposer | None:
-    """Start the EAGLE head of a model, if it has one, and return a function that makes its proposer.
+    """Start the EAGLE head, and return a function that creates its proposer; None if there is no EAGLE head.
 
-    It runs before the KV pages of the target are allocated.
+    It must be called before the KV pages of the target are allocated.
     """
     head, states = loaded.eagle, loaded.states
     if head is None or states is None:
@@ -146,10 +149,10 @@ def eagle_proposer(
 def draft_model_of(
     load: LoadModel, config: EngineConfig, spec: ModelSpec, page_tokens: int, kv: KvMemory
 ) -> MakeProposer | None:
-    """Load the draft model of `config.draft`, if it is one, and return a function that makes its proposer.
+    """Load the draft model of `config.draft`, and return a function that creates its proposer.
 
-    It runs before the KV pages of the target are allocated. Raises ModelError if the draft model cannot be served, or
-    has another vocabulary.
+    Returns None if `config.draft` is not a draft model. It must be called before the KV pages of the target are
+    allocated. Raises ModelError if the draft model cannot be served, or has another vocabulary.
     """
     if config.draft is None or draft_kind(config.draft) is not DraftKind.MODEL:
         return None

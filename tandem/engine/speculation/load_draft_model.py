@@ -1,4 +1,4 @@
-"""Loading of a draft model: an engine of its own beside the target's, with a share of the KV memory."""
+"""Loads a draft model: a separate engine next to the target's, with a share of the KV memory."""
 
 import logging
 from collections.abc import Callable
@@ -25,17 +25,20 @@ from tandem.tokenizers.tokenizer_formats import has_tokenizer, load_tokenizer
 log = logging.getLogger(__name__)
 
 _ITEM_BYTES = 2
-"""The bytes per weight that are assumed when the sizes of two models are compared."""
+"""The assumed bytes per weight when the sizes of two models are compared."""
 _ROWS_PER_REQUEST = 2
-"""The rows of a request in the first step of a draft, if the whole previous draft was accepted."""
+"""The number of rows per request in the first step of a draft, if the whole previous draft was accepted."""
 
 
 class LoadedDraft(DraftRunner, Protocol):
-    """The part of a `ModelRunner` that tells how much memory it takes."""
+    """The interface of a loaded draft model.
+
+    It is a `DraftRunner` that also has the properties from which its memory is computed: spec, dtype and KV cache.
+    """
 
     @property
     def spec(self) -> ModelSpec:
-        """The spec of the model."""
+        """The spec of the draft model."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -43,15 +46,15 @@ class LoadedDraft(DraftRunner, Protocol):
 
     @property
     def cache(self) -> PagedCache:
-        """The KV cache."""
+        """The KV cache of the draft model."""
 
 
 LoadModel = Callable[[EngineConfig], LoadedDraft]
-"""A function that loads an engine."""
+"""A function that loads an engine for a draft model."""
 
 
 def check_draft_model(folder: Path, spec: ModelSpec, tokenizer: Path) -> None:
-    """Compare a draft model's vocabulary with the target's. Raises ModelError, which says how they differ.
+    """Check that a draft model's vocabulary equals the target's. Raises ModelError, which says how they differ.
 
     `tokenizer` is the folder of the target's tokenizer. A draft model needs no tokenizer: without one only the sizes of
     the vocabularies are compared.
@@ -71,7 +74,7 @@ def check_draft_model(folder: Path, spec: ModelSpec, tokenizer: Path) -> None:
 
 
 def draft_config(config: EngineConfig) -> EngineConfig:
-    """Return the settings of the draft model's engine, derived from those of the target, except for its KV memory."""
+    """Return the settings of the draft model's engine, derived from the target's, except for the KV memory."""
     assert config.draft is not None
     return replace(
         config,
@@ -97,7 +100,7 @@ def draft_model_bytes(config: EngineConfig, device: torch.device) -> int:
 
 
 def kv_share(config: EngineConfig, spec: ModelSpec, page_tokens: int, device: torch.device) -> float:
-    """Return the share of the KV memory that the draft model gets, so that both models hold equally many tokens."""
+    """Return the share of the KV memory for the draft model, with which both models hold equally many tokens."""
     mine = draft_config(config)
     dtypes = parse_kv_dtype(config, device, spec), parse_kv_dtype(mine, device, draft := load_spec(mine.model))
     return share_of((spec, dtypes[0]), (draft, dtypes[1]), page_tokens)
@@ -106,14 +109,14 @@ def kv_share(config: EngineConfig, spec: ModelSpec, page_tokens: int, device: to
 def share_of(target: tuple[ModelSpec, torch.dtype], draft: tuple[ModelSpec, torch.dtype], page_tokens: int) -> float:
     """Return the share of the KV memory with which the draft model holds as many tokens as the target.
 
-    Each model is given with the dtype of its KV.
+    A model is given as its spec and the dtype of its KV.
     """
     mine, its = (page_bytes(each, page_tokens, dtype) * len(kv_groups(each)) for each, dtype in (target, draft))
     return its / (mine + its)
 
 
 def memory_of(runner: LoadedDraft) -> dict[str, int]:
-    """Return the bytes of a model's `weights`, counting matrices only, and of its `kv` pages."""
+    """Return the bytes of a model's `weights` (matrices only) and of its `kv` pages."""
     weights = matrix_bytes(runner.spec, runner.dtype.itemsize, on_cpu=is_cpu(runner.cache.device))
     return {"weights": weights, "kv": runner.cache.storage.nbytes}
 
@@ -121,7 +124,7 @@ def memory_of(runner: LoadedDraft) -> dict[str, int]:
 def load_draft_model(
     load: LoadModel, config: EngineConfig, spec: ModelSpec, page_tokens: int, total: int | None
 ) -> LoadedDraft:
-    """Load the model of `config.draft` with `load`, on the same device.
+    """Load the draft model of `config` with `load`, on the device of the target.
 
     `total` is the KV memory of both models in bytes; None = what is left on a GPU that already has the weights of the
     target. Raises ModelError if the model cannot be served or has another vocabulary.

@@ -1,4 +1,4 @@
-"""The choice of a proposer by the setting for speculation."""
+"""Chooses the proposer by the setting for speculation."""
 
 from tandem.engine.speculation.load_draft import MakeProposer
 from tandem.engine.speculation.ngram import NgramProposer
@@ -11,10 +11,10 @@ from tandem.protocol.speculation_method import SpeculationMethod
 def make_proposer(
     method: SpeculationMethod, *, asynchronous: bool, trained: MakeProposer | None = None
 ) -> Proposer | None:
-    """Return the proposer of this method, None if steps are to have no draft tokens.
+    """Return the proposer of this method; None if steps shall have no draft tokens.
 
-    If the engine is `asynchronous`, it launches a step before it knows the tokens of the previous one; draft tokens
-    need them, so AUTO means OFF then. `trained` makes the proposer of DRAFT. Raises InvalidArgument if DRAFT is set
+    An `asynchronous` engine launches a step before it knows the tokens of the previous one, but draft tokens depend on
+    them, so AUTO then means OFF. `trained` creates the proposer of DRAFT. Raises InvalidArgument if DRAFT is set
     without `trained`.
     """
     if method is SpeculationMethod.DRAFT:

@@ -1,6 +1,6 @@
-"""Prompt lookup: propose the tokens that followed the last tokens where they occurred before in the same request.
+"""Prompt lookup: proposes the tokens that followed an earlier occurrence of the last tokens in the same request.
 
-Lookup needs no computation by a model. It guesses well where an output repeats its prompt or itself, as in edits,
+Lookup needs no computation by a model. It predicts well where an output repeats its prompt or itself, as in edits,
 summaries and code (https://github.com/apoorvumang/prompt-lookup-decoding).
 """
 
@@ -17,7 +17,7 @@ class NgramProposer:
         self._histories: dict[Hashable, NgramHistory] = {}
 
     def begin(self, key: Hashable, token_ids: Sequence[int], cache_salt: str = "") -> None:
-        """Take a new request, as `Proposer.begin` describes.
+        """Add a request, as `Proposer.begin` describes.
 
         Its n-grams are indexed only when the first draft is requested.
         """
@@ -26,11 +26,11 @@ class NgramProposer:
         self._histories[key] = NgramHistory(token_ids)
 
     def extend(self, key: Hashable, token_ids: Sequence[int]) -> None:
-        """Append tokens to the request, as `Proposer.extend` describes."""
+        """Append tokens to a request, as `Proposer.extend` describes."""
         self._histories[key].tokens.extend(token_ids)
 
     def propose(self, key: Hashable, most: int) -> Draft:
-        """Return a draft of at most `most` tokens, as `Proposer.propose` describes."""
+        """Return at most `most` draft tokens, as `Proposer.propose` describes."""
         history = self._histories[key]
         positions = history.positions
         for ngram in history.last():
@@ -39,5 +39,5 @@ class NgramProposer:
         return NO_DRAFT
 
     def leave(self, key: Hashable) -> None:
-        """Drop the state of a request."""
+        """Remove a request."""
         del self._histories[key]

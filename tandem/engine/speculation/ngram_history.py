@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from tandem.engine.speculation.proposer import MATCH_MAX, NGRAM_MAX, Draft, DraftSource, ProposerName
 
 NOTED_MAX = 8192
-"""The most tokens, the newest ones, that are indexed when a request begins: more would delay all requests."""
+"""Maximum number of tokens, the newest ones, that are indexed when a request begins; more would delay all requests."""
 _NONE = -1
-"""A placeholder for no token. A history begins with NGRAM_MAX of them, so that each token has an n-gram before it."""
+"""Stands for a missing token: a history begins with NGRAM_MAX of these, so that each token has an n-gram before it."""
 
 Ngram = int | tuple[int, ...]
 """An n-gram: a single token is an int, several tokens are a tuple."""
@@ -16,7 +16,7 @@ Ngram = int | tuple[int, ...]
 class NgramHistory:
     """The tokens of one request and, for each n-gram, the position after its newest occurrence.
 
-    The n-gram at the end of the tokens is indexed only once a token follows it.
+    An n-gram is indexed only once a token follows it.
     """
 
     __slots__ = ("_noted", "positions", "tokens")
@@ -28,16 +28,16 @@ class NgramHistory:
         self.positions: dict[Ngram, int] = {}
 
     def last(self) -> tuple[Ngram, Ngram, Ngram]:
-        """Return the n-grams at the end of the tokens, the longest first, after indexing all n-grams before them."""
+        """Return the n-grams at the end of the tokens, longest first; all earlier n-grams are indexed first."""
         if self._noted < len(self.tokens):
             self._note()
         x, y, z = self.tokens[-NGRAM_MAX:]
         return (x, y, z), (y, z), z
 
     def draft(self, position: int, most: int) -> Draft:
-        """Return the draft that repeats the tokens from `position` on, which is after an occurrence of the last n-gram.
+        """Return a draft with the tokens from `position` on, which follows an occurrence of the last n-gram.
 
-        If the tokens end before the draft is full, the draft continues periodically with its own tokens.
+        If the tokens end before the draft has `most` tokens, the draft repeats its own tokens periodically.
         """
         tokens = self.tokens
         drafted = tokens[position : position + most]
@@ -47,14 +47,14 @@ class NgramHistory:
         return Draft(drafted, DraftSource(ProposerName.NGRAM, self._match(position)))
 
     def _match(self, position: int) -> int:
-        """Return how many tokens before `position` equal the last tokens, at most MATCH_MAX."""
+        """Return how many tokens before `position` equal the tokens at the end, at most MATCH_MAX."""
         tokens, length = self.tokens, 1
         while length < MATCH_MAX and tokens[position - 1 - length] == tokens[-1 - length]:
             length += 1
         return length
 
     def _note(self) -> None:
-        """Index the n-grams that precede each token added since the last call."""
+        """Index the n-grams before each token that was added since the last call."""
         tokens, start, end = self.tokens, self._noted, len(self.tokens)
         positions = self.positions
         x, y, z = tokens[start - NGRAM_MAX : start]

@@ -1,4 +1,4 @@
-"""Lookup in the request itself and in earlier outputs of the same tenant.
+"""Looks up draft tokens in the request itself and in earlier outputs of the same tenant.
 
 It resembles SuffixDecoding (arXiv 2411.04975). Instead of a suffix tree with counts, it has a table that maps each
 n-gram to its newest occurrence: on outputs of SmolLM2, the most frequent continuation gains at most 2 % more tokens per
@@ -13,10 +13,13 @@ from tandem.engine.speculation.ngram_history import Ngram, NgramHistory
 from tandem.engine.speculation.proposer import NGRAM_MAX, NO_DRAFT, Draft, DraftSource, ProposerName
 
 ANSWERS_MAX = 65_536
-"""The most tokens of earlier outputs that are kept, over all tenants; the oldest outputs are dropped whole."""
+"""Maximum number of tokens of earlier outputs that are kept, for all tenants together.
+
+The oldest outputs are dropped whole.
+"""
 
 _Place = tuple[list[int], int]
-"""The tokens of an output, and the position after an n-gram in them."""
+"""The tokens of an output, and the position in them that follows an n-gram."""
 
 
 @dataclass(slots=True, eq=False)
@@ -24,28 +27,28 @@ class _Request:
     history: NgramHistory
     cache_salt: str
     answer: int
-    """The position in the history of the first token appended after `begin`."""
+    """The position in `history` of the first token that was appended after `begin`."""
 
 
 class _Answers:
-    """The outputs of finished requests. Each is found only by requests with the same cache salt."""
+    """The outputs of finished requests; an output is found only by requests with the same cache salt."""
 
     def __init__(self) -> None:
         self._answers: deque[tuple[str, list[int]]] = deque()
-        """The outputs, the oldest first, each with its salt.
+        """The outputs with their cache salts, oldest first.
 
-        Its tokens are preceded by the NGRAM_MAX tokens before them.
+        The tokens of an output are preceded by the NGRAM_MAX tokens before the output.
         """
         self._places: dict[str, dict[Ngram, _Place]] = {}
         self.tokens = 0
-        """The number of tokens of all outputs, at most ANSWERS_MAX."""
+        """The total number of tokens of all outputs, at most ANSWERS_MAX."""
 
     def places(self, cache_salt: str) -> dict[Ngram, _Place]:
-        """Return, for each n-gram in the tenant's outputs, the newest place after it."""
+        """Return, for each n-gram in the tenant's outputs, the place after its newest occurrence."""
         return self._places.get(cache_salt, {})
 
     def add(self, cache_salt: str, tokens: list[int]) -> None:
-        """Keep an output, and drop the oldest ones if there are too many tokens."""
+        """Add an output, and drop the oldest outputs while there are more than ANSWERS_MAX tokens."""
         places = self._places.setdefault(cache_salt, {})
         for position in range(NGRAM_MAX, len(tokens)):
             place = tokens, position
@@ -74,11 +77,11 @@ def _ngrams(tokens: Sequence[int], position: int) -> tuple[Ngram, Ngram, Ngram]:
 
 
 class SuffixProposer:
-    """Proposes what followed the request's last tokens, in the request or in earlier outputs for the same cache salt.
+    """Proposes the tokens that followed a request's last tokens earlier, in the request or in outputs of its tenant.
 
-    The longest match wins; of equally long matches, the one in the request itself. The speed of an output reveals which
-    outputs its draft tokens come from. Tenants therefore never share outputs; all requests without a salt are one
-    tenant.
+    The longest match is used; of equally long matches, the one in the request itself. The speed of an output reveals
+    which outputs its draft tokens come from. Tenants, which are told apart by the cache salt, therefore never share
+    outputs; all requests without a salt are one tenant.
     """
 
     def __init__(self) -> None:
@@ -86,7 +89,7 @@ class SuffixProposer:
         self._answers = _Answers()
 
     def begin(self, key: Hashable, token_ids: Sequence[int], cache_salt: str) -> None:
-        """Take a new request, as `Proposer.begin` describes.
+        """Add a request, as `Proposer.begin` describes.
 
         Its n-grams are indexed only when the first draft is requested.
         """
@@ -96,11 +99,11 @@ class SuffixProposer:
         self._requests[key] = _Request(history, cache_salt, len(history.tokens))
 
     def extend(self, key: Hashable, token_ids: Sequence[int]) -> None:
-        """Append tokens to the request, as `Proposer.extend` describes."""
+        """Append tokens to a request, as `Proposer.extend` describes."""
         self._requests[key].history.tokens.extend(token_ids)
 
     def propose(self, key: Hashable, most: int) -> Draft:
-        """Return a draft of at most `most` tokens, as `Proposer.propose` describes."""
+        """Return at most `most` draft tokens, as `Proposer.propose` describes."""
         request = self._requests[key]
         history, places = request.history, self._answers.places(request.cache_salt)
         for shorter, ngram in enumerate(history.last()):
@@ -113,7 +116,7 @@ class SuffixProposer:
         return NO_DRAFT
 
     def leave(self, key: Hashable) -> None:
-        """Drop the state of a request, but keep the tokens appended since `begin` for later requests of the tenant."""
+        """Remove a request; the tokens appended since `begin` are kept for later requests of the tenant."""
         request = self._requests.pop(key)
         tokens = request.history.tokens[request.answer - NGRAM_MAX :]
         if len(tokens) > NGRAM_MAX:

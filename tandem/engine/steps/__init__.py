@@ -1,1 +1,1 @@
-"""One step of the engine: its rows, its sampling inputs, and the buffer they are packed into."""
+"""A step of the engine: its rows, its sampling inputs, and the buffer into which they are packed."""

@@ -1,6 +1,6 @@
-"""The batch of one step: rows of tokens, each row a piece of one request.
+"""The batch of one step: rows of tokens; each row has consecutive tokens of one request.
 
-A decode row has one token; a prefill row is a chunk of a prompt. The engine tells them apart by their length only. Rows
+A decode row has one token; a prefill row is a chunk of a prompt. The engine tells them apart only by their length. Rows
 of one token are stored as columns that can be read like objects: a decode step of hundreds of rows is built, packed and
 sampled in a few array operations, while an object for each row would take longer than a small model's step.
 """
@@ -20,22 +20,23 @@ from tandem.protocol.messages import TokenLogprobs
 _Drawn = TypeVar("_Drawn")
 
 FROM_HOST = -1
-"""The source of a row whose token id the host knows (`RowColumns.sources`)."""
+"""The value in `RowColumns.sources` of a row whose token id the host knows."""
 
 
 class StepRow(NamedTuple):
     """A row of a step: consecutive tokens of one request.
 
-    `token_ids` take the positions `start`, `start + 1`, …; the KV of positions 0 .. start - 1 is already stored in
-    `page_ids`, which also have space for the new tokens. Page n of group g (`tandem/engine/config/kv.py`) is entry n ·
-    groups + g, and holds the positions from n · page_tokens on; entries of pages that no token of the row sees are
-    ignored. The caller keeps ownership of the pages.
+    `token_ids` are at the positions `start`, `start + 1`, …; the KV of positions 0 .. start - 1 is already stored in
+    the pages `page_ids`, which also have space for the new tokens. Page n of group g (`tandem/engine/config/kv.py`) is
+    entry n · groups + g, and holds the positions from n · page_tokens on; entries of pages outside the row's attention
+    window are ignored. The caller keeps ownership of the pages.
 
-    `draw` says how to sample the next token; it is None for each chunk of a prompt but the last. `scores` receives the
-    log probabilities of the row's tokens if its prompt is scored. `adapter` counts from 1; 0 is the base model.
+    `draw` is the sampling input of the next token; it is None for each chunk of a prompt but the last. `scores`
+    receives the log probabilities of the row's tokens if its prompt is scored. `adapter` counts from 1; 0 is the base
+    model.
 
-    With a `source`, the row's only token is the one that row number `source` of the previous step samples. The previous
-    step may still be running, so the host does not know that token yet, and the id in `token_ids` is ignored.
+    With a `source`, the row has a single token: the one that row number `source` of the previous step samples. The
+    previous step may still be running, so the host does not know that token yet, and the id in `token_ids` is ignored.
     """
 
     token_ids: Sequence[int]
@@ -48,33 +49,33 @@ class StepRow(NamedTuple):
 
 
 class RowColumns(NamedTuple):
-    """The columns of n rows of one token each, all of which sample a token.
+    """Rows of one token each, as columns; all of them sample a token.
 
     The pages in `table` are valid until the next step is planned; the other arrays do not change.
     """
 
     token_ids: NDArray[np.int64]
-    """[n]: the token of each row."""
+    """[n]: the token id of each row."""
     position_offset: NDArray[np.int64]
-    """[n]: the position of each token, less `step`."""
+    """[n]: the position of each row's token minus `step`."""
     step: int
     sources: NDArray[np.int32]
-    """[n]: the row of the previous step that samples the row's token (`StepRow.source`); FROM_HOST if it is known."""
+    """[n]: the row of the previous step that samples the row's token (`StepRow.source`), or FROM_HOST."""
     slot_indices: NDArray[np.intp]
     """[n]: the slot of each row in `table`, `page_counts` and `adapters`."""
     table: NDArray[np.int32]
-    """[slots, at least max(page_counts)]: page ids as in `StepRow`; entries after a slot's last page are ignored."""
+    """[slots, at least max(page_counts)]: the page ids of each slot as in `StepRow`; later entries are ignored."""
     page_counts: NDArray[np.int32]
     """[slots]: the number of page entries of each slot."""
     adapters: NDArray[np.int32]
-    """[slots]: adapters as in `StepRow`."""
+    """[slots]: the adapter number of each slot, as in `StepRow`."""
     longest: int
-    """The longest context of any row, in tokens, its own token included; 0 without rows."""
+    """The maximum context length of any row in tokens, including the row's own token; 0 without rows."""
     draws: SamplingMetadata
 
 
 class TokenRows(Sequence[StepRow]):
-    """A sequence of n rows of one token each.
+    """A sequence of rows of one token each.
 
     The columns are built at the first access, before the next step is planned. A simulation never accesses them, so it
     builds none.
@@ -83,9 +84,9 @@ class TokenRows(Sequence[StepRow]):
     __slots__ = ("_columns", "_make", "_rows", "context_tokens")
 
     def __init__(self, rows: int, context_tokens: int, make: Callable[[], RowColumns]) -> None:
-        """Take the number of rows and `context_tokens`, the sum of all rows' contexts, their own tokens included.
+        """Create a sequence of `rows` rows, whose columns `make` builds at the first access.
 
-        `make` builds the columns.
+        `context_tokens` is the sum of the context lengths of all rows, including each row's own token.
         """
         self._rows = rows
         self.context_tokens = context_tokens
@@ -94,7 +95,7 @@ class TokenRows(Sequence[StepRow]):
 
     @classmethod
     def of(cls, rows: Sequence[StepRow]) -> "TokenRows":
-        """Return the leading rows that have one token and a draw, up to the first row that does not."""
+        """Return the leading rows of `rows` that have one token and sample a token, as columns."""
         first = list(takewhile(lambda row: len(row.token_ids) == 1 and row.draw is not None, rows))
         page_counts = np.array([len(row.page_ids) for row in first], dtype=np.int32)
         table = np.zeros((len(first), page_counts.max(initial=0)), dtype=np.int32)
@@ -117,14 +118,14 @@ class TokenRows(Sequence[StepRow]):
 
     @property
     def columns(self) -> RowColumns:
-        """The rows as arrays, built at the first access."""
+        """The rows as arrays, which are built at the first access."""
         if self._columns is None:
             self._columns = self._make()
         return self._columns
 
     @property
     def newest(self) -> "TokenRows":
-        """The rows that hold the newest token of each request; the other rows verify draft tokens."""
+        """The rows with the newest token of each request; the other rows verify draft tokens."""
         return self
 
     def __len__(self) -> int:
@@ -162,9 +163,9 @@ class StepBatch:
     __slots__ = ("chunks", "tokens")
 
     def __init__(self, rows: Sequence[StepRow], tokens: TokenRows | None = None) -> None:
-        """Take the rows that follow `tokens`.
+        """Create a batch of `tokens` followed by `rows`.
 
-        If `tokens` is None, the leading `rows` with one token and a draw become columns.
+        If `tokens` is None, the leading `rows` that have one token and sample a token are stored as columns.
         """
         self.tokens = TokenRows.of(rows) if tokens is None else tokens
         self.chunks = rows[len(self.tokens) :] if tokens is None else rows
@@ -179,26 +180,27 @@ class StepBatch:
 
     @property
     def scored_tokens(self) -> int:
-        """The number of tokens in rows whose prompts are scored."""
+        """The number of tokens in the rows whose prompts are scored."""
         return sum(len(row.token_ids) for row in self.chunks if row.scores is not None)
 
     @property
     def rows(self) -> Sequence[StepRow]:
-        """All rows as objects, built anew at each access."""
+        """All rows as objects, which are created at each access."""
         return [*self.tokens, *self.chunks]
 
     @property
     def draws(self) -> SamplingMetadata:
-        """The sampling inputs of all rows that sample a token, in the order of the rows."""
+        """The sampling inputs of all rows that sample a token, in row order."""
         draws = self.tokens.columns.draws
         return draws.followed_by([row.draw for row in self.chunks if row.draw is not None]) if self.chunks else draws
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
-    """The sampled token id of each row of a step; None for rows that sample none.
+    """The token id that each row of a step has sampled; None for rows that sample no token.
 
-    `logprobs` has one entry for each row, None for a row without log probabilities; it is empty if no row has any.
+    `logprobs` has one entry for each row, None for a row without log probabilities; it is empty if no row has log
+    probabilities.
     """
 
     token_ids: Sequence[int | None]
@@ -218,13 +220,13 @@ class ModelRunnerOutput:
 NO_OUTPUT = ModelRunnerOutput(())
 
 PendingStep = Callable[[], ModelRunnerOutput]
-"""A launched step. Calling it, once, waits for the step and returns its result; it raises the errors of the device."""
+"""A launched step: calling it, only once, waits for the step and returns its result, or raises the device's error."""
 
 
 def rows_of(drawn: Sequence[int], batch: StepBatch, logprobs: Sequence[TokenLogprobs | None] = ()) -> ModelRunnerOutput:
-    """Return the output of a step: each sampled token, and its log probabilities, placed at its row.
+    """Return the output of a step, in which the sampled tokens and log probabilities are assigned to their rows.
 
-    `drawn` has one token for each row with a draw, in the order of the rows; `logprobs` likewise, or is empty.
+    `drawn` has one token for each row that samples a token, in row order; `logprobs` likewise, or it is empty.
     """
     if not batch.chunks:
         return ModelRunnerOutput(drawn, logprobs)

@@ -1,4 +1,4 @@
-"""Packs rows of several tokens: checks them, and writes them into the step's buffer."""
+"""Packs rows of several tokens (chunks): checks them, and writes them into the step's buffer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ _NOWHERE = -1
 
 @dataclass(slots=True)
 class Sections:
-    """The sections of a step's buffer (`StepSizes`), as NumPy views."""
+    """The sections of a step's buffer (`StepSizes`) as NumPy views."""
 
     token_ids: Words
     slots: Words
-    """[groups, tokens]: where each token's KV is stored; -1 = nowhere."""
+    """[groups, tokens]: the slot in the KV cache where each token's KV is stored; -1 = nowhere."""
     drawn: Words
     positions: Narrow
     sources: Narrow
@@ -30,7 +30,7 @@ class Sections:
 
     @classmethod
     def of(cls, words: Words, sizes: StepSizes) -> "Sections":
-        """Return the sections of `words`, a buffer laid out for `sizes`, without a copy."""
+        """Return the sections of `words`, a buffer with the layout of `sizes`, as views."""
         at = bounds_of(sizes)
         narrow = words[at.wide :].view(np.int32)
         return cls(
@@ -49,7 +49,7 @@ class Sections:
 
 
 def check_chunks(rows: Sequence[StepRow], limits: StepLimits) -> int:
-    """Return the longest context of any row, in tokens. Raises Internal for a malformed row."""
+    """Return the maximum context length of the rows, in tokens. Raises Internal for a malformed row."""
     longest = 0
     for row in rows:
         if not row.token_ids:
@@ -64,9 +64,10 @@ def check_chunks(rows: Sequence[StepRow], limits: StepLimits) -> int:
 
 
 def fill_chunks(into: Sections, batch: StepBatch, first: int, drawn_before: Sequence[int], limits: StepLimits) -> None:
-    """Write the rows of several tokens from row and token number `first` on, and padding after them.
+    """Write the chunks of `batch` into the buffer, and padding after them.
 
-    `drawn_before` is that of `StepPacker.pack`. Raises Internal if a token id or page id is out of range.
+    They start at row and token number `first`. `drawn_before` is that of `StepPacker.pack`. Raises Internal if a token
+    id or page id is out of range.
     """
     tokens, drawn = _fill_rows(into, batch, first, drawn_before, limits)
     _fill_empty_rows(into, first + len(batch.chunks), tokens, drawn)
@@ -76,7 +77,7 @@ def fill_chunks(into: Sections, batch: StepBatch, first: int, drawn_before: Sequ
 def _fill_rows(
     into: Sections, batch: StepBatch, first: int, drawn_before: Sequence[int], limits: StepLimits
 ) -> tuple[int, int]:
-    """Write the rows; return the number of tokens and the number of draws, those of rows of one token included."""
+    """Write the chunks; return the numbers of tokens and of sampling rows so far, including rows of one token."""
     page_tokens, singles = limits.page_tokens, len(batch.tokens)
     start = first
     for index, row in enumerate(batch.chunks, first):
@@ -104,14 +105,17 @@ def _fill_table(table: Narrow, row: StepRow, limits: StepLimits) -> None:
     groups, used = limits.groups, limits.pages_of(row.start + len(row.token_ids))
     table[:, :used] = np.reshape(row.page_ids[: used * groups], (used, groups)).T
     table[:, used:] = 0
-    # Before the pages that the window sees, repeat one that it sees: entries of retired pages are FREED, no page id.
+    # Entries before the window are FREED, which is not a page id, so they repeat the first page in the window.
     for group in range(groups):
         seen = limits.first_page(group, row.start)
         table[group, :seen] = table[group, seen]
 
 
 def _fill_empty_rows(into: Sections, rows: int, tokens: int, drawn: int) -> None:
-    """Fill the buffer after these numbers of rows, tokens and draws with padding, which reads and stores nothing."""
+    """Fill the rest of the buffer with padding, which reads and stores nothing.
+
+    `rows`, `tokens` and `drawn` are the numbers of rows, tokens and sampling rows that are filled already.
+    """
     into.table[:, rows:] = 0
     into.contexts[rows:] = 0
     into.token_ids[tokens:] = into.positions[tokens:] = into.adapters[tokens:] = 0

@@ -1,4 +1,4 @@
-"""Groups of rows that verify draft tokens: rows of one request, whose KV attention reads once for the whole group.
+"""Draft groups: the rows of one request in a verification step, for which attention reads the request's KV only once.
 
 A compiled loop fills the table of groups, as it does the other sections of a step
 (`tandem/engine/steps/step_buffer.py`).
@@ -13,32 +13,35 @@ from tandem.engine.steps.batch import TokenRows
 from tandem.engine.steps.step_buffer import Words
 
 FIELDS = 3
-"""The numbers in one entry of the table: `tandem.engine.kernels.base.DraftGroups.table`."""
+"""The number of integers in an entry of the table; see `tandem.engine.kernels.base.DraftGroups.table`."""
 
 
 class DraftGroupSizes(NamedTuple):
-    """The size of a table of groups."""
+    """The size of a table of draft groups."""
 
     groups: int
     rows: int
-    """The largest number of rows in a group."""
+    """Maximum number of rows in a group."""
 
     @property
     def words(self) -> int:
-        """The number of 8-byte words that hold the table."""
+        """The size of the table in 8-byte words."""
         return (FIELDS * (self.groups + 1) + 1) // 2
 
 
 def groups_needed(requests: int, tokens: int, rows: int) -> int:
-    """Return the most groups of up to `rows` rows that `requests` requests with `tokens` rows in total can have."""
+    """Return the maximum number of groups that `requests` requests with `tokens` rows in total can have.
+
+    A group has up to `rows` rows.
+    """
     return requests + (tokens - requests) // rows
 
 
 def fill_draft_groups(batch: TokenRows, sizes: DraftGroupSizes, words: Words) -> None:
-    """Write the table of a step's groups into `words` [sizes.words].
+    """Write the table of a batch's draft groups into `words` [sizes.words].
 
-    In the batch, the rows of all requests' newest tokens come first, then the rows of draft tokens, ordered by request
-    and by position. The row of a draft token has the slot of its request.
+    The batch has the rows of all requests' newest tokens first, then the rows of draft tokens, ordered by request and
+    by position. The row of a draft token has the slot of its request.
     """
     table = words.view(np.int32)[: FIELDS * (sizes.groups + 1)].reshape(-1, FIELDS)
     _fill(batch.columns.slot_indices, len(batch.newest), sizes.rows, table)

@@ -1,4 +1,4 @@
-"""The sampler's input: one object for a row, or columns for many rows, which can be read like such objects."""
+"""The sampler's input: an object for one row, or columns for many rows, which can be read like a list of objects."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,24 +11,24 @@ from tandem.engine.steps.seeded import start_of, uniforms
 from tandem.protocol.messages import SamplingParams
 
 SETTINGS = 8
-"""The number of columns of `SamplingMetadata.settings`."""
+"""The number of columns in `SamplingMetadata.settings`."""
 TEMPERATURE, NUMBER = 0, 4
-"""Two of these columns; the sampler writes the random number into the second."""
+"""The columns of the temperature and of the random number, which the sampler fills in."""
 NO_TOKEN = -1
-"""The id sampled for a row whose largest logit is not finite: NaN or infinite, or no token was allowed.
+"""The token id of a row whose largest logit is not finite: it is NaN or infinite, or no token was allowed.
 
-The next step, if it was launched before the host has read this id, uses token 0 in its place.
+If the next step was launched before the host has read this id, it uses token 0 instead.
 """
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class History:
-    """The tokens of a request that penalties and grammars look back on.
+    """The tokens of a request, as penalties and grammars need them.
 
-    The scheduler keeps one for all draws of the request. `answer` holds the output tokens that the host has: one fewer
-    where the row's own token is still in flight (`StepRow.source`). It grows between steps; the engine reads it while a
-    step is launched. The engine may cache what it counted of a history until the next draw, and is not notified when
-    the request ends.
+    The scheduler keeps one history for all sampling inputs of the request. `answer` has the output tokens that the host
+    knows: one token fewer than the output if the row's own token is still in flight (`StepRow.source`). It grows
+    between steps; the engine reads it while a step is launched. The engine may cache token counts of a history between
+    steps, and is not notified when the request ends.
     """
 
     prompt: Sequence[int]
@@ -36,19 +36,20 @@ class History:
     may_wait: bool = False
     """True if the scheduler can discard a token sampled while `waiting` is set, and repeat the row in the next step."""
     waiting: bool = False
-    """Set by the engine with each draw: the grammar's mask was not ready, so the sampled token must be discarded."""
+    """Set by the engine in each step: True if the grammar's mask was not ready, so the token must be discarded."""
     slow: bool = False
-    """Set by the engine once a mask took longer than a step waits: from then on the request gets no draft tokens."""
+    """Set by the engine once a mask took longer than a step waits; the request then gets no more draft tokens."""
     failure: Exception | None = None
-    """Set by the engine if the grammar cannot continue: the request fails when it gets its next token."""
+    """Set by the engine if the grammar cannot continue; the request fails when it gets its next token."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingInput:
-    """The parameters by which the token that follows the last token of a row is sampled.
+    """The parameters for sampling the token that follows the last token of a row.
 
-    `index` is the number of this draw in the request's seeded sequence, 0 for the first output token, so that any
-    worker draws the same random number in any batch. `history` is set if `sampling.needs_history`, else None.
+    `index` is the index of the token in the request's output, 0 for the first one; it selects the random number in the
+    seeded sequence, so any worker samples the same token in any batch. `history` is set if `sampling.needs_history`,
+    else None.
     """
 
     sampling: SamplingParams
@@ -58,28 +59,31 @@ class SamplingInput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingMetadata(Sequence[SamplingInput]):
-    """The sampling inputs of n rows, as columns. Its arrays must not change while a step that uses them may run."""
+    """The sampling inputs of n rows, as columns.
+
+    The arrays must not change while a step that uses them may run.
+    """
 
     samplings: Sequence[SamplingParams]
     histories: Sequence[History | None]
     settings: NDArray[np.float64]
-    """[n, SETTINGS], see `settings_of`."""
+    """[n, SETTINGS]: the columns of `settings_of`."""
     starts: NDArray[np.uint64]
-    """[n]: the start of each seed's sequence, see `seeded.start_of`."""
+    """[n]: the start of the random sequence of each row's seed, see `seeded.start_of`."""
     indices: NDArray[np.int64]
-    """[n]: the `index` of each draw, see `SamplingInput`."""
+    """[n]: the `index` of each sampling input."""
     greedy: bool
-    """True if no draw is random."""
+    """True if all rows sample greedily."""
     looks_back: bool
-    """True if any draw has a history, because of penalties or a grammar."""
+    """True if any row has a history, because of penalties or a grammar."""
     scored: bool
-    """True if any draw wants log probabilities."""
+    """True if any row wants log probabilities."""
     masked: bool = False
-    """True if logits of any draw are changed: by a bias, or to forbid an early end (`tandem/engine/logits_mask.py`)."""
+    """True if any row's logits are changed: by a bias, or to prevent an early end (`tandem/engine/logits_mask.py`)."""
 
     @classmethod
     def of(cls, draws: Sequence[SamplingInput]) -> "SamplingMetadata":
-        """Return the columns of these sampling inputs; if they are columns already, return them unchanged."""
+        """Return these sampling inputs as columns; if they are columns already, return them unchanged."""
         if isinstance(draws, SamplingMetadata):
             return draws
         samplings = [draw.sampling for draw in draws]
@@ -99,15 +103,15 @@ class SamplingMetadata(Sequence[SamplingInput]):
 
     @property
     def constrained(self) -> bool:
-        """True if any output follows a grammar."""
+        """True if the output of any row follows a grammar."""
         return self.looks_back and any(each.grammar for each in self.samplings)
 
     def numbers(self) -> NDArray[np.float64]:
-        """Return the random number of each draw: [n] in [0, 1), 0 for greedy draws."""
+        """Return the random number of each row: [n] in [0, 1), 0 for greedy rows."""
         return np.where(self.settings[:, TEMPERATURE] > 0, uniforms(self.starts, self.indices), 0.0)
 
     def followed_by(self, others: Sequence[SamplingInput]) -> "SamplingMetadata":
-        """Return these sampling inputs followed by `others`."""
+        """Return the concatenation of these sampling inputs and `others`."""
         if not others:
             return self
         more = SamplingMetadata.of(others)
@@ -147,12 +151,12 @@ class SamplingMetadata(Sequence[SamplingInput]):
 
 
 def all_greedy(settings: NDArray[np.float64]) -> bool:
-    """Return True if none of these rows of `SamplingMetadata.settings` samples at random."""
+    """Return True if all rows of `settings`, which are those of `SamplingMetadata.settings`, sample greedily."""
     return not settings[:, TEMPERATURE].any()
 
 
 def settings_of(sampling: SamplingParams) -> tuple[float, ...]:
-    """Return one row of `SamplingMetadata.settings`.
+    """Return a request's row of `SamplingMetadata.settings`.
 
     Its columns are temperature, top_k, top_p, min_p, space for the random number, and the repetition, presence and
     frequency penalties.

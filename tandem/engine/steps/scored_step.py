@@ -1,4 +1,4 @@
-"""Adds the scoring of prompts to a packed step."""
+"""Adds prompt scoring to a packed step."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from tandem.engine.steps.step_packer import PackedStep
 
 
 def with_scoring(step: PackedStep, batch: StepBatch, logprobs: Logprobs) -> PackedStep:
-    """Add the scoring of a batch that is `scored` to its packed step; `drawn` then includes the scored positions."""
+    """Add the prompt scoring of a `scored` batch to its packed step; `drawn` then includes the scored positions."""
     rows: list[tuple[PromptScores, list[int]]] = []
     positions: list[int] = []
     first = len(batch.tokens)

@@ -1,8 +1,8 @@
 """The buffer of a step: the layout of its sections, and the compiled loop that fills them for rows of one token.
 
-The loop is compiled because the same work as NumPy operations took about thirty calls per step: where ten milliseconds
-had passed since the last step, nearly all of their time went into fetching code. The loop keeps the GIL, because
-another thread that took it would delay the step for much longer than the loop runs.
+The loop is compiled because the same work took about thirty NumPy calls per step: if the last step was ten milliseconds
+ago, nearly all of their time went into fetching code. The loop keeps the GIL, because another thread that took the GIL
+would delay the step for much longer than the loop runs.
 """
 
 from dataclasses import dataclass
@@ -22,32 +22,32 @@ Narrow = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The bounds that rows are checked against: a row outside them would read or write memory of other requests."""
+    """The bounds against which rows are checked; a row outside them would access memory of other requests."""
 
     vocab_size: int
     max_context: int
     pages: int
     page_tokens: int
     windows: tuple[int | None, ...] = (None,)
-    """The attention window of each group of layers that share pages (`tandem/engine/config/kv.py`)."""
+    """The sliding window of each group of layers that share pages (`tandem/engine/config/kv.py`); None = none."""
 
     @property
     def groups(self) -> int:
-        """The number of groups of layers."""
+        """The number of groups of layers that share pages."""
         return len(self.windows)
 
     @property
     def row_limits(self) -> Words:
-        """The `limits` array that `fill_rows` takes."""
+        """The limits as the array that `fill_rows` expects."""
         return np.array([self.page_tokens, self.vocab_size, self.pages, *(window or 0 for window in self.windows)])
 
     def first_page(self, group: int, position: int) -> int:
-        """Return the number of the first page that a token at `position` reads in this group."""
+        """Return the number of the first page that a token at `position` attends to in this group."""
         window = self.windows[group]
         return 0 if window is None else max(0, position - window + 1) // self.page_tokens
 
     def pages_of(self, context: int) -> int:
-        """Return the number of pages that `context` tokens fill."""
+        """Return the number of pages that a context of `context` tokens needs."""
         return -(-context // self.page_tokens)
 
     def wrong_token(self) -> Internal:
@@ -65,60 +65,60 @@ class StepSizes:
 
     The sections in order: int64 token_ids, slots, drawn; int32 positions, sources, row starts, contexts, page table,
     adapters. Each begins at a multiple of 16 bytes, because Triton would compile kernels again for other alignments.
-    Slots and page table have one part for each group, padded to such a multiple as well.
+    Slots and page table have one part for each group, padded to a multiple of 16 bytes as well.
     """
 
     tokens: int
     rows: int
     width: int
-    """The number of pages in a row of the page table."""
+    """The number of entries in each row of the page table of a group."""
     drawn: int
     groups: int = 1
 
     @property
     def group_slots(self) -> int:
-        """The number of elements from one group's slots to those of the next group."""
+        """The distance between the slots of adjacent groups, in elements."""
         return -(-self.tokens // 2) * 2
 
     @property
     def group_table(self) -> int:
-        """The number of elements from one group's page table to that of the next group."""
+        """The distance between the page tables of adjacent groups, in elements."""
         return -(-self.rows * self.width // 4) * 4
 
     @property
     def wide(self) -> list[int]:
-        """The lengths of the int64 sections, in elements."""
+        """The lengths of the int64 sections without padding, in elements."""
         return [self.tokens, self.groups * self.group_slots, self.drawn]
 
     @property
     def narrow(self) -> list[int]:
-        """The lengths of the int32 sections, in elements."""
+        """The lengths of the int32 sections without padding, in elements."""
         return [self.tokens, self.tokens, self.rows + 1, self.rows, self.groups * self.group_table, self.tokens]
 
     @property
     def wide_room(self) -> list[int]:
-        """The number of elements from the start of each int64 section to the start of the next section."""
+        """The space of each int64 section, including padding up to the next section, in elements."""
         return [-(-length // 2) * 2 for length in self.wide]
 
     @property
     def narrow_room(self) -> list[int]:
-        """The number of elements from the start of each int32 section to the start of the next section."""
+        """The space of each int32 section, including padding up to the next section, in elements."""
         return [-(-length // 4) * 4 for length in self.narrow]
 
     @property
     def words(self) -> int:
-        """The number of 8-byte words of the whole buffer."""
+        """The size of the whole buffer in 8-byte words."""
         return bounds_of(self).words
 
     @property
     def starts(self) -> Words:
-        """[12]: the starts of all sections and the sizes of the groups' parts, see `_Bounds.starts`."""
+        """[12]: the starts of all sections, and the distances between the groups' parts; see `_Bounds.starts`."""
         return bounds_of(self).starts
 
 
 @dataclass(frozen=True, slots=True)
 class _Bounds:
-    """The range of each section in the buffer, in the section's own elements."""
+    """The range of each section in the buffer, in elements of the section's dtype."""
 
     token_ids: slice
     slots: slice
@@ -130,21 +130,20 @@ class _Bounds:
     table: slice
     adapters: slice
     wide: int
-    """The number of 8-byte words before the int32 sections."""
+    """The number of 8-byte words of the int64 sections, which come first."""
     words: int
     starts: Words
     """The starts of token_ids, slots and drawn; of the int32 part, in words; and of each int32 section in this part.
 
-    The last two are the number of elements from one group's slots to the next group's, and from one group's page table
-    to the next group's.
+    The last two entries are the distances between the slots, and between the page tables, of adjacent groups.
     """
 
 
 @lru_cache(maxsize=256)
 def bounds_of(sizes: StepSizes) -> _Bounds:
-    """Return the ranges of the sections.
+    """Return the range of each section of a buffer of `sizes`.
 
-    Cached, because it is called in each step and most steps have the same sizes.
+    The result is cached, because it is needed in each step, and most steps have the same sizes.
     """
     wide, narrow = sizes.wide_room, sizes.narrow_room
     token_ids, slots, drawn = _slices(wide, sizes.wide)
@@ -165,12 +164,12 @@ def _slices(rooms: list[int], lengths: list[int]) -> list[slice]:
 
 OK = -1
 SHORT_OF_PAGES, WRONG_TOKEN, WRONG_PAGE = range(3)
-"""The errors of a row that `fill_rows` reports."""
+"""The errors that `fill_rows` reports: too few pages, a wrong token id, and a wrong page id."""
 _FAULTS = 3
 
 
 def decode_error(found: int) -> tuple[int, int]:
-    """Return the error and the row number encoded in the result of `fill_rows`, which must not be OK."""
+    """Return the error and the row number that a result of `fill_rows` encodes; the result must not be OK."""
     return found % _FAULTS, found // _FAULTS
 
 
@@ -192,13 +191,13 @@ def _fill_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a compiled fu
 ):
     """Write n rows of one token each into `words` [int64], and padding rows up to `end`, which read and write nothing.
 
-    The sections of `words` begin at `at` (`StepSizes.starts`); the page table has `width` columns. Pages that a row's
-    window does not see are not read.
+    The sections of `words` begin at `at` (`StepSizes.starts`); the page table has `width` columns. Pages outside a
+    row's window are not read.
 
-    position_offset [n] int64: the position of each token, less `step`
+    position_offset [n] int64: the position of each row's token minus `step`
     token_ids       [n] int64
     sources         [n] int32: the row of the previous step that samples the token, -1 if the id is known
-    drawn_before    int64: the number of the draw of each row of the previous step; empty = the same as the row's number
+    drawn_before    int64: the index of each row of the previous step among its sampling rows; empty = the row's number
     slot_indices    [n]: the slot of each row in table, page_counts and adapters
     table           [slots, entries] int32: page n of group g is entry n · groups + g
     page_counts     [slots] int32: the number of entries of each slot
@@ -238,7 +237,7 @@ def _fill_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a compiled fu
             first, seen = group * group_table + row * width, 0
             if windows[group] > 0:
                 seen = max(0, position - windows[group] + 1) // page_tokens
-                # Entries before the window are FREED, so they repeat the first page that the window sees.
+                # Entries before the window are FREED, so they repeat the first page in the window.
                 into[first : first + seen] = table[slot, seen * groups + group]
             for index in range(seen, used):
                 held_page = table[slot, index * groups + group]

@@ -1,1 +1,1 @@
-"""Readers of model weights, and converters of other formats."""
+"""Reads model weights, and converts weights of other formats."""

@@ -1,6 +1,6 @@
-"""Converts a GGUF file into a model folder, once, in the user's cache, so that there is only one loader.
+"""Converts a GGUF file once into a model folder in the user's cache, so that the engine has only one loader.
 
-All weights become float32. If codes are kept, blocks of the types in `GGUF_SCHEMES` keep their bytes instead.
+All weights become float32. With `codes`, tensors of the types in `GGUF_SCHEMES` keep their quantized blocks instead.
 """
 
 import fcntl
@@ -30,23 +30,22 @@ Bytes = npt.NDArray[np.uint8]
 
 _MAGIC = b"GGUF"
 _VERSION = b"1"
-"""A part of the cache key: it changes when the output changes, so that older folders are no longer used."""
+"""A part of the cache key, which is changed when the converter's output changes, so that old folders are not used."""
 _DTYPE = "bfloat16"
-"""The dtype of a quantized model's activations and KV on GPUs; the file does not state one."""
+"""The dtype of activations and KV of a quantized model on GPUs, because the file does not state one."""
 _HASHED_BYTES = 1 << 20
 _PLAIN_TYPES = {"F64", "F32", "F16", "BF16"}
-"""The types of weights that are not quantized."""
+"""The GGUF types of weights that are not quantized."""
 
 
 def prepare_model(
     path: Path, cache_dir: Path | None = None, progress: Progress | None = None, *, codes: bool = False
 ) -> Path:
-    """Return a checked folder in Hugging Face layout: `path` itself, or the converted GGUF file.
+    """Return a checked folder in Hugging Face layout: `path` itself if it is a folder, or the converted GGUF file.
 
-    With `codes`, the folder keeps the file's codes, which only Tandem can read; otherwise all weights are float32.
-
-    The folder is kept below `cache_dir` (by default tandem/models in the XDG cache folder), has the name of the file,
-    and appears there atomically. Raises ModelError for anything that cannot be served.
+    With `codes`, the converted folder keeps the file's quantized codes, which only Tandem can read; otherwise all
+    weights are float32. The folder is below `cache_dir` (by default tandem/models in the XDG cache folder), has the
+    name of the file, and appears there atomically. Raises ModelError for anything that cannot be served.
     """
     if path.is_dir():
         check_model(path)
@@ -71,9 +70,9 @@ def prepare_model(
 
 
 def refuse_codes(path: Path) -> None:
-    """Raise ModelError for a GGUF file with quantized weights: quantized again they would lose much more.
+    """Raise ModelError if a GGUF file has quantized weights, which would lose much accuracy if quantized again.
 
-    Only its header is read. Other problems with the path are reported by `prepare_model`.
+    Only the header is read. Other problems with the path are reported by `prepare_model`.
     """
     if not path.is_file() or _beginning(path)[: len(_MAGIC)] != _MAGIC:
         return
@@ -89,12 +88,12 @@ def refuse_codes(path: Path) -> None:
 
 
 def default_cache() -> Path:
-    """Return the folder of converted models."""
+    """Return the folder that keeps converted models."""
     return user_cache("models")
 
 
 def _fingerprint(path: Path, *, codes: bool) -> str:
-    """Return a name for the converted file from its size, modification time and first MiB, without reading the rest."""
+    """Return a name for the converted file, computed from its size, modification time and first MiB."""
     status = path.stat()
     version = _VERSION + (b" codes" if codes else b"")
     digest = hashlib.blake2b(version + f"{status.st_size} {status.st_mtime_ns}".encode(), digest_size=8)
@@ -111,7 +110,7 @@ def _beginning(path: Path) -> bytes:
 
 
 def _is_sound(folder: Path) -> bool:
-    """Return True if an earlier conversion is complete; one that a full disk or a power cut interrupted is repeated."""
+    """Return True if `folder` has a complete conversion, not one that a full disk or a power cut interrupted."""
     if not folder.is_dir():
         return False
     try:
@@ -122,7 +121,10 @@ def _is_sound(folder: Path) -> bool:
 
 
 def _convert(path: Path, folder: Path, progress: Progress | None, *, codes: bool) -> None:
-    """Write a hidden sibling folder, then rename it. The caller holds the lock, so no process uses leftover folders."""
+    """Write a hidden folder next to `folder`, then rename it.
+
+    The caller holds the lock, so no process uses the leftover folders that are removed first.
+    """
     for leftover in [*folder.parent.glob(".partial-*"), folder]:
         shutil.rmtree(leftover, ignore_errors=True)
     partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder.parent))
@@ -164,7 +166,7 @@ def _write_folder(path: Path, folder: Path, progress: Progress | None, *, codes:
 
 
 def _modules_by_type(tensors: Iterable[ReaderTensor]) -> dict[str, list[str]]:
-    """Return the module names of the tensors, by block type."""
+    """Return the names of the tensors' modules for each block type."""
     found: dict[str, list[str]] = {}
     for tensor in tensors:
         found.setdefault(tensor.tensor_type.name, []).append(huggingface_name(tensor.name).removesuffix(".weight"))
@@ -172,21 +174,21 @@ def _modules_by_type(tensors: Iterable[ReaderTensor]) -> dict[str, list[str]]:
 
 
 def _has_codes(tensor: ReaderTensor) -> bool:
-    """Return True for a tensor whose blocks can be kept."""
+    """Return True if the tensor's quantized blocks can be kept."""
     return tensor.tensor_type.name in GGUF_SCHEMES and tensor.name.endswith(".weight") and len(tensor.shape) == 2
 
 
 def _described(tensor: ReaderTensor, kept: bool) -> tuple[str, tuple[int, ...]]:
-    """Return the dtype and the shape in which a tensor is written."""
+    """Return the dtype and the shape with which a tensor is written."""
     # GGUF lists dimensions from the fastest-varying one, safetensors from the slowest-varying one.
     shape = tensor.data.shape if kept else tensor.shape[::-1]
     return "U8" if kept else "F32", tuple(map(int, shape))
 
 
 class _Reader(GGUFReader):  # type: ignore[misc]  # its package has no types
-    """A reader that checks the file's size against its header: fields as it reads them, tensors before they are mapped.
+    """A GGUF reader that checks the file's size against its header before it reads a field or maps the tensors.
 
-    The library itself reads past the end of a file without an error, as often as an array's stated length says.
+    The library itself reads past the end of a file without an error, for as long as an array's stated length.
     """
 
     def _get(self, offset: int, dtype: npt.DTypeLike, count: int = 1, **more: Any) -> npt.NDArray[Any]:
@@ -254,7 +256,11 @@ def _dequantize(tensor: ReaderTensor) -> Float32:
 
 
 def _unpermute(weight: Float32 | Bytes, heads: int) -> Float32 | Bytes:
-    """Reorder the q and k rows of Llama: GGUF interleaves the pairs of RoPE, checkpoints keep the halves apart."""
+    """Reorder the q and k rows of Llama as checkpoints store them.
+
+    GGUF stores the two rows of a RoPE pair next to each other; checkpoints store all first rows of a head, then all
+    second rows.
+    """
     half = weight.shape[0] // heads // 2
     return weight.reshape(heads, half, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 

@@ -1,4 +1,4 @@
-"""Translates GGUF metadata and tensor names to those of Hugging Face."""
+"""Translates GGUF metadata and tensor names to those of Hugging Face checkpoints."""
 
 import math
 import re
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from tandem.protocol.errors import ModelError
 
 Read = Callable[[str], Any]
-"""A function that returns the value of a metadata key, None if the file lacks it."""
+"""A function that returns the value of a metadata key; None if the file does not have the key."""
 
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _TOP_LEVEL = {
@@ -33,11 +33,11 @@ _IN_LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 ROPE_FACTORS = "rope_freqs.weight"
-"""The tensor of Llama 3's RoPE scaling: GGUF stores the divisors instead of the parameters."""
+"""The tensor with Llama 3's RoPE scaling; GGUF stores the divisors of frequencies instead of the parameters."""
 
 
 def huggingface_name(name: str) -> str:
-    """Return the checkpoint's name of a GGUF tensor. Raises ModelError for a tensor that no supported model has."""
+    """Return the checkpoint's name for a GGUF tensor. Raises ModelError if no supported model has the tensor."""
     if name in _TOP_LEVEL:
         return _TOP_LEVEL[name]
     found = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
@@ -49,7 +49,7 @@ def huggingface_name(name: str) -> str:
 def huggingface_config(
     read: Read, vocab_size: int, tensors: Collection[str], rope_factors: npt.NDArray[np.float32] | None
 ) -> dict[str, Any]:
-    """Return the contents of config.json. Raises ModelError for a model that is not supported.
+    """Return the contents of config.json for a GGUF file. Raises ModelError if the model is not supported.
 
     `vocab_size` is the number of rows of the embedding, `rope_factors` the values of `ROPE_FACTORS` if the file has
     them.
@@ -95,7 +95,7 @@ def huggingface_config(
 
 
 def eos_token_ids(read: Read) -> list[int]:
-    """Return the ids of the end-of-sequence token and, for chat models, the end-of-turn token."""
+    """Return the ids of the end-of-sequence token and, in chat models, of the end-of-turn token."""
     keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
     return sorted({int(value) for value in map(read, keys) if value is not None})
 
@@ -112,7 +112,10 @@ def _rope_scaling(read: Read, kind: str, factors: npt.NDArray[np.float32] | None
 
 
 def _llama3_scaling(factors: npt.NDArray[np.float32], theta: float) -> dict[str, Any]:
-    """Return the parameters that yield these divisors. Every Llama 3.x blends between 1 and 4 turns in 8192 tokens."""
+    """Return the parameters of Llama 3 scaling that yield these divisors.
+
+    Every Llama 3.x blends frequencies between 1 and 4 turns in 8192 tokens.
+    """
     scaling = {
         "rope_type": "llama3",
         "factor": float(factors.max()),

@@ -1,4 +1,4 @@
-"""Loads quantized weights: a few at a time are read to the device, repacked there, and copied to their places."""
+"""Loads quantized weights: a few at a time are read to the device, repacked there, and copied to their slots."""
 
 from collections.abc import Callable, Iterator, Mapping
 from types import EllipsisType
@@ -18,11 +18,11 @@ from tandem.engine.weights.tensor_reader import DTYPES, FLOATS, MAX_THREADS, PIE
 from tandem.protocol.errors import ModelError
 
 _BATCH_BYTES = MAX_THREADS * PIECE_BYTES
-"""The bytes that are read at once, one piece per thread. No other part of a checkpoint is held twice."""
+"""The bytes that are read at once, one piece per thread; no other part of a checkpoint is in memory twice."""
 
 
 def stored_tensors(name: str, slot: ParameterSlot, scheme: WeightScheme | None) -> dict[str, StoredTensor]:
-    """Return the tensors in which a checkpoint stores the weight `name`, by their names; the first has its codes."""
+    """Return the tensors in which a checkpoint stores the weight `name`, by their names; the first has the codes."""
     if scheme is None or scheme.format is WeightFormat.ROUND_TO_NEAREST:
         return {name: StoredTensor(name, (slot.stored_shape,), frozenset(FLOATS))}
     module = name.removesuffix("weight")
@@ -36,9 +36,9 @@ def load_quantized(
     entries: Mapping[str, TensorEntry],
     on_read: Callable[[int], None],
 ) -> None:
-    """Load the weights that `schemes` names.
+    """Load the weights named in `schemes` into their slots.
 
-    `on_read` is that of `read_tensors`, and counts all elements of all tensors.
+    `on_read` is that of `read_tensors`; it counts all elements of all tensors.
     """
     for batch in _batches(slots, schemes, entries):
         wanted = {name: entries[name] for names in batch.values() for name in names}
@@ -57,7 +57,10 @@ def load_quantized(
 def _batches(
     slots: Mapping[str, ParameterSlot], schemes: Mapping[str, WeightScheme], entries: Mapping[str, TensorEntry]
 ) -> Iterator[dict[str, list[str]]]:
-    """Yield batches of weights with the names of their tensors, in file order, large enough to be read fast."""
+    """Yield batches of weights in file order, each with the names of its tensors.
+
+    A batch is large enough to be read fast.
+    """
     stored = {name: _to_read(name, slots, scheme, entries) for name, scheme in schemes.items()}
     batch: dict[str, list[str]] = {}
     size = 0
@@ -75,7 +78,10 @@ def _batches(
 def _to_read(
     name: str, slots: Mapping[str, ParameterSlot], scheme: WeightScheme, entries: Mapping[str, TensorEntry]
 ) -> list[str]:
-    """Return the names of the tensors to read for a weight; the model's own biases have places of their own."""
+    """Return the names of the tensors to read for a weight.
+
+    Biases of the model are left out, because they have slots of their own.
+    """
     found = stored_tensors(name, slots[name], scheme)
     own = {each for each in found if each == name or each not in slots}
     return [each for each, stored in found.items() if stored.read and each in own and each in entries]
@@ -86,7 +92,7 @@ def _bytes(entry: TensorEntry) -> int:
 
 
 def _fill_slot(slot: ParameterSlot, scheme: WeightScheme, stored: Mapping[str, Tensor], name: str) -> None:
-    """Write a weight to its place, packed or dequantized."""
+    """Write a weight to its slot, packed or dequantized."""
     target = slot.tensor
     if scheme.format is WeightFormat.ROUND_TO_NEAREST:
         assert isinstance(target, PackedWeight)

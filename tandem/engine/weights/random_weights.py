@@ -1,4 +1,4 @@
-"""Random weights for performance runs: the shapes of a real model, generated on the device in seconds."""
+"""Random weights for performance runs: the shapes of a real model, with values generated on the device in seconds."""
 
 import hashlib
 from pathlib import Path
@@ -10,12 +10,12 @@ from tandem.engine.models.parameters import Parameters, named_weights
 
 _SEED = 20_240_601
 _SPREAD = 0.02
-"""The standard deviation, as in models that are initialized for training."""
+"""The standard deviation of the weights, as in models that are initialized for training."""
 _ROWS = 1024
 
 
 def fill_randomly(parameters: Parameters) -> None:
-    """Fill the weights with normal numbers from a fixed seed; norms are 1, biases 0.
+    """Fill the weights with normally distributed numbers from a fixed seed; norms become 1, biases 0.
 
     Two processes on the same kind of device get the same weights.
     """
@@ -32,7 +32,7 @@ def fill_randomly(parameters: Parameters) -> None:
 
 
 def _fill_packed(weight: PackedWeight, generator: torch.Generator) -> None:
-    """Choose every code with equal probability, and set scales that give the weights their standard deviation."""
+    """Choose all codes with equal probability, and set scales that give the weights the deviation `_SPREAD`."""
     codes = weight.codes
     if codes.dtype == torch.float8_e4m3fn:
         # One part at a time, because normal numbers are generated in float32, which takes four times the bytes.
@@ -52,5 +52,8 @@ def _fill_packed(weight: PackedWeight, generator: torch.Generator) -> None:
 
 
 def random_revision(folder: Path) -> str:
-    """Return the name of these weights: the same for the same config.json, and never that of a real model."""
+    """Return the revision name of random weights.
+
+    It is the same for the same config.json, and never that of a real model.
+    """
     return "random-" + hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""The safetensors format, read and written without holding a whole file in memory.
+"""Reads and writes the safetensors format without holding a whole file in memory.
 
 A file has an 8-byte little-endian header length, the header (JSON: name → dtype, shape, byte range), then the tensors.
 """
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from tandem.protocol.errors import ModelError
 
 _LARGEST_HEADER = 8 << 20
-"""The most bytes of a header: about 60,000 tensors, while a published file has a few thousand.
+"""Maximum size of a header in bytes: about 60,000 tensors, while a published file has a few thousand.
 
 The reference implementation reads up to 100 million bytes, which takes many seconds.
 """
@@ -23,12 +23,12 @@ _MOST_DIMENSIONS = 8
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1, "F8_E4M3": 1}
 
 _WRITTEN = {"F32": np.float32, "BF16": np.uint16, "I64": np.int64, "U8": np.uint8}
-"""The dtypes that can be written, each with the dtype of its array; bfloat16 is passed as its bits."""
+"""The dtypes that can be written, each with the NumPy dtype of its values; bfloat16 is passed as its bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor in a file's header: `dtype` as safetensors spells it, `start` is its first byte in the file."""
+    """A tensor in a file's header: `dtype` in the spelling of safetensors, `start` the offset of its first byte."""
 
     file: Path
     dtype: str
@@ -37,7 +37,7 @@ class TensorEntry:
 
 
 def read_header(file: Path, largest: int = _LARGEST_HEADER) -> dict[str, TensorEntry]:
-    """Return all tensors of a file, checked against the file's size.
+    """Return the entries of all tensors in a file, by name, checked against the file's size.
 
     Raises ModelError if the file is truncated or corrupt, or if its header has more than `largest` bytes.
     """
@@ -80,7 +80,7 @@ def _entry(file: Path, data_start: int, described: Mapping[str, object]) -> Tens
 def write_float32(
     file: Path, shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[npt.NDArray[np.float32]]
 ) -> None:
-    """Write `tensors`, which are passed one at a time in the order of `shapes`."""
+    """Write float32 tensors, passed one at a time in the order of `shapes`, to a file."""
     write_tensors(file, {name: ("F32", shape) for name, shape in shapes.items()}, tensors)
 
 
@@ -89,7 +89,10 @@ def write_tensors(
     described: Mapping[str, tuple[str, tuple[int, ...]]],
     tensors: Iterable[npt.NDArray[np.float32 | np.uint16 | np.int64 | np.uint8]],
 ) -> None:
-    """Write tensors with dtypes of `_WRITTEN`, passed one at a time in the order of `described` (dtype, shape)."""
+    """Write tensors, passed one at a time in the order of `described` (dtype, shape), to a file.
+
+    Their dtypes are keys of `_WRITTEN`.
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, (dtype, shape) in described.items():

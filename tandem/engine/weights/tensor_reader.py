@@ -1,8 +1,8 @@
 """Reads tensors of safetensors files directly into their destination, with a few threads.
 
-A tensor in host memory that is stored in its own dtype is read in place. Others pass through small staging buffers,
-which are pinned for a GPU; each thread fills one of its buffers while the other is copied. So the host never holds a
-second copy of the weights, and a file in the page cache is read at memory speed.
+A tensor in host memory that keeps its stored dtype is read in place. Others pass through small staging buffers, which
+are pinned for a GPU; each thread fills one of its buffers while the other is copied. So the host never holds a second
+copy of the weights, and a file in the page cache is read at memory speed.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from tandem.engine.weights.safetensors_file import TensorEntry
 from tandem.protocol.errors import ModelError
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""The dtypes of weights that are not quantized, as safetensors spells them."""
+"""The dtypes of weights that are not quantized, by their names in safetensors."""
 DTYPES = FLOATS | {
     "I64": torch.int64,
     "I32": torch.int32,
@@ -29,24 +29,24 @@ DTYPES = FLOATS | {
     "U8": torch.uint8,
     "F8_E4M3": torch.float8_e4m3fn,
 }
-"""The dtypes that can be read, as safetensors spells them; those of codes are never cast."""
+"""The dtypes that can be read, by their names in safetensors; dtypes of codes are never cast."""
 PIECE_BYTES = 8 << 20
-"""The bytes of one read."""
+"""The number of bytes that one read operation reads."""
 MAX_THREADS = 8
 _BUFFERS = 2
 _LARGEST_FLOAT16 = 65504.0
 _WIDER = {torch.float64, torch.float32, torch.bfloat16}
-"""The dtypes that can hold larger numbers than float16."""
+"""The dtypes whose largest numbers exceed those of float16."""
 
 
 def read_tensors(
     entries: Mapping[str, TensorEntry], into: Mapping[str, Tensor], on_read: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Copy every entry to `into[name]`, which is contiguous and has its shape, cast to that tensor's dtype on the way.
+    """Copy every entry to the tensor of the same name in `into`, cast to its dtype.
 
-    All tensors of `into` are on one device; the copies are complete on return. `on_read` is called on the caller's
-    thread with the number of elements of each piece. Raises ModelError for a file that cannot be read to its end, and
-    as `check_range` does.
+    The tensors of `into` are contiguous, have the shapes of the entries, and are all on one device; the copies are
+    complete on return. `on_read` is called on the caller's thread with the number of elements of each piece. Raises
+    ModelError for a file that cannot be read to its end, and as `check_range` does.
     """
     devices = {into[name].device for name in entries}
     if len(devices) != 1:
@@ -65,7 +65,10 @@ def read_tensors(
 
 
 def check_range(values: Tensor, dtype: torch.dtype, subject: str) -> None:
-    """Raise ModelError if weights would become infinite in float16; `subject` names them in the message."""
+    """Raise ModelError if `dtype` is float16 and any value would become infinite in it.
+
+    `subject` names the weights in the message.
+    """
     if dtype != torch.float16 or values.dtype not in _WIDER or not len(values):
         return
     low, high = (float(each) for each in torch.aminmax(values))
@@ -78,9 +81,9 @@ def check_range(values: Tensor, dtype: torch.dtype, subject: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A piece of the tensor `name`: its bytes in `file` begin at `start`, stored as `dtype`.
+    """A piece of a tensor: its bytes start at `start` in `file`, and have the dtype `dtype`.
 
-    `target` is the destination.
+    `name` is the tensor's name, and `target` is the destination.
     """
 
     name: str
@@ -103,7 +106,7 @@ class _Staging(threading.local):
             self._free = [torch.cuda.Event() for _ in range(_BUFFERS)]  # type: ignore[no-untyped-call]
 
     def take(self, size: int) -> Tensor:
-        """Return a buffer [size] uint8 whose last copy has ended."""
+        """Return a staging buffer [size] uint8 whose last copy has ended."""
         if not self._buffers:
             count = _BUFFERS if self._on_gpu else 1
             self._buffers = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=self._on_gpu) for _ in range(count)]
@@ -114,7 +117,7 @@ class _Staging(threading.local):
         return self._buffers[0][:size]
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copy from the buffer that was taken last; on a GPU it does not wait for the copy."""
+        """Copy from the buffer that was taken last, without waiting on a GPU."""
         if not self._on_gpu:
             target.copy_(source)
             return
@@ -140,7 +143,7 @@ def _open(file: Path, until: contextlib.ExitStack) -> int:
 
 
 def _pieces(entries: Mapping[str, TensorEntry], into: Mapping[str, Tensor]) -> Iterator[_Piece]:
-    """Yield the pieces in the order of the files, so that the disk can read ahead."""
+    """Yield the pieces of all entries in file order, so that the disk can read ahead."""
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].file, item[1].start)):
         dtype, flat = DTYPES[entry.dtype], into[name].view(-1)
         step = PIECE_BYTES // dtype.itemsize
@@ -149,7 +152,7 @@ def _pieces(entries: Mapping[str, TensorEntry], into: Mapping[str, Tensor]) -> I
 
 
 def _read(piece: _Piece, opened: int, staging: _Staging) -> int:
-    """Read a piece and return its number of elements."""
+    """Read a piece into its target, and return its number of elements."""
     target = piece.target
     # Threads do not inherit inference mode, in which the weights were allocated and must be written.
     with torch.inference_mode():
@@ -165,7 +168,7 @@ def _read(piece: _Piece, opened: int, staging: _Staging) -> int:
 
 
 def _fill(target: Any, piece: _Piece, opened: int) -> None:
-    """Read until `target`, an array of bytes, is full."""
+    """Read bytes of the piece until `target`, an array of bytes, is full."""
     done, size = 0, len(target)
     try:
         while done < size:

@@ -21,6 +21,7 @@ from tandem.protocol.messages.references import PeerRef, RequestRef
 from tandem.protocol.messages.sampling import (
     CACHE_SALT_MAX,
     FREQUENCY_MAX,
+    INT32_MAX,
     LOGIT_BIAS_MAX,
     LOGIT_BIASES_MAX,
     LOGPROBS_MAX,
@@ -28,6 +29,8 @@ from tandem.protocol.messages.sampling import (
     PROMPT_SCORES_MAX,
     REPETITION_MAX,
     REPETITION_MIN,
+    SEED_MAX,
+    TEMPERATURE_MAX,
     PromptLogprobs,
     SamplingParams,
     TokenLogprobs,
@@ -38,6 +41,7 @@ from tandem.protocol.messages.work import Destination, PrefillTask, Reservation
 __all__ = [
     "CACHE_SALT_MAX",
     "FREQUENCY_MAX",
+    "INT32_MAX",
     "LOGIT_BIASES_MAX",
     "LOGIT_BIAS_MAX",
     "LOGPROBS_MAX",
@@ -45,6 +49,8 @@ __all__ = [
     "PROMPT_SCORES_MAX",
     "REPETITION_MAX",
     "REPETITION_MIN",
+    "SEED_MAX",
+    "TEMPERATURE_MAX",
     "Absence",
     "AdapterFacts",
     "Assignment",

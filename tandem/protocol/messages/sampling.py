@@ -3,6 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+INT32_MAX = 2**31 - 1
+"""Maximum of `max_tokens`, `top_k` and other numbers of tokens in a request."""
+SEED_MAX = 2**64 - 1
+TEMPERATURE_MAX = 100.0
 LOGPROBS_MAX = 20
 """Maximum number of alternatives whose log probabilities can be requested per token."""
 FREQUENCY_MAX = PRESENCE_MAX = 2.0

@@ -1,4 +1,4 @@
-"""The model families: each file in this folder, except the shared ones, is a family, and is found by being here."""
+"""The model families; each module of this package, except the shared ones, is a family and is found automatically."""
 
 import importlib
 import pkgutil
@@ -11,18 +11,18 @@ from tandem.engine.models.parameters import Parameters, ParameterSlot
 from tandem.protocol.errors import ModelError
 
 _SHARED = {"family", "rows"}
-"""Files in this folder that are not families."""
+"""The modules of this package that define no family."""
 
 
 @cache
 def families() -> tuple[Family, ...]:
-    """Return the families, in the order of their file names."""
+    """Return all families, in the order of their module names."""
     names = sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in _SHARED)
     return tuple(importlib.import_module(f"{__name__}.{name}").FAMILY for name in names)
 
 
 def family_of(config: Json) -> Family:
-    """Return the family of a config.json, found by its `architectures`, or by its `model_type` if it has none.
+    """Return the family of a config.json, which is found by `architectures` or, if that is missing, by `model_type`.
 
     Raises ModelError, which names the architecture and lists the supported ones.
     """
@@ -38,12 +38,12 @@ def family_of(config: Json) -> Family:
 
 
 def is_supported(config: Json) -> bool:
-    """Return True if any family reads this config.json."""
+    """Return True if a family supports this config.json."""
     return any(_matches(family, config) for family in families())
 
 
 def slots_of(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
-    """Return where each tensor of a checkpoint of this model is written to, by the tensor's name."""
+    """Return the destination of each tensor of a checkpoint of this model, by the tensor's name."""
     return family_of({"architectures": [spec.architecture]}).slots(spec, parameters)
 
 

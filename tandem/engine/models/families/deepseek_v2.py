@@ -26,12 +26,12 @@ from tandem.engine.models.parameters import LatentParameters, Parameters, Parame
 from tandem.protocol.errors import ModelError
 
 _QUERY_RANK = 1536
-"""The query rank that transformers uses if config.json has none.
+"""The query rank if config.json does not have the field, as in transformers.
 
-Null means that queries have no low-rank projection.
+If the field is null, queries have no low-rank projection.
 """
 _NORM_EPS = 1e-6
-"""The epsilon of the norms of latents; config.json only sets that of the other norms."""
+"""The epsilon of the norms of latents; config.json has only that of the other norms."""
 
 
 def _parse(config: Json) -> ModelSpec:
@@ -45,7 +45,7 @@ def _parse(config: Json) -> ModelSpec:
 
 
 def latent_model(config: Json, architecture: str, router: ExpertRouter) -> ModelSpec:
-    """Return the spec of a model with latent attention, whose first layers are dense."""
+    """Return the spec of a model with latent attention whose first layers have no experts."""
     attention = _attention(config)
     dense = parse_dense(config)
     first = int(config.get("first_k_dense_replace") or 0)
@@ -109,7 +109,10 @@ def _temperature(config: Json, rope: RopeConfig) -> float:
 
 
 def latent_slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
-    """Return the slots of a model with latent attention; its checkpoints store rotated rows in neighbouring pairs."""
+    """Return the slots of a model with latent attention.
+
+    Its checkpoints store the two rows of each rotated pair next to each other, so they are reordered.
+    """
     found = standard_slots(spec, parameters)
     for number, (layer, weights) in enumerate(zip(spec.layers, parameters.layers, strict=True)):
         assert isinstance(layer.attention, LatentAttention)

@@ -1,4 +1,4 @@
-"""The interface of a model family, and the parts of config.json that most families read in the same way."""
+"""The interface of a model family, and parsers for the parts of config.json that most families share."""
 
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -22,28 +22,28 @@ from tandem.protocol.errors import ModelError
 
 Json = Mapping[str, Any]
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
-"""Maps the name of an activation in config.json to that in `DenseFeedForward`."""
+"""Maps the name of an activation in config.json to its name in `DenseFeedForward`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A model family: how its config.json and its tensor names are read.
+    """A model family: how to parse its config.json and where to store the tensors of its checkpoints.
 
     `parse` raises ModelError if something is not supported, and KeyError, TypeError or ValueError if the configuration
     is incomplete.
     """
 
     architectures: tuple[str, ...]
-    """The transformers classes, as `architectures` in config.json names them."""
+    """The names of the transformers classes in `architectures` of config.json."""
     model_types: tuple[str, ...]
-    """The values of `model_type` in config.json, which decides if `architectures` is missing."""
+    """The values of `model_type` in config.json, which is used if `architectures` is missing."""
     parse: Callable[[Json], ModelSpec]
     slots: Callable[[ModelSpec, Parameters], dict[str, ParameterSlot]] = standard_slots
-    """Returns where each tensor of a checkpoint is written to, by its name."""
+    """Returns the destination of each tensor of a checkpoint, by the tensor's name."""
 
 
 def parse_activation(config: Json, default: str = "silu") -> str:
-    """Return the activation of the feed-forward networks. Raises ModelError if it is not supported."""
+    """Return the activation function of the feed-forward networks. Raises ModelError if it is not supported."""
     named = config.get("hidden_act") or config.get("hidden_activation") or default
     if named not in ACTIVATIONS:
         raise ModelError(f"hidden_act {named!r} is not supported; supported are {', '.join(ACTIVATIONS)}.")
@@ -51,12 +51,12 @@ def parse_activation(config: Json, default: str = "silu") -> str:
 
 
 def parse_dense(config: Json, *, bias: bool = False, activation: str = "silu") -> DenseFeedForward:
-    """Return the feed-forward network of a layer without experts; `activation` is the default of the family."""
+    """Return the feed-forward network of a layer without experts; `activation` is the default of the model family."""
     return DenseFeedForward(int(config["intermediate_size"]), parse_activation(config, activation), bias)
 
 
 def with_dense(config: Json, layers: Sequence[LayerSpec], numbers: Container[int]) -> list[LayerSpec]:
-    """Return the layers of a mixture-of-experts model with those of these numbers made dense."""
+    """Return the layers of a mixture-of-experts model, in which the layers in `numbers` become dense."""
     dense = [number for number in range(len(layers)) if number in numbers]
     if not dense:
         return list(layers)
@@ -67,7 +67,7 @@ def with_dense(config: Json, layers: Sequence[LayerSpec], numbers: Container[int
 
 
 def parse_sigmoid_router(config: Json) -> ExpertRouter:
-    """Return the router of DeepSeek-V3 and GLM-4.5: sigmoid scores, and a bias that affects only the choice."""
+    """Return the router of DeepSeek-V3 and GLM-4.5: sigmoid scores, and a bias used only to choose the experts."""
     return ExpertRouter(
         score="sigmoid",
         renormalize=bool(config.get("norm_topk_prob", True)),
@@ -80,13 +80,16 @@ def parse_sigmoid_router(config: Json) -> ExpertRouter:
 
 
 def parse_expert_count(config: Json) -> int:
-    """Return the number of experts, whose field differs in transformers 4 and 5. Raises KeyError if there is none."""
+    """Return the number of experts. Raises KeyError if there is none.
+
+    The field has different names in transformers 4 and 5.
+    """
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     return int(next((config[name] for name in names if config.get(name)), None) or config[names[0]])
 
 
 def parse_shape(config: Json, *, head_dim: int | None = None, scale: float | None = None) -> AttentionShape:
-    """Return heads, dimensions and scale of attention, without a window; `head_dim` is the default of the family.
+    """Return the heads, dimensions and scale of attention, without a window; `head_dim` is the family's default.
 
     Raises ModelError if the numbers do not fit together.
     """
@@ -105,14 +108,14 @@ def parse_shape(config: Json, *, head_dim: int | None = None, scale: float | Non
 
 
 def check_sizes(**sizes: int) -> None:
-    """Raise ModelError for the first of these sizes, named by their fields, that is below 1."""
+    """Raise ModelError for the first size below 1; each argument is named by its field in config.json."""
     for name, size in sizes.items():
         if size < 1:
             raise ModelError(f"{name} {size} is not supported; it must be at least 1.")
 
 
 def parse_window(config: Json) -> int | None:
-    """Return `sliding_window`. Raises ModelError if it is below 1."""
+    """Return `sliding_window`; None if it is not set. Raises ModelError if it is below 1."""
     window = config.get("sliding_window")
     if window is not None and int(window) < 1:
         raise ModelError(f"sliding_window {window} is not supported; a token sees at least itself.")
@@ -120,7 +123,7 @@ def parse_window(config: Json) -> int | None:
 
 
 def parse_softcap(config: Json, name: str, default: float | None = None) -> float | None:
-    """Return the soft cap of scores or logits in the field `name`, None for null.
+    """Return the cap of scores or logits in the field `name`; None for null.
 
     Raises ModelError unless it is above 0.
     """
@@ -131,7 +134,10 @@ def parse_softcap(config: Json, name: str, default: float | None = None) -> floa
 
 
 def windows_by_type(config: Json, window: int | None, default: Callable[[int], str]) -> tuple[int | None, ...]:
-    """Return each layer's window according to `layer_types`, or to `default` of the layer's number if it is missing."""
+    """Return each layer's sliding window, None for full attention.
+
+    The attention type of each layer is in `layer_types` or, if that is missing, `default` of the layer's number.
+    """
     layers = int(config["num_hidden_layers"])
     kinds: Sequence[str] = config.get("layer_types") or [default(number) for number in range(layers)]
     if len(kinds) != layers:
@@ -161,7 +167,7 @@ def make_model(
     tied_by_default: bool = False,
     **changes: Any,
 ) -> ModelSpec:
-    """Return a spec with the fields that all families read alike; `changes` are further fields of `ModelSpec`.
+    """Return a spec whose common fields are parsed from `config`; `changes` are further fields of `ModelSpec`.
 
     Raises ModelError for sizes below 1, and for experts that cannot be chosen or computed.
     """
@@ -203,7 +209,10 @@ def grouped_layers(
     output_bias: bool = False,
     qk_norm: int = 0,
 ) -> list[LayerSpec]:
-    """Return layers of grouped-query attention that differ only in their windows; `rope` None = that of config.json."""
+    """Return layers of grouped-query attention that differ only in their windows.
+
+    `rope` is their rotary embedding; None = that of config.json.
+    """
     rope = parse_rope(config) if rope is None else rope
     return [
         LayerSpec(
@@ -221,7 +230,7 @@ def grouped_layers(
 
 
 def _max_context(config: Json, ropes: Sequence[RopeConfig]) -> int:
-    """Return the longest context; with YaRN, config.json may still state the context before scaling."""
+    """Return the maximum context length; with YaRN, config.json may have the length before scaling."""
     stated = int(config["max_position_embeddings"])
     stretched = (int(rope.original_context * rope.factor) for rope in ropes if rope.kind == "yarn")
     longest = max([stated, *stretched])

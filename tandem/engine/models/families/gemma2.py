@@ -1,4 +1,4 @@
-"""Gemma 2: soft caps, norms of block outputs, and a window in every other layer."""
+"""Gemma 2: caps on scores and logits, norms of block outputs, and a window in every other layer."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,7 +34,7 @@ def gemma_model(config: Json, architecture: str, layers: Sequence[LayerSpec]) ->
 
 
 def gemma_slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
-    """Return the slots of a model with output norms, whose norm weights are stored minus 1."""
+    """Return the slots of a model with output norms; its checkpoints store norm weights minus 1."""
     found = standard_slots(spec, parameters)
     named = renamed(found, {"post_attention_layernorm": "pre_feedforward_layernorm"})
     for number, weights in enumerate(parameters.layers):

@@ -1,4 +1,4 @@
-"""Gemma 3, text only: five layers with a window, which have their own RoPE, alternate with one layer without."""
+"""Gemma 3, text only: five layers with a window, which have their own RoPE, are followed by one without a window."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ _DEFAULTS = {
     "max_position_embeddings": 131_072,
     "sliding_window": 4096,
 }
-"""The defaults of transformers for fields that published files leave out."""
+"""The defaults of transformers for fields that published config.json files leave out."""
 _GLOBAL_THETA, _LOCAL_THETA = 1e6, 1e4
 """The RoPE thetas of layers without and with a window, if config.json has none."""
 
@@ -49,14 +49,14 @@ def _parse(given: Json) -> ModelSpec:
 
 
 def _with_rope(layer: LayerSpec, local: RopeConfig) -> LayerSpec:
-    """Return the layer with the RoPE of windowed layers, if it has a window."""
+    """Return the layer; if it has a window, its RoPE is replaced by `local`."""
     attention = layer.attention
     assert isinstance(attention, GroupedQueryAttention)
     return layer if attention.shape.window is None else replace(layer, attention=replace(attention, rope=local))
 
 
 def _ropes(config: Json) -> tuple[RopeConfig, RopeConfig]:
-    """Return the RoPE of layers without a window, and that of layers with one."""
+    """Return the RoPE of layers without a window and the RoPE of layers with one."""
     named = config.get("rope_parameters") or {}
     if "full_attention" in named:
         full = {"rope_theta": _GLOBAL_THETA} | dict(named["full_attention"] or {})

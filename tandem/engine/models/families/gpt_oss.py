@@ -37,7 +37,7 @@ _ROPE_SCALING = {
     "beta_slow": 1.0,
     "truncate": False,
 }
-"""The scaling of the published models, which transformers applies if config.json has none."""
+"""The RoPE scaling of the published models, which transformers uses if config.json has none."""
 
 
 def _parse(config: Json) -> ModelSpec:
@@ -94,12 +94,12 @@ def _slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
 
 
 def _split(stored: Tensor) -> Tensor:
-    """Return [gate | up] from a tensor in which gate and up alternate in the last dimension."""
+    """Return [gate | up] from a tensor whose last dimension alternates between gate and up."""
     return torch.cat((stored[..., 0::2], stored[..., 1::2]), dim=-1)
 
 
 def _split_columns(stored: Tensor) -> Tensor:
-    """Return [E, 2·I, H] with the gate rows first, from [E, H, 2·I] with alternating columns."""
+    """Return a tensor [E, 2·I, H] with the gate rows first, from a tensor [E, H, 2·I] with alternating columns."""
     return _split(stored).transpose(1, 2)
 
 

@@ -1,11 +1,11 @@
-"""Granite 3: multipliers of embeddings, residuals, attention scores and logits."""
+"""Granite 3: embeddings, residuals, attention scores and logits are multiplied by constants."""
 
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.models.families.family import Family, Json, grouped_layers, make_model, parse_dense, parse_shape
 
 
 def _parse(config: Json) -> ModelSpec:
-    """Return an equivalent model that needs no multiplier of residuals.
+    """Return the spec of an equivalent model without a multiplier of residuals.
 
     With multiplier m and hidden = m · h, a layer hidden += m · f(norm(hidden)) becomes h += f(norm(h)), if the epsilon
     of each norm is divided by m².

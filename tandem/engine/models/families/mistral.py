@@ -1,4 +1,4 @@
-"""Mistral 7B and successors with its architecture; Ministral, in which some layers have a window."""
+"""Mistral 7B and its successors with the same architecture, including Ministral, in which some layers have a window."""
 
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.models.families.family import (
@@ -13,7 +13,7 @@ from tandem.engine.models.families.family import (
 )
 
 _WINDOW = 4096
-"""The window if config.json has none, as in transformers."""
+"""The sliding window if config.json does not have it, as in transformers."""
 
 
 def _parse(config: Json) -> ModelSpec:

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4, which store q, k and v as one matrix, and gate and up as another."""
+"""Phi-3 and Phi-4, whose checkpoints store q, k and v as one matrix, and gate and up as another."""
 
 from tandem.engine.config.model import GroupedQueryAttention, ModelSpec
 from tandem.engine.models.families.family import (

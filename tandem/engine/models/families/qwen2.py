@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: biases of queries, keys and values, and optionally a window in the upper layers."""
+"""Qwen2 and Qwen2.5: q, k and v have biases, and the upper layers may have a sliding window."""
 
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.models.families.family import (
@@ -13,11 +13,11 @@ from tandem.engine.models.families.family import (
 )
 
 _FULL_LAYERS = 28
-"""The number of lower layers without a window if config.json has none, as in transformers."""
+"""The number of lower layers without a window if config.json does not have it, as in transformers."""
 
 
 def qwen_windows(config: Json) -> tuple[int | None, ...]:
-    """Return each layer's window. Qwen models have windows only if `use_sliding_window` is set."""
+    """Return each layer's sliding window, None without one; it is used only if `use_sliding_window` is set."""
     if not config.get("use_sliding_window"):
         return (None,) * int(config["num_hidden_layers"])
     window = parse_window({"sliding_window": 4096} | dict(config))

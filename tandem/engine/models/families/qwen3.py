@@ -5,7 +5,7 @@ from tandem.engine.models.families.family import Family, Json, grouped_layers, m
 from tandem.engine.models.families.qwen2 import qwen_windows
 
 HEAD_DIM = 128
-"""The head dimension if config.json has none, as in transformers."""
+"""The head dimension if config.json does not have it, as in transformers."""
 
 
 def _parse(config: Json) -> ModelSpec:

@@ -1,4 +1,4 @@
-"""Reordering of weight rows that checkpoints store in another order than the kernels read them."""
+"""Reorders weight rows that checkpoints store in another order than kernels need."""
 
 from dataclasses import replace
 
@@ -9,9 +9,10 @@ from tandem.engine.models.parameters import ParameterSlot
 
 
 def permute_rope_rows(slot: ParameterSlot, heads: int, dims: int, rotated: slice) -> ParameterSlot:
-    """Return a slot that reorders rotated rows from neighbouring pairs into pairs half a width apart, as kernels need.
+    """Return a slot that reorders the rotated rows of a weight as the kernels need them.
 
-    The rows belong to `heads` heads of `dims` rows each; in each head, the rows `rotated` are reordered.
+    The checkpoint stores the two rows of each rotated pair next to each other; the kernels need them half a width
+    apart. The weight has `heads` heads of `dims` rows each; in each head, the rows `rotated` are reordered.
     """
 
     def reorder(stored: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The shapes of well-known models, as config.json files, for performance runs with random weights."""
+"""The config.json files of well-known models, for performance runs with random weights."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ def shape_names() -> list[str]:
 
 
 def shape_file(name: str) -> Path:
-    """Return the config.json of `name` ("llama-3-8b"). Raises InvalidArgument, which lists the known names."""
+    """Return the config.json of the model `name` ("llama-3-8b"). Raises InvalidArgument, which lists all names."""
     if name not in shape_names():
         raise InvalidArgument("random_weights", f"{name!r} is no known shape; choose {', '.join(shape_names())}.")
     return _HERE / f"{name}.json"
@@ -28,7 +28,7 @@ def shape_config(name: str) -> ModelSpec:
 
 
 def write_shape(name: str, folder: Path) -> Path:
-    """Make `folder` a model folder of this shape, without weights and tokenizer, and return it."""
+    """Write a model folder of this shape, without weights and tokenizer, to `folder`; return `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(shape_file(name).read_text(encoding="utf-8"), encoding="utf-8")
     return folder

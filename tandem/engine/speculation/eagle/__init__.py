@@ -1,1 +1,1 @@
-"""EAGLE heads: one decoder layer, with its own KV, that continues from the hidden states of the target model."""
+"""EAGLE heads: one decoder layer, with its own KV, that predicts tokens from the hidden states of the target model."""

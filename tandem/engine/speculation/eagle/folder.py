@@ -1,10 +1,10 @@
-"""Reader of an EAGLE head's folder, in the layout of published checkpoints (https://github.com/SafeAILab/EAGLE).
+"""Reads an EAGLE head's folder, in the layout of published checkpoints (https://github.com/SafeAILab/EAGLE).
 
 config.json is that of a model with one layer. `fc.weight` [H, 2·H], and `fc.bias` [H] if present, compute the input of
 the layer from the embedding of a token and the hidden state that the token was sampled from. `layers.0.…` are the
 weights of the layer under their usual names, without `input_layernorm`. Embedding and output projection are those of
 the target model, so `embed_tokens.weight` is not read. As in later layouts, `d2t` [`draft_vocab_size`] int64 limits the
-tokens that the head can guess: guess n is the token n + d2t[n].
+tokens that the head can predict: its output n is the token n + d2t[n].
 """
 
 from collections.abc import Mapping
@@ -29,31 +29,34 @@ CONFIG = "config.json"
 PICKLED = "pytorch_model.bin"
 PRODUCT, BIAS, TOKEN_OFFSETS = "fc.weight", "fc.bias", "d2t"
 STATES_A_ROW = 2
-"""The hidden states per row of a step of the head: its input and its output."""
+"""The number of hidden states that a row of the head's steps needs: its input and its output."""
 _EMBEDDING = "embed_tokens.weight"
 _LAYER, _FIRST_NORM = "layers.0.", "layers.0.input_layernorm.weight"
 
 
 @dataclass(frozen=True, slots=True)
 class EagleFolder:
-    """An EAGLE head on disk."""
+    """The description of an EAGLE head on disk: its spec and its tensors."""
 
     spec: ModelSpec
-    """The one layer, as the spec of a model with the target's vocabulary."""
+    """The spec of a model with the head's one layer and the target's vocabulary."""
     entries: Mapping[str, TensorEntry]
-    """The tensors to read, by name."""
+    """The tensors that the head is read from, by name."""
     vocabulary: int | None
-    """The number of tokens that the head can guess; None = the model's whole vocabulary."""
+    """The number of tokens that the head can predict; None = the model's whole vocabulary."""
 
     def memory_bytes(self, item_bytes: int) -> int:
-        """Return the bytes of the weights that the head does not share with the model, at `item_bytes` per element."""
+        """Return the bytes of the head's own weights, which it does not share with the model.
+
+        Each element has `item_bytes`.
+        """
         found = sum(prod(entry.shape) * item_bytes for name, entry in self.entries.items() if name != TOKEN_OFFSETS)
         rows = self.vocabulary or 0
         return found + rows * (self.spec.hidden_size * item_bytes + torch.int64.itemsize)
 
 
 def is_eagle(folder: Path, config: Mapping[str, Any]) -> bool:
-    """Return True if the folder with this config.json has an EAGLE head, in any layout."""
+    """Return True if the folder with this config.json contains an EAGLE head, in any layout."""
     named = " ".join(map(str, config.get("architectures") or ()))
     if "eagle" in named.lower():
         return is_supported(_layer_config(config)) or _is_third(config, {})
@@ -63,7 +66,7 @@ def is_eagle(folder: Path, config: Mapping[str, Any]) -> bool:
 
 
 def read_eagle(folder: Path, target: ModelSpec) -> EagleFolder:
-    """Read the config and the headers.
+    """Read the config and the tensor headers of an EAGLE head's folder.
 
     Raises ModelError, which says what is missing, malformed, or does not fit the model.
     """
@@ -96,18 +99,18 @@ def read_eagle(folder: Path, target: ModelSpec) -> EagleFolder:
 
 
 def empty_layer(spec: ModelSpec, dtype: torch.dtype = torch.float32, device: torch.device | str = "meta") -> Parameters:
-    """Allocate the weights of the layer, with an embedding and a projection of one token only."""
+    """Allocate uninitialized weights for the layer, with an embedding and a projection of only one token."""
     return allocate_parameters(replace(spec, vocab_size=1, tied_embeddings=True), dtype, torch.device(device))
 
 
 def layer_slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
-    """Return the places of the layer's tensors, by their names in the folder."""
+    """Return the slots of the layer's tensors, by their names in the folder."""
     named = {name.removeprefix("model."): slot for name, slot in slots_of(spec, parameters).items()}
     return {name: slot for name, slot in named.items() if name.startswith(_LAYER) and name != _FIRST_NORM}
 
 
 def _layer_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json of a model whose layers are like the head's."""
+    """Return the config.json of a model whose layers have the shape of the head's layer."""
     named = [str(each).replace("Eagle", "") for each in config.get("architectures") or ()]
     return {**config, "architectures": named, "tie_word_embeddings": False}
 

@@ -1,8 +1,9 @@
 """The EAGLE head (arXiv 2401.15077) as a decoder with one layer.
 
-Its input at a position is a product of the token's embedding and of the hidden state that the token was sampled from.
-Its output predicts the hidden state from which the next token will be sampled, by the model's own projection. Hidden
-states are taken after the model's final norm, so the layer has no norm before it and none after it.
+The input at a position is `fc.weight` times two concatenated vectors: the embedding of the token, and the hidden state
+that the token was sampled from. The output predicts the hidden state from which the next token will be sampled, by the
+model's own projection. Hidden states are taken after the model's final norm, so the layer has no norm before it and
+none after it.
 """
 
 from dataclasses import replace
@@ -36,18 +37,21 @@ class _AttentionWithoutNorm(AttentionBlock):
 
     @classmethod
     def of(cls, block: AttentionBlock) -> "_AttentionWithoutNorm":
-        """Return an `_AttentionWithoutNorm` with the weights of `block`."""
+        """Return an attention block with the weights of `block` and no input norm."""
         found = object.__new__(cls)
         found.__dict__.update(block.__dict__)
         return found
 
     def store(self, hidden: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
-        """Project the input without a norm, and store its KV, as `AttentionBlock.store` does."""
+        """Store the KV of an input without normalizing the input, else as `AttentionBlock.store` does."""
         return self._store(self._products.linear(hidden, self._qkv), layout, cache)
 
 
 class EagleModel(HiddenStateModel):
-    """Computes steps like any model, but each token comes with a hidden state, in `states`. See `HiddenStateModel`."""
+    """Runs steps like any model, except that each token comes with a hidden state, in `states`.
+
+    See `HiddenStateModel`.
+    """
 
     def __init__(
         self,
@@ -59,13 +63,14 @@ class EagleModel(HiddenStateModel):
         token_map: Tensor | None,
         rows: int,
     ) -> None:
-        """Take `parameters`, whose `lm_head` has one row for each token that can be guessed.
+        """Prepare the weights for `kernels`, and allocate hidden states for up to `rows` rows.
 
-        `token_map` has the ids of these tokens; None = the whole vocabulary can be guessed.
+        `product` computes the layer's input. The `lm_head` of `parameters` has one row for each token that can be
+        predicted, and `token_map` has the ids of these tokens; None = the whole vocabulary.
         """
         super().__init__(spec, parameters, kernels, spec.max_context, rows)
         self.states = torch.zeros_like(self.drawn_hidden)
-        """[rows, H]: the hidden states that the next step's tokens were sampled from, in the order of the tokens.
+        """[rows, H]: the hidden states that the tokens of the next step were sampled from, in the order of the tokens.
 
         `EagleRunner` writes them before each step.
         """
@@ -87,16 +92,16 @@ class EagleModel(HiddenStateModel):
             logits.div_(spec.logits_softcap).tanh_().mul_(spec.logits_softcap)
         if self._token_map is None:
             return logits
-        # Tokens that the head cannot guess get a logit of -inf, so that they are never sampled.
+        # Tokens that the head cannot predict get a logit of -inf, so that they are never sampled.
         every = logits.new_full((len(logits), self.spec.vocab_size), -torch.inf)
         return every.index_copy_(1, self._token_map, logits)
 
 
 def load_eagle(folder: Path, target: ModelSpec, parameters: Parameters, kernels: Kernels, rows: int) -> EagleModel:
-    """Read the head of a folder, in the model's dtype and on its device.
+    """Load the EAGLE head of a folder, in the target model's dtype and on its device.
 
     Raises ModelError, which says what does not fit. `parameters` are the target model's, `kernels` the head's own, and
-    `rows` is the most tokens in one of its steps.
+    `rows` is the maximum number of tokens in a step of the head.
     """
     found = read_eagle(folder, target)
     device, hidden = parameters.embedding.device, target.hidden_size

@@ -1,4 +1,4 @@
-"""The proposer of an EAGLE head: drafts from the hidden states that the engine's newest step left.
+"""The proposer of an EAGLE head, which predicts tokens from the hidden states of the engine's newest step.
 
 The head's context consists of the output tokens whose hidden states were available when a draft was computed. The
 tokens of the prompt, and of steps without drafts, are missing from it. Positions count the tokens of this context only,
@@ -22,7 +22,7 @@ from tandem.engine.steps.sampling_metadata import SamplingInput
 
 
 class TargetStates(NamedTuple):
-    """The hidden states of the target model."""
+    """The hidden states of the target model, and the final norm that is applied to them."""
 
     drawn: Tensor
     """The buffer `HiddenStateModel.drawn_hidden`."""
@@ -32,11 +32,11 @@ class TargetStates(NamedTuple):
 
 
 class EagleProposer(DraftModel):
-    """A draft model whose input includes hidden states. `_Request.tokens` are its context and the tokens sampled since.
+    """A draft model whose input includes hidden states of the target model.
 
-    If another step or worker sampled the newest token, its hidden state is missing, and the request gets no draft in
-    the next step. Draft tokens are not added to the context: after verification, the context gets the target's own
-    hidden states instead.
+    `_Request.tokens` are the head's context followed by the tokens sampled since. If another step or worker sampled the
+    newest token, its hidden state is missing, and the request gets no draft in the next step. Draft tokens are not
+    added to the context: after verification, the context gets the target's own hidden states instead.
     """
 
     source = DraftSource(ProposerName.EAGLE)
@@ -44,36 +44,36 @@ class EagleProposer(DraftModel):
     def __init__(
         self, runner: EagleRunner, target: TargetStates, memory: Mapping[str, int] = MappingProxyType({})
     ) -> None:
-        """Take the head's runner and the target's states; `memory` is `BatchProposer.memory`."""
+        """Create a proposer with the head's runner and the target's states; `memory` is `BatchProposer.memory`."""
         super().__init__(runner, memory)
         self._head = runner
         self._target = target
         self._states = target.drawn
-        """The hidden states that the next step's tokens were sampled from; `_rows` has the rows of each request."""
+        """The hidden states that the next step's tokens were sampled from; `_rows` has the row numbers by request."""
         self._rows: dict[Hashable, Sequence[int]] = {}
 
     def begin(self, key: Hashable, token_ids: Sequence[int], cache_salt: str = "") -> None:
-        """Take a new request, as `Proposer.begin` describes; its context is empty."""
+        """Add a request, as `Proposer.begin` describes; its context is empty."""
         super().begin(key, token_ids[-DRAFTS_MAX - 1 :], cache_salt)
 
     def extend(self, key: Hashable, token_ids: Sequence[int]) -> None:
         """Append tokens, as `Proposer.extend` describes.
 
-        Only the newest tokens are kept: a step samples at most one token more than there were drafts, and older tokens
-        that are not stored have no hidden states any longer.
+        Only the newest tokens are kept: a step samples at most one token more than there were drafts, and the hidden
+        states of older tokens that are not stored no longer exist.
         """
         super().extend(key, token_ids)
         request = self._requests[key]
         del request.tokens[request.stored : -DRAFTS_MAX - 1]
 
     def missing_at_first(self, tokens: int) -> int:
-        """Return what `missing` will return once the request begins: tokens before the newest ones are not computed."""
+        """Return the value of `missing` right after a request begins; only its newest tokens are computed."""
         return min(tokens, DRAFTS_MAX + 1)
 
     def room(self, key: Hashable, drafts: int) -> int:
-        """Return for how many of `drafts` tokens there is memory.
+        """Return how many of `drafts` draft tokens fit into memory.
 
-        A context that has reached the head's length starts again.
+        If the context has reached the head's maximum length, a new one is started.
         """
         request = self._requests[key]
         if len(request.tokens) + drafts > self._head.facts.max_context:
@@ -82,7 +82,7 @@ class EagleProposer(DraftModel):
         return super().room(key, drafts)
 
     def compute(self, wanted: Sequence[WantedDraft]) -> Sequence[Sequence[int]]:
-        """Return the draft of each request, empty if the hidden state of its newest token is missing."""
+        """Return the draft tokens of each request; none if the hidden state of its newest token is missing."""
         known = [each for each in wanted if each.rows and max(each.rows) < len(self._target.drawn)]
         if not known:
             return [()] * len(wanted)
@@ -105,14 +105,17 @@ class EagleProposer(DraftModel):
         return [found.get(each.key, ()) for each in wanted]
 
     def _own_draws(self, draws: Sequence[SamplingInput]) -> Sequence[SamplingInput]:
-        """Return the draws without the grammar and the history: the head does not follow a grammar."""
+        """Return the sampling inputs without grammar and token history.
+
+        The EAGLE head samples its draft tokens without grammar masks and without penalties.
+        """
         sampling = replace(draws[0].sampling, grammar="")
         return [SamplingInput(sampling, each.index) for each in draws]
 
     def _draw(
         self, fed: Mapping[Hashable, Sequence[tuple[int, int]]], draws: Mapping[Hashable, SamplingInput]
     ) -> dict[Hashable, int]:
-        """Feed tokens with their hidden states to the head; keep its output as the hidden states of the next tokens."""
+        """Run the head on tokens with their hidden states; its outputs become the hidden states of the next tokens."""
         with torch.inference_mode():
             rows = [row for key in fed for row in self._rows[key]]
             self._head.give(self._states[torch.tensor(rows, device=self._states.device)])

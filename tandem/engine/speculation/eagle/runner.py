@@ -15,17 +15,20 @@ from tandem.protocol.messages import ModelFacts
 
 
 class Launcher(Protocol):
-    """The part of a stepper that runs steps."""
+    """The interface of a stepper that runs steps."""
 
     def launch(self, batch: StepBatch) -> PendingStep:
-        """Launch a step and return a function that waits for its result."""
+        """Launch a step and return a function that waits for the result."""
 
 
 class EagleRunner:
-    """A `DraftRunner` whose tokens come with hidden states. Owns the KV cache and its page pool."""
+    """A `DraftRunner` for an EAGLE head. It owns the KV cache and its page pool.
+
+    Each token of a step comes with a hidden state (`give`).
+    """
 
     def __init__(self, model: EagleModel, cache: PagedCache, stepper: Launcher) -> None:
-        """Take `stepper`, which runs the model over the cache."""
+        """Create a runner and the page pool of `cache`; `stepper` runs the steps of `model` over the cache."""
         self._states, self.drawn_hidden = model.states, model.drawn_hidden
         self._stepper = stepper
         self.pool = PagePool(cache.pages)
@@ -35,7 +38,10 @@ class EagleRunner:
         self.facts = ModelFacts("EAGLE head", model.spec.vocab_size, limits.max_context, (), dtype)
 
     def give(self, states: Tensor) -> None:
-        """Set the hidden states [n, H] that the tokens of the next step, n rows of one token, were sampled from."""
+        """Set the hidden states [n, H] from which the tokens of the next step were sampled.
+
+        The next step has n rows of one token.
+        """
         self._states[: len(states)] = states
 
     def run(self, batch: StepBatch) -> ModelRunnerOutput:

@@ -1,1 +1,1 @@
-"""Medusa heads: head h guesses the token h + 1 positions ahead, from the hidden state of the newest token's step."""
+"""Medusa heads: head h predicts the token h + 1 positions after the newest, from the newest token's hidden state."""

@@ -1,9 +1,9 @@
-"""Reader of a folder of Medusa heads, in the published layout (https://github.com/FasterDecoding/Medusa).
+"""Reads a folder of Medusa heads, in the published layout (https://github.com/FasterDecoding/Medusa).
 
 With L layers, head h has the tensors `{h}.{l}.linear.weight` [H, H] and `{h}.{l}.linear.bias` [H] for each layer l, and
 `{h}.{L}.weight` [V, H], its projection to the vocabulary. As in vLLM, `original_lm_head` in config.json says that the
 heads use the model's own projection instead. The tensor `token_map` [`truncated_vocab_size`] int64 has the ids of the
-tokens that the heads can guess, in the order of their rows; without it V is the model's vocabulary.
+tokens that the heads can predict, in the order of their rows; without it V is the model's vocabulary.
 """
 
 import math
@@ -20,7 +20,7 @@ from tandem.protocol.errors import ModelError
 
 CONFIG = "config.json"
 WEIGHTS = ("medusa_lm_head.safetensors", "model.safetensors")
-"""The possible names of the file with the tensors; the first is that of published heads."""
+"""The possible names of the file with the tensors; published heads use the first."""
 PICKLED = "medusa_lm_head.pt"
 TOKEN_MAP = "token_map"
 _TOKEN_BYTES = 8
@@ -28,20 +28,20 @@ _TOKEN_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class HeadsFolder:
-    """Medusa heads on disk."""
+    """The description of Medusa heads on disk: their sizes and tensors."""
 
     entries: Mapping[str, TensorEntry]
     """The tensors of all heads, and the token map if there is one."""
     heads: int
     layers: int
-    """The number of layers in each head before its projection."""
+    """The number of layers that each head has before its projection."""
     vocabulary: int | None
-    """The number of tokens that the heads can guess; None = the model's whole vocabulary."""
+    """The number of tokens that the heads can predict; None = the model's whole vocabulary."""
     own_projection: bool
     """True if each head has its own projection to the vocabulary."""
 
     def memory_bytes(self, spec: ModelSpec, item_bytes: int) -> int:
-        """Return the bytes that the heads take beside the model, with `item_bytes` per weight."""
+        """Return the memory in bytes that the heads need in addition to the model, with `item_bytes` per weight."""
         sizes = {name: math.prod(entry.shape) for name, entry in self.entries.items()}
         token_map = sizes.pop(TOKEN_MAP, 0)
         # For a smaller vocabulary, the rows of the model's own projection are copied, once for all heads.
@@ -50,17 +50,17 @@ class HeadsFolder:
 
 
 def layer_name(head: int, layer: int, part: str) -> str:
-    """Return the name of the `weight` or `bias` of a head's layer."""
+    """Return the tensor name of the `weight` or `bias` of a head's layer."""
     return f"{head}.{layer}.linear.{part}"
 
 
 def projection_name(head: int, layers: int) -> str:
-    """Return the name of a head's projection."""
+    """Return the name of the weight of a head's projection."""
     return f"{head}.{layers}.weight"
 
 
 def read_heads(folder: Path, spec: ModelSpec) -> HeadsFolder:
-    """Read the config and the headers.
+    """Read the config and the tensor headers of a folder of Medusa heads.
 
     Raises ModelError, which says what is missing, malformed, or does not fit the model.
     """

@@ -1,4 +1,4 @@
-"""A model that keeps the hidden states of the rows that sample tokens, for heads that guess the following tokens."""
+"""A model that keeps the hidden states of rows that sample a token, from which heads predict the following tokens."""
 
 import torch
 from torch import Tensor
@@ -12,12 +12,15 @@ from tandem.engine.models.parameters import Parameters
 
 
 def hidden_rows(config: EngineConfig) -> int:
-    """Return the most rows of a step that sample a token: a step of prompts may have as many rows as tokens."""
+    """Return the maximum number of rows of a step that sample a token, `max(max_batch_requests, max_step_tokens)`.
+
+    In a step of one-token prompts every token is a row.
+    """
     return max(config.max_batch_requests, config.max_step_tokens)
 
 
 class HiddenStateModel(DecoderModel):
-    """A `DecoderModel` whose steps, those of CUDA graphs included, also leave their hidden states in a buffer."""
+    """A `DecoderModel` whose steps, including those of CUDA graphs, also store hidden states in a buffer."""
 
     def __init__(
         self,
@@ -29,13 +32,13 @@ class HiddenStateModel(DecoderModel):
         *,
         adapted: AdaptedProducts | None = None,
     ) -> None:
-        """Take `rows`, the number of a step's sampling rows whose hidden states are kept."""
+        """Prepare the model, and allocate the hidden states of up to `rows` sampling rows of a step."""
         super().__init__(spec, parameters, kernels, max_context, adapted=adapted)
         device = parameters.embedding.device
         self.drawn_hidden = torch.zeros(rows, spec.hidden_size, dtype=parameters.dtype, device=device)
-        """[rows, H]: the residual stream before the final norm, for each sampling row of the newest step that had any.
+        """[rows, H]: the residual stream before the final norm, for each sampling row of the newest step that has any.
 
-        The next step overwrites it.
+        The next step with sampling rows overwrites it.
         """
 
     def _logits(self, hidden: Tensor) -> Tensor:

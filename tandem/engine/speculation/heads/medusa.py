@@ -1,8 +1,8 @@
 """Medusa heads (arXiv 2401.10774) on hidden states of the model, computed by the model's kernels.
 
-The hidden state that a token was sampled from goes through the model's final norm. Head h then guesses the token h + 1
-positions after the sampled one: x + SiLU(W·x + b) for each layer, then a projection to the vocabulary, whose largest
-logit is the guess.
+The hidden state that a token was sampled from passes through the model's final norm. Head h then predicts the token h +
+1 positions after the sampled one: x + SiLU(W·x + b) for each layer, then a projection to the vocabulary. The token with
+the highest logit is predicted.
 """
 
 from collections.abc import Sequence
@@ -33,14 +33,14 @@ class MedusaHead:
 
 
 class MedusaHeads:
-    """All heads of one folder. Only the engine's thread uses them; they keep no state of requests."""
+    """All heads of a folder. Only the engine's thread uses them; they have no state of requests."""
 
     def __init__(
         self, heads: Sequence[MedusaHead], token_map: Tensor | None, norm: Tensor, eps: float, kernels: Kernels
     ) -> None:
-        """Take the heads.
+        """Combine heads whose weights are prepared for `kernels`.
 
-        `token_map` [V'] int64 has the token id of each row of the projections, None = the row number.
+        `token_map` [V'] int64 has the token id of each row of the projections; None = the number of the row.
         """
         self._heads = heads
         self._token_map = token_map
@@ -49,11 +49,11 @@ class MedusaHeads:
         self._kernels = kernels
 
     def __len__(self) -> int:
-        """Return the number of heads, which is the most tokens of a draft."""
+        """Return the number of heads, which is the maximum number of draft tokens."""
         return len(self._heads)
 
     def guess(self, hidden: Tensor, drafts: int) -> Tensor:
-        """Return the guesses [rows, drafts] int64 of the first heads, from hidden states [rows, H] before the norm."""
+        """Return the draft tokens [rows, drafts] int64 of the first heads, for unnormalized hidden states [rows, H]."""
         normed, found = rms_norm(hidden, self._norm, self._eps), []
         for head in self._heads[:drafts]:
             x = normed
@@ -65,7 +65,7 @@ class MedusaHeads:
 
 
 def load_medusa_heads(folder: Path, spec: ModelSpec, parameters: Parameters, kernels: Kernels) -> MedusaHeads:
-    """Read the heads of a folder, in the model's dtype and on its device.
+    """Load the heads of a folder, in the model's dtype and on its device.
 
     Raises ModelError, which says what does not fit.
     """
@@ -95,7 +95,7 @@ def _read(found: HeadsFolder, parameters: Parameters) -> dict[str, Tensor]:
 
 
 def projection_rows(parameters: Parameters, token_map: Tensor) -> Tensor:
-    """Return the rows of the model's own projection for the tokens [n] that heads can guess."""
+    """Return the rows of the model's own projection for the tokens [n] that heads can predict."""
     weight = parameters.lm_head
     return (
         weight.rows(token_map).dequantized(parameters.dtype) if isinstance(weight, PackedWeight) else weight[token_map]

@@ -1,4 +1,4 @@
-"""The proposer of Medusa heads: drafts from the hidden states that the engine's newest step left."""
+"""The proposer of Medusa heads, which predicts tokens from the hidden states of the engine's newest step."""
 
 import time
 from collections.abc import Hashable, Sequence
@@ -11,20 +11,23 @@ from tandem.engine.speculation.heads.medusa import MedusaHeads
 from tandem.engine.speculation.proposer import DRAFTS_MAX, BatchProposer, DraftSource, ProposerName, WantedDraft
 
 _NEWEST_WEIGHT = 0.1
-"""The weight of the newest measurement in the moving average of the time that one draft token takes."""
+"""The weight of the newest measurement in the moving average of the time per draft token."""
 
 
 class HeadsProposer(BatchProposer):
-    """Guesses from the hidden state that a request's newest token was sampled from; it keeps no state of requests.
+    """A proposer that predicts tokens from the hidden state that a request's newest token was sampled from.
 
-    If another step or worker sampled that token, the hidden state is missing, and the request gets no draft in the next
-    step.
+    It keeps no state of requests. If another step or worker sampled the newest token, its hidden state is missing, and
+    the request gets no draft in the next step.
     """
 
     source = DraftSource(ProposerName.MEDUSA)
 
     def __init__(self, heads: MedusaHeads, drawn_hidden: Tensor, memory_bytes: int = 0) -> None:
-        """Take the heads and the buffer `HiddenStateModel.drawn_hidden`; `memory_bytes` is the size of both."""
+        """Create a proposer that reads `drawn_hidden`, the buffer of `HiddenStateModel`.
+
+        `memory_bytes` is the size of the heads and the buffer.
+        """
         self._heads = heads
         self._drawn_hidden = drawn_hidden
         self._token_s = 0.0
@@ -34,7 +37,7 @@ class HeadsProposer(BatchProposer):
 
     @property
     def cost(self) -> StepCost:
-        """The measured time of one head, which does not depend on the number of rows."""
+        """The cost model with the measured time of one head, which does not depend on the number of rows."""
         return StepCost(CostParameters(base_s=self._token_s, token_s=0.0, pair_s=0.0, row_s=0.0, context_s=0.0))
 
     def begin(self, key: Hashable, token_ids: Sequence[int], cache_salt: str = "") -> None:
@@ -47,11 +50,11 @@ class HeadsProposer(BatchProposer):
         """Do nothing: the proposer keeps no state of requests."""
 
     def missing_at_first(self, tokens: int) -> int:
-        """Return the number of missing tokens of a new request: at most one, because no KV of the context is needed."""
+        """Return the number of missing tokens of a new request: at most one, as heads need no KV of the context."""
         return min(tokens, 1)
 
     def compute(self, wanted: Sequence[WantedDraft]) -> Sequence[Sequence[int]]:
-        """Return the draft of each request, empty if the hidden state of its newest token is missing."""
+        """Return the draft tokens of each request; none if the hidden state of its newest token is missing."""
         rows = [each.rows[-1] for each in wanted if self._has_hidden(each)]
         if not rows:
             return [()] * len(wanted)

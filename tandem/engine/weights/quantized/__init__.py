@@ -1,4 +1,4 @@
-"""The formats of quantized weights. Each has a file that lists the tensors of a weight, and reads codes and scales."""
+"""The formats of quantized weights; each has a module that lists a weight's tensors and reads codes and scales."""
 
 from tandem.engine.config.quantization import WeightFormat
 from tandem.engine.weights.quantized import awq, byte_codes, gguf_blocks, gptq, packed_integers
@@ -18,4 +18,4 @@ FORMATS: dict[WeightFormat, Format] = {
     WeightFormat.Q4_K: gguf_blocks.FORMAT,
     WeightFormat.Q6_K: gguf_blocks.FORMAT,
 }
-"""All formats except `ROUND_TO_NEAREST`, whose weights are stored in 16 bits."""
+"""The readers of all formats except `ROUND_TO_NEAREST`, whose weights are stored in 16 bits."""

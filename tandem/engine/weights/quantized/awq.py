@@ -26,7 +26,7 @@ from tandem.engine.weights.quantized.format import (
 
 _WORD = 8
 _ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
-"""The position in a word of each of its eight outputs."""
+"""The position of each output's code in a word, for the eight outputs of the word."""
 
 
 def _tensors(scheme: WeightScheme, rows: int, columns: int) -> tuple[StoredTensor, ...]:
@@ -45,7 +45,7 @@ def _read(scheme: WeightScheme, tensors: Mapping[str, Tensor], shape: Shape) -> 
 
 
 def _in_order(words: Tensor) -> Tensor:
-    """Return the codes [K, N] of words [K, N / 8]."""
+    """Return the codes [K, N], in output order, of words [K, N / 8]."""
     codes = nibbles(words)
     return codes.view(len(codes), -1, _WORD)[..., _ORDER].flatten(-2)
 

@@ -51,7 +51,7 @@ def _read(scheme: WeightScheme, tensors: Mapping[str, Tensor], shape: Shape) -> 
 
 
 def _matrix(values: Tensor, scheme: WeightScheme, rows: int) -> Tensor:
-    """Return values [N, G]; the value of a block is repeated for each of its rows."""
+    """Return values [N, G] for all rows; the value of a block is repeated for each row of the block."""
     if scheme.group is None:
         return values.reshape(-1, 1).expand(rows, 1)
     return values.repeat_interleave(scheme.block_rows, dim=0)[:rows]

@@ -27,10 +27,10 @@ BLOCKS = {
     WeightFormat.Q4_K: (256, 144),
     WeightFormat.Q6_K: (256, 210),
 }
-"""The elements and the bytes of a block."""
+"""The numbers of elements and of bytes in a block of each format."""
 
 Parts = tuple[Tensor, Tensor, Tensor | None]
-"""The codes [N, B, elements], scales [N, B, groups] and offsets of blocks."""
+"""The parts of blocks: codes [N, B, elements], scales [N, B, groups], and offsets or None."""
 
 
 def _tensors(scheme: WeightScheme, rows: int, columns: int) -> tuple[StoredTensor, ...]:
@@ -80,7 +80,7 @@ def _q6_k(blocks: Tensor) -> Parts:
 
 
 def _split(values: Tensor, *shape: int) -> Tensor:
-    """Return the values with their last dimension divided into `shape`."""
+    """Return the values with their last dimension split into `shape`."""
     return values.reshape(*values.shape[:-1], *shape)
 
 
@@ -90,7 +90,7 @@ def _half(blocks: Tensor, start: int) -> Tensor:
 
 
 def _halves(pairs: Tensor) -> Tensor:
-    """Return the 4-bit codes [..., 2 · bytes] of bytes: first all lower halves, then all upper halves."""
+    """Return the 4-bit codes [..., 2 · bytes] in bytes: first the lower halves of all bytes, then the upper halves."""
     return torch.cat((pairs & 15, pairs >> 4), dim=-1)
 
 

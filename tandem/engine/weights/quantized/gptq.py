@@ -55,7 +55,10 @@ def _read(scheme: WeightScheme, tensors: Mapping[str, Tensor], shape: Shape) -> 
 
 
 def _zeros(scheme: WeightScheme, stored: Tensor) -> Tensor | None:
-    """Return the zero points [N, G], None if all are the centre. Raises ModelError if a symmetric scheme has others."""
+    """Return the zero points [N, G]; None if all of them are the centre.
+
+    Raises ModelError if a symmetric scheme has other zero points.
+    """
     four = scheme.codes is Codes.INT4
     if scheme.symmetric:
         centre = CENTRE if four else BYTE_CENTRE

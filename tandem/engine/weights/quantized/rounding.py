@@ -1,4 +1,4 @@
-"""Quantizes 16-bit weights while they are loaded, by rounding to the nearest code."""
+"""Quantizes 16-bit weights by rounding to the nearest code while they are loaded."""
 
 import torch
 from torch import Tensor
@@ -7,11 +7,14 @@ from tandem.engine.config.quantization import Codes, Packing
 from tandem.engine.kernels.packed_weight import CENTRE, PackedWeight, pack_nibbles
 
 _LARGEST = {Codes.INT8: 127.5, Codes.INT4: 7.5, Codes.FLOAT8: torch.finfo(torch.float8_e4m3fn).max}
-"""The magnitude that maps to the largest code; for integers it is half of their range, as in compressed-tensors."""
+"""The code value to which a group's largest magnitude is scaled.
+
+For integers it is half of their range, as in compressed-tensors.
+"""
 
 
 def rounded(weight: Tensor, packing: Packing) -> PackedWeight:
-    """Return a weight [..., N, K] as codes, with scales that map the largest magnitude of a group to the largest code.
+    """Return a weight [..., N, K] quantized by rounding; scales map a group's largest magnitude to `_LARGEST`.
 
     Float32 copies exist of only one matrix at a time.
     """
@@ -33,7 +36,10 @@ def rounded(weight: Tensor, packing: Packing) -> PackedWeight:
 
 
 def symmetric_scales(groups: Tensor, reach: float) -> Tensor:
-    """Return scales [..., 1] that map the largest magnitude of each group [..., columns] to `reach`; 1 for zeros."""
+    """Return scales [..., 1] that map the largest magnitude of each group [..., columns] to `reach`.
+
+    The scale of a group of zeros is 1.
+    """
     largest = groups.abs().amax(-1, keepdim=True)
     # GPUs would multiply by the reciprocal of a scalar, whose last bit may change codes at the ends of the range; a
     # tensor is divided exactly.
