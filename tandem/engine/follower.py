@@ -1,4 +1,4 @@
-"""A rank of a group other than the first: it runs its part of the steps that the first rank sends."""
+"""A follower: a rank other than the first, which runs its part of the model in each step that the first rank sends."""
 
 from collections.abc import Iterable
 
@@ -14,21 +14,21 @@ from tandem.engine.steps.step_packer import PackedStep
 
 
 class Follower:
-    """A follower's part of the model and of the KV cache. It owns both, and has no requests."""
+    """The engine of a follower. It owns the rank's part of the model and of the KV cache, and has no requests."""
 
     def __init__(self, cache: PagedCache, forward: Forward) -> None:
-        """Take over loaded parts; callers use `load`."""
+        """Create a follower from loaded parts; callers use `load` instead."""
         self.cache = cache
         self._forward = forward
 
     @classmethod
     def load(cls, config: EngineConfig, collectives: Collectives, *, kernels: Kernels | None = None) -> "Follower":
-        """Read this rank's part of the model, and allocate its KV cache. Raises as `ModelRunner.load` does."""
+        """Load this rank's part of the model, and allocate its KV cache. Raises as `ModelRunner.load` does."""
         model, cache = load_rank(config, collectives, kernels=kernels)
         return cls(cache, forward_over(model, cache))
 
     def run(self, steps: Iterable[PackedStep]) -> None:
-        """Run steps in their order, until there are no more."""
+        """Run `steps` in order, and return after the last one."""
         with torch.inference_mode():
             for step in steps:
                 self._forward(step, None)

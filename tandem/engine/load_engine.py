@@ -1,4 +1,4 @@
-"""Loading of an engine: the device, the weights, the KV cache, and the stepper for the device."""
+"""Loads an engine: chooses the device, and creates the weights, the KV cache and the stepper."""
 
 import os
 import threading
@@ -63,7 +63,7 @@ _CPU_CACHE_BYTES = 1 << 30
 
 
 class Stepper(Protocol):
-    """The interface through which steps run on one kind of device. Only the engine's thread calls it."""
+    """Runs steps on one kind of device. Only the engine's thread calls it."""
 
     @property
     def asynchronous(self) -> bool:
@@ -71,13 +71,13 @@ class Stepper(Protocol):
 
     @property
     def graph_use(self) -> GraphUse:
-        """The counters of CUDA graphs."""
+        """The counters of steps with and without CUDA graphs."""
 
     def launch(self, batch: StepBatch) -> PendingStep:
         """Launch a step and return a function that waits for its result."""
 
     def logits(self, batch: StepBatch, *, every_token: bool = False) -> Tensor | None:
-        """Return the logits [draws, vocab] of a step, None if no row has a draw.
+        """Return the logits [sampled rows, vocab] of a step; None if no row samples a token.
 
         With `every_token` they are [tokens, vocab].
         """
@@ -85,7 +85,7 @@ class Stepper(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadedParts:
-    """The parts of a `ModelRunner`."""
+    """The parts from which a `ModelRunner` is created."""
 
     spec: ModelSpec
     cache: PagedCache
@@ -95,22 +95,22 @@ class LoadedParts:
     revision: str
     """A name that identifies the weights."""
     adapters: AdapterSlots
-    """The adapters that are loaded at the start, and slots for others."""
+    """The adapter slots, with the adapters that are loaded at the start."""
     stepper: Stepper
     expert_tokens: ExpertTokens
     begin_answer: Callable[[History, str], None]
-    """The method `GrammarMasks.begin`."""
+    """`GrammarMasks.begin`: compiles a request's grammar and computes its first mask."""
     allowed_drafts: AllowedDrafts
-    """The method `GrammarMasks.allowed_drafts`."""
+    """`GrammarMasks.allowed_drafts`: returns how many draft tokens a grammar allows."""
     draft_proposer: MakeProposer | None
-    """Makes the proposer for the trained weights of `EngineConfig.draft`; None without such weights."""
+    """Creates the proposer that uses the weights of `EngineConfig.draft`; None without draft weights."""
     drawn_hidden: Tensor | None
-    """The buffer `HiddenStateModel.drawn_hidden`; None if nothing reads hidden states."""
+    """The hidden states of sampling rows (`HiddenStateModel.drawn_hidden`); None if nothing reads them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """The model to load, the device, and the dtypes and page size chosen for them."""
+    """The spec of the model to load, its device, and the dtypes and page size chosen for both."""
 
     spec: ModelSpec
     device: torch.device
@@ -118,7 +118,7 @@ class _Setting:
     dtype: torch.dtype
     kv_dtype: torch.dtype
     collectives: Collectives | None
-    """The exchange with the other ranks of the group; None = this process has the whole model."""
+    """Exchanges tensors with the other ranks of the group; None = this process has the whole model."""
 
     @property
     def rank(self) -> Rank:
@@ -145,7 +145,7 @@ class _Setting:
         return setting
 
     def weight_bytes(self, config: EngineConfig) -> int:
-        """Return the bytes of the weights, the adapter slots, and the weights that propose draft tokens."""
+        """Return the memory in bytes of the weights, the adapter slots, and the draft weights."""
         weights = weight_bytes(self.own_spec, self.dtype, on_cpu=is_cpu(self.device))
         drafts = draft_bytes(config, self.spec, self.dtype, self.device)
         return weights + slot_bytes(config, self.spec, self.dtype) + drafts
@@ -163,8 +163,9 @@ def load_parts(
 ) -> LoadedParts:
     """Load the parts of a runner, as `ModelRunner.load` describes.
 
-    `load_another` is that method, and loads a draft model. `collectives` are those of the group of which this process
-    is a rank, and `on_step` is called with each step before it runs.
+    `load_another` is `ModelRunner.load`, which loads a draft model as a second engine. `collectives` exchange tensors
+    with the other ranks of the group; None = this process has the whole model. `on_step` is called with each step
+    before it runs.
     """
     setting = _Setting.of(config, collectives)
     spec, device, page_tokens, kv_dtype = setting.own_spec, setting.device, setting.page_tokens, setting.kv_dtype
@@ -217,7 +218,7 @@ def load_parts(
 def load_rank(
     config: EngineConfig, collectives: Collectives, kernels: Kernels | None
 ) -> tuple[DecoderModel, PagedCache]:
-    """Load the part of the model of a rank that only follows: its weights and its KV cache. Raises as `load_parts`."""
+    """Load the weights and the KV cache of a follower, a rank other than the first. Raises as `load_parts` does."""
     setting = _Setting.of(config, collectives)
     _prepare_device(config, setting)
 
@@ -283,7 +284,7 @@ def _start_on_host(
     masks: GrammarMasks,
     on_step: Callable[[PackedStep], None] | None,
 ) -> tuple[PagedCache, Stepper]:
-    """Allocate the cache and make the stepper for a CPU, or for kernels that were passed in, which run step by step."""
+    """Allocate the KV cache and create a synchronous stepper, for a CPU or for kernels that were passed in."""
     spec, cache = model.spec, _host_cache(config, setting)
     draw = partial(sample, eos_token_ids=spec.eos_token_ids, masks=masks)
     forward = forward_over(model, cache, on_step)

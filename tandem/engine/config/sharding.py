@@ -1,8 +1,8 @@
-"""Tensor parallelism: the part of a model that each rank of a group computes.
+"""Tensor parallelism: which part of a model each rank of a group computes.
 
-The rows of the first products (q, k and v; gate and up) and the columns of the output products are divided among the
-ranks, so that each rank computes whole heads and a part of each feed-forward network. The outputs of a rank are a term
-of a sum over all ranks. If there are more ranks than KV heads, several ranks hold the same KV head.
+The rows of the q, k, v, gate and up weights and the columns of the output and down weights are divided among the ranks,
+so that each rank computes whole attention heads and a part of each feed-forward network. The outputs of all ranks are
+then summed. If there are more ranks than KV heads, several ranks hold the same KV head.
 """
 
 from dataclasses import dataclass, replace
@@ -21,30 +21,33 @@ from tandem.protocol.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """The number of a process in a group of `count` processes that hold one copy of a model together."""
+    """A rank: process `number`, counted from 0, of the `count` processes that together hold one copy of a model."""
 
     number: int = 0
     count: int = 1
 
     @property
     def leads(self) -> bool:
-        """True for the rank that embeds the tokens and gets the logits."""
+        """True for the first rank, which computes the embeddings of tokens and gets the logits."""
         return self.number == 0
 
     def rows(self, size: int) -> range:
-        """Return this rank's part of `size` rows; the parts are equal except that the last ones may be shorter."""
+        """Return the range of this rank's rows if `size` rows are divided among the ranks.
+
+        All ranks have the same number of rows, except that the last ranks may have fewer or none.
+        """
         most = -(-size // self.count)
         return range(min(self.number * most, size), min((self.number + 1) * most, size))
 
 
 ALONE = Rank()
-"""The only rank of a model on one device."""
+"""The rank of a process that holds a whole model."""
 
 
 def rank_spec(spec: ModelSpec, ranks: int) -> ModelSpec:
-    """Return the spec of what one of `ranks` ranks computes: fewer heads, and narrower feed-forward networks.
+    """Return the spec of one rank's part of a model: fewer heads, and narrower feed-forward networks.
 
-    The vocabulary is not divided. Raises InvalidArgument if the model cannot be divided.
+    The vocabulary is not divided. Raises InvalidArgument if the model cannot be divided among `ranks` ranks.
     """
     if ranks == 1:
         return spec

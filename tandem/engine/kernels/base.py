@@ -130,8 +130,8 @@ class Products(ABC):
         """Add the output of a mixture of experts for RMSNorm(hidden) to `out` in place, which may be `hidden` itself.
 
         The router's product accumulates in float32 and its result stays in float32, because rounding it to bfloat16
-        would change the choice of experts. slots [T] int64 as in `StepLayout`: tokens with slot -1 are padding, choose no
-        expert, and may get any value.
+        would change the choice of experts. slots [T] int64 as in `StepLayout`: tokens with slot -1 are padding, choose
+        no expert, and may get any value.
         """
 
     def feed_forward(self, hidden: Tensor, layer: DenseLayer) -> None:

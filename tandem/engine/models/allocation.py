@@ -1,4 +1,4 @@
-"""Allocation of a model's weights: plain ones, and packed ones where the spec's quantization says so."""
+"""Allocates a model's weights: packed if the spec's quantization says so, else plain."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -46,18 +46,21 @@ _CODES = {Codes.INT8: torch.int8, Codes.FLOAT8: torch.float8_e4m3fn, Codes.INT4:
 
 
 class QuantizedWeights(NamedTuple):
-    """The quantized part of a model."""
+    """Which weights of a model are quantized in the checkpoint, and which of them stay packed in memory."""
 
     schemes: Mapping[str, WeightScheme]
-    """The schemes of the checkpoint's tensors, by their names in `places_of`."""
+    """The scheme of each quantized tensor of the checkpoint, by its name in `slots_of`."""
     packings: Mapping[str, Packing]
-    """The formats of the packed parameters, by their names in `named_weights`."""
+    """The format of each packed parameter, by its name in `named_weights`."""
     dequantized: tuple[str, ...]
-    """The names among `schemes` whose weights are dequantized when they are loaded."""
+    """The names of the quantized tensors that are dequantized when they are loaded."""
 
 
 def allocate_parameters(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Parameters:
-    """Allocate uninitialized weights on `device`; on the `meta` device they have shapes but no memory."""
+    """Allocate uninitialized weights on `device`.
+
+    On the `meta` device they have shapes but no memory.
+    """
     packings = quantized_weights(spec).packings
     if not packings:
         return _plain_parameters(spec, dtype, device)
@@ -76,7 +79,10 @@ def allocate_parameters(spec: ModelSpec, dtype: torch.dtype, device: torch.devic
 
 
 def allocate_ends(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Parameters:
-    """Allocate only the embedding, the final norm and the output layer; all other weights have shapes but no memory."""
+    """Allocate the embedding, the final norm and the output layer.
+
+    All other weights have shapes but no memory.
+    """
     shapes = allocate_parameters(spec, dtype, _META)
 
     embedding = _empty_like(shapes.embedding, device)
@@ -86,9 +92,10 @@ def allocate_ends(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> 
 
 
 def allocate_rank(spec: ModelSpec, rank: Rank, dtype: torch.dtype, device: torch.device) -> Parameters:
-    """Allocate one rank's part of the weights of a model; `spec` is that of the whole model.
+    """Allocate the part of a model's weights that one rank holds; `spec` describes the whole model.
 
-    Each rank has its rows of the output layer. The first rank alone has the embedding: it embeds for all.
+    Each rank has its own rows of the output layer. Only the first rank has the embedding, because it computes the
+    embeddings for all ranks.
     """
     own, rows = rank_spec(spec, rank.count), rank.rows(spec.vocab_size)
     if rank.count == 1 or (rank.leads and spec.tied_embeddings):
@@ -102,7 +109,10 @@ def allocate_rank(spec: ModelSpec, rank: Rank, dtype: torch.dtype, device: torch
 
 
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype, *, on_cpu: bool = False) -> int:
-    """Return the size of all weights in bytes; packed ones count as the kernels of a CPU or GPU keep them."""
+    """Return the size of all weights in bytes.
+
+    Packed weights have the size in which the kernels of a CPU or GPU keep them.
+    """
     weights = named_weights(allocate_parameters(spec, dtype, _META))
     return sum(
         held_bytes(weight, dtype.itemsize, on_cpu=on_cpu) if isinstance(weight, PackedWeight) else weight.nbytes
@@ -111,17 +121,20 @@ def weight_bytes(spec: ModelSpec, dtype: torch.dtype, *, on_cpu: bool = False) -
 
 
 class SavedBytes(NamedTuple):
-    """The bytes that packing saves, compared with plain weights, in the format that the kernels keep."""
+    """The memory that packed weights save, in bytes, compared with plain weights.
+
+    Packed weights have the size in which the kernels keep them.
+    """
 
     every_step: int
     """The bytes saved in matrices that every step reads."""
     experts: int
     table: int
-    """The bytes saved in the embedding if it is not the output layer as well."""
+    """The bytes saved in the embedding; 0 if the embedding is also the output layer."""
 
 
 def saved_bytes(spec: ModelSpec, item_bytes: int, *, on_cpu: bool) -> SavedBytes:
-    """Return the bytes that quantization saves; a plain weight has `item_bytes` per element."""
+    """Return the bytes that packed weights save; a plain weight has `item_bytes` bytes per element."""
     if spec.quantization is None:
         return SavedBytes(0, 0, 0)
     every_step = experts = table = 0
@@ -138,7 +151,10 @@ def saved_bytes(spec: ModelSpec, item_bytes: int, *, on_cpu: bool) -> SavedBytes
 
 
 def packed_weights(spec: ModelSpec) -> PackedWeights:
-    """Return the sizes of the packed matrices, except tables and experts, by the way GPUs multiply them."""
+    """Return the number and sizes of packed matrices, by the way in which GPUs multiply them.
+
+    Embeddings and experts do not count.
+    """
     if spec.quantization is None:
         return PackedWeights()
     packed = [
@@ -153,7 +169,7 @@ def packed_weights(spec: ModelSpec) -> PackedWeights:
 
 @cache
 def quantized_weights(spec: ModelSpec) -> QuantizedWeights:
-    """Return the schemes of the checkpoint's tensors, and the parameters that are packed.
+    """Return the quantization scheme of each tensor of the checkpoint, and the format of each packed parameter.
 
     A parameter is packed if all tensors stacked in it have the same format.
     """
@@ -187,7 +203,7 @@ def packing_of(weight: PackedWeight) -> Packing:
 
 
 def _scheme(spec: ModelSpec, name: str, slot: ParameterSlot, field: str) -> WeightScheme | None:
-    """Return the scheme of a tensor, None if it is not quantized."""
+    """Return the quantization scheme of a tensor; None if it is not quantized."""
     assert spec.quantization is not None
     if field in _PLAIN_FIELDS or len(slot.tensor.shape) < 2:
         return None
@@ -221,7 +237,7 @@ def _empty_packed(shape: tuple[int, ...], packing: Packing, device: torch.device
 
 
 def _mapped(found: _T, make: Callable[[str, Tensor], Weight], path: str = "") -> _T:
-    """Return a copy of a tree of dataclasses and tuples in which each tensor is replaced by the result of `make`.
+    """Return a copy of a tree of dataclasses and tuples, with each tensor replaced by the result of `make`.
 
     `path` is the path of the tree's field, as in `named_weights`.
     """

@@ -1,4 +1,4 @@
-"""The decoder: a stack of layers that defines what is computed; the kernels define how."""
+"""The decoder of every model family: its layers define the computation, and the kernels carry it out."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ from tandem.engine.steps.prompt_scoring import StepPieces
 
 
 class DecoderModel:
-    """A model of any family. It owns the prepared weights, and keeps no state of requests.
+    """A decoder model of any family. It owns the weights prepared for the kernels, and keeps no state of requests.
 
     The engine's thread calls it.
     """
@@ -31,7 +31,10 @@ class DecoderModel:
         *,
         adapted: AdaptedProducts | None = None,
     ) -> None:
-        """Prepare the weights; `adapted` wraps the products of `kernels` to apply adapters, None without adapters."""
+        """Prepare the weights for `kernels`.
+
+        `adapted` applies LoRA adapters to the matrix products of `kernels`; None if the engine has no adapter slots.
+        """
         self.spec = spec
         self.dtype = parameters.dtype
         """The dtype of the activations."""
@@ -57,7 +60,7 @@ class DecoderModel:
 
     @property
     def trial_tokens(self) -> tuple[int, ...]:
-        """The token counts of `LoraUpdates.trial_tokens`; empty without adapters."""
+        """The token counts of trial steps for adapter updates (`LoraUpdates.trial_tokens`); empty without adapters."""
         return () if self._updates is None else self._updates.trial_tokens
 
     def run_layer(self, number: int, hidden: Tensor, layouts: Sequence[StepLayout], cache: KvCache) -> None:
@@ -82,11 +85,12 @@ class DecoderModel:
         token_ids  [T] int64
         layouts    one for each group of layers
         cache      as in `Kernels.rope_and_store`
-        drawn      [D] int64: the tokens whose logits are returned; None = all tokens
-        feed       the tokens that only the device knows, see `DeferredTokens`
-        scoring    scores prompt tokens; `drawn` then includes the positions it needs
+        drawn      [D] int64: the indices of the tokens whose logits are computed; None = all tokens
+        feed       the token ids that only the device has, see `DeferredTokens`
+        scoring    computes log probabilities of prompt tokens; `drawn` then ends with the scored positions, whose
+                   logits are not returned
 
-        If no logits are needed (D = 0), it returns None, and skips everything after the KV store of the last layer.
+        If D = 0, it returns None and stops after storing the KV of the last layer.
         """
         for layout in reversed(layouts):
             self.kernels.begin_step(cache, layout)
@@ -116,13 +120,14 @@ class DecoderModel:
         table = self._embedding
         if isinstance(table, Tensor):
             return self.kernels.embed(token_ids, table, feed)
-        # A step has few rows, so they are dequantized here, and kernels need not know packed tables.
+        # A step needs few rows of the table, so they are dequantized here, and the kernels do not have to support
+        # packed tables.
         if feed is not None:
             token_ids = feed.tokens(token_ids)
         return table.rows(token_ids).dequantized(self.dtype)
 
     def _finish(self, layer: DecoderLayer, mixed: Tensor, hidden: Tensor, slots: Tensor) -> None:
-        """Add the outputs of attention and of the feed-forward network to the residual stream, in place."""
+        """Add a layer's attention and feed-forward outputs to the residual stream `hidden`, in place."""
         if layer.attention_output_norm is None:
             self._products.linear_add(mixed, layer.attention.output, hidden)
         else:

@@ -23,39 +23,45 @@ class AttentionParameters:
     """
 
     qkv: Weight
-    """[(heads + 2·kv_heads)·head_dim, H]."""
+    """The stacked q, k and v weights: [(heads + 2·kv_heads)·head_dim, H]."""
     qkv_bias: Tensor | None
     output: Weight
-    """[H, heads·head_dim]."""
+    """The output projection: [H, heads·head_dim]."""
     output_bias: Tensor | None
     q_norm: Tensor | None
-    """[head_dim] if each head is normalized by itself, or [heads·head_dim]."""
+    """The norm of queries; None without one.
+
+    Its shape is [head_dim] if each head is normalized separately, else [heads·head_dim].
+    """
     k_norm: Tensor | None
-    """[head_dim], or [kv_heads·head_dim]."""
+    """The norm of keys: [head_dim], or [kv_heads·head_dim]; None without one."""
     sinks: Tensor | None
-    """[heads] float32."""
+    """The attention sink of each head: [heads] float32; None without sinks."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatentParameters:
     """The weights of latent attention.
 
-    In rotated rows, the two elements of a pair are half a width apart, as in GQA.
+    Rotated rows are ordered as in grouped-query attention: the two rows of a pair are half a width apart.
     """
 
     down: Weight
-    """[query_rank + latent + rope, H]; without a query_rank [heads·(nope + rope) + latent + rope, H]."""
+    """The projections of the hidden state: [query_rank + latent + rope, H].
+
+    Without a query rank, they are [heads·(nope + rope) + latent + rope, H].
+    """
     down_bias: Tensor | None
     query_norm: Tensor | None
-    """[query_rank]."""
+    """The norm of the query latent: [query_rank]; None without a query rank."""
     query_up: Weight | None
-    """[heads·(nope + rope), query_rank]."""
+    """The projection of the query latent: [heads·(nope + rope), query_rank]; None without a query rank."""
     latent_norm: Tensor
-    """[latent]."""
+    """The norm of the KV latent: [latent]."""
     kv_up: Tensor
-    """[heads, nope + v_dim, latent]: the keys of each head, then its values."""
+    """The projection of the KV latent, [heads, nope + v_dim, latent]: the keys of each head, then its values."""
     output: Weight
-    """[H, heads·v_dim]."""
+    """The output projection: [H, heads·v_dim]."""
     output_bias: Tensor | None
 
 
@@ -64,10 +70,10 @@ class DenseParameters:
     """The weights of a dense feed-forward network; in the stacked matrix the gate rows come first."""
 
     gate_up: Weight
-    """[2·I, H]."""
+    """The stacked gate and up weights: [2·I, H]."""
     gate_up_bias: Tensor | None
     down: Weight
-    """[H, I]."""
+    """The down projection: [H, I]."""
     down_bias: Tensor | None
 
 
@@ -78,7 +84,7 @@ class LayerParameters:
     input_norm: Tensor
     attention: AttentionParameters | LatentParameters
     attention_output_norm: Tensor | None
-    """The norm of attention's output, see `LayerSpec.output_norms`."""
+    """The norm of the attention output, None without one; see `LayerSpec.output_norms`."""
     feed_forward_norm: Tensor
     feed_forward: DenseParameters | Experts
     feed_forward_output_norm: Tensor | None
@@ -91,38 +97,44 @@ class Parameters:
     dtype: torch.dtype
     """The model's dtype: that of activations, and of weights that are not packed."""
     embedding: Weight
-    """[vocab, H]."""
+    """The embedding of each token: [vocab, H]."""
     lm_head: Weight
-    """[vocab, H]; the same object as `embedding` if the model ties them."""
+    """The output layer, [vocab, H]; the same object as `embedding` if the model ties them."""
     final_norm: Tensor
-    """[H]."""
+    """The norm before the output layer: [H]."""
     layers: tuple[LayerParameters, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterSlot:
-    """The tensor of the model that one tensor of a checkpoint is written to."""
+    """The destination of one tensor of a checkpoint in the model's parameters."""
 
     tensor: Weight
-    """The destination: a view into the parameters."""
+    """The destination, a view into the parameters."""
     transform: Callable[[Tensor], Tensor] | None = None
-    """Computes the values of the destination from those in the checkpoint, which have `shape`; None = they are equal.
+    """A function that computes the destination's values from a tensor of `shape`; None = copy the values unchanged.
 
-    If the destination is a matrix of the same shape, the function only reorders rows, so that it applies to codes and
-    scales, too.
+    If the destination is a matrix of the same shape, the function only reorders rows, so that it can be applied to
+    codes and scales, too.
     """
     shape: tuple[int, ...] | None = None
-    """The shape in the checkpoint, or of this rank's part of it; None = that of the destination."""
+    """The shape in the checkpoint, or that of this rank's part of the stored tensor; None = the destination's shape."""
     stacked: tuple[int, ...] = ()
-    """The rows of the destination that ranks divide separately, if the checkpoint stacks several weights in one."""
+    """The number of rows of each stacked weight, if the checkpoint stacks several weights in one tensor; else empty.
+
+    The stacked weights are divided among ranks separately. The numbers are those of the destination.
+    """
     summed: bool = False
-    """True for a bias of a product that is summed over ranks: only the first rank has it, the others have zeros."""
+    """True for the bias of a layer whose outputs are summed over all ranks.
+
+    The first rank has the bias, and the other ranks have zeros.
+    """
     part: "StoredPart | None" = None
-    """The part of the stored tensor that this rank reads; None = all of it."""
+    """The part of the checkpoint's tensor that this rank reads; None = the whole tensor."""
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape of the tensor in the checkpoint."""
+        """The shape of the whole tensor in the checkpoint."""
         return self.own_shape if self.part is None else self.part.shape
 
     @property
@@ -131,23 +143,26 @@ class ParameterSlot:
         return tuple(self.tensor.shape) if self.shape is None else self.shape
 
     def values(self, stored: Tensor) -> Tensor:
-        """Return the values of the destination from those in the checkpoint."""
+        """Return the destination's values, computed from the whole tensor of the checkpoint."""
         own = stored if self.part is None else self.part.of(stored)
         return own if self.transform is None else self.transform(own)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """One rank's part of a stored tensor: ranges of one dimension, one after the other."""
+    """The part of a checkpoint's tensor that one rank reads: ranges along one dimension, concatenated."""
 
     shape: tuple[int, ...]
     """The shape of the whole tensor."""
     dim: int = 0
     ranges: tuple[range, ...] = ()
-    """Empty = the rank has zeros of the same shape."""
+    """The ranges along `dim`; empty = this rank has zeros of the same shape instead of the stored values."""
 
     def of(self, stored: Tensor, group: int = 1) -> Tensor:
-        """Return the part of a tensor; in columns, `stored` has one value for each `group` elements of the weight."""
+        """Return this rank's part of `stored`: a tensor of `shape`, or the scales or offsets of a quantized weight.
+
+        Along the columns, `stored` has one value for each `group` elements of the weight.
+        """
         if not self.ranges:
             return torch.zeros_like(stored)
         divisor = group if self.dim == 1 else 1
@@ -158,7 +173,7 @@ class StoredPart:
 def tensors_of(parameters: object) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor once, with the name of its field.
 
-    Tied embeddings are one tensor; a packed weight has several.
+    Tied embeddings are yielded as one tensor, and a packed weight as several.
     """
     for path, weight in named_weights(parameters):
         for tensor in weight.parts() if isinstance(weight, PackedWeight) else (weight,):
@@ -175,7 +190,10 @@ def named_weights(parameters: object) -> Iterator[tuple[str, Weight]]:
 
 
 def standard_slots(spec: ModelSpec, parameters: Parameters) -> dict[str, ParameterSlot]:
-    """Return the slots by the tensor names that Llama's checkpoints use, and most others."""
+    """Return the slots of a model by tensor name, with the names of Llama's checkpoints.
+
+    Most other models use these names as well.
+    """
     found = {
         "model.embed_tokens.weight": ParameterSlot(parameters.embedding),
         "model.norm.weight": ParameterSlot(parameters.final_norm),
@@ -189,7 +207,7 @@ def standard_slots(spec: ModelSpec, parameters: Parameters) -> dict[str, Paramet
 
 
 def layer_slots(spec: LayerSpec, weights: LayerParameters) -> dict[str, ParameterSlot]:
-    """Return the slots of one layer, by their names after `model.layers.N.`."""
+    """Return the slots of one layer, by tensor name without the prefix `model.layers.N.`."""
     found = {
         "input_layernorm.weight": ParameterSlot(weights.input_norm),
         "post_attention_layernorm.weight": ParameterSlot(weights.feed_forward_norm),
@@ -221,7 +239,7 @@ def dense_slots(prefix: str, weights: DenseParameters) -> dict[str, ParameterSlo
 
 
 def stacked_gate_up(weights: DenseParameters) -> ParameterSlot:
-    """Return the slot of gate and up stored as one matrix, gate rows first."""
+    """Return the slot of a matrix in which a checkpoint stacks gate and up, gate rows first."""
     rows = weights.gate_up.shape[0] // 2
     return ParameterSlot(weights.gate_up, stacked=(rows, rows))
 
@@ -247,7 +265,10 @@ def expert_slots(weights: Experts) -> dict[str, ParameterSlot]:
 
 
 def renamed(slots: dict[str, ParameterSlot], names: Mapping[str, str]) -> dict[str, ParameterSlot]:
-    """Return the same slots under other names: the first key of `names` in each is replaced by its value."""
+    """Return the slots under other names, which `names` defines.
+
+    In each name, the first key of `names` that it contains is replaced by that key's value.
+    """
     found = {}
     for name, slot in slots.items():
         for old, new in names.items():

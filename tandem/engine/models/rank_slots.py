@@ -1,4 +1,4 @@
-"""The part of each tensor of a checkpoint that one rank of a group reads."""
+"""Finds the part of each tensor of a checkpoint that one rank of a group reads."""
 
 from dataclasses import replace
 
@@ -12,10 +12,10 @@ from tandem.engine.models.parameters import Parameters, ParameterSlot, StoredPar
 
 
 def rank_slots(spec: ModelSpec, rank: Rank, parameters: Parameters) -> dict[str, ParameterSlot]:
-    """Return where each tensor of a checkpoint is written to, and which part of it.
+    """Return the slot of each tensor of a checkpoint by name, with the part of the tensor that `rank` reads.
 
-    `spec` is that of the whole model, and `parameters` were allocated by `allocate_rank`. A dimension in which a tensor
-    is longer in the checkpoint than here is divided among the ranks.
+    `spec` is that of the whole model, and `parameters` were allocated by `allocate_rank`. A tensor is divided among the
+    ranks along the dimension in which it is longer in the checkpoint than in `parameters`.
     """
     if rank.count == 1:
         return slots_of(spec, parameters)
@@ -39,7 +39,7 @@ def _part(slot: ParameterSlot, whole: ParameterSlot, rank: Rank, *, by_token: bo
     ranges = []
     start = 0
     for length, total in zip(slot.stacked or (own[dim],), whole.stacked or (shape[dim],), strict=True):
-        # With more ranks than KV heads, there are fewer different parts than ranks.
+        # If there are more ranks than KV heads, several ranks read the same part.
         first = start + rank.number * (total // length) // rank.count * length
         ranges.append(range(first, first + length))
         start += total

@@ -1,1 +1,1 @@
-"""The parts of a model that a group of ranks computes together (tensor parallelism)."""
+"""Tensor parallelism: communication between ranks, and the model and the steps of a rank."""

@@ -1,4 +1,4 @@
-"""The exchange of tensors between the ranks of a group."""
+"""Collective operations on tensors between the ranks of a group."""
 
 from abc import ABC, abstractmethod
 from datetime import timedelta
@@ -12,9 +12,10 @@ from tandem.engine.config.sharding import Rank
 
 
 class Collectives(ABC):
-    """The exchange of tensors in one group.
+    """The collective operations of one rank in its group.
 
-    All ranks make the same calls in the same order. A rank that fails ends the group: the others get no answer.
+    All ranks make the same calls in the same order. If a rank fails, the group ends: the calls of the other ranks get
+    no answer.
     """
 
     def __init__(self, rank: Rank) -> None:
@@ -22,31 +23,34 @@ class Collectives(ABC):
 
     @abstractmethod
     def all_reduce(self, part: Tensor) -> None:
-        """Replace `part` by the sum of the parts of all ranks, with the same bits on all ranks."""
+        """Replace `part` by its sum over all ranks; the result is bitwise equal on all ranks."""
 
     @abstractmethod
     def broadcast(self, values: Tensor) -> None:
-        """Replace `values` by those of the first rank."""
+        """Replace `values` by the tensor of the first rank."""
 
     @abstractmethod
     def gather_columns(self, part: Tensor, columns: int) -> Tensor:
-        """Return the parts [D, n] of all ranks side by side, [D, columns].
+        """Return the columns of all ranks, concatenated to [D, columns]; ranks other than the first get [0, columns].
 
-        The parts are those of `Rank.rows(columns)`. Only the first rank gets them, the others get [0, columns].
+        `part` [D, n] has the columns `Rank.rows(columns)` of this rank.
         """
 
     def close(self) -> None:  # noqa: B027 - most groups have nothing to close
-        """Leave the group, after the last exchange."""
+        """Leave the group. Called after the last collective operation."""
 
 
 class GlooCollectives(Collectives):
-    """The collectives of processes on CPUs, over torch.distributed's gloo back end. A process can be in one group."""
+    """Collective operations between processes on CPUs, with the gloo backend of torch.distributed.
+
+    A process can be in only one group.
+    """
 
     def __init__(self, rank: Rank, meeting: Path, timeout_s: float) -> None:
-        """Join the group; its ranks meet in the file `meeting`, which must not exist before the first of them comes.
+        """Join the group, whose ranks find each other through the file `meeting`.
 
-        `timeout_s` limits the time until all ranks have joined, and that of each exchange, in seconds; when it is over,
-        calls raise RuntimeError.
+        The file must not exist before the first rank joins. `timeout_s` is the maximum time in seconds until all ranks
+        have joined, and the maximum time of each operation; after it, the call raises RuntimeError.
         """
         super().__init__(rank)
         dist.init_process_group(
@@ -58,17 +62,17 @@ class GlooCollectives(Collectives):
         )
 
     def all_reduce(self, part: Tensor) -> None:
-        """Sum the parts in the order of the ranks, so that the result does not depend on their arrival."""
+        """Sum the tensors in the order of the ranks, so that the result does not depend on which arrives first."""
         parts = [torch.empty_like(part) for _ in range(self.rank.count)]
         dist.all_gather(parts, part)
         part.copy_(torch.stack(parts).sum(0))
 
     def broadcast(self, values: Tensor) -> None:
-        """Send the values of the first rank to all."""
+        """Send the tensor of the first rank to all ranks."""
         dist.broadcast(values, 0)
 
     def gather_columns(self, part: Tensor, columns: int) -> Tensor:
-        """Gather the parts, padded to the length of the first one."""
+        """Gather the columns; ranks with fewer columns than the first are padded, and the padding is removed."""
         most = len(Rank(0, self.rank.count).rows(columns))
         padded = torch.nn.functional.pad(part, (0, most - part.shape[1])).contiguous()
         parts = [torch.empty_like(padded) for _ in range(self.rank.count)] if self.rank.leads else None
@@ -76,5 +80,5 @@ class GlooCollectives(Collectives):
         return part.new_empty(0, columns) if parts is None else torch.cat(parts, dim=1)[:, :columns]
 
     def close(self) -> None:
-        """End the connections; otherwise they would abort this process when those of another rank end."""
+        """Close the connections; otherwise this process would be aborted when another rank closes its connections."""
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""A decoder of which each rank of a group computes a part."""
+"""The decoder model of one rank of a group."""
 
 from torch import Tensor
 
@@ -12,10 +12,10 @@ from tandem.engine.parallel.rank_products import RankProducts
 
 
 class RankModel(DecoderModel):
-    """One rank's part of a decoder.
+    """One rank's part of a decoder model.
 
-    The first rank alone knows the tokens and gets the logits; the others get the embeddings from it, and their
-    `forward` returns no rows.
+    Only the first rank embeds the tokens and gets the logits. The other ranks receive the embeddings from it, and their
+    `forward` returns logits without rows, or None as in `DecoderModel`.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class RankModel(DecoderModel):
         collectives: Collectives,
         adapted: AdaptedProducts | None = None,
     ) -> None:
-        """Prepare the weights; `spec` is that of the rank (`rank_spec`)."""
+        """Prepare this rank's weights for `kernels`; `spec` is the result of `rank_spec`."""
         self._collectives = collectives
         super().__init__(spec, parameters, kernels, max_context, adapted=adapted)
 

@@ -1,4 +1,4 @@
-"""The products of one rank: its output products are terms of sums over all ranks."""
+"""The matrix products of one rank, some of which are summed over all ranks."""
 
 import torch
 from torch import Tensor
@@ -9,38 +9,39 @@ from tandem.engine.parallel.collectives import Collectives
 
 
 class RankProducts(Products):
-    """The products of `base`, a rank's own kernels with or without adapters, with sums over the ranks.
+    """Computes a rank's matrix products with `base`, and sums the outputs over all ranks where each has only a part.
 
-    The inputs of `linear` and `linear_add` are divided among the ranks, and so are the weights of experts.
+    `base` is the rank's kernels, with or without adapters. The inputs of `linear` and `linear_add` are divided among
+    the ranks, and so are the inner elements of each expert; each rank's output is therefore one term of a sum.
     """
 
     def __init__(self, base: Products, collectives: Collectives) -> None:
         self._base, self._collectives = base, collectives
 
     def prepare(self, linear: Linear) -> Linear:
-        """Let `base` prepare the weight."""
+        """Prepare the weight as `base` does."""
         return self._base.prepare(linear)
 
     def norm_linear(self, hidden: Tensor, norm: Norm, linear: Linear) -> Tensor:
-        """Compute this rank's outputs."""
+        """Return the outputs of this rank's rows of the weight, without communication."""
         return self._base.norm_linear(hidden, norm, linear)
 
     def norm_gate_up(self, hidden: Tensor, norm: Norm, gate_up: Linear, activation: str = "silu") -> Tensor:
-        """Compute this rank's inner elements."""
+        """Return this rank's inner elements of the feed-forward network, without communication."""
         return self._base.norm_gate_up(hidden, norm, gate_up, activation)
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        """Compute the term of this rank, and sum the terms."""
+        """Compute this rank's term, and return the sum of the terms of all ranks."""
         term = self._base.linear(x, linear)
         self._collectives.all_reduce(term)
         return term
 
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
-        """Add the sum of the terms."""
+        """Add the sum of the terms of all ranks to `hidden` in place."""
         hidden += self.linear(x, linear)
 
     def experts(self, hidden: Tensor, layer: ExpertsLayer, slots: Tensor, out: Tensor) -> None:
-        """Compute the experts' inner elements of this rank, and add the sum of the terms."""
+        """Compute this rank's term of the experts' output, and add the sum over all ranks to `out` in place."""
         term = torch.zeros_like(out)
         self._base.experts(hidden, layer, slots, term)
         self._collectives.all_reduce(term)

@@ -1,7 +1,7 @@
-"""The stream of packed steps from the first rank of a group to the others, over Unix sockets.
+"""Sends packed steps from the first rank of a group to the other ranks, the followers, over Unix sockets.
 
-A follower schedules nothing, samples nothing and has no requests: it runs the steps that it receives. A closed
-connection is the end of the group for both sides.
+A follower schedules nothing, samples nothing and has no requests: it only runs the steps that it receives. If either
+side closes a connection, the whole group ends.
 """
 
 import socket
@@ -18,18 +18,22 @@ from tandem.engine.steps.step_packer import PackedStep, view_step
 from tandem.protocol.errors import Unavailable
 
 _HEADER = 12
-"""Words of a message's header: five sizes, four bounds, the sampled and the scored positions, and their number."""
+"""Number of 64-bit words in a message's header.
+
+They are five sizes, four bounds, the number of token indices in `drawn`, how many of these are scored positions, and
+the number of words in the step's buffer.
+"""
 _NONE = -1
 
 
 class StepSender:
-    """Sends steps to all followers. Called on the engine's thread of the first rank."""
+    """Sends the steps of the first rank to all followers. Called on the engine's thread."""
 
     def __init__(self, followers: Sequence[socket.socket]) -> None:
         self._followers = followers
 
     def send(self, step: PackedStep) -> None:
-        """Send a step. Raises Unavailable if a follower has ended."""
+        """Send a step to all followers. Raises Unavailable if a follower has closed its connection."""
         sizes, layout, drawn = step.sizes, step.layout, step.drawn
         scored = _NONE if step.scoring is None else step.scoring.scored
         counts = (sizes.tokens, sizes.rows, sizes.width, sizes.drawn, sizes.groups)
@@ -44,13 +48,13 @@ class StepSender:
             raise Unavailable("a rank of this worker has ended, and the worker ends with it") from error
 
     def close(self) -> None:
-        """Close the connections, at which the followers end."""
+        """Close the connections, so that the followers end."""
         for follower in self._followers:
             follower.close()
 
 
 def received_steps(leader: socket.socket) -> Iterator[PackedStep]:
-    """Yield the steps that the first rank sends, until it closes the connection."""
+    """Yield the steps that the first rank sends, until it closes the connection `leader`."""
     with leader.makefile("rb") as stream:
         while header := stream.read(8 * _HEADER):
             counts = [int(number) for number in np.frombuffer(header, np.int64)]

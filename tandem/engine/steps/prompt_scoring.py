@@ -1,7 +1,7 @@
-"""Scoring of prompts: log probabilities of a prompt's tokens, computed in the steps that store its KV.
+"""Prompt scoring: computes log probabilities of a prompt's tokens in the steps that store the prompt's KV.
 
-The logits at a position give the probability of the prompt's next token. Logits exist for only `PIECE` positions at a
-time, because those of a long prompt would need more memory than the model.
+The logits at a position give the probability of the prompt's next token. The logits of at most `PIECE` positions are in
+memory at the same time, because those of a long prompt would need more memory than the model.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,42 +13,45 @@ from torch import Tensor
 from tandem.protocol.messages import PromptLogprobs
 
 PIECE = 64
-"""The number of positions whose logits exist at the same time."""
+"""Maximum number of positions whose logits are in memory at the same time."""
 
 Logprobs = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
-"""A function like `tandem.engine.logprobs.logprobs`.
+"""A function that computes log probabilities as `tandem.engine.logprobs.logprobs` does.
 
-It takes logits [n, vocab], tokens [n] int64 and a number of alternatives.
+Its arguments are logits [n, vocab], tokens [n] int64 and the number of alternatives per token.
 """
 
 
 @dataclass(slots=True, eq=False)
 class PromptScores:
-    """The log probabilities of one prompt, for the chunks computed so far.
+    """The log probabilities of a prompt's tokens, for the chunks computed so far.
 
-    The request that wants them owns this object. The engine appends to it when the result of a step is read.
+    Owned by the request. The engine appends to it when the result of a step is read.
     """
 
     token_ids: Sequence[int]
-    """The whole prompt."""
+    """The token ids of the whole prompt."""
     top_count: int
-    """The number of alternatives at each position."""
+    """The number of most likely tokens that are reported at each position."""
     chosen: list[float] = field(default_factory=list)
     top_ids: list[int] = field(default_factory=list)
     top: list[float] = field(default_factory=list)
     finite: bool = True
-    """False once the logits at any position were not finite."""
+    """False once the log probability of any token was not finite."""
 
     def result(self) -> PromptLogprobs:
-        """Return the log probabilities so far, as they are sent to the router."""
+        """Return the log probabilities so far as a message for the router."""
         return PromptLogprobs(tuple(self.chosen), self.top_count, tuple(self.top_ids), tuple(self.top))
 
     def next_tokens(self, start: int, count: int) -> Sequence[int]:
-        """Return the tokens after those at `start`, `start + 1`, …: `count` of them, one fewer at the prompt's end."""
+        """Return the token after each of the `count` positions from `start`; the prompt's last position has none."""
         return self.token_ids[start + 1 : start + count + 1]
 
     def take(self, values: Tensor, ids: Tensor) -> None:
-        """Append the scores of a chunk: values [n, 1 + most] and ids [n, most] on the host, as `Logprobs` returns."""
+        """Append the log probabilities of a chunk, as `Logprobs` returns them.
+
+        `values` is [n, 1 + most], `ids` [n, most]; both are on the host.
+        """
         self.finite &= bool(values[:, 0].isfinite().all())
         top = min(self.top_count, ids.shape[1])
         self.chosen += values[:, 0].tolist()
@@ -57,37 +60,48 @@ class PromptScores:
 
 
 class StepPieces:
-    """The hidden states of a step that scores prompts: first those of the draws, then those of the scored positions."""
+    """The scored positions of a step, divided into pieces whose logits are computed one after the other.
+
+    In the step's hidden states, the scored positions follow the rows that sample a token. An instance of this class
+    only computes the logits, for a rank that has no requests; `StepScoring` computes log probabilities from the logits.
+    """
 
     def __init__(self, drawn: int, scored: int) -> None:
-        """Create the pieces of a step with `drawn` draws and `scored` scored positions."""
+        """Create the pieces of a step with `drawn` rows that sample a token and `scored` scored positions."""
         self.drawn, self.scored = drawn, scored
 
     def pieces(self) -> Iterator[slice]:
-        """Yield the ranges of the scored positions whose logits exist at the same time."""
+        """Yield the pieces as ranges of at most `PIECE` positions, counted from the first scored position."""
         for first in range(0, self.scored, PIECE):
             yield slice(first, min(first + PIECE, self.scored))
 
     def logits(self, hidden: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor | None:
-        """Compute the logits piece by piece, without scores: what a rank that has no requests contributes."""
+        """Compute all logits, and return those of the rows that sample a token; None if there are none.
+
+        The logits of scored positions are computed piece by piece and dropped: the rank only contributes its part to
+        the first rank's logits. The arguments are those of `StepScoring.logits`.
+        """
         scored = hidden[self.drawn :]
         for piece in self.pieces():
             project(scored[piece])
         return project(hidden[: self.drawn]) if self.drawn else None
 
     def deliver(self) -> None:
-        """Do nothing, because nothing is scored here."""
+        """Do nothing, because this rank computes no log probabilities."""
 
 
 class StepScoring(StepPieces):
-    """The scoring of prompts in one step."""
+    """The prompt scoring of one step.
+
+    In the step's hidden states, the scored positions follow the rows that sample a token.
+    """
 
     def __init__(
         self, rows: Sequence[tuple[PromptScores, Sequence[int]]], targets: Tensor, drawn: int, logprobs: Logprobs
     ) -> None:
-        """Take the scored chunks, `rows`, each with the tokens it scores; targets [scored] int64 has all these tokens.
+        """Prepare the scoring of `rows`: scored chunks, each with the tokens whose log probabilities are computed.
 
-        `drawn` is the number of draws of the step.
+        `targets` [scored] int64 has the tokens of all chunks. `drawn` is the number of rows that sample a token.
         """
         super().__init__(drawn, len(targets))
         self._rows = rows
@@ -97,11 +111,10 @@ class StepScoring(StepPieces):
         self._read: list[tuple[Tensor, Tensor]] = []
 
     def logits(self, hidden: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor | None:
-        """Score hidden states and return the logits of the draws [D, vocab], None without draws.
+        """Score the prompt positions, and return the logits [D, vocab] of the rows that sample a token; None if D = 0.
 
-        The hidden states are [D + scored, width]; those of the draws come first.
-
-        `project` computes logits from hidden states. It only launches kernels and never waits for a device.
+        `hidden` is [D + scored, width]; the states of the D sampling rows come first. `project` computes logits from
+        hidden states. The call only launches kernels and never waits for the device.
         """
         scored, targets = hidden[self.drawn :], self._targets
         found = [self._logprobs(project(scored[piece]), targets[piece], self._top) for piece in self.pieces()]
@@ -109,7 +122,7 @@ class StepScoring(StepPieces):
         return project(hidden[: self.drawn]) if self.drawn else None
 
     def deliver(self) -> None:
-        """Append the scores to the `PromptScores` of each request, once the step has run."""
+        """Append the log probabilities to the `PromptScores` of each request, once the step has run."""
         if not self._read:
             return
         values, ids = (torch.cat(parts) for parts in zip(*self._read, strict=True))
@@ -121,7 +134,7 @@ class StepScoring(StepPieces):
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    """Return a copy on the host, which is complete once the device has run everything that was launched so far."""
+    """Return a copy in host memory; it is complete once the device has run all work launched so far."""
     if tensor.device.type == "cpu":
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -1,4 +1,4 @@
-"""Packs a step's rows into tensors: one host buffer per step, which is copied to the device in one piece."""
+"""Packs the rows of a step into one host buffer, which is copied to the device in one transfer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,11 +34,11 @@ class PackedStep:
     """The tensors of a step.
 
     token_ids  [T] int64
-    sources    [T] int32: the draw of the previous step that yields this token; -1 = the id in token_ids is valid
+    sources    [T] int32: the index of this token among the tokens that the previous step sampled; -1 = token_ids has it
     layouts    one for each group of layers
-    drawn      [D] int64: the index of the last token of each row with a draw; None = all T tokens
+    drawn      [D] int64: the index of the last token of each row that samples a token; None = all T tokens
     words      [sizes.words] int64, the buffer of which the other tensors are views
-    scoring    scores prompt tokens; `drawn` then includes their positions
+    scoring    computes log probabilities of prompt tokens; the last indices of `drawn` are then the scored positions
     """
 
     token_ids: Tensor
@@ -51,14 +51,14 @@ class PackedStep:
 
     @property
     def layout(self) -> StepLayout:
-        """The layout of the first group, which is that of all layers if there is only one group."""
+        """The layout of the first group of layers; the only one if all layers are in one group."""
         return self.layouts[0]
 
 
 def step_limits(spec: ModelSpec, cache: PagedCache) -> StepLimits:
-    """Return the limits of a model over a cache.
+    """Return the limits against which the rows of a model's steps over `cache` are checked.
 
-    The context is also bounded by the pool: a longer request cannot finish.
+    The maximum context is also bounded by the number of pages, because a longer request could never finish.
     """
     reachable = min(spec.max_context, cache.kv_pages.tokens_in(cache.pages))
     return StepLimits(spec.vocab_size, reachable, cache.pages, cache.page_tokens, cache.kv_pages.windows)
@@ -72,10 +72,11 @@ class StepPacker:
         self._row_limits = limits.row_limits
 
     def sizes(self, batch: StepBatch) -> StepSizes:
-        """Return the sizes of `batch`. Raises Internal if it is empty, too long, or has a malformed chunk.
+        """Return the sizes of the sections that `batch` needs.
 
-        Rows of one token are checked only when they are packed. In both cases the scheduler should have rejected the
-        request.
+        Raises Internal if the batch is empty, has a malformed chunk, or has a row beyond the maximum context. Rows of
+        one token are checked only when they are packed. Either error is a defect of the scheduler, which should have
+        rejected the request.
         """
         singles, chunks = len(batch.tokens), batch.chunks
         if not singles and not chunks:
@@ -102,10 +103,10 @@ class StepPacker:
     ) -> None:
         """Write the batch into `words` [sizes.words]. Raises Internal for a malformed row.
 
-        `sizes` may have more rows and tokens than `batch`: the rest becomes padding, which reads and writes nothing.
-        The rows and tokens of chunks begin at number `chunks_at`; None = after the rows of one token, or, without
-        chunks, after all rows. `drawn_before` has the number of the draw of each row of the previous step; empty = the
-        same as the row's number.
+        If `sizes` has more rows and tokens than `batch`, the rest becomes padding, which reads and writes nothing. The
+        rows and tokens of chunks begin at number `chunks_at`; None = after the rows of one token, or, without chunks,
+        after all rows. `drawn_before` has the index of each row of the previous step among its sampling rows; empty =
+        the row's number.
         """
         if chunks_at is None:
             chunks_at = len(batch.tokens) if batch.chunks else sizes.rows
@@ -165,7 +166,7 @@ def view_step(
     single_rows: int,
     max_cached: int | None = None,
 ) -> PackedStep:
-    """Return views as `unpack` does, for any batch within these bounds."""
+    """Return a packed step as `unpack` does, valid for every batch within these bounds."""
     wide = sum(sizes.wide_room)
     token_ids, slots, drawn = _cut(words[:wide], sizes.wide_room, sizes.wide)
     narrow = words[wide:].view(torch.int32)

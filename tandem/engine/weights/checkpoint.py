@@ -1,4 +1,4 @@
-"""A model folder in Hugging Face layout: checked by its headers alone, then read directly into the model's tensors."""
+"""Checks a model folder in Hugging Face layout by its headers, and reads its weights directly into the model."""
 
 import hashlib
 import logging
@@ -27,14 +27,14 @@ from tandem.protocol.errors import ModelError
 
 _T = TypeVar("_T")
 _PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
-"""Prefixes of the text model's tensors in multimodal checkpoints, and the corresponding ones in text checkpoints."""
+"""Name prefixes of the text model's tensors in multimodal checkpoints, with those of text-only checkpoints."""
 _ATTENTION_SCALES = tuple(f".{part}_{kind}" for part in ("q", "k", "v", "kv") for kind in ("scale", "zero_point"))
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """The tensor names of one folder.
+    """Translates the tensor names of a folder to those of a text-only checkpoint.
 
     Multimodal checkpoints prefix the names of the text model's tensors; all their other tensors belong to the towers.
     """
@@ -42,28 +42,28 @@ class TensorNames:
     spec: ModelSpec
     multimodal: bool
     predicting_layers: int
-    """The number of layers after the model's own that predict further tokens (DeepSeek-V3, GLM-4.5).
+    """The number of multi-token prediction layers after the model's own layers (DeepSeek-V3, GLM-4.5).
 
     They are not computed.
     """
 
     @classmethod
     def of(cls, spec: ModelSpec, config: Mapping[str, Any]) -> "TensorNames":
-        """Return the names of a folder with this spec and config.json."""
+        """Return the name translation of a folder with this spec and config.json."""
         text = text_part(config)
         return cls(spec, text is not config, int(text.get("num_nextn_predict_layers") or 0))
 
     def text_model(self, found: Mapping[str, _T]) -> dict[str, _T]:
-        """Return the tensors of the text model, by their names in a checkpoint that has only text."""
+        """Return the entries of the text model's tensors, by their names in a text-only checkpoint."""
         if not self.multimodal:
             return dict(found)
         return {text: each for name, each in found.items() if (text := _text_name(name)) is not None}
 
     def is_harmless(self, name: str) -> bool:
-        """Return True for a tensor that is ignored.
+        """Return True if a tensor that the model does not use may be ignored.
 
-        These are RoPE constants and copies of tied embeddings in old exports, layers that predict further tokens, and
-        scales with which other servers quantize queries, keys and values.
+        These are RoPE constants and copies of tied embeddings in old exports, multi-token prediction layers, and scales
+        with which other servers quantize queries, keys and values.
         """
         if self.spec.quantization is not None and name.endswith(_ATTENTION_SCALES):
             return True
@@ -74,7 +74,7 @@ class TensorNames:
 
 
 def _text_name(name: str) -> str | None:
-    """Return the tensor's name in a checkpoint that has only text, None for a tensor of a tower."""
+    """Return the tensor's name in a text-only checkpoint; None for a tensor of a tower."""
     for prefix, text in _PREFIXES:
         if name.startswith(prefix):
             return text + name.removeprefix(prefix)
@@ -90,13 +90,13 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _NAMED_AT_MOST = 3
 _MOST_FILES = 10_000
-"""The most weight files of a folder; the largest published models have a few hundred."""
+"""Maximum number of weight files of a folder; the largest published models have a few hundred."""
 _REVISION_BYTES = 4096
-"""The leading bytes of each tensor that the revision depends on: 1.2 MB in total for a model of 32 layers."""
+"""The number of leading bytes of each tensor that the revision hash includes: 1.2 MB in total for 32 layers."""
 
 
 def check_model(folder: Path) -> ModelSpec:
-    """Return the spec of a model after checking that it can be served; no weights are read.
+    """Check from the headers that a model can be served, and return its spec; no weights are read.
 
     Modules that a quantized checkpoint stores in 16 bits count as not quantized, even if config.json says otherwise.
     Raises ModelError, with one sentence, if there is no folder or configuration, if the architecture is not supported,
@@ -117,8 +117,9 @@ def load_weights(
 ) -> None:
     """Copy every tensor of the folder, or the part of `rank`, to its slot in `parameters`, cast to the slot's dtype.
 
-    Slots on the `meta` device are skipped. Raises ModelError as `check_model` does. The host holds no second copy (see
-    `tensor_reader`), except of one tensor at a time among those whose values are transformed or divided among ranks.
+    Slots on the `meta` device are skipped. Raises ModelError as `check_model` does. The host holds no second copy of
+    the weights (see `tensor_reader`), except of one tensor at a time if its values are transformed or divided among
+    ranks.
     """
     slots = rank_slots(spec, rank, parameters)
     config = read_json(folder / "config.json")
@@ -160,10 +161,10 @@ def load_weights(
 
 
 def revision_hash(folder: Path) -> str:
-    """Return a name of this revision of the model, in hex.
+    """Return a hash that identifies this revision of the model, in hex.
 
     It is the SHA-256 of config.json, of every tensor's name, dtype and shape, and of the first bytes of each tensor. So
-    a fine-tuned model of equal shapes has another name, at little cost.
+    a fine-tuned model of equal shapes has another hash, at little cost.
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for name, entry in sorted(read_entries(folder).items()):
@@ -175,7 +176,7 @@ def revision_hash(folder: Path) -> str:
 
 
 def stored_dtype(folder: Path) -> str:
-    """Return the dtype of the folder's largest tensor that is not quantized, as torch spells it."""
+    """Return the dtype of the folder's largest tensor that is not quantized, in torch's spelling."""
     entries = read_entries(folder).values()
     floats = [entry for entry in entries if entry.dtype in FLOATS]
     largest = max(floats or entries, key=lambda entry: _elements(entry.shape))
@@ -183,7 +184,10 @@ def stored_dtype(folder: Path) -> str:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the weight files of a folder, those of its index if it has one. Raises ModelError if any is missing."""
+    """Return the weight files of a folder: those named in its index, if it has one.
+
+    Raises ModelError if any is missing.
+    """
     index = folder / _INDEX
     if not index.is_file():
         if not (folder / _SINGLE).is_file():
@@ -203,7 +207,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_entries(folder: Path) -> dict[str, TensorEntry]:
-    """Return all tensors of a folder's weight files, by name. Raises ModelError for files that cannot be read."""
+    """Return the header entries of all tensors in a folder's weight files, by name.
+
+    Raises ModelError for files that cannot be read.
+    """
     found: dict[str, TensorEntry] = {}
     for file in weight_files(folder):
         for name, entry in read_header(file).items():
@@ -219,7 +226,7 @@ def _as_stored(
     quantized: QuantizedWeights,
     entries: Mapping[str, TensorEntry],
 ) -> Quantization:
-    """Return the quantization without the modules that the checkpoint stores in 16 bits or more."""
+    """Return the quantization; modules that the checkpoint stores in 16 bits or more count as not quantized."""
     found = set()
     for name, scheme in quantized.schemes.items():
         codes = next(iter(stored_tensors(name, slots[name], scheme)))
@@ -268,7 +275,7 @@ def _match(
 
 
 def _named(scheme: WeightScheme | None) -> str:
-    """Return the scheme of a weight for an error message, "" if there is none."""
+    """Return a description of a weight's scheme for an error message; "" if it has none."""
     if scheme is None:
         return ""
     group = "a scale a row" if scheme.group is None else f"groups of {scheme.group}"
@@ -276,7 +283,7 @@ def _named(scheme: WeightScheme | None) -> str:
 
 
 def _read_transformed(name: str, entry: TensorEntry, slot: ParameterSlot, count: Callable[[int], None]) -> None:
-    """Read one tensor into host memory, and write the transformed values to their place."""
+    """Read one tensor into host memory, transform its values or take this rank's part, and write them to its slot."""
     assert isinstance(slot.tensor, Tensor)
     stored = torch.empty(entry.shape, dtype=slot.tensor.dtype)
     read_tensors({name: entry}, {name: stored}, count)

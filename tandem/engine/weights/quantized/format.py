@@ -1,4 +1,4 @@
-"""The common parts of the formats of quantized weights.
+"""Types and functions that the readers of all quantized weight formats share.
 
 A weight has N rows (outputs), K columns (inputs), and G groups in each row.
 """
@@ -15,7 +15,7 @@ from tandem.engine.models.parameters import StoredPart
 from tandem.protocol.errors import ModelError
 
 FLOATS = frozenset({"F16", "BF16", "F32"})
-"""The dtypes of scales, as safetensors spells them."""
+"""The dtypes that scales may have, by their names in safetensors."""
 WORDS = frozenset({"I32"})
 BYTE_CENTRE = 128
 """The unsigned 8-bit code of a weight of zero."""
@@ -25,14 +25,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One of the tensors in which a checkpoint stores a quantized weight."""
+    """A tensor that is part of a quantized weight in a checkpoint."""
 
     name: str
-    """The tensor's name after that of its module (`qweight`)."""
+    """The last part of the tensor's name, after the module's name (`qweight`)."""
     shapes: tuple[Shape, ...] = ()
-    """The shapes that the tensor may have; () = any."""
+    """The allowed shapes of the tensor; () = any."""
     dtypes: frozenset[str] = frozenset()
-    """The dtypes that the tensor may have, as safetensors spells them; empty = any."""
+    """The allowed dtypes of the tensor, by their names in safetensors; empty = any."""
     required: bool = True
     """False if the tensor may be missing."""
     read: bool = True
@@ -40,20 +40,23 @@ class StoredTensor:
 
 
 def unread(*names: str) -> tuple[StoredTensor, ...]:
-    """Return tensors that a format may have and whose values are ignored."""
+    """Return optional tensors of a format whose values are ignored."""
     return tuple(StoredTensor(name, required=False, read=False) for name in names)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedCodes:
-    """A weight as read: weight[n, k] = codes[n, k] · scales[n, g] + offsets[n, g], where g is the group of column k."""
+    """A quantized weight read from a checkpoint.
+
+    weight[n, k] = codes[n, k] · scales[n, g] + offsets[n, g], where g is the group of column k.
+    """
 
     codes: Tensor
-    """[N, K]: int8, float8_e4m3fn, or uint8 with values 0 to 15."""
+    """The codes, [N, K]: int8, float8_e4m3fn, or uint8 with values 0 to 15."""
     scales: Tensor
-    """[N, G]."""
+    """The scale of each row and group: [N, G]."""
     offsets: Tensor | None
-    """[N, G]; None = zero, or -8 · scales if the codes are 0 to 15."""
+    """The offset of each row and group, [N, G]; None = zero, or -8 · scales if the codes are 0 to 15."""
     group: int
     """The number of columns in a group."""
     groups: Tensor | None = None
@@ -62,7 +65,10 @@ class GroupedCodes:
     def packed(
         self, packing: Packing, transform: Callable[[Tensor], Tensor] | None, part: StoredPart | None = None
     ) -> PackedWeight:
-        """Return `part` of the weight, None = all of it, in the format of `packing`; `transform` reorders its rows."""
+        """Return the weight, or only the `part` of one rank, in the format of `packing`.
+
+        `transform` reorders the rows; None = they keep their order.
+        """
 
         def own(values: Tensor, group: int = 1) -> Tensor:
             values = values if part is None else part.of(values, group)
@@ -86,17 +92,17 @@ class GroupedCodes:
         return (codes - CENTRE if self.codes.dtype == torch.uint8 else codes) * scales
 
     def _of_groups(self, values: Tensor, group: int) -> Tensor:
-        """Return values [N, K / group]: each is repeated for the smaller groups that its group is divided into."""
+        """Return values [N, K / group] for groups of `group` columns; the value of each larger group is repeated."""
         count = self.codes.shape[1] // group
         return values.repeat_interleave(self.group // group, dim=1)[:, :count]
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format of quantized weights in checkpoints: its tensors, and how they are read."""
+    """A format of quantized weights in checkpoints: lists the tensors of a weight, and reads the weight from them."""
 
     tensors: Callable[[WeightScheme, int, int], tuple[StoredTensor, ...]]
-    """Returns the tensors that store a weight of N rows and K columns, the one with the codes first."""
+    """Returns the tensors that store a weight of N rows and K columns; the one with the codes is first."""
     read: Callable[[WeightScheme, Mapping[str, Tensor], Shape], GroupedCodes]
     """Returns the weight [N, K] from its tensors.
 
@@ -105,18 +111,18 @@ class Format:
 
 
 def nibbles(words: Tensor) -> Tensor:
-    """Return the 4-bit codes [..., 8·W] uint8 of words [..., W] int32, the lowest bits first."""
+    """Unpack 4-bit codes [..., 8·W] uint8 from words [..., W] int32, lowest bits first."""
     pairs = words.contiguous().view(torch.uint8)
     return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2)
 
 
 def codes_of(words: Tensor, codes: Codes) -> Tensor:
-    """Return unsigned codes, 4-bit [..., 8·W] or 8-bit [..., 4·W], as uint8, the lowest bits first."""
+    """Unpack unsigned codes from 32-bit words as uint8, lowest bits first: 4-bit [..., 8·W] or 8-bit [..., 4·W]."""
     return nibbles(words) if codes is Codes.INT4 else words.contiguous().view(torch.uint8)
 
 
 def centred(codes: Tensor) -> Tensor:
-    """Return unsigned 8-bit codes as int8 around zero."""
+    """Return unsigned 8-bit codes minus 128, as int8."""
     return (codes ^ BYTE_CENTRE).view(torch.int8)
 
 
@@ -128,9 +134,9 @@ def in_word(codes: Codes) -> int:
 def integers(
     scheme: WeightScheme, codes: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None = None
 ) -> GroupedCodes:
-    """Return the weights (code - zero) · scale of unsigned codes.
+    """Return the weight (code - zero) · scale, given unsigned codes.
 
-    `zeros` [N, G] uint8, None = the centre of the codes.
+    `zeros` is [N, G] uint8; None = the centre of the range of codes.
     """
     columns = codes.shape[1]
     group = columns if scheme.group is None else scheme.group
@@ -148,10 +154,9 @@ def group_count(scheme: WeightScheme, columns: int) -> int:
 
 
 def checked_groups(scheme: WeightScheme, index: Tensor | None, columns: int) -> Tensor | None:
-    """Return the group of each column if groups are scattered, else None.
+    """Return the group of each column from `index` if groups are scattered, else None.
 
-    Raises ModelError for groups that do not exist, and for columns that are out of order though the scheme is not
-    scattered.
+    Raises ModelError if a group does not exist, or if columns are out of order although the scheme is not scattered.
     """
     if index is None:
         return None
