@@ -19,7 +19,7 @@ def tenant_of_digest(digest: bytes) -> str:
 
 
 def tenant_named(name: str) -> str:
-    """Return the tenant's id of all API keys with this name; it differs from that of any key without a name."""
+    """Return the tenant's id for all API keys with this name; it differs from the id for any key without a name."""
     return blake2b(name.encode(), digest_size=16, person=_NAME_DOMAIN).hexdigest()
 
 

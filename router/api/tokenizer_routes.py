@@ -54,11 +54,11 @@ class _TokenizerRoutes:
         return JSONResponse({"prompt": text})
 
     async def info(self) -> JSONResponse:
-        """Return the facts of the tokenizer."""
+        """Return the tokenizer class, the chat template and the special tokens."""
         return JSONResponse(dict(self.calls.validator.tokenizer_facts))
 
     async def count(self, request: Request) -> JSONResponse:
-        """Return the number of tokens of a conversation."""
+        """Return the number of tokens of a conversation (Anthropic's count_tokens)."""
         call, (ids, _, _) = await self.calls.served(
             request, parse_count, lambda call: self._tokenized(request, call, spell=False)
         )
@@ -73,7 +73,7 @@ class _TokenizerRoutes:
 
 
 def add_tokenizer(app: FastAPI, calls: HttpCalls) -> None:
-    """Add the routes to `app`."""
+    """Add the tokenizer's routes to `app`."""
     routes = _TokenizerRoutes(calls)
     for path, answer, body in (
         ("/tokenize", routes.tokenize, json_body(TokenizeTextRequest, TokenizeChatRequest)),

@@ -12,7 +12,7 @@ from router.api.fields import Count, Name, Sampling, TemplateVariables
 from router.api.unserved_fields import CHAT_ONLY, Unserved
 
 _CACHED = frozenset({"cache_control"})
-"""The field is ignored, because all prefixes are cached anyway."""
+"""The fields that are ignored because the server caches all prefixes anyway."""
 
 
 class TextBlock(Body):
@@ -35,7 +35,7 @@ class ThinkingBlock(Body):
 
 
 class RedactedThinkingBlock(Body):
-    """Reasoning that only its server can read; it is ignored."""
+    """Encrypted reasoning that only the server that wrote it can read; it is ignored."""
 
     inert = frozenset({"data"})
     type: Literal["redacted_thinking"]
@@ -52,7 +52,7 @@ class ToolUseBlock(Body):
 
 
 class ToolReferenceBlock(Body):
-    """A tool that a tool search has found; the model may call it from then on."""
+    """A reference to a tool that a tool search has found; after it the model may call the tool."""
 
     inert = _CACHED
     type: Literal["tool_reference"]
@@ -125,7 +125,7 @@ class ClientToolChoice(Body):
 
 
 class ThinkingOptions(Body):
-    """The switch of reasoning, for chat templates that can turn it on and off; the token budget is ignored."""
+    """The switch that turns reasoning on or off, for chat templates that support it; the token budget is ignored."""
 
     inert = frozenset({"budget_tokens", "display", "block_binding"})
     type: Literal["enabled", "adaptive", "disabled"]
@@ -139,7 +139,7 @@ class OutputFormat(Body):
 
 
 class OutputConfig(Body):
-    """The options of the answer's text and of the reasoning; the budget of a task is ignored."""
+    """The options of the answer's text and of the reasoning; the task budget is ignored."""
 
     inert = frozenset({"task_budget"})
     effort: str | None = None

@@ -28,7 +28,7 @@ from tandem.tokenizers.grammar_process import GrammarKind
 
 _NO_OTHERS = UnknownFields(strict=True)
 _SCHEMA_ITEMS_MAX = 1 << 18
-"""Limit of the JSON items in the parameters of all tools together; each tool may have an equal share."""
+"""Maximum number of JSON items in the parameters of all tools together; each tool may have an equal share of them."""
 
 
 def conversation(request: inference_pb2.ChatRequest, variables: Mapping[str, Any]) -> Conversation:
@@ -153,7 +153,7 @@ def _answer_format(message: inference_pb2.ResponseFormat) -> AnswerFormat:
 
 @dataclass(frozen=True, slots=True)
 class CallFacts:
-    """The facts of a call that are not in its message: time of arrival, tenant and traceparent."""
+    """The properties of a call that are not in its message: time of arrival, tenant and traceparent."""
 
     received: EventTime
     tenant: str
@@ -165,7 +165,7 @@ class InferenceCall:
     """A parsed call of Generate or Chat. An immutable value."""
 
     requests: tuple[ClientRequest, ...]
-    """One request for each prompt, at least one; they differ only in their prompts."""
+    """One request per prompt, at least one; the requests differ only in their prompts."""
     prompts: PromptForm
     return_token_ids: bool
     """True if the response has the token ids of the prompts."""
@@ -183,7 +183,7 @@ class InferenceCall:
 
 @dataclass(frozen=True, slots=True)
 class CallParser:
-    """Parses the messages of calls. Each InvalidArgument names the field of the message.
+    """Parses the messages of calls into requests. Each InvalidArgument names the message's field.
 
     The servicer owns it; large messages are parsed in a tokenizer thread.
     """

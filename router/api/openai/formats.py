@@ -19,7 +19,7 @@ _JSON_OBJECT = {"type": "object"}
 
 
 def _absent_if(*empty: Any) -> BeforeValidator:
-    """Return a validator that turns each of the values `empty` into None, so that the field counts as absent."""
+    """Return a validator that turns each value in `empty` into None, so that the field counts as absent."""
     return BeforeValidator(lambda value: None if any(type(value) is type(e) and value == e for e in empty) else value)
 
 
@@ -117,11 +117,14 @@ _OLDER = {
     "regex": GrammarKind.REGEX,
     "ebnf": GrammarKind.EBNF,
 }
-"""The kinds of format that the fields of older versions of vLLM (`guided_…`) and of SGLang set, by field."""
+"""The grammar kind that a field requests, by name of the field: older vLLM fields (`guided_…`) and SGLang's fields."""
 
 
 def answer_format(body: Formats) -> AnswerFormat | None:
-    """Return the format that a body requests, None for any text. Raises InvalidArgument if there are several."""
+    """Return the format that a body requests; None for any text.
+
+    Raises InvalidArgument if it requests several formats.
+    """
     formats = [_response_format(body.response_format), _structured(body.structured_outputs)]
     formats += [_single(name, kind, getattr(body, name)) for name, kind in _OLDER.items()]
     wanted = [one for one in formats if one is not None]

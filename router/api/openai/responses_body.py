@@ -90,7 +90,7 @@ Item = Annotated[
 
 
 class _Repeated(Body):
-    """An object that the response repeats, including fields that the model lacks."""
+    """An object that the response repeats in full, including fields that this class does not define."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -107,7 +107,7 @@ class ResponseFunctionTool(_Repeated):
 
 
 class ResponseOtherTool(Body):
-    """A tool of another type, which this server cannot offer; it is left out unless a tool call is required."""
+    """A tool of a type that this server cannot offer; it is left out unless a tool call is required."""
 
     lenient = True
     type: str

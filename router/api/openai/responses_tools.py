@@ -18,11 +18,11 @@ from router.text.tools import ToolChoice, ToolOptions, function_tool
 from tandem.protocol.errors import InvalidArgument
 
 Namespaced = Mapping[str, tuple[str, str]]
-"""Maps the flat name of a function in a namespace to (namespace, name within the namespace)."""
+"""A mapping from the flat name of a function in a namespace to the pair (namespace, name within the namespace)."""
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """Return the name under which the model knows a function, as in vLLM: NAMESPACE__NAME, or only the name."""
+    """Return the function name that the model sees, as in vLLM: NAMESPACE__NAME, or NAME without a namespace."""
     return f"{namespace}__{name}" if namespace else name
 
 
