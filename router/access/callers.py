@@ -51,7 +51,7 @@ class Callers:
         self._refused = refused
         self._keys = ApiKeys(source, clock)
         self.check = self._keys.check
-        """A function that raises Unauthenticated for a call that needs a key and presents no valid key."""
+        """The key check: raises Unauthenticated for a call that needs a key and has no valid key."""
         self._metrics_closed = bool(source.readers)
         self._clock = clock
         self._known: dict[ApiKey, Caller] = {}

@@ -23,9 +23,9 @@ _NAME_CHARS = 64
 _UNSAFE = re.compile(r"[^\w.\[\]-]", re.ASCII)
 _NUMBERED = re.compile(r"\[\d+\]")
 TEXT, ITEMS = "<text>", "<items>"
-"""The tags of the alternatives of a field that is a string or a list.
+"""The discriminator tags of a field that is a string or a list: `TEXT` for the string, `ITEMS` for the list.
 
-The brackets distinguish tags from names of fields in pydantic's errors.
+The brackets distinguish the tags from field names in pydantic's errors.
 """
 _PROBLEMS = {
     "missing": "is missing",
@@ -74,9 +74,9 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, protected_namespaces=())
 
     refused: ClassVar[Mapping[str, Unserved]] = {}
-    """The fields that this server does not implement; a request with one is rejected unless the value has no effect."""
+    """The fields that this server does not implement, by name; values that would have an effect are rejected."""
     inert: ClassVar[frozenset[str]] = frozenset()
-    """The fields that have no effect on this server; they are ignored silently."""
+    """The fields that have no effect on this server; they are accepted and ignored silently."""
     lenient: ClassVar[bool] = False
     """True if all fields that this class does not define are ignored silently."""
 
@@ -159,7 +159,7 @@ def _has_names(annotation: Any) -> bool:
 
 
 def _named(error: ErrorDetails, path: str) -> InvalidArgument:
-    """Turn an error of pydantic into an InvalidArgument with the client's field name, without tags of alternatives."""
+    """Turn a pydantic error into an InvalidArgument that names the client's field, without discriminator tags."""
     # The type of an error that a Python validator raises may end with a colon and the wrong place within the value.
     kind, _, within = error["type"].partition(":")
     name = ""

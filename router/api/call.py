@@ -22,7 +22,7 @@ class FieldNames:
     turns: tuple[str, ...] = ()
     """The client's field for each message of the internal request, in order; () if the field names are the same."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """The client's names of other fields, by their internal names."""
+    """The client's names of fields outside messages, by their internal names."""
 
     def error(self, error: InvalidArgument) -> InvalidArgument:
         """Return the same error, but with the client's name of the field."""
@@ -57,7 +57,7 @@ class ApiCall:
 
     @property
     def request(self) -> ClientRequest:
-        """The request of the first prompt."""
+        """The request of the first prompt (in most calls the only one)."""
         return self.requests[0]
 
 

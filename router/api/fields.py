@@ -23,7 +23,7 @@ def bounded(low: float | None = None, high: float | None = None, **more: Any) ->
 
 
 Count = Annotated[int, bounded(1, INT32_MAX)]
-"""A limit on the number of tokens."""
+"""The type of a field that limits the number of tokens."""
 Natural = Annotated[int, bounded(0)]
 Logprobs = Annotated[int, bounded(0, LOGPROBS_MAX)]
 Temperature = Annotated[float, bounded(0, TEMPERATURE_MAX)]
@@ -47,7 +47,7 @@ The model must list the field in `required`, because the default makes it option
 
 
 def required(*fields: str) -> Any:
-    """Return the extension of a model's schema that lists these fields as required."""
+    """Return a schema extension that lists `fields` as required."""
     return {"required": [*fields]}
 
 

@@ -38,7 +38,7 @@ class RouterEndpoints:
 
 
 class Listeners:
-    """The gRPC and the HTTP server of this process. Call `open` once, then `leave` once, then `gone`.
+    """The gRPC server and the HTTP server of this process; call `open`, then `leave`, then `gone`, each once.
 
     The router's server owns it; all calls are on the event loop.
     """
@@ -73,7 +73,7 @@ class Listeners:
         self._background: set[asyncio.Task[None]] = set()
 
     async def open(self) -> RouterEndpoints:
-        """Start to accept clients. Raises FailedPrecondition, which names the setting, if a port is taken."""
+        """Start accepting calls of clients. Raises FailedPrecondition, which names the setting, if a port is taken."""
         listener = Listener(self._host, self._http_port, "http_port")
         self._grpc = open_server(
             check=self._check,

@@ -17,7 +17,7 @@ from router.requests.validation import find_adapter
 
 _METHODS = ["GET", "HEAD"]
 _ANTHROPIC = "anthropic-version"
-"""The header that all clients of Anthropic's API send, and no other clients."""
+"""A header that all clients of Anthropic's API send and that other clients do not send."""
 
 
 def add_models(app: FastAPI, config: RouterConfig, dispatcher: Dispatcher) -> None:
@@ -78,7 +78,7 @@ def _anthropic_model(card: dict[str, Any]) -> dict[str, Any]:
 
 
 def _anthropic_list(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return all entries in Anthropic's form of a list with a single page."""
+    """Return `entries` in Anthropic's form of a list, as its only page."""
     return {"data": entries, "has_more": False, "first_id": entries[0]["id"], "last_id": entries[-1]["id"]}
 
 

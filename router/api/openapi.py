@@ -29,7 +29,7 @@ REFERENCE = "#/components/schemas/{model}"
 """The template of a reference to a model within the OpenAPI page."""
 _KEY = "API key"
 _MADE_BY_FASTAPI = ("HTTPValidationError", "ValidationError")
-"""The error models that FastAPI adds to the page; this server never replies with them, as it parses requests itself."""
+"""The error models that FastAPI adds to the page; this server parses bodies itself and never replies with them."""
 OPENAPI_PATH = "/openapi.json"
 DOCS_PATH = "/docs"
 _FILES = ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png")
@@ -62,12 +62,12 @@ _HEADERS = {
 
 
 class Problem(BaseModel):
-    """An error in OpenAI's form; Anthropic's form has the first two fields."""
+    """The error object of OpenAI's API; Anthropic's error object has only the first two fields."""
 
     message: str
     type: str
     param: str | None = None
-    """The name of the wrong field."""
+    """The name of the invalid field."""
     code: str | None = None
 
 

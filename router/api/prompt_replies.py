@@ -30,7 +30,7 @@ class PromptForm:
 
     @classmethod
     def of(cls, options: Options, *, echo: bool) -> PromptForm:
-        """Return the form that the client's `options` and `echo` request."""
+        """Return the form for a request with the client's `options` and `echo`."""
         alone = options.max_tokens == 0 and options.max_completion_tokens is None
         return cls(echo, options.logprobs if echo else None, options.prompt_logprobs, only=echo and alone)
 
@@ -59,12 +59,12 @@ class PromptForm:
 
 
 NO_PROMPTS = PromptForm()
-"""The form of replies that do not show their prompts."""
+"""The `PromptForm` of replies that do not show their prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptReply:
-    """The prompt of one choice as the reply shows it."""
+    """The prompt of one choice, in the parts that the reply shows."""
 
     form: PromptForm
     text: str
@@ -101,7 +101,7 @@ class PromptReply:
 
 
 class PromptReplies:
-    """Makes the `PromptReply` of each prompt of a call once the first event of its answers has arrived.
+    """Makes the `PromptReply` of each prompt of a call, once the first event of its answers has arrived.
 
     The response owns it; all calls are on the event loop.
     """

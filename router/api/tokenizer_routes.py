@@ -1,6 +1,6 @@
 """The HTTP routes of the tokenizer: `/tokenize`, `/detokenize` and `/tokenizer_info` as in vLLM, and Anthropic's count.
 
-They use the same threads, limits and fair order between tenants as the tokenization of requests for answers.
+They share the tokenizer threads, the limits and the fair order of tenants with the requests for answers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.lifecycle.events import EventTime
 
 Tokenized = tuple[list[int], list[str] | None, int]
-"""Token ids, the text of each token if requested, and the model's context in tokens."""
+"""A tuple: token ids, the text of each token (None if not requested), and the model's context in tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

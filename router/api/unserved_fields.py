@@ -112,7 +112,7 @@ CHAT_ONLY: Mapping[str, Unserved] = {
     "truncate_prompt_tokens": Unserved(_CHAT, empty=False),
     "add_generation_prompt": Unserved(_CHAT, (True,), empty=False),
 }
-"""The rejected fields of the Responses and the Messages API, which lack some fields of chat completions."""
+"""The rejected fields of the Responses API and the Messages API, which do not have all fields of chat completions."""
 MESSAGE_UNSERVED: Mapping[str, Unserved] = {"function_call": Unserved(_FUNCTIONS)}
 """The rejected fields inside messages."""
 

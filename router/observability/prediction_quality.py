@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from router.placement.policy import Placement
 
 _PART_MIN = 0.01
-"""The lowest weight of the newest record in the running means."""
+"""The minimum weight of the newest record in the running means."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ class GapTracker:
     """
 
     target_s: float = math.inf
-    """The ITL target; longer gaps miss it."""
+    """The ITL target in seconds, which longer gaps miss."""
     tokens: int = 0
     first_s: float = 0.0
     last_s: float = 0.0
@@ -113,7 +113,7 @@ _GRAVEST_FIRST = (Outcome.FAILED, Outcome.MISSED_TTFT, Outcome.MISSED_ITL)
 
 
 class JointOutcome:
-    """The outcome of a client's request with several answers, which is that of its worst answer.
+    """The outcome of a client's request with one or more answers: the worst outcome among its answers.
 
     All `RoutedRequest`s of the client's request share it, on the event loop.
     """

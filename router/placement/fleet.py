@@ -100,7 +100,7 @@ class Fleet:
         self.prefills = Ranking()
         """The live workers that take prompts, sorted by their number of waiting prompt tokens plus decode rows."""
         self.decodes = Ranking()
-        """The live workers that take answers, sorted by `step seconds / free share of pages`."""
+        """The live workers that take answers, sorted by decode step time ÷ free share of the pages."""
         self.both_roles = 0
         """Number of live workers that have both roles."""
         self.changes = 0
@@ -112,7 +112,7 @@ class Fleet:
         return worker if worker is not None and worker.live else None
 
     def join(self, worker: WorkerState) -> None:
-        """Add `worker` and give it the lowest free slot; it is not live before `set_live`."""
+        """Add `worker` and give it the lowest free slot; it takes no work before `set_live`."""
         worker.slot = heapq.heappop(self._free_slots) if self._free_slots else len(self._by_slot)
         self._by_slot[worker.slot], worker.on_change = worker, self.rank
         self.prefixes.open(worker.slot, worker.info.pages_total)

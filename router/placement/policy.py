@@ -38,7 +38,7 @@ class Placement(NamedTuple):
     cached_tokens: int
     computed_tokens: int
     cost_s: float
-    """The predicted time that all requests together lose because of this placement (docs/decisions/placement.md)."""
+    """The predicted seconds that all requests together lose by this placement (docs/decisions/placement.md)."""
     runner_up_s: float = math.inf
     """The cost of the second cheapest placement that misses the same number of targets; infinite if there is none."""
 
@@ -214,11 +214,11 @@ class PlacementPolicy:
         return allowed
 
     def _apart(self, fleet: Fleet) -> bool:
-        """Return True if the mode allows a prompt and its answer on two different workers."""
+        """Return True if a prompt and its answer may be placed on two different workers."""
         return self.mode is not Mode.COLOCATED or not fleet.both_roles
 
     def _local(self, fleet: Fleet) -> bool:
-        """Return True if the mode allows a prompt and its answer on the same worker."""
+        """Return True if a prompt and its answer may be placed on the same worker."""
         return self.mode is not Mode.DISAGGREGATED or len(fleet.live) == 1
 
     def _reserved(self, request: QueuedRequest, fleet: Fleet) -> frozenset[int]:

@@ -39,7 +39,7 @@ class QueuedRequest:
     priority: int = 0
     """The client's priority: among the requests of one tenant, lower values go first."""
     slo: SloClass = BEST_EFFORT
-    """The SLO class under which the request is served: the requested one, or best effort after a downgrade."""
+    """The SLO class under which the request is served: the requested class, or best effort after a downgrade."""
     prior_output_tokens: int = 0
     """Number of answer tokens from earlier attempts; this attempt prefills them after the prompt."""
     resumed: bool = False
@@ -95,7 +95,7 @@ def _key(request: QueuedRequest) -> tuple[int, float, int]:
 
 
 class RequestQueue:
-    """The waiting requests of all tenants. The `RequestScheduler` owns it and bounds the number of requests.
+    """The waiting requests of all tenants. The `RequestScheduler` owns it and limits the number of requests.
 
     All calls come on the event loop. `head` takes time proportional to the number of waiting tenants.
     """
@@ -159,7 +159,7 @@ class RequestQueue:
         return min(heads, key=lambda each: (self._given[each.tenant], each.start_by_s, each.sequence), default=None)
 
     def remove(self, request: QueuedRequest) -> None:
-        """Remove `request`; nothing happens if it is not in the queue."""
+        """Remove `request`; does nothing if it is not in the queue."""
         if self._waiting.pop(request.internal_id, None) is None:
             return
         if any(some.pop(request.internal_id, None) is not None for some in (self._resumed, self._skipped)):
@@ -182,7 +182,7 @@ class RequestQueue:
         self._waiting[request.internal_id] = self._skipped[request.internal_id] = request
 
     def restore_skipped(self) -> None:
-        """Return all skipped requests to their old positions in the queue."""
+        """Put all skipped requests back into their old positions in the queue."""
         skipped, self._skipped = self._skipped, {}
         for request in skipped.values():
             self.push(request)

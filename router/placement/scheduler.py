@@ -25,7 +25,7 @@ class AdmissionController:
     def __init__(
         self, policy: PlacementPolicy, fleet: Fleet, queue: RequestQueue, clock: Clock, deferral_s: float
     ) -> None:
-        """`deferral_s` takes the place of the TTFT target in the queue's order for requests without one, in seconds."""
+        """`deferral_s` is the TTFT target, in seconds, that the queue's order assumes for requests without one."""
         self._policy, self._fleet, self._queue, self._clock, self._deferral_s = policy, fleet, queue, clock, deferral_s
 
     def admit(self, request: QueuedRequest, others: int = 0) -> None:

@@ -75,7 +75,7 @@ class WorkerState:
         """Callback after a change of `prompt_rank` or `answer_rank`; the fleet sets it."""
         self.cost = StepCost()
         self.decode_speedup = 1.0
-        """The same as `WorkerLoad.decode_speedup`."""
+        """The speedup of decoding by draft tokens, as the worker reports it (`WorkerLoad.decode_speedup`)."""
         self.page_transfer_s = 0.0
         """Mean time to transfer one KV page to this worker, in seconds; 0 before the first transfer."""
         self._transfer_s = self._pages_received = 0.0
@@ -250,7 +250,7 @@ class WorkerState:
         return self._step_limit
 
     def refresh(self) -> None:
-        """Compute all derived attributes again."""
+        """Recompute all derived attributes."""
         self.idle_step_s = self.cost.idle_step_s
         """Predicted time of a decode step with one request and little context, in seconds."""
         self._refresh_targets()
@@ -308,7 +308,7 @@ class WorkerState:
         self.decode_requests = rows = max(own, rows)
         pages_used = max(self._pages, pages)
         self.pages_free = self.info.pages_total - pages_used
-        """Pages that are neither reserved nor in use; may be negative."""
+        """Number of pages that are neither reserved nor in use; may be negative."""
         # The contexts of other routers' requests are unknown: they are assumed to be as long as those of this router's
         # requests, or, without any, to fill the pages in use.
         other = pages_used * self.kv.page_tokens // self.kv.groups if rows else 0
@@ -319,6 +319,6 @@ class WorkerState:
         self.decode_full = free <= 0 or rows >= self.max_batch_requests
         """True if the worker takes no more answers now."""
         self.answer_rank = self.decode_full, step_s * self.info.pages_total / max(1, free)
-        """The worker's sort key for answers: workers with capacity first, then `step seconds / free share of pages`."""
+        """The worker's sort key for answers: workers with capacity first, then by step time ÷ free share of pages."""
         self.backlog = None
         self._rank()

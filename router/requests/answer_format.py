@@ -90,7 +90,7 @@ class FormatCompiler:
 
 
 class _Processes:
-    """The processes that compile grammars for one vocabulary. The threads of the `FormatCompiler`'s pool call it."""
+    """The processes that compile grammars for one vocabulary; called by the threads of the `FormatCompiler`'s pool."""
 
     def __init__(self, tokens: GrammarTokens) -> None:
         self.tokens = tokens

@@ -56,7 +56,10 @@ class AnswerSyntaxes:
 
 
 def wanted_format(request: ClientRequest) -> AnswerFormat | None:
-    """Return the format that the answers must follow: a tool call if `tool_choice` forces one; None = any text."""
+    """Return the format that the answers must follow; None for any text.
+
+    If `tool_choice` forces a tool call, it is the format of the tool call.
+    """
     tools = _tools(request)
     if not tools.forced:
         return request.options.answer_format

@@ -64,7 +64,7 @@ class TokenAssembler:
         return index == len(self._token_ids) and not self._early and self._finish is None
 
     def extend(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Add tokens that are known to be next in order; return the same tokens."""
+        """Add tokens that are known to be next in order, and return them."""
         self._token_ids += token_ids
         return token_ids
 

@@ -33,7 +33,10 @@ def choice_of(admitted: Admitted, index: int) -> Admitted:
 
 
 def _seeded(sampling: SamplingParams, index: int) -> SamplingParams:
-    """Return `sampling` with a seed for answer number `index`: BLAKE2b (64 bits) of seed and `index`, 8 bytes each."""
+    """Return `sampling` with a seed derived for answer number `index`.
+
+    It is the 64-bit BLAKE2b hash of the seed and the answer number, each as 8 bytes little-endian.
+    """
     data = sampling.seed.to_bytes(_SEED_BYTES, "little") + index.to_bytes(_SEED_BYTES, "little")
     digest = blake2b(data, digest_size=_SEED_BYTES, person=_DOMAIN).digest()
     return replace(sampling, seed=int.from_bytes(digest, "little"), prompt_logprobs=None)

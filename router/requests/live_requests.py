@@ -37,7 +37,7 @@ class LiveRequests(Mapping[str, RoutedRequest]):
 
     @property
     def by_wire_id(self) -> Mapping[str, RoutedRequest]:
-        """The same mapping as a plain dict, whose lookups are faster."""
+        """The requests by internal id, as a plain dict, whose lookups are faster than those of this object."""
         return self._by_internal_id
 
     def __getitem__(self, internal_id: str) -> RoutedRequest:

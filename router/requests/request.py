@@ -67,7 +67,7 @@ class Options:
     """True if the answer's text includes the stop string that ends it."""
     ignore_eos: bool = False
     speculate: bool = True
-    """False if the answer is decoded without draft tokens, one token a step."""
+    """True if draft tokens may be used; False decodes one token per step."""
     priority: int = 0
     """The client's priority: among the requests of one tenant, lower values are served first."""
     slo_class: str = ""
@@ -107,7 +107,7 @@ class Conversation:
 
     turns: tuple[ChatTurn, ...]
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """The client's template variables (`chat_template_kwargs`), as parsed from JSON."""
+    """The client's variables for the chat template (`chat_template_kwargs`), as parsed from JSON."""
     tools: ToolOptions = field(default_factory=ToolOptions)
     end: PromptEnd = PromptEnd.NEXT_TURN
     parsed: bool = False
@@ -152,7 +152,7 @@ class Admitted:
     priority: int
     event_times: tuple[EventTime, ...]
     include_stop: bool = False
-    """The same as `Options.include_stop`."""
+    """True if the answer's text includes the stop string that ends it."""
     cache_salt: str = ""
     """The prefix cache salt derived from tenant, adapter and the client's salt (`router/access/tenants.py`)."""
     adapter: AdapterFacts | None = None
@@ -166,7 +166,7 @@ class Admitted:
     context: TraceContext = field(default_factory=TraceContext.fresh)
     """The client's trace context; a new context if the client sent none."""
     operation: str = "text_completion"
-    """The same as `ClientRequest.operation`."""
+    """The operation's name in OpenTelemetry's conventions for generative AI."""
     syntax: AnswerSyntax | None = None
     """The syntax by which the answers are parsed into reasoning, content and tool calls; None = plain text."""
     format_field: str = ""
@@ -244,7 +244,7 @@ class RoutedRequest:
     pace: GapTracker = field(default_factory=GapTracker)
     """The gaps between the answer's tokens as they leave for the client."""
     counted: bool = False
-    """True if the end of the request is counted in the metrics."""
+    """True if the end of the request has been counted in the metrics."""
     failure: str = ""
     """The code of an error that is to be sent after the last tokens; "" if there is none or it has been sent."""
     joint: JointOutcome = field(default_factory=JointOutcome)

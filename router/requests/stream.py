@@ -25,7 +25,7 @@ from tandem.protocol.messages import FinishReason, RequestEvent, StepOutput, Tok
 
 
 class RequestOwner(Protocol):
-    """The interface that ends requests, implemented by `RequestEnds`."""
+    """The interface through which the stream ends or requeues requests, implemented by `RequestEnds`."""
 
     def finish(self, request: RoutedRequest, reason: FinishReason, matched_stop: str) -> None:
         """Complete the answer."""

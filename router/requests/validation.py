@@ -90,7 +90,7 @@ class RequestValidator:
         self._model = model
         self._refused = refused
         self.tokenizer_facts = tokenizer.facts
-        """The same as `Tokenizer.facts`."""
+        """The tokenizer's class, chat template and special tokens, for /tokenizer_info."""
         self._pool = TokenizerPool(config.tokenizer_threads, config.max_tokenizing_bytes, config.retry_after_s)
         self._prompts = PromptEncoder(tokenizer, self._pool, config.max_messages)
         self._syntaxes = AnswerSyntaxes(config, tokenizer)
@@ -108,7 +108,7 @@ class RequestValidator:
         return admitted
 
     async def admit(self, request: ClientRequest, like: Admitted | None = None) -> Admitted:
-        """Return the request with token ids and complete sampling values.
+        """Validate the request, and return it with token ids and complete sampling values.
 
         `like` is another prompt of the same call, whose grammar is reused. Raises InvalidArgument, NotFound or another
         `TandemError` if the request cannot be served.

@@ -20,7 +20,7 @@ class Detokenizer:
         self._window: list[int] = []
         """Tokens whose text is emitted, as context for decoding, followed by the pending tokens."""
         self._read = 0
-        """Number of tokens at the start of the window whose text is emitted."""
+        """Number of tokens at the start of the window whose text has been emitted."""
         self._prefix_chars = 0
         """Number of characters in the decoded text of the window's emitted tokens."""
 

@@ -34,7 +34,7 @@ conversation of 4,096 messages with tool calls has fewer.
 
 
 def check_size(size: int, limit: int) -> None:
-    """Raise InvalidArgument if a request of `size` bytes exceeds `limit`."""
+    """Raise InvalidArgument if `size` exceeds `limit`, both in bytes."""
     if size > limit:
         raise InvalidArgument("request", f"is {size} bytes long, the limit is {limit}; send a shorter prompt")
 
@@ -58,7 +58,7 @@ class RequestReader:
         self._context = context
 
     async def json(self, tenant: str, body: bytes, parse: Callable[[bytes], _T]) -> _T:
-        """Return the result of `parse` for a JSON body, whose size must have been checked."""
+        """Parse a JSON body by `parse` and return the result; the body's size must have been checked before."""
         if len(body) <= _INLINE_BYTES:
             return parse(body)
         limit, parts_max = self._items_max(), self._config.max_request_items // _PARTS_SHARE

@@ -16,7 +16,7 @@ class StopStrings:
 
     @property
     def any(self) -> bool:
-        """True if there are stop strings."""
+        """True if the answer has any stop strings."""
         return bool(self._stops)
 
     def add(self, piece: str, *, may_match: bool = True) -> str:

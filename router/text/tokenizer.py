@@ -66,7 +66,7 @@ class Tokenizer:
             "chat_template": source,
             **special,
         }
-        """The tokenizer class that tokenizer_config.json names, the chat template, and the special tokens by name."""
+        """The tokenizer class from tokenizer_config.json, the chat template, and the special tokens by name."""
         self.vocab_size: int = self._inner.get_vocab_size(with_added_tokens=True)
         """Number of token ids of the tokenizer; the model's embedding may have more rows."""
         self._break_up([each.content for each in added.values() if each.special])
@@ -154,7 +154,7 @@ class Tokenizer:
         return text
 
     def spellings(self, ids: Sequence[int]) -> list[str]:
-        """Return the tokenizer's own string for each id, such as "Ġthe"; "" for an unknown id."""
+        """Return the tokenizer's own notation of each id, such as "Ġthe"; "" for an unknown id."""
         return [self._inner.id_to_token(i) or "" for i in ids]
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -209,11 +209,11 @@ class Tokenizer:
         self._begins_special = re.compile(_first_characters_of(special))
 
     def _as_text(self, text: str) -> str:
-        """Return `text` with the separator inserted after the first character of each special token."""
+        """Return `text` with a separator after the first character of each special token, which makes it plain text."""
         return self._begins_special.sub(lambda found: found.group() + self._break, text)
 
     def _all_as_text(self, value: Any) -> Any:
-        """Return the JSON `value` with `_as_text` applied to each string in it."""
+        """Return the JSON value `value` with `_as_text` applied to each of its strings."""
         if isinstance(value, str):
             return self._as_text(value)
         if isinstance(value, list):

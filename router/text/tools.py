@@ -29,7 +29,7 @@ class ToolOptions:
     """The tools of a request and the choice among them. An immutable part of `Conversation`."""
 
     tools: tuple[Mapping[str, Any], ...] = ()
-    """The tools in the form of chat templates: type, and function with name, description and parameters."""
+    """The tools as chat templates expect them: `type`, and `function` with name, description and parameters."""
     choice: ToolChoice = ToolChoice.NONE
     function: str = ""
     """The name of the function to call if `choice` is FUNCTION, else ""."""
@@ -59,7 +59,7 @@ class ToolOptions:
 
 
 def function_tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """Return a function in the form of chat templates."""
+    """Return a function as a tool in the form that chat templates expect."""
     function: dict[str, Any] = {"name": name}
     if description is not None:
         function["description"] = description

@@ -56,7 +56,7 @@ class LeaseKeeper:
     async def _run(self) -> None:
         """Send a heartbeat every third of the shortest lease duration.
 
-        The deadline of a heartbeat is the time of the next one, so that a lease survives one stalled call.
+        A heartbeat must be answered before the next one is due, so that a lease survives one stalled call.
         """
         due = time.monotonic()
         while self._held:

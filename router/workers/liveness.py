@@ -44,7 +44,7 @@ class LivenessProbe:
         self._heartbeat = Heartbeat(self._ask, silence_s / BEATS, lambda _: BEATS)
         self._asking: asyncio.Task[None] | None = None
         self.silent = False
-        """True while the worker does not respond."""
+        """True if the worker has not responded for `silence_s`, until it responds again."""
 
     def observe(self) -> None:
         """Record that a message has arrived from the worker."""

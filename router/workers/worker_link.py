@@ -59,7 +59,7 @@ class LinkObserver(Protocol):
         """Called when the worker has lost a lease before it admitted the request."""
 
     def on_change(self) -> None:
-        """Called when a worker connects, disconnects, falls silent, responds again or has capacity again."""
+        """Called when a worker connects, disconnects, stops responding, responds again or has capacity again."""
 
 
 class WorkerLink:
@@ -283,7 +283,7 @@ class WorkerLink:
             self._listing = asyncio.create_task(self._list_prefixes(), name=f"prefixes-{self.info.peer.worker_id}")
 
     async def _list_prefixes(self) -> None:
-        """Load the full list of cached pages, with retries; until then placement works without it."""
+        """Load the full list of cached pages, with retries; until then placement works without the list."""
         while self.connected and not self._prefixes.in_step:
             try:
                 reply = await self._call(

@@ -136,7 +136,7 @@ class WorkerPool:
 
     @property
     def not_ready(self) -> tuple[str, ...]:
-        """The reasons that live workers gave for not accepting new requests."""
+        """The reasons why live workers do not accept new requests at present."""
         return tuple(f"{link.name} is not ready: {why}" for link in self._live() if (why := link.info.not_ready))
 
     @property
@@ -145,7 +145,7 @@ class WorkerPool:
         return max((each.kv_tokens_total for each in self.fleet.live if each.prefills), default=0)
 
     def views(self) -> list[WorkerState]:
-        """Return the states of the live workers."""
+        """Return the placement states of the live workers."""
         return list(self.fleet.live)
 
     async def until(self, condition: Callable[[], bool]) -> None:

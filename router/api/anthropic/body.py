@@ -147,7 +147,7 @@ class OutputConfig(Body):
 
 
 class ContextEdit(Body):
-    """An edit of the conversation; only removing earlier reasoning is accepted, as chat templates do that anyway."""
+    """An edit of the conversation; only removing earlier reasoning is accepted, which chat templates do anyway."""
 
     inert = frozenset({"keep"})
     type: str
@@ -180,7 +180,7 @@ _INERT = _CACHED | {
 
 
 class _Conversation(Sampling):
-    """The fields that both bodies have."""
+    """The fields that the bodies of /v1/messages and /v1/messages/count_tokens have in common."""
 
     refused: ClassVar[Mapping[str, Unserved]] = _REFUSED
     inert = _INERT
@@ -207,7 +207,7 @@ class MessagesRequest(_Conversation):
     }
 
     max_tokens: Count | None = None
-    """Anthropic requires this field; on this server an answer without it may fill the rest of the context."""
+    """Maximum number of answer tokens. Anthropic requires this field; here None means the rest of the context."""
     stop_sequences: Annotated[list[str], LIST] | None = None
     stream: bool | None = None
 

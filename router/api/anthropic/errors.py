@@ -32,7 +32,7 @@ _TYPES = {
 _DETAILS: Mapping[str, Mapping[str, Any]] = {
     "thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 }
-"""The error details by field name, with which Anthropic's clients send the request again without the field."""
+"""Error details by name of the rejected field; Anthropic's clients then send the request again without the field."""
 
 
 def error_content(path: str, error: TandemError) -> bytes:
@@ -76,7 +76,7 @@ def error_response(path: str, error: TandemError) -> Response:
 
 
 def add_error_handlers(app: Starlette) -> None:
-    """Make `app` answer all errors in these forms, including those of routing and unexpected exceptions."""
+    """Make `app` reply to all errors with these responses, including routing errors and unexpected exceptions."""
     app.add_exception_handler(TandemError, _on_tandem_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_defect)

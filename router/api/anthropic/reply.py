@@ -135,7 +135,7 @@ def _stop_reason(ending: Ending, *, called: bool) -> str | None:
 
 
 def _usage(prompt: int, answer: int, cached: int) -> dict[str, int]:
-    """Return the usage; Anthropic counts cached and other tokens of the prompt separately."""
+    """Return the usage object; Anthropic counts cached prompt tokens separately from the other prompt tokens."""
     return {
         "input_tokens": prompt - cached,
         "cache_creation_input_tokens": 0,

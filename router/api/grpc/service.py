@@ -64,11 +64,11 @@ class InferenceServicer:
         self._started_unix_nanos = time.time_ns()
 
     async def Generate(self, request: bytes, context: _Context) -> None:
-        """Continue a prompt."""
+        """Stream the answers to a text prompt or to token ids."""
         await self._answer(inference_pb2.GenerateRequest, request, self._parser.generate, context)
 
     async def Chat(self, request: bytes, context: _Context) -> None:
-        """Answer a conversation through the model's chat template."""
+        """Stream the answers to a conversation, which the model's chat template renders."""
         await self._answer(inference_pb2.ChatRequest, request, self._parser.chat, context)
 
     async def Tokenize(self, request: bytes, context: _Context) -> inference_pb2.TokenizeResponse:
@@ -218,7 +218,7 @@ class InferenceServicer:
 
 
 def add_inference(servicer: InferenceServicer | GrpcAccess, server: grpc.aio.Server) -> None:
-    """Register the methods of `servicer` as `tandem.v1.Inference` on `server`; requests stay undecoded bytes."""
+    """Register the methods of `servicer` as `tandem.v1.Inference` on `server`; they get undecoded bytes as requests."""
     service = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
     for method in service.methods:

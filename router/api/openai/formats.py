@@ -39,7 +39,7 @@ _OptionalChoice = Annotated[Strings | None, _EMPTY]
 
 
 class TextFormat(Body):
-    """Any text, or any JSON object; further fields are ignored."""
+    """The format "any text" or "any JSON object"; further fields are ignored."""
 
     lenient = True
     type: Literal["text", "json_object"]
@@ -53,7 +53,7 @@ class NamedSchema(Body):
 
 
 class SchemaFormat(Body):
-    """JSON that follows a schema; further fields are ignored."""
+    """The format "JSON that follows a schema"; further fields are ignored."""
 
     lenient = True
     model_config = ConfigDict(json_schema_extra=required("type", "json_schema"))
@@ -95,7 +95,7 @@ class StructuredOutputs(Body):
 
 
 class Formats(Body):
-    """All fields that set the format of the answer; a request may have one of them."""
+    """All fields that set the answer's format; a request may use only one of them."""
 
     response_format: Annotated[ResponseFormat | None, _absent_if({})] = None
     structured_outputs: Annotated[StructuredOutputs | None, _absent_if({})] = None

@@ -160,7 +160,7 @@ Choice = Annotated[
 
 
 class Tools(Body):
-    """The fields about tools."""
+    """The fields about tools in a chat request."""
 
     tools: Annotated[list[Tool], LIST] | None = None
     tool_choice: Choice | None = None

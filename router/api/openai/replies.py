@@ -32,7 +32,10 @@ class OpenAIReply:
     """The `Reply` to one call of chat completions or of completions; the two differ only in the names of fields."""
 
     def __init__(self, call: OpenAICall, admitted: Sequence[Admitted], facts: ReplyFacts, *, chat: bool) -> None:
-        """`chat` is True for chat completions. Answers are split into parts if the requests have an answer syntax."""
+        """`chat` is True for chat completions, False for completions.
+
+        Answers are parsed into reasoning, content and tool calls if the requests have an answer syntax.
+        """
         options, syntax = call.request.options, admitted[0].syntax
         self._call = call
         self._prompts = [one.prompt_token_ids for one in admitted]

@@ -145,7 +145,7 @@ class ResponseNamedFunction(_Repeated):
 
 
 class ResponseAllowedTools(_Repeated):
-    """The choice of a subset of the tools."""
+    """The choice of a subset of the tools: the model may call only these."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -230,7 +230,7 @@ class ResponsesRequest(Sampling):
     max_output_tokens: Count | None = None
     stream: bool | None = None
     store: bool | None = None
-    """The field is accepted without effect: nothing is stored."""
+    """A field that is accepted but has no effect: the server stores nothing."""
     metadata: dict[str, str] | None = None
     """Metadata of the client, which the response repeats."""
     include: Annotated[list[str], LIST] | None = None

@@ -68,17 +68,17 @@ class _EarlierAnswer:
     def __init__(self, made: Turns) -> None:
         self._made = made
         self._field = ""
-        """The field of the message's first item; "" if there is no message in progress."""
+        """The client's field of the message's first item; "" if no message has been started."""
         self._reasoning, self._text = "", ""
         self._calls: list[dict[str, Any]] = []
 
     def reasoning(self, field: str, text: str) -> None:
-        """Add reasoning to the message, or begin a new message if the message has a text or a call."""
+        """Add reasoning to the message; if the message already has a text or a call, start a new message."""
         self._begin(field, other=bool(self._text or self._calls))
         self._reasoning += text
 
     def text(self, field: str, text: str) -> None:
-        """Add a text to the message, or begin a new message if the message has a text or a call."""
+        """Add a text to the message; if the message already has a text or a call, start a new message."""
         self._begin(field, other=bool(self._text or self._calls))
         self._text = text
 
@@ -88,7 +88,7 @@ class _EarlierAnswer:
         self._calls.append(call)
 
     def end(self) -> None:
-        """Complete the message if it has a text or a call; reasoning alone is dropped."""
+        """Complete the message if it has a text or a call; drop it if it has only reasoning."""
         if self._text or self._calls:
             extras = {"tool_calls": self._calls, "reasoning_content": self._reasoning}
             self._made.add(self._field, "assistant", self._text, **extras)
@@ -118,7 +118,7 @@ class ResponsesCall(ApiCall):
     echo: str
     """The JSON members of the reply that repeat the request, each followed by a comma."""
     namespaced: Namespaced
-    """The namespaces of the offered functions."""
+    """The namespaces of the offered functions, by the functions' flat names."""
 
 
 def parse_response(data: bytes, received: EventTime, *, strict: bool = False) -> ResponsesCall:

@@ -27,7 +27,7 @@ def flat_name(namespace: str | None, name: str) -> str:
 
 
 class OfferedTools:
-    """The functions that the model may call, under their flat names, collected from the tools of a request."""
+    """The functions of a request that the model may call, under their flat names."""
 
     def __init__(self, tools: Sequence[ResponseTool], unknown: UnknownFields, *, required: bool) -> None:
         """Collect the functions of `tools`; tools of other types are left out and recorded in `unknown`.

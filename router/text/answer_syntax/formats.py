@@ -105,7 +105,7 @@ class AnswerSyntax:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The markers of the tool call parser and the reasoning parser."""
+        """The markers that the tool call parser and the reasoning parser look for."""
         harmony = reasoning.HARMONY if self.calls == _HARMONY_CALLS else ()
         return (*_MARKERS.get(self.calls, ()), *_MARKERS.get(self.reasoning, ()), *harmony)
 

@@ -48,11 +48,11 @@ class AnswerParts:
         """Number of tool calls so far, including calls that are not kept."""
 
     def content(self, text: str) -> None:
-        """Add text of the answer's content."""
+        """Add text to the answer's content."""
         self._content.append(text)
 
     def reasoning(self, text: str) -> None:
-        """Add text of the reasoning."""
+        """Add text to the answer's reasoning."""
         self._reasoning.append(text)
 
     def begin_call(self, name: str) -> None:
