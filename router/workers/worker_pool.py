@@ -234,8 +234,8 @@ class WorkerPool:
             if peer not in named:
                 link.apply_registration(None)
             if successors.get(peer.worker_id, peer) != peer:
-                # A newer process of the worker has registered, so the old one is gone: retry its requests now, not after a
-                # timeout.
+                # A newer process of the worker has registered, so the old one is gone: retry its requests now, not
+                # after a timeout.
                 self._drop(link)
         for peer, info in named.items():
             known = self._links.get(peer)
