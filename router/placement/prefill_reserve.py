@@ -103,7 +103,7 @@ def _prefill_rate(worker: WorkerState, request: QueuedRequest, chunk: Chunks, de
 def _shared_prefill_rate(decoding: Sequence[WorkerState], request: QueuedRequest, times: float) -> float:
     """Return the prompt tokens per second of one decode worker if all decode workers share the answers evenly.
 
-    The number of answers is assumed to be the present number times `times`, plus that of `request`.
+    The number of answers is assumed to be `times` its present value, plus the answer of `request`.
     """
     like, target_s = decoding[0], decoding[0].gap_target(request.slo)
     rows = 1 + int(times * sum(worker.decode_requests for worker in decoding) / len(decoding))

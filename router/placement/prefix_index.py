@@ -26,7 +26,7 @@ class PrefixMatch:
         return 0
 
     def longest(self, count: int, beyond: int = 0) -> list[tuple[int, int]]:
-        """Return the `count` workers that hold the most leading pages, as pairs (slot, pages), most pages first.
+        """Return up to `count` workers that hold the most leading pages, as pairs (slot, pages), most pages first.
 
         Workers with at most `beyond` pages are left out.
         """

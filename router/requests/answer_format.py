@@ -21,7 +21,7 @@ from tandem.tokenizers.grammar_process import GrammarKind, GrammarProcess, Gramm
 from tandem.tokenizers.grammars import GRAMMAR_CHARS_MAX
 
 _PROCESSES = 2
-"""Number of processes that compile grammars; with two, a grammar that takes seconds does not block all others."""
+"""Number of processes that compile grammars; with two, a grammar that takes two seconds does not block the others."""
 
 
 @dataclass(frozen=True, slots=True)

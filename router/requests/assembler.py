@@ -69,7 +69,7 @@ class TokenAssembler:
         return token_ids
 
     def finish_at(self, end: int, reason: FinishReason) -> None:
-        """Record that the answer has `end` tokens and ended for `reason`."""
+        """Record that the answer ends after `end` tokens, with finish reason `reason`."""
         self._finish, self._finish_at = reason, end
 
     @property

@@ -284,7 +284,10 @@ class RoutedRequest:
         )
 
     def note_silence(self, now: float) -> None:
-        """Record the event SILENT at the time of the workers' last event; `now` is the monotonic time in seconds."""
+        """Record the event SILENT at the time of the workers' last event, unless that was less than `SILENCE_S` ago.
+
+        `now` is the monotonic time in seconds.
+        """
         silent_s = now - self.last_event_s
         if self.prefill is not None and silent_s > SILENCE_S:
             self.event_times.append(EventTime(LifecycleEvent.SILENT, time.time_ns() - int(silent_s * 1e9)))
