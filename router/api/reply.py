@@ -1,6 +1,6 @@
 """The interface of replies, whole or streamed, and the base of replies whose stream events have names.
 
-A reply turns answers into bytes in the form of one API; it knows nothing of HTTP.
+A reply turns answers into bytes in the form of one API; it does not depend on HTTP.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tandem.protocol.errors import TandemError
 
 
 class Reply(Protocol):
-    """The reply to one call: a body, or stream events as bytes that are ready to send (b"" if there is no event)."""
+    """The reply to one call: a body, or stream events. Its methods return the bytes to send, b"" for no event."""
 
     answer_id: str
     """The id of the reply, which is also in a response header."""
@@ -30,7 +30,7 @@ class Reply(Protocol):
         """Return the first events of a stream of `choices` answers."""
 
     def event(self, event: AnswerChunk | Ending) -> AnswerChunk | Ending:
-        """Return the event as the reply shows it; a reply of the prompt alone removes the answer's tokens."""
+        """Return an answer's event as the client sees it; a reply of the prompt alone removes the answer's tokens."""
 
     def prompt(self, index: int, prompt: PromptReply) -> bytes:
         """Return the event with the prompt of answer number `index`; may run in any thread."""
@@ -42,7 +42,7 @@ class Reply(Protocol):
         """Return the last events of answer number `index`."""
 
     def closing(self, endings: Mapping[int, Ending]) -> bytes:
-        """Return the events after the end of all answers; `endings` has the ending of each answer."""
+        """Return the events after the end of all answers; `endings` has the ending of each answer by number."""
 
     def failure(self, error: TandemError) -> bytes:
         """Return the events that end the stream with an error."""
@@ -56,18 +56,18 @@ class Reply(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReplyFacts:
-    """The facts that are the same in all events of a reply."""
+    """The values that are the same in all events of a reply."""
 
     request_id: str
     model: str
     created: int
-    """Unix time in seconds."""
+    """Time of the reply in Unix seconds."""
 
 
 class NamedEventsReply(ABC):
-    """A `Reply` with one answer, whose stream events have names: the Responses and the Messages API.
+    """A `Reply` with one answer, whose stream events have names; for the Responses and the Messages API.
 
-    A reply that is not streamed is built by the same steps, but its events are discarded.
+    A reply that is not streamed is built by the same methods, but its events are discarded.
     """
 
     answer_id: str
@@ -79,35 +79,35 @@ class NamedEventsReply(ABC):
 
     @abstractmethod
     def opening(self, choices: int = 1) -> bytes:
-        """See `Reply`."""
+        """Return the first events of the stream of one answer."""
 
     def event(self, event: AnswerChunk | Ending) -> AnswerChunk | Ending:
-        """See `Reply`."""
+        """Return the event unchanged, because these APIs cannot request the prompt alone."""
         return event
 
     def prompt(self, _index: int, _prompt: PromptReply) -> bytes:
-        """See `Reply`."""
+        """Return b"": the reply does not show prompts."""
         return b""
 
     def chunk(self, index: int, chunk: AnswerChunk) -> bytes:
-        """See `Reply`."""
+        """Return the events for the next chunk of the answer."""
         return self._add(self._parsers.feed(index, chunk.text), len(chunk.token_ids))
 
     def ending(self, index: int, ending: Ending) -> bytes:
-        """See `Reply`."""
+        """Return the last events of the answer."""
         parts = self._add(self._parsers.finish(index), 0)
         return parts + self._finish(ending, called=self._parsers.called(index))
 
     def closing(self, _endings: Mapping[int, Ending]) -> bytes:
-        """See `Reply`."""
+        """Return the events after the end of the answer."""
         return b""
 
     @abstractmethod
     def failure(self, error: TandemError) -> bytes:
-        """See `Reply`."""
+        """Return the events that end the stream with an error."""
 
     async def whole(self, choices: Choices, _prompts: PromptReplies) -> bytes:
-        """See `Reply`."""
+        """Read the answer until it ends, and return the body of a reply that is not streamed."""
         while not choices.over:
             index, event = await choices.next()
             if isinstance(event, Ending):
@@ -118,11 +118,11 @@ class NamedEventsReply(ABC):
 
     @abstractmethod
     def _body(self) -> bytes:
-        """Return the body of a reply that is not streamed, after the answer's end."""
+        """Return the body of a reply that is not streamed; called after the answer's end."""
 
     @abstractmethod
     def _add(self, delta: AnswerDelta, tokens: int) -> bytes:
-        """Add the next parsed parts of the answer, and return their events; `tokens` more tokens have arrived."""
+        """Add the next parsed parts of the answer, and return their events; `tokens` is the number of new tokens."""
 
     @abstractmethod
     def _finish(self, ending: Ending, *, called: bool) -> bytes:
@@ -131,7 +131,7 @@ class NamedEventsReply(ABC):
     def _events(self, events: Iterable[dict[str, Any]]) -> bytes:
         """Return the events as bytes if the reply is streamed, else b"".
 
-        The iterator is always consumed, because it builds the reply while it makes the events.
+        The iterator is consumed in either case, because it also builds the reply that is not streamed.
         """
         if self._streamed:
             return b"".join(map(self._event, events))

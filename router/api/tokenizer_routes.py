@@ -1,6 +1,6 @@
 """The HTTP routes of the tokenizer: `/tokenize`, `/detokenize` and `/tokenizer_info` as in vLLM, and Anthropic's count.
 
-They use the same threads, limits and fair order between tenants as the tokenization of requests for answers.
+They share the tokenizer threads, the limits and the fair order of tenants with the requests for answers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.lifecycle.events import EventTime
 
 Tokenized = tuple[list[int], list[str] | None, int]
-"""Token ids, the text of each token if requested, and the model's context in tokens."""
+"""A tuple: token ids, the text of each token (None if not requested), and the model's context in tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +54,11 @@ class _TokenizerRoutes:
         return JSONResponse({"prompt": text})
 
     async def info(self) -> JSONResponse:
-        """Return the facts of the tokenizer."""
+        """Return the tokenizer class, the chat template and the special tokens."""
         return JSONResponse(dict(self.calls.validator.tokenizer_facts))
 
     async def count(self, request: Request) -> JSONResponse:
-        """Return the number of tokens of a conversation."""
+        """Return the number of tokens of a conversation (Anthropic's count_tokens)."""
         call, (ids, _, _) = await self.calls.served(
             request, parse_count, lambda call: self._tokenized(request, call, spell=False)
         )
@@ -73,7 +73,7 @@ class _TokenizerRoutes:
 
 
 def add_tokenizer(app: FastAPI, calls: HttpCalls) -> None:
-    """Add the routes to `app`."""
+    """Add the tokenizer's routes to `app`."""
     routes = _TokenizerRoutes(calls)
     for path, answer, body in (
         ("/tokenize", routes.tokenize, json_body(TokenizeTextRequest, TokenizeChatRequest)),

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from router.placement.policy import Placement
 
 _PART_MIN = 0.01
-"""The smallest weight of the newest record in the running means."""
+"""The minimum weight of the newest record in the running means."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementRecord:
-    """The predicted and the observed latencies of a placement whose request received all its tokens, in seconds."""
+    """The predicted and the observed latencies of a placement, in seconds, for a request that got all its tokens."""
 
     request_id: str
     prefill_worker: str
@@ -18,9 +18,9 @@ class PlacementRecord:
     slo_class: str
     prediction: Placement
     ttft_s: float
-    """The time from placement to the first token at the router."""
+    """The time from placement until the first token reached the router, in seconds."""
     itl_s: float | None
-    """The mean gap between tokens; None for an answer of one token."""
+    """The mean gap between tokens, in seconds; None for an answer of one token."""
     cached_tokens: int
 
     @property
@@ -30,7 +30,7 @@ class PlacementRecord:
 
     @property
     def regret_s(self) -> float:
-        """The excess of the observed cost over the predicted cost of the second best placement, in seconds.
+        """How much the observed cost exceeds the predicted cost of the second best placement, in seconds.
 
         It is `max(0, cost_s + surprise_s - runner_up_s)`.
         """
@@ -38,9 +38,9 @@ class PlacementRecord:
 
 
 class PredictionQuality:
-    """Running means over about the newest hundred records. Errors are |predicted - actual| ÷ actual.
+    """Running means of prediction errors over about the last hundred records.
 
-    The dispatcher owns it and writes on the event loop.
+    An error is |predicted - actual| ÷ actual. The dispatcher owns it and writes on the event loop.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class PredictionQuality:
         self.ttft_error = 0.0
         self.itl_error = 0.0
         self.surprise_s = 0.0
-        """The mean of `PlacementRecord.surprise_s`; predictions are optimistic if it is above 0."""
+        """The running mean of `PlacementRecord.surprise_s`, in seconds; above 0 if predictions are optimistic."""
         self.last: PlacementRecord | None = None
 
     def record(self, record: PlacementRecord) -> None:

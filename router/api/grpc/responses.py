@@ -31,7 +31,7 @@ class AnswerChunks:
         _fill(chunk, self._parsers.feed(index, text))
 
     def finish(self, index: int) -> inference_pb2.Chunk | None:
-        """Return a chunk with the rest of an ended answer; None if the parser held nothing back."""
+        """Return a chunk with the rest of an ended answer; None if the parser has held nothing back."""
         rest, chunk = self._parsers.finish(index), inference_pb2.Chunk()
         _fill(chunk, rest)
         return chunk if rest.content or rest.reasoning or rest.calls else None
@@ -55,7 +55,7 @@ Write = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
 
 
 class Responses:
-    """Writes the messages of the answers to one call, as they arrive or the best ones at the end."""
+    """Writes the answers to one call as messages: all as they arrive, or the best at the end (`best_of`)."""
 
     def __init__(
         self, call: InferenceCall, admitted: Sequence[Admitted], choices: Choices, prompts: PromptReplies
@@ -120,7 +120,7 @@ class Responses:
 
 
 def prompt_details(reply: PromptReply | None, ids: Sequence[int]) -> inference_pb2.PromptDetails:
-    """Return the message about a prompt, with its token `ids` and what `reply` shows; may run in any thread."""
+    """Return the message about a prompt: its token `ids`, and the text and scores in `reply`; may run in any thread."""
     details = inference_pb2.PromptDetails(token_ids=ids)
     if reply is not None:
         details.text = reply.text

@@ -24,7 +24,7 @@ _TEXT_TYPES = {"reasoning": "reasoning_text", "message": "output_text"}
 class OutputItems:
     """Builds the output items of an answer in order: reasoning, messages and function calls.
 
-    Only the last item is in progress.
+    Only the last item is unfinished.
     """
 
     def __init__(self, request_id: str, namespaced: Namespaced) -> None:
@@ -33,7 +33,7 @@ class OutputItems:
         self._namespaced = namespaced
         self.items: list[dict[str, Any]] = []
         self._open = ""
-        """The type of the item in progress; "" if there is none."""
+        """The type of the unfinished item; "" if there is none."""
         self._texts: list[str] = []
 
     def add(self, delta: AnswerDelta) -> Iterator[Event]:
@@ -46,7 +46,7 @@ class OutputItems:
             yield from self._call(call)
 
     def finish(self, status: str) -> Iterator[Event]:
-        """Complete the item in progress with `status`, and yield its events; an empty answer gets an empty message."""
+        """Complete the unfinished item with `status`, and yield its events; an empty answer gets an empty message."""
         if not self.items:
             yield from self._begin({"type": "message", "role": "assistant", "content": []})
         yield from self._end(status)
@@ -128,7 +128,7 @@ class ResponseReply(NamedEventsReply):
         self._output = OutputItems(facts.request_id, call.namespaced)
         self._reasoning = _ReasoningTokens()
         self._count = 0
-        """Number of events so far, which is the sequence number of the next one."""
+        """Number of events so far, and therefore the sequence number of the next event."""
         self._ended = ""
 
     def opening(self, choices: int = 1) -> bytes:
@@ -196,7 +196,7 @@ class ResponseReply(NamedEventsReply):
 
 
 class _ReasoningTokens:
-    """Counts the tokens of reasoning, including its tags.
+    """Counts the tokens of reasoning, including the tokens of its tags.
 
     The count is exact if tokens arrive one by one. Tokens that arrive together are divided between reasoning and other
     text in proportion to the number of characters.
@@ -205,10 +205,10 @@ class _ReasoningTokens:
     def __init__(self) -> None:
         self.count = 0
         self._waiting = 0
-        """Number of tokens whose text is not final yet."""
+        """Number of tokens that have arrived but whose text is not final yet."""
 
     def add(self, delta: AnswerDelta, tokens: int) -> None:
-        """Count the next parts of the answer; `tokens` more tokens have arrived."""
+        """Count the next parts of the answer; `tokens` is the number of tokens since the last call."""
         self._waiting += tokens
         reasoning = len(delta.reasoning)
         other = len(delta.content) + sum(len(call.name) + len(call.arguments) for call in delta.calls)
