@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from router.api.prompt_replies import PromptReplies
 from router.api.reply import Reply
-from router.requests.answer import Ending
+from router.requests.answer import AnswerEnd
 from router.requests.choices import Choices
 from tandem.protocol.errors import TandemError
 
@@ -52,7 +52,7 @@ class AnswerStream(Response):
         self._prompted: set[int] = set()
         """The numbers of the answers whose prompt has been sent or is not part of the reply."""
         self._comment_s = comment_s
-        self._endings: dict[int, Ending] = {}
+        self._endings: dict[int, AnswerEnd] = {}
         self._opened = False
         self._over = False
         self._sent_s = 0.0
@@ -103,7 +103,7 @@ class AnswerStream(Response):
         self._opened = True
         if index not in self._prompted:
             opening += await self._prompt(index)
-        if not isinstance(event, Ending):
+        if not isinstance(event, AnswerEnd):
             return opening + self._reply.chunk(index, event)
         self._endings[index] = event
         self._over = self._choices.over

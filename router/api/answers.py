@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from router.api.prompt_replies import PromptForm, PromptReply
-from router.requests.answer import Ending
+from router.requests.answer import AnswerEnd
 from router.requests.choices import Choices
 from router.text.answer_syntax.formats import AnswerSyntax
 from router.text.answer_syntax.parser import AnswerDelta, AnswerParser
@@ -50,7 +50,7 @@ class CompleteAnswer:
     text: str
     token_ids: Sequence[int]
     scores: Sequence[TokenScore]
-    ending: Ending
+    ending: AnswerEnd
     prompt: PromptReply | None = None
     """The prompt that the reply shows with this answer; None if it shows none."""
 
@@ -65,11 +65,11 @@ async def collected(choices: Choices, form: PromptForm) -> list[CompleteAnswer]:
     texts: dict[int, list[str]] = defaultdict(list)
     ids: dict[int, list[int]] = defaultdict(list)
     scores: dict[int, list[TokenScore]] = defaultdict(list)
-    endings: dict[int, Ending] = {}
+    endings: dict[int, AnswerEnd] = {}
     while not choices.over:
         index, event = await choices.next()
         event = form.shown(event)
-        if isinstance(event, Ending):
+        if isinstance(event, AnswerEnd):
             endings[index] = event
         else:
             texts[index].append(event.text)

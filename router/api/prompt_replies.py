@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from router.api.logprobs import completion_logprobs, entry_text, finite
-from router.requests.answer import AnswerChunk, Ending
+from router.requests.answer import AnswerChunk, AnswerEnd
 from router.requests.choices import Choices
 from router.requests.request import Admitted, ClientRequest, Options
 from router.requests.validation import RequestValidator
@@ -38,7 +38,7 @@ class PromptForm:
         """Return the client's options `given` with the prompt scores that the reply needs; with `only`, for 1 token."""
         return replace(given, prompt_logprobs=self.top, max_tokens=1 if self.only else given.max_tokens)
 
-    def shown(self, event: AnswerChunk | Ending) -> AnswerChunk | Ending:
+    def shown(self, event: AnswerChunk | AnswerEnd) -> AnswerChunk | AnswerEnd:
         """Return an answer's event as the client sees it: without the sampled token if `only` is set."""
         if not self.only:
             return event

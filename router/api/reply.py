@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from router.api.answers import AnswerParsers
 from router.api.prompt_replies import PromptReplies, PromptReply
-from router.requests.answer import AnswerChunk, Ending
+from router.requests.answer import AnswerChunk, AnswerEnd
 from router.requests.choices import Choices
 from router.requests.request import Admitted
 from router.text.answer_syntax.parser import AnswerDelta
@@ -29,7 +29,7 @@ class Reply(Protocol):
     def opening(self, choices: int = 1) -> bytes:
         """Return the first events of a stream of `choices` answers."""
 
-    def event(self, event: AnswerChunk | Ending) -> AnswerChunk | Ending:
+    def event(self, event: AnswerChunk | AnswerEnd) -> AnswerChunk | AnswerEnd:
         """Return an answer's event as the client sees it; a reply of the prompt alone removes the answer's tokens."""
 
     def prompt(self, index: int, prompt: PromptReply) -> bytes:
@@ -38,10 +38,10 @@ class Reply(Protocol):
     def chunk(self, index: int, chunk: AnswerChunk) -> bytes:
         """Return the events for the next chunk of answer number `index`."""
 
-    def ending(self, index: int, ending: Ending) -> bytes:
+    def ending(self, index: int, ending: AnswerEnd) -> bytes:
         """Return the last events of answer number `index`."""
 
-    def closing(self, endings: Mapping[int, Ending]) -> bytes:
+    def closing(self, endings: Mapping[int, AnswerEnd]) -> bytes:
         """Return the events after the end of all answers; `endings` has the ending of each answer by number."""
 
     def failure(self, error: TandemError) -> bytes:
@@ -81,7 +81,7 @@ class NamedEventsReply(ABC):
     def opening(self, choices: int = 1) -> bytes:
         """Return the first events of the stream of one answer."""
 
-    def event(self, event: AnswerChunk | Ending) -> AnswerChunk | Ending:
+    def event(self, event: AnswerChunk | AnswerEnd) -> AnswerChunk | AnswerEnd:
         """Return the event unchanged, because these APIs cannot request the prompt alone."""
         return event
 
@@ -93,12 +93,12 @@ class NamedEventsReply(ABC):
         """Return the events for the next chunk of the answer."""
         return self._add(self._parsers.feed(index, chunk.text), len(chunk.token_ids))
 
-    def ending(self, index: int, ending: Ending) -> bytes:
+    def ending(self, index: int, ending: AnswerEnd) -> bytes:
         """Return the last events of the answer."""
         parts = self._add(self._parsers.finish(index), 0)
         return parts + self._finish(ending, called=self._parsers.called(index))
 
-    def closing(self, _endings: Mapping[int, Ending]) -> bytes:
+    def closing(self, _endings: Mapping[int, AnswerEnd]) -> bytes:
         """Return the events after the end of the answer."""
         return b""
 
@@ -110,7 +110,7 @@ class NamedEventsReply(ABC):
         """Read the answer until it ends, and return the body of a reply that is not streamed."""
         while not choices.over:
             index, event = await choices.next()
-            if isinstance(event, Ending):
+            if isinstance(event, AnswerEnd):
                 self.ending(index, event)
             else:
                 self.chunk(index, event)
@@ -125,7 +125,7 @@ class NamedEventsReply(ABC):
         """Add the next parsed parts of the answer, and return their events; `tokens` is the number of new tokens."""
 
     @abstractmethod
-    def _finish(self, ending: Ending, *, called: bool) -> bytes:
+    def _finish(self, ending: AnswerEnd, *, called: bool) -> bytes:
         """Add the end of the answer, and return its events; `called` is True if the answer has a tool call."""
 
     def _events(self, events: Iterable[dict[str, Any]]) -> bytes:

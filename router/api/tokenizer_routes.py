@@ -30,7 +30,7 @@ Tokenized = tuple[list[int], list[str] | None, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TokenizeCall(ApiCall):
-    spell: bool
+    token_texts: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class _TokenizerRoutes:
     async def tokenize(self, request: Request) -> JSONResponse:
         """Return the token ids of a text or a conversation."""
         _, (ids, spelled, context) = await self.calls.served(
-            request, _parse_tokenize, lambda call: self._tokenized(request, call, spell=call.spell)
+            request, _parse_tokenize, lambda call: self._tokenized(request, call, token_texts=call.token_texts)
         )
         reply = {"count": len(ids), "max_model_len": context, "tokens": ids}
         return JSONResponse(reply if spelled is None else {**reply, "token_strs": spelled})
@@ -60,14 +60,14 @@ class _TokenizerRoutes:
     async def count(self, request: Request) -> JSONResponse:
         """Return the number of tokens of a conversation (Anthropic's count_tokens)."""
         call, (ids, _, _) = await self.calls.served(
-            request, parse_count, lambda call: self._tokenized(request, call, spell=False)
+            request, parse_count, lambda call: self._tokenized(request, call, token_texts=False)
         )
         return JSONResponse({"input_tokens": len(ids)}, headers=self.calls.ignored_header(call))
 
-    async def _tokenized(self, request: Request, call: ApiCall, *, spell: bool) -> Tokenized:
+    async def _tokenized(self, request: Request, call: ApiCall, *, token_texts: bool) -> Tokenized:
         (wanted,) = self.calls.requests_of(request, call)
         try:
-            return await self.calls.validator.tokenize(wanted, spell=spell)
+            return await self.calls.validator.tokenize(wanted, token_texts=token_texts)
         except InvalidArgument as error:
             raise call.names.error(error) from None
 
@@ -95,7 +95,7 @@ def _parse_tokenize(data: bytes, received: EventTime, *, strict: bool) -> _Token
         body = read_object(TokenizeTextRequest, value, unknown)
         prompt = body.prompt
     request = ClientRequest("", body.model or "", prompt, Options(**encoding(body)), received)
-    return _TokenizeCall(requests=(request,), spell=bool(body.return_token_strs))
+    return _TokenizeCall(requests=(request,), token_texts=bool(body.return_token_strs))
 
 
 def _parse_detokenize(data: bytes, _received: EventTime, *, strict: bool) -> DetokenizeRequest:

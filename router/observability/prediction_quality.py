@@ -24,7 +24,7 @@ class PlacementRecord:
     cached_tokens: int
 
     @property
-    def surprise_s(self) -> float:
+    def prediction_error_s(self) -> float:
         """Observed minus predicted TTFT, in seconds; negative if the first token came sooner than predicted."""
         return self.ttft_s - self.prediction.ttft_s
 
@@ -32,9 +32,9 @@ class PlacementRecord:
     def regret_s(self) -> float:
         """How much the observed cost exceeds the predicted cost of the second best placement, in seconds.
 
-        It is `max(0, cost_s + surprise_s - runner_up_s)`.
+        It is `max(0, cost_s + prediction_error_s - runner_up_s)`.
         """
-        return max(0.0, self.prediction.cost_s + self.surprise_s - self.prediction.runner_up_s)
+        return max(0.0, self.prediction.cost_s + self.prediction_error_s - self.prediction.runner_up_s)
 
 
 class PredictionQuality:
@@ -47,8 +47,8 @@ class PredictionQuality:
         self.recorded = 0
         self.ttft_error = 0.0
         self.itl_error = 0.0
-        self.surprise_s = 0.0
-        """The running mean of `PlacementRecord.surprise_s`, in seconds; above 0 if predictions are optimistic."""
+        self.prediction_error_s = 0.0
+        """Running mean of `PlacementRecord.prediction_error_s` in seconds; positive if predictions are optimistic."""
         self.last: PlacementRecord | None = None
 
     def record(self, record: PlacementRecord) -> None:
@@ -56,9 +56,9 @@ class PredictionQuality:
         self.recorded += 1
         self.last = record
         part = max(_PART_MIN, 1 / self.recorded)
-        self.surprise_s += part * (record.surprise_s - self.surprise_s)
+        self.prediction_error_s += part * (record.prediction_error_s - self.prediction_error_s)
         if record.ttft_s > 0:
-            self.ttft_error += part * (abs(record.surprise_s) / record.ttft_s - self.ttft_error)
+            self.ttft_error += part * (abs(record.prediction_error_s) / record.ttft_s - self.ttft_error)
         if record.itl_s:
             error = abs(record.prediction.itl_s - record.itl_s) / record.itl_s
             self.itl_error += part * (error - self.itl_error)

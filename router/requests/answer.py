@@ -27,7 +27,7 @@ class AnswerChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class AnswerEnd:
     """The end of a complete answer, which the reply shows after the last chunk; counts are in tokens."""
 
     finish_reason: FinishReason
@@ -71,7 +71,7 @@ class Answer:
         self._leave: Callable[[int], None] | None = None
         self._close: Callable[[], None] | None = None
         self._chunk: AnswerChunk | None = None
-        self._ending: Callable[[], Ending] | None = None
+        self._ending: Callable[[], AnswerEnd] | None = None
         self._error: TandemError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._begun: asyncio.Future[None] | None = None
@@ -105,7 +105,7 @@ class Answer:
             raise Internal("the worker sent no log probabilities of the prompt; run workers of the router's release")
         return self.prompt_logprobs
 
-    async def next(self) -> AnswerChunk | Ending:
+    async def next(self) -> AnswerChunk | AnswerEnd:
         """Wait for the next chunk and return it, or the ending after the last chunk.
 
         Raises the request's `TandemError`, or `Cancelled` once the answer is closed.
@@ -148,7 +148,7 @@ class Answer:
             self._chunk.scores.extend(scores)
         self._wake()
 
-    def finish(self, ending: Callable[[], Ending]) -> None:
+    def finish(self, ending: Callable[[], AnswerEnd]) -> None:
         """Router side: complete the answer; `ending` is called once the reader has read all chunks."""
         self._ending = ending
         self._wake()

@@ -13,7 +13,7 @@ from dataclasses import replace
 from hashlib import blake2b
 
 from router.access.client_call import served_call
-from router.requests.answer import Answer, AnswerChunk, Ending
+from router.requests.answer import Answer, AnswerChunk, AnswerEnd
 from router.requests.request import Admitted
 from tandem.protocol.errors import Cancelled, TandemError
 from tandem.protocol.messages import SamplingParams
@@ -54,7 +54,7 @@ class Choices:
         self.answers = answers
         """The answers, ordered by number."""
         self._open = dict.fromkeys(range(len(answers)))
-        self._reading: dict[int, asyncio.Task[AnswerChunk | Ending]] = {}
+        self._reading: dict[int, asyncio.Task[AnswerChunk | AnswerEnd]] = {}
 
     def __len__(self) -> int:
         """Number of answers."""
@@ -65,7 +65,7 @@ class Choices:
         """True if every answer has ended."""
         return not self._open
 
-    async def next(self) -> tuple[int, AnswerChunk | Ending]:
+    async def next(self) -> tuple[int, AnswerChunk | AnswerEnd]:
         """Wait for the next chunk or ending of any open answer, and return it with the answer's number.
 
         Raises the first `TandemError` of any answer, or `Cancelled` once the answers are closed.
@@ -75,7 +75,7 @@ class Choices:
         except TandemError as error:
             self._call.failed(error.code)
             raise
-        if isinstance(event, Ending):
+        if isinstance(event, AnswerEnd):
             del self._open[index]
         else:
             self._call.count_output_tokens(len(event.token_ids))
@@ -92,10 +92,10 @@ class Choices:
         for answer in reversed(self.answers):
             answer.close()
 
-    async def _alone(self) -> tuple[int, AnswerChunk | Ending]:
+    async def _alone(self) -> tuple[int, AnswerChunk | AnswerEnd]:
         return 0, await self.answers[0].next()
 
-    async def _any(self) -> tuple[int, AnswerChunk | Ending]:
+    async def _any(self) -> tuple[int, AnswerChunk | AnswerEnd]:
         for index in self._open:
             if index not in self._reading:
                 self._reading[index] = asyncio.ensure_future(self.answers[index].next())

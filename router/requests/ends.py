@@ -13,7 +13,7 @@ from router.config import RouterConfig
 from router.observability.prediction_quality import PredictionQuality
 from router.placement.fleet import IncompatiblePairs
 from router.placement.scheduler import RequestScheduler
-from router.requests.answer import Ending
+from router.requests.answer import AnswerEnd
 from router.requests.live_requests import LiveRequests
 from router.requests.metrics import RouterMetrics
 from router.requests.request import RoutedRequest
@@ -218,7 +218,7 @@ class RequestEnds:
         if request.decode is not None:
             request.decode.remove_answer(request.internal_id)
 
-    def _ending(self, request: RoutedRequest, reason: FinishReason, matched_stop: str) -> Ending:
+    def _ending(self, request: RoutedRequest, reason: FinishReason, matched_stop: str) -> AnswerEnd:
         """Return the ending for the client, and count the request as finished."""
         ending = request.ending(reason, matched_stop)
         self._metrics.finished(request, reason)

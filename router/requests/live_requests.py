@@ -36,7 +36,7 @@ class LiveRequests(Mapping[str, RoutedRequest]):
         """The number of held requests, by tenant."""
 
     @property
-    def by_wire_id(self) -> Mapping[str, RoutedRequest]:
+    def by_internal_id(self) -> Mapping[str, RoutedRequest]:
         """The requests by internal id, as a plain dict, whose lookups are faster than those of this object."""
         return self._by_internal_id
 

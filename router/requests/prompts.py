@@ -94,9 +94,9 @@ class PromptEncoder:
             )
 
     async def tokenized(
-        self, request: ClientRequest, served: ServedModel, last: int | None, *, spell: bool
+        self, request: ClientRequest, served: ServedModel, last: int | None, *, token_texts: bool
     ) -> tuple[list[int], list[str] | None]:
-        """Return the token ids of a text or a conversation, and, if `spell`, the text of each token; for /tokenize.
+        """Return the token ids of a text or a conversation for /tokenize, and each token's text if `token_texts`.
 
         `last` is the same as in `token_ids`. Raises InvalidArgument for a prompt that cannot fit the context, and
         ResourceExhausted if too many prompts wait.
@@ -109,7 +109,7 @@ class PromptEncoder:
             if len(ids) > context:
                 field = field_of(request)
                 raise too_long(field, field=field, prompt=len(ids), answer=0, limit=context, context=context)
-            return ids, self._tokenizer.spellings(ids) if spell else None
+            return ids, self._tokenizer.spellings(ids) if token_texts else None
 
         return await self._pool.run(request.tenant, _prompt_chars(prompt), encode)
 

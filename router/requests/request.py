@@ -14,7 +14,7 @@ from router.observability.prediction_quality import PlacementRecord
 from router.observability.request_outcome import GapTracker, JointOutcome
 from router.placement.policy import Placement
 from router.placement.queue import QueuedRequest
-from router.requests.answer import Answer, Ending
+from router.requests.answer import Answer, AnswerEnd
 from router.requests.answer_format import AnswerFormat
 from router.requests.assembler import TokenAssembler
 from router.text.answer_syntax.formats import AnswerSyntax
@@ -296,10 +296,10 @@ class RoutedRequest:
         """Return the request's lifecycle events so far, with their times."""
         return Timeline(tuple(self.event_times), self.transfer, self.prefill_worker, self.decode_worker)
 
-    def ending(self, reason: FinishReason, matched_stop: str) -> Ending:
+    def ending(self, reason: FinishReason, matched_stop: str) -> AnswerEnd:
         """Return the ending of the answer for the client, and record the FINISHED event."""
         self.event_times.append(EventTime.now(LifecycleEvent.FINISHED))
-        return Ending(
+        return AnswerEnd(
             finish_reason=reason,
             matched_stop=matched_stop,
             prompt_tokens=len(self.admitted.prompt_token_ids),

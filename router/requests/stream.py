@@ -88,7 +88,7 @@ class EventStream:
             try:
                 self._take_event(request, event, urgent, now)
             except Exception as error:
-                self._break_off(request, error)
+                self._fail_internally(request, error)
         # Most tokens arrive as plain rows, because one event object per token would cost more than everything else.
         # The fast path: while a job of the request waits to be sent, a row that only continues the answer joins it.
         for request_id, attempt, first_index, token_ids in chain.from_iterable(each.rows() for each in step.tokens):
@@ -104,7 +104,7 @@ class EventStream:
             try:
                 self._take_tokens(request, first_index, token_ids, urgent, now)
             except Exception as error:
-                self._break_off(request, error)
+                self._fail_internally(request, error)
         self._send(urgent, now)
         if self._jobs:
             self._flush_when_due(now)
@@ -163,7 +163,7 @@ class EventStream:
             request.waiting_since = now
             self._owner.requeue(request)
 
-    def _break_off(self, request: RoutedRequest, error: Exception) -> None:
+    def _fail_internally(self, request: RoutedRequest, error: Exception) -> None:
         self.forget(request)
         self._owner.fail_internal(request, error)
 
@@ -324,7 +324,7 @@ class EventStream:
             try:
                 self._deliver_job(job)
             except Exception as error:
-                self._break_off(job.request, error)
+                self._fail_internally(job.request, error)
 
     def _deliver_job(self, job: RequestText) -> None:
         request, answer = job.request, job.request.answer

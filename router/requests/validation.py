@@ -119,14 +119,14 @@ class RequestValidator:
             self._refused(request.options.slo_class or self._config.default_slo_class, error)
             raise
 
-    async def tokenize(self, request: ClientRequest, *, spell: bool) -> tuple[list[int], list[str] | None, int]:
-        """Return a prompt's token ids, the text of each token (None without `spell`), and the context in tokens."""
+    async def tokenize(self, request: ClientRequest, *, token_texts: bool) -> tuple[list[int], list[str] | None, int]:
+        """Return a prompt's token ids, each token's text (None without `token_texts`), and the context in tokens."""
         self._adapter(request.model)
         served = self._served()
         self._prompts.check(request)
         self._check_variables(request)
         last = self._last(request.options, served)
-        ids, spelled = await self._prompts.tokenized(request, served, last, spell=spell)
+        ids, spelled = await self._prompts.tokenized(request, served, last, token_texts=token_texts)
         return ids, spelled, served.facts.max_context
 
     async def spelled(self, tenant: str, ids: tuple[int, ...], logprobs: PromptLogprobs) -> list[TokenScore]:

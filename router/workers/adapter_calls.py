@@ -41,16 +41,16 @@ class AdapterCalls:
         request = types_pb2.LoadAdapterRequest(lora_name=name, lora_path=path)
         reply = await _typed(self._pool.controller.LoadAdapter(request, timeout=_CHANGE_S))
         adapter = conversion.from_proto(reply.adapter, AdapterFacts)
-        await self._follow(lambda: adapter in self._pool.adapters)
+        await self._wait_for_membership(lambda: adapter in self._pool.adapters)
         return adapter
 
     async def unload(self, name: str) -> None:
         """Unload the adapter `name`, so that new requests cannot use it. Raises NotFound if it is not loaded."""
         request = types_pb2.UnloadAdapterRequest(lora_name=name)
         await _typed(self._pool.controller.UnloadAdapter(request, timeout=_CHANGE_S))
-        await self._follow(lambda: all(adapter.name != name for adapter in self._pool.adapters))
+        await self._wait_for_membership(lambda: all(adapter.name != name for adapter in self._pool.adapters))
 
-    async def _follow(self, changed: Callable[[], bool]) -> None:
+    async def _wait_for_membership(self, changed: Callable[[], bool]) -> None:
         try:
             async with asyncio.timeout(_FOLLOW_S):
                 await self._pool.until(changed)

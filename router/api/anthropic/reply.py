@@ -9,7 +9,7 @@ from typing import Any
 from router.api.anthropic.errors import message_error
 from router.api.call import ApiCall
 from router.api.reply import NamedEventsReply, ReplyFacts, dumped, sse_event
-from router.requests.answer import Ending
+from router.requests.answer import AnswerEnd
 from router.requests.request import Admitted
 from router.text.answer_syntax.parser import AnswerDelta
 from tandem.protocol.errors import TandemError
@@ -115,7 +115,7 @@ class MessageReply(NamedEventsReply):
     def _add(self, delta: AnswerDelta, tokens: int) -> bytes:
         return self._events(self._blocks.add(delta))
 
-    def _finish(self, ending: Ending, *, called: bool) -> bytes:
+    def _finish(self, ending: AnswerEnd, *, called: bool) -> bytes:
         last = self._events(self._blocks.end())
         stop = {"stop_reason": _stop_reason(ending, called=called), "stop_sequence": ending.matched_stop or None}
         usage = _usage(ending.prompt_tokens, ending.completion_tokens, ending.cached_tokens)
@@ -123,7 +123,7 @@ class MessageReply(NamedEventsReply):
         return last + self._events([{"type": "message_delta", "delta": stop, "usage": usage}, {"type": "message_stop"}])
 
 
-def _stop_reason(ending: Ending, *, called: bool) -> str | None:
+def _stop_reason(ending: AnswerEnd, *, called: bool) -> str | None:
     """Return Anthropic's stop reason; None for an answer that was aborted."""
     if ending.finish_reason is FinishReason.LENGTH:
         return "max_tokens"

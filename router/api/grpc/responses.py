@@ -10,7 +10,7 @@ from typing import Any, cast
 from router.api.answers import AnswerParsers, best_of, collected
 from router.api.grpc.calls import InferenceCall
 from router.api.prompt_replies import PromptReplies, PromptReply
-from router.requests.answer import AnswerChunk, Ending
+from router.requests.answer import AnswerChunk, AnswerEnd
 from router.requests.choices import Choices
 from router.requests.request import Admitted
 from router.text.answer_syntax.formats import AnswerSyntax
@@ -98,7 +98,7 @@ class Responses:
         # There may be hundreds of thousands of scores, which would block the event loop.
         return await asyncio.to_thread(prompt_details, reply, ids)
 
-    async def _write(self, write: Write, index: int, event: AnswerChunk | Ending) -> None:
+    async def _write(self, write: Write, index: int, event: AnswerChunk | AnswerEnd) -> None:
         if isinstance(event, AnswerChunk):
             # There is one message per token, and setting fields is faster than passing them to constructors.
             response = self._response(index)
@@ -138,7 +138,7 @@ def _scored(token: ScoredToken) -> inference_pb2.ScoredToken:
     return inference_pb2.ScoredToken(token_id=token.token_id, utf8=token.utf8, logprob=token.logprob)
 
 
-def _complete(ending: Ending) -> inference_pb2.Complete:
+def _complete(ending: AnswerEnd) -> inference_pb2.Complete:
     return inference_pb2.Complete(
         finish_reason=cast(types_pb2.FinishReason, ending.finish_reason or 0),
         matched_stop=ending.matched_stop,

@@ -172,10 +172,10 @@ class InferenceServicer:
 
     async def _tokenized(self, request: bytes, caller: _Caller) -> tuple[list[int], list[str] | None, int]:
         parse = partial(self._parser.tokenize, caller.facts)
-        wanted, spell = await self._validator.reader.message(
+        wanted, token_texts = await self._validator.reader.message(
             caller.facts.tenant, inference_pb2.TokenizeRequest, request, parse
         )
-        return await self._validator.tokenize(wanted, spell=spell)
+        return await self._validator.tokenize(wanted, token_texts=token_texts)
 
     async def _text(self, request: bytes, caller: _Caller) -> str:
         def parse(message: inference_pb2.DetokenizeRequest) -> tuple[str, tuple[int, ...]]:

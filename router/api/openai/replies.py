@@ -15,7 +15,7 @@ from router.api.openai.errors import error_body
 from router.api.openai.requests import OpenAICall
 from router.api.prompt_replies import PromptReplies, PromptReply
 from router.api.reply import ReplyFacts, dumped, sse_event
-from router.requests.answer import AnswerChunk, Ending
+from router.requests.answer import AnswerChunk, AnswerEnd
 from router.requests.choices import Choices
 from router.requests.request import Admitted
 from router.text.answer_syntax.parser import AnswerDelta
@@ -83,7 +83,7 @@ class OpenAIReply:
         self._echoed[index] = len(prompt.text)
         return self._event([prompt.echo(self._choice(index, "", None), ())])
 
-    def event(self, event: AnswerChunk | Ending) -> AnswerChunk | Ending:
+    def event(self, event: AnswerChunk | AnswerEnd) -> AnswerChunk | AnswerEnd:
         """Return an answer's event as the client sees it; a reply of the prompt alone removes the answer's tokens."""
         return self._call.prompts.shown(event)
 
@@ -105,7 +105,7 @@ class OpenAIReply:
         before, after = self._around[index]
         return f"{before}{json.dumps(text)}{after}".encode()
 
-    def ending(self, index: int, ending: Ending) -> bytes:
+    def ending(self, index: int, ending: AnswerEnd) -> bytes:
         """Return the last event of a choice, which has its finish reason."""
         rest = self._parsers.finish(index)
         before = b""
@@ -125,11 +125,11 @@ class OpenAIReply:
     def _prompt_ids(self, index: int) -> dict[str, Any]:
         return {"prompt_token_ids": self._prompts[index // self._per_prompt]} if self._call.return_token_ids else {}
 
-    def _finish(self, index: int, ending: Ending) -> str:
+    def _finish(self, index: int, ending: AnswerEnd) -> str:
         called = ending.finish_reason is FinishReason.STOP and self._parsers.called(index)
         return "tool_calls" if called else _FINISH[ending.finish_reason]
 
-    def closing(self, endings: Mapping[int, Ending]) -> bytes:
+    def closing(self, endings: Mapping[int, AnswerEnd]) -> bytes:
         """Return the last events of a stream: usage if requested, then DONE."""
         if not self._call.include_usage:
             return DONE
@@ -180,7 +180,7 @@ class OpenAIReply:
             return {"usage": _counts(self._prompt_tokens, self._completion_tokens)}
         return {"usage": None} if self._call.include_usage else {}
 
-    def _usage(self, endings: Sequence[Ending]) -> dict[str, Any]:
+    def _usage(self, endings: Sequence[AnswerEnd]) -> dict[str, Any]:
         """Return the usage of all answers; each prompt counts once, with the cached tokens of its first answer."""
         firsts = endings[:: len(endings) // len(self._prompts)]
         completion = sum(ending.completion_tokens for ending in endings)

@@ -9,7 +9,7 @@ from router.api.openai.errors import MESSAGE_CHARS
 from router.api.openai.responses_request import ResponsesCall
 from router.api.openai.responses_tools import Namespaced
 from router.api.reply import NamedEventsReply, ReplyFacts, dumped, sse_event
-from router.requests.answer import Ending
+from router.requests.answer import AnswerEnd
 from router.requests.request import Admitted
 from router.text.answer_syntax.parser import AnswerDelta, CallDelta
 from tandem.protocol.errors import ResourceExhausted, TandemError, clipped
@@ -151,7 +151,7 @@ class ResponseReply(NamedEventsReply):
         self._reasoning.add(delta, tokens)
         return self._events(self._output.add(delta))
 
-    def _finish(self, ending: Ending, *, called: bool) -> bytes:
+    def _finish(self, ending: AnswerEnd, *, called: bool) -> bytes:
         status = _STATUS[ending.finish_reason]
         last = self._events(self._output.finish("completed" if status == "completed" else "incomplete"))
         reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
@@ -173,7 +173,7 @@ class ResponseReply(NamedEventsReply):
         tail = dumped({"output": output, "error": error, "incomplete_details": incomplete_details, "usage": usage})
         return f"{head[:-1]},{self._echo}{tail[1:]}"
 
-    def _usage(self, ending: Ending) -> dict[str, Any]:
+    def _usage(self, ending: AnswerEnd) -> dict[str, Any]:
         prompt, answer = ending.prompt_tokens, ending.completion_tokens
         return {
             "input_tokens": prompt,
