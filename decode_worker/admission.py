@@ -63,7 +63,7 @@ class DecodeAdmission:
         wake: Callable[[], None],
         transport_poll_s: Callable[[], float],
         same_host: Callable[[PeerRef], bool],
-        lives: ProcessAlive = process_unknown,
+        process_alive: ProcessAlive = process_unknown,
         checks: PageChecks | None = None,
     ) -> None:
         """Create the admission; `expect`, `emit` and `wake` are called from any thread and must not block.
@@ -80,7 +80,7 @@ class DecodeAdmission:
             wake: Called when the step loop has work.
             transport_poll_s: The transport's clock (`Receiver.transport_poll_s`).
             same_host: Returns True if the prefill worker is known to be on this host.
-            lives: Tells whether the process of a prefill worker is alive (`kv_transfer.fence.ProcessAlive`).
+            process_alive: Tells whether the process of a prefill worker is alive (`kv_transfer.fence.ProcessAlive`).
             checks: Compares the bytes that arrived with those that were sent; None = they are not compared.
         """
         self._config = config
@@ -93,7 +93,7 @@ class DecodeAdmission:
             config.write_window_s,
             lambda peer: config.quarantine_s if same_host(peer) else config.quarantine_far_s,
             transport_poll_s,
-            lives,
+            process_alive,
         )
         self._leases: LeaseTable = LeaseTable(clock, config.kv_lease_s, fence)
         self.lock = threading.Lock()

@@ -102,7 +102,7 @@ def with_most_tokens(bounds: StepBounds, work: StepWork, candidates: Sequence[Ca
     positions = [(-worth, position, survival) for survival in alike for position, worth in enumerate(survival)]
     rows = work.decode_rows
     tokens, seconds = float(rows), bounds.cost.decode_step_seconds(rows, work.decode_context_tokens)
-    most, room = GAIN_MIN * tokens / seconds, min(bounds.rows, ROWS_MAX) - rows
+    most, capacity = GAIN_MIN * tokens / seconds, min(bounds.rows, ROWS_MAX) - rows
     seconds += bounds.cost.parameters.verify_base_s
     added: list[Sequence[int]] = []
     chosen = 0
@@ -114,9 +114,9 @@ def with_most_tokens(bounds: StepBounds, work: StepWork, candidates: Sequence[Ca
         row_s = bounds.cost.row_seconds(read)
         spare_s = bounds.seconds - seconds
         fitting = len(numbers) if len(numbers) * row_s <= spare_s else int(spare_s / row_s) if spare_s > 0.0 else 0
-        count = max(0, min(len(numbers), room, fitting))
+        count = max(0, min(len(numbers), capacity, fitting))
         added.append(numbers[:count])
-        tokens, seconds, room = tokens - negative * count, seconds + row_s * count, room - count
+        tokens, seconds, capacity = tokens - negative * count, seconds + row_s * count, capacity - count
         if tokens / seconds >= most:
             most, chosen = tokens / seconds, len(added)
         if count < len(numbers):

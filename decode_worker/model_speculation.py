@@ -237,7 +237,7 @@ class ModelSpeculation(Speculation):
                 seconds, steps = _store_seconds(cost, missing, end, tokens)
                 if (self._rest(request) - steps) * saved_s <= seconds:
                     continue
-            if self._model.room(request, 1):
+            if self._model.capacity(request, 1):
                 pieces[request] = tokens
                 stored = stored.with_chunk(tokens, end + 1 - missing)
         return pieces
@@ -256,7 +256,7 @@ class ModelSpeculation(Speculation):
         return self._model.missing_at_first(self._batch.next_position(request) + 1)
 
     def _room(self, request: DecodeRequest, drafts: int) -> int:
-        return self._model.room(request, min(drafts, self._batch.rows_left(request) - 1))
+        return self._model.capacity(request, min(drafts, self._batch.rows_left(request) - 1))
 
     def _rest(self, request: DecodeRequest) -> int:
         """Return the expected number of further tokens of the answer, according to the request's committed pages."""

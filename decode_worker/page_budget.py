@@ -379,7 +379,7 @@ class PageBudget:
         """
         self._reservations.remove(request)
 
-    def expect_return(self, request: DecodeRequest) -> None:
+    def reserve_for_preempted(self, request: DecodeRequest) -> None:
         """Keep pages for a preempted request for RETURN_S seconds. Must be called before `release`."""
         self._preempted[request.key] = request.committed, self._clock() + RETURN_S
 
@@ -429,9 +429,9 @@ class PageBudget:
 
     def _stored(self, reservation: Reservation, answer: int) -> int:
         """Return the number of positions that have stored KV once the answer has `answer` tokens."""
-        longest = kv_tokens(reservation.question_tokens, reservation.sampling, self._model)
+        longest = kv_tokens(reservation.original_prompt_tokens, reservation.sampling, self._model)
         shortest = len(reservation.prompt_token_ids)
-        return max(shortest, min(longest, reservation.question_tokens + answer - 1))
+        return max(shortest, min(longest, reservation.original_prompt_tokens + answer - 1))
 
     def _reserved_for_preempted(self, reservation: Reservation, most: int) -> int:
         """Return the number of pages that are kept for preempted requests, at most `most`.

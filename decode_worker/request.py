@@ -27,8 +27,8 @@ class DecodeRequest:
 
     The queues of a request:
 
-      1. leased    it reads the cached pages of its prompt and has reserved the missing ones; from `AllotPages` on, the
-                   pages of the prompt are advertised to one prefill worker
+      1. leased    it reads the cached pages of its prompt and has reserved the missing ones; after `AllocatePages`,
+                   the pages of the prompt are advertised to one prefill worker
       2. checking  the notice arrived and matches the reservation, and the request owns its pages; their contents are
                    compared with the checksums of what was sent
       3. ready     the KV is correct (DECODE_ADMITTED)
@@ -100,7 +100,7 @@ class DecodeRequest:
     """Lifecycle events that have not been sent to the router yet."""
 
     def __post_init__(self) -> None:
-        self.prompt_tokens = self.reservation.question_tokens
+        self.prompt_tokens = self.reservation.original_prompt_tokens
 
     @property
     def token_ids(self) -> list[int]:

@@ -43,7 +43,7 @@ class Fence:
     process_alive: ProcessAlive = process_unknown
 
 
-class Exposure:
+class OutstandingWrites:
     """Tracks which writes to the pages of one lease may still happen, and since when none can.
 
     Times are in seconds by the lease table's clock. Owned by the lease's entry in the lease table, and guarded by the
@@ -71,7 +71,7 @@ class Exposure:
         self.believe_dead()
         self._writer_stopped = True
 
-    def is_safe(self, now: float, lives: ProcessAlive) -> bool:
+    def is_safe(self, now: float, process_alive: ProcessAlive) -> bool:
         """Return True if no write of the writer can land any longer; False unless it is assumed dead or has stopped.
 
         Starts the grace period once the writer cannot begin a write.
@@ -79,7 +79,7 @@ class Exposure:
         if self._grace_s is None:
             return False
         # The grace period starts over: a writer whose process is alive, or whose window is open, may begin a write.
-        if not self._writer_stopped and self._may_begin(now, lives(self._writer)):
+        if not self._writer_stopped and self._may_begin(now, process_alive(self._writer)):
             self._safe_at = None
             return False
         transport_poll_s = self._fence.transport_poll_s()

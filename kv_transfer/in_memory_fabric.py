@@ -200,7 +200,7 @@ class InMemoryFabric:
     def kill(self, peer: PeerRef) -> None:
         """Simulate the death of `peer`: writes to it fail, and its memory does not change from now on.
 
-        Its own writes fail too. Without the thread, their pages may still land until `bury`.
+        Its own writes fail too. Without the thread, their pages may still land until `remove_dead`.
         """
         with self._changed:
             end = self._ends.pop(peer, None)
@@ -214,7 +214,7 @@ class InMemoryFabric:
 
         self._drop(lost, f"{peer.worker_id} is gone")
 
-    def bury(self, peer: PeerRef) -> None:
+    def remove_dead(self, peer: PeerRef) -> None:
         """Drop the writes of a dead sender that have not landed. Its notices may still arrive."""
         self.writes = [posted for posted in self.writes if posted.sender != peer]
 

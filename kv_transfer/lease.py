@@ -57,7 +57,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 
-from kv_transfer.fence import Exposure, Fence
+from kv_transfer.fence import Fence, OutstandingWrites
 from kv_transfer.lease_change import LeaseChange, PageAction
 from kv_transfer.removed_peers import RemovedPeers
 from tandem.protocol.errors import StaleEpoch, Unavailable
@@ -72,7 +72,7 @@ class _Entry:
     prefill: PeerRef
     expires_at: float
     """The time, by the table's clock, at which the lease is revoked unless a heartbeat renews it."""
-    exposure: Exposure
+    exposure: OutstandingWrites
     page_ids: tuple[int, ...] | None = None
     quarantined: bool = False
 
@@ -108,7 +108,7 @@ class LeaseTable:
                 raise Unavailable(f"prefill worker {prefill.worker_id} is gone; choose another")
             self._epoch += 1
             lease = Lease(ref.request_id, ref.attempt, self._epoch)
-            exposure = Exposure(self._fence, prefill)
+            exposure = OutstandingWrites(self._fence, prefill)
             self._entries[self._epoch] = _Entry(lease, prefill, self._clock() + self.duration_s, exposure)
             return lease
 

@@ -132,29 +132,29 @@ class Handoff:
 
     async def _end(self) -> None:
         try:
-            await self._settle()
+            await self._complete_writes()
         except Exception:
             # This error may lose pages of this worker. It must not lose the pages of the lease, which wait only for the
             # writes.
-            await self._writes.settled()
+            await self._writes.quiescent()
             await self._give_back_unless_delivered()
             raise
         await self._give_back_unless_delivered()
 
-    async def _settle(self) -> None:
+    async def _complete_writes(self) -> None:
         self._scheduler.withdraw(self._request)
         await self._request.progress.until_released()
         if self._writes.in_progress:
             self._scheduler.transfer_outlives_request(self._request)
-        await self._writes.settled()
+        await self._writes.quiescent()
         self._scheduler.free(self._request)
 
     async def _give_back_unless_delivered(self) -> None:
         destination = self._request.task.destination
         if destination is not None and not self._delivered:
-            await self._give_back(destination)
+            await self._return_lease(destination)
 
-    async def _give_back(self, destination: Destination) -> None:
+    async def _return_lease(self, destination: Destination) -> None:
         """Release the lease on the decode worker, repeatedly until the decode worker confirms.
 
         As long as this process lives, nothing else ends the quarantine of the pages on the decode worker.
@@ -191,7 +191,7 @@ class Handoff:
         elif self._request.local:
             await progress.until_released()
             # The scheduler has notified the decode phase, which owns the pages, unless that failed.
-            self._delivered = self._goes_on() and progress.failure is None
+            self._delivered = self._may_continue() and progress.failure is None
         else:
             await self._deliver_there(destination)
         if progress.failure is not None:
@@ -201,7 +201,7 @@ class Handoff:
         progress = self._request.progress
         await self._peers.connect(destination)
         await progress.beyond(0)
-        if progress.released and not self._goes_on():
+        if progress.released and not self._may_continue():
             return
         needed = self._request.pages_needed
         with WriteWindow(self._peers, self._renewals, destination, needed) as window:
@@ -225,7 +225,7 @@ class Handoff:
         # Hashing takes long, so it is done while chunks are computed.
         token_hash = hash_token_ids(self._request.task.prompt_token_ids)
         sent = await self._write_while_computing(destination, window, checksums)
-        if not self._goes_on():
+        if not self._may_continue():
             return
         # The last page is written last, because the notice is sent with it.
         last = needed - 1
@@ -257,7 +257,7 @@ class Handoff:
             await progress.beyond(computed)
         return sent
 
-    def _goes_on(self) -> bool:
+    def _may_continue(self) -> bool:
         """Return True if there is a first token and the answer does not end with it."""
         progress = self._request.progress
         return progress.first_token_id is not None and progress.finish_reason is None

@@ -103,9 +103,9 @@ class OutgoingWrites:
         """Wait until all writes have ended, and raise the error of the oldest failed write, if any.
 
         Raises TransferFailed if a write exceeds its deadline. The router then retries with other workers, while the
-        hand-over keeps the pages until `settled`, because a stalled write cannot be cancelled.
+        hand-over keeps the pages until `quiescent`, because a stalled write cannot be cancelled.
         """
-        # Not gather: if this wait is cancelled, the writes must continue, and `settled` waits for them again.
+        # Not gather: if this wait is cancelled, the writes must continue, and `quiescent` waits for them again.
         _, moving = await asyncio.wait(self._awaited, timeout=self._deadline_s)
         self.raise_failed()
         if moving:
@@ -125,7 +125,7 @@ class OutgoingWrites:
         """True if any write still reads pages of this worker."""
         return not all(write.done() for write in self._awaited)
 
-    async def settled(self) -> None:
+    async def quiescent(self) -> None:
         """Wait until every write has ended, with or without success, so that none reads a page of this worker."""
         if self._awaited:
             done, _ = await asyncio.wait(self._awaited)

@@ -353,7 +353,7 @@ class PrefillScheduler:
         if token_id == NO_TOKEN or (scores is not None and not scores.finite):
             raise NonFiniteLogits
         index = task.prior_output_tokens
-        reason = reason_to_end(token_id, index, task.question_tokens, task.sampling, self._model)
+        reason = reason_to_end(token_id, index, task.original_prompt_tokens, task.sampling, self._model)
         self._pages.publish(request)
         request.event_times.append(EventTime.now(LifecycleEvent.PREFILL_FINISHED))
         self._updates.add(partial(request.progress.finish, token_id, reason))

@@ -149,7 +149,7 @@ class _PeerWindows:
 class WindowRenewals:
     """Renews all write windows of a prefill worker.
 
-    Used on the event loop. Owned by `Handovers`, which passes this object to every hand-over.
+    Used on the event loop. Owned by `Handoffs`, which passes this object to every hand-over.
     """
 
     def __init__(self, peers: DecodePeers) -> None:

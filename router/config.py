@@ -12,13 +12,13 @@ from tandem.settings.router import RouterSettings
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig(RouterSettings):
-    """A router's settings, with what the controller adds: model, identity, the controller's address and secrets.
+    """The settings of one router, with the values that the controller adds: model, identity, its address and secrets.
 
     An immutable value; every part of the router reads it.
     """
 
     router_id: str
-    """The router's id on workers, which is unique in the cluster."""
+    """The router's unique id in the cluster, by which workers know it."""
     model: Path
     """The model folder, with tokenizer.json, tokenizer_config.json, config.json and generation_config.json."""
     model_name: str
@@ -26,7 +26,7 @@ class RouterConfig(RouterSettings):
     controller_address: str
     """host:port of the controller's gRPC server."""
     token: str = ""
-    """The cluster's secret, which components prove by mutual TLS; "" = no authentication and no encryption."""
+    """The cluster's secret, used for mutual TLS between components; "" = no authentication and no encryption."""
     name: str = "router"
     """The router's name in metrics, which stays the same after a restart."""
     model_aliases: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class RouterConfig(RouterSettings):
     tokenizer: Path | None = None
     """The folder with the tokenizer, its configuration and chat templates; None = `model`."""
     mode: Mode = Mode.ADAPTIVE
-    """The placement mode: prefill on prefill workers, on the decoding worker, or where the predicted cost is lowest."""
+    """The placement mode: prefill on prefill workers, on the decode worker, or where the predicted cost is lowest."""
     metrics_key: str = ""
     """The key for `/metrics`.
 
@@ -42,13 +42,13 @@ class RouterConfig(RouterSettings):
     """
 
     def __post_init__(self) -> None:
-        """Validate the settings. Raises InvalidArgument with the name of a wrong setting."""
+        """Validate the settings. Raises InvalidArgument with the name of an invalid setting."""
         self.check()
         check_guarded("host", self.host, guarded=self.guarded, insecure=self.insecure)
 
     @property
     def tokenizer_folder(self) -> Path:
-        """The folder of the tokenizer, with the default of `tokenizer` applied."""
+        """The folder of the tokenizer: `tokenizer` if it is set, else `model`."""
         return self.tokenizer or self.model
 
     @property
@@ -65,7 +65,7 @@ class RouterConfig(RouterSettings):
 
     @property
     def tenant_queue_limit(self) -> int:
-        """Limit of the waiting requests of one tenant, with the default of `max_queued_per_tenant` applied.
+        """Maximum number of waiting requests of one tenant: `max_queued_per_tenant` if it is set, else a default.
 
         The default is half of the queue if there are several API keys, else the whole queue.
         """

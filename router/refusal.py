@@ -15,7 +15,7 @@ class Refusal(StrEnum):
     SLO_ITL = "slo_itl"
     """The predicted ITL exceeds the target of the request's SLO class."""
     NO_WORKER = "no_worker"
-    """No worker serves, or none is ready."""
+    """No worker is available, or none is ready."""
     QUOTA = "quota"
     """The quota of the API key is used up."""
     INVALID = "invalid"
@@ -23,7 +23,7 @@ class Refusal(StrEnum):
 
 
 class Refused(ResourceExhausted):
-    """The error for a request that is rejected because capacity is missing or its SLO cannot be met; see `reason`."""
+    """The error for a request that is rejected because there is no capacity or its SLO cannot be met; see `reason`."""
 
     def __init__(self, reason: Refusal, message: str, *, retry_after_s: float = 0.0) -> None:
         super().__init__(message, retry_after_s=retry_after_s)

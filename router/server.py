@@ -1,4 +1,4 @@
-"""The router process: the gRPC and HTTP listeners and one dispatcher on one event loop."""
+"""The router process: the gRPC and HTTP listeners and one dispatcher, on one event loop."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ log = logging.getLogger(__name__)
 
 
 class RouterServer:
-    """One router, which owns all its parts. Start it once and stop it once, on the same event loop."""
+    """One router, which owns all its parts; start it once and stop it once, on the same event loop."""
 
     def __init__(self, config: RouterConfig, policy: PlacementPolicy | None = None) -> None:
-        """`policy` chooses workers; None creates one in the configured mode."""
+        """`policy` chooses the workers; None creates a policy in the configured mode."""
         self._config = config
         self._policy = policy or PlacementPolicy(config.mode)
         self._text: tuple[Tokenizer, GenerationDefaults] | None = None
@@ -48,7 +48,7 @@ class RouterServer:
         self._operations: HttpServer | None = None
 
     async def prepare(self) -> None:
-        """Load the tokenizer and nothing else, because it takes most of the time of `start`. Idempotent."""
+        """Load the tokenizer, which takes most of the time of `start`. May be called several times."""
         if self._text is None:
             self._text = await asyncio.to_thread(_load, self._config)
 
@@ -86,7 +86,7 @@ class RouterServer:
         return endpoints
 
     async def stop(self, grace_s: float) -> None:
-        """Set NOT_SERVING, let requests run for `grace_s` seconds, then fail the remaining ones with Unavailable."""
+        """Set NOT_SERVING, wait up to `grace_s` seconds for running requests, then fail the rest with Unavailable."""
         assert self._opened is not None
         await self._opened.leave(grace_s)
         await self._dispatcher.drain(grace_s)
@@ -109,7 +109,7 @@ class RouterServer:
                 await asyncio.to_thread(each.close)
 
     async def _open(self, app: ASGIApp) -> RouterEndpoints:
-        """Open the listeners; with TLS also a plain HTTP listener for probes, metrics and traces."""
+        """Open the listeners; with TLS, also open a plain HTTP listener for probes, metrics and traces."""
         config = self._config
         if config.tls is None:
             return await self._open_listeners(app)

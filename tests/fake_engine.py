@@ -104,7 +104,7 @@ class FakeEngine:
         small_grammars().begin(grammar).allowed(history.answer)
 
     def allowed_drafts(self, history: History, grammar: str, drafts: Sequence[int]) -> int:
-        return small_grammars().begin(grammar).follow(history.answer, drafts)
+        return small_grammars().begin(grammar).count_allowed(history.answer, drafts)
 
     def compatibility_facts(self) -> tuple[tuple[str, str], ...]:
         return (("model", "fake"),)
@@ -136,11 +136,11 @@ class FakeEngine:
         return token
 
     def run(self, batch: StepBatch) -> ModelRunnerOutput:
-        give_up = time.monotonic() + 120
+        deadline_s = time.monotonic() + 120
         while len(self.batches) >= self._hold_at and not self._go.is_set():
             self.waiting.set()
             self._go.wait(0.01)
-            assert time.monotonic() < give_up
+            assert time.monotonic() < deadline_s
         self.waiting.clear()
         if self.error is not None:
             raise self.error

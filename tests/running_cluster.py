@@ -63,12 +63,12 @@ class RunningCluster:
 
     def worker(self, role: str, within_s: float = 60.0) -> Health:
         """Wait until a worker of this role serves, and return the first one."""
-        give_up = time.monotonic() + within_s
+        deadline_s = time.monotonic() + within_s
         while True:
             one = next(w for w in self.workers() if w.name.startswith(role))
             if one.phase is Phase.SERVING:
                 return one
-            assert time.monotonic() < give_up, one
+            assert time.monotonic() < deadline_s, one
             time.sleep(0.1)
 
     def named(self, name: str) -> Health:
@@ -103,13 +103,13 @@ class RunningCluster:
 
         It then has no open request, all its pages are free or cached, and its page pool is consistent.
         """
-        give_up = time.monotonic() + IDLE_WITHIN_S
+        deadline_s = time.monotonic() + IDLE_WITHIN_S
         while True:
             found = self.inspect()
             assert [one.integrity_error for one in found] == [""] * self.config.worker_count
             if all(_idle(one) for one in found):
                 return
-            assert time.monotonic() < give_up, f"still not idle: {found}"
+            assert time.monotonic() < deadline_s, f"still not idle: {found}"
             time.sleep(0.1)
 
     def channel(self, address: str) -> grpc.Channel:

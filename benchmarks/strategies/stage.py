@@ -173,10 +173,10 @@ def records(
     requests: Sequence[LoadRequest],
     outcomes: Sequence[Outcome],
     network: Network,
-    give_up_s: float,
+    deadline_s: float,
     idle_step_s: float,
 ) -> list[RequestRecord]:
-    """Return the records that clients would have made; answers that are incomplete at `give_up_s` have none.
+    """Return the records that clients would have made; answers that are incomplete at `deadline_s` have none.
 
     Targets in steps are multiples of `idle_step_s`.
     """
@@ -185,7 +185,7 @@ def records(
     ended = {id(outcome.asked): (outcome, token_s) for outcome, token_s in zip(outcomes, moments, strict=True)}
     found = []
     for index, asked in enumerate(requests):
-        outcome, token_s = ended.get(id(asked), (Outcome(asked, _TIMEOUT, give_up_s), ()))
+        outcome, token_s = ended.get(id(asked), (Outcome(asked, _TIMEOUT, deadline_s), ()))
         whole = not outcome.error
         found.append(
             RequestRecord(

@@ -100,9 +100,9 @@ class Switch:
             step_policy=str(settings.get("step_policy", PolicyName.UNCHUNKED)),
             step_budget=_count(settings.get("step_budget", 0)),
         )
-        give_up = time.monotonic() + _FOLLOW_S
+        deadline_s = time.monotonic() + _FOLLOW_S
         while (mode := view_of(self._target.address, self._target.api_key).info.mode) != settings["mode"]:
-            if time.monotonic() > give_up:
+            if time.monotonic() > deadline_s:
                 raise DeadlineExceeded(f"the router's mode is still {mode}, not that of {row.name}; see its log")
             await asyncio.sleep(_LOOK_S)
 

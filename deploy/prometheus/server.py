@@ -113,10 +113,10 @@ class Prometheus:
         Raises DeadlineExceeded after `within_s` seconds.
         """
         after = time.time() if after is None else after
-        give_up = time.monotonic() + within_s
+        deadline_s = time.monotonic() + within_s
         scraped = f'count(timestamp(process_resident_memory_bytes{{job="tandem"}}) > {after:.3f})'
         while self.number(scraped) < processes or self.number("max(timestamp(tandem_process_up))") <= after:
-            if time.monotonic() > give_up:
+            if time.monotonic() > deadline_s:
                 raise DeadlineExceeded(f"Prometheus has not scraped {processes} processes within {within_s:g} s")
             time.sleep(_POLL_S)
 
@@ -172,13 +172,13 @@ def _with_short_windows(rules: str) -> str:
 
 
 def _await_ready(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
-    give_up = time.monotonic() + _READY_S
+    deadline_s = time.monotonic() + _READY_S
     while True:
         try:
             with _OPENER.open(f"http://{address}/-/ready", timeout=_ANSWER_S):
                 return
         except OSError:
-            if process.poll() is not None or time.monotonic() > give_up:
+            if process.poll() is not None or time.monotonic() > deadline_s:
                 raise FailedPrecondition(f"Prometheus does not start: {log.read_text()[-500:]}") from None
             time.sleep(_POLL_S)
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from kv_transfer.layout import KVLayout
-from kv_transfer.nixl_backend.processes import lives, this_process
+from kv_transfer.nixl_backend.processes import process_alive, this_process
 from kv_transfer.nixl_backend.ucx_log import UCX_LOG
 from kv_transfer.nixl_backend.ucx_shared_memory import check_transports, listening, ucx_settings
 from kv_transfer.nixl_backend.ucx_transports import host_id
@@ -35,7 +35,7 @@ PROBE_BYTES = 4096
 class TransferState(Enum):
     """The state of a posted transfer."""
 
-    MOVING = "moving"
+    IN_PROGRESS = "moving"
     DONE = "done"
     """Every byte is in place (NIXL flushes the endpoint after puts), and the notice, if any, was sent after them."""
     FAILED = "failed"
@@ -153,7 +153,7 @@ class PoolAgent:
         nothing reads. This call makes UCX copy from the process: the kernel refuses, and the endpoint fails. On a
         trusted network this call does nothing, because UCX's keepalive detects the end.
         """
-        if self._trusted_network or not peer.probe_address or lives(peer.process) is not False:
+        if self._trusted_network or not peer.probe_address or process_alive(peer.process) is not False:
             return False
         try:
             there = self._agent.prep_xfer_dlist(connection.agent, [(peer.probe_address, PROBE_BYTES, 0)], "DRAM")
@@ -212,7 +212,7 @@ class PoolAgent:
         self._agent.deregister_memory(self._probe_registration)
         self._local_pages = self._local_probe = self._registration = self._probe_registration = self._agent = None
 
-    def strand(self, handles: list[Any]) -> None:
+    def leak(self, handles: list[Any]) -> None:
         """Keep the agent and the handles forever, instead of `close`, because transfers in flight do not end.
 
         Nothing is freed, not even when Python exits, because NIXL's and UCX's destructors would follow the pointers
@@ -221,13 +221,13 @@ class PoolAgent:
         immortal = [self, *handles]
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(immortal))
 
-    def _seen(self, look: Callable[[], str]) -> TransferState:
+    def _seen(self, poll: Callable[[], str]) -> TransferState:
         try:
-            state = look()
+            state = poll()
         except Exception as error:
             log.info("a NIXL transfer failed: %r", error)
             return TransferState.FAILED
-        return {"DONE": TransferState.DONE, "PROC": TransferState.MOVING}.get(state, TransferState.FAILED)
+        return {"DONE": TransferState.DONE, "PROC": TransferState.IN_PROGRESS}.get(state, TransferState.FAILED)
 
 
 def _page_list(base: int, page_bytes: int, pages: int, device_id: int) -> np.ndarray[Any, np.dtype[np.uint64]]:

@@ -34,7 +34,7 @@ ERROR_REST_S = 0.5
 class _PostedTransfer:
     """A transfer that was posted and is not quiescent.
 
-    `rests_at`: the time at which a failed transfer becomes quiescent on this side; None if it has not failed.
+    `quiescent_at`: the time at which a failed transfer becomes quiescent on this side; None if it has not failed.
     `abandoned`: no caller waits for the transfer's end.
     """
 
@@ -42,7 +42,7 @@ class _PostedTransfer:
     handle: Any
     bytes: int
     on_end: Callable[[bool], None]
-    rests_at: float | None = None
+    quiescent_at: float | None = None
     abandoned: bool = False
 
 
@@ -54,29 +54,29 @@ class PostedTransfers:
 
     def __init__(self, agent: PoolAgent, links: Links, page_bytes: int) -> None:
         self._agent, self._links, self._page_bytes = agent, links, page_bytes
-        self._moves: list[_PostedTransfer] = []
+        self._posted: list[_PostedTransfer] = []
         self._poll_backoff = PollBackoff()
         self._turn = 0
         self.reached: list[PeerDescription] = []
         """Peers whose connection has completed its first transfer; the reader removes them from the list."""
 
     def __len__(self) -> int:
-        return len(self._moves)
+        return len(self._posted)
 
     @property
     def waited_for(self) -> bool:
         """True if a caller waits for any of the transfers."""
-        return any(not move.abandoned for move in self._moves)
+        return any(not move.abandoned for move in self._posted)
 
     @property
     def handles(self) -> list[Any]:
         """NIXL handles of the transfers that are not quiescent."""
-        return [move.handle for move in self._moves]
+        return [move.handle for move in self._posted]
 
     @property
     def next_look_s(self) -> float:
         """The time to wait before the next `poll`, in seconds."""
-        return self._poll_backoff.wait_s(self._moves[0].bytes) if self._moves else LAST_LOOK_S
+        return self._poll_backoff.wait_s(self._posted[0].bytes) if self._posted else LAST_LOOK_S
 
     def begin(
         self, link: Link, local: Sequence[int], remote: Sequence[int], notice: bytes, on_end: Callable[[bool], None]
@@ -94,9 +94,9 @@ class PostedTransfers:
             peer = link.description.peer.worker_id
             raise TransferFailed(f"pages of {peer}: NIXL refused the transfer: {error!r}; prefill again") from error
         link.in_flight += 1
-        self._poll_backoff.began(len(self._moves))
+        self._poll_backoff.began(len(self._posted))
         move = _PostedTransfer(link, handle, len(local) * self._page_bytes, on_end)
-        self._moves.append(move)
+        self._posted.append(move)
         self._note(move, self._agent.start(handle))
 
     def poll(self) -> None:
@@ -105,25 +105,25 @@ class PostedTransfers:
         Quiescent are the transfers that NIXL reports as done, and those that failed at least `ERROR_REST_S` seconds
         ago.
         """
-        for move in self._worth_a_look():
-            if move.rests_at is None:
+        for move in self._due_transfers():
+            if move.quiescent_at is None:
                 self._note(move, self._agent.state(move.handle))
-            elif time.monotonic() >= move.rests_at:
+            elif time.monotonic() >= move.quiescent_at:
                 self._end(move, whole=False)
 
-    def _worth_a_look(self) -> Iterator[_PostedTransfer]:
+    def _due_transfers(self) -> Iterator[_PostedTransfer]:
         """Yield the transfers to poll: the oldest of each link up to the first in flight, then another one in turn.
 
         One poll makes progress on all transfers, and each poll costs as much as the copy of a page.
         """
         going: set[Link] = set()
         others: list[_PostedTransfer] = []
-        for move in list(self._moves):
+        for move in list(self._posted):
             if move.link in going:
                 others.append(move)
                 continue
             yield move
-            if move.rests_at is None and move in self._moves:
+            if move.quiescent_at is None and move in self._posted:
                 going.add(move.link)
         if others:
             self._turn += 1
@@ -131,16 +131,16 @@ class PostedTransfers:
 
     def abandon_all(self) -> None:
         """Mark all transfers as abandoned: they are polled until they are quiescent, but `on_end` is not called."""
-        for move in self._moves:
+        for move in self._posted:
             move.abandoned = True
 
     def _note(self, move: _PostedTransfer, state: TransferState) -> None:
-        if state is TransferState.MOVING:
+        if state is TransferState.IN_PROGRESS:
             return
         self._agent.release(move.handle)
         if state is TransferState.FAILED:
             move.link.broken = True
-            move.rests_at = time.monotonic() + ERROR_REST_S
+            move.quiescent_at = time.monotonic() + ERROR_REST_S
             return
         if not move.abandoned:
             self._poll_backoff.ended(move.bytes)
@@ -150,7 +150,7 @@ class PostedTransfers:
         self._end(move, whole=True)
 
     def _end(self, move: _PostedTransfer, *, whole: bool) -> None:
-        self._moves.remove(move)
+        self._posted.remove(move)
         move.link.in_flight -= 1
         if not move.abandoned:
             move.on_end(whole)

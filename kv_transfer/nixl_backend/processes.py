@@ -22,7 +22,7 @@ def this_process() -> str:
         return ""
 
 
-def lives(process: str) -> bool | None:
+def process_alive(process: str) -> bool | None:
     """Return True if the process with this name (`this_process`) is alive, False if it has ended.
 
     Returns None if the process cannot be observed from here: its absence proves nothing in another PID namespace. A

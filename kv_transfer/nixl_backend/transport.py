@@ -47,7 +47,7 @@ class Listening:
         """The time for which the thread has polled, in seconds."""
         self._looked_at = time.monotonic()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Record a poll: add the time since the previous poll to `seconds`, unless it exceeds LOOK_GAP_S."""
         now = time.monotonic()
         gap = now - self._looked_at
@@ -231,7 +231,7 @@ class NixlTransport(Transport):
         self._guarded(self._finish)
 
     def _step(self) -> None:
-        self._obey(self._poll_timeout_s())
+        self._process_commands(self._poll_timeout_s())
         self._writes.poll()
         self._links.watch()
         self._links.sweep()
@@ -248,7 +248,7 @@ class NixlTransport(Transport):
             return LISTEN_S
         return REST_S
 
-    def _obey(self, timeout_s: float) -> None:
+    def _process_commands(self, timeout_s: float) -> None:
         """Run the queued commands; wait at most `timeout_s` seconds for the first of them."""
         try:
             command = self._commands.get(timeout=timeout_s)
@@ -259,7 +259,7 @@ class NixlTransport(Transport):
             return
 
     def _receive(self) -> None:
-        self._listening.look()
+        self._listening.poll()
         for sender, data in self._agent.notices():
             self._guarded(partial(self._receive_one, sender, data))
 
@@ -293,7 +293,7 @@ class NixlTransport(Transport):
 
     def _finish(self) -> None:
         """Wait at most `CLOSE_TIMEOUT_S` for unfinished transfers, and then close the agent."""
-        self._obey(0)
+        self._process_commands(0)
         self._left = True
         give_up_at = time.monotonic() + CLOSE_TIMEOUT_S
         while self._writes.unfinished and time.monotonic() < give_up_at:
@@ -305,7 +305,7 @@ class NixlTransport(Transport):
         handles = self._writes.handles
         if handles:
             log.warning("%d transfers of %s never completed", len(handles), agent_name(self._me))
-            self._agent.strand([self._links, *handles])
+            self._agent.leak([self._links, *handles])
             return
         self._links.drop_all()
         self._agent.close()

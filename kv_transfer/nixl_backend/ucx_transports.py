@@ -69,15 +69,15 @@ class UcxTransports:
             self._sum_up()
 
     def _sum_up(self) -> None:
-        wires = sorted((peer.worker_id, wire) for peer, (wire, _) in self._known.items() if wire)
-        kinds = sorted({wire for _, wire in wires})
-        named = kinds if len(kinds) < 2 else [f"{wire} to {worker_id}" for worker_id, wire in wires]
+        transports = sorted((peer.worker_id, wire) for peer, (wire, _) in self._known.items() if wire)
+        kinds = sorted({wire for _, wire in transports})
+        named = kinds if len(kinds) < 2 else [f"{wire} to {worker_id}" for worker_id, wire in transports]
         self.name = self._naming(named)
         self.kinds = self._naming(kinds)
         self.warnings = tuple(slow for _, slow in self._known.values() if slow)
 
-    def _naming(self, wires: Sequence[str]) -> str:
-        return f"{self._backend} ({', '.join(wires)})" if wires else self._backend
+    def _naming(self, transports: Sequence[str]) -> str:
+        return f"{self._backend} ({', '.join(transports)})" if transports else self._backend
 
 
 def slow_transport(wire: str, route: str, *, near: bool, on_gpu: bool, environment: Mapping[str, str]) -> str:

@@ -37,7 +37,7 @@ class Writes:
 
     def __init__(self, agent: PoolAgent, links: Links, layout: KVLayout, deliver: Deliver) -> None:
         self._links, self._layout, self._deliver = links, layout, deliver
-        self._moves = PostedTransfers(agent, links, layout.page_bytes)
+        self._posted = PostedTransfers(agent, links, layout.page_bytes)
         self._flights: dict[PendingWrite, Link] = {}
         self._due: dict[str, float] = {}
         """Agents that have announced a notice, each with the end of its frequent polls (`time.monotonic`)."""
@@ -45,27 +45,27 @@ class Writes:
     @property
     def unfinished(self) -> bool:
         """True if any transfer is not quiescent."""
-        return bool(self._moves)
+        return bool(self._posted)
 
     @property
     def waited_for(self) -> bool:
         """True if a caller waits for any transfer that is not quiescent."""
-        return self._moves.waited_for
+        return self._posted.waited_for
 
     @property
     def handles(self) -> list[Any]:
         """NIXL handles of all transfers that are not quiescent."""
-        return self._moves.handles
+        return self._posted.handles
 
     @property
     def next_look_s(self) -> float:
         """The time to wait before the next `poll`, in seconds."""
-        return self._moves.next_look_s
+        return self._posted.next_look_s
 
     @property
     def reached(self) -> list[PeerDescription]:
         """Peers whose connection has completed its first transfer; the reader removes them from the list."""
-        return self._moves.reached
+        return self._posted.reached
 
     def post(self, flight: PendingWrite) -> None:
         """Begin a write, or fail it if it is late or impossible, or if its peer cannot be reached.
@@ -81,7 +81,7 @@ class Writes:
         try:
             if write.local_pages:
                 self._flights[flight] = link
-                self._moves.begin(link, write.local_pages, write.remote_pages, notice, partial(self._ended, flight))
+                self._posted.begin(link, write.local_pages, write.remote_pages, notice, partial(self._ended, flight))
             else:
                 self._links.notify(link, notice)
                 flight.complete(0)
@@ -91,7 +91,7 @@ class Writes:
 
     def poll(self) -> None:
         """Poll the posted transfers, and complete those that are quiescent."""
-        self._moves.poll()
+        self._posted.poll()
 
     def receive(self, sender: str, data: bytes) -> None:
         """Process a notification from the agent `sender`: a notice, or the announcement of one.
@@ -130,7 +130,7 @@ class Writes:
 
     def abandon_all(self, why: str) -> None:
         """Fail every write at once, because the transport closes."""
-        self._moves.abandon_all()
+        self._posted.abandon_all()
         for flight in self._flights:
             flight.fail(why)
         self._flights.clear()

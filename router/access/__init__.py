@@ -1,1 +1,1 @@
-"""Access of clients: tenants, their roles and quotas, and the audit log of their calls."""
+"""Access control for clients: tenants, their roles and quotas, and the audit log of their calls."""

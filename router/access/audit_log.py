@@ -22,17 +22,17 @@ from tandem.protocol.errors import FailedPrecondition
 log = logging.getLogger(__name__)
 
 _WAITING_MAX = 16_384
-"""Limit of the records that wait to be written; further records are lost."""
+"""Maximum number of records that wait to be written; further records are lost."""
 _CLOSE_S = 5.0
-"""The longest time that `close` waits for the last records, in seconds."""
+"""Maximum time that `close` waits for the last records to be written, in seconds."""
 
 
 class AuditLog:
-    """Writes records in its own thread, so that no caller waits for the disk; `close` writes the last records.
+    """Writes audit records to a file in its own thread, so that no caller waits for the disk.
 
-    The router's server owns it, and the event loop calls `write`. A file that was moved or deleted is created again, so
-    that log rotation needs no signal. A record that cannot be written because the disk is full or slow is lost and
-    counted.
+    The router's server owns it, and the event loop calls `write`; `close` writes the last records. A file that was
+    moved or deleted is created again, so that log rotation needs no signal. A record that cannot be written because the
+    disk is full or slow is lost and counted.
     """
 
     def __init__(self, path: Path, registry: Registry) -> None:
@@ -74,14 +74,14 @@ class AuditLog:
         self._file.close()
 
     def _append(self, line: bytes) -> None:
-        """Append a line; if a full disk takes only a part of it, that part is removed again."""
+        """Append a line; if a full disk takes only a part of the line, remove that part again."""
         written = self._file.write(line)
         if written != len(line):
             os.ftruncate(self._file.fileno(), os.fstat(self._file.fileno()).st_size - written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _follow_rotation(self) -> None:
-        """Open the file again if its path now names another file or none."""
+        """Reopen the log if its path now names another file or no file."""
         try:
             same = os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
         except FileNotFoundError:

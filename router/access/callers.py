@@ -1,4 +1,4 @@
-"""The callers of one router: the key that a call presents, the tenant to which it belongs, and what it may do."""
+"""The callers of one router: the API key of a call, the tenant that owns the key, and the calls that it allows."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tandem.protocol.errors import RateLimited, TandemError
 Headers = Iterable[tuple[str | bytes, str | bytes]]
 
 _NAME_DIGITS = 12
-"""Number of digits of the tenant's id that the audit log shows if the key has no name."""
+"""Number of digits of the tenant's id that the audit log shows for a key without a name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The tenant to which a call belongs, with its quota."""
+    """The tenant that makes a call, and its quota."""
 
     tenant: str = ""
     """The tenant's id, a hash; "" if no key is required."""
@@ -33,7 +33,7 @@ ANYONE = Caller()
 
 
 class Callers:
-    """Checks the keys of calls, and keeps the quotas of all tenants of this router.
+    """Checks the API keys of calls, and keeps the quotas of all tenants of this router.
 
     The router's server owns it; all calls are on the event loop.
     """
@@ -44,32 +44,32 @@ class Callers:
         refused: Callable[[str, TandemError], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`refused` is called with "" and the error of each request that exceeds its quota.
+        """`refused` is called for each request that exceeds its quota, with "" (no SLO class) and the error.
 
         Raises InvalidArgument if a key file cannot be used.
         """
         self._refused = refused
         self._keys = ApiKeys(source, clock)
         self.check = self._keys.check
-        """A function that raises Unauthenticated for a call that needs a key and presents no valid key."""
+        """The key check: raises Unauthenticated for a call that needs a key and has no valid key."""
         self._metrics_closed = bool(source.readers)
         self._clock = clock
         self._known: dict[ApiKey, Caller] = {}
         self._quotas: dict[tuple[str, int, int], Quota] = {}
 
     def tenant(self, headers: Headers) -> Caller:
-        """Return the caller of a request for an answer.
+        """Check the key of a request for an answer, and return the caller.
 
         Raises Unauthenticated without a valid key, and PermissionDenied if the key's role is not allowed.
         """
         return self._caller(headers, KeyRole.TENANT, KeyRole.OPERATOR)
 
     def any_role(self, headers: Headers) -> Caller:
-        """Return the caller of a method that every valid key may call."""
+        """Check the key of a call that every valid key may make, and return the caller."""
         return self._caller(headers, *KeyRole)
 
     def reader(self, headers: Headers, *, metrics: bool = False) -> Caller:
-        """Return the caller that reads the router's state, or its metrics if `metrics` is True.
+        """Check the key of a call that reads the router's state, or its metrics if `metrics`; return the caller.
 
         Metrics need a key if a metrics key is configured, even if API keys are not required.
         """
@@ -77,11 +77,11 @@ class Callers:
         return self._caller(headers, KeyRole.OPERATOR, KeyRole.READER, closed=closed, kind=kind)
 
     def operator(self, headers: Headers) -> Caller:
-        """Return the caller that changes the cluster; it needs an operator's key if keys are required."""
+        """Check the key of a call that changes the cluster, and return the caller; only an operator's key is valid."""
         return self._caller(headers, KeyRole.OPERATOR)
 
     def admit(self, caller: Caller) -> None:
-        """Take one request from the caller's quota. Raises RateLimited if the quota is used up."""
+        """Charge one request to the caller's quota. Raises RateLimited if the quota is used up."""
         if caller.quota is None:
             return
         try:

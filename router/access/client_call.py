@@ -11,7 +11,7 @@ from router.access.callers import ANYONE, Caller
 
 @dataclass(slots=True)
 class ClientCall:
-    """A call at the HTTP or gRPC listener, from its arrival to its end. The task that serves it owns it."""
+    """A call of a client over HTTP or gRPC, from its arrival to its end. The task that serves it owns it."""
 
     endpoint: str = ""
     """The HTTP method and path without the query, or the gRPC method."""
@@ -19,7 +19,7 @@ class ClientCall:
     """The client's address."""
     caller: Caller = ANYONE
     request_id: str = ""
-    """The request's id in the router, as in traces; else the id of the response."""
+    """The request's id in the router, as in traces; for a call without a request, the id of the response."""
     model: str = ""
     status: int | str = ""
     """The HTTP status, or the name of the gRPC status; "" until it is known."""
@@ -31,13 +31,13 @@ class ClientCall:
     received_s: float = field(default_factory=time.monotonic)
 
     def queued(self, request_id: str, model: str, prompt_tokens: int) -> None:
-        """Record the queued request of the call, and take its prompt tokens from the tenant's quota."""
+        """Record that the call has queued a request, and charge the prompt's tokens to the tenant's quota."""
         self.request_id, self.model = request_id, model
         self.prompt_tokens += prompt_tokens
         self._spend(prompt_tokens)
 
     def count_output_tokens(self, tokens: int) -> None:
-        """Record tokens that are sent to the client, and take them from the tenant's quota."""
+        """Record `tokens` tokens that are sent to the client, and charge them to the tenant's quota."""
         self.completion_tokens += tokens
         self._spend(tokens)
 
@@ -54,10 +54,10 @@ _SERVED: ContextVar[ClientCall] = ContextVar("served")
 
 
 def served_call() -> ClientCall:
-    """Return the call that the running task serves; outside of any call, a new call of `ANYONE`."""
+    """Return the call that the running task serves; outside of any call, return a new call of `ANYONE`."""
     return _SERVED.get(None) or ClientCall()
 
 
 def serve_call(call: ClientCall) -> None:
-    """Make `call` the call that the running task serves, and all tasks that it starts from now on."""
+    """Set the call that the running task serves; tasks that it starts from now on serve the same call."""
     _SERVED.set(call)

@@ -1,4 +1,4 @@
-"""The quota of one tenant in one router: requests and tokens per minute, each with a token bucket."""
+"""The quota of one tenant in one router: requests per minute and tokens per minute, with a token bucket for each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MINUTE_S = 60.0
 
 
 class Bucket:
-    """A token bucket that holds the amount of one minute and fills continuously; it may be overdrawn."""
+    """A token bucket whose capacity is one minute's limit; it refills continuously and may be overdrawn."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
         """`clock` returns the time in seconds."""
@@ -27,7 +27,7 @@ class Bucket:
 
     @property
     def level(self) -> float:
-        """The amount that is left, below 0 if the bucket is overdrawn."""
+        """The amount that is left; negative if the bucket is overdrawn."""
         now = self._clock()
         gained = (now - self._filled_s) * self.per_minute / _MINUTE_S
         self._level = min(float(self.per_minute), self._level + gained)
@@ -35,7 +35,7 @@ class Bucket:
         return self._level
 
     def take(self, amount: int) -> None:
-        """Take `amount`, even if the bucket holds less."""
+        """Take `amount` from the bucket, even if it holds less."""
         self._level = self.level - amount
 
     def seconds_until(self, level: float) -> float:
@@ -46,9 +46,9 @@ class Bucket:
 class Quota:
     """The remaining quota of a tenant. `Callers` own it; all calls are on the event loop.
 
-    A request is admitted while both buckets hold at least 1. It takes 1 request at once, the tokens of its prompt when
-    it is queued, and those of its answer as they are sent. So no request is too large for a quota, and requests in
-    flight may overdraw the tokens; further requests are rejected until the bucket has filled up again.
+    A request is admitted while both buckets hold at least 1. It is charged 1 request on admission, the tokens of its
+    prompt when it is queued, and the tokens of its answer as they are sent. So no request is too large for a quota, and
+    requests in flight may overdraw the token bucket; further requests are rejected until it holds at least 1 again.
     """
 
     def __init__(self, requests: int, tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -57,7 +57,10 @@ class Quota:
         self._tokens = Bucket(tokens, clock) if tokens else None
 
     def admit(self) -> None:
-        """Take one request. Raises RateLimited, with the time until the request would be admitted, if none is left."""
+        """Charge one request to the quota.
+
+        Raises RateLimited, with the time until a request will be admitted, if it is used up.
+        """
         for bucket, kind in ((self._requests, "requests"), (self._tokens, "tokens")):
             if bucket is not None and (wait_s := bucket.seconds_until(1.0)):
                 raise RateLimited(
@@ -69,12 +72,12 @@ class Quota:
             self._requests.take(1)
 
     def spend(self, tokens: int) -> None:
-        """Take tokens of a prompt or an answer."""
+        """Charge `tokens` tokens of a prompt or an answer to the quota."""
         if self._tokens is not None:
             self._tokens.take(tokens)
 
     def headers(self) -> dict[str, str]:
-        """Return OpenAI's headers: limit, remaining amount, and time until the quota is full again (1.5s, 2m0s)."""
+        """Return OpenAI's rate limit headers: limit, remaining amount, and time until the quota is full (like 2m0s)."""
         found: dict[str, str] = {}
         for bucket, kind in ((self._requests, "requests"), (self._tokens, "tokens")):
             if bucket is not None:

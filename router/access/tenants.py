@@ -1,4 +1,4 @@
-"""Tenants, identified by a hash of the API key or of its name, so that keys are not passed on."""
+"""Tenants, which are identified by a hash of their API key or of its name, so that keys are not passed on."""
 
 from hashlib import blake2b
 
@@ -14,20 +14,20 @@ def tenant_of(key: str | None) -> str:
 
 
 def tenant_of_digest(digest: bytes) -> str:
-    """Return the tenant's id for the SHA-256 digest of an API key without a name."""
+    """Return the tenant's id for an API key without a name, given the key's SHA-256 digest."""
     return blake2b(digest, digest_size=16, person=_DOMAIN).hexdigest()
 
 
 def tenant_named(name: str) -> str:
-    """Return the tenant's id of all API keys with this name; it differs from that of any key without a name."""
+    """Return the tenant's id for all API keys with this name; it differs from the id for any key without a name."""
     return blake2b(name.encode(), digest_size=16, person=_NAME_DOMAIN).hexdigest()
 
 
 def tenant_salt(tenant: str, salt: str, adapter: str = "") -> str:
-    """Return the cache salt for requests of a tenant with the client's `salt` and an adapter's hash.
+    """Return the prefix cache salt for a tenant's requests, from the client's `salt` and an adapter's hash.
 
-    It is unique for each such triple: tenant ids and hashes have a fixed length and contain neither slash nor colon, so
-    that the concatenation is unambiguous.
+    It is unique for each combination of the three: tenant ids and hashes have a fixed length and contain neither slash
+    nor colon, so that the concatenation is unambiguous.
     """
     own = f"{tenant}/{salt}" if tenant or salt else ""
     return f"adapter:{adapter}/{own}" if adapter else own

@@ -31,7 +31,7 @@ class LoadLoraAdapterRequest(UnloadLoraAdapterRequest):
 
 
 def add_adapters(app: FastAPI, calls: HttpCalls, adapters: AdapterCalls) -> None:
-    """Add both routes to `app`; `HttpAccess` admits only operators."""
+    """Add the routes that load and unload adapters to `app`; `HttpAccess` admits only operators."""
 
     async def load(request: Request) -> PlainTextResponse:
         body = await calls.read(request, _parse_load)

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from router.api.prompt_replies import PromptReplies
 from router.api.reply import Reply
-from router.requests.answer import Ending
+from router.requests.answer import AnswerEnd
 from router.requests.choices import Choices
 from tandem.protocol.errors import TandemError
 
@@ -22,9 +22,9 @@ COMMENT = b": waiting\n\n"
 class AnswerStream(Response):
     """The streamed response to a request that has been validated and queued.
 
-    The headers are sent at once, so that a later failure can only be an event, after which no DONE follows; rejections
-    happen before and have an HTTP error status. The first events are sent with the first token, because clients measure
-    TTFT by them.
+    The headers are sent at once, before the first token: a rejected request has an HTTP error status, but an error
+    after this point is an event in the stream, after which no DONE follows. The first events are sent with the first
+    token, because clients measure TTFT by them.
 
     It owns `choices` and `watch`: at its end it closes `choices` and cancels `watch`, in every case.
     """
@@ -50,9 +50,9 @@ class AnswerStream(Response):
         self._watch = watch
         self._prompts = prompts
         self._prompted: set[int] = set()
-        """The numbers of the answers whose prompt was sent or need not be sent."""
+        """The numbers of the answers whose prompt has been sent or is not part of the reply."""
         self._comment_s = comment_s
-        self._endings: dict[int, Ending] = {}
+        self._endings: dict[int, AnswerEnd] = {}
         self._opened = False
         self._over = False
         self._sent_s = 0.0
@@ -84,7 +84,7 @@ class AnswerStream(Response):
         self._sending = False
 
     async def _comment(self, send: Send) -> None:
-        """Send comments, but none while an event is being sent to a slow client."""
+        """Send a comment if nothing was sent for `comment_s` seconds, but never while an event is being sent."""
         clock = asyncio.get_running_loop().time
         # A failed send is not reported here, because the task that sends the events fails and reports it, too.
         with contextlib.suppress(Exception):
@@ -103,7 +103,7 @@ class AnswerStream(Response):
         self._opened = True
         if index not in self._prompted:
             opening += await self._prompt(index)
-        if not isinstance(event, Ending):
+        if not isinstance(event, AnswerEnd):
             return opening + self._reply.chunk(index, event)
         self._endings[index] = event
         self._over = self._choices.over
@@ -113,7 +113,7 @@ class AnswerStream(Response):
     async def _prompt(self, index: int) -> bytes:
         """Return the event with the prompt of answer number `index`.
 
-        A thread makes it, because the scores of a prompt may be megabytes of text.
+        It is built in a thread, because the scores of a prompt may be megabytes of text.
         """
         self._prompted.add(index)
         prompt = await self._prompts.of(index)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from router.api.prompt_replies import PromptForm, PromptReply
-from router.requests.answer import Ending
+from router.requests.answer import AnswerEnd
 from router.requests.choices import Choices
 from router.text.answer_syntax.formats import AnswerSyntax
 from router.text.answer_syntax.parser import AnswerDelta, AnswerParser
@@ -15,14 +15,17 @@ from router.text.token_scores import TokenScore
 
 
 class AnswerParsers:
-    """One parser for each answer to a call; without a syntax all text is content. The reply owns it."""
+    """The parsers of the answers to one call, one per answer; without an answer syntax, all text is content.
+
+    The reply owns it.
+    """
 
     def __init__(self, syntax: AnswerSyntax | None) -> None:
         self._syntax = syntax
         self._parsers: dict[int, AnswerParser] = {}
 
     def feed(self, index: int, text: str) -> AnswerDelta:
-        """Parse the next text of answer number `index`, and return the new parts."""
+        """Parse the next text of answer number `index`, and return the parts that became final."""
         if self._syntax is None:
             return AnswerDelta(text)
         if index not in self._parsers:
@@ -30,7 +33,7 @@ class AnswerParsers:
         return self._parsers[index].feed(text)
 
     def finish(self, index: int) -> AnswerDelta:
-        """Return the parts of an ended answer that the parser still held back."""
+        """Return the parts of an ended answer that its parser has held back."""
         parser = self._parsers.get(index)
         return AnswerDelta() if parser is None else parser.finish()
 
@@ -47,9 +50,9 @@ class CompleteAnswer:
     text: str
     token_ids: Sequence[int]
     scores: Sequence[TokenScore]
-    ending: Ending
+    ending: AnswerEnd
     prompt: PromptReply | None = None
-    """The prompt as the choice shows it; None if it does not."""
+    """The prompt that the reply shows with this answer; None if it shows none."""
 
     @property
     def mean_logprob(self) -> float:
@@ -58,15 +61,15 @@ class CompleteAnswer:
 
 
 async def collected(choices: Choices, form: PromptForm) -> list[CompleteAnswer]:
-    """Read all answers until they end. Raises the first `TandemError` of any of them."""
+    """Read all answers to their end and return them. Raises the first `TandemError` of any answer."""
     texts: dict[int, list[str]] = defaultdict(list)
     ids: dict[int, list[int]] = defaultdict(list)
     scores: dict[int, list[TokenScore]] = defaultdict(list)
-    endings: dict[int, Ending] = {}
+    endings: dict[int, AnswerEnd] = {}
     while not choices.over:
         index, event = await choices.next()
         event = form.shown(event)
-        if isinstance(event, Ending):
+        if isinstance(event, AnswerEnd):
             endings[index] = event
         else:
             texts[index].append(event.text)
@@ -78,7 +81,7 @@ async def collected(choices: Choices, form: PromptForm) -> list[CompleteAnswer]:
 
 
 def best_of(answers: Sequence[CompleteAnswer], kept: int, made: int) -> list[CompleteAnswer]:
-    """Return, for each prompt, the `kept` answers with the highest mean log probability of its `made` answers."""
+    """Return, for each prompt, the `kept` of its `made` answers that have the highest mean log probability."""
     if kept == made:
         return [*answers]
     best: list[CompleteAnswer] = []

@@ -47,10 +47,10 @@ from tandem.protocol.errors import ResourceExhausted
 
 
 class CallLimit:
-    """An ASGI application that rejects requests while too many are in progress, before it reads their bodies."""
+    """An ASGI application that limits the requests in progress; it rejects others before it reads their bodies."""
 
     def __init__(self, app: ASGIApp, limit: int, apart: Collection[str]) -> None:
-        """`apart` has the paths that are exempt: probes and metrics, which operators need under overload."""
+        """`apart` contains the paths without a limit: probes and metrics, which operators need under overload."""
         self._app = app
         self._count = CallCount(limit)
         self._apart = apart
@@ -78,7 +78,7 @@ def make_app(
     callers: Callers,
     audit: AuditLog | None = None,
 ) -> ASGIApp:
-    """Return the whole application, with the checks of `callers`; `audit` is None if there is no audit log."""
+    """Return the application of the HTTP listener; `callers` checks the keys, `audit` is None without an audit log."""
     app = FastAPI(title="Tandem", docs_url=None, redoc_url=None, openapi_url=None)
     calls = HttpCalls(config, validator, dispatcher, IgnoredLog())
     chat, text = partial(OpenAIReply, chat=True), partial(OpenAIReply, chat=False)
@@ -99,10 +99,10 @@ def make_app(
 
 
 def _open_to_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Add CORS for web pages of the given `origins`.
+    """Add CORS middleware that allows web pages of the given `origins`.
 
-    Browsers send the preflight request without a key, so that CORS must come before the key check. A rejection by the
-    key check then also has the headers that let a web page read it.
+    Browsers send the preflight request without a key, so that CORS must come before the key check. Then rejections by
+    the key check also have the CORS headers, without which a web page could not read them.
     """
     if not origins:
         return app

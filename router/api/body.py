@@ -1,6 +1,6 @@
 """Request bodies as pydantic models: their base class, and the one reader that turns bytes into a model.
 
-Unknown fields are handled by the reader and not by pydantic, so that a client gets a reason for each rejected field.
+Unknown fields are handled by the reader instead of pydantic, so that a client gets a reason for each rejected field.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _NAME_CHARS = 64
 _UNSAFE = re.compile(r"[^\w.\[\]-]", re.ASCII)
 _NUMBERED = re.compile(r"\[\d+\]")
 TEXT, ITEMS = "<text>", "<items>"
-"""The tags of the alternatives of a field that is a string or a list.
+"""The discriminator tags of a field that is a string or a list: `TEXT` for the string, `ITEMS` for the list.
 
-The brackets distinguish tags from names of fields in pydantic's errors.
+The brackets distinguish the tags from field names in pydantic's errors.
 """
 _PROBLEMS = {
     "missing": "is missing",
@@ -45,8 +45,8 @@ _PROBLEMS = {
 class UnknownFields:
     """Records the unknown fields of one body; with `strict` they are rejected instead.
 
-    At most 16 names are kept, each cut to 64 characters. Characters that a header cannot hold become question marks, as
-    does an empty name.
+    At most 16 names are kept, each cut to 64 characters. Characters that are not allowed in a header are replaced by
+    question marks; an empty name becomes a question mark.
     """
 
     def __init__(self, *, strict: bool = False) -> None:
@@ -67,21 +67,22 @@ class UnknownFields:
 class Body(BaseModel):
     """The base of all objects in a request body; null counts as absent for each field that has a default.
 
-    Types are strict, so that a number is not accepted as a string. `read_body` handles fields that the model lacks.
+    Types are strict, so that a number is not accepted as a string. `read_body` handles fields that the class does not
+    define.
     """
 
     model_config = ConfigDict(strict=True, protected_namespaces=())
 
     refused: ClassVar[Mapping[str, Unserved]] = {}
-    """The fields that this server does not implement; they are rejected unless their value has no effect."""
+    """The fields that this server does not implement, by name; values that would have an effect are rejected."""
     inert: ClassVar[frozenset[str]] = frozenset()
-    """The fields that have no effect on this server; they are ignored silently."""
+    """The fields that have no effect on this server; they are accepted and ignored silently."""
     lenient: ClassVar[bool] = False
-    """True if all fields that the model lacks are ignored silently."""
+    """True if all fields that this class does not define are ignored silently."""
 
 
 def read_body(kind: type[_B], data: bytes, unknown: UnknownFields) -> _B:
-    """Parse and validate a JSON body. Raises InvalidArgument, which names the first wrong field."""
+    """Parse and validate a JSON body. Raises InvalidArgument, which names the first invalid field."""
     return read_object(kind, parse_object(data), unknown)
 
 
@@ -99,8 +100,8 @@ def parse_object(data: bytes) -> dict[str, Any]:
 def read_object(kind: type[_B], value: Mapping[str, Any], unknown: UnknownFields, path: str = "") -> _B:
     """Validate an object of a body; `path` is the prefix of its fields' names in errors.
 
-    `unknown` records or rejects unknown fields. Raises InvalidArgument for a wrong field, and for an unsupported field
-    whose value would change the answer.
+    `unknown` records or rejects unknown fields. Raises InvalidArgument for an invalid field, and for an unsupported
+    field whose value would change the answer.
     """
     try:
         body = kind.model_validate(value)
@@ -111,7 +112,7 @@ def read_object(kind: type[_B], value: Mapping[str, Any], unknown: UnknownFields
 
 
 def _sort_unknown(body: Body, value: Mapping[str, Any], unknown: UnknownFields, path: str) -> None:
-    """Handle the fields that the model lacks; `value` is the JSON object from which `body` was made."""
+    """Record, ignore or reject the fields that the model lacks; `body` was made from the JSON object `value`."""
     names, nesting = _fields(type(body))
     if not value.keys() <= names and not body.lenient:
         for name in value:
@@ -158,7 +159,7 @@ def _has_names(annotation: Any) -> bool:
 
 
 def _named(error: ErrorDetails, path: str) -> InvalidArgument:
-    """Turn an error of pydantic into an InvalidArgument with the client's field name, without tags of alternatives."""
+    """Turn a pydantic error into an InvalidArgument that names the client's field, without discriminator tags."""
     # The type of an error that a Python validator raises may end with a colon and the wrong place within the value.
     kind, _, within = error["type"].partition(":")
     name = ""
@@ -182,8 +183,8 @@ def _named(error: ErrorDetails, path: str) -> InvalidArgument:
 def by_type(tags: Mapping[str, str], served: str, *, absent: str = "", other: str = "") -> Discriminator:
     """Return a discriminator of objects by their field `type`; `tags` maps the values of the field to tags.
 
-    `served` lists the values in the error message. `absent` is the tag of an object without a type, and `other` that of
-    an object with another type; if they are "", such an object is an error.
+    `served` lists the supported values in the error message. `absent` is the tag of an object without a type, and
+    `other` the tag of an object with an unlisted type; with "" such an object is an error.
     """
 
     def tag(value: Any) -> str | None:
@@ -198,15 +199,16 @@ def by_type(tags: Mapping[str, str], served: str, *, absent: str = "", other: st
 
 
 def choice(tag: Callable[[Any], str | None], problem: str, *, field: str = "") -> Discriminator:
-    """Return a discriminator of alternatives; `tag` returns the tag of a value, None if it is no alternative.
+    """Return a pydantic discriminator; `tag` returns the tag of a value, or None if the value is not valid.
 
-    The error about such a value says `problem`, and names the field `field` of the value if that is not "".
+    The error for an invalid value has the message `problem`, and names the field `field` inside the value unless that
+    is "".
     """
     return Discriminator(tag, custom_error_type=f"choice:.{field}" if field else "choice", custom_error_message=problem)
 
 
 def text_or_items(value: Any) -> str | None:
-    """Return the tag of a value that is a string or a list; None for another type."""
+    """Return the tag of a value: `TEXT` for a string, `ITEMS` for a list, None for another type."""
     return TEXT if isinstance(value, str) else ITEMS if isinstance(value, list) else None
 
 
@@ -216,13 +218,13 @@ Text = Annotated[str, Tag(TEXT)]
 
 
 class _FirstError(FailFast):
-    """`FailFast` with a hash, which pydantic needs for alternatives of a field."""
+    """pydantic's `FailFast` with a hash, which pydantic needs where a field has alternatives."""
 
     __hash__ = object.__hash__
 
 
 LIST = _FirstError()
-"""Stops validation at the first wrong entry of a list, so that one body has few errors."""
+"""A marker that stops validation at the first invalid entry of a list, so that one body has few errors."""
 
 
 def list_of(kind: type, problem: str) -> BeforeValidator:

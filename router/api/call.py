@@ -20,12 +20,12 @@ class FieldNames:
     """Maps field names of the internal chat request to those of the client's body, for error messages."""
 
     turns: tuple[str, ...] = ()
-    """The client's field from which each message of the internal request was made; () = both have the same messages."""
+    """The client's field for each message of the internal request, in order; () if the field names are the same."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """The client's names of other fields, by their internal names."""
+    """The client's names of fields outside messages, by their internal names."""
 
     def error(self, error: InvalidArgument) -> InvalidArgument:
-        """Return the same error with the client's field name."""
+        """Return the same error, but with the client's name of the field."""
         message = _MESSAGE.match(error.field)
         if message and int(message[1]) < len(self.turns):
             field = self.turns[int(message[1])] + error.field[message.end() :]
@@ -47,7 +47,7 @@ class ApiCall:
     """A parsed body: the internal requests, and the requested form of the reply. An immutable value."""
 
     requests: tuple[ClientRequest, ...]
-    """One request for each prompt, at least one; they differ only in their prompts."""
+    """One request per prompt, at least one; the requests differ only in their prompts."""
     stream: bool = False
     """True if the answer is streamed."""
     ignored: tuple[str, ...] = ()
@@ -57,12 +57,12 @@ class ApiCall:
 
     @property
     def request(self) -> ClientRequest:
-        """The request of the first prompt."""
+        """The request of the first prompt (in most calls the only one)."""
         return self.requests[0]
 
 
 class Turns:
-    """Collects the messages of the internal chat request, and the field of the body from which each was made."""
+    """Collects the messages of the internal chat request, and the field of the client's body behind every message."""
 
     def __init__(self) -> None:
         self.turns: list[ChatTurn] = []
@@ -71,15 +71,15 @@ class Turns:
         """The names of the functions called so far, by call id."""
 
     def add(self, field: str, role: str, content: str, **extras: Any) -> None:
-        """Add a message made from `field`; empty `extras` are left out."""
+        """Add a message that comes from `field`; empty `extras` are left out."""
         self.turns.append(ChatTurn(role, content, {name: value for name, value in extras.items() if value}))
         self.fields.append(field)
 
     def call(self, call_id: str, function: str, arguments: Any) -> dict[str, Any]:
-        """Return an entry of an assistant message's `tool_calls`, and remember its function for `result`."""
+        """Return an entry of an assistant message's `tool_calls`, and remember the call's function for `result`."""
         self._functions[call_id] = function
         return {"id": call_id, "type": "function", "function": {"name": function, "arguments": arguments}}
 
     def result(self, field: str, call_id: str, content: str) -> None:
-        """Add the result of a tool call as a message; it names the function, because some chat templates show that."""
+        """Add the result of a tool call as a message, with the function's name, which some chat templates show."""
         self.add(field, "tool", content, tool_call_id=call_id, name=self._functions.get(call_id))

@@ -12,7 +12,7 @@ _T = TypeVar("_T")
 
 
 async def unless_gone(work: Coroutine[Any, Any, _T], gone: asyncio.Future[None]) -> _T:
-    """Await `work` and return its result; if `gone` is done first, cancel `work` and raise `Cancelled`."""
+    """Await `work` and return its result; if `gone` completes first, cancel `work` and raise `Cancelled`."""
     working = asyncio.ensure_future(work)
     try:
         await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)

@@ -1,6 +1,7 @@
-"""The fields of sampling and placement that every HTTP API has, under vLLM's names and Tandem's own.
+"""The fields of sampling and placement that every HTTP API has: vLLM's names, and Tandem's own fields.
 
-The bounds of their types are only shown in the OpenAPI page: the validator checks them, for gRPC requests, too.
+The bounds in their types only document the fields in the OpenAPI page. The validator checks the values, so that gRPC
+requests are checked as well.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from tandem.protocol.messages import (
 
 
 def bounded(low: float | None = None, high: float | None = None, **more: Any) -> Any:
-    """Return pydantic metadata that puts bounds into the schema of a type, without checking them."""
+    """Return pydantic metadata that adds bounds to the schema of a type without checking them."""
     bounds = {"minimum": low, "maximum": high, **more}
     return Field(json_schema_extra={name: value for name, value in bounds.items() if value is not None})
 
 
 Count = Annotated[int, bounded(1, INT32_MAX)]
-"""A limit on the number of tokens."""
+"""The type of a field that limits the number of tokens."""
 Natural = Annotated[int, bounded(0)]
 Logprobs = Annotated[int, bounded(0, LOGPROBS_MAX)]
 Temperature = Annotated[float, bounded(0, TEMPERATURE_MAX)]
@@ -48,14 +49,14 @@ def _without_default(schema: dict[str, Any]) -> None:
 
 
 INCOMPLETE: Any = Field({}, validate_default=True, json_schema_extra=_without_default)
-"""The default of a required object: {} is validated instead, so that the error names the field missing in the object.
+"""The default of a required object: {}, which is validated, so that the error names a missing field inside it.
 
 The model must list the field in `required`, because the default makes it optional in the schema.
 """
 
 
 def required(*fields: str) -> Any:
-    """Return the extension of a model's schema that lists these fields as required."""
+    """Return a schema extension that lists `fields` as required."""
     return {"required": [*fields]}
 
 
@@ -83,7 +84,7 @@ class Sampling(Body):
     )
 
     def options(self, **given: Any) -> Options:
-        """Return the options of a request; `given` are the options that the API has under its own names."""
+        """Return the options of a request; `given` are the options for which this API has names of its own."""
         return Options(
             temperature=self.temperature,
             top_p=self.top_p,

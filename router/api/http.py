@@ -1,4 +1,4 @@
-"""The part that all HTTP APIs share: it reads a call's body, submits its requests and returns the response."""
+"""The part that all HTTP APIs share: reads a call's body, submits its requests and returns the response."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
 from tandem.protocol.lifecycle.request_trace import TRACEPARENT, only
 
 _DRAIN_BYTES = 64 << 20
-"""A body over the limit is still read up to this size, so that the client gets the error and not a broken pipe."""
+"""Size up to which a body over the limit is still read, so that the client gets the error instead of a broken pipe."""
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 _T_co = TypeVar("_T_co", covariant=True)
@@ -67,7 +67,8 @@ class HttpCalls:
     ) -> None:
         """Add the route of an API that generates answers.
 
-        `body` is the model of its body for the OpenAPI page, `parse` its parser, and `reply_to` makes its reply.
+        `body` is the pydantic model of its body for the OpenAPI page, `parse` parses a body, and `reply_to` makes the
+        reply.
         """
 
         async def answer(request: Request) -> Response:
@@ -77,14 +78,14 @@ class HttpCalls:
         app.add_api_route(path, answer, methods=["POST"], name=name, openapi_extra=extra)
 
     async def read(self, request: Request, parse: Parse[_T]) -> _T:
-        """Read and parse the body of a request; a rejected body is counted in the metrics."""
+        """Read and parse the body of a request, and count a rejected body in the metrics."""
         received = EventTime.now(LifecycleEvent.RECEIVED)
         return await self._parsed(await self._data(request), parse, received)
 
     async def served(
         self, request: Request, parse: Parse[_T], use: Callable[[_T], Coroutine[Any, Any, _R]]
     ) -> tuple[_T, _R]:
-        """Read and parse the body of a request, call `use` with the result, and return both results.
+        """Read and parse the body of a request, call `use` with the parsed body, and return both results.
 
         The work is cancelled if the client disconnects.
         """
@@ -149,7 +150,7 @@ class HttpCalls:
             raise
 
     async def _parsed(self, data: bytes, parse: Parse[_T], received: EventTime) -> _T:
-        """Parse a body, a large one in a tokenizer thread; a rejected body is counted in the metrics."""
+        """Parse a body (a large one in a tokenizer thread), and count a rejected body in the metrics."""
         tenant, strict = served_call().caller.tenant, self.config.strict_requests
         try:
             return await self.validator.reader.json(tenant, data, lambda data: parse(data, received, strict=strict))
@@ -167,8 +168,8 @@ class HttpCalls:
 async def read_data(request: Request, limit: int) -> bytes:
     """Return the whole body of a request.
 
-    Raises InvalidArgument if it exceeds `limit` bytes, and Cancelled if the client disconnects. Nothing is kept of a
-    body over the limit, and a body whose content-length exceeds `_DRAIN_BYTES` is not read.
+    Raises InvalidArgument if it exceeds `limit` bytes, and Cancelled if the client disconnects. A body over the limit
+    is read but not stored, and a body whose content-length exceeds `_DRAIN_BYTES` is not read.
     """
     declared = int(request.headers.get("content-length", 0))
     if declared > _DRAIN_BYTES:
@@ -191,6 +192,6 @@ async def read_data(request: Request, limit: int) -> bytes:
 
 
 async def disconnected(receive: Receive) -> None:
-    """Return when the client has disconnected; the request's body must have been read before."""
+    """Wait until the client disconnects; the request's body must have been read before."""
     while (await receive())["type"] != "http.disconnect":
         pass

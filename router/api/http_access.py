@@ -1,4 +1,4 @@
-"""The checks of HTTP requests before their handlers run: key, role and quota; and their records in the audit log."""
+"""The checks of HTTP requests before their handlers run (key, role and quota), and their records in the audit log."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tandem.metrics.metrics_server import METRICS_PATH, TRACES_PATH
 from tandem.protocol.errors import NotFound, TandemError, clipped
 
 READERS_PATHS = frozenset({METRICS_PATH, TRACES_PATH})
-"""The paths that show the load of all tenants; operators and readers may use them, tenants may not."""
+"""The paths that show the load of all tenants; operators and readers may use them, but tenants may not."""
 LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 OPERATORS_PATHS = frozenset({LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH})
 """The paths that change the cluster; only operators may use them."""
@@ -29,7 +29,7 @@ OPERATORS_PATHS = frozenset({LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH})
 class AuditedHttp:
     """ASGI middleware that makes the `ClientCall` of each request and writes it to the audit log.
 
-    It is outside of all other middleware except CORS, so that rejected requests are logged, too. Probes are not logged.
+    It encloses all other middleware except CORS, so that rejected requests are logged, too. Probes are not logged.
     """
 
     def __init__(self, app: ASGIApp, audit: AuditLog | None) -> None:
@@ -95,7 +95,7 @@ class HttpAccess:
 
 
 def only_operations(app: ASGIApp) -> ASGIApp:
-    """Return the part of the application that operators need without TLS: probes, metrics and traces."""
+    """Return an application with only the paths that operators need without TLS: probes, metrics and traces."""
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in PROBE_PATHS | READERS_PATHS:
@@ -108,7 +108,7 @@ def only_operations(app: ASGIApp) -> ASGIApp:
 
 
 def _with_quota(send: Send, quota: Quota) -> Send:
-    """Return a `send` that adds headers with the quota at the time when the response begins."""
+    """Return a `send` that adds the quota headers, with the remaining amounts at the start of the response."""
 
     async def send_more(message: Message) -> None:
         if message["type"] == "http.response.start":

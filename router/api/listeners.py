@@ -23,7 +23,7 @@ from tandem.settings.tls import TlsFiles
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 GOODBYE_S = 2.0
-"""The time to send the last messages after every request has ended, in seconds."""
+"""The time that is left for sending the last messages after all requests have ended, in seconds."""
 _HEALTH_METHODS = "/grpc.health.v1.Health/"
 
 
@@ -38,7 +38,7 @@ class RouterEndpoints:
 
 
 class Listeners:
-    """The gRPC and the HTTP server of this process. Call `open` once, then `leave` once, then `gone`.
+    """The gRPC server and the HTTP server of this process; call `open`, then `leave`, then `gone`, each once.
 
     The router's server owns it; all calls are on the event loop.
     """
@@ -73,7 +73,7 @@ class Listeners:
         self._background: set[asyncio.Task[None]] = set()
 
     async def open(self) -> RouterEndpoints:
-        """Start to accept clients. Raises FailedPrecondition, which names the setting, if a port is taken."""
+        """Start accepting calls of clients. Raises FailedPrecondition, which names the setting, if a port is taken."""
         listener = Listener(self._host, self._http_port, "http_port")
         self._grpc = open_server(
             check=self._check,
@@ -93,13 +93,13 @@ class Listeners:
         return RouterEndpoints(address_of(self._host, grpc_port), listener.address)
 
     def set_serving(self, serving: bool) -> None:
-        """Set the status of the gRPC health service; `serving` is True if a request could be served now."""
+        """Set the status of the gRPC health service; `serving` is True if a request would be served now."""
         replies = health_pb2.HealthCheckResponse
         self._status = replies.SERVING if serving else replies.NOT_SERVING
         self._spawn(asyncio.create_task(self._health.set(SERVICE, self._status)))
 
     async def leave(self, grace_s: float) -> None:
-        """Stop accepting calls; running calls get `grace_s` seconds, and `GOODBYE_S` for their last messages."""
+        """Stop accepting calls; running calls may last `grace_s` seconds, plus `GOODBYE_S` for their last messages."""
         await self._health.enter_graceful_shutdown()
         self._http.leave(math.ceil(grace_s + GOODBYE_S))
         self._spawn(asyncio.create_task(self._grpc.stop(grace_s + GOODBYE_S)))

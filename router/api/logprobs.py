@@ -1,4 +1,4 @@
-"""Log probabilities as OpenAI clients expect them, in the forms of chat completions and of completions."""
+"""Log probabilities in OpenAI's two forms: that of chat completions and that of completions."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,17 +6,17 @@ from typing import Any
 from router.text.token_scores import ScoredToken, TokenScore
 
 _LEAST = -9999.0
-"""The smallest log probability in replies; it also replaces -inf and NaN, for which JSON has no number."""
+"""The lowest log probability in replies; it replaces lower values, and -inf and NaN, which JSON cannot represent."""
 
 
 def chat_logprobs(scores: Sequence[TokenScore]) -> dict[str, Any]:
-    """Return `logprobs` of a choice of /v1/chat/completions: one entry per token, including the end of sequence."""
+    """Return the `logprobs` of a choice of /v1/chat/completions: one entry per token, including the end of sequence."""
     content = [{**_entry(score.chosen), "top_logprobs": [_entry(token) for token in score.top]} for score in scores]
     return {"content": content, "refusal": None}
 
 
 def completion_logprobs(scores: Sequence[TokenScore]) -> dict[str, Any]:
-    """Return `logprobs` of a choice of /v1/completions; the top tokens always include the chosen one."""
+    """Return the `logprobs` of a choice of /v1/completions; its top tokens always include the chosen one."""
     return {
         "tokens": [entry_text(score.chosen.utf8) for score in scores],
         "token_logprobs": [finite(score.chosen.logprob) for score in scores],
@@ -32,7 +32,7 @@ def _entry(token: ScoredToken) -> dict[str, Any]:
 
 
 def entry_text(utf8: bytes) -> str:
-    """Return the text of a token; an incomplete character is written as hex bytes, so that tokens stay distinct."""
+    """Return the text of a token; bytes of an incomplete character are shown as hex, so that tokens stay distinct."""
     try:
         return utf8.decode()
     except UnicodeDecodeError:
@@ -40,5 +40,5 @@ def entry_text(utf8: bytes) -> str:
 
 
 def finite(logprob: float) -> float:
-    """Return a log probability that JSON can represent: at least `_LEAST`, also for NaN."""
+    """Return `logprob` as a number that JSON can represent: at least `_LEAST`, also for NaN."""
     return logprob if logprob > _LEAST else _LEAST  # NaN compares false

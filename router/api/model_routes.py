@@ -1,4 +1,4 @@
-"""The HTTP routes about the server itself: `/version`, and `/v1/models` in OpenAI's and vLLM's form or Anthropic's."""
+"""The HTTP routes `/version` and `/v1/models`, the latter in the form of OpenAI and vLLM, or in that of Anthropic."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from router.requests.validation import find_adapter
 
 _METHODS = ["GET", "HEAD"]
 _ANTHROPIC = "anthropic-version"
-"""The header that all clients of Anthropic's API send, and no other clients."""
+"""A header that all clients of Anthropic's API send and that other clients do not send."""
 
 
 def add_models(app: FastAPI, config: RouterConfig, dispatcher: Dispatcher) -> None:
-    """Add the three routes to `app`."""
+    """Add GET and HEAD routes for the model list, for one model, and for /version."""
     started = int(time.time())
 
     def card(name: str) -> dict[str, Any]:
@@ -55,9 +55,9 @@ def model_card(
 ) -> dict[str, Any]:
     """Return one entry of /v1/models.
 
-    As in vLLM, `root` is the folder of the model, where load generators on this host find the tokenizer, or the folder
-    of the adapter whose base model is `parent`. `max_model_len` is the context in tokens, None until a worker has
-    loaded the model.
+    As in vLLM, `root` is the folder of the model, where load generators on this host find the tokenizer; for an adapter
+    it is the adapter's folder, and `parent` is its base model. `max_model_len` is the context in tokens, None until a
+    worker has loaded the model.
     """
     return {
         "id": name,
@@ -78,7 +78,7 @@ def _anthropic_model(card: dict[str, Any]) -> dict[str, Any]:
 
 
 def _anthropic_list(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return all entries in Anthropic's form of a list with a single page."""
+    """Return `entries` in Anthropic's form of a list, as its only page."""
     return {"data": entries, "has_more": False, "first_id": entries[0]["id"], "last_id": entries[-1]["id"]}
 
 

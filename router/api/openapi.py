@@ -1,7 +1,7 @@
 """The description of all HTTP routes: `/openapi.json`, and `/docs`, a Swagger UI page for browsers.
 
-Neither needs a key, because a browser that opens a page sends none, and both tell only the server's routes. The browser
-loads nothing from other hosts: the wheel of fastapi-offline contains Swagger UI's files.
+Neither needs a key: a browser that opens a page sends none, and both show only the server's routes. The browser loads
+nothing from other hosts, because the wheel of fastapi-offline contains Swagger UI's files.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from router.api.probes import PROBE_PATHS
 from tandem.protocol.errors import NotFound
 
 REFERENCE = "#/components/schemas/{model}"
-"""The reference to a model within the page."""
+"""The template of a reference to a model within the OpenAPI page."""
 _KEY = "API key"
 _MADE_BY_FASTAPI = ("HTTPValidationError", "ValidationError")
-"""The error models that FastAPI adds to the page; this server never replies with them, as it parses requests itself."""
+"""The error models that FastAPI adds to the page; this server parses bodies itself and never replies with them."""
 OPENAPI_PATH = "/openapi.json"
 DOCS_PATH = "/docs"
 _FILES = ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png")
@@ -62,12 +62,12 @@ _HEADERS = {
 
 
 class Problem(BaseModel):
-    """An error in OpenAI's form; Anthropic's form has the first two fields."""
+    """The error object of OpenAI's API; Anthropic's error object has only the first two fields."""
 
     message: str
     type: str
     param: str | None = None
-    """The name of the wrong field."""
+    """The name of the invalid field."""
     code: str | None = None
 
 
@@ -92,7 +92,7 @@ def json_body(*models: type[BaseModel]) -> dict[str, Any]:
 
 
 def add_pages(app: FastAPI) -> None:
-    """Add the routes to `app`; the page describes all routes that `app` has when the page is first requested."""
+    """Add both routes to `app`; the page describes all routes that `app` has when the page is first requested."""
 
     @cache
     def page() -> bytes:
@@ -119,7 +119,7 @@ def add_pages(app: FastAPI) -> None:
 
 
 def openapi_page(app: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI page of `app`; `json_body` describes the bodies of routes that parse them themselves."""
+    """Return the OpenAPI page of `app`; routes that parse their own bodies describe them by `json_body`."""
     routes = [one for route in app.routes if isinstance(route, APIRoute) for one in _by_method(route)]
     page = get_openapi(title=app.title, version=installed_version(), routes=routes)
     named: dict[str, Any] = page.setdefault("components", {}).setdefault("schemas", {})
@@ -155,7 +155,7 @@ def _operation_id(method: str, route: APIRoute) -> str:
 
 
 def _named(schema: dict[str, Any], named: dict[str, Any]) -> dict[str, Any]:
-    """Move the models of a schema to `named`, and return the schema with references to them."""
+    """Move the models inside a schema to `named`, and return the schema with references to them."""
     named.update(schema.pop("$defs", {}))
     if "anyOf" in schema:
         return {**schema, "anyOf": [_named(one, named) for one in schema["anyOf"]]}

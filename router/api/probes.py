@@ -22,7 +22,7 @@ _NOT_STORED = {"cache-control": "no-store"}
 
 
 def add_probes(app: FastAPI, dispatcher: Dispatcher) -> None:
-    """Add the routes to `app`.
+    """Add the routes of the probes to `app`.
 
     Readiness is 503 with the reason and Retry-After while `dispatcher.refusal` is not None; liveness is always 200.
     """

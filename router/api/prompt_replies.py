@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from router.api.logprobs import completion_logprobs, entry_text, finite
-from router.requests.answer import AnswerChunk, Ending
+from router.requests.answer import AnswerChunk, AnswerEnd
 from router.requests.choices import Choices
 from router.requests.request import Admitted, ClientRequest, Options
 from router.requests.validation import RequestValidator
@@ -17,29 +17,29 @@ from tandem.protocol.messages import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class PromptForm:
-    """The parts of its prompts that a reply shows. An immutable value of the parsed call."""
+    """The parts of the prompts that a reply shows, as the client requested. An immutable value of the parsed call."""
 
     echo: bool = False
     """True if the text of each choice begins with its prompt."""
     echo_top: int | None = None
-    """Number of alternatives per token of the echoed prompt; None = the echo has no log probabilities."""
+    """Number of alternatives per token of the echoed prompt; None if the echo has no log probabilities."""
     listed: int | None = None
-    """Number of alternatives per token in vLLM's `prompt_logprobs`; None = the reply does not have this field."""
+    """Number of alternatives per token in vLLM's `prompt_logprobs`; None if the reply does not have this field."""
     only: bool = False
     """True if the reply has only the prompt (`max_tokens` 0): one token is sampled, but left out of the reply."""
 
     @classmethod
     def of(cls, options: Options, *, echo: bool) -> PromptForm:
-        """Return the form that the client's `options` and `echo` request."""
+        """Return the form for a request with the client's `options` and `echo`."""
         alone = options.max_tokens == 0 and options.max_completion_tokens is None
         return cls(echo, options.logprobs if echo else None, options.prompt_logprobs, only=echo and alone)
 
     def options(self, given: Options) -> Options:
-        """Return the client's options `given`, changed so that the request makes what the form needs."""
+        """Return the client's options `given` with the prompt scores that the reply needs; with `only`, for 1 token."""
         return replace(given, prompt_logprobs=self.top, max_tokens=1 if self.only else given.max_tokens)
 
-    def shown(self, event: AnswerChunk | Ending) -> AnswerChunk | Ending:
-        """Return an event of an answer as the reply shows it: without the sampled token if `only` is set."""
+    def shown(self, event: AnswerChunk | AnswerEnd) -> AnswerChunk | AnswerEnd:
+        """Return an answer's event as the client sees it: without the sampled token if `only` is set."""
         if not self.only:
             return event
         if isinstance(event, AnswerChunk):
@@ -49,30 +49,30 @@ class PromptForm:
 
     @property
     def needed(self) -> bool:
-        """True if the reply shows its prompts."""
+        """True if the reply shows its prompts, as text or as scores."""
         return self.echo or self.listed is not None
 
     @property
     def top(self) -> int | None:
-        """The number of alternatives per token with which the prompt is scored; None = it is not scored."""
+        """Number of alternatives per token for which the prompt is scored; None if it is not scored."""
         return max((top for top in (self.echo_top, self.listed) if top is not None), default=None)
 
 
 NO_PROMPTS = PromptForm()
-"""The form of replies that do not show their prompts."""
+"""The `PromptForm` of replies that do not show their prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptReply:
-    """The prompt of one choice as the reply shows it."""
+    """The prompt of one choice, in the parts that the reply shows."""
 
     form: PromptForm
     text: str
     scores: Sequence[TokenScore] = ()
-    """The scores of all tokens, of which the first has no log probability; empty if the prompt is not scored."""
+    """The scores of all prompt tokens (the first has no log probability); empty if the prompt is not scored."""
 
     def listed(self) -> dict[str, Any]:
-        """Return vLLM's field `prompt_logprobs` if the form has it, else {}.
+        """Return vLLM's field `prompt_logprobs` if the reply shows it, else {}.
 
         The rank of a token is null if the token is not among the most likely ones.
         """
@@ -83,7 +83,7 @@ class PromptReply:
         return {"prompt_logprobs": [None, *listed] if self.scores else None}
 
     def echo(self, choice: Mapping[str, Any], answer: Sequence[TokenScore]) -> dict[str, Any]:
-        """Return a choice of a text completion with the prompt put before the answer, if the form echoes it.
+        """Return a choice of a text completion, with the prompt before the answer if the reply echoes it.
 
         `answer` has the scores of the answer's tokens.
         """
@@ -101,7 +101,7 @@ class PromptReply:
 
 
 class PromptReplies:
-    """Makes the `PromptReply` of each prompt of a call once the first event of its answers has arrived.
+    """Makes the `PromptReply` of each prompt of a call, once the first event of its answers has arrived.
 
     The response owns it; all calls are on the event loop.
     """

@@ -1,6 +1,6 @@
 """The interface of replies, whole or streamed, and the base of replies whose stream events have names.
 
-A reply turns answers into bytes in the form of one API; it knows nothing of HTTP.
+A reply turns answers into bytes in the form of one API; it does not depend on HTTP.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from router.api.answers import AnswerParsers
 from router.api.prompt_replies import PromptReplies, PromptReply
-from router.requests.answer import AnswerChunk, Ending
+from router.requests.answer import AnswerChunk, AnswerEnd
 from router.requests.choices import Choices
 from router.requests.request import Admitted
 from router.text.answer_syntax.parser import AnswerDelta
@@ -21,7 +21,7 @@ from tandem.protocol.errors import TandemError
 
 
 class Reply(Protocol):
-    """The reply to one call: a body, or stream events as bytes that are ready to send (b"" if there is no event)."""
+    """The reply to one call: a body, or stream events. Its methods return the bytes to send, b"" for no event."""
 
     answer_id: str
     """The id of the reply, which is also in a response header."""
@@ -29,8 +29,8 @@ class Reply(Protocol):
     def opening(self, choices: int = 1) -> bytes:
         """Return the first events of a stream of `choices` answers."""
 
-    def event(self, event: AnswerChunk | Ending) -> AnswerChunk | Ending:
-        """Return the event as the reply shows it; a reply of the prompt alone removes the answer's tokens."""
+    def event(self, event: AnswerChunk | AnswerEnd) -> AnswerChunk | AnswerEnd:
+        """Return an answer's event as the client sees it; a reply of the prompt alone removes the answer's tokens."""
 
     def prompt(self, index: int, prompt: PromptReply) -> bytes:
         """Return the event with the prompt of answer number `index`; may run in any thread."""
@@ -38,11 +38,11 @@ class Reply(Protocol):
     def chunk(self, index: int, chunk: AnswerChunk) -> bytes:
         """Return the events for the next chunk of answer number `index`."""
 
-    def ending(self, index: int, ending: Ending) -> bytes:
+    def ending(self, index: int, ending: AnswerEnd) -> bytes:
         """Return the last events of answer number `index`."""
 
-    def closing(self, endings: Mapping[int, Ending]) -> bytes:
-        """Return the events after the end of all answers; `endings` has the ending of each answer."""
+    def closing(self, endings: Mapping[int, AnswerEnd]) -> bytes:
+        """Return the events after the end of all answers; `endings` has the ending of each answer by number."""
 
     def failure(self, error: TandemError) -> bytes:
         """Return the events that end the stream with an error."""
@@ -56,18 +56,18 @@ class Reply(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReplyFacts:
-    """The facts that are the same in all events of a reply."""
+    """The values that are the same in all events of a reply."""
 
     request_id: str
     model: str
     created: int
-    """Unix time in seconds."""
+    """Time of the reply in Unix seconds."""
 
 
 class NamedEventsReply(ABC):
-    """A `Reply` with one answer, whose stream events have names: the Responses and the Messages API.
+    """A `Reply` with one answer, whose stream events have names; for the Responses and the Messages API.
 
-    A reply that is not streamed is built by the same steps, but its events are discarded.
+    A reply that is not streamed is built by the same methods, but its events are discarded.
     """
 
     answer_id: str
@@ -79,38 +79,38 @@ class NamedEventsReply(ABC):
 
     @abstractmethod
     def opening(self, choices: int = 1) -> bytes:
-        """See `Reply`."""
+        """Return the first events of the stream of one answer."""
 
-    def event(self, event: AnswerChunk | Ending) -> AnswerChunk | Ending:
-        """See `Reply`."""
+    def event(self, event: AnswerChunk | AnswerEnd) -> AnswerChunk | AnswerEnd:
+        """Return the event unchanged, because these APIs cannot request the prompt alone."""
         return event
 
     def prompt(self, _index: int, _prompt: PromptReply) -> bytes:
-        """See `Reply`."""
+        """Return b"": the reply does not show prompts."""
         return b""
 
     def chunk(self, index: int, chunk: AnswerChunk) -> bytes:
-        """See `Reply`."""
+        """Return the events for the next chunk of the answer."""
         return self._add(self._parsers.feed(index, chunk.text), len(chunk.token_ids))
 
-    def ending(self, index: int, ending: Ending) -> bytes:
-        """See `Reply`."""
+    def ending(self, index: int, ending: AnswerEnd) -> bytes:
+        """Return the last events of the answer."""
         parts = self._add(self._parsers.finish(index), 0)
         return parts + self._finish(ending, called=self._parsers.called(index))
 
-    def closing(self, _endings: Mapping[int, Ending]) -> bytes:
-        """See `Reply`."""
+    def closing(self, _endings: Mapping[int, AnswerEnd]) -> bytes:
+        """Return the events after the end of the answer."""
         return b""
 
     @abstractmethod
     def failure(self, error: TandemError) -> bytes:
-        """See `Reply`."""
+        """Return the events that end the stream with an error."""
 
     async def whole(self, choices: Choices, _prompts: PromptReplies) -> bytes:
-        """See `Reply`."""
+        """Read the answer until it ends, and return the body of a reply that is not streamed."""
         while not choices.over:
             index, event = await choices.next()
-            if isinstance(event, Ending):
+            if isinstance(event, AnswerEnd):
                 self.ending(index, event)
             else:
                 self.chunk(index, event)
@@ -118,20 +118,20 @@ class NamedEventsReply(ABC):
 
     @abstractmethod
     def _body(self) -> bytes:
-        """Return the body of a reply that is not streamed, after the answer's end."""
+        """Return the body of a reply that is not streamed; called after the answer's end."""
 
     @abstractmethod
     def _add(self, delta: AnswerDelta, tokens: int) -> bytes:
-        """Add the next parsed parts of the answer, and return their events; `tokens` more tokens have arrived."""
+        """Add the next parsed parts of the answer, and return their events; `tokens` is the number of new tokens."""
 
     @abstractmethod
-    def _finish(self, ending: Ending, *, called: bool) -> bytes:
+    def _finish(self, ending: AnswerEnd, *, called: bool) -> bytes:
         """Add the end of the answer, and return its events; `called` is True if the answer has a tool call."""
 
     def _events(self, events: Iterable[dict[str, Any]]) -> bytes:
         """Return the events as bytes if the reply is streamed, else b"".
 
-        The iterator is always consumed, because it builds the reply while it makes the events.
+        The iterator is consumed in either case, because it also builds the reply that is not streamed.
         """
         if self._streamed:
             return b"".join(map(self._event, events))

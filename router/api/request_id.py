@@ -12,7 +12,7 @@ from router.api.anthropic.api_key import is_messages_path
 
 REQUEST_ID_HEADER = "x-request-id"
 _ANTHROPICS_HEADER = "request-id"
-"""The name of this header in the Messages API, whose responses have both headers."""
+"""The name of the request id header in the Messages API, whose responses have it in addition to X-Request-Id."""
 _VALID = re.compile(rb"[ -~]{1,128}")
 
 

@@ -1,6 +1,6 @@
 """The HTTP routes of the tokenizer: `/tokenize`, `/detokenize` and `/tokenizer_info` as in vLLM, and Anthropic's count.
 
-They use the same threads, limits and fair order between tenants as the tokenization of requests for answers.
+They share the tokenizer threads, the limits and the fair order of tenants with the requests for answers.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.lifecycle.events import EventTime
 
 Tokenized = tuple[list[int], list[str] | None, int]
-"""Token ids, the text of each token if requested, and the model's context in tokens."""
+"""A tuple: token ids, the text of each token (None if not requested), and the model's context in tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TokenizeCall(ApiCall):
-    spell: bool
+    token_texts: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class _TokenizerRoutes:
     async def tokenize(self, request: Request) -> JSONResponse:
         """Return the token ids of a text or a conversation."""
         _, (ids, spelled, context) = await self.calls.served(
-            request, _parse_tokenize, lambda call: self._tokenized(request, call, spell=call.spell)
+            request, _parse_tokenize, lambda call: self._tokenized(request, call, token_texts=call.token_texts)
         )
         reply = {"count": len(ids), "max_model_len": context, "tokens": ids}
         return JSONResponse(reply if spelled is None else {**reply, "token_strs": spelled})
@@ -54,26 +54,26 @@ class _TokenizerRoutes:
         return JSONResponse({"prompt": text})
 
     async def info(self) -> JSONResponse:
-        """Return the facts of the tokenizer."""
+        """Return the tokenizer class, the chat template and the special tokens."""
         return JSONResponse(dict(self.calls.validator.tokenizer_facts))
 
     async def count(self, request: Request) -> JSONResponse:
-        """Return the number of tokens of a conversation."""
+        """Return the number of tokens of a conversation (Anthropic's count_tokens)."""
         call, (ids, _, _) = await self.calls.served(
-            request, parse_count, lambda call: self._tokenized(request, call, spell=False)
+            request, parse_count, lambda call: self._tokenized(request, call, token_texts=False)
         )
         return JSONResponse({"input_tokens": len(ids)}, headers=self.calls.ignored_header(call))
 
-    async def _tokenized(self, request: Request, call: ApiCall, *, spell: bool) -> Tokenized:
+    async def _tokenized(self, request: Request, call: ApiCall, *, token_texts: bool) -> Tokenized:
         (wanted,) = self.calls.requests_of(request, call)
         try:
-            return await self.calls.validator.tokenize(wanted, spell=spell)
+            return await self.calls.validator.tokenize(wanted, token_texts=token_texts)
         except InvalidArgument as error:
             raise call.names.error(error) from None
 
 
 def add_tokenizer(app: FastAPI, calls: HttpCalls) -> None:
-    """Add the routes to `app`."""
+    """Add the tokenizer's routes to `app`."""
     routes = _TokenizerRoutes(calls)
     for path, answer, body in (
         ("/tokenize", routes.tokenize, json_body(TokenizeTextRequest, TokenizeChatRequest)),
@@ -95,7 +95,7 @@ def _parse_tokenize(data: bytes, received: EventTime, *, strict: bool) -> _Token
         body = read_object(TokenizeTextRequest, value, unknown)
         prompt = body.prompt
     request = ClientRequest("", body.model or "", prompt, Options(**encoding(body)), received)
-    return _TokenizeCall(requests=(request,), spell=bool(body.return_token_strs))
+    return _TokenizeCall(requests=(request,), token_texts=bool(body.return_token_strs))
 
 
 def _parse_detokenize(data: bytes, _received: EventTime, *, strict: bool) -> DetokenizeRequest:

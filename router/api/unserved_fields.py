@@ -17,20 +17,20 @@ log = logging.getLogger(__name__)
 IGNORED_HEADER = "x-tandem-ignored"
 """The response header with the names of the ignored fields, separated by commas."""
 _LOGGED_MAX = 256
-"""Limit of the names of ignored fields that one router logs, one line each; clients choose the names."""
+"""Maximum number of ignored field names that one router logs; clients choose the names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unserved:
-    """The reason why a field is rejected, and the values that are accepted because they equal the default behavior."""
+    """The reason why a field is rejected, and the values that are accepted because they mean the default behavior."""
 
     reason: str
     neutral: tuple[Any, ...] = ()
     empty: bool = True
-    """True if "", [], {} and false also equal the default behavior."""
+    """True if "", [], {} and false are accepted in addition to `neutral`: they too mean the default behavior."""
 
     def asks_nothing(self, value: Any) -> bool:
-        """Return True if the answer to a request with this `value` is the same as without the field."""
+        """Return True if `value` means the default behavior, so that the answer is the same as without the field."""
         if self.empty and value in ("", [], {}, False) and not _is_number(value):
             return True
         # 1 == True in Python, so booleans are compared with booleans only.
@@ -112,7 +112,7 @@ CHAT_ONLY: Mapping[str, Unserved] = {
     "truncate_prompt_tokens": Unserved(_CHAT, empty=False),
     "add_generation_prompt": Unserved(_CHAT, (True,), empty=False),
 }
-"""The rejected fields of the Responses and the Messages API, which lack some fields of chat completions."""
+"""The rejected fields of the Responses API and the Messages API, which do not have all fields of chat completions."""
 MESSAGE_UNSERVED: Mapping[str, Unserved] = {"function_call": Unserved(_FUNCTIONS)}
 """The rejected fields inside messages."""
 
@@ -128,13 +128,13 @@ MESSAGE_INERT = frozenset({"name", "refusal", "annotations", "audio"})
 
 
 class IgnoredLog:
-    """Logs each ignored field name once. The `HttpCalls` own it; all calls are on the event loop."""
+    """Logs the name of each ignored field once. The `HttpCalls` own it; all calls are on the event loop."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()
 
     def note(self, names: Iterable[str]) -> None:
-        """Log the ignored fields of one request that were not logged before."""
+        """Log those of the request's ignored fields that have not been logged before."""
         for name in names:
             if name not in self._said and len(self._said) < _LOGGED_MAX:
                 self._said.add(name)

@@ -7,13 +7,13 @@ _BINS = 60
 
 
 class Goodput:
-    """The goodput of each SLO class over a sliding window of 60 bins. The `RouterMetrics` own it.
+    """The goodput of each SLO class over a sliding window, which consists of 60 bins. The `RouterMetrics` own it.
 
     `met` is called on the event loop; `per_second` may be called from any thread.
     """
 
     def __init__(self, classes: Iterable[str], window_s: float, clock: Callable[[], float]) -> None:
-        """`window_s` is the length of the window in seconds by `clock`; until it has passed, the window is shorter."""
+        """`window_s` is the window's length in seconds of `clock`; until that time has passed, it is shorter."""
         self._window_s = window_s
         self._bin_s = window_s / _BINS
         self._clock = clock

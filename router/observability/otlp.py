@@ -32,7 +32,7 @@ _ENDED_WELL = ("stop", "length", "abort")
 _CLOSE_MS = 2000
 """Timeout for sending the last spans, in milliseconds."""
 _PENDING_MAX = 1024
-"""Limit of the requests whose spans wait to be made; the spans of further requests are dropped."""
+"""Maximum number of requests whose spans wait to be made; the spans of further requests are dropped."""
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class SpanMaker:
         from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
         class Ids(RandomIdGenerator):
-            """An id generator that gives a trace that begins here the trace id of the router."""
+            """An id generator that gives the trace id chosen by the router to a trace that begins in the router."""
 
             trace_id = 0
 
@@ -102,7 +102,7 @@ class SpanMaker:
         self._dropped = 0
 
     def export(self, trace: RequestTrace) -> None:
-        """Export a trace, unless the flags of its client's traceparent exclude it from sampling."""
+        """Export a trace, unless the client's traceparent says that the trace is not sampled."""
         if not trace.context.sampled:
             return
         if self._asked - self._made >= _PENDING_MAX:
@@ -153,7 +153,7 @@ class SpanMaker:
         return self._provider.force_flush(_CLOSE_MS)
 
     def close(self) -> None:
-        """See `TraceExporter`."""
+        """Send the remaining spans, with a short timeout; nothing may be exported afterwards."""
         self._thread.shutdown()
         self._provider.force_flush(_CLOSE_MS)
         self._provider.shutdown()

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from router.placement.policy import Placement
 
 _PART_MIN = 0.01
-"""The smallest weight of the newest record in the running means."""
+"""The minimum weight of the newest record in the running means."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementRecord:
-    """The predicted and the observed latencies of a placement whose request received all its tokens, in seconds."""
+    """The predicted and the observed latencies of a placement, in seconds, for a request that got all its tokens."""
 
     request_id: str
     prefill_worker: str
@@ -18,37 +18,37 @@ class PlacementRecord:
     slo_class: str
     prediction: Placement
     ttft_s: float
-    """The time from placement to the first token at the router."""
+    """The time from placement until the first token reached the router, in seconds."""
     itl_s: float | None
-    """The mean gap between tokens; None for an answer of one token."""
+    """The mean gap between tokens, in seconds; None for an answer of one token."""
     cached_tokens: int
 
     @property
-    def surprise_s(self) -> float:
+    def prediction_error_s(self) -> float:
         """Observed minus predicted TTFT, in seconds; negative if the first token came sooner than predicted."""
         return self.ttft_s - self.prediction.ttft_s
 
     @property
     def regret_s(self) -> float:
-        """The excess of the observed cost over the predicted cost of the second best placement, in seconds.
+        """How much the observed cost exceeds the predicted cost of the second best placement, in seconds.
 
-        It is `max(0, cost_s + surprise_s - runner_up_s)`.
+        It is `max(0, cost_s + prediction_error_s - runner_up_s)`.
         """
-        return max(0.0, self.prediction.cost_s + self.surprise_s - self.prediction.runner_up_s)
+        return max(0.0, self.prediction.cost_s + self.prediction_error_s - self.prediction.runner_up_s)
 
 
 class PredictionQuality:
-    """Running means over about the newest hundred records. Errors are |predicted - actual| ÷ actual.
+    """Running means of prediction errors over about the last hundred records.
 
-    The dispatcher owns it and writes on the event loop.
+    An error is |predicted - actual| ÷ actual. The dispatcher owns it and writes on the event loop.
     """
 
     def __init__(self) -> None:
         self.recorded = 0
         self.ttft_error = 0.0
         self.itl_error = 0.0
-        self.surprise_s = 0.0
-        """The mean of `PlacementRecord.surprise_s`; predictions are optimistic if it is above 0."""
+        self.prediction_error_s = 0.0
+        """Running mean of `PlacementRecord.prediction_error_s` in seconds; positive if predictions are optimistic."""
         self.last: PlacementRecord | None = None
 
     def record(self, record: PlacementRecord) -> None:
@@ -56,9 +56,9 @@ class PredictionQuality:
         self.recorded += 1
         self.last = record
         part = max(_PART_MIN, 1 / self.recorded)
-        self.surprise_s += part * (record.surprise_s - self.surprise_s)
+        self.prediction_error_s += part * (record.prediction_error_s - self.prediction_error_s)
         if record.ttft_s > 0:
-            self.ttft_error += part * (abs(record.surprise_s) / record.ttft_s - self.ttft_error)
+            self.ttft_error += part * (abs(record.prediction_error_s) / record.ttft_s - self.ttft_error)
         if record.itl_s:
             error = abs(record.prediction.itl_s - record.itl_s) / record.itl_s
             self.itl_error += part * (error - self.itl_error)

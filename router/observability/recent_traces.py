@@ -1,8 +1,9 @@
 """The traces of ended requests that a router keeps: the newest ones, and the slowest of each latency bucket.
 
 Each bucket of the TTFT and end-to-end latency histograms has one exemplar: the slowest request that was observed in the
-bucket within a time window. A request of a later window replaces it. Few requests fall into the buckets of high
-latencies, so that their exemplars are kept for long. Memory is bounded by the number of newest requests and of buckets.
+bucket within a time window. The first request of a later window in the bucket replaces it. Few requests fall into the
+buckets of high latencies, so that their exemplars are kept for a long time. Memory is bounded by the number of newest
+requests and of buckets.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tandem.protocol.lifecycle.request_trace import RequestTrace
 
 _TRACE_ID, _REQUEST_ID = "trace_id", "request_id"
 SLOW_SHOWN = 20
-"""Limit of the requests in a list of slow or new ones."""
+"""Maximum number of requests in a list of the slowest or the newest requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +34,14 @@ class Exemplars:
     """The exemplars of one histogram; their traces can be found by the ids that the metrics export."""
 
     def __init__(self, spread: Histogram, window_s: float, clock: Callable[[], float]) -> None:
-        """`spread` is the histogram, `window_s` the length of a time window in seconds by `clock`."""
+        """`spread` is the histogram; `window_s` is the length of a time window in seconds of `clock`."""
         self._spread = spread
         self._window_s = window_s
         self._clock = clock
         self._held: dict[int, _Held] = {}
 
     def offer(self, seconds: float, trace: RequestTrace) -> None:
-        """Make `trace` the exemplar of its bucket if it is the slowest of this window; the histogram saw `seconds`."""
+        """Make `trace`, with latency `seconds`, the exemplar of its bucket if it is the slowest of this window."""
         place, window = self._spread.place(seconds), int(self._clock() / self._window_s)
         held = self._held.get(place)
         if held is None or held.window != window or held.seconds < seconds:
@@ -62,7 +63,7 @@ class TraceStore:
         self._newest: deque[RequestTrace] = deque(maxlen=kept)
         self._first_tokens, self._whole_answers = first_tokens, whole_answers
         self.export: Callable[[RequestTrace], None] = lambda _trace: None
-        """A callback that is called with the trace of each ended request."""
+        """A callback for the trace of each ended request."""
 
     def add(self, trace: RequestTrace, *, whole: bool) -> None:
         """Add the trace of an ended request; `whole` is True if the answer is complete."""
@@ -74,16 +75,16 @@ class TraceStore:
         self.export(trace)
 
     def find(self, name: str) -> list[RequestTrace]:
-        """Return the traces whose request id, wire id or trace id is `name`, the oldest first."""
+        """Return the traces whose request id, internal id or trace id is `name`, the oldest first."""
         return sorted((each for each in self._all() if each.named(name)), key=_arrival)
 
     def slow(self) -> list[RequestTrace]:
-        """Return up to `SLOW_SHOWN` exemplars with the longest end-to-end latency, the slowest first."""
+        """Return the exemplars with the longest end-to-end latencies, at most `SLOW_SHOWN`, the slowest first."""
         held = {each.internal_id: each for each in (*self._first_tokens.traces(), *self._whole_answers.traces())}
         return sorted(held.values(), key=lambda each: -each.seconds)[:SLOW_SHOWN]
 
     def newest(self) -> list[RequestTrace]:
-        """Return up to `SLOW_SHOWN` traces of the last requests, the newest first."""
+        """Return the traces of the last requests, at most `SLOW_SHOWN`, the newest first."""
         return list(self._newest)[: -SLOW_SHOWN - 1 : -1]
 
     def _all(self) -> list[RequestTrace]:
@@ -96,7 +97,7 @@ def _arrival(trace: RequestTrace) -> int:
 
 
 def _labels(trace: RequestTrace) -> dict[str, str]:
-    """Return the trace id, and the request id unless it is too long for an exemplar; clients choose its length."""
+    """Return an exemplar's labels: the trace id, and the request id unless the client has chosen too long an id."""
     labels = {_TRACE_ID: trace.context.trace_id, _REQUEST_ID: trace.request_id}
     if sum(len(name) + len(value) for name, value in labels.items()) > EXEMPLAR_CHARS:
         del labels[_REQUEST_ID]

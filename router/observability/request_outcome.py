@@ -1,7 +1,7 @@
 """Judges whether a request met its SLO class, and which phase caused a miss.
 
-Token times are the times at which tokens leave the router. The percentile of the gaps is by nearest rank, so that only
-the number of gaps above the target must be counted.
+Token times are the times at which tokens leave the router. The percentile of the gaps is computed by nearest rank,
+which only needs the number of gaps above the target.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tandem.settings.slo import SloClass
 
 
 class Outcome(StrEnum):
-    """The end of a request with regard to its SLO class; the values are those of the metric label `outcome`.
+    """Whether a request met its SLO class, was rejected, or failed; the values are those of the metric label `outcome`.
 
     Goodput counts MET.
     """
@@ -35,24 +35,27 @@ class Outcome(StrEnum):
 
 @dataclass(slots=True)
 class GapTracker:
-    """The timing of one answer's tokens as they leave the router, in seconds. All times must be of the same clock."""
+    """The gaps between one answer's tokens as they leave the router, in seconds.
+
+    All times must be of the same clock.
+    """
 
     target_s: float = math.inf
-    """The ITL target; longer gaps miss it."""
+    """The ITL target in seconds, which longer gaps miss."""
     tokens: int = 0
     first_s: float = 0.0
     last_s: float = 0.0
     worst_s: float = 0.0
     over: int = 0
-    """Number of gaps above the target, not counting the first gap."""
+    """Number of gaps above the target, without the first gap."""
     first_over: bool = False
     """True if the gap after the first token, which contains the KV transfer, is above the target."""
     first_gap_s: float = 0.0
 
     def leave(self, tokens: int, now: float) -> float | None:
-        """Record `tokens` >= 1 tokens that leave together; return the gap before them in seconds.
+        """Record that `tokens` >= 1 tokens leave together, and return the gap before them in seconds.
 
-        None for the first tokens of the answer.
+        Returns None for the first tokens of the answer.
         """
         before, self.tokens = self.tokens, self.tokens + tokens
         if not before:
@@ -79,7 +82,7 @@ class GapTracker:
 
 @dataclass(frozen=True, slots=True)
 class PhaseTimes:
-    """The time that a request spent in each phase over all attempts, in seconds; None if it was never in the phase."""
+    """The seconds that a request spent in each phase over all attempts; None for a phase that it never entered."""
 
     queue_s: float | None
     prefill_s: float | None
@@ -89,7 +92,7 @@ class PhaseTimes:
 
     @classmethod
     def of(cls, spans: Iterable[Span], until: int | None = None) -> PhaseTimes:
-        """Sum up the spans of an ended request by phase, up to the time `until` in Unix nanoseconds.
+        """Return the sums of an ended request's spans by phase, up to the time `until` in Unix nanoseconds.
 
         Without `until` the times add up to the latency of the request.
         """
@@ -99,7 +102,7 @@ class PhaseTimes:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutcome:
-    """An outcome, with the phase that caused it; None for MET."""
+    """An outcome, and the phase that caused it; the phase is None for MET."""
 
     outcome: Outcome
     phase: Phase | None = None
@@ -110,7 +113,7 @@ _GRAVEST_FIRST = (Outcome.FAILED, Outcome.MISSED_TTFT, Outcome.MISSED_ITL)
 
 
 class JointOutcome:
-    """The outcome of a client's request with several answers, which is that of its worst answer.
+    """The outcome of a client's request with one or more answers: the worst outcome among its answers.
 
     All `RoutedRequest`s of the client's request share it, on the event loop.
     """
@@ -120,10 +123,11 @@ class JointOutcome:
         self._found: list[RequestOutcome | None] = []
 
     def add(self, verdict: RequestOutcome | None) -> RequestOutcome | None:
-        """Add the outcome of one answer; None if the client cancelled the answer before it missed a target.
+        """Add the outcome of one answer; `verdict` is None if the client cancelled it before it missed a target.
 
-        Return the outcome of the request when its last answer is added, and None before. It is also None if no answer
-        missed a target and the client cancelled one, because the request does not count then.
+        Returns the outcome of the whole request once its last answer was added, else None: the worst outcome among its
+        answers. A request in which no answer missed a target and the client cancelled one does not count, so None is
+        returned for it as well.
         """
         found = self._found
         found.append(verdict)

@@ -1,4 +1,4 @@
-"""The workers of the router in the order in which placement considers them, their cached prefixes, and excluded pairs.
+"""The workers of the router, sorted for placement, with their cached prefixes, and the pairs that are incompatible.
 
 Workers are kept sorted by load, so that placement reads its few candidates without scanning the fleet.
 """
@@ -15,13 +15,13 @@ from router.placement.worker_state import WorkerState
 from tandem.protocol.messages import PeerRef
 
 REMEMBERED_S = 300.0
-"""The time for which a pair counts as incompatible, in seconds; it bounds the harm of an accidental rejection."""
+"""The time for which a pair counts as incompatible, in seconds; it limits the effect of an accidental rejection."""
 Rank = tuple[bool, float]
-"""A sort key: True for a worker that is full, then its load."""
+"""A sort key: True if the worker is full, then the worker's load."""
 
 
 class Ranking:
-    """Workers sorted by `Rank`, full ones last. To move a worker takes microseconds, whatever the size of the fleet."""
+    """Workers sorted by `Rank`, full ones last. Moving a worker takes microseconds, even in a large fleet."""
 
     def __init__(self) -> None:
         self._order: list[tuple[Rank, int, WorkerState]] = []
@@ -31,7 +31,7 @@ class Ranking:
         return len(self._order)
 
     def __iter__(self) -> Iterator[WorkerState]:
-        """Iterate from the smallest key; the ranking must not change during the iteration."""
+        """Iterate over all workers from the smallest key; the ranking must not change during the iteration."""
         return map(itemgetter(2), self._order)
 
     def with_capacity(self) -> Iterator[WorkerState]:
@@ -53,8 +53,8 @@ class Ranking:
 class IncompatiblePairs:
     """Pairs of workers that rejected each other because of different releases, models or KV settings.
 
-    Such pairs occur during a rolling update. A pair names two incarnations (`PeerRef`): nothing is known of a worker
-    that has restarted.
+    Such pairs occur during a rolling update. A pair names two worker processes (`PeerRef`), so that it no longer
+    applies once one of the workers has restarted.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -69,23 +69,23 @@ class IncompatiblePairs:
         self._pairs[prefill, decode] = self._clock() + REMEMBERED_S, why
 
     def fit(self, prefill: PeerRef, decode: PeerRef) -> bool:
-        """Return True unless the two workers are known to be incompatible."""
+        """Return False if the two workers are known to be incompatible, else True."""
         return (prefill, decode) not in self._pairs
 
     def forget_old(self) -> bool:
-        """Remove expired pairs, and return True if there were any. Called periodically."""
+        """Remove expired pairs; return True if any pair was removed. Called periodically."""
         before = len(self._pairs)
         self._pairs = {pair: known for pair, known in self._pairs.items() if known[0] > self._clock()}
         return len(self._pairs) < before
 
     def why(self, prefills: Iterable[PeerRef], decodes: Iterable[PeerRef]) -> str:
-        """Return the reason of the first known rejection between a prefill and a decode worker; "" if there is none."""
+        """Return the reason of the first known rejection between a prefill and a decode worker; "" without one."""
         known = (self._pairs.get(pair) for pair in product(prefills, decodes))
         return next((each[1] for each in known if each is not None), "")
 
 
 class Fleet:
-    """All workers that this router knows; each may be live between `join` and `leave`.
+    """All workers that this router knows; a worker can be live (take new work) only between `join` and `leave`.
 
     The `WorkerPool` owns it; all calls come on the event loop.
     """
@@ -98,21 +98,21 @@ class Fleet:
         self._by_slot: dict[int, WorkerState] = {}
         self._free_slots: list[int] = []
         self.prefills = Ranking()
-        """The live workers that take prompts, sorted by their number of waiting prompt tokens and decode rows."""
+        """The live workers that take prompts, sorted by their number of waiting prompt tokens plus decode rows."""
         self.decodes = Ranking()
-        """The live workers that take answers, sorted by `step seconds / free share of pages`."""
+        """The live workers that take answers, sorted by decode step time ÷ free share of the pages."""
         self.both_roles = 0
-        """The number of live workers with both roles."""
+        """Number of live workers that have both roles."""
         self.changes = 0
-        """A counter that grows when a worker joins, leaves or changes, or a pair counts as compatible again."""
+        """A counter that increases when a worker joins, leaves or changes, and when an incompatible pair expires."""
 
     def worker(self, slot: int) -> WorkerState | None:
-        """Return the live worker with the number `slot` in the prefix index; None if it is not live."""
+        """Return the worker with slot number `slot` in the prefix index; None if it is not live."""
         worker = self._by_slot.get(slot)
         return worker if worker is not None and worker.live else None
 
     def join(self, worker: WorkerState) -> None:
-        """Add `worker` and give it the lowest free slot; it is not live before `set_live`."""
+        """Add `worker` and give it the lowest free slot; it takes no work before `set_live`."""
         worker.slot = heapq.heappop(self._free_slots) if self._free_slots else len(self._by_slot)
         self._by_slot[worker.slot], worker.on_change = worker, self.rank
         self.prefixes.open(worker.slot, worker.info.pages_total)
@@ -126,7 +126,7 @@ class Fleet:
         heapq.heappush(self._free_slots, worker.slot)
 
     def set_live(self, worker: WorkerState, *, live: bool) -> None:
-        """Set whether `worker` takes new work; also called after each change of its registration."""
+        """Set whether `worker` takes new work; also called after every change of the worker's registration."""
         self.changes += 1
         worker.live = live
         self.live = [each for each in self._by_slot.values() if each.live]
@@ -134,6 +134,6 @@ class Fleet:
         worker.refresh()
 
     def rank(self, worker: WorkerState) -> None:
-        """Sort `worker` into both rankings by its current keys, or remove it where it takes no work."""
+        """Sort `worker` into both rankings by its current keys, or remove it from those for which it takes no work."""
         self.prefills.put(worker, worker.prompt_rank if worker.live and worker.prefills else None)
         self.decodes.put(worker, worker.answer_rank if worker.live and worker.decodes else None)

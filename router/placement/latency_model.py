@@ -1,10 +1,10 @@
 """Predicts the latencies of a request on a worker, and the cost to all requests on that worker.
 
     prompt: cost = ttft + decode rows · delay of their tokens             misses = 1 if ttft misses its target
-    answer: cost = tokens · (step + rows · growth of the step) / speedup  misses = gap targets broken, with its own
+    answer: cost = tokens · (step + rows · growth of the step) / speedup  misses = gap targets missed, with its own
 
-Every prediction of the router is made here, from the step costs that the worker itself fits
-(`tandem/cost_model/step_cost.py`).
+A gap target is the maximum gap between two tokens that an SLO class allows. Every prediction of the router is made
+here, from the step costs that the worker itself fits (`tandem/cost_model/step_cost.py`).
 """
 
 import math
@@ -19,8 +19,8 @@ class PromptPrediction:
     """The predicted prefill of one prompt on one worker, in seconds and tokens.
 
     `ttft_s` is the time to the first token, and `compute_s` the part of it that the prompt's own computation takes.
-    `cached` and `computed` are the numbers of its tokens from the prefix cache and to compute. `cost_s` is the cost to
-    all requests, and `misses` is 1 if the first token comes too late.
+    `cached` is the number of prompt tokens in the prefix cache, `computed` the number of tokens to compute. `cost_s` is
+    the cost to all requests on the worker, and `misses` is 1 if the first token misses its target, else 0.
     """
 
     __slots__ = ("cached", "compute_s", "computed", "cost_s", "misses", "ttft_s", "worker")
@@ -28,8 +28,8 @@ class PromptPrediction:
     def __init__(self, worker: WorkerState, tokens: int, cached: int, left_s: float = math.inf) -> None:
         """Predict a prompt of `tokens` tokens, of which `worker` has cached the first `cached`.
 
-        All prompts that wait on the worker are assumed to be computed before it. Its first token is due in `left_s`
-        seconds.
+        All prompts that wait on the worker are assumed to be computed before this prompt. The first token meets its
+        target if it comes within `left_s` seconds.
         """
         self.worker = worker
         # The last token is always computed, even if it is cached: its logits choose the first token of the answer.
@@ -49,9 +49,10 @@ class PromptPrediction:
 class AnswerPrediction:
     """The predicted decoding of one answer on one worker, in seconds.
 
-    `step_s` is the time of a decode step with the answer in the batch, `target_s` the longest step that keeps the gap
-    target of its class, `alone_s` the time of a step with this answer only, `cost_s` the cost to all requests, `misses`
-    the number of gap targets broken, and `missing` the number of the prompt's tokens whose KV the worker does not hold.
+    `step_s` is the time of a decode step with the answer in the batch, `target_s` the longest step that meets the
+    answer's gap target, and `alone_s` the time of a step with only this answer. `cost_s` is the cost to all requests on
+    the worker, `misses` the number of answers that would miss their gap target, and `missing` the number of prompt
+    tokens whose KV the worker does not hold.
     """
 
     __slots__ = ("alone_s", "cost_s", "misses", "missing", "step_s", "target_s", "worker")
@@ -59,7 +60,7 @@ class AnswerPrediction:
     def __init__(self, worker: WorkerState, cached: int, request: QueuedRequest, ahead: float = 0.0) -> None:
         """Predict the answer of `request` on `worker`, which has cached `cached` tokens of its prompt.
 
-        `ahead` similar answers are assumed to begin before it, as far as they fit into the batch.
+        `ahead` similar answers are assumed to begin before it, as many as fit into the batch.
         """
         self.worker = worker
         self.missing = max(1, request.prefill_tokens - cached)
@@ -79,9 +80,10 @@ class AnswerPrediction:
 
 
 def prefill_time(worker: WorkerState, tokens: int, pairs: float) -> tuple[float, int]:
-    """Return the seconds and the steps that `worker` needs to compute `tokens` > 0 prompt tokens.
+    """Return the seconds and the number of steps in which `worker` computes `tokens` > 0 prompt tokens.
 
-    `pairs` is the number of (query, key) pairs that these tokens attend to. The current decode rows share the steps.
+    `pairs` is the number of (query, key) pairs in the attention of these tokens. The steps also contain the worker's
+    current decode rows.
     """
     cost, rows, context = worker.cost, worker.decode_requests, worker.decode_context
     decode = ConcurrentDecode(rows, context)
@@ -90,7 +92,7 @@ def prefill_time(worker: WorkerState, tokens: int, pairs: float) -> tuple[float,
 
 
 def exposed_transfer_s(prompt: PromptPrediction, answer: AnswerPrediction) -> float:
-    """Return the part of the KV transfer that prefill does not hide: the seconds that the answer waits for its KV.
+    """Return the seconds that the answer waits for its KV after prefill: the part of the transfer that is not hidden.
 
     The pages of a chunk are transferred while the next chunk is computed, so that the last chunk's transfer is never
     hidden: max(transfer of the last chunk, whole transfer - computation).

@@ -19,32 +19,32 @@ from tandem.protocol.messages import PeerRef
 from tandem.protocol.mode import Mode
 
 _CANDIDATES = 2
-"""Number of candidates per role by load, and number of further candidates by length of the cached prefix."""
+"""Number of candidates per role by load, and number of additional candidates by length of the cached prefix."""
 _WORST = (math.inf, math.inf)
 Takes = Callable[[WorkerState], bool]
 
 
 class Placement(NamedTuple):
-    """The workers chosen for a request, with the predicted latencies and cost in seconds, counted from the placement.
+    """The workers chosen for a request, and the predicted latencies and cost in seconds, measured from the placement.
 
     An immutable value that `PlacementPolicy` makes and the dispatcher keeps with the request.
     """
 
     prefill: PeerRef
     decode: PeerRef | None
-    """The decode worker; None if the answer is only the one token that prefill generates."""
+    """The decode worker; None if the answer has only the one token that prefill samples."""
     ttft_s: float
     itl_s: float
     cached_tokens: int
     computed_tokens: int
     cost_s: float
-    """The predicted time that all requests together lose because of this placement (docs/decisions/placement.md)."""
+    """The predicted seconds that all requests together lose by this placement (docs/decisions/placement.md)."""
     runner_up_s: float = math.inf
-    """The cost of the second cheapest placement that misses as few targets; infinite if there is none."""
+    """The cost of the second cheapest placement that misses the same number of targets; infinite if there is none."""
 
 
 class PlacementPolicy:
-    """Compares the least loaded workers with the workers that have cached most of the prompt, and picks the cheapest.
+    """Compares the least loaded workers with the workers that have cached most of the prompt, and chooses the cheapest.
 
     The dispatcher owns it and calls it on the event loop; it does no I/O.
     """
@@ -54,7 +54,7 @@ class PlacementPolicy:
         self._reserve = PrefillReserve()
 
     def place(self, request: QueuedRequest, fleet: Fleet, waited_s: float) -> Placement | None:
-        """Return the cheapest placement on workers that have capacity now; None if there is none: the request waits.
+        """Return the cheapest placement on workers that have capacity now; None if the request must wait.
 
         `waited_s` is the time since the request arrived, in seconds.
         """
@@ -67,7 +67,8 @@ class PlacementPolicy:
     def could_serve(self, request: QueuedRequest, fleet: Fleet) -> bool:
         """Return True if the live workers could serve the request once they are idle.
 
-        They must be ready, large enough for it, compatible with each other, and allowed by the current mode.
+        They must be ready, have enough memory for it, be compatible with each other, and be allowed by the current
+        mode.
         """
         ready = [worker for worker in fleet.live if not worker.info.not_ready]
         prefills = [worker for worker in ready if _can_prefill(worker, request)]
@@ -77,23 +78,23 @@ class PlacementPolicy:
         return any(allowed(prefill, decode) for prefill, decode in product(prefills, decodes))
 
     def waits_for_decode(self, request: QueuedRequest, fleet: Fleet) -> bool:
-        """Return True if some workers are large enough to decode the answer, but none has a slot and pages for it now.
+        """Return True if some workers have enough memory to decode the answer, but none has capacity for it now.
 
-        A worker that is refusing requests counts as one without capacity.
+        Capacity means a slot in the batch and free pages; a worker that is refusing requests has none.
         """
         able = [worker for worker in fleet.live if request.decodes and _can_decode(worker, request)]
         return bool(able) and all(worker.refusing or not _takes_decode(worker, request) for worker in able)
 
     def waits_for_own_prompts(self, request: QueuedRequest, fleet: Fleet) -> bool:
-        """Return True if every worker that could compute the prompt has as many prompts of its tenant as it takes.
+        """Return True if no worker takes the prompt now, because each has enough waiting prompts of this tenant.
 
-        `WorkerState.full_tenants` bounds the prompt tokens of one tenant that wait at a worker.
+        `WorkerState.full_tenants` contains the tenants that have reached the limit of prompt tokens on a worker.
         """
         able = [worker for worker in fleet.live if _can_prefill(worker, request)]
         return bool(able) and not any(_takes_prefill(worker, request) for worker in able)
 
     def prefill_workers(self, request: QueuedRequest, fleet: Fleet) -> int:
-        """Return the number of workers that compute prompts of this request's class.
+        """Return the number of workers that compute prompts of requests like this one.
 
         While workers are reserved for prefill, workers of both roles that are not reserved do not count.
         """
@@ -101,7 +102,7 @@ class PlacementPolicy:
         return len(fleet.prefills) - (fleet.both_roles - len(reserved) if reserved else 0)
 
     def predict_prompt(self, request: QueuedRequest, fleet: Fleet) -> PromptPrediction | None:
-        """Return the prediction with the lowest TTFT, whether or not that worker has capacity now.
+        """Return the prediction with the lowest TTFT, whether or not its worker has capacity now.
 
         None if no live worker can prefill the request.
         """
@@ -111,10 +112,11 @@ class PlacementPolicy:
         return min(prompts, key=lambda prompt: prompt.ttft_s, default=None)
 
     def predict_answer(self, request: QueuedRequest, fleet: Fleet, ahead: int) -> AnswerPrediction | None:
-        """Predict the answer at the worker with the lowest ratio of step time to longest tolerated step time.
+        """Predict the answer on the worker with the lowest ratio of predicted step time to `target_s`.
 
-        `ahead` other answers are assumed to begin first, spread evenly over the decode workers. Workers that could not
-        keep the target even alone count only if no other worker can. None if no worker has measured its steps yet.
+        `ahead` other answers are assumed to begin first, spread evenly over the decode workers. Workers that would miss
+        the gap target even with this answer alone are used only if all do. None if no worker has measured its steps
+        yet.
         """
         reserved = self._reserved(request, fleet)
         measured = (each for each in fleet.decodes if each.slot not in reserved and each.cost.parameters.observed)
@@ -125,10 +127,10 @@ class PlacementPolicy:
         return min(able, key=lambda each: each.step_s / each.target_s, default=None)
 
     def _cheapest(self, request: QueuedRequest, fleet: Fleet, waited_s: float, most: int) -> Placement | None:
-        """Compare the `most` least loaded workers of each role, and workers that have cached more of the prompt.
+        """Return the cheapest placement on the `most` least loaded workers per role and those with more cached pages.
 
         A decode candidate is also a prefill candidate if the mode allows local prefill. While workers are reserved for
-        prefill, only they and workers without the decode role compute prompts.
+        prefill, only the reserved workers and workers without the decode role compute prompts.
         """
         apart, reserved = self._apart(fleet), self._reserved(request, fleet)
         match = fleet.prefixes.match(request.digests)
@@ -162,7 +164,7 @@ class PlacementPolicy:
     def _choose(
         self, prompts: list[PromptPrediction], answers: Sequence[AnswerPrediction | None], fleet: Fleet
     ) -> Placement | None:
-        """Return the cheapest of the allowed pairs that miss the fewest targets; None if no pair is allowed.
+        """Return the cheapest of those allowed pairs that miss the fewest targets; None if no pair is allowed.
 
         `answers` is `[None]` for a request that needs no decode worker.
         """
@@ -198,7 +200,7 @@ class PlacementPolicy:
         )
 
     def _allowed(self, fleet: Fleet) -> Callable[[WorkerState, WorkerState], bool]:
-        """Return a predicate that is True if a prefill and a decode worker may form a pair.
+        """Return a predicate of a prefill worker and a decode worker: True if they may serve one request together.
 
         The mode must allow it, and the workers must not have rejected each other.
         """
@@ -220,43 +222,43 @@ class PlacementPolicy:
         return self.mode is not Mode.DISAGGREGATED or len(fleet.live) == 1
 
     def _reserved(self, request: QueuedRequest, fleet: Fleet) -> frozenset[int]:
-        """Return the slots of the workers that are reserved for prefill and may not decode this answer."""
+        """Return the slot numbers of the workers that are reserved for prefill and may not decode this answer."""
         if self.mode is not Mode.ADAPTIVE or not request.decodes or not request.slo.has_gap_target:
             return NO_WORKERS
         return self._reserve.workers(request, fleet)
 
 
 def _takes_prefill(worker: WorkerState, request: QueuedRequest) -> bool:
-    """Return True if `worker` takes the prompt now."""
+    """Return True if `worker` has capacity for the prompt now."""
     return request.tenant not in worker.full_tenants and _can_prefill(worker, request)
 
 
 def _can_prefill(worker: WorkerState, request: QueuedRequest) -> bool:
-    """Return True if `worker` could take the prompt while idle."""
+    """Return True if `worker` could compute the prompt while it is idle."""
     return worker.prefills and request.prefill_tokens <= worker.kv_tokens_total
 
 
 def _takes_decode(worker: WorkerState, request: QueuedRequest) -> bool:
-    """Return True if `worker` has capacity for the expected answer now, and could hold the longest one while idle."""
+    """Return True if `worker` has capacity for the expected answer now, and for the longest answer when idle."""
     if worker.decode_full or not _can_decode(worker, request):
         return False
     return worker.kv.held(request.reserved_tokens, decoding=not worker.prefills) <= worker.pages_free
 
 
 def _can_decode(worker: WorkerState, request: QueuedRequest) -> bool:
-    """Return True if `worker` could decode the answer while idle."""
+    """Return True if `worker` could decode an answer of maximum length while it is idle."""
     return worker.decodes and request.kv_tokens <= worker.answer_tokens_total
 
 
 def _first(workers: Iterable[WorkerState], takes: Takes, most: int) -> list[WorkerState]:
-    """Return the first `most` of `workers` that take the request and are not refusing requests."""
+    """Return the first `most` of `workers` for which `takes` is True and which are not refusing requests."""
     return list(islice((each for each in workers if takes(each) and not each.refusing), most))
 
 
 def _with_holders(
     match: PrefixMatch, fleet: Fleet, workers: list[WorkerState], takes: Takes
 ) -> list[tuple[WorkerState, int]]:
-    """Return `workers`, and others that have cached more of the prompt than the least of them, with the cached tokens.
+    """Return `workers`, and others that have cached more of the prompt than the worst of them, with the cached tokens.
 
     At most `_CANDIDATES` workers are considered for their cache.
     """

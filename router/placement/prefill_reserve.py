@@ -1,12 +1,13 @@
 """Reserves workers for prefill while the gap targets of answers leave no time for prefill chunks in decode steps.
 
-Placed one by one, such answers would spread over all workers, and prompts would get only forced chunks. Therefore n
-workers take no such answers, where n maximizes the share of requests that are served (docs/decisions/placement.md):
+A gap target is the maximum gap between two tokens that an SLO class allows. If answers with tight gap targets were
+placed one by one, they would spread over all workers, and prompts would get only forced chunks. Therefore n workers
+take no such answers, where n maximizes the share of requests that are served (docs/decisions/placement.md):
 
     served(n) = min(1, prefill rate of n reserved workers / arrival rate, answers that the others decode in time / all)
 
-No worker is reserved where the chunks that the answers tolerate suffice. Placement works without this file, at 0.82 of
-the goodput of strict requests.
+No worker is reserved if the prefill chunks that fit beside the answers are enough for all prompts. Placement works
+without this file, at 0.82 of the goodput of strict requests.
 """
 
 import math
@@ -23,19 +24,19 @@ from tandem.settings.slo import SloClass
 _WINDOW_S = 10.0
 """The time constant of the mean arrival rate of prompt tokens, in seconds."""
 _REFRESH_S = _WINDOW_S / 200
-"""The shortest interval between two computations of the reserved set, in seconds."""
+"""The minimum interval between two computations of the reserved set, in seconds."""
 NO_WORKERS: frozenset[int] = frozenset()
 
 
 class PrefillReserve:
-    """Chooses the reserved workers of each SLO class, from the arrival rate of prompt tokens that it learns.
+    """Chooses the reserved workers of each SLO class, from the measured arrival rate of prompt tokens.
 
     The `PlacementPolicy` owns it and calls it on the event loop. All measured workers are assumed to be equally fast.
     """
 
     def __init__(self) -> None:
         self._reserved: dict[SloClass, tuple[frozenset[int], float]] = {}
-        """The slots that answers of a class may not use, and the time at which they were chosen."""
+        """For each SLO class, the slot numbers of the reserved workers, and the time at which they were chosen."""
         self._tokens = self._known_s = 0.0
         """Sums of placed prompt tokens and of elapsed seconds, both decayed with the time constant `_WINDOW_S`."""
         self._at_s = -math.inf
@@ -46,7 +47,7 @@ class PrefillReserve:
         self._tokens += prompt.computed
 
     def workers(self, request: QueuedRequest, fleet: Fleet) -> frozenset[int]:
-        """Return the slots of the workers that the answer of `request` may not use."""
+        """Return the slot numbers of the reserved workers, which may not decode the answer of `request`."""
         reserved, chosen_s = self._reserved.get(request.slo, (NO_WORKERS, -math.inf))
         now = next((worker.clock() for worker in fleet.live), -math.inf)
         if now - chosen_s >= _REFRESH_S:
@@ -90,7 +91,7 @@ class PrefillReserve:
 
 
 def _prefill_rate(worker: WorkerState, request: QueuedRequest, chunk: Chunks, decode: ConcurrentDecode) -> float:
-    """Return the prompt tokens per second that `worker` computes in chunks of `chunk` beside the rows of `decode`."""
+    """Return the prompt tokens per second of `worker` with prefill chunks `chunk` and the decode rows `decode`."""
     tokens, (rows, context, _) = chunk.tokens, decode
     pairs = tokens * request.prefill_tokens / 2
     seconds, _ = worker.cost.prefill_seconds(
@@ -100,9 +101,9 @@ def _prefill_rate(worker: WorkerState, request: QueuedRequest, chunk: Chunks, de
 
 
 def _shared_prefill_rate(decoding: Sequence[WorkerState], request: QueuedRequest, times: float) -> float:
-    """Return the prompt tokens per second of one decode worker, if all workers share the answers evenly.
+    """Return the prompt tokens per second of one decode worker if all decode workers share the answers evenly.
 
-    The number of answers is assumed to be `times` the present one, plus that of `request`.
+    The number of answers is assumed to be `times` its present value, plus the answer of `request`.
     """
     like, target_s = decoding[0], decoding[0].gap_target(request.slo)
     rows = 1 + int(times * sum(worker.decode_requests for worker in decoding) / len(decoding))

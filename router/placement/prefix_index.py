@@ -1,6 +1,7 @@
-"""The prefix index: which workers have cached which KV pages, and how many pages of a prompt each has.
+"""Prefix index: which workers have cached which KV pages, and how many leading pages of a prompt each worker has.
 
-A worker is a small number (`slot`) and a set of workers the bits of an integer, so that one look-up serves all workers.
+Each worker has a slot number, and a set of workers is an integer with one bit per slot, so one look-up covers all
+workers.
 """
 
 from bisect import bisect_left
@@ -10,22 +11,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """The number of a prompt's first pages that each worker has cached. An immutable result of `PrefixIndex.match`.
+    """The number of leading pages of a prompt that each worker has cached. An immutable result of `PrefixIndex.match`.
 
-    `levels` has pairs (number of pages, bit set of the workers that hold at least so many), ascending in pages.
+    `levels` has pairs (number of pages, bit set of the workers that hold at least this number), ascending in pages.
     """
 
     levels: tuple[tuple[int, int], ...] = ()
 
     def pages(self, slot: int) -> int:
-        """Return the number of pages that worker `slot` holds, counted from the first page without a gap."""
+        """Return the number of leading pages that worker `slot` holds."""
         for pages, holders in reversed(self.levels):
             if holders >> slot & 1:
                 return pages
         return 0
 
     def longest(self, count: int, beyond: int = 0) -> list[tuple[int, int]]:
-        """Return up to `count` pairs (slot, pages) of workers with more than `beyond` pages, most pages first."""
+        """Return up to `count` workers that hold the most leading pages, as pairs (slot, pages), most pages first.
+
+        Workers with at most `beyond` pages are left out.
+        """
         found: list[tuple[int, int]] = []
         seen = 0
         for pages, holders in reversed(self.levels):
@@ -44,8 +48,9 @@ class PrefixIndex:
     """Maps page digests (`tandem.protocol.page_digests`) to the workers that have cached the page.
 
     The fleet owns it; all calls come on the event loop. A worker that holds a page also holds the pages before it,
-    because caches evict from the leaves. So the set of holders only shrinks along a prompt, and a look-up bisects once
-    for each time that it shrinks. Memory: about 200 bytes a page; no worker counts for more pages than its pool has.
+    because caches evict from the leaves. So the set of holders only shrinks along a prompt, and a look-up needs one
+    bisection per change of the set. Memory: about 200 bytes per page; a worker's pages are limited to the size of its
+    pool.
     """
 
     def __init__(self) -> None:
@@ -58,7 +63,7 @@ class PrefixIndex:
         return len(self._holders)
 
     def open(self, slot: int, pages_max: int) -> None:
-        """Add worker `slot`, which holds no pages yet and never more than `pages_max`."""
+        """Add worker `slot`, which holds no pages yet; `pages_max` is the maximum number of pages that it can hold."""
         self._pages[slot] = set()
         self._limits[slot] = pages_max
 
@@ -71,7 +76,7 @@ class PrefixIndex:
                 holders[digest] = holders.get(digest, 0) | bit
 
     def remove(self, slot: int, digests: Iterable[bytes]) -> None:
-        """Remove pages of worker `slot`; unknown ones are ignored."""
+        """Remove pages of worker `slot`; pages that it does not hold are ignored."""
         mine, bit, holders = self._pages[slot], 1 << slot, self._holders
         for digest in digests:
             if digest in mine:
@@ -85,12 +90,12 @@ class PrefixIndex:
         self.remove(slot, tuple(self._pages[slot]))
 
     def drop(self, slot: int) -> None:
-        """Remove worker `slot` and all its pages; its number may be used again."""
+        """Remove worker `slot` and all its pages; the slot may be used again."""
         self.clear(slot)
         del self._pages[slot], self._limits[slot]
 
     def match(self, digests: Sequence[bytes]) -> PrefixMatch:
-        """Return how many of a prompt's full pages, named by `digests` in order, each worker holds."""
+        """Return how many leading pages of a prompt each worker holds; `digests` names its full pages in order."""
         find, levels, pages = self._holders.get, [], 0
         holders = find(digests[0], 0) if digests else 0
 

@@ -1,11 +1,11 @@
 """The queue of requests that wait for workers: fair between tenants, ordered by priority and slack within each tenant.
 
-Retried and preempted requests go first, because their clients already read an answer and their tenants have been
-charged. An answer that was preempted for another tenant waits among the requests of its own tenant instead. After them,
-the tenant that has been served the fewest tokens is next (virtual token counters: Sheng et al., Fairness in Serving
-Large Language Models, OSDI 2024); the counter of a new or returning tenant starts at the lowest of the waiting tenants.
-The requests of a tenant are ordered by priority, lower first as in vLLM, then by the time at which their prefill must
-start to meet the TTFT target.
+Retried and preempted requests go first, because their clients are already reading an answer and their tenants have been
+charged. But an answer that was preempted for another tenant waits among the requests of its own tenant. After them, the
+tenant that has been served the fewest tokens is next (virtual token counters: Sheng et al., Fairness in Serving Large
+Language Models, OSDI 2024); the counter of a new or returning tenant starts at the lowest of the waiting tenants. The
+requests of a tenant are ordered by priority, lower first as in vLLM, then by the time at which their prefill must start
+to meet the TTFT target.
 """
 
 from bisect import bisect_left, insort
@@ -18,7 +18,7 @@ from tandem.settings.slo import BEST_EFFORT, SloClass
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """The sizes and targets of a request that waits for workers. Seconds are those of the router's clock.
+    """The sizes and targets of a request that waits for workers. Times are in seconds of the router's clock.
 
     The `RoutedRequest` owns it; queue, scheduler and placement read and write it on the event loop.
     """
@@ -26,64 +26,67 @@ class QueuedRequest:
     internal_id: str
     """The request's unique id on workers."""
     sequence: int
-    """The request's number in order of arrival."""
+    """The request's position in the order of arrival."""
     arrived_s: float
-    """The time at which the router received the request."""
+    """The time at which the router received the request, in seconds."""
     prompt_tokens: int
     max_tokens: int
     to_the_limit: bool = False
-    """True if, as far as the router knows, only `max_tokens` ends the answer."""
+    """True if the router expects the answer to end only at `max_tokens`."""
     digests: tuple[bytes, ...] = ()
-    """The digests of the prompt's full pages (`tandem.protocol.page_digests`); () = unknown."""
+    """The digests of the prompt's full pages (`tandem.protocol.page_digests`); () if they are unknown."""
     tenant: str = ""
     priority: int = 0
-    """Requests with lower values go first among those of their tenant."""
+    """The client's priority: among the requests of one tenant, lower values go first."""
     slo: SloClass = BEST_EFFORT
-    """The SLO class under which the request is served: the requested one, or best effort after a downgrade."""
+    """The SLO class under which the request is served: the requested class, or best effort after a downgrade."""
     prior_output_tokens: int = 0
-    """Number of answer tokens from earlier attempts, which this attempt prefills after the prompt."""
+    """Number of answer tokens from earlier attempts; this attempt prefills them after the prompt."""
     resumed: bool = False
-    """True for a retried or preempted request whose answer has tokens: it goes before new requests."""
+    """True if the request was retried or preempted and its answer has tokens: it goes before new requests."""
     yielded: bool = False
-    """True for a request that was preempted because another tenant needs its slot: it does not go first."""
+    """True if the request was preempted because another tenant needs its slot: it does not go before new requests."""
     expected_tokens: int | None = None
-    """The forecast of the answer's length, which one answer in five exceeds; None means `max_tokens`."""
+    """The forecast of the answer's length in tokens, which one in five answers exceeds; None means `max_tokens`."""
     mean_tokens: float = 0.0
     """The mean length of similar answers, in tokens."""
     start_by_s: float = 0.0
-    """The latest start of prefill that meets the TTFT target; it must not change in the queue, as it is a sort key."""
+    """The latest start of prefill that meets the TTFT target, in seconds.
+
+    It is a sort key, so it must not change while the request is in the queue.
+    """
     service_s: float = 0.0
     """The predicted time to compute the prompt, in seconds."""
     charged: int = 0
-    """The number of prompt tokens that the tenant was charged for this request."""
+    """Number of prompt tokens that the tenant has been charged for this request."""
     charged_answer: int = 0
-    """The number of answer tokens that the tenant was charged for this request."""
+    """Number of answer tokens that the tenant has been charged for this request."""
 
     @property
     def prefill_tokens(self) -> int:
-        """The number of tokens that this attempt prefills: the prompt and the answer so far."""
+        """Number of tokens that this attempt prefills: the prompt and the answer tokens of earlier attempts."""
         return self.prompt_tokens + self.prior_output_tokens
 
     @property
     def decodes(self) -> bool:
-        """True if the answer may have more tokens than the one that prefill generates."""
+        """True if the answer may have more tokens after the first token of this attempt, which prefill samples."""
         return self.max_tokens > self.prior_output_tokens + 1
 
     @property
     def kv_tokens(self) -> int:
-        """The most tokens whose KV the request ever stores; the KV of the last answer token is never stored."""
+        """Maximum number of tokens whose KV the request stores; the KV of the last answer token is never stored."""
         return self.prompt_tokens + self.max_tokens - 1
 
     @property
     def reserved_tokens(self) -> int:
-        """The number of tokens whose KV a decode worker must have free at the start: prompt and expected answer."""
+        """Number of tokens for whose KV a decode worker must have free pages: prompt and expected answer."""
         if self.expected_tokens is None:
             return self.kv_tokens
         return max(self.prefill_tokens, self.prompt_tokens + self.expected_tokens - 1)
 
     @property
     def decode_context(self) -> int:
-        """The number of tokens that a decode step of the request attends to, on average over the answer."""
+        """Number of context tokens of a decode step of the request, as the average over the answer."""
         return self.prefill_tokens + int(self.mean_tokens) // 2
 
 
@@ -92,7 +95,7 @@ def _key(request: QueuedRequest) -> tuple[int, float, int]:
 
 
 class RequestQueue:
-    """The waiting requests of all tenants. The `RequestScheduler` owns it and bounds the number of requests.
+    """The waiting requests of all tenants. The `RequestScheduler` owns it and limits the number of requests.
 
     All calls come on the event loop. `head` takes time proportional to the number of waiting tenants.
     """
@@ -100,15 +103,15 @@ class RequestQueue:
     def __init__(self) -> None:
         self._waiting: dict[str, QueuedRequest] = {}
         self._tenants: dict[str, list[QueuedRequest]] = {}
-        """The waiting requests by tenant, sorted, without those in `_resumed` and `_skipped`."""
+        """The waiting requests of each tenant, sorted, without the requests in `_resumed` and `_skipped`."""
         self._resumed: dict[str, QueuedRequest] = {}
-        """Resumed requests, which go before all others, by wire id."""
+        """Resumed requests, which go before all others, by internal id."""
         self._skipped: dict[str, QueuedRequest] = {}
-        """Requests that no worker can serve until the fleet changes, by wire id."""
+        """Requests that no worker can serve until the fleet changes, by internal id."""
         self._given: dict[str, float] = {}
-        """The virtual token counter of each tenant that waits or whose counter is above `_level`."""
+        """The virtual token counter of each tenant that has waiting requests or whose counter is above `_level`."""
         self._level = 0.0
-        """The counter at which a new or returning tenant starts if no other tenant waits."""
+        """The counter value with which a new or returning tenant starts if no other tenant has waiting requests."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -122,7 +125,7 @@ class RequestQueue:
         return len(self._tenants.get(tenant, ())) + sum(each.tenant == tenant for each in self._skipped.values())
 
     def ahead(self, request: QueuedRequest) -> tuple[float, int]:
-        """Estimate the work that goes before a request about to be queued: seconds of prefill, and number of answers.
+        """Estimate the work ahead of `request` if it were queued now: seconds of prefill, and number of answers.
 
         The estimate is the smaller of two bounds: the work of all more urgent requests, and that of the more urgent
         requests of its own tenant times the number of tenants. The answers of resumed requests are added.
@@ -136,7 +139,7 @@ class RequestQueue:
         return min(seconds, own_s * turns), len(self._resumed) + min(answers, own_answers * turns)
 
     def push(self, request: QueuedRequest) -> None:
-        """Add `request`; a request that returns to the queue gets its old position."""
+        """Add `request`; a request that was in the queue before gets its old position again."""
         self._waiting[request.internal_id] = request
         if request.resumed and not request.yielded:
             self._resumed[request.internal_id] = request
@@ -149,14 +152,14 @@ class RequestQueue:
         insort(self._tenants[request.tenant], request, key=_key)
 
     def head(self, passed: Collection[str] = ()) -> QueuedRequest | None:
-        """Return the next request, which stays in the queue; tenants in `passed` are left out unless resumed."""
+        """Return the next request without removing it; tenants in `passed` only get their resumed requests."""
         if self._resumed:
             return min(self._resumed.values(), key=lambda request: request.sequence)
         heads = [waiting[0] for tenant, waiting in self._tenants.items() if tenant not in passed]
         return min(heads, key=lambda each: (self._given[each.tenant], each.start_by_s, each.sequence), default=None)
 
     def remove(self, request: QueuedRequest) -> None:
-        """Remove `request`; nothing happens if it is not in the queue."""
+        """Remove `request`; does nothing if it is not in the queue."""
         if self._waiting.pop(request.internal_id, None) is None:
             return
         if any(some.pop(request.internal_id, None) is not None for some in (self._resumed, self._skipped)):
@@ -174,16 +177,16 @@ class RequestQueue:
             }
 
     def skip(self, request: QueuedRequest) -> None:
-        """Keep `request` in the queue, but do not return it from `head` until `restore_skipped`."""
+        """Keep `request` in the queue, but never return it from `head` until `restore_skipped` is called."""
         self.remove(request)
         self._waiting[request.internal_id] = self._skipped[request.internal_id] = request
 
     def restore_skipped(self) -> None:
-        """Return all skipped requests to their old positions in the queue."""
+        """Put all skipped requests back into their old positions in the queue."""
         skipped, self._skipped = self._skipped, {}
         for request in skipped.values():
             self.push(request)
 
     def charge(self, tenant: str, tokens: float) -> None:
-        """Add `tokens` that were served to `tenant` to its virtual token counter."""
+        """Add `tokens` to the virtual token counter of `tenant`, which has been served these tokens."""
         self._given[tenant] = max(self._given.get(tenant, 0.0), self._level) + tokens

@@ -1,6 +1,6 @@
 """The router's scheduler, which takes a request from arrival to a pair of workers: admission, queue, late binding.
 
-It does no I/O: the dispatcher, real or simulated, gets the next request from it and reports how each request ends.
+It does no I/O: the dispatcher, real or simulated, gets the next request from it and reports how a request ends.
 """
 
 from router.config import RouterConfig
@@ -17,7 +17,7 @@ _RETRY_MIN_S = 2 * BACK_OFF_S
 
 
 class AdmissionController:
-    """Decides at arrival whether a request can meet its targets, from the predictions of placement.
+    """Decides when a request arrives whether its SLO targets can be met, from the predictions of placement.
 
     The `RequestScheduler` owns it and calls it on the event loop.
     """
@@ -25,15 +25,15 @@ class AdmissionController:
     def __init__(
         self, policy: PlacementPolicy, fleet: Fleet, queue: RequestQueue, clock: Clock, deferral_s: float
     ) -> None:
-        """`deferral_s` is the time, in seconds, that serves as TTFT target in the queue's order where there is none."""
+        """`deferral_s` is the TTFT target, in seconds, that the queue's order assumes for requests without one."""
         self._policy, self._fleet, self._queue, self._clock, self._deferral_s = policy, fleet, queue, clock, deferral_s
 
     def admit(self, request: QueuedRequest, others: int = 0) -> None:
-        """Set the request's position in the queue, and check that its targets can be kept.
+        """Set the request's position in the queue, and check that its targets can be met.
 
         `others` is the number of requests that arrived with it or before it and are not queued yet. If its targets
-        cannot be kept, its SLO class decides: the request is served without targets, or raises `Refused` with the time
-        of a retry. Nothing is checked as long as the predicted worker has not measured its steps.
+        cannot be met, its SLO class decides: the request is served without targets, or `Refused` is raised with the
+        time after which to retry. Nothing is checked if the worker of the prediction has not measured its steps yet.
         """
         prediction = self._policy.predict_prompt(request, self._fleet)
         if prediction is not None:
@@ -48,19 +48,19 @@ class AdmissionController:
             self.degrade(request)
 
     def degrade(self, request: QueuedRequest) -> None:
-        """Serve the request without targets, after the requests that have targets."""
+        """Serve the request as best effort, without targets, after the requests that have targets."""
         request.slo = BEST_EFFORT
         self.schedule(request)
 
     def schedule(self, request: QueuedRequest) -> None:
-        """Set the latest start of prefill: `arrival + target - computation`, without a target `arrival + deferral`."""
+        """Set `start_by_s`: `arrival + target - computation`, or `arrival + deferral` without a TTFT target."""
         ttft_s, deferral_s = request.slo.ttft_s, self._deferral_s
         request.start_by_s = request.arrived_s + (ttft_s - request.service_s if ttft_s < deferral_s else deferral_s)
 
     def _check_ttft(self, request: QueuedRequest, prediction: PromptPrediction) -> Refused | None:
-        """Return a rejection if the first token would be late, else None.
+        """Return an error if the first token would miss its target, else None.
 
-        It is late if `time since arrival + work ahead / prefill workers + ttft > target / margin of the worker`.
+        It misses the target if `time since arrival + work ahead / prefill workers + ttft > target / margin`.
         """
         target_s, slo = request.slo.ttft_s, request.slo.name
         if target_s > self._deferral_s:
@@ -85,10 +85,11 @@ class AdmissionController:
         )
 
     def _check_itl(self, request: QueuedRequest, others: int) -> Refused | None:
-        """Return a rejection if the gaps between tokens would be too long on every worker, else None.
+        """Return an error if the inter-token gaps would miss their target on every worker, else None.
 
         The retry hint is the time until enough answers have ended:
-        `(step - target) / (step - alone) · mean tokens · step`.
+
+            (step - target) / (step - alone) · mean tokens · step
         """
         if not request.decodes or not request.slo.has_gap_target:
             return None
@@ -107,7 +108,7 @@ class AdmissionController:
 
 
 class RequestScheduler:
-    """Binds requests to workers as late as possible: when a worker has capacity for the next request.
+    """Assigns requests to workers as late as possible: when a worker has capacity for the next request.
 
     The dispatcher owns it; all calls come on the event loop.
     """
@@ -121,15 +122,16 @@ class RequestScheduler:
         self._admission = AdmissionController(policy, fleet, self.queue, clock, config.max_deferral_s)
         self._lengths = AnswerLengths()
         self._passed = set[str]()
-        """The tenants whose next request waits for earlier prompts of the same tenant."""
+        """The tenants that are passed over, because their next request waits for earlier prompts of the same tenant."""
         self._seen_changes = 0
-        """The value of `Fleet.changes` when skipped requests were last restored."""
+        """The value of `Fleet.changes` when skipped requests were last restored to the queue."""
 
     def enter(self, request: QueuedRequest, *, more: int = 0, held: int = 0, held_own: int = 0) -> None:
-        """Queue a new request. Raises `Refused` if the queue is full or the request's targets cannot be kept.
+        """Queue a new request. Raises `Refused` if the queue is full or the request's targets cannot be met.
 
-        `more` is the number of further answers of the same call that are not queued yet, `held` that of earlier calls,
-        of which `held_own` belong to the same tenant. They count towards the limits of the queue.
+        Answers that are not queued yet count towards the limits of the queue: `more` is the number of further answers
+        of the same call, and `held` the number of answers of earlier calls, of which `held_own` belong to the same
+        tenant.
         """
         if len(self.queue) + more + held >= self._limit:
             message = f"{self._limit} requests are waiting, the most this router queues; try again later"
@@ -142,7 +144,7 @@ class RequestScheduler:
         self.queue.push(request)
 
     def head(self) -> QueuedRequest | None:
-        """Return the next request, None if the queue is empty or only passed tenants wait.
+        """Return the next request; None if the queue is empty or all waiting tenants are passed over.
 
         A request that has already missed its TTFT target loses its targets, so that it goes after requests that can
         still meet theirs.
@@ -174,10 +176,10 @@ class RequestScheduler:
         return placement
 
     def may_pass(self, request: QueuedRequest) -> bool:
-        """Return True if other requests may go before the request at the head, which `bind` could not place.
+        """Return True if other requests may overtake the request at the head, which `bind` could not place.
 
-        A request that no worker could serve is skipped until the fleet changes. A request that waits only for earlier
-        prompts of its tenant lets the other tenants pass until `head` has returned None. Any other request blocks the
+        A request that no worker could serve is skipped until the fleet changes. If a request waits only for earlier
+        prompts of its tenant, the other tenants may overtake it until `head` returns None. Any other request blocks the
         queue until it can be placed.
         """
         if not self._policy.could_serve(request, self._fleet):
@@ -190,26 +192,26 @@ class RequestScheduler:
         return False
 
     def generated(self, request: QueuedRequest, answer_tokens: int) -> None:
-        """Charge the tenant for a running answer of `answer_tokens` tokens so far; only new tokens are charged."""
+        """Charge the tenant for the new tokens of a running answer, which has `answer_tokens` tokens so far."""
         if answer_tokens > request.charged_answer:
             self.queue.charge(request.tenant, answer_tokens - request.charged_answer)
             request.charged_answer = answer_tokens
 
     def ended(self, request: QueuedRequest, answer_tokens: int) -> None:
-        """Charge the tenant for an answer that has ended, and update the statistics of answer lengths."""
+        """Charge the tenant for an ended answer's new tokens, and update the statistics of answer lengths."""
         if answer_tokens:
             self.generated(request, answer_tokens)
             self._lengths.learn(request.max_tokens, answer_tokens)
 
     def expect_answer(self, request: QueuedRequest) -> None:
-        """Set the mean and the forecast of the answer's length from the lengths of answers that have ended."""
+        """Set the request's `mean_tokens` and `expected_tokens` from the lengths of answers that have ended."""
         limit, to_the_limit = request.max_tokens, request.to_the_limit
         request.mean_tokens = self._lengths.mean(limit, to_the_limit=to_the_limit)
         request.expected_tokens = self._lengths.expect(limit, request.prior_output_tokens, to_the_limit=to_the_limit)
 
 
 def record(request: QueuedRequest, placement: Placement, prefill: WorkerState, decode: WorkerState | None) -> None:
-    """Count a placed request in the state of its workers; its decode context is the prompt and half of the answer."""
+    """Add a placed request to the load of its workers; its decode context is the prompt and half of the answer."""
     cached = placement.cached_tokens
     prefill.add_prompt(request.internal_id, PromptWork(request.prefill_tokens - cached, cached, request.tenant))
     if decode is not None:

@@ -1,6 +1,6 @@
-"""The state of one worker as this router knows it: requests in flight, load reports, learned costs, gap targets.
+"""The state of one worker as this router knows it: requests in flight, load reports, learned costs, latency targets.
 
-The router adds its own requests at once, and the worker's load reports add those of other routers a step later.
+The router adds its own requests at once, and the worker's load reports add those of other routers one step later.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from tandem.protocol.messages import WorkerInfo, WorkerLoad
 from tandem.settings.slo import SloClass
 
 BACK_OFF_S = 0.05
-"""The time for which a worker that refused a request gets no new ones, in seconds."""
+"""The time for which a worker that refused a request gets no new requests, in seconds."""
 _STEPS_AHEAD = 2
-"""The number of full steps of one tenant's prompt tokens that may wait at a worker.
+"""Maximum number of full steps of one tenant's prompt tokens that may wait at a worker.
 
-Two keep the worker's device busy, and leave most prompts in the router, where they can still go to a faster worker.
-Each tenant has its own limit, because a worker computes the shortest prompts first: with a common limit, long prompts
-of one tenant would fill a worker and keep the short prompts of other tenants in the router until they are computed.
+Two keep the worker's device busy, and leave most prompts in the router, where they can still go to a faster worker. The
+limit applies per tenant, because a worker computes the shortest prompts first: with a common limit, long prompts of one
+tenant would fill a worker and keep the short prompts of other tenants in the router until they are computed.
 """
 
 Clock = Callable[[], float]
-"""A clock of seconds: `time.monotonic` or a virtual one."""
+"""A function that returns the time in seconds: `time.monotonic` or a virtual clock."""
 
 
 class PromptWork(NamedTuple):
-    """The prefill work of one request of `tenant`: `tokens` tokens to compute after `cached` tokens from the cache."""
+    """The prefill work of one request of `tenant`: `tokens` tokens to compute, after `cached` cached tokens."""
 
     tokens: int
     cached: int = 0
@@ -43,7 +43,7 @@ class PromptWork(NamedTuple):
 class AnswerWork(NamedTuple):
     """The decode work of one request.
 
-    `pages` is the number of KV pages for its forecast length, `context` the mean number of tokens a step attends to.
+    `pages` is the number of KV pages for its forecast length, `context` the mean number of context tokens of its steps.
     """
 
     pages: int
@@ -55,12 +55,13 @@ _NOTHING = (0, 0, 0)
 
 
 class WorkerState:
-    """The load, costs and targets of one incarnation of a worker, as placement sees them.
+    """The load, costs and latency targets of one worker process, as placement sees them.
 
-    Its `WorkerLink` owns it; all calls come on the event loop. The number of decode rows and of pages is the larger of
-    this router's own count and that of the worker's load report, which includes the requests of other routers. The
-    number of prompt tokens is that of the report plus those of own prompts that the report does not include yet.
-    Placement reads plain attributes, computed on each change, because reads are far more frequent than changes.
+    Its `WorkerLink` owns it; all calls come on the event loop. The number of decode rows is the larger of this router's
+    own count and the number in the worker's load report, which includes the requests of other routers; so is the number
+    of pages. The number of prompt tokens is that of the report plus those of own prompts that the report does not
+    include yet. Placement reads plain attributes, computed on each change, because reads are far more frequent than
+    changes.
     """
 
     def __init__(self, info: WorkerInfo, clock: Clock) -> None:
@@ -74,33 +75,33 @@ class WorkerState:
         """Callback after a change of `prompt_rank` or `answer_rank`; the fleet sets it."""
         self.cost = StepCost()
         self.decode_speedup = 1.0
-        """The same as `WorkerLoad.decode_speedup`."""
+        """The speedup of decoding by draft tokens, as the worker reports it (`WorkerLoad.decode_speedup`)."""
         self.page_transfer_s = 0.0
         """Mean time to transfer one KV page to this worker, in seconds; 0 before the first transfer."""
         self._transfer_s = self._pages_received = 0.0
         self.gap_targets: tuple[float, ...] = ()
-        """The gap targets of the answers on this worker, in seconds, one per SLO class, ascending."""
+        """The answers' maximum inter-token gaps (`gap_target`) in seconds, one per SLO class, ascending."""
         self._prompts: dict[str, PromptWork] = {}
-        """The work left of each prompt, by wire id; 0 tokens if it is computed and its KV may still be in transfer."""
+        """The remaining work of each prompt, by internal id; 0 tokens if it is computed and perhaps in transfer."""
         self._unreported: dict[str, bool] = {}
-        """Prompts that the last load report did not include, by wire id.
+        """Prompts that are not included in the last load report, by internal id.
 
         The value is True once the worker has accepted the prompt, so that the next load report includes it.
         """
         self.prefill_tokens, self.prefill_full = 0, False
-        """Prompt tokens that wait at this worker; True if the prompts of all tenants together reach its limit."""
+        """Number of prompt tokens that wait at this worker; True if they reach the worker's limit over all tenants."""
         self.full_tenants: frozenset[str] = frozenset()
-        """The tenants from which the worker takes no further prompt now."""
+        """The tenants from which the worker takes no more prompts now."""
         self._answers: dict[str, AnswerWork] = {}
         self._classes: dict[SloClass, int] = {}
         """The number of this router's answers on the worker, by SLO class."""
         self._pages = self._context = 0
         self._reported = _NOTHING
-        """Prompt tokens, decode requests and pages in use, as the last load report gave them."""
+        """Prompt tokens, decode requests and pages in use, according to the last load report."""
         self._fresh = False
         """True if a load report has arrived since the last call of `expire_report`."""
         self.backlog: tuple[float, int] | None = None
-        """Seconds and steps that the waiting prompts take; None until `latency_model` computes them."""
+        """The seconds and steps that the waiting prompts need; None until `latency_model` computes them."""
         self._refused_until_s = -math.inf
         self._step_limit: StepLimit | None = None
         self._margin: LearnedMargin | None = None
@@ -108,17 +109,17 @@ class WorkerState:
         self.refresh()
 
     def add_prompt(self, request_id: str, work: PromptWork) -> None:
-        """Count a prompt that the router is about to send to the worker."""
+        """Add a prompt that the router is about to send to the worker."""
         self._prompts[request_id], self._unreported[request_id] = work, False
         self._refresh_prompts()
 
     def prompt_accepted(self, request_id: str) -> None:
-        """Record that the worker has accepted the prompt, so that its next load report includes the prompt."""
+        """Record that the worker has accepted a prompt, so that its next load report includes the prompt."""
         if request_id in self._unreported:
             self._unreported[request_id] = True
 
     def prompt_computed(self, request_id: str) -> None:
-        """Record that the whole prompt is computed; its KV may still be in transfer."""
+        """Record that the whole prompt is computed; its KV transfer may still be in progress."""
         if request_id in self._prompts and self._prompts[request_id].tokens:
             self._prompts[request_id] = PromptWork(0)
             self._unreported.pop(request_id, None)
@@ -128,17 +129,17 @@ class WorkerState:
             self._refresh_prompts()
 
     def remove_prompt(self, request_id: str) -> None:
-        """Remove a prompt that the worker's prefill scheduler has finished and handed over."""
+        """Remove a prompt that no longer depends on this worker: it is handed over or its attempt has ended."""
         self.prompt_computed(request_id)
         self._prompts.pop(request_id, None)
 
     def add_answer(self, request_id: str, work: AnswerWork) -> None:
-        """Count an answer that the worker is going to decode."""
+        """Add an answer that the worker is going to decode."""
         self._answers[request_id] = work
         self._count_answer(work, 1)
 
     def remove_answer(self, request_id: str) -> None:
-        """Remove an answer whose state the worker has released."""
+        """Remove an answer, because it has ended or its attempt has ended."""
         work = self._answers.pop(request_id, None)
         if work is not None:
             # The last load report still counts the answer: subtract it, or it would occupy a row until the next one.
@@ -148,7 +149,7 @@ class WorkerState:
 
     @property
     def request_ids(self) -> set[str]:
-        """The wire ids of the requests that still depend on this worker."""
+        """The internal ids of the requests that still depend on this worker."""
         return {*self._prompts, *self._answers}
 
     def report(self, load: WorkerLoad) -> None:
@@ -170,20 +171,20 @@ class WorkerState:
             self.page_transfer_s = self._transfer_s / self._pages_received
 
     def update(self, info: WorkerInfo) -> None:
-        """Store the worker's latest registration; the derived attributes change with the next `refresh`."""
+        """Store the worker's latest registration; `refresh` must be called for the derived attributes to change."""
         self.info = info
         self.prefills, self.decodes = info.takes_prompts, info.takes_answers
         self.kv = info.kv_pages
         self.kv_tokens_total = self.kv.tokens_in(info.pages_total)
-        """The number of tokens whose KV fits into the worker's pages."""
+        """Number of tokens whose KV fits into the worker's pages."""
         self.answer_tokens_total = answer_tokens(info)
         """The part of `kv_tokens_total` that answers may reserve."""
         self.max_step_tokens, self.max_batch_requests = info.max_step_tokens, info.max_batch_requests
 
     def expire_report(self) -> None:
-        """Drop the load report if none has arrived since the last call; called periodically.
+        """Drop the last load report if it arrived before the previous call of this method; called periodically.
 
-        A worker without work sends no reports, so that an old one would make it look busy.
+        A worker without work sends no reports, so that an old report would make it look busy.
         """
         if not self._fresh:
             self._reported = _NOTHING
@@ -203,7 +204,7 @@ class WorkerState:
 
     @property
     def margin(self) -> float:
-        """The 99.5th percentile of gap at the client ÷ predicted decode step.
+        """The safety factor of predicted steps: the 99.5th percentile of (gap at the client ÷ predicted decode step).
 
         Before a gap has been observed it is the margin that the worker itself has learned.
         """
@@ -212,8 +213,8 @@ class WorkerState:
     def observe_gap(self, gap_s: float) -> None:
         """Learn the margin from a gap between two tokens of an answer on this worker, in seconds.
 
-        A gap is ignored if prompts waited at the worker in that time or steps had draft tokens: the prediction is that
-        of a plain decode step.
+        A gap is ignored if prompts waited at the worker during the gap or if steps had draft tokens, because the
+        prediction is that of a plain decode step.
         """
         quiet = not self.prefill_tokens and self.clock() - gap_s >= self._last_prompt_s and self.decode_speedup == 1.0
         if quiet and self.step_s > 0.0 and self.cost.parameters.observed:
@@ -221,31 +222,37 @@ class WorkerState:
             self._margin.observe(gap_s / self.step_s, 1.0 / self.decode_requests)
 
     def gap_target(self, slo: SloClass) -> float:
-        """Return the longest gap that `slo` tolerates on this worker, in seconds; infinite if any, or not known yet."""
+        """Return the maximum inter-token gap that `slo` allows on this worker: min(ITL target, worst gap), in seconds.
+
+        It is infinite if the class has no such target or the target is not known yet.
+        """
         return slo.gap_target(self.idle_step_s) or math.inf
 
     def step_target(self, slo: SloClass) -> float:
-        """Return the longest predicted decode step that keeps the gap target, in seconds: `gap_target / margin`."""
+        """Return the longest predicted decode step that meets the gap target, in seconds: `gap_target / margin`."""
         return self.gap_target(slo) / self.margin
 
     def answers_broken(self, step_s: float) -> int:
-        """Return the number of answers whose gap target a step of `step_s` seconds instead of `self.step_s` breaks."""
+        """Return the number of answers that would newly miss their gap target if steps took `step_s` seconds.
+
+        These answers meet it with the present steps of `self.step_s` seconds.
+        """
         if not self.gap_targets or step_s <= self.gap_targets[0]:
             return 0
         return sum(n for slo, n in self._classes.items() if breaks_target(self.gap_target(slo), self.step_s, step_s))
 
     @property
     def step_limit(self) -> StepLimit:
-        """The bounds of the worker's mixed steps, which have both prompt tokens and decode rows."""
+        """The limits of the worker's mixed steps, which contain both prompt tokens and decode rows."""
         if self._step_limit is None:
             decode = ConcurrentDecode(self.decode_requests, self.decode_context, self.gap_targets)
             self._step_limit = step_limit(self.cost, self.info.assignment, decode)
         return self._step_limit
 
     def refresh(self) -> None:
-        """Compute all derived attributes again."""
+        """Recompute all derived attributes."""
         self.idle_step_s = self.cost.idle_step_s
-        """Predicted time of a decode step of one request with little context, in seconds."""
+        """Predicted time of a decode step with one request and little context, in seconds."""
         self._refresh_targets()
         self._refresh_answers()
         self._refresh_prompts()
@@ -290,7 +297,7 @@ class WorkerState:
         self.prompt_rank = self.prefill_full, self.prefill_tokens + self.decode_requests
         """The worker's sort key for prompts: workers with capacity first, then those with the fewest waiting tokens.
 
-        Each decode row counts as one more token, because a prompt delays it.
+        Each decode row counts as one more token, because a prompt delays the row's tokens.
         """
         if self.on_change is not None:
             self.on_change(self)
@@ -301,7 +308,7 @@ class WorkerState:
         self.decode_requests = rows = max(own, rows)
         pages_used = max(self._pages, pages)
         self.pages_free = self.info.pages_total - pages_used
-        """Pages that are neither reserved nor in use; may be negative."""
+        """Number of pages that are neither reserved nor in use; may be negative."""
         # The contexts of other routers' requests are unknown: they are assumed to be as long as those of this router's
         # requests, or, without any, to fill the pages in use.
         other = pages_used * self.kv.page_tokens // self.kv.groups if rows else 0
@@ -310,8 +317,8 @@ class WorkerState:
         """Predicted time of a decode step of the current batch, in seconds."""
         step_s, free = max(self.step_s, self.idle_step_s), self.pages_free
         self.decode_full = free <= 0 or rows >= self.max_batch_requests
-        """True if the worker takes no further answer now."""
+        """True if the worker takes no more answers now."""
         self.answer_rank = self.decode_full, step_s * self.info.pages_total / max(1, free)
-        """The worker's sort key for answers: workers with capacity first, then `step seconds / free share of pages`."""
+        """The worker's sort key for answers: workers with capacity first, then by step time ÷ free share of pages."""
         self.backlog = None
         self._rank()

@@ -1,4 +1,4 @@
-"""The client side of a request: chunks of the answer as their text becomes final, then an ending or an error.
+"""The client side of a request: chunks of the answer whose text is final, then an ending or an error.
 
 The text of a token is final once no later token can change it: a character may be spread over several tokens, and a
 stop string may begin in one.
@@ -16,9 +16,9 @@ from tandem.protocol.messages import FinishReason, PromptLogprobs
 
 @dataclass(slots=True)
 class AnswerChunk:
-    """The next chunk of the answer: its final text (may be "") and the tokens since the last chunk.
+    """The next chunk of an answer: the text that has become final ("" if none), and the tokens since the last chunk.
 
-    `scores` has one entry for each token if log probabilities were requested, else none.
+    `scores` has one entry per token if log probabilities were requested, else none.
     """
 
     text: str
@@ -27,8 +27,8 @@ class AnswerChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
-    """The outcome of a complete answer, which the reply shows after the last chunk; counts are in tokens."""
+class AnswerEnd:
+    """The end of a complete answer, which the reply shows after the last chunk; counts are in tokens."""
 
     finish_reason: FinishReason
     matched_stop: str
@@ -41,9 +41,9 @@ class Ending:
 class Answer:
     """The buffer of one answer between the router, which pushes chunks, and one reader.
 
-    All calls are on the event loop. A reader that is slower than the model gets larger chunks, so that the buffer never
-    holds more than the answer's tokens. The reader owns the answer and must call `close` in every case: `close` aborts
-    the request if that still runs.
+    All calls are on the event loop. Chunks that the reader has not read yet are joined, so that a slow reader gets
+    larger chunks and the buffer never holds more than the answer's tokens. The reader owns the answer and must call
+    `close` in every case: `close` aborts the request if it is still running.
     """
 
     __slots__ = (
@@ -65,17 +65,17 @@ class Answer:
         self.token_count = 0
         """Number of tokens pushed so far."""
         self.at_once = False
-        """True if the newest chunk reached the reader at once: not batched with others, and the reader was waiting."""
+        """True if the newest chunk reached the reader without delay: not batched, and the reader was waiting."""
         self.prompt_logprobs: PromptLogprobs | None = None
-        """The log probabilities of the prompt if they were requested; set before the first chunk is pushed."""
+        """The prompt's log probabilities, set before the first chunk is pushed; None if not requested."""
         self._leave: Callable[[int], None] | None = None
         self._close: Callable[[], None] | None = None
         self._chunk: AnswerChunk | None = None
-        self._ending: Callable[[], Ending] | None = None
+        self._ending: Callable[[], AnswerEnd] | None = None
         self._error: TandemError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._begun: asyncio.Future[None] | None = None
-        """The future of the caller of `scores_of_prompt` that waits for the first token."""
+        """The future on which `scores_of_prompt` waits for the first token; None if it is not waiting."""
 
     def connect(self, leave: Callable[[int], None], close: Callable[[], None]) -> None:
         """Router side: set the callbacks of the request.
@@ -87,7 +87,7 @@ class Answer:
 
     @property
     def over(self) -> bool:
-        """True if the end of the answer is known, after which nothing may be pushed."""
+        """True if the answer has its ending or its error, after which nothing may be pushed."""
         return self._ending is not None or self._error is not None
 
     async def scores_of_prompt(self) -> PromptLogprobs | None:
@@ -105,7 +105,7 @@ class Answer:
             raise Internal("the worker sent no log probabilities of the prompt; run workers of the router's release")
         return self.prompt_logprobs
 
-    async def next(self) -> AnswerChunk | Ending:
+    async def next(self) -> AnswerChunk | AnswerEnd:
         """Wait for the next chunk and return it, or the ending after the last chunk.
 
         Raises the request's `TandemError`, or `Cancelled` once the answer is closed.
@@ -128,13 +128,13 @@ class Answer:
                 self._waiter = None
 
     def close(self) -> None:
-        """Reader side: stop reading, whether or not the answer is complete. Idempotent."""
+        """Reader side: stop reading, whether or not the answer is complete. May be called several times."""
         if self._close is not None:
             self._disconnect()
             self.fail(Cancelled("the client left"))
 
     def push(self, text: str, token_ids: list[int], scores: list[TokenScore], *, waited: bool = False) -> None:
-        """Router side: add final text and tokens, with a score for each token or none at all.
+        """Router side: add final text and tokens; `scores` has an entry for each token, or none at all.
 
         `waited` is True if the tokens were delayed to be sent together with later tokens.
         """
@@ -148,13 +148,13 @@ class Answer:
             self._chunk.scores.extend(scores)
         self._wake()
 
-    def finish(self, ending: Callable[[], Ending]) -> None:
-        """Router side: complete the answer; `ending` is called when the reader reads the ending."""
+    def finish(self, ending: Callable[[], AnswerEnd]) -> None:
+        """Router side: complete the answer; `ending` is called once the reader has read all chunks."""
         self._ending = ending
         self._wake()
 
     def fail(self, error: TandemError) -> None:
-        """Router side: end the answer with `error`, after the chunks that were pushed before."""
+        """Router side: end the answer with `error`, which the reader gets after the chunks that were pushed before."""
         self._error = error
         self._wake()
 

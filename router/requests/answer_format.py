@@ -1,6 +1,6 @@
 """Structured output: the format that a client requests for an answer, and its compilation to a grammar.
 
-Grammars are compiled in processes of their own, because one may take seconds.
+Grammars are compiled in separate processes, because one compilation may take seconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tandem.tokenizers.grammar_process import GrammarKind, GrammarProcess, Gramm
 from tandem.tokenizers.grammars import GRAMMAR_CHARS_MAX
 
 _PROCESSES = 2
-"""Number of processes that compile grammars: with two, a grammar that takes two seconds does not block the others."""
+"""Number of processes that compile grammars; with two, a grammar that takes two seconds does not block the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,25 +32,25 @@ class AnswerFormat:
     """The name of the request field that sets the format, for error messages."""
     kind: GrammarKind
     value: Mapping[str, Any] | bool | str | Sequence[str]
-    """By `kind`: a JSON schema or its text, a pattern, a grammar, the choices, or parameter schemas by function."""
+    """By `kind`: a JSON schema or its text, a pattern, a grammar, choices, or the functions' parameter schemas."""
     text_only: bool = False
-    """True if the format applies only to an answer's text: then it does not conflict with a forced tool call."""
+    """True if the format applies only to the answer's text, so that it does not conflict with a forced tool call."""
 
     chars: int = dataclasses.field(init=False, default=0)
-    """The approximate size in characters, counted where the body is parsed: a large schema takes long."""
+    """The approximate size in characters, computed when the body is parsed: a large schema takes long."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "chars", len(str(self.value)))
 
 
 class FormatCompiler:
-    """Compiles formats to grammars in separate processes, fairly between tenants.
+    """Compiles formats to grammars in separate processes; tenants share them fairly.
 
     The `RequestValidator` owns it. All calls are on the event loop; `close` ends the processes.
     """
 
     def __init__(self, config: RouterConfig) -> None:
-        """`config.tokenizer_folder` contains the model's tokenizer, which the grammars need."""
+        """`config.tokenizer_folder` contains the model's tokenizer, from which the grammars are compiled."""
         self._folder = config.tokenizer_folder
         waits = "formats of answers wait to be compiled"
         # A tenant whose grammars take all of their time leaves a process to the others.
@@ -58,10 +58,10 @@ class FormatCompiler:
         self._pool = TokenizerPool(_PROCESSES, config.max_tokenizing_bytes, config.retry_after_s, waits, per_tenant)
         self._processes: _Processes | None = None
         self._unwanted: set[threading.Event] = set()
-        """One event for each format that waits or is being compiled; setting it ends the compilation."""
+        """One event per format that waits or is being compiled; setting the event cancels the compilation."""
 
     async def grammar(self, tenant: str, wanted: AnswerFormat, facts: ModelFacts) -> str:
-        """Compile the format and return the checked grammar; if the caller is cancelled, the compilation ends.
+        """Compile the format and return the checked grammar; if the caller is cancelled, the compilation is cancelled.
 
         Raises InvalidArgument, which names the format's field, if the format is malformed, not supported or too large,
         and Refused if too many formats wait.
@@ -81,7 +81,7 @@ class FormatCompiler:
             self._unwanted.discard(unwanted)
 
     def close(self) -> None:
-        """End all compilations and the processes."""
+        """Cancel all compilations and end the processes."""
         self._pool.close()
         for unwanted in self._unwanted:
             unwanted.set()
@@ -90,16 +90,16 @@ class FormatCompiler:
 
 
 class _Processes:
-    """The processes that compile grammars for one vocabulary. The threads of the `FormatCompiler`'s pool call it."""
+    """The processes that compile grammars for one vocabulary; called by the threads of the `FormatCompiler`'s pool."""
 
     def __init__(self, tokens: GrammarTokens) -> None:
         self.tokens = tokens
         self._all = [GrammarProcess(tokens) for _ in range(_PROCESSES)]
         self._idle = [*self._all]
-        """The idle processes; the last is used first, so that the second starts only if two formats come together."""
+        """The idle processes; the last is used first, so that the other starts only for two formats at once."""
 
     def make(self, wanted: AnswerFormat, unwanted: threading.Event) -> str:
-        """Compile the format and return the checked grammar; InvalidArgument names the format's field."""
+        """Compile the format and return the checked grammar. Raises InvalidArgument, which names the format's field."""
         process = self._idle.pop()
         try:
             return process.make(wanted.kind, _value(wanted), unwanted)
@@ -109,13 +109,16 @@ class _Processes:
             self._idle.append(process)
 
     def close(self) -> None:
-        """End the processes, each after the grammar that it compiles."""
+        """End the processes; each finishes its current compilation before."""
         for process in self._all:
             process.close()
 
 
 def _value(wanted: AnswerFormat) -> Any:
-    """Return the value to compile, with a JSON schema parsed. Raises ValueError if it is empty or malformed."""
+    """Return the value to compile; the text of a JSON schema is parsed.
+
+    Raises ValueError if it is empty or malformed.
+    """
     value = wanted.value
     if isinstance(value, str) and not value:
         raise ValueError("is empty")

@@ -13,20 +13,20 @@ from tandem.protocol.errors import InvalidArgument
 from tandem.tokenizers.grammar_process import GrammarKind
 
 _TAIL_TOKENS = 8
-"""Number of tokens at the prompt's end that are searched for `<think>`: enough for one per character and a newline."""
+"""Number of tokens at the end of the prompt in which `<think>` is searched: one per character and one for a newline."""
 
 
 class AnswerSyntaxes:
-    """The model's syntaxes of tool calls and of reasoning. The `RequestValidator` owns it."""
+    """The parsers of tool calls and reasoning that the router uses for the model. The `RequestValidator` owns it."""
 
     def __init__(self, config: RouterConfig, tokenizer: Tokenizer) -> None:
-        """Choose the parsers by `config`, else by the chat template; InvalidArgument if an unknown one is named."""
+        """Choose the parsers named in `config`, or by the chat template. Raises InvalidArgument for an unknown name."""
         self._tokenizer = tokenizer
         self._calls = choose_calls(config.tool_call_parser, tokenizer.template_source)
         self._reasoning = choose_reasoning(config.reasoning_parser, tokenizer.template_source)
 
     def check(self, request: ClientRequest) -> None:
-        """Raise InvalidArgument if tool calls are requested that this server cannot parse or force."""
+        """Raise InvalidArgument if the request wants tool calls that this server cannot parse or force."""
         tools, wanted = _tools(request), request.options.answer_format
         if tools.forced and wanted is not None and not wanted.text_only:
             raise InvalidArgument("tool_choice", f"cannot force a call beside {wanted.field}; send one of them")
@@ -38,7 +38,7 @@ class AnswerSyntaxes:
             )
 
     def of(self, request: ClientRequest, ids: tuple[int, ...]) -> AnswerSyntax | None:
-        """Return the syntax of the answers to the prompt `ids`; None if their text is not parsed."""
+        """Return the syntax for parsing the answers to the prompt `ids`; None if their text is not parsed."""
         if not isinstance(request.prompt, Conversation) or not request.prompt.parsed:
             return None
         tools = _tools(request)
@@ -56,7 +56,10 @@ class AnswerSyntaxes:
 
 
 def wanted_format(request: ClientRequest) -> AnswerFormat | None:
-    """Return the format that the answers must follow: a tool call if `tool_choice` forces one; None = any text."""
+    """Return the format that the answers must follow; None for any text.
+
+    If `tool_choice` forces a tool call, it is the format of the tool call.
+    """
     tools = _tools(request)
     if not tools.forced:
         return request.options.answer_format

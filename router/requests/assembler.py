@@ -8,11 +8,11 @@ class TokenAssembler:
     """Orders the tokens of one answer by index. The `RoutedRequest` owns it; all calls are on the event loop.
 
     The first token comes from the prefill worker and the others from the decode worker, and the two streams race. A
-    second attempt continues after the tokens already sent, or repeats some of them.
+    later attempt continues after the tokens already sent, or repeats some of them.
 
-    A repeated token must equal the first one. Sampling is seeded, but another attempt runs in another batch, whose
-    rounding can change the choice between tokens of almost equal probability; the tokens that follow would then
-    continue an answer that the client never saw.
+    A repeated token must equal the token that was sent first. Sampling is seeded, but another attempt runs in another
+    batch, whose rounding can change the choice between tokens of almost equal probability; the tokens that follow would
+    then continue an answer that the client never saw.
     """
 
     __slots__ = ("_early", "_finish", "_finish_at", "_token_ids")
@@ -37,9 +37,8 @@ class TokenAssembler:
     ) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:
         """Add tokens that begin at `first_index`; return the tokens that are now next in order, with their logprobs.
 
-        Tokens that arrive early are kept until the gap before them is filled, and repeated tokens are dropped.
-        `logprobs` has one entry for each token or none at all. Raises Unavailable if a repeated token differs from the
-        one already sent.
+        Tokens after a gap are kept until the gap is filled, and repeated tokens are dropped. `logprobs` has one entry
+        per token, or none at all. Raises Unavailable if a repeated token differs from the one already sent.
         """
         if first_index == len(self._token_ids) and not self._early:
             return self.extend(token_ids), logprobs
@@ -61,24 +60,24 @@ class TokenAssembler:
         return tuple(self._token_ids[start:]), tuple(scores)
 
     def only_continues_at(self, index: int) -> bool:
-        """Return True if `index` is next in order, no early tokens wait, and the end of the answer is not known."""
+        """Return True if `index` is next in order, no tokens after a gap are kept, and the end is not known."""
         return index == len(self._token_ids) and not self._early and self._finish is None
 
     def extend(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Add tokens that are known to be next in order; return the same tokens."""
+        """Add tokens that are known to be next in order, and return them."""
         self._token_ids += token_ids
         return token_ids
 
     def finish_at(self, end: int, reason: FinishReason) -> None:
-        """Record that the workers ended the answer for `reason` after `end` tokens."""
+        """Record that the answer ends after `end` tokens, with finish reason `reason`."""
         self._finish, self._finish_at = reason, end
 
     @property
     def finished(self) -> FinishReason | None:
-        """The finish reason once all tokens of the answer are in order; None before."""
+        """The finish reason, once all tokens of the answer are in order; None before."""
         return self._finish if self._finish is not None and self.count >= self._finish_at else None
 
     def restart(self) -> None:
-        """Begin a new attempt: keep the tokens that are in order, and drop the early ones."""
+        """Begin a new attempt: keep the tokens that are in order, and drop the tokens after a gap."""
         self._early.clear()
         self._finish = None

@@ -1,8 +1,8 @@
 """Several answers to one client request (n > 1 or several prompts): their seeds, and one reader for all of them.
 
 The first answer to a prompt is placed like any other request. The other answers are held until the decode worker has
-admitted the first: by then both workers have the prompt's full pages in their prefix caches, so that for the others
-they compute and transfer only the rest.
+admitted the first: by then both workers have the prompt's full pages in their prefix caches, so that only the rest of
+the prompt is computed and transferred for the other answers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 from hashlib import blake2b
 
 from router.access.client_call import served_call
-from router.requests.answer import Answer, AnswerChunk, Ending
+from router.requests.answer import Answer, AnswerChunk, AnswerEnd
 from router.requests.request import Admitted
 from tandem.protocol.errors import Cancelled, TandemError
 from tandem.protocol.messages import SamplingParams
@@ -23,9 +23,9 @@ _DOMAIN = b"tandem.choice.1"
 
 
 def choice_of(admitted: Admitted, index: int) -> Admitted:
-    """Return the request for answer number `index`: a copy with its own seed.
+    """Return the request for answer number `index`: a copy of `admitted` with its own seed.
 
-    Number 0 is the unchanged request, so that its answer is that of n = 1; only number 0 scores the prompt.
+    Number 0 is the unchanged request, so that its answer is the same as with n = 1; only number 0 scores the prompt.
     """
     if not index:
         return admitted
@@ -33,7 +33,10 @@ def choice_of(admitted: Admitted, index: int) -> Admitted:
 
 
 def _seeded(sampling: SamplingParams, index: int) -> SamplingParams:
-    """Return `sampling` with a derived seed: 64-bit BLAKE2b over seed and answer number, each 8 bytes little-endian."""
+    """Return `sampling` with a seed derived for answer number `index`.
+
+    It is the 64-bit BLAKE2b hash of the seed and the answer number, each as 8 bytes little-endian.
+    """
     data = sampling.seed.to_bytes(_SEED_BYTES, "little") + index.to_bytes(_SEED_BYTES, "little")
     digest = blake2b(data, digest_size=_SEED_BYTES, person=_DOMAIN).digest()
     return replace(sampling, seed=int.from_bytes(digest, "little"), prompt_logprobs=None)
@@ -42,7 +45,7 @@ def _seeded(sampling: SamplingParams, index: int) -> SamplingParams:
 class Choices:
     """The numbered answers to one request, merged for one reader. All calls are on the event loop.
 
-    The reader owns it and must call `close` in every case: it aborts all answers that still run.
+    The reader owns it and must call `close` in every case: `close` aborts all answers that are still running.
     """
 
     def __init__(self, answers: Sequence[Answer]) -> None:
@@ -51,7 +54,7 @@ class Choices:
         self.answers = answers
         """The answers, ordered by number."""
         self._open = dict.fromkeys(range(len(answers)))
-        self._reading: dict[int, asyncio.Task[AnswerChunk | Ending]] = {}
+        self._reading: dict[int, asyncio.Task[AnswerChunk | AnswerEnd]] = {}
 
     def __len__(self) -> int:
         """Number of answers."""
@@ -62,7 +65,7 @@ class Choices:
         """True if every answer has ended."""
         return not self._open
 
-    async def next(self) -> tuple[int, AnswerChunk | Ending]:
+    async def next(self) -> tuple[int, AnswerChunk | AnswerEnd]:
         """Wait for the next chunk or ending of any open answer, and return it with the answer's number.
 
         Raises the first `TandemError` of any answer, or `Cancelled` once the answers are closed.
@@ -72,14 +75,14 @@ class Choices:
         except TandemError as error:
             self._call.failed(error.code)
             raise
-        if isinstance(event, Ending):
+        if isinstance(event, AnswerEnd):
             del self._open[index]
         else:
             self._call.count_output_tokens(len(event.token_ids))
         return index, event
 
     def close(self) -> None:
-        """Stop reading, whether or not the answers are complete. Idempotent."""
+        """Stop reading, whether or not the answers are complete. May be called several times."""
         reading, self._reading = self._reading, {}
         for task in reading.values():
             if task.done() and not task.cancelled():
@@ -89,10 +92,10 @@ class Choices:
         for answer in reversed(self.answers):
             answer.close()
 
-    async def _alone(self) -> tuple[int, AnswerChunk | Ending]:
+    async def _alone(self) -> tuple[int, AnswerChunk | AnswerEnd]:
         return 0, await self.answers[0].next()
 
-    async def _any(self) -> tuple[int, AnswerChunk | Ending]:
+    async def _any(self) -> tuple[int, AnswerChunk | AnswerEnd]:
         for index in self._open:
             if index not in self._reading:
                 self._reading[index] = asyncio.ensure_future(self.answers[index].next())

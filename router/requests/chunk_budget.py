@@ -9,7 +9,7 @@ from tandem.cost_model.chunks import breaks_target
 
 
 def must_not_wait(target_s: float, predicted_s: float, step_s: float, delay_max_s: float) -> bool:
-    """Return True if a delay of `delay_max_s` would break an ITL target that placement predicted to be met.
+    """Return True if a delay of `delay_max_s` would miss an ITL target that placement predicted to be met.
 
     `predicted_s` is the step time predicted at placement, `step_s` the current step time; the delay is added to the
     longer one. All are in seconds.
@@ -18,19 +18,19 @@ def must_not_wait(target_s: float, predicted_s: float, step_s: float, delay_max_
 
 
 class ChunkBudget:
-    """A token bucket that limits the chunks of all answers together. The `EventStream` owns it, on the event loop.
+    """A token bucket that limits the chunks per second of all answers together.
 
-    While fewer chunks are due than the budget allows, none waits. Above the budget, tokens wait and are batched with
-    later tokens of their request.
+    The `EventStream` owns it, on the event loop. While the chunks to send are within the budget, no chunk waits. Above
+    the budget, tokens wait and are batched with later tokens of their request.
     """
 
     def __init__(self, chunks_per_s: float, delay_max_s: float) -> None:
-        """`delay_max_s` is the longest wait and the time over which unspent budget accumulates, in seconds."""
+        """`delay_max_s` is the maximum wait, and the time over which unspent budget accumulates, in seconds."""
         self._per_s, self.delay_max_s = chunks_per_s, delay_max_s
         self._saved, self._at = 0.0, -math.inf
 
     def wait_s(self, now: float, chunks: int) -> float:
-        """Return how long `chunks` chunks that are due at `now` must wait, in seconds."""
+        """Return the time that `chunks` chunks must wait if they could be sent at `now`, in seconds."""
         return min(max(0.0, (chunks - self._saved_by(now)) / self._per_s), self.delay_max_s)
 
     def spend(self, now: float, chunks: int) -> None:

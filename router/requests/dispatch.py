@@ -1,4 +1,4 @@
-"""The dispatcher, which takes requests through the router: queue, placement, Reserve and Prefill.
+"""The dispatcher, which takes requests through the router: queue, placement, and the Reserve and Prefill calls.
 
 The queues of a request, in order (its end is in `ends.py`):
 1. waiting: the request is admitted and in the queue (`router/placement/scheduler.py`) until a worker has capacity.
@@ -45,13 +45,13 @@ from tandem.protocol.mode import Mode
 log = logging.getLogger(__name__)
 
 _SHORTEST = QueuedRequest("", 0, 0.0, prompt_tokens=1, max_tokens=2)
-"""A request that fits every worker."""
+"""The smallest possible request, which fits every worker."""
 
 
 class Dispatcher:
     """Owns every request in flight, and connects the queue, placement, the worker links and the answers.
 
-    The router has one. All calls come on the event loop, also those of the `WorkerLink`s, which report to it
+    The router has one. All calls come on the event loop, including those of the `WorkerLink`s, which report to it
     (`LinkObserver`).
     """
 
@@ -62,7 +62,7 @@ class Dispatcher:
         tokens: TokenText,
         on_readiness: Callable[[], None],
     ) -> None:
-        """`tokens` turns token ids into text; `on_readiness` is called when the value of `refusal` may have changed."""
+        """`tokens` turns token ids into text; `on_readiness` is called when `refusal` may have changed."""
         self._config = config
         self._on_readiness = on_readiness
         self._live = LiveRequests(tokens)
@@ -127,9 +127,10 @@ class Dispatcher:
         return Choices([request.answer for request in requests])
 
     def _enter(self, firsts: Sequence[QueuedRequest], answers: int, tenant: str, n: int) -> None:
-        """Queue the first answer to each prompt of a request, or none of them.
+        """Queue the first answer to each prompt of a request: all of them, or none if one is rejected.
 
-        `answers` is the number of answers of the whole request, `n` that of one prompt. Raises the first rejection.
+        `answers` is the number of answers to the whole request, `n` the number of answers to one prompt. Raises the
+        first rejection.
         """
         held, held_own = self._live.held, self._live.held_of(tenant)
         for queued in firsts:
@@ -144,7 +145,7 @@ class Dispatcher:
                 raise
 
     def abort(self, tenant: str, request_id: str) -> bool:
-        """Abort a client's request by its id; return False if there is none.
+        """Abort a client's request by its id; return False if there is no request with this id.
 
         Its answers complete with finish reason `abort`.
         """
@@ -155,7 +156,7 @@ class Dispatcher:
 
     @property
     def waiting(self) -> int:
-        """Number of requests that are in the queue, or held until the first answer to their prompt is admitted."""
+        """Number of requests in the queue, or held until the first answer to their prompt is admitted."""
         return len(self._scheduler.queue) + self._live.held
 
     @property
@@ -165,9 +166,10 @@ class Dispatcher:
 
     @property
     def refusal(self) -> Unavailable | None:
-        """The error for even the shortest request; None if that could be served, now or after a recovery.
+        """The error with which every new request would be rejected; None if the shortest request could be served.
 
-        Rejections by the queue limits or by an SLO class depend on the request and are not considered.
+        The shortest request could be served if a worker takes it now or after a recovery. Rejections by the queue
+        limits or by an SLO class depend on the request and are not considered.
         """
         if (closed := self._closed()) is not None or self._recovery.waits:
             return closed
@@ -175,13 +177,13 @@ class Dispatcher:
 
     @property
     def degraded(self) -> str:
-        """The reason why requests wait for a worker that is being replaced; "" if they are served."""
+        """The reason why requests wait for a worker that is being replaced; "" if no such worker is awaited."""
         if not self._recovery.waits:
             return ""
         return f"{self._missing()}; requests wait until it does: {', '.join(sorted(self.pool.coming))}"
 
     async def drain(self, grace_s: float) -> None:
-        """Reject new requests, wait up to `grace_s` seconds for the running ones, then fail those that still run."""
+        """Reject new requests, wait up to `grace_s` seconds for the running ones, then fail the remaining ones."""
         self._draining = True
         self._on_readiness()
         if self._live and grace_s > 0:
@@ -225,7 +227,7 @@ class Dispatcher:
                 return
 
     def _bind(self, request: RoutedRequest) -> bool:
-        """Place the request at the head of the queue, or skip it; return False if no request after it may be tried."""
+        """Place the request at the head of the queue, or skip it; return False if the queue must wait."""
         queued = request.queued
         # A retry prefills its answer tokens with the prompt, at most as many as the largest prefill worker can hold.
         # The limit is computed here, because that worker may have died while the request waited.
@@ -252,7 +254,7 @@ class Dispatcher:
         self._calls.start(request)
 
     def _itl_target(self, request: RoutedRequest, placement: Placement) -> float:
-        """Return the ITL target of the request's SLO class on the chosen workers, in seconds."""
+        """Return the request's ITL target on the chosen workers, in seconds."""
         state = self.pool.link(placement.decode or placement.prefill).state
         return request.admitted.slo.itl_target(state.idle_step_s)
 
@@ -261,18 +263,18 @@ class Dispatcher:
         return (self._live[queued.internal_id] for queued in self._scheduler.queue)
 
     def live_requests(self) -> Iterable[RoutedRequest]:
-        """Return all requests, waiting and running."""
+        """Return all requests that have not ended, waiting or running."""
         return self._live.values()
 
     def waited_s(self, request: RoutedRequest) -> float:
-        """Return how long the request has been in the queue, in seconds, since the last recovery if there was one.
+        """Return the seconds for which the request has been in the queue, without the time before the last recovery.
 
         During a recovery it is 0, because no request could be served.
         """
         return self._recovery.waited_s(request.waiting_since)
 
     def swept(self) -> None:
-        """Finish a round of the sweeper.
+        """Do the work that the sweeper leaves to the end of each sweep.
 
         Expire old load reports, charge tenants for the tokens of running answers, preempt an answer if a tenant holds
         too many slots, and place waiting requests that fit now.
@@ -290,7 +292,7 @@ class Dispatcher:
 
     def on_step(self, _link: WorkerLink, step: StepOutput) -> None:
         """Process one step output of a worker."""
-        self._events.take(step, self._live.by_wire_id)
+        self._events.take(step, self._live.by_internal_id)
         self._schedule_pump()
 
     def on_lost(self, link: WorkerLink) -> None:
@@ -302,7 +304,10 @@ class Dispatcher:
         self._end_attempts(link, "went away while it served the request", retry=self._serves_or_waits)
 
     def _leave_silent_workers(self) -> None:
-        """Move the requests of silent workers to other workers; requests that no other worker can serve stay."""
+        """Move the requests of workers that do not respond to other workers.
+
+        A request stays if no other worker can serve it.
+        """
         for link in self.pool.links:
             if link.silent and link.request_ids:
                 self._end_attempts(link, "does not respond", retry=True, where=self._has_other_worker)
@@ -313,7 +318,10 @@ class Dispatcher:
     def _end_attempts(
         self, link: WorkerLink, why: str, *, retry: bool, where: Callable[[RoutedRequest], bool] = lambda _: True
     ) -> None:
-        """Fail the attempts of all requests of a worker for which `where` returns True; `retry` as in `RequestEnds`."""
+        """Fail the attempts on a worker of all requests for which `where` returns True.
+
+        `retry` is as in `RequestEnds.fail_attempt`, and `why` says in the error what is wrong with the worker.
+        """
         lost = Unavailable(f"{link.name} {why}; send it again", retry_after_s=self._config.retry_after_s)
         for request_id in link.request_ids:
             request = self._live.get(request_id)
@@ -326,7 +334,7 @@ class Dispatcher:
                 self._ends.fail_internal(request, error)
 
     def on_lease_lost(self, link: WorkerLink, lease: Lease) -> None:
-        """Fail the attempt whose lease the decode worker no longer holds; a lease of an earlier attempt is ignored."""
+        """Fail the attempt whose lease the decode worker has lost; a lease of an earlier attempt is ignored."""
         request = self._live.get(lease.request_id)
         if request is not None and request.lease == lease and request.decode is link:
             self._ends.fail_attempt(
@@ -350,7 +358,7 @@ class Dispatcher:
         self._on_readiness()
 
     def _update_recovery(self) -> bool:
-        """Update whether requests wait for workers that are being replaced; return True if that has changed."""
+        """Update whether requests wait for workers that are being replaced; return True if this has changed."""
         changed = self._recovery.update(recovering=self.pool.recovering)
         if changed and self._recovery.waits:
             log.warning("%s", self.degraded)
@@ -358,7 +366,7 @@ class Dispatcher:
 
     @property
     def _serves_or_waits(self) -> bool:
-        """True if queued requests can be served, now or once an expected worker serves."""
+        """True if queued requests can be served, either now or once an expected worker is ready."""
         return self.pool.staffed or self._recovery.waits
 
     # ---- small parts ----
@@ -370,7 +378,7 @@ class Dispatcher:
         )
 
     def _leave(self, request: RoutedRequest, tokens: int) -> None:
-        """Record that the client's reader has taken a chunk of `tokens` tokens of the answer."""
+        """Record that the client's reader has taken a chunk of `tokens` tokens from the answer."""
         if tokens and not request.pace.tokens:
             request.event_times.append(EventTime.now(LifecycleEvent.FIRST_TOKEN))
         gap_s = self.metrics.tokens_leave(request, tokens)
@@ -390,11 +398,11 @@ class Dispatcher:
         self._events.fail(request, error)
 
     def _forget(self, request: RoutedRequest) -> None:
-        """Drop the undelivered tokens of a request that has ended."""
+        """Drop the tokens of an ended request that have not been delivered."""
         self._events.forget(request)
 
     def _facts(self) -> Facts:
-        """Return the dispatcher's own figures for the metrics."""
+        """Return the values that the dispatcher itself contributes to the metrics."""
         return {
             f.REQUESTS_RUNNING: self.running,
             f.REQUESTS_WAITING: self.waiting,
@@ -403,7 +411,7 @@ class Dispatcher:
         }
 
     def _closed(self) -> Unavailable | None:
-        """Return the error for a new request while none is accepted; None if requests are accepted."""
+        """Return the error with which new requests are rejected now; None if new requests are accepted."""
         if self._draining:
             return self._leaving()
         return None if self.pool.ready or self._recovery.waits else self._no_worker()

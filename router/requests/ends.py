@@ -1,4 +1,4 @@
-"""The end of requests and attempts: a retry of the attempt, or the release of all resources of the request.
+"""The end of a request or of one attempt: the attempt is retried, or all resources of the request are released.
 
 Everything that can end a request calls `RequestEnds`: the answer's end, errors, lost workers, timeouts and the client.
 """
@@ -13,7 +13,7 @@ from router.config import RouterConfig
 from router.observability.prediction_quality import PredictionQuality
 from router.placement.fleet import IncompatiblePairs
 from router.placement.scheduler import RequestScheduler
-from router.requests.answer import Ending
+from router.requests.answer import AnswerEnd
 from router.requests.live_requests import LiveRequests
 from router.requests.metrics import RouterMetrics
 from router.requests.request import RoutedRequest
@@ -35,7 +35,7 @@ from tandem.protocol.messages import FinishReason
 log = logging.getLogger(__name__)
 
 _RETRYABLE = (TransferFailed, StaleEpoch, Unavailable, DeadlineExceeded)
-"""Errors of an attempt that a retry can fix, on the same workers or on others."""
+"""Errors of an attempt after which a retry may succeed, on the same workers or on others."""
 
 
 class RequestEnds:
@@ -60,7 +60,7 @@ class RequestEnds:
         """Set the callbacks.
 
         `pump` is called when a waiting request may fit on a worker, `send_error` to end an answer with an error after
-        its tokens in the text thread, and `forget` when a request has ended for any reason.
+        the tokens that are in the text thread, and `forget` when a request has ended for any reason.
         """
         self._config = config
         self._live = live
@@ -73,7 +73,7 @@ class RequestEnds:
         self._forget = forget
 
     def finish(self, request: RoutedRequest, reason: FinishReason, matched_stop: str) -> None:
-        """Complete the answer with `reason`; nothing happens if the request has ended."""
+        """Complete the answer with `reason`; does nothing if the request has already ended."""
         if request.ended:
             return
         if reason is FinishReason.ABORT:
@@ -86,9 +86,10 @@ class RequestEnds:
         self._end(request)
 
     def fail(self, request: RoutedRequest, error: TandemError) -> None:
-        """End the answer with `error`; nothing happens if the request has ended.
+        """End the answer with `error`; does nothing if the request has already ended.
 
-        An error of a worker about the grammar is changed to name the field of the client's request.
+        If the error comes from a worker and is about the grammar, it is changed to name the field of the client's
+        request.
         """
         if request.ended:
             return
@@ -102,8 +103,8 @@ class RequestEnds:
     def fail_attempt(self, request: RoutedRequest, error: TandemError, *, retry: bool | None = None) -> None:
         """End a failed attempt: retry the request if the error allows it and attempts are left, else fail the request.
 
-        `retry` says whether the error allows a retry; None leaves it to the error's type. An attempt that ended because
-        a worker changes its role or drains does not count as a failure.
+        `retry` is True if the error allows a retry; None decides by the error's type. An attempt that ended because a
+        worker changes its role or drains does not count as a failure.
         """
         failed = not isinstance(error, RoleClosed)
         request.failures += failed
@@ -122,10 +123,10 @@ class RequestEnds:
         self.requeue(request)
 
     def fail_internal(self, request: RoutedRequest, error: Exception) -> None:
-        """Fail a request with Internal after an unexpected exception while it was processed.
+        """Fail a request with Internal after an unexpected exception in the code that processes it.
 
-        The answer fails at once, because some of its tokens may be lost; other requests go on. Never raises: each
-        cleanup step runs even if an earlier one failed.
+        The answer fails at once, because some of its tokens may be lost; other requests are not affected. Never raises:
+        each cleanup step runs even if an earlier one failed.
         """
         log.error("internal error in request %s", request.internal_id, exc_info=error, extra=about(request.internal_id))
         reason = Internal("the router could not go on with this request; its log has the details")
@@ -149,7 +150,7 @@ class RequestEnds:
                 log.exception("cleanup failed for request %s", request.internal_id, extra=about(request.internal_id))
 
     def _exclude_pair(self, request: RoutedRequest, error: FailedPrecondition) -> TandemError:
-        """Exclude the request's pair of incompatible workers from placement; return the error for the client."""
+        """Exclude the request's pair of incompatible workers from placement, and return the error for the client."""
         prefill, decode = request.prefill, request.decode
         if prefill is None or decode is None or prefill is decode:
             return error
@@ -168,7 +169,7 @@ class RequestEnds:
         self.release(request)
 
     def release(self, request: RoutedRequest) -> None:
-        """Queue the answers that are held until the prompt of `request` is cached or `request` has ended."""
+        """Queue the other answers to the prompt of `request`, which have been held until now."""
         for each in self._live.release_held(request):
             each.waiting_since = time.monotonic()
             each.queued.start_by_s, each.queued.slo = request.queued.start_by_s, request.queued.slo
@@ -176,7 +177,7 @@ class RequestEnds:
             self._pump()
 
     def preempt(self, request: RoutedRequest) -> None:
-        """Return a running answer to the queue, because another tenant needs its slot in the decode batch."""
+        """Preempt a running answer and return it to the queue, because another tenant needs its decode slot."""
         log.info("request %s gives its slot to another tenant", request.internal_id, extra=about(request.internal_id))
         request.waiting_since = time.monotonic()
         self.requeue(request, yielded=True)
@@ -184,8 +185,8 @@ class RequestEnds:
     def requeue(self, request: RoutedRequest, *, yielded: bool = False) -> None:
         """Return the request to the queue for another attempt, which continues after the tokens in order so far.
 
-        `yielded` sets `QueuedRequest.yielded`, which stays True after an attempt that brought no token because a worker
-        refused it.
+        `yielded` sets `QueuedRequest.yielded`. That flag stays True if a worker refused the next attempt before it
+        generated a token.
         """
         yielded |= request.queued.yielded and request.assembler.count == request.prior_output_tokens
         self._leave_workers(request)
@@ -200,7 +201,7 @@ class RequestEnds:
         self._pump()
 
     def _leave_workers(self, request: RoutedRequest) -> None:
-        """Release the load of the attempt, and abort it on its workers unless they have generated the whole answer."""
+        """Remove the attempt from its workers' load; abort it on them unless they have generated the whole answer."""
         ref = request.ref
         # A set, because prefill and decode worker may be the same.
         for link in {link for link in (request.prefill, request.decode) if link is not None}:
@@ -211,13 +212,13 @@ class RequestEnds:
         self._pump()
 
     def release_load(self, request: RoutedRequest) -> None:
-        """Remove the attempt from the state of its workers, as placement sees it, and stop renewing its lease."""
+        """Remove the attempt from its workers' load as placement sees it, and stop renewing its lease."""
         if request.prefill is not None:
             request.prefill.state.remove_prompt(request.internal_id)
         if request.decode is not None:
             request.decode.remove_answer(request.internal_id)
 
-    def _ending(self, request: RoutedRequest, reason: FinishReason, matched_stop: str) -> Ending:
+    def _ending(self, request: RoutedRequest, reason: FinishReason, matched_stop: str) -> AnswerEnd:
         """Return the ending for the client, and count the request as finished."""
         ending = request.ending(reason, matched_stop)
         self._metrics.finished(request, reason)

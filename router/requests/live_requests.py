@@ -1,4 +1,4 @@
-"""All requests that have not ended, by wire id and by client id, and those held until their prompt is cached."""
+"""All requests that have not ended, by internal id and by client id, and those held until their prompt is cached."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from router.text.answer_text import AnswerText, TokenText
 
 
 class LiveRequests(Mapping[str, RoutedRequest]):
-    """Maps wire ids to requests; a client's request for n answers is n requests here.
+    """A mapping from internal ids to requests; a client's request for n answers is n requests here.
 
     The dispatcher owns it; all calls are on the event loop.
     """
@@ -26,18 +26,18 @@ class LiveRequests(Mapping[str, RoutedRequest]):
         self._tokens = tokens
         self._by_internal_id: dict[str, RoutedRequest] = {}
         self._by_client_id: dict[tuple[str, str], list[RoutedRequest]] = {}
-        """Requests by tenant and client id, so that two tenants may use the same id."""
+        """Requests by tenant and client id; the tenant is part of the key, because two tenants may use the same id."""
         self._emptied = asyncio.Event()
         self.arrivals = 0
-        """Number of requests ever made, accepted or not."""
+        """Number of requests made since the start, accepted or not."""
         self.held = 0
         """Number of requests that are held until the first answer to their prompt is admitted by its decode worker."""
         self._held_of: Counter[str] = Counter()
         """The number of held requests, by tenant."""
 
     @property
-    def by_wire_id(self) -> Mapping[str, RoutedRequest]:
-        """The same mapping as a plain dict, whose lookups are faster."""
+    def by_internal_id(self) -> Mapping[str, RoutedRequest]:
+        """The requests by internal id, as a plain dict, whose lookups are faster than those of this object."""
         return self._by_internal_id
 
     def __getitem__(self, internal_id: str) -> RoutedRequest:
@@ -50,7 +50,7 @@ class LiveRequests(Mapping[str, RoutedRequest]):
         return len(self._by_internal_id)
 
     def of_client(self, tenant: str, request_id: str) -> Sequence[RoutedRequest]:
-        """Return all answers to a client's request, also those that have ended; () once all have ended."""
+        """Return all answers to a client's request, including ended ones; () once all have ended."""
         return self._by_client_id.get((tenant, request_id), ())
 
     def held_of(self, tenant: str) -> int:
@@ -58,14 +58,14 @@ class LiveRequests(Mapping[str, RoutedRequest]):
         return self._held_of[tenant]
 
     def make(self, admitted: Admitted, joint: JointOutcome) -> list[RoutedRequest]:
-        """Return one new request for each answer to a prompt, in order; `add` must make them live.
+        """Return one new request for each answer to a prompt, in order; the caller must pass them to `add`.
 
         `joint` collects the SLO outcome of the client's request, which may have further prompts.
         """
         return [self._make(choice_of(admitted, index), joint) for index in range(admitted.n)]
 
     def add(self, requests: Sequence[RoutedRequest]) -> None:
-        """Add all answers to one prompt of a client's request; the first holds the others until its prompt is cached.
+        """Add the requests for all answers to one prompt; all but the first are held until the prompt is cached.
 
         See `router/requests/choices.py`.
         """
@@ -78,7 +78,7 @@ class LiveRequests(Mapping[str, RoutedRequest]):
         self._by_client_id.setdefault(_name(first), []).extend(requests)
 
     def release_held(self, request: RoutedRequest) -> list[RoutedRequest]:
-        """Stop holding the other answers to the prompt of `request`; return those that have not ended."""
+        """End the hold of the other answers to the prompt of `request`, and return those that have not ended."""
         held, request.held = request.held, ()
         if held:
             self.held -= len(held)
@@ -97,7 +97,7 @@ class LiveRequests(Mapping[str, RoutedRequest]):
             self._emptied.set()
 
     async def until_empty(self) -> None:
-        """Wait until the last request has ended; the caller must prevent new ones."""
+        """Wait until the last request has ended; the caller must ensure that no requests are added meanwhile."""
         if self:
             self._emptied.clear()
             await self._emptied.wait()

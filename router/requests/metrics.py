@@ -1,4 +1,4 @@
-"""The router's metrics: counters and histograms of every request, and its outcome by the targets of its SLO class."""
+"""The router's metrics: counters and histograms of requests, and the outcomes by SLO class."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _TTFT, _ITL = "ttft", "itl"
 class RouterMetrics:
     """Owns the router's metric registry, the goodput and the trace store.
 
-    The dispatcher owns it and writes on the event loop; the values may be read from any thread.
+    The dispatcher owns it and updates it on the event loop; the values may be read from any thread.
     """
 
     def __init__(self, config: RouterConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` returns the time in seconds, by which the gaps between tokens are measured."""
+        """`clock` returns the time in seconds; it measures the gaps between tokens."""
         labels = {"model": config.model_name, "role": _ROLE, "worker": config.name}
         self.registry = registry = Registry(labels)
         self.clock = clock
@@ -58,13 +58,13 @@ class RouterMetrics:
     # At the listener
 
     def offered(self, answers: int, prompt_tokens: int, answer_tokens: float) -> None:
-        """Count a request for `answers` answers to one prompt; `answer_tokens` is the expected length of each."""
+        """Count a request for `answers` answers to one prompt; `answer_tokens` is the expected length of one answer."""
         self.registry.counter(f.OFFERED_REQUESTS).add(answers)
         self.registry.counter(f.OFFERED_PROMPT_TOKENS).add(prompt_tokens)
         self.registry.counter(f.OFFERED_ANSWER_TOKENS).add(answers * answer_tokens)
 
     def refused(self, slo_class: str, error: TandemError) -> None:
-        """Count a rejection by its reason; unless the request was invalid, it also counts against its SLO class."""
+        """Count a rejected request by its reason; unless it was invalid, it also counts against its SLO class."""
         reason = reason_of(error)
         self.registry.counter(f.ADMISSION_REJECTIONS, reason).add()
         if reason is not Refusal.INVALID and slo_class in self._classes:
@@ -79,8 +79,8 @@ class RouterMetrics:
     def tokens_leave(self, request: RoutedRequest, tokens: int) -> float | None:
         """Count a chunk of `tokens` tokens that is sent to the client.
 
-        Return the gap between its first token and the token before, in seconds; None if the chunk has text only or
-        starts the answer.
+        Returns the gap between its first token and the token before, in seconds; None if the chunk has no tokens or is
+        the first of the answer.
         """
         if not tokens:
             return None
@@ -97,7 +97,7 @@ class RouterMetrics:
         return gap
 
     def placed(self, record: PlacementRecord) -> None:
-        """Record the predicted and the actual latencies of a placement."""
+        """Record the predicted and the actual latencies of a placement whose request has received all its tokens."""
         registry = self.registry
         registry.counter(f.PLACEMENTS).add()
         registry.counter(f.REGRET).add(record.regret_s)
@@ -113,7 +113,7 @@ class RouterMetrics:
     # At the end: only the first of these calls counts
 
     def finished(self, request: RoutedRequest, reason: FinishReason) -> None:
-        """Count an answer whose last message is sent to the client."""
+        """Count an answer that has ended for `reason`, when its last message is sent to the client."""
         if request.counted:
             return
         if reason is FinishReason.ABORT:
@@ -148,8 +148,8 @@ class RouterMetrics:
     def left(self, request: RoutedRequest) -> None:
         """Count a request whose client disconnected.
 
-        The request counts against its SLO class only if it had missed a target before. If the request has failed, only
-        its trace is stored, as its client has now received the error.
+        The request counts against its SLO class only if it had already missed a target. If the request has failed, only
+        its trace is stored, because its client has now received the error.
         """
         if request.failure:
             outcome, request.failure = request.failure, ""
@@ -163,7 +163,7 @@ class RouterMetrics:
         self.traces.add(request.trace(self._model, FinishReason.ABORT.name.lower()), whole=False)
 
     def failed(self, request: RoutedRequest, error: TandemError) -> None:
-        """Count a request that failed; `left` stores its trace once the client has received the error."""
+        """Count a request that failed; its trace is stored by `left`, once the client has received the error."""
         if request.counted:
             return
         request.counted, request.failure = True, error.code
@@ -180,7 +180,7 @@ class RouterMetrics:
         self._ended(request, verdict if met_counts or verdict.outcome is not Outcome.MET else None)
 
     def _ended(self, request: RoutedRequest, verdict: RequestOutcome | None) -> None:
-        """Add the outcome of one answer; the SLO is counted once per client request, at the end of its last answer."""
+        """Add the outcome of one answer; the SLO outcome counts once per client request, when its last answer ends."""
         joint = request.joint.add(verdict)
         if joint is not None:
             self._count(request.admitted.slo.name, joint)
@@ -193,7 +193,7 @@ class RouterMetrics:
             self.goodput.met(slo_class)
 
     def _begin_at_zero(self) -> None:
-        """Create all series at 0, so that Prometheus sees the first event of each as an increase."""
+        """Create all series with value 0, so that Prometheus sees the first event of a series as an increase."""
         registry = self.registry
         for reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT):
             registry.counter(f.REQUEST_SUCCESS, reason.name.lower())

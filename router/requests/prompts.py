@@ -20,7 +20,7 @@ from tandem.protocol.page_digests import page_digests, root_digest
 
 _ROLES = ("system", "user", "assistant", "tool")
 _PAGES_INLINE = 64
-"""Largest number of pages hashed on the event loop, at a microsecond each; longer prompts use a tokenizer thread."""
+"""Maximum number of pages hashed on the event loop (1 µs per page); longer prompts are hashed in a tokenizer thread."""
 
 
 class PromptEncoder:
@@ -30,13 +30,13 @@ class PromptEncoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, pool: TokenizerPool, max_messages: int) -> None:
-        """`max_messages` is the largest number of messages in a conversation."""
+        """`max_messages` is the maximum number of messages in a conversation."""
         self._tokenizer = tokenizer
         self._pool = pool
         self._max_messages = max_messages
 
     def check(self, request: ClientRequest) -> None:
-        """Raise InvalidArgument for errors that are cheap to find; messages are checked when they are rendered."""
+        """Raise InvalidArgument for errors that are cheap to find; rendering checks the messages later."""
         prompt = request.prompt
         if isinstance(prompt, Conversation):
             if not prompt.turns:
@@ -49,7 +49,7 @@ class PromptEncoder:
             check_text("prompt", prompt)
 
     async def token_ids(self, request: ClientRequest, served: ServedModel, last: int | None) -> tuple[int, ...]:
-        """Return the prompt's token ids, only the last `last` of them if that is not None.
+        """Return the prompt's token ids; only the last `last` of them unless `last` is None.
 
         Raises InvalidArgument if there are no tokens or too many, and ResourceExhausted if too many prompts wait.
         """
@@ -85,7 +85,7 @@ class PromptEncoder:
         return self._tokenizer.encode(text, add_special_tokens=special is not False, last=last)
 
     def _check_text_length(self, field: str, text: str, served: ServedModel) -> None:
-        """Reject a text that cannot fit the context before all of it is encoded, which takes a second per megabyte."""
+        """Reject a text that cannot fit the context before it is encoded, which takes one second per megabyte."""
         context = served.facts.max_context
         least = self._tokenizer.fewest_tokens(text, context)
         if least >= context:
@@ -94,9 +94,9 @@ class PromptEncoder:
             )
 
     async def tokenized(
-        self, request: ClientRequest, served: ServedModel, last: int | None, *, spell: bool
+        self, request: ClientRequest, served: ServedModel, last: int | None, *, token_texts: bool
     ) -> tuple[list[int], list[str] | None]:
-        """Return the token ids of a text or a conversation, and the text of each token if `spell`; for /tokenize.
+        """Return the token ids of a text or a conversation for /tokenize, and each token's text if `token_texts`.
 
         `last` is the same as in `token_ids`. Raises InvalidArgument for a prompt that cannot fit the context, and
         ResourceExhausted if too many prompts wait.
@@ -109,7 +109,7 @@ class PromptEncoder:
             if len(ids) > context:
                 field = field_of(request)
                 raise too_long(field, field=field, prompt=len(ids), answer=0, limit=context, context=context)
-            return ids, self._tokenizer.spellings(ids) if spell else None
+            return ids, self._tokenizer.spellings(ids) if token_texts else None
 
         return await self._pool.run(request.tenant, _prompt_chars(prompt), encode)
 
@@ -124,7 +124,7 @@ class PromptEncoder:
         return await self._pool.run(tenant, len(ids), partial(self._tokenizer.decode_all, ids))
 
     async def spelled(self, tenant: str, ids: tuple[int, ...], logprobs: PromptLogprobs) -> list[TokenScore]:
-        """Return the log probabilities of a prompt's tokens with their texts; see `format_prompt_logprobs`."""
+        """Return the scores of a prompt's tokens: log probabilities and texts, as in `format_prompt_logprobs`."""
         values = len(ids) * (1 + logprobs.top_count)
         return await self._pool.run(
             tenant, values, partial(format_prompt_logprobs, ids, logprobs, self._tokenizer.token_bytes)
@@ -133,7 +133,7 @@ class PromptEncoder:
     async def page_digests(self, tenant: str, ids: tuple[int, ...], salt: str, page_tokens: int) -> tuple[bytes, ...]:
         """Return the digests of the prompt's full pages, which are the keys of the prefix caches.
 
-        Return () if the prompt has no full page, or if `page_tokens` is 0 because the workers' page sizes differ.
+        Returns () if the prompt has no full page, or if `page_tokens` is 0 because the workers' page sizes differ.
         """
         if not 0 < page_tokens <= len(ids):
             return ()
@@ -151,10 +151,10 @@ def field_of(request: ClientRequest) -> str:
 def too_long(
     wrong: str, *, field: str, prompt: int, answer: int, limit: int, context: int, least: str = ""
 ) -> ContextLengthExceeded:
-    """Return the error for a request that exceeds the context, with the text that OpenAI clients look for.
+    """Return the error for a request that exceeds the context; its text has the words that OpenAI clients look for.
 
-    `wrong` is the field to change, `field` the field of the prompt. `prompt`, `answer`, `limit` (that of prompt and
-    answer together) and `context` are in tokens; `least` is "at least " if the prompt may be longer than `prompt`.
+    `wrong` is the field to change, `field` the field of the prompt. `prompt`, `answer`, `context` and `limit` (for
+    prompt and answer together) are in tokens; `least` is "at least " if the prompt may be longer than `prompt`.
     """
     held = "" if limit == context else f" The workers' KV cache holds no more of the model's context of {context}."
     return ContextLengthExceeded(

@@ -1,6 +1,6 @@
-"""The forms of a request inside the router: as the client sent it, as validated, and in flight with its state.
+"""The forms of a request inside the router: as sent by the client, as validated, and in flight with its state.
 
-A `ClientRequest` becomes an `Admitted` in validation, and one `RoutedRequest` per answer in the dispatcher.
+Validation turns a `ClientRequest` into an `Admitted`, and the dispatcher makes one `RoutedRequest` per answer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from router.observability.prediction_quality import PlacementRecord
 from router.observability.request_outcome import GapTracker, JointOutcome
 from router.placement.policy import Placement
 from router.placement.queue import QueuedRequest
-from router.requests.answer import Answer, Ending
+from router.requests.answer import Answer, AnswerEnd
 from router.requests.answer_format import AnswerFormat
 from router.requests.assembler import TokenAssembler
 from router.text.answer_syntax.formats import AnswerSyntax
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from router.workers.worker_link import WorkerLink
 
 SILENCE_S = 1e-3
-"""The shortest time without an event of its workers that is recorded as silence of a request, in seconds."""
+"""Minimum time without an event from its workers after which a request is recorded as SILENT, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Generation options as a client gave them, not validated; None means not given."""
+    """Generation options as a client gave them, not validated; None means that the client did not give the option."""
 
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -48,13 +48,13 @@ class Options:
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     logprobs: int | None = None
-    """Number of most likely tokens to report with each chosen one; None = no log probabilities."""
+    """Number of most likely tokens to report with each sampled token; None = no log probabilities."""
     top_logprobs: int | None = None
-    """The name of `logprobs` in OpenAI's chat API; it takes precedence if both are given."""
+    """OpenAI's name of `logprobs` in the chat API; it takes precedence if both are given."""
     prompt_logprobs: int | None = None
-    """Number of most likely tokens to report with each token of the prompt; None = the prompt is not scored."""
+    """Number of most likely tokens to report with each prompt token; None = the prompt is not scored."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Pairs (token id, bias that is added to its logit)."""
+    """Pairs (token id, bias); the bias is added to the token's logit."""
     seed: int | None = None
     n: int | None = None
     """Number of answers to return."""
@@ -64,25 +64,25 @@ class Options:
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     include_stop: bool = False
-    """True if the stop string that ends the answer is included in its text."""
+    """True if the answer's text includes the stop string that ends it."""
     ignore_eos: bool = False
     speculate: bool = True
-    """False if the answer is decoded without draft tokens, one token a step."""
+    """True if draft tokens may be used; False decodes one token per step."""
     priority: int = 0
-    """Lower values are served first among the requests of one tenant."""
+    """The client's priority: among the requests of one tenant, lower values are served first."""
     slo_class: str = ""
     cache_salt: str = ""
-    """Cached KV pages are reused only between requests with the same salt."""
+    """A salt of the prefix cache: cached KV pages are reused only between requests with the same salt."""
     answer_format: AnswerFormat | None = None
     """The format that every answer follows; None = any text."""
     add_special_tokens: bool | None = None
-    """True to add the model's special tokens to the prompt; None adds them to plain text, but not after a template."""
+    """True to add the model's special tokens to the prompt; None adds them to plain text, but not to a conversation."""
     truncate_prompt_tokens: int | None = None
-    """Number of the prompt's last tokens to keep; -1 keeps as many as fit into the context with the answer."""
+    """Number of tokens to keep at the end of the prompt; -1 keeps as many as fit into the context with the answer."""
 
     @property
     def alternatives(self) -> int | None:
-        """Number of most likely tokens to report with each chosen one, from `top_logprobs` or `logprobs`.
+        """Number of most likely tokens to report with each sampled token, from `top_logprobs` or `logprobs`.
 
         None means that no log probabilities are reported.
         """
@@ -95,7 +95,7 @@ class Options:
 
     @property
     def answer_limit(self) -> tuple[str, int | None]:
-        """The name of the field that limits the answer's length, and the limit in tokens; None if not given."""
+        """The name of the field that limits the answer's length, and the limit in tokens (None if not given)."""
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", self.max_tokens
@@ -103,24 +103,27 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A prompt that consists of chat messages, which the chat template renders."""
+    """A prompt of chat messages, which the chat template renders."""
 
     turns: tuple[ChatTurn, ...]
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """The client's template variables (`chat_template_kwargs`), as parsed from JSON."""
+    """The client's variables for the chat template (`chat_template_kwargs`), as parsed from JSON."""
     tools: ToolOptions = field(default_factory=ToolOptions)
     end: PromptEnd = PromptEnd.NEXT_TURN
     parsed: bool = False
-    """True if the answer is split into reasoning, content and tool calls."""
+    """True if the answer is parsed into reasoning, content and tool calls."""
 
 
 Prompt = str | tuple[int, ...] | Conversation
-"""A prompt is text, token ids, or a conversation."""
+"""A prompt: text, token ids, or a conversation."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """A request as the HTTP or gRPC listener parsed it, not validated. The router makes an id if `request_id` is ""."""
+    """A request as the HTTP or gRPC listener parsed it, not validated.
+
+    If `request_id` is "", the router makes an id.
+    """
 
     request_id: str
     model: str
@@ -134,13 +137,13 @@ class ClientRequest:
 
     @property
     def operation(self) -> str:
-        """The name of the operation in OpenTelemetry's semantic conventions for generative AI."""
+        """The operation's name in OpenTelemetry's conventions for generative AI, such as `text_completion`."""
         return "chat" if isinstance(self.prompt, Conversation) else "text_completion"
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A validated prompt of a request, ready for dispatch: token ids, complete sampling values, stop strings."""
+    """A validated prompt of a request, ready for dispatch, with token ids, all sampling values and stop strings."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -149,21 +152,21 @@ class Admitted:
     priority: int
     event_times: tuple[EventTime, ...]
     include_stop: bool = False
-    """The same as `Options.include_stop`."""
+    """True if the answer's text includes the stop string that ends it."""
     cache_salt: str = ""
     """The prefix cache salt derived from tenant, adapter and the client's salt (`router/access/tenants.py`)."""
     adapter: AdapterFacts | None = None
-    """The LoRA adapter to use; None = the base model."""
+    """The LoRA adapter to apply; None = the base model."""
     tenant: str = ""
     slo: SloClass = BEST_EFFORT
     digests: tuple[bytes, ...] = ()
-    """Digests of the prompt's full pages; () = unknown."""
+    """The digests of the prompt's full pages; () if they are unknown."""
     n: int = 1
     """Number of answers to generate (`router/requests/choices.py`)."""
     context: TraceContext = field(default_factory=TraceContext.fresh)
-    """The client's trace context, or a new one if it sent none."""
+    """The client's trace context; a new context if the client sent none."""
     operation: str = "text_completion"
-    """The same as `ClientRequest.operation`."""
+    """The operation's name in OpenTelemetry's conventions for generative AI."""
     syntax: AnswerSyntax | None = None
     """The syntax by which the answers are parsed into reasoning, content and tool calls; None = plain text."""
     format_field: str = ""
@@ -175,14 +178,14 @@ class Admitted:
 
     @property
     def waited_s(self) -> float:
-        """The seconds since the router received the request; TTFT counts from there and includes tokenization."""
+        """The seconds since the router received the request; TTFT is measured from then and includes tokenization."""
         return max(0.0, (time.time_ns() - self.event_times[0].unix_nanos) / 1e9) if self.event_times else 0.0
 
     def queued(self, internal_id: str, sequence: int, arrived_s: float) -> QueuedRequest:
         """Return the sizes and targets of the request for the queue and placement.
 
-        `arrived_s` is its time of arrival in seconds by the router's clock. The digests are left out if the prompt is
-        scored, because every token must be computed then.
+        `arrived_s` is its time of arrival in seconds of the router's clock. If the prompt is scored, the digests are
+        left out, because cached tokens would not be computed and thus not scored.
         """
         return QueuedRequest(
             internal_id=internal_id,
@@ -212,7 +215,7 @@ class RoutedRequest:
     waiting_since: float
     """Monotonic time at which the request last entered the queue, in seconds."""
     last_event_s: float = 0.0
-    """Monotonic time of its placement or the last event from its workers, in seconds."""
+    """Monotonic time of the placement or of the last event from the workers, whichever is later, in seconds."""
     attempt: int = 1
     failures: int = 0
     prediction: Placement | None = None
@@ -230,7 +233,7 @@ class RoutedRequest:
     event_times: list[EventTime] = field(default_factory=list)
     transfer: TransferStats | None = None
     preempted_at: int | None = None
-    """Number of answer tokens when the decode worker preempted the current attempt; None = not preempted.
+    """Number of answer tokens at which the decode worker preempted the current attempt; None = not preempted.
 
     The first token of the attempt may still be in flight from the prefill worker.
     """
@@ -239,27 +242,27 @@ class RoutedRequest:
     prefill_worker: str = ""
     decode_worker: str = ""
     pace: GapTracker = field(default_factory=GapTracker)
-    """The timing of the answer's tokens as they leave for the client."""
+    """The gaps between the answer's tokens as they leave for the client."""
     counted: bool = False
-    """True if the end of the request is counted in the metrics."""
+    """True if the end of the request has been counted in the metrics."""
     failure: str = ""
-    """The code of an error that waits to be sent after the last tokens; "" if there is none or it is sent."""
+    """The code of an error that is to be sent after the last tokens; "" if there is none or it has been sent."""
     joint: JointOutcome = field(default_factory=JointOutcome)
     """The SLO outcome of the client's request, shared by all its answers."""
     generated: bool = False
-    """True if the workers have generated the whole answer and hold no state of the request."""
+    """True once the workers have generated the whole answer and hold no state of the request."""
     held: tuple[RoutedRequest, ...] = ()
-    """Further answers to the same prompt, which enter the queue once this answer's prompt is cached."""
+    """The other answers to the same prompt, which enter the queue once this answer's prompt is cached."""
     ended: bool = False
 
     @property
     def ref(self) -> RequestRef:
-        """The wire id and number of the current attempt."""
+        """The current attempt: internal id and attempt number."""
         return RequestRef(self.internal_id, self.attempt)
 
     @property
     def prior_output_tokens(self) -> int:
-        """Number of answer tokens from earlier attempts, which this attempt prefills with the prompt."""
+        """Number of answer tokens from earlier attempts; this attempt prefills them after the prompt."""
         return self.queued.prior_output_tokens
 
     @property
@@ -268,10 +271,10 @@ class RoutedRequest:
         return self.admitted.prompt_token_ids + self.assembler.first(self.prior_output_tokens)
 
     def only_continues_at(self, index: int) -> bool:
-        """Return True if tokens that begin at `index` are next in the answer and change no other state.
+        """Return True if tokens from `index` on are the next of the answer and their arrival changes no other state.
 
-        This holds after the attempt's first token and its admission on the decode worker, until the end or a preemption
-        of the answer is known.
+        This holds once the attempt's first token has arrived and the decode worker has admitted the request, until an
+        end or a preemption of the answer is known.
         """
         return (
             index > self.queued.prior_output_tokens
@@ -281,19 +284,22 @@ class RoutedRequest:
         )
 
     def note_silence(self, now: float) -> None:
-        """Record SILENT at the time of the workers' last event. The attempt is abandoned at `now` (monotonic)."""
+        """Record the event SILENT at the time of the workers' last event, unless that was less than `SILENCE_S` ago.
+
+        `now` is the monotonic time in seconds.
+        """
         silent_s = now - self.last_event_s
         if self.prefill is not None and silent_s > SILENCE_S:
             self.event_times.append(EventTime(LifecycleEvent.SILENT, time.time_ns() - int(silent_s * 1e9)))
 
     def timeline(self) -> Timeline:
-        """Return the timeline of the request's events so far."""
+        """Return the request's lifecycle events so far, with their times."""
         return Timeline(tuple(self.event_times), self.transfer, self.prefill_worker, self.decode_worker)
 
-    def ending(self, reason: FinishReason, matched_stop: str) -> Ending:
+    def ending(self, reason: FinishReason, matched_stop: str) -> AnswerEnd:
         """Return the ending of the answer for the client, and record the FINISHED event."""
         self.event_times.append(EventTime.now(LifecycleEvent.FINISHED))
-        return Ending(
+        return AnswerEnd(
             finish_reason=reason,
             matched_stop=matched_stop,
             prompt_tokens=len(self.admitted.prompt_token_ids),

@@ -1,11 +1,11 @@
-"""Shares the slots and KV pages of decode workers among tenants, by preempting answers of those that hold most.
+"""Shares the slots and KV pages of decode workers fairly among tenants, by preempting answers.
 
-The queue is fair among waiting tenants, but an answer holds its slot and its KV pages to its end, and a tenant may hold
-all of them before another one comes. Then its youngest answers return to the queue and continue later: their tokens are
-kept, and are prefilled with the prompt.
+The queue is fair among waiting tenants, but an answer keeps its slot and its KV pages to its end, and one tenant may
+hold all of them before another tenant's request arrives. Then the newest answers of the first tenant are preempted:
+they return to the queue and continue later, when their tokens are prefilled with the prompt.
 
-A tenant's share is the larger one of its shares of all slots and of all KV pages (dominant resource fairness: Ghodsi et
-al., NSDI 2011).
+A tenant's share is the larger of its share of all slots and its share of all KV pages (dominant resource fairness:
+Ghodsi et al., NSDI 2011).
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ from router.requests.ends import RequestEnds
 from router.requests.request import RoutedRequest
 
 WAIT_S = 1.0
-"""The time that a request waits before answers are preempted for it, in seconds; most slots become free by then."""
+"""Minimum time that a request waits before an answer is preempted for it, in seconds; most slots are freed sooner."""
 _SHARE = 2
-"""A tenant keeps its answers unless its share is this many times that of the tenant that waits.
+"""A tenant's answers are preempted only if its share is at least this multiple of the waiting tenant's share.
 
 Equal shares would preempt an answer whenever two busy tenants differ by one, and each preemption costs a prefill.
 """
 _PROGRESS_TOKENS = 16
-"""Number of tokens that an attempt must have generated before it may be preempted, so that every answer progresses."""
+"""Minimum number of tokens that an attempt generates before it may be preempted, so that every answer progresses."""
 
 
 class SlotShares:
-    """Preempts at most one answer on each call. The dispatcher owns it and calls it on the event loop."""
+    """Preempts answers of tenants that hold too many slots, at most one per call.
+
+    The dispatcher owns it and calls it on the event loop.
+    """
 
     def __init__(self, policy: PlacementPolicy, fleet: Fleet, ends: RequestEnds) -> None:
         self._policy, self._fleet, self._ends = policy, fleet, ends
@@ -52,9 +55,10 @@ class SlotShares:
 def answer_to_preempt(
     waiting: RoutedRequest, live: Iterable[RoutedRequest], slots: int, kv_tokens: int
 ) -> RoutedRequest | None:
-    """Return the newest answer of the tenant with the largest share of `slots` slots and KV of `kv_tokens` tokens.
+    """Return the answer to preempt for `waiting`: of the tenant with the largest share, the least urgent and newest.
 
-    None if the tenant of `waiting`, which counts as running, has its share, or if no answer may be preempted.
+    `slots` and `kv_tokens` are the totals of all decode workers. None if no tenant's share is `_SHARE` times that of
+    the waiting tenant, counting `waiting` as running, or if no answer may be preempted.
     """
     running = [each for each in live if each.decode is not None and not each.generated]
     shares: defaultdict[str, list[RoutedRequest]] = defaultdict(list)

@@ -1,8 +1,8 @@
-"""Turns the step events of workers into the client's answer: orders tokens, detokenizes them, ends the answer.
+"""Turns the step events of workers into the client's answer: orders the tokens, detokenizes them, and ends the answer.
 
-Every token is sent at once while all answers together stay within a budget of chunks per second; the budget keeps the
-CPU free for an engine on the same machine. Above the budget a chunk carries the tokens of several steps, except for
-answers whose ITL target would break by the delay.
+Tokens are sent at once while all answers together stay within a budget of chunks per second; the budget keeps the CPU
+free for an engine on the same machine. Above the budget a chunk contains the tokens of several steps, except for
+answers that would miss their ITL target because of the delay.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tandem.protocol.messages import FinishReason, RequestEvent, StepOutput, Tok
 
 
 class RequestOwner(Protocol):
-    """The interface that ends requests, implemented by `RequestEnds`."""
+    """The interface through which the stream ends or requeues requests, implemented by `RequestEnds`."""
 
     def finish(self, request: RoutedRequest, reason: FinishReason, matched_stop: str) -> None:
         """Complete the answer."""
@@ -34,23 +34,23 @@ class RequestOwner(Protocol):
         """End the answer with `error`."""
 
     def fail_attempt(self, request: RoutedRequest, error: TandemError) -> None:
-        """End a failed attempt, with a retry if `error` allows one."""
+        """End a failed attempt, and retry the request if `error` allows it."""
 
     def fail_internal(self, request: RoutedRequest, error: Exception) -> None:
         """Fail the request after an unexpected exception."""
 
     def release(self, request: RoutedRequest) -> None:
-        """Queue the answers that are held until the prompt of `request` is cached."""
+        """Queue the other answers to the prompt of `request`, which were held until the prompt is cached."""
 
     def requeue(self, request: RoutedRequest) -> None:
         """Return the request to the queue for another attempt."""
 
     def release_load(self, request: RoutedRequest) -> None:
-        """Release the attempt's load in the state of its workers."""
+        """Remove the attempt from its workers' load as placement sees it."""
 
 
 class EventStream:
-    """Processes the step events of both workers of every request.
+    """Processes the events that prefill and decode workers report about requests.
 
     The dispatcher owns it; all calls come on the event loop. It owns the text thread, which detokenizes.
     """
@@ -62,9 +62,9 @@ class EventStream:
         self._budget = ChunkBudget(config.chunks_per_s, config.chunk_delay_max_s)
         self._timer: asyncio.TimerHandle | None = None
         self._held: dict[str, RequestText] = {}
-        """First tokens that are held to be sent with the second token, by wire id."""
+        """First tokens that are held, to be sent together with the second token, by internal id."""
         self.stale = 0
-        """Number of dropped events and token rows of requests or attempts that had ended."""
+        """Number of dropped events and token rows that belonged to ended requests or attempts."""
 
     async def close(self) -> None:
         """Stop the text thread."""
@@ -75,8 +75,8 @@ class EventStream:
     def take(self, step: StepOutput, live: Mapping[str, RoutedRequest]) -> None:
         """Process one step output of a worker.
 
-        Events of finished requests and of earlier attempts are dropped. An event whose processing raises fails only its
-        own request.
+        Events of ended requests and of earlier attempts are dropped. An exception while an event is processed fails
+        only the event's request.
         """
         now = time.monotonic()
         urgent: list[RequestText] = []
@@ -88,7 +88,7 @@ class EventStream:
             try:
                 self._take_event(request, event, urgent, now)
             except Exception as error:
-                self._break_off(request, error)
+                self._fail_internally(request, error)
         # Most tokens arrive as plain rows, because one event object per token would cost more than everything else.
         # The fast path: while a job of the request waits to be sent, a row that only continues the answer joins it.
         for request_id, attempt, first_index, token_ids in chain.from_iterable(each.rows() for each in step.tokens):
@@ -104,15 +104,16 @@ class EventStream:
             try:
                 self._take_tokens(request, first_index, token_ids, urgent, now)
             except Exception as error:
-                self._break_off(request, error)
+                self._fail_internally(request, error)
         self._send(urgent, now)
         if self._jobs:
             self._flush_when_due(now)
 
     def _take_event(self, request: RoutedRequest, event: RequestEvent, urgent: list[RequestText], now: float) -> None:
-        """Process one event.
+        """Process one event of a request.
 
-        `urgent` collects the jobs to send at once; it is sent before an error, so that tokens precede the error.
+        `urgent` collects text that must be sent without waiting for a batch. It is sent before an error is reported, so
+        that the client gets the tokens that precede the error.
         """
         request.last_event_s = now
         if event.event_times or event.transfer is not None:
@@ -144,7 +145,7 @@ class EventStream:
         logprobs: tuple[TokenLogprobs, ...] = (),
         finish: FinishReason | None = None,
     ) -> None:
-        """Process the tokens that begin at index `first_index`, and the end of the answer if `finish` is not None."""
+        """Process the tokens that begin at index `first_index`; `finish` is not None if the answer ends with them."""
         request.last_event_s = now
         try:
             must_not_wait = self._add_tokens(request, first_index, token_ids, now, logprobs=logprobs, finish=finish)
@@ -157,12 +158,12 @@ class EventStream:
         self._requeue_if_preempted(request, now)
 
     def _requeue_if_preempted(self, request: RoutedRequest, now: float) -> None:
-        """Return a preempted request to the queue once all tokens of the attempt have arrived."""
+        """Return a preempted request to the queue once all tokens of its attempt have arrived."""
         if request.preempted_at is not None and request.assembler.count >= request.preempted_at:
             request.waiting_since = now
             self._owner.requeue(request)
 
-    def _break_off(self, request: RoutedRequest, error: Exception) -> None:
+    def _fail_internally(self, request: RoutedRequest, error: Exception) -> None:
         self.forget(request)
         self._owner.fail_internal(request, error)
 
@@ -172,7 +173,7 @@ class EventStream:
         self._held.pop(request.internal_id, None)
 
     def fail(self, request: RoutedRequest, error: TandemError) -> None:
-        """End the answer with `error`, after all tokens that are in order have been delivered."""
+        """End the answer with `error`, after all tokens in order have been delivered."""
         if not request.assembler.count or request.answer.over:
             request.answer.fail(error)
             return
@@ -197,10 +198,10 @@ class EventStream:
         logprobs: tuple[TokenLogprobs, ...],
         finish: FinishReason | None,
     ) -> bool:
-        """Add the tokens that are next in order to the request's job, and update its state on the workers.
+        """Add the tokens that are next in order to the request's text, and update its state on the workers.
 
-        Return True if the job must be sent at once. Raises Unavailable if a repeated token differs from the one already
-        sent.
+        Returns True if the text must be sent at once. Raises Unavailable if a repeated token differs from the one
+        already sent.
         """
         assembler = request.assembler
         first = assembler.count == 0
@@ -233,9 +234,9 @@ class EventStream:
         return first or held is not None or finished is not None or self._delay_breaks_target(request)
 
     def _delay_breaks_target(self, request: RoutedRequest) -> bool:
-        """Return True if a delay of the tokens would break an ITL target that placement predicted to be met.
+        """Return True if a delay of the tokens would miss an ITL target that placement predicted to be met.
 
-        The delay is added to the predicted step time, or to the current one if steps have become longer since then.
+        The delay is added to the predicted step time, or to the current step time if that is longer.
         """
         slo, prediction, decode = request.queued.slo, request.prediction, request.decode
         if prediction is None or decode is None or not slo.has_gap_target:
@@ -244,7 +245,7 @@ class EventStream:
         return must_not_wait(tolerated_gap_s, prediction.itl_s, decode.state.step_s, self._budget.delay_max_s)
 
     def _hold(self, job: RequestText, now: float) -> bool:
-        """Hold the first token until the second arrives if `hold_s` says so; return True if it is held."""
+        """Hold the first token until the second arrives, for at most `hold_s` seconds; return True if it is held."""
         request = job.request
         if request.decode is None:
             return False
@@ -257,7 +258,7 @@ class EventStream:
         return seconds > 0
 
     def _release_held(self, internal_id: str) -> None:
-        """Send a first token that has been held for its full time."""
+        """Send a first token that has been held for the maximum time."""
         job = self._held.pop(internal_id, None)
         if job is not None and not job.request.ended:
             self._text.submit([job])
@@ -272,7 +273,7 @@ class EventStream:
             self._flush()
 
     def _flush(self) -> None:
-        """Submit all waiting jobs to the text thread in one batch."""
+        """Submit the waiting tokens of all requests to the text thread in one batch."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -284,7 +285,7 @@ class EventStream:
             self._jobs.clear()
 
     def _generated(self, request: RoutedRequest) -> None:
-        """Release the load of a request in the state of its workers, before its last tokens are detokenized."""
+        """Remove the request from its workers' load, before its last tokens are detokenized."""
         request.generated = True
         self._owner.release_load(request)
 
@@ -299,7 +300,7 @@ class EventStream:
             self._admitted(request)
 
     def _admitted(self, request: RoutedRequest) -> None:
-        """Stop renewing the lease, because the decode worker has admitted the request; queue the held answers."""
+        """Stop renewing the lease, and queue the held answers, because the decode worker has admitted the request."""
         request.lease = None
         if request.held:
             self._owner.release(request)
@@ -308,14 +309,14 @@ class EventStream:
         self._handed_over(request)
 
     def _handed_over(self, request: RoutedRequest) -> None:
-        """Release the prefill worker if its token has arrived, because the request no longer depends on that worker."""
+        """Remove the prompt from the prefill worker's load, unless that worker's token has not arrived yet."""
         if request.prefill is not None and request.assembler.count > request.prior_output_tokens:
             request.prefill.state.remove_prompt(request.internal_id)
 
     def _deliver(self, jobs: list[RequestText]) -> None:
-        """Deliver a batch of jobs that the text thread has completed.
+        """Deliver a batch that the text thread has detokenized.
 
-        A job whose delivery raises fails only its own request.
+        An exception during the delivery fails only the request concerned.
         """
         for job in jobs:
             if job.request.answer.over:
@@ -323,7 +324,7 @@ class EventStream:
             try:
                 self._deliver_job(job)
             except Exception as error:
-                self._break_off(job.request, error)
+                self._fail_internally(job.request, error)
 
     def _deliver_job(self, job: RequestText) -> None:
         request, answer = job.request, job.request.answer

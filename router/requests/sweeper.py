@@ -16,23 +16,23 @@ from tandem.protocol.errors import DeadlineExceeded
 log = logging.getLogger(__name__)
 
 SWEEP_S = 0.25
-"""The pause between two rounds of the sweeper, in seconds."""
+"""The pause between two sweeps, in seconds."""
 
 
 class SweptRequests(Protocol):
-    """The interface to the requests to sweep, implemented by the dispatcher."""
+    """The interface through which the sweeper sees the requests, implemented by the dispatcher."""
 
     def waiting_requests(self) -> Iterable[RoutedRequest]:
         """Return the requests in the queue."""
 
     def live_requests(self) -> Iterable[RoutedRequest]:
-        """Return all requests, waiting and running."""
+        """Return all requests that have not ended, waiting or running."""
 
     def waited_s(self, request: RoutedRequest) -> float:
-        """Return how long a waiting request has waited, in seconds, without times in which no request was served."""
+        """Return how long a request has waited, in seconds, without times in which no request could be served."""
 
     def swept(self) -> None:
-        """Finish a round: expire old load reports, and place waiting requests that fit now."""
+        """Called at the end of each sweep: expire old load reports, and place waiting requests that fit now."""
 
 
 class Sweeper:
@@ -51,7 +51,7 @@ class Sweeper:
         self._task = asyncio.create_task(self._run(), name="router-sweep")
 
     async def close(self) -> None:
-        """Stop the rounds."""
+        """Stop the periodic sweep and wait until its task has ended."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
@@ -71,7 +71,7 @@ class Sweeper:
         self._owner.swept()
 
     def _each(self, sweep: Callable[[RoutedRequest], None], request: RoutedRequest) -> None:
-        """Call `sweep` for one request; if it raises, fail the request, which would otherwise break every round."""
+        """Call `sweep` for one request; if it raises, fail the request, which would break every later sweep."""
         try:
             sweep(request)
         except Exception as error:

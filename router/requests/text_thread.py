@@ -1,4 +1,4 @@
-"""Detokenizes outside the event loop, in one thread, with one batch of jobs for all requests of a step."""
+"""Detokenizes outside the event loop, in one thread; a batch has the tokens of all requests in a step."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class RequestText(TextJob):
-    """The tokens of one request to detokenize, with what happens to the answer after them.
+    """The tokens of one request to detokenize, and how the answer continues or ends after them.
 
     The event loop makes it, the text thread fills in the text, and the event loop delivers it.
     """
@@ -26,13 +26,13 @@ class RequestText(TextJob):
     failed: bool = False
     """True if detokenization raised."""
     waited: bool = False
-    """True if the tokens waited to be sent together with later ones."""
+    """True if the tokens waited to be sent together with later tokens."""
     error: TandemError | None = None
     """The error that ends the answer after these tokens; None if there is none."""
 
 
 class TextThread:
-    """The thread that runs the jobs in order and delivers them on the event loop.
+    """The thread that detokenizes batches in order; results are delivered on the event loop.
 
     The `EventStream` owns it; it must be created and stopped on the event loop.
     """
@@ -45,11 +45,11 @@ class TextThread:
         self._thread.start()
 
     def submit(self, jobs: list[RequestText]) -> None:
-        """Queue a batch of jobs, which is delivered as a whole."""
+        """Queue a batch of texts to detokenize, which is delivered as a whole."""
         self._work.put(jobs)
 
     async def stop(self) -> None:
-        """Stop the thread after all queued jobs have run."""
+        """Stop the thread after all queued batches."""
         self._work.put(None)
         await asyncio.to_thread(self._thread.join)
 

@@ -1,6 +1,6 @@
 """Validates the client requests of both listeners (HTTP and gRPC), and completes them with token ids and defaults.
 
-Every error names the field and its limit. Cheap checks come before the prompt is tokenized.
+Each error names the field and its limit. Cheap checks come before the prompt is tokenized.
 """
 
 import random
@@ -48,13 +48,13 @@ _T = TypeVar("_T")
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 SALT_MAX = 256
 _GREEDY_BELOW = 1e-5
-"""A lower temperature is set to 0: it would overflow float32, and the most likely token has all probability anyway."""
+"""A temperature below this is set to 0 (greedy): it could overflow float32, and the result would be the same."""
 
 
 def find_adapter(name: str, config: RouterConfig, served: ServedModel | None) -> AdapterFacts | None:
-    """Return the adapter with the name `name`; None if it is a name of the base model.
+    """Return the adapter with the name `name`; None if `name` is a name of the base model.
 
-    Raises NotFound if neither has this name.
+    Raises NotFound if neither an adapter nor the model has this name.
     """
     adapters = {} if served is None else {adapter.name: adapter for adapter in served.facts.adapters}
     if name in config.model_names:
@@ -81,7 +81,7 @@ class RequestValidator:
     ) -> None:
         """Set the callbacks.
 
-        `model` returns the model that the workers serve, None if it is not known yet. `refused` is called with the SLO
+        `model` returns the model that the workers serve, or None while it is unknown. `refused` is called with the SLO
         class and the error of each rejection.
         """
         self._config = config
@@ -90,16 +90,16 @@ class RequestValidator:
         self._model = model
         self._refused = refused
         self.tokenizer_facts = tokenizer.facts
-        """The same as `Tokenizer.facts`."""
+        """The tokenizer's class, chat template and special tokens, for /tokenizer_info."""
         self._pool = TokenizerPool(config.tokenizer_threads, config.max_tokenizing_bytes, config.retry_after_s)
         self._prompts = PromptEncoder(tokenizer, self._pool, config.max_messages)
         self._syntaxes = AnswerSyntaxes(config, tokenizer)
         self._formats = FormatCompiler(config)
         self.reader = RequestReader(config, self._pool, self._context)
-        """The parser of request bodies, which runs in the tokenizer threads for large ones."""
+        """The parser of request bodies, which uses the tokenizer threads for large bodies."""
 
     async def admit_all(self, requests: Sequence[ClientRequest]) -> list[Admitted]:
-        """Validate the requests of one call, which differ only in their prompts; they share one id and one grammar."""
+        """Validate the requests of one call, which differ only in their prompts and share one id and one grammar."""
         admitted: list[Admitted] = []
         for each in requests:
             first = admitted[0] if admitted else None
@@ -108,7 +108,7 @@ class RequestValidator:
         return admitted
 
     async def admit(self, request: ClientRequest, like: Admitted | None = None) -> Admitted:
-        """Return the request with token ids and complete sampling values.
+        """Validate the request, and return it with token ids and complete sampling values.
 
         `like` is another prompt of the same call, whose grammar is reused. Raises InvalidArgument, NotFound or another
         `TandemError` if the request cannot be served.
@@ -119,18 +119,18 @@ class RequestValidator:
             self._refused(request.options.slo_class or self._config.default_slo_class, error)
             raise
 
-    async def tokenize(self, request: ClientRequest, *, spell: bool) -> tuple[list[int], list[str] | None, int]:
-        """Return a prompt's token ids, the text of each token if `spell`, and the model's context in tokens."""
+    async def tokenize(self, request: ClientRequest, *, token_texts: bool) -> tuple[list[int], list[str] | None, int]:
+        """Return a prompt's token ids, each token's text (None without `token_texts`), and the context in tokens."""
         self._adapter(request.model)
         served = self._served()
         self._prompts.check(request)
         self._check_variables(request)
         last = self._last(request.options, served)
-        ids, spelled = await self._prompts.tokenized(request, served, last, spell=spell)
+        ids, spelled = await self._prompts.tokenized(request, served, last, token_texts=token_texts)
         return ids, spelled, served.facts.max_context
 
     async def spelled(self, tenant: str, ids: tuple[int, ...], logprobs: PromptLogprobs) -> list[TokenScore]:
-        """Return the log probabilities of a prompt's tokens with their texts; see `format_prompt_logprobs`."""
+        """Return the scores of a prompt's tokens: log probabilities and texts, as in `format_prompt_logprobs`."""
         return await self._prompts.spelled(tenant, ids, logprobs)
 
     async def detokenize(self, tenant: str, model: str, ids: tuple[int, ...]) -> str:
@@ -193,10 +193,9 @@ class RequestValidator:
         return 0 if served is None else served.facts.max_context
 
     def _checked_length(self, field: str, prompt: int, options: Options, served: ServedModel) -> int:
-        """Return the answer's limit in tokens.
+        """Return the maximum number of answer tokens.
 
-        Raises ContextLengthExceeded if the context, or the page pool of every worker, is too small for prompt and
-        answer.
+        Raises ContextLengthExceeded if prompt and answer exceed the context or the page pool of every worker.
         """
         context = served.facts.max_context
         limited_by, max_tokens = options.answer_limit
@@ -212,7 +211,7 @@ class RequestValidator:
         return max_tokens
 
     def _last(self, options: Options, served: ServedModel) -> int | None:
-        """Return the number of the prompt's last tokens to keep; None keeps all."""
+        """Return the number of tokens to keep at the end of the prompt; None keeps all."""
         count = options.truncate_prompt_tokens
         _check_range("truncate_prompt_tokens", count, -1, INT32_MAX)
         if count == 0:
@@ -224,10 +223,10 @@ class RequestValidator:
         return max(1, min(prompt_limit - 1, limit - (max_tokens or 1)))
 
     def _unnamed_length(self, prompt: int, limit: int, served: ServedModel) -> int:
-        """Return the answer's limit in tokens if the client gives none.
+        """Return the maximum number of answer tokens for a request that does not set it.
 
-        It is the number of tokens that every decode worker can hold after the prompt, or that the largest one can hold
-        if that is more than twice as much; `default_max_tokens` bounds it.
+        It is the number of tokens that every decode worker can hold after the prompt; if the largest worker can hold
+        more than twice as many, it is the number for that worker. `default_max_tokens` is an upper bound.
         """
         largest, everywhere = limit - prompt, min(limit, served.decode_tokens_min + 1) - prompt
         fits = largest if largest > 2 * everywhere else everywhere
@@ -320,7 +319,7 @@ class RequestValidator:
         )
 
     def _served(self) -> ServedModel:
-        """Return the served model. Raises Unavailable while it is not known."""
+        """Return the served model. Raises Unavailable while it is unknown."""
         if (served := self._model()) is not None:
             return served
         message = "the cluster is starting, no worker of each role has been seen yet; try again in a moment"
@@ -328,7 +327,7 @@ class RequestValidator:
 
 
 def _limits(max_tokens: int | None, served: ServedModel) -> tuple[int, int]:
-    """Return the limit of prompt and answer together, and the exclusive limit of the prompt, both in tokens."""
+    """Return the maximum of prompt plus answer tokens, and the exclusive maximum of prompt tokens."""
     # Both limits exceed the page pool by one, because the KV of the answer's last token is never stored. An answer of
     # one token comes from prefill, so that no decode worker limits it.
     limit = served.facts.max_context if max_tokens == 1 else min(served.facts.max_context, served.decode_tokens_max + 1)

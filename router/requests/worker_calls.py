@@ -25,23 +25,26 @@ from tandem.protocol.messages import Destination, PrefillTask, RequestRef, Reser
 log = logging.getLogger(__name__)
 
 _UNAVAILABLE = (Unavailable, FailedPrecondition, DeadlineExceeded)
-"""Errors of a worker that is gone or does not respond; another worker may take the request."""
+"""Errors of a worker that is gone or does not respond, after which another worker may serve the request."""
 _BUSY = (ResourceExhausted, RoleClosed)
-"""Errors of a worker that is full, changes its role or drains: the request returns to the queue without a failure."""
+"""Errors of a worker that is full, changes its role or drains: the request is queued again, without a failure."""
 
 
 class DispatchOwner(Protocol):
-    """The interface that handles a rejected dispatch, implemented by `RequestEnds`."""
+    """The interface that handles a dispatch that a worker rejected, implemented by `RequestEnds`."""
 
     def requeue(self, request: RoutedRequest) -> None:
         """Return the request to the queue."""
 
     def fail_attempt(self, request: RoutedRequest, error: TandemError, *, retry: bool | None = None) -> None:
-        """End a failed attempt; `retry` overrides the error type's default."""
+        """End a failed attempt; `retry` is True if a retry is allowed, and None decides by the error's type."""
 
 
 class DispatchCalls:
-    """Runs one short task on the event loop for each request that is being dispatched. The dispatcher owns it."""
+    """Calls the workers for each placed request, in one short task per request on the event loop.
+
+    The dispatcher owns it.
+    """
 
     def __init__(self, config: RouterConfig, owner: DispatchOwner) -> None:
         self._config = config
@@ -52,14 +55,14 @@ class DispatchCalls:
         return len(self._tasks)
 
     def start(self, request: RoutedRequest) -> None:
-        """Start the dispatch of the current attempt of `request`, whose workers must have been chosen."""
+        """Start the dispatch of the current attempt of `request`, which must have been placed on workers."""
         assert request.prefill is not None
         task = asyncio.create_task(self._dispatch(request, request.ref, request.prefill, request.decode))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Wait until every dispatch has ended and has released a lease that it does not need."""
+        """Wait until every dispatch has ended; a dispatch releases a lease that it no longer needs."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _dispatch(

@@ -23,9 +23,9 @@ class TokenText(Protocol):
 
 @dataclass(slots=True)
 class TextJob:
-    """The next tokens of one answer to detokenize, with its finish reason if it ends with them.
+    """The next tokens of one answer to detokenize, and the finish reason if the answer ends with them.
 
-    `AnswerText.run` fills in `text`, `scores` and `matched_stop`. `logprobs` has one entry for each token if log
+    `AnswerText.run` fills in `text`, `scores` and `matched_stop`. `logprobs` has one entry per token if log
     probabilities were requested, else none; `scores` are made from it.
     """
 
@@ -38,7 +38,10 @@ class TextJob:
 
 
 class AnswerText:
-    """The detokenizer and the stop strings of one answer. The request owns it, and only the text thread calls it."""
+    """The detokenizer and the stop strings of one answer.
+
+    The request owns it, and only the text thread calls it.
+    """
 
     __slots__ = ("_chars", "_count", "_detokenizer", "_kept", "_min_tokens", "_stops", "_tokens")
 
@@ -51,7 +54,7 @@ class AnswerText:
         min_tokens: int = 0,
         kept: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
-        """`kept` has the texts of special tokens that stay in the text, by token id.
+        """`kept` has the special tokens that stay in the text: their texts by token id.
 
         A stop string that is complete within the first `min_tokens` tokens does not end the answer.
         """
@@ -64,7 +67,7 @@ class AnswerText:
         self._min_tokens = min_tokens
 
     def run(self, job: TextJob) -> None:
-        """Fill in the job's text and scores, and cut text, scores and tokens at a stop string."""
+        """Fill in the job's text and scores; at a stop string, cut off text, scores and tokens."""
         if self._stops.matched:
             job.token_ids = []
             return
@@ -76,7 +79,7 @@ class AnswerText:
         job.matched_stop = self._stops.matched
 
     def _is_plain(self, job: TextJob) -> bool:
-        """Return True if the tokens can be decoded together: no stop strings, no log probabilities, no kept tokens."""
+        """Return True if all tokens can be decoded at once: no stop strings, no log probabilities, no kept tokens."""
         return not self._stops.any and not job.logprobs and self._kept.keys().isdisjoint(job.token_ids)
 
     def _add_all(self, token_ids: Sequence[int]) -> str:
@@ -86,7 +89,7 @@ class AnswerText:
         return piece
 
     def _add_each(self, job: TextJob) -> list[str]:
-        """Decode the tokens one by one, and return their texts; fill in scores, and cut at a stop string."""
+        """Decode the tokens one by one and return their texts; also fill in scores, and cut at a stop string."""
         out: list[str] = []
         for count, token_id in enumerate(job.token_ids, 1):
             if job.logprobs:

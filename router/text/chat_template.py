@@ -1,6 +1,6 @@
 """A model's chat template: sandboxed Jinja with the functions and filters that Hugging Face templates expect.
 
-Templates are programs that clients' input drives, so that the time and the size of each rendering are limited.
+A template is a program whose input comes from clients, so the time and the size of each rendering are limited.
 """
 
 import json
@@ -25,25 +25,25 @@ NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 _GIVEN = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
 )
-"""Variables that clients cannot set, because the server sets them or they are function arguments in transformers."""
+"""Template variables that clients cannot set: the server sets them, or they are function arguments in transformers."""
 _RENDER_CPU_S = 2.0
-"""Limit of the CPU time of one rendering, in seconds; CPU time does not depend on how busy the host is.
+"""Maximum CPU time of one rendering, in seconds; CPU time does not depend on how busy the host is.
 
 The largest request takes a tenth of it. A template with nested loops over thousands of messages may exceed it.
 """
 _RENDERED_CHARS_MAX = 64 << 20
-"""Limit of the characters of a rendered conversation: sixteen times the default limit of a request."""
+"""Maximum number of characters of a rendered conversation: sixteen times the default limit of a request."""
 
 
 class PromptEnd(Enum):
-    """The place at which the prompt of a conversation ends."""
+    """Where the prompt of a conversation ends."""
 
     NEXT_TURN = "add_generation_prompt"
-    """The prompt ends at the beginning of the assistant's next message, so that the model answers."""
+    """After the beginning of a new assistant message, so that the model answers."""
     LAST_TURN = ""
-    """The prompt ends after the last message."""
+    """After the last message."""
     WITHIN_LAST_TURN = "continue_final_message"
-    """The prompt ends after the content of the last message, so that the model continues that content."""
+    """After the content of the last message, so that the model continues that content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,9 @@ class ChatTurn:
     role: str
     content: str
     extras: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields for the template, as JSON: tool_calls, tool_call_id, name, reasoning_content."""
+    """Additional fields for the template, as JSON: tool_calls, tool_call_id, name, reasoning_content."""
     chars: int = field(init=False, default=0)
-    """The approximate number of characters, counted where the body is parsed, because large extras take long."""
+    """The approximate number of characters, computed when the body is parsed, because large extras take long."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "chars", len(self.content) + (len(str(self.extras)) if self.extras else 0))
@@ -87,7 +87,7 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt of a conversation, which ends at `end`; `tools` are the tools that the model may call.
 
-        Raises InvalidArgument if the template rejects `turns`, takes too long or makes too much text for them, or if
+        Raises InvalidArgument if the template rejects `turns`, takes too long or produces too much text for them, or if
         `variables` has a variable that the server sets.
         """
         if taken := next((name for name in variables if name in self._given), None):
@@ -114,10 +114,10 @@ class ChatTemplate:
     def _continued(
         self, turns: Sequence[ChatTurn], variables: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
     ) -> str:
-        """Return the prompt that ends with the content of the last turn.
+        """Return the prompt that ends after the content of the last turn.
 
-        The end is found by a mark that is appended to the content: random digits, then a space. As in transformers, if
-        the template removes the space, it would also have removed white space at the end of the content.
+        To find that place in the rendered text, a mark is appended to the content: random digits, then a space. As in
+        transformers, if the template removes the space, white space at the end of the content is removed as well.
         """
         mark = f"{secrets.randbelow(10**20):020d}"
         last = replace(turns[-1], content=f"{turns[-1].content}{mark} ")
@@ -131,11 +131,11 @@ class ChatTemplate:
 
 
 class _TooMuch(BaseException):
-    """Raised if a rendering exceeds a limit. It is no `Exception`, so that no filter of a template catches it."""
+    """Raised if a rendering exceeds a limit; not an `Exception`, so that no filter of a template catches it."""
 
 
 _deadline = local()
-"""The deadline of each thread: `cpu_s` is the CPU time of the thread at which its rendering is stopped."""
+"""The deadline of the rendering in each thread: it stops when the thread's CPU time reaches `cpu_s` seconds."""
 
 
 def _joined(pieces: Iterable[str]) -> str:
@@ -149,7 +149,7 @@ def _joined(pieces: Iterable[str]) -> str:
 
 
 class _DeadlineEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Checks the deadline in each iteration of a loop and each call of a macro: nothing else can run for long."""
+    """A Jinja environment that checks the deadline in each loop iteration and macro call; nothing else takes long."""
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
         template = super()._parse(source, name, filename)
@@ -161,7 +161,7 @@ class _DeadlineEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _Deadline(jinja2.ext.Extension):
-    """Makes the deadline check callable from compiled templates, without a name that a template could use or change."""
+    """Makes the deadline check callable from compiled templates, but not accessible to template code by name."""
 
     @staticmethod
     def check() -> None:
@@ -171,7 +171,7 @@ class _Deadline(jinja2.ext.Extension):
 
 
 class _Generation(jinja2.ext.Extension):
-    """The `{% generation %}` block, which marks the assistant's text for training; here only its body is rendered."""
+    """The `{% generation %}` block, which marks the assistant's text for training; here it only renders its body."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 

@@ -1,4 +1,4 @@
-"""The chat templates of a model folder by name (most folders have only `default`), and those that Tandem ships."""
+"""The chat templates of a model folder by name (most folders have only `default`), and those shipped with Tandem."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +12,7 @@ DEFAULT = "default"
 FOR_TOOLS = "tool_use"
 """The name of the template for conversations with tools, if a folder has one."""
 _SHIPPED = Path(__file__).parent / "chat_templates"
-"""The folder of shipped templates (NAME.jinja) with tools, for models whose own templates have none."""
+"""The folder of shipped templates with tools (NAME.jinja), for models whose own templates have no tools."""
 
 
 def template_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
@@ -32,7 +32,7 @@ def template_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_template(choice: str, folder: Path) -> str:
-    """Return the source of the template that an operator chooses.
+    """Return the source of the chat template that an operator has configured.
 
     `choice` is a file, the name of one of the folder's templates, or the name of a shipped template. Raises
     InvalidArgument if it is none of these or the file cannot be read.
@@ -57,7 +57,7 @@ def read_template(choice: str, folder: Path) -> str:
 
 
 def _named(value: Any) -> dict[str, str]:
-    """Return the templates in a JSON value by name; the value is a string, an object or a list of named templates."""
+    """Return the templates in a JSON value by name; the value is a string, an object, or a list of named templates."""
     if isinstance(value, str):
         return {DEFAULT: value}
     if isinstance(value, Mapping):

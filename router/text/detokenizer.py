@@ -1,15 +1,15 @@
-"""Incremental detokenization: the pieces join to the text of all ids, and no piece ends inside a character.
+"""Incremental detokenization: the pieces of text join to the text of all ids, and no piece ends inside a character.
 
-A token may contain part of a character, and some tokenizers decode a token differently at the start of a text. So each
-piece is the difference of two decodings that start at the same token: that of a window of recent tokens, whose text is
-already emitted, and that of the window with the new tokens.
+A token may contain part of a character, and some tokenizers decode a token differently at the start of a text.
+Therefore each piece is the difference of two decodings that start at the same token: that of a window of recent tokens,
+whose text is already emitted, and that of the window plus the new tokens.
 """
 
 from collections.abc import Callable, Sequence
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _WINDOW_MAX = 32
-"""Number of pending tokens after which text with an incomplete character is emitted; no character spans as many."""
+"""Number of pending tokens after which an incomplete character is emitted as it is; real characters have fewer."""
 
 
 class Detokenizer:
@@ -18,14 +18,14 @@ class Detokenizer:
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._window: list[int] = []
-        """Tokens whose text is emitted, as context for decoding, then pending tokens."""
+        """Tokens whose text is emitted, as context for decoding, followed by the pending tokens."""
         self._read = 0
-        """Number of tokens at the start of the window whose text is emitted."""
+        """Number of tokens at the start of the window whose text has been emitted."""
         self._prefix_chars = 0
-        """Number of characters to which the emitted tokens of the window decode."""
+        """Number of characters in the decoded text of the window's emitted tokens."""
 
     def add_all(self, token_ids: Sequence[int]) -> str:
-        """Add tokens and return the text that became final; they are decoded together if they end with a character."""
+        """Add tokens and return the text that became final; they are decoded at once if they end with a character."""
         if len(token_ids) == 1:
             return self.add(token_ids[0])
         text = self._decode([*self._window, *token_ids])
@@ -40,7 +40,7 @@ class Detokenizer:
         return piece
 
     def add(self, token_id: int) -> str:
-        """Add a token and return the text that became final with it; "" while a character is incomplete."""
+        """Add a token and return the text that became final; "" while a character is incomplete."""
         self._window.append(token_id)
         text = self._decode(self._window)
         pending = len(self._window) - self._read

@@ -1,6 +1,7 @@
-"""Limits the number of items of a request before it is parsed.
+"""Limits the number of items in a request before the request is parsed.
 
-A body of 4 MiB can contain two million messages. Parsing them would hold the GIL, and block the event loop, for long.
+A body of 4 MiB can contain two million messages. Parsing it would hold the GIL, and block the event loop, for a long
+time.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from google.protobuf.descriptor import Descriptor
 from tandem.protocol.errors import InvalidArgument
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-"""Wire types (https://protobuf.dev/programming-guides/encoding/); no message of Tandem uses groups."""
+"""Protobuf wire types (https://protobuf.dev/programming-guides/encoding/); no message of Tandem uses groups."""
 _FIXED_BYTES = {_FIXED64: 8, _FIXED32: 4}
 _VARINT_BITS_MAX = 64
 _DIGITS_MAX = 400
-"""Limit of the consecutive digits of a number, which Python parses in quadratic time; a double has at most 309."""
+"""Maximum number of consecutive digits, which Python parses in quadratic time; a double has at most 309."""
 _AS_ZEROS = bytes.maketrans(b"123456789", b"000000000")
 _LONG_NUMBER = b"0" * (_DIGITS_MAX + 1)
 
@@ -27,7 +28,7 @@ _LONG_NUMBER = b"0" * (_DIGITS_MAX + 1)
 def check_json_items(body: bytes, limit: int, parts_max: int | None = None) -> None:
     """Raise InvalidArgument if a JSON text has more than `limit` items: strings, objects, lists and commas.
 
-    At most `parts_max` items may be strings, objects and lists; None = all. The check consists of searches in C that
+    At most `parts_max` of them may be strings, objects and lists; None = all. The check consists of searches in C that
     take milliseconds each, so that other threads can run between them. Invalid JSON is not detected here.
     """
     if b"\0" in body:
@@ -56,9 +57,9 @@ def check_json_items(body: bytes, limit: int, parts_max: int | None = None) -> N
 
 
 def check_template_kwargs(variables: Mapping[str, Any], limit: int) -> None:
-    """Raise InvalidArgument if `variables` have more than `limit` bytes as JSON, or cannot be encoded as JSON.
+    """Raise InvalidArgument if `variables` need more than `limit` bytes as JSON, or cannot be encoded as JSON.
 
-    The encoding stops after the string with which the limit is reached.
+    Encoding stops soon after the limit is exceeded.
     """
     size = 0
     try:
@@ -72,13 +73,13 @@ def check_template_kwargs(variables: Mapping[str, Any], limit: int) -> None:
 
 
 def check_template_kwargs_size(size: int, limit: int) -> None:
-    """Raise InvalidArgument if `size`, a number of bytes of JSON, exceeds `limit`."""
+    """Raise InvalidArgument if template variables of `size` bytes (as JSON) exceed `limit` bytes."""
     if size > limit:
         raise InvalidArgument("chat_template_kwargs", f"has more than {limit} bytes of JSON, which is the limit")
 
 
 def check_message_items(kind: Descriptor, data: bytes, limit: int) -> None:
-    """Raise InvalidArgument if an encoded message is invalid or has more than `limit` fields, including nested ones."""
+    """Raise InvalidArgument if a protobuf message is invalid or has more than `limit` fields, including nested ones."""
     _FieldCount(data, limit).read(kind, 0, len(data))
 
 
@@ -88,7 +89,7 @@ class _FieldCount:
         self._left = self._limit = limit
 
     def read(self, kind: Descriptor, at: int, end: int) -> None:
-        """Count the fields of the message between two offsets."""
+        """Count the fields of the message between the offsets `at` and `end`."""
         messages = _messages_in(kind)
         while at < end:
             if not self._left:
@@ -131,7 +132,7 @@ def _messages_in(kind: Descriptor) -> dict[int, Descriptor]:
 
 
 def malformed(kind: Descriptor) -> InvalidArgument:
-    """Return the error for bytes that are not a valid message of type `kind`."""
+    """Return the error for bytes that are not a valid protobuf message of type `kind`."""
     return InvalidArgument("request", f"is no valid {kind.full_name}; encode it as the schema says")
 
 

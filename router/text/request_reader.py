@@ -1,6 +1,6 @@
 """Parses the bytes of requests from both listeners (HTTP and gRPC).
 
-Large requests are parsed in the tokenizer threads, after a check that rejects requests which would take too long.
+Large requests are parsed in the tokenizer threads, and requests that would take too long are rejected before.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from tandem.protocol.errors import InvalidArgument
 _M = TypeVar("_M", bound=Message)
 _T = TypeVar("_T")
 _INLINE_BYTES = 8 << 10
-"""The largest request that is parsed on the event loop, in bytes; any content takes at most about two milliseconds.
+"""Maximum size of a request that is parsed on the event loop, in bytes; parsing takes at most about two milliseconds.
 
 The most expensive content is a JSON body of many short messages.
 """
 _ITEMS_BESIDE_PROMPT = 1 << 16
-"""Limit of the items of a request in addition to a prompt of token ids."""
+"""Maximum number of items in a request, not counting a prompt of token ids."""
 _PARTS_SHARE = 4
-"""At most one in this number of a JSON body's items may be a string, a list or an object.
+"""At most a quarter (1 / `_PARTS_SHARE`) of a JSON body's items may be strings, lists or objects.
 
-To build a hundred thousand of them holds the GIL for a tenth of a second or more, ten times as long as for numbers. A
+Building a hundred thousand of them holds the GIL for a tenth of a second or more, ten times as long as for numbers. A
 conversation of 4,096 messages with tool calls has fewer.
 """
 
 
 def check_size(size: int, limit: int) -> None:
-    """Raise InvalidArgument if a request of `size` bytes exceeds `limit`."""
+    """Raise InvalidArgument if `size` exceeds `limit`, both in bytes."""
     if size > limit:
         raise InvalidArgument("request", f"is {size} bytes long, the limit is {limit}; send a shorter prompt")
 
@@ -46,19 +46,19 @@ def check_message_count(count: int, limit: int) -> None:
 
 
 class RequestReader:
-    """Parses requests. Raises ResourceExhausted if too many wait to be parsed.
+    """Parses requests. Raises ResourceExhausted if too many requests wait to be parsed.
 
     The `RequestValidator` owns it; calls are on the event loop, and large requests are parsed in a tokenizer thread.
     """
 
     def __init__(self, config: RouterConfig, pool: TokenizerPool, context: Callable[[], int]) -> None:
-        """`context` returns the model's context in tokens, 0 while it is unknown."""
+        """`context` returns the model's context in tokens, or 0 while it is unknown."""
         self._config = config
         self._pool = pool
         self._context = context
 
     async def json(self, tenant: str, body: bytes, parse: Callable[[bytes], _T]) -> _T:
-        """Return the result of `parse` for a JSON body, whose size must have been checked."""
+        """Parse a JSON body by `parse` and return the result; the body's size must have been checked before."""
         if len(body) <= _INLINE_BYTES:
             return parse(body)
         limit, parts_max = self._items_max(), self._config.max_request_items // _PARTS_SHARE
@@ -70,7 +70,7 @@ class RequestReader:
         return await self._pool.run(tenant, len(body), read)
 
     async def message(self, tenant: str, kind: type[_M], data: bytes, build: Callable[[_M], _T]) -> _T:
-        """Decode a message of type `kind`, and return the result of `build` for it.
+        """Decode a message of type `kind`, pass it to `build`, and return the result.
 
         Raises InvalidArgument if the message is malformed or too large.
         """

@@ -1,29 +1,29 @@
-"""Stop strings: text that ends an answer, which is found even if it spans several pieces of text."""
+"""Stop strings: texts that end an answer; a stop string is found even if it spans several pieces of text."""
 
 from collections.abc import Sequence
 
 
 class StopStrings:
-    """Searches one answer for stop strings, and holds back text that may be the beginning of a stop string."""
+    """Searches one answer for stop strings, and holds back text that may be the beginning of one."""
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
-        """`include` is True if the matching stop string is part of the answer."""
+        """`include` is True if the stop string that ends the answer is part of the answer."""
         self._stops = tuple(stops)
         self._include = include
         self._held = ""
         self.matched = ""
-        """The stop string that ended the answer; "" if none has."""
+        """The stop string that ended the answer; "" if no stop string has been found."""
 
     @property
     def any(self) -> bool:
-        """True if there are stop strings."""
+        """True if the answer has any stop strings."""
         return bool(self._stops)
 
     def add(self, piece: str, *, may_match: bool = True) -> str:
         """Add a piece of text, and return the text that may be sent now.
 
-        With a match, this is the text before the stop string, and the stop string itself if it is included. A stop
-        string that ends in a piece added with `may_match` False is ordinary text.
+        If a stop string is found, this is the text before it, plus the stop string if it is included. A stop string
+        that ends in a piece with `may_match` False counts as ordinary text.
         """
         if not self._stops or not piece:
             return piece
@@ -38,7 +38,7 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """Return the text held back, at the end of an answer without a match."""
+        """Return the text that is still held back; called at the end of an answer without a stop string."""
         held, self._held = self._held, ""
         return held
 

@@ -1,6 +1,6 @@
-"""A lower bound of a prompt's number of tokens, from the largest number of bytes that one token can represent.
+"""A lower bound of the number of tokens of a prompt, from the maximum number of bytes that one token can represent.
 
-With it, a prompt that cannot fit the context is rejected before it is tokenized.
+It allows a prompt that cannot fit the context to be rejected before it is tokenized.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Any
 import tokenizers
 
 _UNICODE_FORMS = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend"})
-"""Normalizers that drop no text. NFKC shortens text most: the four bytes of "𝐀" become the one byte of "A"."""
+"""Normalizers that drop no text. NFKC shortens text the most: the four bytes of "𝐀" become the one byte of "A"."""
 _SHRINK_MAX = 4
 _WHOLE_SPLITS = frozenset({"ByteLevel", "Digits", "Metaspace", "Split", "Punctuation", "UnicodeScripts"})
-"""Pre-tokenizers that drop no text, unless they remove the text at which they split."""
+"""Pre-tokenizers that drop no text, unless they are configured to remove the text at which they split."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLength:
-    """The bound of one tokenizer on the number of tokens of a text."""
+    """A bound for one tokenizer: how many bytes of text one token represents at most."""
 
     bytes_max: int = 0
-    """Largest number of bytes of text that one token represents; 0 = no bound is known."""
+    """Maximum number of bytes of text that one token represents; 0 if no maximum is known."""
     unknown: bytes = b""
-    """The bytes that have no token, which the tokenizer may drop."""
+    """The bytes for which there is no token; the tokenizer may drop them."""
 
     def fewest_tokens(self, text: str) -> int:
         """Return a lower bound of the number of tokens of `text`; 0 if no bound is known."""
@@ -34,10 +34,10 @@ class TokenLength:
 
 
 def token_length(tokenizer: Any, tokens: Iterable[bytes], byte_of: dict[str, int]) -> TokenLength:
-    """Return the bound of a tokenizer of the `tokenizers` library.
+    """Return the bound for a tokenizer of the `tokenizers` library.
 
-    `tokens` are the bytes of all tokens; `byte_of` maps the characters of byte-level tokenizers to bytes. There is no
-    bound if a stage of the tokenizer may drop text, or if one token may represent any amount of text.
+    `tokens` are the bytes of all tokens; `byte_of` maps the characters of byte-level tokenizers to bytes. No bound is
+    known if a stage of the tokenizer may drop text, or if one token may represent any amount of text.
     """
     unknown = _unknown_bytes(tokenizer, byte_of)
     if unknown is None or any(a.lstrip or a.rstrip for a in tokenizer.get_added_tokens_decoder().values()):
@@ -53,7 +53,7 @@ def token_length(tokenizer: Any, tokens: Iterable[bytes], byte_of: dict[str, int
 
 
 def _unknown_bytes(tokenizer: Any, byte_of: dict[str, int]) -> bytes | None:
-    """Return the bytes that have no token; None if the tokenizer has no byte fallback."""
+    """Return the bytes for which there is no token; None if the tokenizer has no byte fallback."""
     if not isinstance(tokenizer.model, tokenizers.models.BPE):
         return None
     if any(part["type"] == "ByteLevel" for part in _parts(tokenizer.pre_tokenizer, "pretokenizers")):
@@ -70,7 +70,7 @@ def _replaces_by_more(part: dict[str, Any]) -> bool:
 
 
 def _parts(component: Any, inner: str) -> Iterator[dict[str, Any]]:
-    """Yield the parts of a normalizer or pre-tokenizer in the form of tokenizer.json."""
+    """Yield the components of a normalizer or pre-tokenizer in the form of tokenizer.json."""
     if component is None:
         return
     found: dict[str, Any] = json.loads(component.__getstate__())

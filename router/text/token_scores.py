@@ -1,4 +1,4 @@
-"""Log probabilities of the tokens of answers and prompts, with the tokens' bytes, from which replies are made."""
+"""Log probabilities of the tokens of answers and prompts, with the tokens' bytes; replies are made from them."""
 
 import math
 from codecs import getincrementaldecoder
@@ -20,7 +20,7 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True)
 class TokenScore:
-    """A token of a text with the most likely alternatives; `offset` is the number of characters before the token."""
+    """The score of one token and its most likely alternatives; `offset` is the number of characters before it."""
 
     chosen: ScoredToken
     top: tuple[ScoredToken, ...]
@@ -30,7 +30,7 @@ class TokenScore:
 def format_logprobs(
     token_id: int, logprobs: TokenLogprobs, offset: int, token_bytes: Callable[[int], bytes]
 ) -> TokenScore:
-    """Return the engine's log probabilities of one token, with the bytes of all tokens, which `token_bytes` returns."""
+    """Convert the engine's log probabilities of one token; `token_bytes` returns the bytes of a token."""
 
     def top() -> Iterator[ScoredToken]:
         for other, logprob in zip(logprobs.top_ids, logprobs.top, strict=True):
@@ -42,7 +42,7 @@ def format_logprobs(
 def format_prompt_logprobs(
     ids: Sequence[int], logprobs: PromptLogprobs, token_bytes: Callable[[int], bytes]
 ) -> list[TokenScore]:
-    """Return the scores of all tokens of a prompt; the first token has no predecessor, so that its score is NaN."""
+    """Return the scores of a prompt's tokens; that of the first token is NaN, because it has no predecessor."""
     decoder = getincrementaldecoder("utf-8")("replace")
     scores, offset = list[TokenScore](), 0
     for token_id, each in zip(ids, chain((TokenLogprobs(math.nan),), logprobs.tokens()), strict=True):

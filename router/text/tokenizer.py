@@ -18,19 +18,19 @@ from tandem.tokenizers.model_folder import read_json
 from tandem.tokenizers.tokenizer_formats import load_tokenizer
 
 _SPELLED_BYTE = re.compile("<0x[0-9A-F]{2}>")
-"""The spelling of a token that stands for one byte of an unknown character, in SentencePiece-style tokenizers."""
+"""The pattern of SentencePiece-style tokens that represent one byte of an unknown character."""
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
     chr(0x100 + number): byte for number, byte in enumerate(sorted({*range(0x100)} - {*_PRINTABLE}))
 }
 """Maps the characters of byte-level tokenizers to bytes.
 
-A printable byte is written as its own character, the others as the characters from U+0100 on.
+A printable byte is written as the same character, the other bytes as the characters from U+0100 on.
 """
 _CHARS_PER_TOKEN = 6
-"""Characters per kept token that are encoded at the first try; English text has about four characters per token."""
+"""Number of characters encoded per token to keep, in the first attempt; English has about four characters per token."""
 _CUT_TOKENS = 256
-"""Number of tokens dropped after a cut within the text, because they may differ from those of the whole text."""
+"""Number of tokens dropped at a cut inside the text, because they may differ from the tokens of the whole text."""
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -59,16 +59,16 @@ class Tokenizer:
         for_tools = sources.get(FOR_TOOLS)
         self._tool_template = self._template if for_tools is None else ChatTemplate(for_tools, special)
         self.template_source = for_tools or source or ""
-        """The source of the template for conversations with tools; "" if there is none."""
+        """The source of the chat template for conversations with tools; "" if there is none."""
         self._special = {each.content: number for number, each in added.items() if each.special}
         self.facts: Mapping[str, Any] = {
             "tokenizer_class": config.get("tokenizer_class"),
             "chat_template": source,
             **special,
         }
-        """The tokenizer class that tokenizer_config.json names, the chat template, and the special tokens by name."""
+        """The tokenizer class from tokenizer_config.json, the chat template, and the special tokens by name."""
         self.vocab_size: int = self._inner.get_vocab_size(with_added_tokens=True)
-        """Number of token ids of the tokenizer; the model's embedding may have more."""
+        """Number of token ids of the tokenizer; the model's embedding may have more rows."""
         self._break_up([each.content for each in added.values() if each.special])
         mask = self._inner.encode("a").special_tokens_mask
         self._special_before = next((number for number, special in enumerate(mask) if not special), 0)
@@ -77,15 +77,15 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True, last: int | None = None) -> list[int]:
         """Return the token ids of a plain prompt, with the model's special tokens around it if `add_special_tokens`.
 
-        Special tokens within the text are encoded as such, because clients with their own templates send plain prompts.
-        `last` limits the number of ids: tokens at the beginning of the text are dropped, but not the special tokens
-        before it. With `last`, only the end of a long text is encoded. The ids are those of the whole text, because
-        tokenizers merge within words, unless a single word is longer than `_CUT_TOKENS` tokens.
+        Special tokens inside the text are encoded as special tokens, because clients that render templates themselves
+        send plain prompts. `last` is the maximum number of ids: tokens at the beginning of the text are dropped, but
+        not the special tokens before it. Only the end of a long text is encoded then. The ids equal those of the whole
+        text, because tokenizers merge only within words, unless a single word is longer than `_CUT_TOKENS` tokens.
         """
         return self._encode_last(text, last, special=add_special_tokens)
 
     def encode_chat(self, turns: Sequence[ChatTurn], variables: Mapping[str, Any] = NO_VARIABLES) -> list[int]:
-        """Return the token ids of a conversation: `render_chat`, then `encode_rendered`."""
+        """Return the token ids of a conversation, by `render_chat` and `encode_rendered`."""
         return self.encode_rendered(self.render_chat(turns, variables))
 
     def render_chat(
@@ -95,11 +95,11 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         end: PromptEnd = PromptEnd.NEXT_TURN,
     ) -> str:
-        """Render a conversation with the chat template, the client's `variables` and `tools`; it ends at `end`.
+        """Render a conversation with the chat template, the client's `variables` and `tools`; the prompt ends at `end`.
 
-        Only the template adds special tokens: special tokens in a turn, a variable or a tool are split into ordinary
-        text, so that clients cannot forge turns. Raises InvalidArgument if the model has no template, or if the
-        template rejects the conversation.
+        Only the template adds special tokens: the text of a special token in a turn, a variable or a tool is split into
+        ordinary text, so that clients cannot forge turns. Raises InvalidArgument if the model has no template, or if
+        the template rejects the conversation.
         """
         template = self._tool_template if tools else self._template
         if template is None:
@@ -119,16 +119,17 @@ class Tokenizer:
         return template.render(spelled, given, offered, end)
 
     def encode_rendered(self, text: str, *, add_special_tokens: bool = False, last: int | None = None) -> list[int]:
-        """Return the token ids of a text from `render_chat`; special tokens that it has split become ordinary text.
+        """Return the token ids of a text from `render_chat`, in which only the template's special tokens count.
 
         `add_special_tokens` and `last` are the same as in `encode`.
         """
         return self._encode_last(text, last, special=add_special_tokens)
 
     def fewest_tokens(self, text: str, enough: int) -> int:
-        """Return a lower bound of the number of tokens of `text`; bounds of `enough` and more are all the same.
+        """Return a lower bound of the number of tokens of `text`, which need not be exact from `enough` up.
 
-        A long text's beginning is encoded where the bound by bytes is lower, and more of it until the bound is enough.
+        If the bound by bytes is below `enough`, the beginning of a long text is encoded, and more of the text until the
+        bound reaches `enough`.
         """
         least = self._length.fewest_tokens(text.replace(self._break, ""))
         chars = _CHARS_PER_TOKEN * (enough + _CUT_TOKENS)
@@ -138,7 +139,7 @@ class Tokenizer:
         return least
 
     def special_ids(self, texts: Sequence[str]) -> dict[int, str]:
-        """Return the texts among `texts` that are special tokens, by token id."""
+        """Return those of `texts` that are special tokens, by token id."""
         return {self._special[text]: text for text in texts if text in self._special}
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -153,7 +154,7 @@ class Tokenizer:
         return text
 
     def spellings(self, ids: Sequence[int]) -> list[str]:
-        """Return the tokenizer's own string for each id, such as "Ġthe"; "" for an unknown id."""
+        """Return the tokenizer's own notation of each id, such as "Ġthe"; "" for an unknown id."""
         return [self._inner.id_to_token(i) or "" for i in ids]
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -170,9 +171,9 @@ class Tokenizer:
         return token.replace("▁", " ").encode()
 
     def _encode_last(self, text: str, last: int | None, *, special: bool) -> list[int]:
-        """Return the last `last` ids of `text`, or all ids.
+        """Return the last `last` token ids of `text`; all ids if `last` is None.
 
-        Encodes longer and longer ends of the text, at most twice as much text as the ids need.
+        Encodes longer and longer ends of the text, at most twice as much text as necessary.
         """
         if last is None:
             return self._encode(text, special=special)
@@ -191,7 +192,7 @@ class Tokenizer:
         return [i for i in ids if i != self._break_id] if self._break in text else ids
 
     def _last(self, ids: list[int], count: int | None, *, special: bool) -> list[int]:
-        """Return the last `count` ids, or all ids; with `special`, the special tokens before the text are kept."""
+        """Return the last `count` ids (None = all); with `special`, keep the special tokens before the text."""
         if count is None or len(ids) <= count:
             return ids
         kept = min(self._special_before if special else 0, count)
@@ -208,11 +209,11 @@ class Tokenizer:
         self._begins_special = re.compile(_first_characters_of(special))
 
     def _as_text(self, text: str) -> str:
-        """Return `text` with the separator inserted after the first character of each special token."""
+        """Return `text` with a separator after the first character of each special token, which makes it plain text."""
         return self._begins_special.sub(lambda found: found.group() + self._break, text)
 
     def _all_as_text(self, value: Any) -> Any:
-        """Return the JSON `value` with `_as_text` applied to each string in it."""
+        """Return the JSON value `value` with `_as_text` applied to each of its strings."""
         if isinstance(value, str):
             return self._as_text(value)
         if isinstance(value, list):
@@ -222,7 +223,7 @@ class Tokenizer:
         return value
 
     def _follow_bos_and_eos(self, config: dict[str, Any], special: dict[str, str]) -> None:
-        """Let add_bos_token and add_eos_token, if set, override tokenizer.json's post-processor, as in transformers."""
+        """Let add_bos_token and add_eos_token, if set, replace tokenizer.json's post-processor, as in transformers."""
         if "add_bos_token" not in config and "add_eos_token" not in config:
             return
         bos = special.get("bos_token") if config.get("add_bos_token") else None
@@ -235,8 +236,8 @@ class Tokenizer:
 def _first_characters_of(texts: Sequence[str]) -> str:
     """Return a pattern that matches the first character of each occurrence of one of `texts`.
 
-    The pattern is a trie, so that each character is read about once: some models have a thousand special tokens, and a
-    search holds the GIL.
+    The pattern is a trie, so that each character is read about once. This matters because some models have a thousand
+    special tokens, and a search holds the GIL.
     """
     patterns = (f"{re.escape(first)}(?={_any_of(rests)})" for first, rests in _by_first(texts).items())
     return "|".join(patterns) or "(?!)"
@@ -251,7 +252,7 @@ def _any_of(texts: Sequence[str]) -> str:
 
 
 def _by_first(texts: Sequence[str]) -> dict[str, list[str]]:
-    """Group `texts` by their first character; the values are the texts without it."""
+    """Group `texts` by their first character; the values are the texts without that character."""
     rests: dict[str, list[str]] = {}
     for text in texts:
         rests.setdefault(text[0], []).append(text[1:])

@@ -15,7 +15,7 @@ from tandem.protocol.errors import TandemError, Unavailable
 
 _T = TypeVar("_T")
 _JOB_BYTES_MIN = 4 << 10
-"""The smallest size that a job counts as, in bytes, because every job has a fixed cost."""
+"""Minimum size with which a job is counted, in bytes, because every job has a fixed cost."""
 
 
 @dataclass(slots=True, eq=False)
@@ -28,8 +28,8 @@ class _Job:
 class TokenizerPool:
     """Runs jobs in threads, round robin over the tenants.
 
-    A tenant's next job waits for at most one job of each other tenant. The total size of waiting jobs is bounded. Its
-    owner, a `RequestValidator` or `FormatCompiler`, calls it on the event loop and must `close` it.
+    A tenant's next job waits for at most one job of each other tenant. The total size of waiting jobs is limited. The
+    owner (a `RequestValidator` or `FormatCompiler`) calls the pool on the event loop and must `close` it.
     """
 
     def __init__(
@@ -40,22 +40,22 @@ class TokenizerPool:
         waits: str = "prompts wait to be tokenized",
         threads_per_tenant: int | None = None,
     ) -> None:
-        """`retry_after_s` is the retry hint of rejections, `waits` says in them what the bytes are.
+        """`retry_after_s` is the retry hint of rejections; `waits` says in their message which bytes have to wait.
 
-        A tenant has at most `threads_per_tenant` jobs at the same time; None = as many as there are threads.
+        A tenant may run at most `threads_per_tenant` jobs at the same time; None = as many as there are threads.
         """
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="router-tokenizer")
         self._waits = waits
         self._idle = threads
         self._threads_per_tenant = threads_per_tenant or threads
         self._running: Counter[str] = Counter()
-        """The running jobs of each tenant."""
+        """Number of running jobs of each tenant."""
         self._waiting_bytes_max = waiting_bytes_max
         self._retry_after_s = retry_after_s
         self._waiting: dict[str, deque[_Job]] = {}
         """Waiting jobs by tenant, in round-robin order; tenants without a job are absent."""
         self._bytes: Counter[str] = Counter()
-        """The number of waiting bytes, by tenant."""
+        """Number of waiting bytes of each tenant."""
 
     @property
     def waiting(self) -> int:
@@ -63,10 +63,10 @@ class TokenizerPool:
         return sum(map(len, self._waiting.values()))
 
     async def run(self, tenant: str, size: int, work: Callable[[], _T]) -> _T:
-        """Run `work` in a thread, which processes `size` bytes of the tenant; return its result or raise its error.
+        """Run `work` on `size` bytes of the tenant in a thread; return its result or raise its error.
 
         Raises Refused if too many bytes wait already. If the caller is cancelled, a waiting job is removed, but a
-        running one continues.
+        running job continues.
         """
         job = _Job(max(size, _JOB_BYTES_MIN), work, asyncio.get_running_loop().create_future())
         if not self._idle:
@@ -84,7 +84,7 @@ class TokenizerPool:
         return result
 
     def close(self) -> None:
-        """Stop starting jobs, and fail the waiting jobs with Unavailable."""
+        """Start no more jobs, and fail the waiting jobs with Unavailable."""
         for jobs in self._waiting.values():
             for job in jobs:
                 _refuse(job, Unavailable("the router is stopping; send the request again"))
@@ -93,9 +93,9 @@ class TokenizerPool:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _free_capacity(self, tenant: str, size: int) -> None:
-        """Reject the newest job of the tenant with the most waiting bytes, until `size` more bytes fit.
+        """Make room for `size` more bytes by rejecting the newest jobs of the tenant with the most waiting bytes.
 
-        Raises Refused if the caller's tenant would have the most waiting bytes itself.
+        Raises Refused if the caller's tenant would be the one with the most waiting bytes.
         """
         while self._bytes.total() + size > self._waiting_bytes_max:
             full = Refused(

@@ -12,11 +12,11 @@ from router.text.request_items import check_json_items
 from tandem.protocol.errors import InvalidArgument
 
 _ARGUMENT_ITEMS_MAX = 1 << 16
-"""Limit of the JSON items in the arguments of one call; to parse more would hold the GIL too long."""
+"""Maximum number of JSON items in the arguments of one call; parsing more would hold the GIL too long."""
 
 
 class ToolChoice(StrEnum):
-    """The tool choice of a request: no call, a call if the model decides so, a call of any tool, or of one function."""
+    """The tool choice of a request: no call, a call if the model decides so, any call, or a call of one function."""
 
     NONE = "none"
     AUTO = "auto"
@@ -29,14 +29,14 @@ class ToolOptions:
     """The tools of a request and the choice among them. An immutable part of `Conversation`."""
 
     tools: tuple[Mapping[str, Any], ...] = ()
-    """The tools in the form of chat templates: type, and function with name, description and parameters."""
+    """The tools as chat templates expect them: `type`, and `function` with name, description and parameters."""
     choice: ToolChoice = ToolChoice.NONE
     function: str = ""
     """The name of the function to call if `choice` is FUNCTION, else ""."""
     parallel: bool = True
-    """False if only the first call is returned."""
+    """False if only the first tool call of an answer is returned."""
     chars: int = field(init=False, default=0)
-    """The approximate number of characters of the tools, counted where the body is parsed: large ones take long."""
+    """The approximate number of characters of the tools, computed when the body is parsed: large ones take long."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "chars", len(str(self.tools)))
@@ -54,12 +54,12 @@ class ToolOptions:
 
     @property
     def shown(self) -> tuple[Mapping[str, Any], ...]:
-        """The tools that the chat template gets: none if the model must not call them."""
+        """The tools that the chat template gets; none if the model must not call a tool."""
         return () if self.choice is ToolChoice.NONE else self.tools
 
 
 def function_tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """Return a function in the form of chat templates."""
+    """Return a function as a tool in the form that chat templates expect."""
     function: dict[str, Any] = {"name": name}
     if description is not None:
         function["description"] = description
@@ -69,7 +69,7 @@ def function_tool(name: str, description: str | None, parameters: dict[str, Any]
 
 
 def call_arguments(field: str, text: str) -> Any:
-    """Return the arguments of an earlier call for the chat template: parsed if they are a JSON object, else as text.
+    """Return an earlier call's arguments for the chat template: parsed if they are a JSON object, else as text.
 
     Raises InvalidArgument, which names `field`, if they have too many items.
     """

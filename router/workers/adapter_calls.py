@@ -16,9 +16,9 @@ from tandem.protocol.generated.tandem.v1 import types_pb2
 from tandem.protocol.messages import AdapterFacts
 
 _CHANGE_S = 300.0
-"""Timeout of a change, in seconds; it is long because each worker reads the adapter's files."""
+"""Timeout of loading or unloading, in seconds; it is long because each worker reads the adapter's files."""
 _FOLLOW_S = 10.0
-"""Timeout of the wait until this router sees a change that the controller has made, in seconds."""
+"""Maximum time until this router sees a change that the controller has made, in seconds."""
 
 _Reply = TypeVar("_Reply")
 
@@ -26,14 +26,14 @@ _Reply = TypeVar("_Reply")
 class AdapterCalls:
     """Loads and unloads adapters through the controller. The router has one; all calls are on the event loop.
 
-    When a call returns, this router applies the change; other routers apply it within moments.
+    When a call returns, this router has applied the change; other routers apply it shortly after.
     """
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
 
     async def load(self, name: str, path: str) -> AdapterFacts:
-        """Make every worker load the adapter in the folder `path`; return it once requests may name it.
+        """Make every worker load the adapter in the folder `path`; return the adapter once requests can use it.
 
         Raises the errors of `Adapters.load` in `tandem/cluster/operations/adapters.py`, Unavailable if there is no
         controller, and DeadlineExceeded if this router does not see the change in time.
@@ -41,16 +41,16 @@ class AdapterCalls:
         request = types_pb2.LoadAdapterRequest(lora_name=name, lora_path=path)
         reply = await _typed(self._pool.controller.LoadAdapter(request, timeout=_CHANGE_S))
         adapter = conversion.from_proto(reply.adapter, AdapterFacts)
-        await self._follow(lambda: adapter in self._pool.adapters)
+        await self._wait_for_membership(lambda: adapter in self._pool.adapters)
         return adapter
 
     async def unload(self, name: str) -> None:
-        """Unload the adapter `name`, so that new requests cannot name it. Raises NotFound if it is not loaded."""
+        """Unload the adapter `name`, so that new requests cannot use it. Raises NotFound if it is not loaded."""
         request = types_pb2.UnloadAdapterRequest(lora_name=name)
         await _typed(self._pool.controller.UnloadAdapter(request, timeout=_CHANGE_S))
-        await self._follow(lambda: all(adapter.name != name for adapter in self._pool.adapters))
+        await self._wait_for_membership(lambda: all(adapter.name != name for adapter in self._pool.adapters))
 
-    async def _follow(self, changed: Callable[[], bool]) -> None:
+    async def _wait_for_membership(self, changed: Callable[[], bool]) -> None:
         try:
             async with asyncio.timeout(_FOLLOW_S):
                 await self._pool.until(changed)

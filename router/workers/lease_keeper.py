@@ -1,4 +1,4 @@
-"""Renews leases until the decode worker has admitted their requests, with one heartbeat for all leases of a worker.
+"""Renews leases until the decode worker has admitted their requests, in one heartbeat for all leases of a worker.
 
 A lease that is not renewed expires, so that a decode worker gets its pages back even if the router dies.
 """
@@ -14,14 +14,14 @@ from tandem.protocol.messages import GrantedLease, Lease
 log = logging.getLogger(__name__)
 
 Beat = Callable[[Sequence[Lease], float], Awaitable[frozenset[Lease]]]
-"""A function that sends one heartbeat with a deadline in seconds; it returns the leases that the worker lacks."""
+"""A function that sends one heartbeat with a deadline in seconds, and returns the leases unknown to the worker."""
 
 _ROUNDS_TO_BELIEVE = 3
-"""Number of consecutive heartbeats that must report a lease as unknown; they take one lease duration together."""
+"""Number of consecutive heartbeats (one lease duration) that must report a lease as unknown before it is lost."""
 
 
 class LeaseKeeper:
-    """Renews the leases of one decode worker whose requests it has not admitted yet.
+    """Renews the leases of one decode worker until it has admitted their requests.
 
     The `WorkerLink` owns it; all calls are on the event loop. `on_lost` is called with each lease that the worker no
     longer holds.
@@ -38,13 +38,13 @@ class LeaseKeeper:
         return len(self._held)
 
     def keep(self, granted: GrantedLease) -> None:
-        """Renew the lease until `drop` is called; a later lease of the same request replaces it."""
+        """Renew the lease until `drop` is called; it replaces an earlier lease of the same request."""
         self._held[granted.lease.request_id] = granted
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name="router-heartbeats")
 
     def drop(self, request_id: str) -> None:
-        """Stop renewing the lease of a request that was admitted or has ended."""
+        """Stop renewing the lease of a request, because the worker has admitted it or it has ended."""
         self._held.pop(request_id, None)
 
     def close(self) -> None:
@@ -56,7 +56,7 @@ class LeaseKeeper:
     async def _run(self) -> None:
         """Send a heartbeat every third of the shortest lease duration.
 
-        The deadline of a heartbeat is the time of the next one, so that a lease survives one stalled call.
+        A heartbeat must be answered before the next one is due, so that a lease survives one stalled call.
         """
         due = time.monotonic()
         while self._held:

@@ -1,6 +1,6 @@
-"""Heartbeats to a worker, which detect that its process is stopped or that its event loop hangs.
+"""Heartbeats to a worker, which detect that its process is stopped or its event loop hangs.
 
-A worker's event loop answers heartbeats while its engine computes, so that a long step does not look like silence.
+A worker's event loop answers heartbeats while its engine computes, so that a long step does not count as silence.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from tandem.protocol.errors import TandemError
 log = logging.getLogger(__name__)
 
 BEATS = 4
-"""Number of heartbeats within `silence_s`, so that one late reply does not make a worker count as silent."""
+"""Number of heartbeats sent within `silence_s`, so that one late reply does not make a worker count as silent."""
 
 
 class LivenessProbe:
-    """Sends heartbeats to one worker while `needed` returns True; any message from the worker counts as a reply.
+    """Sends heartbeats to one worker while `needed` returns True, to detect that it does not respond.
 
-    The `WorkerLink` owns it; all calls are on the event loop.
+    Any message from the worker counts as a reply. The `WorkerLink` owns it; all calls are on the event loop.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class LivenessProbe:
         self._heartbeat = Heartbeat(self._ask, silence_s / BEATS, lambda _: BEATS)
         self._asking: asyncio.Task[None] | None = None
         self.silent = False
-        """True while the worker does not respond."""
+        """True if the worker has not responded for `silence_s`, until it responds again."""
 
     def observe(self) -> None:
-        """Record a message from the worker."""
+        """Record that a message has arrived from the worker."""
         self._heartbeat.beat()
 
     async def run(self) -> None:
@@ -70,7 +70,7 @@ class LivenessProbe:
             log.exception("a change of a worker's liveness was not processed completely")
 
     def _ask(self) -> None:
-        """Send a heartbeat unless one is in flight, whose reply is as good as another's."""
+        """Send a heartbeat unless one is in flight, whose reply would prove the same."""
         if not self._needed():
             self._heartbeat.beat()
         elif self._asking is None or self._asking.done():

@@ -1,21 +1,21 @@
 """Applies one worker's prefix cache updates to the prefix index.
 
-Updates are numbered batches of stored and removed pages. A gap in the numbers means lost updates, after which the
-worker's full list of pages is loaded.
+Updates are numbered batches of stored and removed pages. If a number is missing, updates are lost, and the worker's
+full list of pages is loaded.
 """
 
 from router.placement.prefix_index import PrefixIndex
 from tandem.protocol.prefixes import PrefixChanges, PrefixList
 
 _KEPT_MAX = 1024
-"""Largest number of batches kept while a full list is loaded; if more arrive, the oldest are dropped.
+"""Maximum number of batches kept while a full list is loaded; if more arrive, the oldest are dropped.
 
 Another full list is needed then.
 """
 
 
 class PrefixFeed:
-    """Applies one worker's batches in order; after a gap it keeps them until the full list of pages is loaded.
+    """Applies one worker's batches in order; after a lost batch it keeps the next ones until the full list is loaded.
 
     The `WorkerLink` owns it; all calls are on the event loop. It starts out of sync, because a worker may have cached
     pages before this router connected.
@@ -29,11 +29,11 @@ class PrefixFeed:
 
     @property
     def in_step(self) -> bool:
-        """True if the index is in sync with the worker; otherwise a full list must be loaded."""
+        """True if the index is in sync with the worker; if False, a full list must be loaded."""
         return self._sequence is not None
 
     def take(self, changes: PrefixChanges) -> None:
-        """Apply the worker's next batch; a repeated batch is ignored, and one after a gap is kept for `load`."""
+        """Apply the worker's next batch; ignore a repeated batch, and keep a batch after a lost one for `load`."""
         if self._sequence is not None:
             if changes.sequence <= self._sequence:
                 return  # the full list already includes this batch
@@ -45,7 +45,7 @@ class PrefixFeed:
         del self._kept[:-_KEPT_MAX]
 
     def load(self, pages: PrefixList) -> None:
-        """Replace the worker's pages by a full list, then apply the newer batches that arrived in the meantime."""
+        """Replace the worker's pages by a full list, then apply the batches that are newer than the list."""
         self._index.clear(self._slot)
         for run in pages.stored:
             self._index.store(self._slot, run.digests)
@@ -55,7 +55,7 @@ class PrefixFeed:
             self.take(changes)
 
     def lose(self) -> None:
-        """Clear the worker's pages, because its event stream broke; a full list must be loaded again."""
+        """Remove the worker's pages from the index after its event stream broke; a full list must be loaded again."""
         self._sequence = None
         self._kept.clear()
         self._index.clear(self._slot)

@@ -1,4 +1,4 @@
-"""Decides whether requests wait, instead of failing, while the only worker of a role is replaced."""
+"""Decides whether requests wait, instead of failing, while the only worker of a role is being replaced."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from router.placement.worker_state import Clock
 
 
 class Recovery:
-    """Tracks the times in which no request can be served until an expected worker serves.
+    """Tracks recoveries: the periods in which no request can be served until an expected worker is ready.
 
     The dispatcher owns it; all calls are on the event loop.
     """
 
     def __init__(self, longest_s: float, clock: Clock) -> None:
-        """`longest_s` is the longest time that requests wait for a worker, in seconds by `clock`; 0 = no waiting."""
+        """`longest_s` is the maximum time that requests wait for a worker, in seconds of `clock`; 0 = no waiting."""
         self._longest_s = longest_s
         self._clock = clock
         self._began_s = math.inf
@@ -23,9 +23,9 @@ class Recovery:
         """True while requests wait for an expected worker."""
 
     def update(self, *, recovering: bool) -> bool:
-        """Update `waits`, and return True if it has changed; called after each change of the workers and periodically.
+        """Update `waits`, and return True if it has changed; called periodically and after each change of the workers.
 
-        `recovering` is True while requests can be served only once an expected worker serves.
+        `recovering` is True while requests can be served only once an expected worker is ready.
         """
         now = self._clock()
         self._began_s = min(self._began_s, now) if recovering else math.inf
@@ -35,7 +35,7 @@ class Recovery:
         return waited != self.waits
 
     def waited_s(self, since_s: float) -> float:
-        """Return how long a request that was queued at `since_s` has waited since the last recovery, in seconds.
+        """Return the seconds that a request queued at `since_s` has waited, without time before the last recovery.
 
         During a recovery it is 0: the queue timeout does not count times in which no request could be served.
         """

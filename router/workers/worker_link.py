@@ -1,6 +1,7 @@
-"""The router's connection to one incarnation of a worker: a channel, an event stream, and the worker's placement state.
+"""The router's connection to one worker process: a channel, an event stream, and the worker's placement state.
 
-The event stream carries all step outputs. If it breaks, the worker cancels every request of this router.
+The event stream carries all step outputs. If it breaks, the worker cancels every request of this router. A worker that
+restarts is a new process with a new connection.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from tandem.protocol.prefixes import PrefixList
 log = logging.getLogger(__name__)
 
 _RECONNECT_S = (0.05, 1.0)
-"""First and longest pause before the event stream is opened again, in seconds."""
+"""Minimum and maximum pause before the event stream is reopened, in seconds."""
 _ABORT_TRIES = 3
-"""Number of tries of an Abort call that fails with another error than DeadlineExceeded or Unavailable."""
+"""Maximum number of tries of an Abort call that fails with an error other than DeadlineExceeded or Unavailable."""
 _LIST_PAUSE_S = 1.0
 """Pause before a failed ListPrefixes call is retried, in seconds."""
 
@@ -52,17 +53,17 @@ class LinkObserver(Protocol):
         """Called with each step output of the worker."""
 
     def on_lost(self, link: WorkerLink) -> None:
-        """Called when the event stream breaks: the worker has cancelled or lost every request of this router."""
+        """Called when the event stream has broken: the worker has cancelled or lost every request of this router."""
 
     def on_lease_lost(self, link: WorkerLink, lease: Lease) -> None:
-        """Called when the worker no longer holds a lease although it has not admitted the request."""
+        """Called when the worker has lost a lease before it admitted the request."""
 
     def on_change(self) -> None:
-        """Called when a worker connects, disconnects, falls silent, responds again or has capacity again."""
+        """Called when a worker connects, disconnects, stops responding, responds again or has capacity again."""
 
 
 class WorkerLink:
-    """The connection to one incarnation of a worker. The `WorkerPool` owns, opens and closes it.
+    """The connection to one worker process. The `WorkerPool` owns, opens and closes it.
 
     All calls are on the event loop, where it runs two tasks: the event stream and the liveness probe.
     """
@@ -80,7 +81,7 @@ class WorkerLink:
     ) -> None:
         self.connected = False
         self.retired = False
-        """True if the worker left the cluster: it gets no new requests, and its running requests may finish."""
+        """True if the worker has left the cluster: it gets no new requests, but its running requests may finish."""
         self.state = WorkerState(info, time.monotonic)
         self._fleet = fleet
         fleet.join(self.state)
@@ -110,62 +111,62 @@ class WorkerLink:
 
     @property
     def live(self) -> bool:
-        """True if the worker may get new requests; False while it drains or is silent."""
+        """True if the worker may get new requests: it is connected, responds, and neither drains nor has left."""
         return self.connected and not self.silent and not self.retired and self.info.open is not None
 
     @property
     def silent(self) -> bool:
-        """True while the worker is connected and does not respond to heartbeats."""
+        """True if the worker is connected but does not respond to heartbeats."""
         return self.connected and self._probe.silent
 
     @property
     def may_return(self) -> bool:
-        """True if the worker is not live but will be once it connects or responds.
+        """True if the worker is not live, but will be once it connects or responds again.
 
-        If it does not, its supervisor replaces it.
+        If it does neither, its supervisor replaces it.
         """
         gone = self.retired or self.info.open is None
         return not (self.live or gone or self.info.not_ready)
 
     @property
     def request_ids(self) -> set[str]:
-        """The wire ids of the requests that still depend on this worker."""
+        """The internal ids of the requests that still depend on this worker."""
         return self.state.request_ids
 
     def apply_registration(self, info: WorkerInfo | None) -> None:
-        """Apply the controller's latest registration of the worker; None = it left the cluster."""
+        """Apply the controller's latest registration of the worker; None means that the worker has left the cluster."""
         if info is not None:
             self.state.update(info)
         self.retired = info is None
         self._fleet.set_live(self.state, live=self.live)
 
     def remove_answer(self, request_id: str) -> None:
-        """Remove the request's answer from the worker's placement state, and stop renewing its lease."""
+        """Remove a request's answer from the worker's placement state, and stop renewing the request's lease."""
         self.leases.drop(request_id)
         self.state.remove_answer(request_id)
 
     def back_off(self) -> None:
-        """Place no requests on the worker for `BACK_OFF_S`, because it refused one."""
+        """Stop placing requests on the worker for `BACK_OFF_S`, because it refused one."""
         self.state.back_off()
         asyncio.get_running_loop().call_later(BACK_OFF_S, self._observer.on_change)
 
     # ---- calls ----
 
     async def reserve(self, reservation: Reservation) -> GrantedLease:
-        """Reserve pages on the worker and return the lease. Raises the `TandemError` with which the worker refuses."""
+        """Reserve pages on the worker and return the lease. Raises the worker's `TandemError` if it refuses."""
         request = conversion.to_proto(reservation, worker_pb2.ReserveRequest)
         return conversion.from_proto(await self._call(self._stub.Reserve(request, timeout=self._timeout)), GrantedLease)
 
     async def prefill(self, task: PrefillTask) -> None:
-        """Send a prompt to the worker. Raises the `TandemError` with which the worker refuses it."""
+        """Send a prompt to the worker. Raises the worker's `TandemError` if it refuses the prompt."""
         await self._call(
             self._stub.Prefill(conversion.to_proto(task, worker_pb2.PrefillRequest), timeout=self._timeout)
         )
 
     def abort(self, ref: RequestRef) -> None:
-        """Abort the attempt `ref` and earlier attempts of its request on the worker.
+        """Abort the attempt `ref` of a request, and all earlier attempts, on the worker.
 
-        The call returns at once. Aborts of one turn of the event loop are sent together, with retries.
+        The call returns at once. All aborts of one iteration of the event loop are sent together, with retries.
         """
         if not self._aborts:
             self._spawn(self._send_aborts())
@@ -215,7 +216,7 @@ class WorkerLink:
     # ---- liveness ----
 
     def _needs_reply(self) -> bool:
-        """Return True while the worker has requests of this router, or is silent and may respond again."""
+        """Return True if heartbeats are needed: the worker has requests of this router, or may respond again."""
         return self.connected and (bool(self.request_ids) or self._probe.silent)
 
     def _follow_probe(self) -> None:
@@ -253,7 +254,7 @@ class WorkerLink:
     def _learn(self, step: StepOutput) -> None:
         """Apply the load report and the prefix cache updates of a step.
 
-        An exception is only logged: it makes placement worse, but must not end the requests of the stream.
+        An exception is only logged: it makes placement worse, but must not end the requests of the event stream.
         """
         try:
             self.state.report(step.load)
@@ -277,12 +278,12 @@ class WorkerLink:
         self._observer.on_change()
 
     def _keep_in_step(self) -> None:
-        """Start loading the full list of cached pages if updates are missing and no such task runs."""
+        """Start loading the full list of cached pages if updates are missing, unless it is already being loaded."""
         if not self._prefixes.in_step and (self._listing is None or self._listing.done()):
             self._listing = asyncio.create_task(self._list_prefixes(), name=f"prefixes-{self.info.peer.worker_id}")
 
     async def _list_prefixes(self) -> None:
-        """Load the full list of cached pages, with retries; until then placement works without it."""
+        """Load the full list of cached pages, with retries; until then placement works without the list."""
         while self.connected and not self._prefixes.in_step:
             try:
                 reply = await self._call(
@@ -301,7 +302,7 @@ class WorkerLink:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """End the stream, send the last aborts and close the channel; requests still on the worker count as lost."""
+        """End the event stream, send the last aborts and close the channel; requests on the worker count as lost."""
         asked = [self._stream, self._probing] if self._listing is None else [self._stream, self._probing, self._listing]
         for task in asked:
             task.cancel()

@@ -29,22 +29,25 @@ from tandem.protocol.mode import Mode
 log = logging.getLogger(__name__)
 
 _RETRY_S = (0.1, 2.0)
-"""First and longest pause before the controller is watched again, in seconds."""
+"""Minimum and maximum pause before the router reconnects to the controller, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model as the workers have loaded it, and the largest requests that they can hold. An immutable value."""
+    """The model that the workers have loaded, and the sizes of the largest requests that they can hold.
+
+    An immutable value.
+    """
 
     facts: ModelFacts
     prefill_tokens_max: int
-    """Number of tokens that the largest prefill worker can hold."""
+    """Number of tokens whose KV fits into the largest prefill worker."""
     decode_tokens_max: int
-    """Number of tokens that the largest decode worker can hold for answers."""
+    """Number of tokens whose KV the largest decode worker can hold for answers."""
     decode_tokens_min: int
-    """Number of tokens that every decode worker can hold for answers."""
+    """Number of tokens whose KV every decode worker can hold for answers."""
     page_tokens: int = 0
-    """Tokens per KV page; 0 if page sizes differ among workers, so that pages have no common digests."""
+    """Tokens per KV page; 0 if the workers' page sizes differ, so that they have no common page digests."""
 
 
 class PoolObserver(LinkObserver, Protocol):
@@ -71,7 +74,7 @@ class WorkerPool:
         self.mode = config.mode.value
         """The placement mode set by the controller, the value of a `Mode`."""
         self.adapters: tuple[AdapterFacts, ...] = ()
-        """The adapters that the controller lists; () if the workers have those with which they started."""
+        """The adapters that the controller lists; () if the workers still have the adapters with which they started."""
         self._expected: tuple[ExpectedWorker, ...] = ()
         self._channel = open_channel(config.controller_address, config.token)
         self.controller: Any = cluster_pb2_grpc.ClusterStub(self._channel)
@@ -87,7 +90,7 @@ class WorkerPool:
 
     @property
     def model(self) -> ServedModel | None:
-        """The served model; None until a worker of each role has registered. It is kept while workers are absent."""
+        """The served model; None until a worker of each role has registered. It does not become None again."""
         return self._model
 
     @property
@@ -102,17 +105,17 @@ class WorkerPool:
 
     @property
     def coming(self) -> dict[str, Role]:
-        """The workers that do not serve now but are expected to, by worker id, with their roles.
+        """The roles of workers that do not serve now but are expected to, by worker id.
 
-        Either they are being started, or they are members that are not connected or do not respond, which their
-        supervisor replaces.
+        They are being started, or they are members of the cluster that are not connected or do not respond; their
+        supervisor replaces them.
         """
         absent = {link.info.peer.worker_id: link.info.role for link in self._links.values() if link.may_return}
         return absent | {each.worker_id: each.role for each in self._expected}
 
     @property
     def recovering(self) -> bool:
-        """True if no request can be served now, but will be once all `coming` workers serve."""
+        """True if no request can be served now, but requests can be served once all workers in `coming` are ready."""
         if self._model is None or self.ready:
             return False
         serving = [link.info.role for link in self._live() if not link.info.not_ready]
@@ -123,7 +126,7 @@ class WorkerPool:
     def misfit(self) -> str:
         """The reason why no live prefill worker is compatible with a live decode worker.
 
-        "" if there is a compatible pair, or if a role has no live worker.
+        It is "" if there is a compatible pair, or if a role has no live worker.
         """
         live = self._live()
         if not _has_both(live) or self._fit(live):
@@ -133,29 +136,29 @@ class WorkerPool:
 
     @property
     def not_ready(self) -> tuple[str, ...]:
-        """The reasons that live workers gave for not accepting new requests."""
+        """The reasons why live workers do not accept new requests at present."""
         return tuple(f"{link.name} is not ready: {why}" for link in self._live() if (why := link.info.not_ready))
 
     @property
     def prefill_capacity(self) -> int:
-        """Number of tokens that the largest live prefill worker can hold; 0 if there is none."""
+        """Number of tokens whose KV fits into the largest live prefill worker; 0 if there is none."""
         return max((each.kv_tokens_total for each in self.fleet.live if each.prefills), default=0)
 
     def views(self) -> list[WorkerState]:
-        """Return the states of the live workers."""
+        """Return the placement states of the live workers."""
         return list(self.fleet.live)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until `condition` is true; it is evaluated after each membership message."""
+        """Wait until `condition` is true; it is checked after each membership message."""
         while not condition():
             await self._followed.wait()
 
     def link(self, peer: PeerRef) -> WorkerLink:
-        """Return the link to `peer`, which must be open; placement has just chosen it."""
+        """Return the link to `peer`; placement has just chosen this worker, so that its link must be open."""
         return self._links[peer]
 
     def sweep(self) -> None:
-        """Expire old load reports and excluded pairs, and close the links of workers that left and have no requests.
+        """Expire old load reports and incompatible pairs, and close the links of idle workers that have left.
 
         Called periodically.
         """
@@ -165,7 +168,7 @@ class WorkerPool:
         self._drop_retired()
 
     def _drop_retired(self) -> None:
-        """Close the links of workers that left the cluster and have no requests of this router."""
+        """Close the links of workers that have left the cluster and have no requests of this router."""
         for link in self.links:
             if link.retired and not (link.connected and link.request_ids):
                 self._drop(link)
@@ -186,7 +189,7 @@ class WorkerPool:
         return self._model is not None and _has_both(links) and self._fit(links)
 
     def _fit(self, links: list[WorkerLink]) -> bool:
-        """Return True if one of the workers can serve a request alone, or two of them as a compatible pair."""
+        """Return True if the workers can serve a request: one worker of both roles, or a compatible pair."""
         incompatible = self.fleet.incompatible
         if not incompatible:
             return True
@@ -231,7 +234,7 @@ class WorkerPool:
             if peer not in named:
                 link.apply_registration(None)
             if successors.get(peer.worker_id, peer) != peer:
-                # A newer incarnation has registered, so the old process is gone. Its requests are retried now and not
+                # A newer process of the worker has registered, so the old one is gone: retry its requests now, not
                 # after a timeout.
                 self._drop(link)
         for peer, info in named.items():

@@ -106,9 +106,9 @@ class Controller:
         """Release the workers to another controller; see `LeaderElection.release_workers`."""
         return await self._election.release_workers()
 
-    async def wait_until_settled(self) -> str:
+    async def wait_until_decided(self) -> str:
         """Wait until this controller leads or mirrors a settled leader; return the address of this controller."""
-        await self._election.wait_until_settled()
+        await self._election.wait_until_decided()
         return self._address
 
     async def _continue_router(self) -> None:

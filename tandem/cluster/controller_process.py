@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from tandem.cluster.controller import Controller
-from tandem.cluster.liveness import QUESTIONS
+from tandem.cluster.liveness import PROBES
 from tandem.cluster.ray_processes.controllers import actor_name
 from tandem.cluster.ray_processes.ray_process import actor_class, on_this_node
 from tandem.cluster.supervision.health import Backoff, ClusterHealth
@@ -78,9 +78,9 @@ class ControllerProcess:
         if ray.wait([self._life], timeout=0)[0]:
             raise Unavailable("the controller died")
         reply, waits = self._actor.health.remote(), 0
-        while not ray.wait([reply], timeout=(self._hang_deadline_s or ANSWER_TIMEOUT_S) / QUESTIONS)[0]:
+        while not ray.wait([reply], timeout=(self._hang_deadline_s or ANSWER_TIMEOUT_S) / PROBES)[0]:
             waits += 1
-            if self._hang_deadline_s and waits == QUESTIONS:
+            if self._hang_deadline_s and waits == PROBES:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._pid, signal.SIGKILL)  # `ray.kill` would first ask it to stop, and wait
                 raise Unavailable(f"the controller gave no sign of life for {self._hang_deadline_s:g} s and was killed")

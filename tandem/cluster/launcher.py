@@ -260,7 +260,7 @@ class Cluster:
 
         Raises Unavailable if a process dies before it serves, and DeadlineExceeded after `start_timeout_s` seconds.
         """
-        give_up = time.monotonic() + self._config.start_timeout_s
+        deadline_s = time.monotonic() + self._config.start_timeout_s
         while not self._stopping.wait(POLL_S):
             health = controller.health()
             for one in health.all:
@@ -270,7 +270,7 @@ class Cluster:
             late = ", ".join(one.name for one in health.needed if one.phase is not Phase.SERVING)
             if health.filled and not late and _sees_workers(health):
                 return health
-            if time.monotonic() > give_up:
+            if time.monotonic() > deadline_s:
                 late = late or ("the router" if health.filled else "what another `tandem up` hands over")
                 raise DeadlineExceeded(f"{late} did not start within {self._config.start_timeout_s:g} s")
         return None

@@ -22,7 +22,7 @@ START_HANG_DEADLINE_S = 120.0
 A starting process may hold the interpreter lock for long: it imports modules from a slow disk, registers memory or
 compiles kernels.
 """
-QUESTIONS = 6
+PROBES = 6
 """Number of liveness probes within one deadline, so that a single late reply does not count as a hang."""
 
 
@@ -41,8 +41,8 @@ async def until_it_hangs(
     """
     if not deadline_s:
         await asyncio.Event().wait()
-    every_s = deadline_s / QUESTIONS
-    start_limit = max(QUESTIONS, math.ceil(START_HANG_DEADLINE_S / every_s))
+    every_s = deadline_s / PROBES
+    start_limit = max(PROBES, math.ceil(START_HANG_DEADLINE_S / every_s))
     asking: asyncio.Task[None] | None = None
 
     def ask() -> None:
@@ -54,7 +54,7 @@ async def until_it_hangs(
             asking = asyncio.create_task(_ask(works, heartbeat))
 
     def limit(_begun: bool) -> int:
-        return start_limit if starts() else QUESTIONS
+        return start_limit if starts() else PROBES
 
     heartbeat = Heartbeat(ask, every_s, limit)
     try:

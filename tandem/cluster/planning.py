@@ -89,13 +89,13 @@ class Planning:
         while True:
             await asyncio.sleep(self._config.window_s)
             try:
-                await self.look()
+                await self.poll()
             except TandemError as error:
                 log.warning("the planner's change failed: %s", error.message)
             except Exception:
                 log.exception("the planner failed to process a window; continuing with the next one")
 
-    async def look(self) -> None:
+    async def poll(self) -> None:
         """Process one window: scrape the metrics, decide, and apply the decision.
 
         Raises a TandemError if the change failed; the next window starts from a fresh scrape.

@@ -181,7 +181,7 @@ class WorkerSupervisor:
 
     async def _leave(self) -> None:
         await _cancel(self._tasks)
-        names = tuple(self.fleet.keepers)
+        names = tuple(self.fleet.supervisors)
         await self.fleet.release()
         self._workers.release_all()
         self.taken_over = frozenset()
@@ -213,13 +213,13 @@ class WorkerSupervisor:
             sizes = SizeChange(workers=cluster.workers, grace_s=GRACE_S)
             if self._assignments.topology.mode is Mode.DISAGGREGATED:
                 sizes = SizeChange(cluster.prefill, cluster.decode, grace_s=GRACE_S)
-            await _else_it_stays(self.operator.resize(sizes), "there are more workers than asked for")
+            await _log_on_failure(self.operator.resize(sizes), "there are more workers than asked for")
         for name, (_, description) in found.items():
             other = differences(tuning_of(self._asked_of(name)), description.tuning)
-            if other and name in self.fleet.keepers:
+            if other and name in self.fleet.supervisors:
                 log.warning("%s was started with another %s; restarting it", name, ", ".join(other))
                 again = self.operator.drain_worker(name, GRACE_S, restart=True, force=False)
-                await _else_it_stays(again, f"{name} keeps its settings")
+                await _log_on_failure(again, f"{name} keeps its settings")
 
     def _served(self, worker_id: str) -> Settings:
         return served_of(self._asked_of(worker_id))
@@ -256,7 +256,7 @@ class WorkerSupervisor:
             self._metrics.opened(slot.worker_id, slot.role, address)
 
 
-async def _else_it_stays(change: Awaitable[object], as_it_is: str) -> None:
+async def _log_on_failure(change: Awaitable[object], as_it_is: str) -> None:
     try:
         await change
     except TandemError as error:

@@ -74,7 +74,7 @@ class StepCost:
     @property
     def margin(self) -> float:
         """The factor by which the worker's ITL targets are divided when steps are planned (`LearnedMargin`)."""
-        return self.parameters.mixed_noise
+        return self.parameters.mixed_step_margin
 
     def seconds(self, work: StepWork) -> float:
         """Return the duration of a step with this work in seconds; 0 for an empty step."""

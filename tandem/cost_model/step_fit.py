@@ -87,7 +87,7 @@ class StepFit:
         self._coefficients = self._free
         self._information = np.diag(_GUESS_INFORMATION)
         self._usual = 1.0
-        self._margin = LearnedMargin(guess.mixed_noise)
+        self._margin = LearnedMargin(guess.mixed_step_margin)
         self._alike = 0
         """Number of steps since the last one that the fit learned from."""
         self._cost = StepCost(self.parameters)
@@ -137,7 +137,7 @@ class StepFit:
             seconds = (self._coefficients * self._scale).tolist()
         learned: dict[str, Any] = dict(zip(SECONDS, seconds, strict=True))
         self.parameters = replace(
-            known, **learned, error=self._error, observed=self._observed, mixed_noise=self._margin.value
+            known, **learned, error=self._error, observed=self._observed, mixed_step_margin=self._margin.value
         )
         self._cost = StepCost(self.parameters)
 

@@ -192,7 +192,7 @@ class _Answer:
             if self._state is None:
                 self._state = self._grammars.get().begin(self._grammar)
             if drafts:
-                self.drafts = self._state.follow(tokens, drafts)
+                self.drafts = self._state.count_allowed(tokens, drafts)
             else:
                 self._state.allowed(tokens)
         # A panic in the grammar library raises a BaseException that is not an Exception.

@@ -32,7 +32,7 @@ class LogFile:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._take()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Rotate the file if it is full. Never raises: if the rotation fails, the file keeps growing."""
         with contextlib.suppress(OSError):
             if os.fstat(2).st_size >= self._max_bytes:

@@ -83,7 +83,7 @@ class ProcessLog(logging.StreamHandler[TextIO]):
             return
         if line is not None:
             super().emit(line)
-            self._look()
+            self._poll()
 
     def close(self) -> None:
         """Write the pending counts of recurring errors and close the handler."""
@@ -96,16 +96,16 @@ class ProcessLog(logging.StreamHandler[TextIO]):
             time.sleep(LOOK_S)
             self._say_counts()
             with self._locked():
-                self._look()  # native code may have filled it
+                self._poll()  # native code may have filled it
 
     def _say_counts(self, *, all_of_them: bool = False) -> None:
         with self._locked():
             for line in self._errors.due(all_of_them=all_of_them):
                 super().emit(line)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         if self._file is not None:
-            self._file.look()
+            self._file.poll()
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

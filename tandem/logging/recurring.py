@@ -27,7 +27,7 @@ _Kind = tuple[object, ...]
 
 
 @dataclass(slots=True)
-class _Said:
+class _LoggedMessage:
     """A logged error: the time `at_s` of its last line, and the number `more` of repetitions since then."""
 
     at_s: float
@@ -44,7 +44,7 @@ class RecurringErrors:
 
     again_s: float = AGAIN_S
     clock: Callable[[], float] = time.monotonic
-    _said: dict[_Kind, _Said] = field(default_factory=dict)
+    _said: dict[_Kind, _LoggedMessage] = field(default_factory=dict)
 
     def take(self, record: logging.LogRecord) -> logging.LogRecord | None:
         """Return the record to write, with the count of suppressed repetitions; None if nothing is to be written.
@@ -58,7 +58,7 @@ class RecurringErrors:
         kind = self._kind_of(record, error)
         before = self._said.get(kind)
         if before is None or now >= before.at_s + self.again_s:
-            self._said[kind] = _Said(now, _plain(record, error))
+            self._said[kind] = _LoggedMessage(now, _plain(record, error))
             return record if before is None or not before.more else _counted(record, before, now)
         before.more += 1
         return _plain(record, error) if getattr(record, OF_REQUEST, "") else None
@@ -96,7 +96,7 @@ def _plain(record: logging.LogRecord, error: BaseException | None) -> logging.Lo
     return _with(record, message if error is None else f"{message} ({type(error).__name__})", None)
 
 
-def _counted(record: logging.LogRecord, said: _Said, now: float) -> logging.LogRecord:
+def _counted(record: logging.LogRecord, said: _LoggedMessage, now: float) -> logging.LogRecord:
     text = f"{record.getMessage()} ({said.more} more like it in the last {now - said.at_s:.0f} s)"
     return _with(record, text, record.exc_info)
 

@@ -46,7 +46,7 @@ class CostParameters:
 
     See `tandem.cost_model.step_grid`.
     """
-    mixed_noise: float = 1.2
+    mixed_step_margin: float = 1.2
     """The factor by which the target duration of steps with prompts and decode rows is divided.
 
     See `tandem.cost_model.margin.LearnedMargin`.

@@ -143,8 +143,8 @@ def _line(stream: IO[bytes], seconds: float, unwanted: threading.Event) -> bytes
 
     Returns None if there is none within `seconds` seconds, or if `unwanted` is set first.
     """
-    give_up, read = time.monotonic() + seconds, b""
-    while (left := give_up - time.monotonic()) > 0 and not unwanted.is_set():
+    deadline_s, read = time.monotonic() + seconds, b""
+    while (left := deadline_s - time.monotonic()) > 0 and not unwanted.is_set():
         if not select.select([stream], [], [], min(left, _POLL_S))[0]:
             continue
         piece: bytes = stream.read1(1 << 16)  # type: ignore[attr-defined]

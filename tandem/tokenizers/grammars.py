@@ -145,9 +145,9 @@ class AnswerGrammar:
     def allowed(self, answer: Sequence[int], drafts: int = 0) -> NDArray[np.int32]:
         """Return the mask of the tokens that may follow `answer`, which may only grow from call to call.
 
-        With `drafts`, it is the mask after the first `drafts` draft tokens that were last passed to `follow` for the
-        same answer. The mask is int32 words, shape [vocab / 32]; the lowest bit of the first word is token 0. Raises
-        InvalidArgument if the grammar exceeds its limits here, or if `answer` does not follow the grammar.
+        With `drafts`, it is the mask after the first `drafts` draft tokens that were last passed to `count_allowed` for
+        the same answer. The mask is int32 words, shape [vocab / 32]; the lowest bit of the first word is token 0.
+        Raises InvalidArgument if the grammar exceeds its limits here, or if `answer` does not follow the grammar.
         """
         if drafts:
             return self._behind[drafts - 1]
@@ -161,7 +161,7 @@ class AnswerGrammar:
         """Return True if the mask of the token after `answer` is already computed."""
         return self._mask is not None and len(answer) == self._consumed
 
-    def follow(self, answer: Sequence[int], drafts: Sequence[int]) -> int:
+    def count_allowed(self, answer: Sequence[int], drafts: Sequence[int]) -> int:
         """Return the number of leading draft tokens that the grammar allows after `answer`.
 
         Raises InvalidArgument like `allowed`. Returns 0 if checking draft tokens would count towards the limits of this

@@ -128,10 +128,10 @@ class WorkerActor:
             await asyncio.to_thread(self._process.stop)
         except Exception:
             log.exception("%s did not end in order", self._me.worker_id)
-        await asyncio.to_thread(give_place_back)
+        await asyncio.to_thread(release_own_group)
 
 
-def give_place_back() -> None:
+def release_own_group() -> None:
     """Remove the placement group of this actor, which ends the actor.
 
     If no controller lives that may still use them, the placement groups of this namespace that wait for a node or whose

@@ -141,13 +141,13 @@ class WorkerAssignment:
                 await self._emptied([scheduler])
         if left := self._give_up(scheduler, OTHER_ROLE):
             log.info("%s gives up %d requests of its %s phase", self._me.worker_id, len(left), scheduler.role)
-            await self._come_to_rest(scheduler)
+            await self._drain_phase(scheduler)
         del self._closing[scheduler.role]
         self.role = self.role.without(scheduler.role) or self.assignment.role
         self._resize(self.role)
         self.on_change()
 
-    async def _come_to_rest(self, scheduler: PhaseControl) -> None:
+    async def _drain_phase(self, scheduler: PhaseControl) -> None:
         """Wait until no step and no transfer uses the pages of the phase, however long that takes.
 
         Until then the pages are not given to other requests.

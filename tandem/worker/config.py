@@ -36,7 +36,7 @@ class WorkerConfig(WorkerSettings):
     """The port of the metrics' HTTP server; 0 = any free port."""
     metrics_key: str = ""
     """A key for the metrics, in addition to the one derived from `token`; empty = none is required on loopback."""
-    gather_s: float = 0.0
+    batch_wait_s: float = 0.0
     """Seconds that an idle worker waits after a first prompt for further prompts that can share its step."""
     outlive_s: float = 0.0
     """Seconds without contact to a controller after which the worker ends; 0 = the worker does not end by itself."""

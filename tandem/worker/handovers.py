@@ -14,12 +14,12 @@ from prefill_worker.write_window import WindowRenewals
 from tandem.protocol.kv_pages import KvPages
 from tandem.protocol.messages import PeerRef, RoutedEvent
 
-SETTLE_S = 2.0
+DRAIN_S = 2.0
 """Timeout of `wait_until_ended`, in seconds; leases that are not released by then end with the process."""
 
 
 @dataclass(slots=True)
-class Handovers:
+class Handoffs:
     """Starts the worker's hand-overs with their common parameters, and tracks those that have not ended.
 
     Owned by the worker; used on the event loop.
@@ -62,9 +62,9 @@ class Handovers:
         return handoff
 
     async def wait_until_ended(self) -> None:
-        """Wait for all hand-overs to end, and cancel those that take longer than `SETTLE_S` seconds."""
+        """Wait for all hand-overs to end, and cancel those that take longer than `DRAIN_S` seconds."""
         if self._open:
-            _, left = await asyncio.wait(self._open, timeout=SETTLE_S)
+            _, left = await asyncio.wait(self._open, timeout=DRAIN_S)
             for handoff in left:
                 handoff.cancel()
         await self._renewals.close()

@@ -4,7 +4,7 @@ If the engine is asynchronous, a step is scheduled and launched while the previo
 it without the previous step's tokens, which they get one step late.
 
 `scheduler.py` decides which rows are in a step. A device can hang, and a thread that waits for a device cannot be
-ended: the watchdog abandons such a step with `give_up_stuck`, and ends the process.
+ended: the watchdog abandons such a step with `abandon_stuck_step`, and ends the process.
 """
 
 import threading
@@ -113,15 +113,15 @@ class StepLoop:
         assignment: Assignment,
         meter: StepMeter,
         deadline_s: float,
-        gather_s: float = 0.0,
+        batch_wait_s: float = 0.0,
         publish: Callable[[int, Sequence[RoutedEvent], Sequence[RoutedTokens], Sequence[Callable[[], None]]], None],
         on_death: Callable[[BaseException], None],
     ) -> None:
         """Create the loop.
 
-        `deadline_s` limits a step, from its schedule to its result; a longer step counts as stuck. `gather_s` is the
-        time in seconds that an idle loop waits for more prompts before it computes the first. `publish` and `on_death`
-        are called on the loop's thread and return immediately. `publish` passes a step's number, events, tokens and a
+        `deadline_s` limits a step, from its schedule to its result; a longer step counts as stuck. `batch_wait_s` is
+        the time in seconds that an idle loop waits for more prompts before it computes the first. `publish` and
+        `on_death` are called on the loop's thread and return immediately. `publish` passes a step's number, events, tokens and a
         list of calls to the event loop, which sends the events and tokens and then makes the calls.
         """
         self._runner = runner
@@ -132,7 +132,7 @@ class StepLoop:
         )
         self._meter = meter
         self._deadline_s = deadline_s
-        self._gather_s = gather_s
+        self._batch_wait_s = batch_wait_s
         self._publish = publish
         self._on_death = on_death
         self._work = threading.Event()
@@ -140,7 +140,7 @@ class StepLoop:
         """Held while results are applied and published; an abandoned thread that continues later does neither."""
         self._busy_since: float | None = None
         self._stopping = False
-        self._given_up = False
+        self._abandoned = False
         self._running: _Step | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.steps = 0
@@ -167,10 +167,10 @@ class StepLoop:
         """Stop the loop after the step in flight; return when the thread has ended or was abandoned. Idempotent."""
         self._stopping = True
         self._work.set()
-        while self._thread.is_alive() and not self.give_up_stuck():
+        while self._thread.is_alive() and not self.abandon_stuck_step():
             self._thread.join(_JOIN_S)
 
-    def give_up_stuck(self) -> bool:
+    def abandon_stuck_step(self) -> bool:
         """Abandon the step in flight if it exceeds the deadline; return True if a step was abandoned, now or before.
 
         The step and the thread publish nothing from then on. The memory that the step may still write to must not be
@@ -179,8 +179,8 @@ class StepLoop:
         with self._publish_lock:
             began = self._busy_since
             if began is not None and time.monotonic() - began > self._deadline_s:
-                self._given_up = self._stopping = True
-            return self._given_up
+                self._abandoned = self._stopping = True
+            return self._abandoned
 
     def _run(self) -> None:
         try:
@@ -197,7 +197,7 @@ class StepLoop:
             if self._running is not None:
                 self._running.result()
         except BaseException as error:
-            if not self._given_up:
+            if not self._abandoned:
                 self._on_death(error)
         finally:
             self._busy_since = None
@@ -209,9 +209,9 @@ class StepLoop:
             return not self._stopping
 
     def _gather(self) -> None:
-        """Wait `gather_s` seconds if a prompt is queued and no request decodes, so that a burst shares a step."""
-        if self._gather_s > 0.0 and self._prefill.queue.length and not self._decode.running_requests():
-            time.sleep(self._gather_s)
+        """Wait `batch_wait_s` seconds if a prompt is queued and no request decodes, so that a burst shares a step."""
+        if self._batch_wait_s > 0.0 and self._prefill.queue.length and not self._decode.running_requests():
+            time.sleep(self._batch_wait_s)
 
     def _step(self) -> bool:
         """Launch a step and postprocess the one that has ended; return False if there was neither."""
@@ -242,7 +242,7 @@ class StepLoop:
         if step.scored_tokens:
             self._prefill.scored_tokens.observe(step.scored_tokens, seconds)
         with self._publish_lock:
-            if self._given_up:
+            if self._abandoned:
                 return
             self.steps += 1
             events, decoded = self._scheduler.apply(step.work, result)
@@ -251,6 +251,6 @@ class StepLoop:
         if waited:
             self._running = self._launch()
         with self._publish_lock:
-            if not self._given_up:
+            if not self._abandoned:
                 tokens = () if decoded is None else decoded.plain_tokens()
                 self._publish(self.steps, events, tokens, updates)

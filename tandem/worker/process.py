@@ -123,7 +123,7 @@ class WorkerProcess:
         """
         if not self._ended.done():
             with contextlib.suppress(RuntimeError):  # it is closing its event loop at this moment
-                await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._look(), self._events))
+                await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._check_device(), self._events))
 
     def change_controller(self, controller_address: str) -> None:
         """Register with another controller (`ControllerLink.change_controller`).
@@ -226,7 +226,7 @@ class WorkerProcess:
             kv_ports=worker.transport.open_ports(),
         )
 
-    async def _look(self) -> None:
+    async def _check_device(self) -> None:
         if self._worker is not None:
             self._worker.look_for_stuck()
 

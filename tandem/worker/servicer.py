@@ -110,14 +110,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         mine = self._worker.peers.accept(conversion.from_proto(request, Handshake))
         return worker_pb2.ConnectPeerResponse(description=conversion.to_proto(mine, worker_pb2.PeerDescription))
 
-    async def AllotPages(
-        self, request: worker_pb2.AllotPagesRequest, _context: _Context
-    ) -> worker_pb2.AllotPagesResponse:
+    async def AllocatePages(
+        self, request: worker_pb2.AllocatePagesRequest, _context: _Context
+    ) -> worker_pb2.AllocatePagesResponse:
         """Allocate pages under a lease to a prefill worker, which may write them for `write_for_s` seconds."""
         writer = conversion.from_proto(request.prefill, PeerRef)
         lease = conversion.from_proto(request.lease, Lease)
         page_ids = self._worker.admission.allocate_pages(lease, request.pages, writer)
-        return worker_pb2.AllotPagesResponse(page_ids=page_ids, write_for_s=self._worker.admission.write_window_s)
+        return worker_pb2.AllocatePagesResponse(page_ids=page_ids, write_for_s=self._worker.admission.write_window_s)
 
     async def RenewPermissions(
         self, request: worker_pb2.RenewPermissionsRequest, _context: _Context

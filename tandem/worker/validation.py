@@ -49,7 +49,7 @@ def _check(asked: PrefillTask | Reservation, model: ModelFacts) -> None:
         raise InvalidArgument("attempt", f"{ref.attempt} is less than 1")
     _check_prompt(asked.prompt_token_ids, model)
     _check_sampling(sampling, model)
-    if sampling.prompt_scores(asked.question_tokens) > PROMPT_SCORES_MAX:
+    if sampling.prompt_scores(asked.original_prompt_tokens) > PROMPT_SCORES_MAX:
         raise InvalidArgument("prompt_logprobs", f"asks for more than {PROMPT_SCORES_MAX} log probabilities")
     limit = min(len(asked.prompt_token_ids), sampling.max_tokens)
     if not 0 <= asked.prior_output_tokens < limit:

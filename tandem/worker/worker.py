@@ -37,7 +37,7 @@ from tandem.protocol.messages import (
 from tandem.worker.adapters import WorkerAdapters
 from tandem.worker.assignment import WorkerAssignment, decode_batch
 from tandem.worker.config import WorkerConfig
-from tandem.worker.handovers import Handovers
+from tandem.worker.handovers import Handoffs
 from tandem.worker.loaded_engine import LoadedEngine, engine_facts
 from tandem.worker.loop import StepLoop, StepMeter
 from tandem.worker.output_streams import OutputStream, OutputStreams
@@ -190,7 +190,7 @@ class Worker:
         warmed up now, so that no user's prompt has to wait for it.
         """
         self.admission.peer_back(info.peer)
-        self.peers.welcome(info.peer)
+        self.peers.restore_peer(info.peer)
         self._warm_ups.add(info)
 
     def peer_gone(self, peer: PeerRef) -> None:
@@ -252,7 +252,7 @@ class Worker:
             wake=self._wake,
             transport_poll_s=self._transport_poll_s,
             same_host=self._is_near,
-            lives=self._lives,
+            process_alive=self._lives,
             checks=self._checks,
         )
 
@@ -261,8 +261,8 @@ class Worker:
         mine = make_handshake(self.transport.describe(), facts, layout)
         return Peers(mine, self.transport, self._config.token, self._config.rpc_timeout_s)
 
-    def _make_handovers(self, engine: LoadedEngine) -> Handovers:
-        return Handovers(
+    def _make_handovers(self, engine: LoadedEngine) -> Handoffs:
+        return Handoffs(
             self.me,
             engine.kv_pages,
             self.transport,
@@ -309,7 +309,7 @@ class Worker:
             assignment=config.assignment,
             meter=self._meter,
             deadline_s=config.step_deadline,
-            gather_s=config.gather_s,
+            batch_wait_s=config.batch_wait_s,
             publish=self._streams.publish,
             on_death=lambda error: self._post_threadsafe(self._die, error),
         )

@@ -15,7 +15,7 @@ import pytest
 
 from tests.soak import soak
 
-QUESTIONS = 24
+PROBES = 24
 TASK = """
 task: capitals
 dataset_path: json
@@ -49,7 +49,7 @@ def write_task(folder: Path) -> None:
     """Writes a task of questions with four choices each, some of which a small model gets wrong."""
     dice = random.Random(5)
     rows = []
-    for number in range(QUESTIONS):
+    for number in range(PROBES):
         country, (capital, city) = dice.choice(sorted(CAPITALS.items()))
         elsewhere = sorted({each for name, (each, _) in CAPITALS.items() if name != country})
         choices = dice.sample([capital, city, *dice.sample(elsewhere, 2)], 4)

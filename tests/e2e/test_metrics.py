@@ -80,11 +80,11 @@ def outcome(cluster: Any, tokens: int, **fields: Any) -> str:
 
 def complete(cluster: Any) -> Scraped:
     """Sends requests until all families are exported; the planner's appear last, after a window with requests in it."""
-    give_up = time.monotonic() + PLANNED_WITHIN_S
+    deadline_s = time.monotonic() + PLANNED_WITHIN_S
     while True:
         ask(cluster, 2)
         found = scrape(cluster)
-        if not missing(found) or time.monotonic() > give_up:
+        if not missing(found) or time.monotonic() > deadline_s:
             return found
 
 

@@ -339,7 +339,7 @@ def _kill_until(cluster: Any, name: str, condition: Callable[[], bool]) -> None:
 
 
 def _await(condition: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + RECOVERS_S
+    deadline_s = time.monotonic() + RECOVERS_S
     while not condition():
-        assert time.monotonic() < give_up
+        assert time.monotonic() < deadline_s
         time.sleep(0.1)

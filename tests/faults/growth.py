@@ -44,8 +44,8 @@ class Size:
     def of(cls, pid: int, known: Sequence[Size] = ()) -> Size:
         """Measures a process whose earlier sizes are `known`; waits for descriptors that are still being closed."""
         process = psutil.Process(pid)
-        fds, give_up = _fds(process), time.monotonic() + _CLOSED_WITHIN_S
-        while fds > _fds_max(known) and time.monotonic() < give_up:
+        fds, deadline_s = _fds(process), time.monotonic() + _CLOSED_WITHIN_S
+        while fds > _fds_max(known) and time.monotonic() < deadline_s:
             fds = _fds(process)
         return cls(process.memory_full_info().uss, fds)
 

@@ -110,14 +110,14 @@ class JoinedCluster:
 
     async def idle_and_sound(self) -> None:
         """Waits until all pages of all workers are free, no request or lease is open, and all pools are consistent."""
-        give_up = time.monotonic() + IDLE_WITHIN_S
+        deadline_s = time.monotonic() + IDLE_WITHIN_S
         for worker_id in self.workers:
             while True:
                 one = await self.inspect(worker_id)
                 assert not one.integrity_error
                 if one.pages_free == one.pages_total and not (one.requests or one.leases or one.pages_reserved):
                     break
-                assert time.monotonic() < give_up, one
+                assert time.monotonic() < deadline_s, one
                 await asyncio.sleep(0.1)
 
 

@@ -30,8 +30,8 @@ def freeze_amid_transfer(cluster: Any) -> AmidTransfer:
 
     The transfer cannot end before the prefill worker continues. Exactly one prompt may be in prefill in the cluster.
     """
-    give_up = time.monotonic() + TRIES_S
-    while time.monotonic() < give_up:
+    deadline_s = time.monotonic() + TRIES_S
+    while time.monotonic() < deadline_s:
         for name in busy(cluster, "prefill", lambda one: one.pages_owned):
             prefill = cluster.named(name)
             os.kill(prefill.pid, signal.SIGSTOP)
@@ -67,11 +67,11 @@ def kill(process: Health) -> None:
 
 def restarted(cluster: Any, dead: Health, within_s: float = 90.0) -> Health:
     """Returns the next incarnation of a worker, once it serves."""
-    give_up = time.monotonic() + within_s
+    deadline_s = time.monotonic() + within_s
     while True:
         now = cluster.named(dead.name)
         if now.incarnation != dead.incarnation and now.phase == "serving":
             assert now.pid != dead.pid
             return now
-        assert time.monotonic() < give_up, now
+        assert time.monotonic() < deadline_s, now
         time.sleep(0.1)

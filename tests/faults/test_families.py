@@ -18,7 +18,7 @@ import grpc
 import pytest
 import torch
 
-from tandem.engine.draft_training.answers import Answering
+from tandem.engine.draft_training.answers import AnswerGenerator
 from tandem.engine.draft_training.train_draft import base_weights
 from tandem.engine.draft_training.train_heads import HeadSizes, TrainedHeads, frequent_tokens, train_heads, write_heads
 from tandem.engine.model_runner import ModelRunner
@@ -113,7 +113,7 @@ def drafts_of(model: Path, folder: Path) -> dict[str, Any]:
     config = tiny_engine_config(model, kv_cache_bytes=1 << 24, keep_hidden=True)
     runner = ModelRunner.load(config)
     answers = next(
-        Answering(runner, 0.0, 0).answers([original_prompt.prompt for original_prompt in questions()], ANSWER)
+        AnswerGenerator(runner, 0.0, 0).answers([original_prompt.prompt for original_prompt in questions()], ANSWER)
     )
     torch.manual_seed(0)
     vocabulary = len(PROMPTS) * ANSWER
@@ -169,9 +169,9 @@ def adapters_come_and_go(operator: AdapterClient, first: list[int]) -> None:
     assert not operator.listed()
     asyncio.run(cluster.controller.load_adapter("sql", str(path)))
     assert [each.path for each in asyncio.run(cluster.controller.adapters())] == [str(path)]
-    give_up = time.monotonic() + FOLLOWS_WITHIN_S  # another operator's change reaches this router in a moment
+    deadline_s = time.monotonic() + FOLLOWS_WITHIN_S  # another operator's change reaches this router in a moment
     while operator.ask("sql").status_code != 200:
-        assert time.monotonic() < give_up
+        assert time.monotonic() < deadline_s
     assert operator.answer("sql") == second
     assert operator.answer("sql") == second, "from its own cached prefix"
     assert operator.load("first", operator.folder / "first").status_code == 200

@@ -178,9 +178,9 @@ def test_restarts_under_load_leak_neither_descriptors_nor_memory(
             return load
 
     def wait_for_work() -> None:
-        give_up = time.monotonic() + 60
+        deadline_s = time.monotonic() + 60
         while not busy(cluster, role, lambda one: one.requests):
-            assert time.monotonic() < give_up, f"no {role} worker has work"
+            assert time.monotonic() < deadline_s, f"no {role} worker has work"
             time.sleep(LOOK_S)
 
     load = asyncio.run(restart_all())

@@ -131,10 +131,10 @@ class Scenario:
 
         Short answers can begin and end between two looks at the worker.
         """
-        give_up = time.monotonic() + TRIES_S
+        deadline_s = time.monotonic() + TRIES_S
         streams = [client.ask(question) for question in self._questions]
         while not (await self._nodes.inspect(name)).requests:
-            assert time.monotonic() < give_up, f"{name} has nothing to do"
+            assert time.monotonic() < deadline_s, f"{name} has nothing to do"
             if all(stream.task.done() for stream in streams):
                 self._check(streams)
                 streams = [client.ask(question) for question in self._questions]
@@ -146,9 +146,9 @@ class Scenario:
             stream.check(right)
 
     async def _until_busy(self, name: str, measure: Callable[..., int]) -> None:
-        give_up = time.monotonic() + TRIES_S
+        deadline_s = time.monotonic() + TRIES_S
         while not measure(await self._nodes.inspect(name)):
-            assert time.monotonic() < give_up, f"{name} has nothing to do"
+            assert time.monotonic() < deadline_s, f"{name} has nothing to do"
             await asyncio.sleep(LOOK_S)
 
 

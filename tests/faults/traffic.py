@@ -51,13 +51,13 @@ async def serves_again(address: str, within_s: float, request: inference_pb2.Gen
     """Returns the number of tokens of the first request that succeeds again."""
     channel = open_client_channel(address)
     stub = inference_pb2_grpc.InferenceStub(channel)
-    give_up = time.monotonic() + within_s
+    deadline_s = time.monotonic() + within_s
     while True:
         try:
             got = [t async for m in stub.Generate(request, timeout=60) for t in m.chunk.token_ids]
             await channel.close()
             return len(got)
         except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > give_up:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > deadline_s:
                 raise
             await asyncio.sleep(0.5)

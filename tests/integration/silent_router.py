@@ -45,8 +45,8 @@ class SilentRouter:
             asked = self._request(worker_pb2.ReserveRequest, number, prompt, **self._told)
             lease = self._decode.Reserve(asked, timeout=60).lease
             self._leases.append((lease, prompt))
-            allocate_pages = worker_pb2.AllotPagesRequest(lease=lease, pages=pages, **self._told)
-            assert self._decode.AllotPages(allocate_pages, timeout=60).page_ids
+            allocate_pages = worker_pb2.AllocatePagesRequest(lease=lease, pages=pages, **self._told)
+            assert self._decode.AllocatePages(allocate_pages, timeout=60).page_ids
 
     def hand_over(self) -> None:
         """Prefills the last prompt, a small one, whose lease the prefill worker releases itself."""

@@ -31,14 +31,14 @@ def answers_once_healthy(url: str, within_s: float) -> list[int]:
 
     Polls from before the port opens.
     """
-    give_up = time.monotonic() + within_s
+    deadline_s = time.monotonic() + within_s
     body = {"prompt": "Once upon a time", "max_tokens": 2}
     with httpx.Client(base_url=url, timeout=60) as http, ThreadPoolExecutor(16) as threads:
         while True:
             with contextlib.suppress(httpx.ConnectError):
                 if http.get("/health").status_code == 200:
                     break
-            assert time.monotonic() < give_up, "it never was"
+            assert time.monotonic() < deadline_s, "it never was"
             time.sleep(0.02)
         asked = [threads.submit(http.post, "/v1/completions", json=body) for _ in range(92)]
         return [each.result().status_code for each in asked]
@@ -127,9 +127,9 @@ def assert_gone(processes: list[psutil.Process], before: set[str], root: Path) -
     _, alive = psutil.wait_procs(processes, timeout=60)
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
     assert list(root.iterdir()) == []
-    give_up = time.monotonic() + 60
+    deadline_s = time.monotonic() + 60
     while left := forgotten_shared_memory(before):
-        assert time.monotonic() < give_up, left
+        assert time.monotonic() < deadline_s, left
         time.sleep(0.1)  # another cluster may be about to map what it has just made
 
 

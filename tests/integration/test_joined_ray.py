@@ -48,9 +48,9 @@ class Head:
 
     def assert_soon(self, actors: list[str]) -> None:
         """Waits for these actors: processes that were asked to end take their time."""
-        give_up = time.monotonic() + GONE_WITHIN_S
+        deadline_s = time.monotonic() + GONE_WITHIN_S
         while (left := self.actors()) != actors:
-            assert time.monotonic() < give_up, left
+            assert time.monotonic() < deadline_s, left
             time.sleep(0.1)
 
     def assert_empty_soon(self) -> None:

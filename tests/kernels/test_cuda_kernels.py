@@ -92,7 +92,7 @@ def drafts(runner: ModelRunner) -> list[list[int]]:
     for name, token in zip("ab", first, strict=True):
         assert token is not None
         proposer.begin(name, [token])
-        assert proposer.room(name, 3) == 3
+        assert proposer.capacity(name, 3) == 3
     found = [*proposer.compute([WantedDraft(name, [DRAW] * 3, [row]) for row, name in enumerate("ab")])]
     rows = [StepRow([found[0][0]], 3, [0], DRAW), StepRow([11], 4, [0], DRAW), StepRow([found[1][0]], 2, [1], DRAW)]
     _, second, third = runner.run(StepBatch(rows)).token_ids
@@ -100,7 +100,7 @@ def drafts(runner: ModelRunner) -> list[list[int]]:
     assert third is not None
     proposer.extend("a", [11, second])
     proposer.extend("b", [third])
-    assert [proposer.room(name, 3) for name in "ab"] == [3, 3]
+    assert [proposer.capacity(name, 3) for name in "ab"] == [3, 3]
     found += proposer.compute([WantedDraft("a", [DRAW] * 3, [0, 1]), WantedDraft("b", [DRAW] * 2, [2])])
     return [list(each) for each in found]
 

@@ -19,7 +19,7 @@ from decode_worker.drafts import RowDrafts, StepDrafts
 from decode_worker.request import DecodeRequest, Stage
 from decode_worker.requests import DecodeRequests
 from decode_worker.running_batch import RunningBatch
-from kv_transfer.fence import Exposure
+from kv_transfer.fence import OutstandingWrites
 from kv_transfer.in_memory import InMemoryTransport
 from kv_transfer.lease import LeaseTable
 from kv_transfer.lease_change import LeaseChange, PageAction
@@ -73,10 +73,10 @@ def an_aborted_request_is_admitted(patch: pytest.MonkeyPatch) -> None:
 def dead_writers_are_quiescent_at_once(patch: pytest.MonkeyPatch) -> None:
     """Pages written by a dead process are free when its write window ends, without the additional grace period."""
 
-    def is_safe(self: Exposure, now: float, _lives: object) -> bool:
+    def is_safe(self: OutstandingWrites, now: float, _lives: object) -> bool:
         return self._grace_s is not None and now >= self._permitted_at + self._fence.window_s
 
-    patch.setattr(Exposure, "is_safe", is_safe)
+    patch.setattr(OutstandingWrites, "is_safe", is_safe)
 
 
 def writes_to_removed_peers_fail_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -100,16 +100,16 @@ def deliveries_are_never_reported(patch: pytest.MonkeyPatch) -> None:
 
 def leases_are_released_before_writes_are_quiescent(patch: pytest.MonkeyPatch) -> None:
     """The prefill worker releases a lease, as if nothing were in flight, without waiting for its writes."""
-    settle = Handoff._settle
+    settle = Handoff._complete_writes
     patch.setattr(OutgoingWrites, "in_doubt", False)
 
     async def hasty(self: Handoff) -> None:
         destination = self._request.task.destination
         if destination is not None and not self._delivered:
-            await self._give_back(destination)
+            await self._return_lease(destination)
         await settle(self)
 
-    patch.setattr(Handoff, "_settle", hasty)
+    patch.setattr(Handoff, "_complete_writes", hasty)
 
 
 def a_release_is_never_in_doubt(patch: pytest.MonkeyPatch) -> None:
@@ -134,9 +134,9 @@ def pages_are_freed_under_their_writes(patch: pytest.MonkeyPatch) -> None:
         self._scheduler.withdraw(self._request)
         await self._request.progress.until_released()
         self._scheduler.free(self._request)
-        await self._writes.settled()
+        await self._writes.quiescent()
 
-    patch.setattr(Handoff, "_settle", settle)
+    patch.setattr(Handoff, "_complete_writes", settle)
 
 
 def pages_are_freed_under_a_prefill_step(patch: pytest.MonkeyPatch) -> None:

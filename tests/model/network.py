@@ -105,7 +105,7 @@ class Network:
                 call.lose_connection()
         self.loop.run_ready()
 
-    def bury(self, process: Process) -> None:
+    def remove_dead(self, process: Process) -> None:
         """Break all connections of a process that was killed."""
         with self.loop.running():
             for call in [call for call in self.calls if process in (call.client, call.server)]:

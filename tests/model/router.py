@@ -12,7 +12,7 @@ from router.config import RouterConfig
 from router.placement.fleet import Fleet
 from router.placement.policy import Placement, PlacementPolicy
 from router.placement.queue import QueuedRequest
-from router.requests.answer import Answer, Ending
+from router.requests.answer import Answer, AnswerEnd
 from router.requests.choices import Choices
 from router.requests.dispatch import Dispatcher
 from router.requests.request import Admitted
@@ -79,7 +79,7 @@ class CountedAnswer(Answer):
         self.closing = True
         super().close()
 
-    def finish(self, ending: Callable[[], Ending]) -> None:
+    def finish(self, ending: Callable[[], AnswerEnd]) -> None:
         self._count("finished")
         super().finish(ending)
 
@@ -101,7 +101,7 @@ class Client:
     sampling: SamplingParams
     tokens: list[int] = field(default_factory=list)
     answer: Answer | None = None
-    ending: Ending | None = None
+    ending: AnswerEnd | None = None
     error: TandemError | None = None
     left: bool = False
 
@@ -189,7 +189,7 @@ class RouterProcess:
 
     async def _read(self, client: Client, choices: Choices) -> None:
         try:
-            while not isinstance(piece := (await choices.next())[1], Ending):
+            while not isinstance(piece := (await choices.next())[1], AnswerEnd):
                 client.tokens += piece.token_ids
             if not client.left:
                 client.ending = piece

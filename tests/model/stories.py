@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kv_transfer.fence import Exposure, process_unknown
+from kv_transfer.fence import OutstandingWrites, process_unknown
 from kv_transfer.lease import LeaseTable
 from prefill_worker.write_window import WriteWindow
 from tandem.engine.cache.page_checksums import HostChecksums
@@ -160,13 +160,13 @@ def renewals_are_never_refused(patch: pytest.MonkeyPatch) -> None:
 
 def liveness_of_writers_is_ignored(patch: pytest.MonkeyPatch) -> None:
     """Only the time since the writer's last sign of life counts, not whether its process is alive."""
-    is_safe = Exposure.is_safe
-    patch.setattr(Exposure, "is_safe", lambda self, now, _: is_safe(self, now, process_unknown))
+    is_safe = OutstandingWrites.is_safe
+    patch.setattr(OutstandingWrites, "is_safe", lambda self, now, _: is_safe(self, now, process_unknown))
 
 
 def leases_of_dead_peers_are_never_released(patch: pytest.MonkeyPatch) -> None:
     """A decode worker that was taken for dead is never told that its leases are released."""
-    patch.setattr(Peers, "_owe", lambda *_: None)
+    patch.setattr(Peers, "_add_pending_release", lambda *_: None)
 
 
 def scales_are_not_checked(patch: pytest.MonkeyPatch) -> None:

@@ -124,10 +124,10 @@ def test_the_cluster_holds_with_windows(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def pages_that_chunks_in_flight_read_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    give_up = PromptPages._give_up
+    deadline_s = PromptPages._give_up
 
     def too_early(self: PromptPages, request: PrefillRequest, position: int) -> None:
-        give_up(self, request, max(position, request.launched))
+        deadline_s(self, request, max(position, request.launched))
 
     monkeypatch.setattr(PromptPages, "_give_up", too_early)
 

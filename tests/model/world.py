@@ -95,8 +95,8 @@ class World:
         dead.process.alive = False
         self.graveyard.append(dead)
         self.fabric.kill(dead.me)
-        self.loop.call_later(LATE_S, self.fabric.bury, dead.me)
-        self.network.bury(dead.process)
+        self.loop.call_later(LATE_S, self.fabric.remove_dead, dead.me)
+        self.network.remove_dead(dead.process)
         if noticed:
             self.controller.process.run(self.controller.expel, dead.me)
             for other in self.workers.values():
@@ -343,9 +343,9 @@ class World:
             raise Broken(f"failures that nobody retrieves: {failures}")
 
     def _settle(self, when: str) -> None:
-        give_up = self.loop.time() + END_WITHIN_S
+        deadline_s = self.loop.time() + END_WITHIN_S
         while left := self._left():
-            if self.loop.time() > give_up:
+            if self.loop.time() > deadline_s:
                 raise Broken(f"{when}, this is left for ever: {left}")
             self.calm()
             self.check()

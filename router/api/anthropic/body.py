@@ -12,7 +12,7 @@ from router.api.fields import Count, Name, Sampling, TemplateVariables
 from router.api.unserved_fields import CHAT_ONLY, Unserved
 
 _CACHED = frozenset({"cache_control"})
-"""The field is ignored, because all prefixes are cached anyway."""
+"""The fields that are ignored because the server caches all prefixes anyway."""
 
 
 class TextBlock(Body):
@@ -35,7 +35,7 @@ class ThinkingBlock(Body):
 
 
 class RedactedThinkingBlock(Body):
-    """Reasoning that only its server can read; it is ignored."""
+    """Encrypted reasoning that only the server that wrote it can read; it is ignored."""
 
     inert = frozenset({"data"})
     type: Literal["redacted_thinking"]
@@ -52,7 +52,7 @@ class ToolUseBlock(Body):
 
 
 class ToolReferenceBlock(Body):
-    """A tool that a tool search has found; the model may call it from then on."""
+    """A reference to a tool that a tool search has found; after it the model may call the tool."""
 
     inert = _CACHED
     type: Literal["tool_reference"]
@@ -125,7 +125,7 @@ class ClientToolChoice(Body):
 
 
 class ThinkingOptions(Body):
-    """The switch of reasoning, for chat templates that can turn it on and off; the token budget is ignored."""
+    """The switch that turns reasoning on or off, for chat templates that support it; the token budget is ignored."""
 
     inert = frozenset({"budget_tokens", "display", "block_binding"})
     type: Literal["enabled", "adaptive", "disabled"]
@@ -139,7 +139,7 @@ class OutputFormat(Body):
 
 
 class OutputConfig(Body):
-    """The options of the answer's text and of the reasoning; the budget of a task is ignored."""
+    """The options of the answer's text and of the reasoning; the task budget is ignored."""
 
     inert = frozenset({"task_budget"})
     effort: str | None = None
@@ -147,7 +147,7 @@ class OutputConfig(Body):
 
 
 class ContextEdit(Body):
-    """An edit of the conversation; only removing earlier reasoning is accepted, as chat templates do that anyway."""
+    """An edit of the conversation; only removing earlier reasoning is accepted, which chat templates do anyway."""
 
     inert = frozenset({"keep"})
     type: str
@@ -180,7 +180,7 @@ _INERT = _CACHED | {
 
 
 class _Conversation(Sampling):
-    """The fields that both bodies have."""
+    """The fields that the bodies of /v1/messages and /v1/messages/count_tokens have in common."""
 
     refused: ClassVar[Mapping[str, Unserved]] = _REFUSED
     inert = _INERT
@@ -207,7 +207,7 @@ class MessagesRequest(_Conversation):
     }
 
     max_tokens: Count | None = None
-    """Anthropic requires this field; on this server an answer without it may fill the rest of the context."""
+    """Maximum number of answer tokens. Anthropic requires this field; here None means the rest of the context."""
     stop_sequences: Annotated[list[str], LIST] | None = None
     stream: bool | None = None
 

@@ -32,7 +32,7 @@ _TYPES = {
 _DETAILS: Mapping[str, Mapping[str, Any]] = {
     "thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 }
-"""The details of an error about a field; Anthropic's clients then send the request again without the field."""
+"""Error details by name of the rejected field; Anthropic's clients then send the request again without the field."""
 
 
 def error_content(path: str, error: TandemError) -> bytes:
@@ -59,7 +59,7 @@ def status_error(status: int, message: str, details: Mapping[str, Any] | None = 
 
 
 def _too_long(error: ContextLengthExceeded) -> str:
-    """Return the text that Anthropic's clients parse, to request a shorter answer or to shorten the conversation."""
+    """Return the error message that Anthropic's clients parse, to shorten the answer or the conversation."""
     lengths = error.lengths
     if lengths is None:
         return f"prompt is too long: {error.message}"
@@ -70,13 +70,13 @@ def _too_long(error: ContextLengthExceeded) -> str:
 
 
 def error_response(path: str, error: TandemError) -> Response:
-    """Return the error response to a request for `path`, and record the error for the audit log."""
+    """Return the error response to a request for `path`, and record the error in the call's audit record."""
     served_call().failed(error.code)
     return Response(error_content(path, error), error.http_status, error_headers(error), _JSON)
 
 
 def add_error_handlers(app: Starlette) -> None:
-    """Make `app` answer all errors in these forms, including those of routing and unexpected exceptions."""
+    """Make `app` reply to all errors with these responses, including routing errors and unexpected exceptions."""
     app.add_exception_handler(TandemError, _on_tandem_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_defect)
@@ -85,7 +85,7 @@ def add_error_handlers(app: Starlette) -> None:
 def _status_response(
     path: str, status: int, message: str, *, code: str, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """Return an error response for an HTTP status without a `TandemError`, and record its `code` for the audit log."""
+    """Return an error response for an HTTP status, and record its `code` in the call's audit record."""
     served_call().failed(code.upper())
     in_form = is_messages_path(path)
     body = status_error(status, message) if in_form else json_error(status, message, code=code)

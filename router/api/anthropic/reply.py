@@ -9,7 +9,7 @@ from typing import Any
 from router.api.anthropic.errors import message_error
 from router.api.call import ApiCall
 from router.api.reply import NamedEventsReply, ReplyFacts, dumped, sse_event
-from router.requests.answer import Ending
+from router.requests.answer import AnswerEnd
 from router.requests.request import Admitted
 from router.text.answer_syntax.parser import AnswerDelta
 from tandem.protocol.errors import TandemError
@@ -17,16 +17,16 @@ from tandem.protocol.messages import FinishReason
 
 Event = dict[str, Any]
 _FIELDS = {"text": "text", "thinking": "thinking"}
-"""The name of the field that has the text of a block, by the block's type."""
+"""The name of the field that has a content block's text, by the block's type."""
 
 
 class ContentBlocks:
-    """Builds the content blocks of an answer in order: thinking, text and tool calls; only the last is in progress."""
+    """Builds the content blocks of an answer in order: thinking, text and tool calls; only the last is unfinished."""
 
     def __init__(self) -> None:
         self.blocks: list[dict[str, Any]] = []
         self._open = ""
-        """The type of the block in progress; "" if there is none."""
+        """The type of the unfinished block; "" if there is none."""
         self._texts: list[str] = []
 
     def add(self, delta: AnswerDelta) -> Iterator[Event]:
@@ -43,7 +43,7 @@ class ContentBlocks:
                 yield self._delta("input_json_delta", "partial_json", call.arguments)
 
     def end(self) -> Iterator[Event]:
-        """Complete the block in progress, if there is one, and yield its last events."""
+        """Complete the unfinished block, if there is one, and yield its last events."""
         if not self._open:
             return
         block, text = self.blocks[-1], "".join(self._texts)
@@ -74,7 +74,7 @@ class ContentBlocks:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """Return the arguments of a tool call; {} if they are not a JSON object, as after an answer that was cut off."""
+    """Return the arguments of a tool call; {} if they are not a JSON object, as in an answer that was cut off."""
     try:
         arguments = json.loads(text)
     except (ValueError, RecursionError):
@@ -115,7 +115,7 @@ class MessageReply(NamedEventsReply):
     def _add(self, delta: AnswerDelta, tokens: int) -> bytes:
         return self._events(self._blocks.add(delta))
 
-    def _finish(self, ending: Ending, *, called: bool) -> bytes:
+    def _finish(self, ending: AnswerEnd, *, called: bool) -> bytes:
         last = self._events(self._blocks.end())
         stop = {"stop_reason": _stop_reason(ending, called=called), "stop_sequence": ending.matched_stop or None}
         usage = _usage(ending.prompt_tokens, ending.completion_tokens, ending.cached_tokens)
@@ -123,7 +123,7 @@ class MessageReply(NamedEventsReply):
         return last + self._events([{"type": "message_delta", "delta": stop, "usage": usage}, {"type": "message_stop"}])
 
 
-def _stop_reason(ending: Ending, *, called: bool) -> str | None:
+def _stop_reason(ending: AnswerEnd, *, called: bool) -> str | None:
     """Return Anthropic's stop reason; None for an answer that was aborted."""
     if ending.finish_reason is FinishReason.LENGTH:
         return "max_tokens"
@@ -135,7 +135,7 @@ def _stop_reason(ending: Ending, *, called: bool) -> str | None:
 
 
 def _usage(prompt: int, answer: int, cached: int) -> dict[str, int]:
-    """Return the usage; Anthropic counts cached and other tokens of the prompt separately."""
+    """Return the usage object; Anthropic counts cached prompt tokens separately from the other prompt tokens."""
     return {
         "input_tokens": prompt - cached,
         "cache_creation_input_tokens": 0,

@@ -27,7 +27,10 @@ from tandem.tokenizers.grammar_process import GrammarKind
 
 
 def conversation_of(body: MessagesRequest | CountTokensRequest) -> Turns:
-    """Return the messages of a body. Raises InvalidArgument for a block that messages of its role cannot have."""
+    """Return the messages of a body.
+
+    Raises InvalidArgument for a block that is not allowed in a message of its role.
+    """
     made = Turns()
     if body.system:
         made.add("system", "system", _joined(body.system))
@@ -57,7 +60,7 @@ def _add_answer(made: Turns, field: str, blocks: Sequence[Block]) -> None:
 
 
 def _add_texts_and_results(made: Turns, field: str, role: str, blocks: Sequence[Block]) -> None:
-    """Add a message for each tool result, and one message for the texts between two tool results."""
+    """Add one message per tool result, and one message for all texts between two tool results."""
     texts: list[str] = []
     for number, block in enumerate(blocks):
         here = f"{field}.content[{number}]"
@@ -81,7 +84,7 @@ def _misplaced(field: str, block: Block) -> InvalidArgument:
 
 
 def _result(content: str | Sequence[TextBlock | ToolReferenceBlock]) -> str:
-    """Return the text of a tool result; a reference becomes a sentence, as the prompt lists the tool itself."""
+    """Return the text of a tool result; a tool reference becomes a sentence, because the prompt lists the tool."""
     if isinstance(content, str):
         return content
     return "".join(
@@ -180,7 +183,7 @@ def _referenced_tools(body: MessagesRequest | CountTokensRequest) -> set[str]:
 
 
 def _tool(field: str, tool: ClientTool) -> dict[str, Any]:
-    """Return a tool in the form of chat templates; examples of its input become an annotation of its schema."""
+    """Return a tool in the form of chat templates; the examples of its input become part of its schema."""
     if tool.allowed_callers is not None and "direct" not in tool.allowed_callers:
         message = "has no direct, but only the model calls tools here, as the server runs none"
         raise InvalidArgument(f"{field}.allowed_callers", message)

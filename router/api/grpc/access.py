@@ -1,4 +1,4 @@
-"""The checks of gRPC calls before their handlers run: key, role and quota; and their records in the audit log."""
+"""The checks of gRPC calls before their handlers run (key, role and quota), and the calls' records in the audit log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tandem.protocol.generated.tandem.v1 import inference_pb2
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _READERS_METHODS = frozenset({"GetServerInfo", "GetLoads"})
-"""The methods that show the load of all tenants; operators and readers may call them, tenants may not."""
+"""The methods that show the load of all tenants; operators and readers may call them, but tenants may not."""
 _OPERATORS_METHODS = frozenset({"LoadAdapter", "UnloadAdapter"})
 """The methods that change the cluster; only operators may call them."""
 _ALL_ROLES_METHODS = frozenset({"GetModelInfo"})
@@ -25,7 +25,7 @@ _COUNTED_METHODS = frozenset({"Generate", "Chat", "Tokenize", "Detokenize"})
 
 
 class GrpcAccess:
-    """Wraps each method of a servicer of `tandem.v1.Inference`, under the same name, with the checks and the record.
+    """Wraps a servicer of `tandem.v1.Inference`: checks the caller of each call, and writes the audit record.
 
     The gRPC server calls it on the event loop. `audit` is None if there is no audit log.
     """

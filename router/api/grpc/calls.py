@@ -28,7 +28,7 @@ from tandem.tokenizers.grammar_process import GrammarKind
 
 _NO_OTHERS = UnknownFields(strict=True)
 _SCHEMA_ITEMS_MAX = 1 << 18
-"""Limit of the JSON items in the parameters of all tools together; each tool may have an equal share."""
+"""Maximum number of JSON items in the parameters of all tools together; each tool may have an equal share of them."""
 
 
 def conversation(request: inference_pb2.ChatRequest, variables: Mapping[str, Any]) -> Conversation:
@@ -103,13 +103,13 @@ def _tool(tool: inference_pb2.Tool, number: int, count: int) -> dict[str, Any]:
 
 
 def _renamed(error: InvalidArgument) -> InvalidArgument:
-    """Return the error with the name that its field has in the proto schema, instead of OpenAI's name."""
+    """Return the error with the field's name in the proto schema instead of its name in OpenAI's API."""
     field = error.field.replace(".function", "")
     return InvalidArgument("tool_function" if field == "tool_choice.name" else field, error.problem)
 
 
 def generation_options(message: inference_pb2.GenerationOptions) -> Options:
-    """Return the options of a message, not validated. Raises InvalidArgument for a format without content."""
+    """Return the options of a message, not validated. Raises InvalidArgument for an answer format without content."""
 
     def given(name: str) -> Any:
         return getattr(message, name) if message.HasField(name) else None
@@ -153,7 +153,7 @@ def _answer_format(message: inference_pb2.ResponseFormat) -> AnswerFormat:
 
 @dataclass(frozen=True, slots=True)
 class CallFacts:
-    """The facts of a call that are not in its message: time of arrival, tenant and traceparent."""
+    """The properties of a call that are not in its message: time of arrival, tenant and traceparent."""
 
     received: EventTime
     tenant: str
@@ -165,7 +165,7 @@ class InferenceCall:
     """A parsed call of Generate or Chat. An immutable value."""
 
     requests: tuple[ClientRequest, ...]
-    """One request for each prompt, at least one; they differ only in their prompts."""
+    """One request per prompt, at least one; the requests differ only in their prompts."""
     prompts: PromptForm
     return_token_ids: bool
     """True if the response has the token ids of the prompts."""
@@ -183,7 +183,7 @@ class InferenceCall:
 
 @dataclass(frozen=True, slots=True)
 class CallParser:
-    """Parses the messages of calls. Each InvalidArgument names the field of the message.
+    """Parses the messages of calls into requests. Each InvalidArgument names the message's field.
 
     The servicer owns it; large messages are parsed in a tokenizer thread.
     """
@@ -192,7 +192,7 @@ class CallParser:
     validator: RequestValidator
 
     def generate(self, facts: CallFacts, message: inference_pb2.GenerateRequest) -> InferenceCall:
-        """Return the call of a Generate message."""
+        """Parse a Generate message. Raises InvalidArgument for an invalid field."""
         prompts = self._prompts(message)
         best_of = message.best_of if message.HasField("best_of") else None
         call = _call(facts, message, prompts, echo=message.echo, best_of=best_of)
@@ -200,7 +200,7 @@ class CallParser:
         return call
 
     def chat(self, facts: CallFacts, message: inference_pb2.ChatRequest) -> InferenceCall:
-        """Return the call of a Chat message."""
+        """Parse a Chat message. Raises InvalidArgument for an invalid field."""
         check_message_count(len(message.messages), self.config.max_messages)
         turns = conversation(message, self._variables(message.chat_template_kwargs))
         return _call(facts, message, [turns])

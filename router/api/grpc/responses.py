@@ -10,7 +10,7 @@ from typing import Any, cast
 from router.api.answers import AnswerParsers, best_of, collected
 from router.api.grpc.calls import InferenceCall
 from router.api.prompt_replies import PromptReplies, PromptReply
-from router.requests.answer import AnswerChunk, Ending
+from router.requests.answer import AnswerChunk, AnswerEnd
 from router.requests.choices import Choices
 from router.requests.request import Admitted
 from router.text.answer_syntax.formats import AnswerSyntax
@@ -31,7 +31,7 @@ class AnswerChunks:
         _fill(chunk, self._parsers.feed(index, text))
 
     def finish(self, index: int) -> inference_pb2.Chunk | None:
-        """Return a chunk with the rest of an ended answer; None if the parser held nothing back."""
+        """Return a chunk with the rest of an ended answer; None if the parser has held nothing back."""
         rest, chunk = self._parsers.finish(index), inference_pb2.Chunk()
         _fill(chunk, rest)
         return chunk if rest.content or rest.reasoning or rest.calls else None
@@ -55,7 +55,7 @@ Write = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
 
 
 class Responses:
-    """Writes the messages of the answers to one call, as they arrive or the best ones at the end."""
+    """Writes the answers to one call as messages: all as they arrive, or the best at the end (`best_of`)."""
 
     def __init__(
         self, call: InferenceCall, admitted: Sequence[Admitted], choices: Choices, prompts: PromptReplies
@@ -98,7 +98,7 @@ class Responses:
         # There may be hundreds of thousands of scores, which would block the event loop.
         return await asyncio.to_thread(prompt_details, reply, ids)
 
-    async def _write(self, write: Write, index: int, event: AnswerChunk | Ending) -> None:
+    async def _write(self, write: Write, index: int, event: AnswerChunk | AnswerEnd) -> None:
         if isinstance(event, AnswerChunk):
             # There is one message per token, and setting fields is faster than passing them to constructors.
             response = self._response(index)
@@ -120,7 +120,7 @@ class Responses:
 
 
 def prompt_details(reply: PromptReply | None, ids: Sequence[int]) -> inference_pb2.PromptDetails:
-    """Return the message about a prompt, with its token `ids` and what `reply` shows; may run in any thread."""
+    """Return the message about a prompt: its token `ids`, and the text and scores in `reply`; may run in any thread."""
     details = inference_pb2.PromptDetails(token_ids=ids)
     if reply is not None:
         details.text = reply.text
@@ -138,7 +138,7 @@ def _scored(token: ScoredToken) -> inference_pb2.ScoredToken:
     return inference_pb2.ScoredToken(token_id=token.token_id, utf8=token.utf8, logprob=token.logprob)
 
 
-def _complete(ending: Ending) -> inference_pb2.Complete:
+def _complete(ending: AnswerEnd) -> inference_pb2.Complete:
     return inference_pb2.Complete(
         finish_reason=cast(types_pb2.FinishReason, ending.finish_reason or 0),
         matched_stop=ending.matched_stop,

@@ -40,7 +40,7 @@ _A = TypeVar("_A", types_pb2.LoadAdapterRequest, types_pb2.UnloadAdapterRequest)
 
 @dataclass(frozen=True, slots=True)
 class _Caller:
-    """The facts of one gRPC call, and a future by which its work is cancelled."""
+    """The tenant and other properties of one gRPC call, and a future that cancels the work for it."""
 
     facts: CallFacts
     gone: asyncio.Future[None]
@@ -50,9 +50,9 @@ class _Caller:
 class InferenceServicer:
     """Serves the gRPC methods of clients, on the event loop.
 
-    Each method takes its request as bytes, so that a large one is parsed outside the event loop. A method with a stream
-    of responses writes them to its context. Methods raise typed errors, which the server's interceptor turns into
-    status codes. `GrpcAccess` has checked the caller before.
+    Each method takes its request as bytes, so that a large one can be parsed outside the event loop. A method with a
+    stream of responses writes them to its context. Methods raise typed errors, which the server's interceptor turns
+    into status codes. `GrpcAccess` checks the caller before a method is called.
     """
 
     def __init__(self, config: RouterConfig, validator: RequestValidator, dispatcher: Dispatcher) -> None:
@@ -64,11 +64,11 @@ class InferenceServicer:
         self._started_unix_nanos = time.time_ns()
 
     async def Generate(self, request: bytes, context: _Context) -> None:
-        """Continue a prompt."""
+        """Stream the answers to a text prompt or to token ids."""
         await self._answer(inference_pb2.GenerateRequest, request, self._parser.generate, context)
 
     async def Chat(self, request: bytes, context: _Context) -> None:
-        """Answer a conversation through the model's chat template."""
+        """Stream the answers to a conversation, which the model's chat template renders."""
         await self._answer(inference_pb2.ChatRequest, request, self._parser.chat, context)
 
     async def Tokenize(self, request: bytes, context: _Context) -> inference_pb2.TokenizeResponse:
@@ -83,11 +83,11 @@ class InferenceServicer:
         return inference_pb2.DetokenizeResponse(text=await unless_gone(self._text(request, caller), caller.gone))
 
     async def GetTokenizerInfo(self, _request: bytes, _context: _Context) -> inference_pb2.GetTokenizerInfoResponse:
-        """Return the facts of the tokenizer."""
+        """Return the tokenizer class, the chat template and the special tokens, as JSON."""
         return inference_pb2.GetTokenizerInfoResponse(info=json.dumps(dict(self._validator.tokenizer_facts)))
 
     async def Abort(self, request: bytes, _context: _Context) -> inference_pb2.AbortResponse:
-        """Abort a request of the same tenant by its client's id."""
+        """Abort a request of the caller's tenant by the id that the client gave it."""
         tenant = served_call().caller.tenant
         message = await self._validator.reader.message(tenant, inference_pb2.AbortRequest, request, lambda read: read)
         if not message.request_id:
@@ -96,7 +96,7 @@ class InferenceServicer:
         return inference_pb2.AbortResponse(found=self._dispatcher.abort(tenant, message.request_id))
 
     async def GetModelInfo(self, _request: bytes, _context: _Context) -> inference_pb2.GetModelInfoResponse:
-        """Return the facts of the served model. Raises Unavailable until a worker has loaded it."""
+        """Return the served model's properties. Raises Unavailable until a worker has loaded the model."""
         served = self._dispatcher.pool.model
         if served is None:
             message = "no worker has loaded the model yet; try again in a moment"
@@ -149,7 +149,7 @@ class InferenceServicer:
         return types_pb2.LoadAdapterResponse(adapter=conversion.to_proto(adapter, types_pb2.AdapterFacts))
 
     async def UnloadAdapter(self, request: bytes, _context: _Context) -> types_pb2.UnloadAdapterResponse:
-        """Unload an adapter."""
+        """Unload an adapter from every worker of the cluster."""
         message = await self._of_operator(types_pb2.UnloadAdapterRequest, request)
         await self._adapters.unload(message.lora_name)
         return types_pb2.UnloadAdapterResponse()
@@ -172,10 +172,10 @@ class InferenceServicer:
 
     async def _tokenized(self, request: bytes, caller: _Caller) -> tuple[list[int], list[str] | None, int]:
         parse = partial(self._parser.tokenize, caller.facts)
-        wanted, spell = await self._validator.reader.message(
+        wanted, token_texts = await self._validator.reader.message(
             caller.facts.tenant, inference_pb2.TokenizeRequest, request, parse
         )
-        return await self._validator.tokenize(wanted, spell=spell)
+        return await self._validator.tokenize(wanted, token_texts=token_texts)
 
     async def _text(self, request: bytes, caller: _Caller) -> str:
         def parse(message: inference_pb2.DetokenizeRequest) -> tuple[str, tuple[int, ...]]:
@@ -218,7 +218,7 @@ class InferenceServicer:
 
 
 def add_inference(servicer: InferenceServicer | GrpcAccess, server: grpc.aio.Server) -> None:
-    """Register the methods of `servicer` as `tandem.v1.Inference` on `server`; requests stay undecoded bytes."""
+    """Register the methods of `servicer` as `tandem.v1.Inference` on `server`; they get undecoded bytes as requests."""
     service = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
     for method in service.methods:

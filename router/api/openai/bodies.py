@@ -1,7 +1,7 @@
 """The bodies of /v1/chat/completions, /v1/completions, /tokenize and /detokenize.
 
-Fields have the meaning of OpenAI's API reference, and vLLM's extensions that of vLLM; `slo_class` and `speculate` are
-Tandem's own. Fields that the server does not implement are in `router/api/unserved_fields.py`.
+Fields have the same meaning as in OpenAI's API reference, and vLLM's extensions the same as in vLLM; `slo_class` and
+`speculate` are Tandem's own. Fields that the server does not implement are in `router/api/unserved_fields.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tandem.protocol.messages import INT32_MAX, LOGIT_BIAS_MAX, LOGIT_BIASES_MAX
 
 
 def _others(refused: Mapping[str, Unserved]) -> dict[str, Any]:
-    """Return the extension of a schema that lists the rejected fields, and those without effect."""
+    """Return a schema extension that lists the rejected fields and the fields without effect."""
     return {"x-refused": {name: rule.reason for name, rule in refused.items()}, "x-without-effect": sorted(INERT)}
 
 
@@ -52,7 +52,7 @@ class ChatEncoding(Encoding, Tools):
 
 
 class StreamOptions(Body):
-    """The additional contents of a stream's events."""
+    """The options that add contents to a stream's events."""
 
     inert = frozenset({"include_obfuscation"})
     include_usage: bool | None = Field(None, description="An event after the answer has its usage.")

@@ -17,7 +17,7 @@ _ERROR_TYPES = {
 }
 
 MESSAGE_CHARS = 2048
-"""The largest length of an error message, in characters; a longer one is cut."""
+"""Maximum length of an error message in characters; a longer message is cut."""
 
 
 def error_body(error: TandemError) -> str:

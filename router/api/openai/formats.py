@@ -19,7 +19,7 @@ _JSON_OBJECT = {"type": "object"}
 
 
 def _absent_if(*empty: Any) -> BeforeValidator:
-    """Return a validator that turns each of the values `empty` into None, so that the field counts as absent."""
+    """Return a validator that turns each value in `empty` into None, so that the field counts as absent."""
     return BeforeValidator(lambda value: None if any(type(value) is type(e) and value == e for e in empty) else value)
 
 
@@ -39,7 +39,7 @@ _OptionalChoice = Annotated[Strings | None, _EMPTY]
 
 
 class TextFormat(Body):
-    """Any text, or any JSON object; further fields are ignored."""
+    """The format "any text" or "any JSON object"; further fields are ignored."""
 
     lenient = True
     type: Literal["text", "json_object"]
@@ -53,7 +53,7 @@ class NamedSchema(Body):
 
 
 class SchemaFormat(Body):
-    """JSON that follows a schema; further fields are ignored."""
+    """The format "JSON that follows a schema"; further fields are ignored."""
 
     lenient = True
     model_config = ConfigDict(json_schema_extra=required("type", "json_schema"))
@@ -95,7 +95,7 @@ class StructuredOutputs(Body):
 
 
 class Formats(Body):
-    """All fields that set the format of the answer; a request may have one of them."""
+    """All fields that set the answer's format; a request may use only one of them."""
 
     response_format: Annotated[ResponseFormat | None, _absent_if({})] = None
     structured_outputs: Annotated[StructuredOutputs | None, _absent_if({})] = None
@@ -117,11 +117,14 @@ _OLDER = {
     "regex": GrammarKind.REGEX,
     "ebnf": GrammarKind.EBNF,
 }
-"""The kinds of format that the fields of older versions of vLLM (`guided_…`) and of SGLang set, by field."""
+"""The grammar kind that a field requests, by name of the field: older vLLM fields (`guided_…`) and SGLang's fields."""
 
 
 def answer_format(body: Formats) -> AnswerFormat | None:
-    """Return the format that a body requests, None for any text. Raises InvalidArgument if there are several."""
+    """Return the format that a body requests; None for any text.
+
+    Raises InvalidArgument if it requests several formats.
+    """
     formats = [_response_format(body.response_format), _structured(body.structured_outputs)]
     formats += [_single(name, kind, getattr(body, name)) for name, kind in _OLDER.items()]
     wanted = [one for one in formats if one is not None]

@@ -36,7 +36,7 @@ def _joined(value: Any) -> str:
 
 
 Content = Annotated[str, PlainValidator(_joined, json_schema_input_type=str | list[TextPart])]
-"""The text of a message; parts are joined while they are validated, as conversations of agents have thousands."""
+"""The text of a message; its parts are joined during validation, because a conversation may have thousands of parts."""
 
 
 class FunctionCall(Body):
@@ -160,7 +160,7 @@ Choice = Annotated[
 
 
 class Tools(Body):
-    """The fields about tools."""
+    """The fields about tools in a chat request."""
 
     tools: Annotated[list[Tool], LIST] | None = None
     tool_choice: Choice | None = None

@@ -11,7 +11,7 @@ from tandem.protocol.errors import InvalidArgument
 
 Prompt = str | tuple[int, ...]
 PROMPTS_MAX = 128
-"""Largest number of answers to a call with several prompts, and therefore of its prompts."""
+"""Maximum number of answers to a call with several prompts, and therefore also of its prompts."""
 
 
 def check_prompts(count: int) -> None:
@@ -51,7 +51,8 @@ _Text = Annotated[str, Field(min_length=1)]
 _Ids = Annotated[list[Natural], Field(min_length=1)]
 _Several = Annotated[list[_Text | _Ids], Field(min_length=1, max_length=PROMPTS_MAX)]
 Prompts = Annotated[tuple[Prompt, ...], PlainValidator(_prompts, json_schema_input_type=_Text | _Ids | _Several)]
-"""All prompts of a body, checked in Python, so that other threads can run: there may be hundreds of thousands of ids.
+"""All prompts of a body, of which a list of token ids may have hundreds of thousands of entries.
 
-The validator raises InvalidArgument for a wrong prompt.
+They are checked in Python, so that other threads can run meanwhile. The validator raises InvalidArgument for an invalid
+prompt.
 """

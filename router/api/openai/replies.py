@@ -1,4 +1,4 @@
-"""The replies of chat completions and completions: bodies and stream events, as bytes that are ready to send."""
+"""The replies of chat completions and completions: bodies and stream events, as bytes to send."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from router.api.openai.errors import error_body
 from router.api.openai.requests import OpenAICall
 from router.api.prompt_replies import PromptReplies, PromptReply
 from router.api.reply import ReplyFacts, dumped, sse_event
-from router.requests.answer import AnswerChunk, Ending
+from router.requests.answer import AnswerChunk, AnswerEnd
 from router.requests.choices import Choices
 from router.requests.request import Admitted
 from router.text.answer_syntax.parser import AnswerDelta
@@ -29,17 +29,20 @@ DONE = b"data: [DONE]\n\n"
 
 
 class OpenAIReply:
-    """The `Reply` to one call of chat completions or of completions, which differ only in the names of fields."""
+    """The `Reply` to one call of chat completions or of completions; the two differ only in the names of fields."""
 
     def __init__(self, call: OpenAICall, admitted: Sequence[Admitted], facts: ReplyFacts, *, chat: bool) -> None:
-        """`chat` is True for chat completions. Answers are split into parts if the requests have an answer syntax."""
+        """`chat` is True for chat completions, False for completions.
+
+        Answers are parsed into reasoning, content and tool calls if the requests have an answer syntax.
+        """
         options, syntax = call.request.options, admitted[0].syntax
         self._call = call
         self._prompts = [one.prompt_token_ids for one in admitted]
         self._per_prompt = options.n or 1
         self._generated_per_prompt = admitted[0].n
         self._echoed: dict[int, int] = {}
-        """The length of the echoed prompt in characters, by choice number; offsets of the answer are shifted by it."""
+        """The length of each choice's echoed prompt in characters, which is added to the text offsets of the answer."""
         self._parsers = AnswerParsers(syntax)
         self._first_content = None if syntax is not None and syntax.forced else ""
         self._chat = chat
@@ -80,12 +83,12 @@ class OpenAIReply:
         self._echoed[index] = len(prompt.text)
         return self._event([prompt.echo(self._choice(index, "", None), ())])
 
-    def event(self, event: AnswerChunk | Ending) -> AnswerChunk | Ending:
-        """Return an event of an answer as the reply shows it."""
+    def event(self, event: AnswerChunk | AnswerEnd) -> AnswerChunk | AnswerEnd:
+        """Return an answer's event as the client sees it; a reply of the prompt alone removes the answer's tokens."""
         return self._call.prompts.shown(event)
 
     def chunk(self, index: int, chunk: AnswerChunk) -> bytes:
-        """Return the event with the next text, tokens and log probabilities; b"" if there is nothing to show."""
+        """Return the event with the next text, tokens and log probabilities; b"" if the reply shows none of them."""
         if echoed := self._echoed.get(index):
             chunk = replace(chunk, scores=[replace(score, offset=score.offset + echoed) for score in chunk.scores])
         delta = self._parsers.feed(index, chunk.text)
@@ -102,7 +105,7 @@ class OpenAIReply:
         before, after = self._around[index]
         return f"{before}{json.dumps(text)}{after}".encode()
 
-    def ending(self, index: int, ending: Ending) -> bytes:
+    def ending(self, index: int, ending: AnswerEnd) -> bytes:
         """Return the last event of a choice, which has its finish reason."""
         rest = self._parsers.finish(index)
         before = b""
@@ -115,18 +118,18 @@ class OpenAIReply:
         return self._event([{**choice, **self._tokens(chunk)}])
 
     def _tokens(self, some: AnswerChunk | CompleteAnswer) -> dict[str, Any]:
-        """Return the fields of a choice about its tokens."""
+        """Return a choice's fields `logprobs` and, if requested, `token_ids`."""
         fields: dict[str, Any] = {"logprobs": self._scores(some.scores) if self._logprobs else None}
         return {**fields, "token_ids": some.token_ids} if self._call.return_token_ids else fields
 
     def _prompt_ids(self, index: int) -> dict[str, Any]:
         return {"prompt_token_ids": self._prompts[index // self._per_prompt]} if self._call.return_token_ids else {}
 
-    def _finish(self, index: int, ending: Ending) -> str:
+    def _finish(self, index: int, ending: AnswerEnd) -> str:
         called = ending.finish_reason is FinishReason.STOP and self._parsers.called(index)
         return "tool_calls" if called else _FINISH[ending.finish_reason]
 
-    def closing(self, endings: Mapping[int, Ending]) -> bytes:
+    def closing(self, endings: Mapping[int, AnswerEnd]) -> bytes:
         """Return the last events of a stream: usage if requested, then DONE."""
         if not self._call.include_usage:
             return DONE
@@ -134,7 +137,7 @@ class OpenAIReply:
         return sse_event(dumped({**self._stream_head(), "choices": [], "usage": self._usage(ends)})) + DONE
 
     async def whole(self, choices: Choices, prompts: PromptReplies) -> bytes:
-        """See `Reply`."""
+        """Read all answers until they end, and return the body of a reply that is not streamed."""
         answers = await collected(choices, self._call.prompts)
         if not self._call.prompts.needed:
             return self._body(answers)
@@ -143,7 +146,7 @@ class OpenAIReply:
         return await asyncio.to_thread(self._body, answers)
 
     def _body(self, answers: Sequence[CompleteAnswer]) -> bytes:
-        """Return the body with the best answers, and the usage of all answers."""
+        """Return the body: the best answers to each prompt, and the usage of all answers."""
         best = best_of(answers, self._per_prompt, self._generated_per_prompt)
         made = [self._whole_choice(index, answer) for index, answer in enumerate(best)]
         usage = self._usage([answer.ending for answer in answers])
@@ -172,12 +175,12 @@ class OpenAIReply:
         return sse_event(dumped({**self._stream_head(), "choices": choices, **self._usage_so_far(), **more}))
 
     def _usage_so_far(self) -> dict[str, Any]:
-        """Return the `usage` field of a chunk: the counts so far, null if only the last event has them, else {}."""
+        """Return a stream event's `usage`: the counts so far if each event has them, null or no field otherwise."""
         if self._call.continuous_usage:
             return {"usage": _counts(self._prompt_tokens, self._completion_tokens)}
         return {"usage": None} if self._call.include_usage else {}
 
-    def _usage(self, endings: Sequence[Ending]) -> dict[str, Any]:
+    def _usage(self, endings: Sequence[AnswerEnd]) -> dict[str, Any]:
         """Return the usage of all answers; each prompt counts once, with the cached tokens of its first answer."""
         firsts = endings[:: len(endings) // len(self._prompts)]
         completion = sum(ending.completion_tokens for ending in endings)

@@ -25,9 +25,9 @@ class OpenAICall(ApiCall):
     """A parsed call of chat completions or completions. An immutable value."""
 
     include_usage: bool
-    """True if an event after the answers has their usage."""
+    """True if the stream has one more event, after all answers, with their usage."""
     continuous_usage: bool
-    """True if every event has the usage so far."""
+    """True if every event of the stream has the usage so far."""
     return_token_ids: bool
     """True if the reply has the token ids of the prompt and of the answers."""
 

@@ -90,7 +90,7 @@ Item = Annotated[
 
 
 class _Repeated(Body):
-    """An object that the response repeats, including fields that the model lacks."""
+    """An object that the response repeats in full, including fields that this class does not define."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -107,7 +107,7 @@ class ResponseFunctionTool(_Repeated):
 
 
 class ResponseOtherTool(Body):
-    """A tool of another type, which this server cannot offer; it is left out unless a tool call is required."""
+    """A tool of a type that this server cannot offer; it is left out unless a tool call is required."""
 
     lenient = True
     type: str
@@ -145,7 +145,7 @@ class ResponseNamedFunction(_Repeated):
 
 
 class ResponseAllowedTools(_Repeated):
-    """The choice of a subset of the tools."""
+    """The choice of a subset of the tools: the model may call only these."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -230,7 +230,7 @@ class ResponsesRequest(Sampling):
     max_output_tokens: Count | None = None
     stream: bool | None = None
     store: bool | None = None
-    """The field is accepted without effect: nothing is stored."""
+    """A field that is accepted but has no effect: the server stores nothing."""
     metadata: dict[str, str] | None = None
     """Metadata of the client, which the response repeats."""
     include: Annotated[list[str], LIST] | None = None

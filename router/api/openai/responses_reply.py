@@ -9,7 +9,7 @@ from router.api.openai.errors import MESSAGE_CHARS
 from router.api.openai.responses_request import ResponsesCall
 from router.api.openai.responses_tools import Namespaced
 from router.api.reply import NamedEventsReply, ReplyFacts, dumped, sse_event
-from router.requests.answer import Ending
+from router.requests.answer import AnswerEnd
 from router.requests.request import Admitted
 from router.text.answer_syntax.parser import AnswerDelta, CallDelta
 from tandem.protocol.errors import ResourceExhausted, TandemError, clipped
@@ -24,7 +24,7 @@ _TEXT_TYPES = {"reasoning": "reasoning_text", "message": "output_text"}
 class OutputItems:
     """Builds the output items of an answer in order: reasoning, messages and function calls.
 
-    Only the last item is in progress.
+    Only the last item is unfinished.
     """
 
     def __init__(self, request_id: str, namespaced: Namespaced) -> None:
@@ -33,7 +33,7 @@ class OutputItems:
         self._namespaced = namespaced
         self.items: list[dict[str, Any]] = []
         self._open = ""
-        """The type of the item in progress; "" if there is none."""
+        """The type of the unfinished item; "" if there is none."""
         self._texts: list[str] = []
 
     def add(self, delta: AnswerDelta) -> Iterator[Event]:
@@ -46,7 +46,7 @@ class OutputItems:
             yield from self._call(call)
 
     def finish(self, status: str) -> Iterator[Event]:
-        """Complete the item in progress with `status`, and yield its events; an empty answer gets an empty message."""
+        """Complete the unfinished item with `status`, and yield its events; an empty answer gets an empty message."""
         if not self.items:
             yield from self._begin({"type": "message", "role": "assistant", "content": []})
         yield from self._end(status)
@@ -128,7 +128,7 @@ class ResponseReply(NamedEventsReply):
         self._output = OutputItems(facts.request_id, call.namespaced)
         self._reasoning = _ReasoningTokens()
         self._count = 0
-        """Number of events so far, which is the sequence number of the next one."""
+        """Number of events so far, and therefore the sequence number of the next event."""
         self._ended = ""
 
     def opening(self, choices: int = 1) -> bytes:
@@ -151,7 +151,7 @@ class ResponseReply(NamedEventsReply):
         self._reasoning.add(delta, tokens)
         return self._events(self._output.add(delta))
 
-    def _finish(self, ending: Ending, *, called: bool) -> bytes:
+    def _finish(self, ending: AnswerEnd, *, called: bool) -> bytes:
         status = _STATUS[ending.finish_reason]
         last = self._events(self._output.finish("completed" if status == "completed" else "incomplete"))
         reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
@@ -173,7 +173,7 @@ class ResponseReply(NamedEventsReply):
         tail = dumped({"output": output, "error": error, "incomplete_details": incomplete_details, "usage": usage})
         return f"{head[:-1]},{self._echo}{tail[1:]}"
 
-    def _usage(self, ending: Ending) -> dict[str, Any]:
+    def _usage(self, ending: AnswerEnd) -> dict[str, Any]:
         prompt, answer = ending.prompt_tokens, ending.completion_tokens
         return {
             "input_tokens": prompt,
@@ -196,7 +196,7 @@ class ResponseReply(NamedEventsReply):
 
 
 class _ReasoningTokens:
-    """Counts the tokens of reasoning, including its tags.
+    """Counts the tokens of reasoning, including the tokens of its tags.
 
     The count is exact if tokens arrive one by one. Tokens that arrive together are divided between reasoning and other
     text in proportion to the number of characters.
@@ -205,10 +205,10 @@ class _ReasoningTokens:
     def __init__(self) -> None:
         self.count = 0
         self._waiting = 0
-        """Number of tokens whose text is not final yet."""
+        """Number of tokens that have arrived but whose text is not final yet."""
 
     def add(self, delta: AnswerDelta, tokens: int) -> None:
-        """Count the next parts of the answer; `tokens` more tokens have arrived."""
+        """Count the next parts of the answer; `tokens` is the number of tokens since the last call."""
         self._waiting += tokens
         reasoning = len(delta.reasoning)
         other = len(delta.content) + sum(len(call.name) + len(call.arguments) for call in delta.calls)

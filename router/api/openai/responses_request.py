@@ -31,7 +31,7 @@ from tandem.tokenizers.grammar_process import GrammarKind
 
 
 def conversation_of(body: ResponsesRequest) -> Turns:
-    """Return the messages of a body. Raises InvalidArgument if arguments of a call are too large to parse."""
+    """Return the messages of a body. Raises InvalidArgument if the arguments of a call are too large to parse."""
     made = Turns()
     if body.instructions:
         made.add("instructions", "system", body.instructions)
@@ -63,22 +63,22 @@ def _add(made: Turns, answer: _EarlierAnswer, field: str, item: Item) -> None:
 
 
 class _EarlierAnswer:
-    """Joins the items of one earlier answer (reasoning, text and calls) to one message, as chat templates expect."""
+    """Joins the items of one earlier answer (reasoning, text and calls) into one message, as chat templates expect."""
 
     def __init__(self, made: Turns) -> None:
         self._made = made
         self._field = ""
-        """The field of the message's first item; "" if there is no message in progress."""
+        """The client's field of the message's first item; "" if no message has been started."""
         self._reasoning, self._text = "", ""
         self._calls: list[dict[str, Any]] = []
 
     def reasoning(self, field: str, text: str) -> None:
-        """Add reasoning to the message, or begin a new message if the message has a text or a call."""
+        """Add reasoning to the message; if the message already has a text or a call, start a new message."""
         self._begin(field, other=bool(self._text or self._calls))
         self._reasoning += text
 
     def text(self, field: str, text: str) -> None:
-        """Add a text to the message, or begin a new message if the message has a text or a call."""
+        """Add a text to the message; if the message already has a text or a call, start a new message."""
         self._begin(field, other=bool(self._text or self._calls))
         self._text = text
 
@@ -88,7 +88,7 @@ class _EarlierAnswer:
         self._calls.append(call)
 
     def end(self) -> None:
-        """Complete the message if it has a text or a call; reasoning alone is dropped."""
+        """Complete the message if it has a text or a call; drop it if it has only reasoning."""
         if self._text or self._calls:
             extras = {"tool_calls": self._calls, "reasoning_content": self._reasoning}
             self._made.add(self._field, "assistant", self._text, **extras)
@@ -116,9 +116,9 @@ class ResponsesCall(ApiCall):
     """A parsed call of the Responses API. An immutable value."""
 
     echo: str
-    """The members of the JSON reply that repeat the request, each followed by a comma."""
+    """The JSON members of the reply that repeat the request, each followed by a comma."""
     namespaced: Namespaced
-    """The namespaces of the offered functions."""
+    """The namespaces of the offered functions, by the functions' flat names."""
 
 
 def parse_response(data: bytes, received: EventTime, *, strict: bool = False) -> ResponsesCall:
@@ -161,7 +161,8 @@ def _format(body: ResponsesRequest) -> AnswerFormat | None:
 def _echo(body: ResponsesRequest) -> str:
     """Return the members of the response that repeat the request, as JSON.
 
-    They are serialized once, with the parsing of a large body in a thread, because tools and instructions can be large.
+    Tools and instructions can be large. So the members are serialized once, during parsing, which happens in a thread
+    for a large body.
     """
     reasoning = {"effort": body.reasoning.effort if body.reasoning else None, "summary": None}
     text = body.text.format.model_dump(by_alias=True, exclude_none=True) if body.text and body.text.format else None

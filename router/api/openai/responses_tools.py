@@ -18,16 +18,16 @@ from router.text.tools import ToolChoice, ToolOptions, function_tool
 from tandem.protocol.errors import InvalidArgument
 
 Namespaced = Mapping[str, tuple[str, str]]
-"""Maps the flat name of a function in a namespace to (namespace, name within the namespace)."""
+"""A mapping from the flat name of a function in a namespace to the pair (namespace, name within the namespace)."""
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """Return the name under which the model knows a function, as in vLLM: NAMESPACE__NAME, or only the name."""
+    """Return the function name that the model sees, as in vLLM: NAMESPACE__NAME, or NAME without a namespace."""
     return f"{namespace}__{name}" if namespace else name
 
 
 class OfferedTools:
-    """The functions that the model may call, under their flat names, collected from the tools of a request."""
+    """The functions of a request that the model may call, under their flat names."""
 
     def __init__(self, tools: Sequence[ResponseTool], unknown: UnknownFields, *, required: bool) -> None:
         """Collect the functions of `tools`; tools of other types are left out and recorded in `unknown`.

@@ -1,1 +1,1 @@
-"""The syntaxes of models' answers: reasoning, content and tool calls are parsed while the text is generated."""
+"""The parsers of models' answers, which find reasoning, content and tool calls while the text is generated."""

@@ -1,4 +1,4 @@
-"""The known syntaxes of answers under vLLM's names, and the choice of a syntax by a model's chat template."""
+"""The known answer syntaxes under vLLM's parser names, and the choice of a syntax by a model's chat template."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tandem.protocol.errors import InvalidArgument
 AUTO, NONE = "auto", "none"
 _HARMONY_CALLS, _HARMONY = "openai", "openai_gptoss"
 _OPENED = "deepseek_r1"
-"""The reasoning parser of models whose answers always begin within the reasoning block."""
+"""The reasoning parser for models whose answers always start inside the reasoning block."""
 _MISTRAL = "mistral"
 _MISTRAL_ID_CHARS = 9
-"""The length of call ids that Mistral's chat templates accept, in characters."""
+"""The number of characters of a call id that Mistral's chat templates accept."""
 
 _CALLS: Mapping[str, Callable[[AnswerReader, AnswerParts, tagged_calls.Schemas], Steps[None]]] = {
     "hermes": tool_calls.read_hermes,
@@ -45,19 +45,19 @@ _MARKERS: Mapping[str, tuple[str, ...]] = {
     _OPENED: (reasoning.THINK, reasoning.THINK_END),
     _HARMONY: reasoning.HARMONY,
 }
-"""The markers of each parser that are special tokens in some tokenizers."""
+"""For each parser, the markers that some tokenizers have as special tokens."""
 _TAGGED = {"qwen3_coder": "<function=", "glm45": "<arg_key>"}
-"""The text by which a chat template with `<tool_call>` shows that calls are not JSON, by syntax."""
+"""For each parser, the text that a chat template contains if its `<tool_call>` blocks are tagged instead of JSON."""
 FORCED_CALLS = "llama3_json"
-"""The syntax of calls that a grammar forces (`tandem.tokenizers.grammars.of_tool_calls`), for all models."""
+"""The parser of tool calls that a grammar forces (`tandem.tokenizers.grammars.of_tool_calls`), for all models."""
 TOOL_CALL_PARSERS = (*_CALLS, _HARMONY_CALLS)
 REASONING_PARSERS = ("qwen3", _OPENED, _HARMONY)
 
 
 def choose_calls(option: str, template: str) -> str:
-    """Return the name of the tool call parser for `option`, "" for none; `auto` chooses by the chat template.
+    """Return the name of the tool call parser for the setting `option`; `auto` chooses by the chat template.
 
-    Raises InvalidArgument for an unknown name.
+    "" means no parser. Raises InvalidArgument for an unknown name.
     """
     if option != AUTO:
         return "" if option == NONE else _known("tool_call_parser", option, TOOL_CALL_PARSERS)
@@ -73,9 +73,9 @@ def choose_calls(option: str, template: str) -> str:
 
 
 def choose_reasoning(option: str, template: str) -> str:
-    """Return the name of the reasoning parser for `option`, "" for none; `auto` chooses by the chat template.
+    """Return the name of the reasoning parser for the setting `option`; `auto` chooses by the chat template.
 
-    Raises InvalidArgument for an unknown name.
+    "" means no parser. Raises InvalidArgument for an unknown name.
     """
     if option != AUTO:
         return "" if option == NONE else _known("reasoning_parser", option, REASONING_PARSERS)
@@ -86,31 +86,31 @@ def choose_reasoning(option: str, template: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AnswerSyntax:
-    """The syntax by which the answers to one request are parsed. An immutable part of `Admitted`."""
+    """How the answers to one request are parsed into reasoning, content and calls. An immutable part of `Admitted`."""
 
     calls: str = ""
     """The name of the tool call parser; "" = tool calls are not parsed."""
     reasoning: str = ""
     """The name of the reasoning parser; "" = reasoning is not parsed."""
     opened: bool = False
-    """True if the prompt ends with the tag that opens the reasoning."""
+    """True if the prompt ends with the opening tag of the reasoning, which the answer then lacks."""
     tools: tagged_calls.Schemas = field(default_factory=dict)
     """The parameter schemas of the functions that the client offers, by function name."""
     parallel: bool = True
     """False if only the first tool call is returned."""
     forced: bool = False
-    """True if the answer must be a tool call, without content."""
+    """True if the answer must be a tool call and nothing else."""
     kept: Mapping[int, str] = field(default_factory=dict)
-    """The special tokens that are markers, as texts by token id; other special tokens are left out of the text."""
+    """The special tokens that are markers, by token id; other special tokens are left out of the text."""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The markers of the tool call parser and the reasoning parser."""
+        """The markers that the tool call parser and the reasoning parser look for."""
         harmony = reasoning.HARMONY if self.calls == _HARMONY_CALLS else ()
         return (*_MARKERS.get(self.calls, ()), *_MARKERS.get(self.reasoning, ()), *harmony)
 
     def keeping(self, kept: Mapping[int, str]) -> AnswerSyntax:
-        """Return a copy with the special tokens that are kept in the text."""
+        """Return a copy of the syntax with `kept` set."""
         return replace(self, kept=kept)
 
     def parser(self) -> AnswerParser:

@@ -16,9 +16,9 @@ def read_call(
 ) -> Steps[bool]:
     """Read one call; return False if the text is not a call.
 
-    Such a text becomes content, after the texts in `before`. If the name comes first, as models are trained to write,
-    the arguments are passed on while they are generated; otherwise the whole call is read first. `names` are the
-    functions that may be called; None = any.
+    Text that is not a call becomes content, after the texts in `before`. If the name comes first, as models are trained
+    to write, the arguments are passed on while they are generated; otherwise the whole call is read first. `names` are
+    the functions that may be called; None = any.
     """
     head: list[str] = []
     name = yield from _read_head(reader, head)
@@ -41,9 +41,9 @@ def read_call(
 
 
 def read_end(reader: AnswerReader, parts: AnswerParts, *ends: str) -> Steps[None]:
-    """Read the texts in `ends`, which close a call, and the white space before each.
+    """Read the closing texts `ends` of a call in order, and the white space before each.
 
-    Reading stops at the first other text; the white space before that text becomes content.
+    Reading stops at the first text that does not match; the white space before it becomes content.
     """
     for end in ends:
         space = yield from reader.space()
@@ -53,7 +53,7 @@ def read_end(reader: AnswerReader, parts: AnswerParts, *ends: str) -> Steps[None
 
 
 def _read_head(reader: AnswerReader, head: list[str]) -> Steps[str]:
-    """Read up to the opening bracket of the arguments; return the function's name, "" if the text is not a call.
+    """Read a call up to the opening bracket of its arguments; return the function's name, or "" if it is not a call.
 
     The text that has been read is appended to `head`.
     """
@@ -78,7 +78,7 @@ def _read_head(reader: AnswerReader, head: list[str]) -> Steps[str]:
 
 
 def _parsed(text: str) -> tuple[str, str] | None:
-    """Return the name and the arguments (as JSON) of a whole call; None if `text` is not a call."""
+    """Return the name and the arguments (as JSON) of a complete call; None if `text` is not a call."""
     try:
         call = json.loads(text)
     except (ValueError, RecursionError):

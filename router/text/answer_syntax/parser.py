@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from router.text.answer_syntax.reader import AnswerReader, Steps
 
 _PIECE_CHARS = 4096
-"""Largest number of characters parsed at once; the time grows with the square of the text that a parser holds.
+"""Maximum number of characters parsed at once: parsing time grows with the square of the text that a parser holds.
 
-212,000 characters of 4,000 messages take 0.06 s in such pieces and 0.59 s as a whole.
+212,000 characters of 4,000 messages take 0.06 s in pieces of this size and 0.59 s as a whole.
 """
 
 
 @dataclass(slots=True)
 class CallDelta:
-    """The next part of a tool call; the first part of a call has the call's id and name."""
+    """The next part of a tool call; only the first part has the call's id and name."""
 
     index: int
     call_id: str = ""
@@ -26,7 +26,7 @@ class CallDelta:
 
 @dataclass(frozen=True, slots=True)
 class AnswerDelta:
-    """The next parts of an answer that no later text can change."""
+    """The next parts of an answer that are final: later text cannot change them."""
 
     content: str = ""
     reasoning: str = ""
@@ -34,10 +34,10 @@ class AnswerDelta:
 
 
 class AnswerParts:
-    """Collects the parts that a parser has read since the last delta. The `AnswerParser` owns it."""
+    """Collects the parts that a parser has read since the last `AnswerDelta`. The `AnswerParser` owns it."""
 
     def __init__(self, make_id: Callable[[], str], *, parallel: bool = True) -> None:
-        """`make_id` returns an id for the next call; if `parallel` is False, only the first call is kept."""
+        """`make_id` returns an id for a new call; if `parallel` is False, only the first call is kept."""
         self._make_id = make_id
         self._parallel = parallel
         self._content: list[str] = []
@@ -45,14 +45,14 @@ class AnswerParts:
         self._calls: list[CallDelta] = []
         self._arguments: list[str] = []
         self.count = 0
-        """Number of tool calls so far, including those that are not kept."""
+        """Number of tool calls so far, including calls that are not kept."""
 
     def content(self, text: str) -> None:
-        """Add text of the answer's content."""
+        """Add text to the answer's content."""
         self._content.append(text)
 
     def reasoning(self, text: str) -> None:
-        """Add text of the reasoning."""
+        """Add text to the answer's reasoning."""
         self._reasoning.append(text)
 
     def begin_call(self, name: str) -> None:
@@ -88,13 +88,13 @@ class AnswerParts:
 
 
 class AnswerParser:
-    """The parser of one answer; its result does not depend on how the text is cut into pieces.
+    """The parser of one answer; its result does not depend on how the text is divided into pieces.
 
     The reply owns one for each answer, on the event loop.
     """
 
     def __init__(self, parts: AnswerParts, syntax: Callable[[AnswerReader, AnswerParts], Steps[None]]) -> None:
-        """`syntax` is a generator that reads the whole answer; text that it does not read is content."""
+        """`syntax` is a generator that reads the whole answer; text that it leaves unread is content."""
         self._reader = AnswerReader()
         self._parts = parts
         self._steps = syntax(self._reader, parts)

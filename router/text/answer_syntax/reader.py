@@ -1,7 +1,7 @@
 """Reads an answer's text as it is generated.
 
-Parsers are generators: each `yield` waits for more text, so that the code of a parser reads as if it had the whole
-answer. Every piece of text is scanned once, except for the few characters that may begin a marker.
+Parsers are generators: each `yield` waits for more text, so that a parser can be written as if it had the whole answer.
+All text is scanned once, except for the few characters that may begin a marker.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 class AnswerReader:
-    """The text of one answer that has been generated but not read. The `AnswerParser` owns it."""
+    """The text of one answer that has been generated but not yet read. The `AnswerParser` owns it."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -37,14 +37,14 @@ class AnswerReader:
         self._over = True
 
     def rest(self) -> str:
-        """Read and return all text that has been added and not read."""
+        """Read and return all text that has been added but not read."""
         text, self._text = self._text, ""
         return text
 
     def until(self, markers: Sequence[str], to: Callable[[str], None]) -> Steps[str]:
-        """Read up to and including the first of `markers`, and pass the text before it to `to`.
+        """Read up to and including the first of `markers`, and call `to` with the text before it.
 
-        Return the marker, or "" at the end of the answer. No marker may contain another marker.
+        Returns the marker, or "" at the end of the answer. No marker may contain another marker.
         """
         while True:
             found = [(at, marker) for marker in markers if (at := self._text.find(marker)) >= 0]
@@ -60,7 +60,7 @@ class AnswerReader:
             yield
 
     def literal(self, *options: str) -> Steps[str]:
-        """Read and return one of `options` if the text continues with it; otherwise read nothing and return ""."""
+        """Read and return one of `options` if the text continues with it; else read nothing and return ""."""
         while True:
             for option in options:
                 if self._text.startswith(option):
@@ -70,7 +70,7 @@ class AnswerReader:
             yield
 
     def ahead(self, sign: str) -> Steps[bool]:
-        """Return True if the next character is `sign`, without reading it."""
+        """Return True if the next character is `sign`, without reading that character."""
         while not self._text and not self._over:
             yield
         return self._text.startswith(sign)
@@ -85,9 +85,9 @@ class AnswerReader:
             yield
 
     def json(self, scan: JsonScan, to: Callable[[str], None]) -> Steps[bool]:
-        """Read the rest of a JSON value, whose beginning `scan` has seen, and pass its text to `to`.
+        """Read the rest of a JSON value, whose beginning `scan` has seen, and call `to` with its text.
 
-        Return True at the end of the value, False if invalid text or the end of the answer comes first.
+        Returns True at the end of the value, False if invalid text or the end of the answer comes first.
         """
         while True:
             to(self._take(scan.add(self._text)))
@@ -101,11 +101,11 @@ class AnswerReader:
 
 
 class JsonScan:
-    """Finds the end of a JSON object or array by its quotes and brackets, without parsing it."""
+    """Finds the end of a JSON object or array by its quotes and brackets, without parsing the JSON."""
 
     def __init__(self) -> None:
         self._open: list[str] = []
-        """The closing brackets of the open brackets, the innermost last."""
+        """The closing brackets that are still missing, the innermost last."""
         self._quoted = False
         self._escaped = False
         self.complete = False
@@ -113,7 +113,7 @@ class JsonScan:
         """True if the text is not JSON: a bracket does not match, or a character is not allowed outside of quotes."""
 
     def add(self, text: str) -> int:
-        """Scan more text, and return how many of its characters belong to the value."""
+        """Scan more text, and return the number of its characters that belong to the value."""
         at = 0
         while at < len(text) and not (self.complete or self.broken):
             at = self._in_quotes(text, at) if self._quoted else self._outside(text, at)

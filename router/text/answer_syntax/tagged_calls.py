@@ -1,6 +1,6 @@
-"""The syntaxes in which models write the arguments of tool calls between tags; they are converted to JSON.
+"""The syntaxes in which models write each argument of a tool call between tags; the arguments are converted to JSON.
 
-A value between tags does not show its type, which is taken from the function's schema. Strings have no quotes.
+The tags do not show a value's type, so the type is taken from the function's schema. Strings have no quotes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CODER_TAGS = (_CALL, _CALL_END)
 GLM_TAGS = (_CALL, _CALL_END, _KEY, _KEY_END, _VALUE, _VALUE_END)
 _STRING = frozenset({"string"})
 _WORDS = {"boolean": {"True": "true", "False": "false"}, "null": {"None": "null"}}
-"""Python's spellings of JSON values, which models also write, and the JSON for each, by JSON type."""
+"""For each JSON type, Python's spellings of its values, which models also write, and their JSON."""
 _TYPES: Mapping[type, tuple[str, ...]] = {
     str: ("string",),
     bool: ("boolean",),
@@ -35,14 +35,14 @@ _TYPES: Mapping[type, tuple[str, ...]] = {
     dict: ("object",),
     type(None): ("null",),
 }
-"""The JSON schema types of Python's types."""
+"""The JSON schema types of each Python type."""
 
 
 def read_qwen3_coder(reader: AnswerReader, parts: AnswerParts, schemas: Schemas) -> Steps[None]:
     """Read Qwen3-Coder's calls: `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`.
 
-    One line break after the opening tag of a value, and one before its closing tag, are not part of the value. A call
-    without `<tool_call>` is only read as a call if its function is offered.
+    A line break after the opening tag of a value and one before its closing tag are not part of the value. Text without
+    `<tool_call>` counts as a call only if the client offers its function.
     """
     while marker := (yield from reader.until((_CALL, _FUNCTION), parts.content)):
         before, marked = [marker], marker == _CALL
@@ -66,9 +66,9 @@ def read_qwen3_coder(reader: AnswerReader, parts: AnswerParts, schemas: Schemas)
 
 
 def _read_parameters(reader: AnswerReader, parts: AnswerParts, schema: Mapping[str, Any]) -> Steps[bool]:
-    """Read the parameters up to the end of the function.
+    """Read the parameters of a call up to the end of the function.
 
-    Return False if invalid text or the answer's end comes first.
+    Returns False if invalid text or the answer's end comes first.
     """
     opening = "{"
     while True:
@@ -104,9 +104,9 @@ def read_glm45(reader: AnswerReader, parts: AnswerParts, schemas: Schemas) -> St
 
 
 def _read_pairs(reader: AnswerReader, parts: AnswerParts, schema: Mapping[str, Any], tag: str) -> Steps[bool]:
-    """Read key and value pairs up to the end of a call, whose first `tag` has been read.
+    """Read key and value pairs up to the end of a call; the first `tag` has been read before.
 
-    Return False if invalid text or the answer's end comes first.
+    Returns False if invalid text or the answer's end comes first.
     """
     opening = "{"
     while tag == _KEY:
@@ -131,7 +131,7 @@ def _read_pairs(reader: AnswerReader, parts: AnswerParts, schema: Mapping[str, A
 def _read_value(reader: AnswerReader, parts: AnswerParts, types: frozenset[str], ends: tuple[str, ...]) -> Steps[bool]:
     """Read a value up to one of `ends`, and add it to the arguments as JSON of one of `types`.
 
-    A string is passed on while it is generated. Return False if the answer ends first.
+    A string is passed on while it is generated. Returns False if the answer ends first.
     """
     if types == _STRING:
         parts.arguments('"')
@@ -145,13 +145,13 @@ def _read_value(reader: AnswerReader, parts: AnswerParts, types: frozenset[str],
 
 
 def _types_of(schema: Mapping[str, Any], key: str) -> frozenset[str]:
-    """Return the types of the parameter `key`; empty if the function's schema does not give them."""
+    """Return the JSON types of the parameter `key`; empty if the function's schema does not define them."""
     properties = schema.get("properties")
     return frozenset(_types(properties.get(key) if isinstance(properties, Mapping) else None))
 
 
 def _types(schema: Any, *, nested: bool = True) -> Iterator[str]:
-    """Yield the types that the schema of one parameter allows; nothing if it does not give them."""
+    """Yield the JSON types that the schema of one parameter allows; nothing if the schema does not define them."""
     if not isinstance(schema, Mapping):
         return
     named = schema.get("type")
@@ -171,9 +171,10 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _as_json(text: str, types: frozenset[str]) -> str:
-    """Return a value of one of `types` as JSON.
+    """Return a value between tags as JSON of one of `types`.
 
-    It is the text itself if that is JSON of such a type, or any JSON while no string is allowed; else it is a string.
+    It is the text itself if the text is JSON of one of the types, or any JSON if the types do not include strings; else
+    the text becomes a JSON string.
     """
     value = text.strip()
     for kind, words in _WORDS.items():

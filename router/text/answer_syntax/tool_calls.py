@@ -1,4 +1,4 @@
-"""The syntaxes in which models write tool calls with JSON arguments. White space around calls is left out."""
+"""The syntaxes in which models write tool calls with JSON arguments. White space around calls is dropped."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def read_hermes(reader: AnswerReader, parts: AnswerParts, _names: Collection[str
 def read_llama(reader: AnswerReader, parts: AnswerParts, names: Collection[str]) -> Steps[None]:
     """Read Llama 3's calls: `{"name": …, "parameters": {…}}` as the whole answer, or after `<|python_tag|>`.
 
-    As an answer may be JSON without being a call, only functions in `names` count as called.
+    An answer may be JSON without being a call, so it counts as a call only if the name is in `names`.
     """
     tag = ""
     while True:
@@ -65,7 +65,7 @@ def read_mistral(reader: AnswerReader, parts: AnswerParts, _names: Collection[st
 
 
 def _read_list(reader: AnswerReader, parts: AnswerParts, before: list[str]) -> Steps[bool]:
-    """Read calls up to the closing bracket of their list; return False if other text comes first."""
+    """Read the calls of a list up to its closing bracket; return False if other text comes first."""
     before.append((yield from reader.space()))
     while (yield from read_call(reader, parts, before)):
         space = yield from reader.space()
@@ -91,10 +91,10 @@ def _read_named(reader: AnswerReader, parts: AnswerParts, before: list[str]) -> 
 def _read_arguments(
     reader: AnswerReader, parts: AnswerParts, name: str, before: list[str], *, marked: bool = True
 ) -> Steps[bool]:
-    """Read the arguments of a call whose `name` has been read.
+    """Read the arguments of a call whose `name` has been read; return False if the text is not a call.
 
-    The text becomes content, and False is returned, if the call is not `marked`, its name is invalid, or no object
-    follows.
+    It is not a call if the marker before the arguments is missing (`marked` is False), the name is invalid, or no
+    object follows; then the text becomes content.
     """
     if marked:
         before = [*before, (yield from reader.space())]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tandem.capacity.plan.question import Question
+from tandem.capacity.plan.inputs import PlanInputs
 from tandem.capacity.planner.decision import Split
 from tandem.capacity.simulation.arrivals import SIGMA, Mix
 from tandem.capacity.simulation.knee import LoadFigures, Trial, find_knee
@@ -20,7 +20,7 @@ GUESSED = 0.8
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class TrialResult:
     """The simulated result of one strategy; `knee` is None if even a small load misses the targets."""
 
     strategy: Strategy
@@ -35,16 +35,16 @@ class Found:
         return 0.0 if self.knee is None else self.knee.rate * self.times
 
 
-def trials(question: Question, split: Split) -> Iterator[Found]:
+def trials(inputs: PlanInputs, split: Split) -> Iterator[TrialResult]:
     """Simulate each strategy, and yield its knee and its result at the planned load."""
-    demand, targets = question.demand, question.targets
+    demand, targets = inputs.demand, inputs.targets
     slo = SloClass("plan", ttft_s=targets.ttft_s, itl_s=targets.gap_s)
     workers = min(split.workers, SIMULATED_MAX)
     times = split.workers / workers
     prefill = min(max(1, round(split.prefill / times)), max(workers - 1, 1))
     rate = demand.per_s / times
     mix = Mix(rate, demand.prompt_tokens, demand.answer_tokens, SIGMA, demand.cached)
-    guess = max(GUESSED * rate / max(question.sizing.worst(split).value, 1e-3), 1e-3)
+    guess = max(GUESSED * rate / max(inputs.sizing.worst(split).value, 1e-3), 1e-3)
     for strategy in strategies(workers, prefill):
-        trial = Trial(question.hardware, strategy, mix, slo, Network())
-        yield Found(strategy, times, find_knee(trial.load, guess), trial.load(rate))
+        trial = Trial(inputs.hardware, strategy, mix, slo, Network())
+        yield TrialResult(strategy, times, find_knee(trial.load, guess), trial.load(rate))

@@ -9,7 +9,7 @@ from tandem.protocol.lifecycle.spans import Phase
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class TargetCounts:
     """Requests with latency targets that ended in the window: `met` their targets, or `missed` them, by phase."""
 
     met: float = 0.0
@@ -70,7 +70,7 @@ class Observation:
     """Number of prompt tokens in the workers' queues at the end of the window."""
     running_requests: float = 0.0
     """Number of decoding requests at the end of the window."""
-    kept: Kept = field(default_factory=Kept)
+    kept: TargetCounts = field(default_factory=TargetCounts)
 
     @property
     def workers(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tandem.capacity.planner.demand import LatencyTargets
 from tandem.capacity.planner.load_ratio import WorkerFacts
-from tandem.capacity.planner.observation import Kept, Observation, Offered
+from tandem.capacity.planner.observation import Observation, Offered, TargetCounts
 from tandem.cost_model.step_cost import StepCost
 from tandem.metrics import families as f
 from tandem.metrics.scrape import Scrape, ScrapeInterval
@@ -98,7 +98,7 @@ def fitted(scrape: Scrape) -> CostParameters | None:
         context_s=fmean(each.context_s for each in answers),
         verify_base_s=fmean(each.verify_base_s for each in answers),
         free_tokens=min(each.free_tokens for each in prompts),
-        mixed_noise=max(each.mixed_noise for each in answers),
+        mixed_step_margin=max(each.mixed_step_margin for each in answers),
         observed=1,
     )
 
@@ -110,8 +110,8 @@ def _cost(scrape: Scrape, worker: str) -> CostParameters | None:
         name: scrape.total(f.STEP_COST, worker=worker, part=name.removesuffix("_s")) for name in SECONDS
     }
     free = int(scrape.total(f.STEP_FREE_TOKENS, worker=worker))
-    noise = scrape.total(f.STEP_MIXED_NOISE, worker=worker) or UNMEASURED.mixed_noise
-    return CostParameters(**seconds, free_tokens=free, observed=1, mixed_noise=noise)
+    noise = scrape.total(f.STEP_MIXED_NOISE, worker=worker) or UNMEASURED.mixed_step_margin
+    return CostParameters(**seconds, free_tokens=free, observed=1, mixed_step_margin=noise)
 
 
 def _offered(interval: ScrapeInterval) -> Offered:
@@ -139,9 +139,9 @@ def _targets(interval: ScrapeInterval, targets_by_class: Mapping[str, LatencyTar
     return LatencyTargets(min(each.ttft_s for each in found), min(each.gap_s for each in found))
 
 
-def _kept(interval: ScrapeInterval) -> Kept:
+def _kept(interval: ScrapeInterval) -> TargetCounts:
     missed = {phase: interval.grown(f.SLO_MISSED, phase=phase) for phase in Phase}
-    return Kept(interval.grown(f.SLO_REQUESTS, outcome=_MET), missed)
+    return TargetCounts(interval.grown(f.SLO_REQUESTS, outcome=_MET), missed)
 
 
 def _doing(workers: Sequence[WorkerInfo], role: Role) -> list[WorkerInfo]:

@@ -42,7 +42,7 @@ from tandem.protocol.messages import (
     WorkerLoad,
 )
 from tandem.worker.assignment import WorkerAssignment
-from tandem.worker.handovers import Handovers
+from tandem.worker.handovers import Handoffs
 from tandem.worker.phases import PhaseSchedulers
 from tandem.worker.reporting.report import load_of
 from tandem.worker.scheduler import StepScheduler
@@ -258,8 +258,8 @@ class VirtualWorker:
             same_host=lambda _peer: True,
         )
 
-    def _make_handovers(self, peers: VirtualPeers) -> Handovers:
-        return Handovers(
+    def _make_handovers(self, peers: VirtualPeers) -> Handoffs:
+        return Handoffs(
             me=self.peer,
             kv=self.spec.kv,
             transport=self.transport,

@@ -114,9 +114,9 @@ class HttpServer:
         if not self.share.chat and any(len(arrival.messages) > 1 for arrival in workload.arrivals):
             raise InvalidArgument("--dataset", "has conversations; give --api chat")
         asked = self.words.in_words(workload) if self.share.chat else workload
-        give_up_s = workload.seconds + settings.drain_s
+        deadline_s = workload.seconds + settings.drain_s
         shares = [
-            replace(self.share, seed=workload.seed, arrivals=each, give_up_s=give_up_s)
+            replace(self.share, seed=workload.seed, arrivals=each, deadline_s=deadline_s)
             for each in deal(asked, settings.clients)
         ]
         return run_clients(shares, on_progress=on_progress)

@@ -81,10 +81,10 @@ class Client(Protocol):
     async def connected(self) -> None:
         """Wait until the server can be reached."""
 
-    async def ask(self, ready: Ready, start: float, give_up_s: float) -> RequestRecord:
+    async def ask(self, ready: Ready, start: float, deadline_s: float) -> RequestRecord:
         """Send `ready` immediately, and return its record.
 
-        The record's times are relative to `start`, a time of `time.monotonic`. After `give_up_s` the request counts as
+        The record's times are relative to `start`, a time of `time.monotonic`. After `deadline_s` the request counts as
         failed.
         """
 
@@ -96,7 +96,7 @@ class Share(Protocol):
     """The requests and the server of one client process; the object is pickled to start that process."""
 
     @property
-    def give_up_s(self) -> float:
+    def deadline_s(self) -> float:
         """Seconds after the common start at which all unfinished requests count as failed."""
 
     def requests(self) -> list[Ready]:
@@ -110,7 +110,7 @@ class Share(Protocol):
 class GrpcShare:
     """The share of one client over gRPC: the router, and the arrivals by their number in the workload.
 
-    After `give_up_s` seconds all unfinished requests count as failed.
+    After `deadline_s` seconds all unfinished requests count as failed.
     """
 
     address: str
@@ -118,7 +118,7 @@ class GrpcShare:
     seed: int
     vocab_size: int
     arrivals: tuple[tuple[int, Arrival], ...]
-    give_up_s: float
+    deadline_s: float
     slo_class: str = ""
     tls: Tls | None = None
 
@@ -154,13 +154,13 @@ class LoadClient:
         """Close the connection."""
         await self._channel.close()
 
-    async def ask(self, ready: Ready, start: float, give_up_s: float) -> RequestRecord:
+    async def ask(self, ready: Ready, start: float, deadline_s: float) -> RequestRecord:
         """Send one request; see `Client.ask`."""
         token_s: list[float] = []
         chunks, error, complete = 0, "", inference_pb2.Complete()
         sent_s = time.monotonic() - start
         try:
-            async for reply in self._replies(ready.message, give_up_s - sent_s):
+            async for reply in self._replies(ready.message, deadline_s - sent_s):
                 moment = time.monotonic() - start
                 if reply.HasField("complete"):
                     complete = reply.complete
@@ -223,7 +223,7 @@ async def _run_share(pipe: Pipe, share: Share) -> None:
     pipe.send("ready")
     start: float = await asyncio.to_thread(pipe.recv)
     busy = time.process_time()
-    sending = _Sending(client, everything, start, share.give_up_s)
+    sending = _Sending(client, everything, start, share.deadline_s)
     await _until_done_or_stopped(pipe, sending.run(), sending)
     share_of_core = (time.process_time() - busy) / max(time.monotonic() - start, _NEAR_S)
     pipe.send(ShareResult(tuple(sending.records), share_of_core))
@@ -262,8 +262,8 @@ async def until(
 class _Sending:
     """Sends each request of a share at its due time without waiting for others; `records` has those that have ended."""
 
-    def __init__(self, client: Client, everything: list[Ready], start: float, give_up_s: float) -> None:
-        self._client, self._everything, self._start, self._give_up_s = client, everything, start, give_up_s
+    def __init__(self, client: Client, everything: list[Ready], start: float, deadline_s: float) -> None:
+        self._client, self._everything, self._start, self._give_up_s = client, everything, start, deadline_s
         self._sent = 0
         self.records: list[RequestRecord] = []
 

@@ -25,7 +25,7 @@ _KIND_CHARACTERS = 80
 class HttpShare:
     """The share of one client over HTTP: the server, and the arrivals by their number in the workload.
 
-    After `give_up_s` seconds all unfinished requests count as failed.
+    After `deadline_s` seconds all unfinished requests count as failed.
     """
 
     url: str
@@ -34,7 +34,7 @@ class HttpShare:
     seed: int
     vocab_size: int
     arrivals: tuple[tuple[int, Arrival], ...]
-    give_up_s: float
+    deadline_s: float
     chat: bool = False
     """True = call /chat/completions, with words in place of token ids."""
     ignore_eos: bool = True
@@ -122,12 +122,12 @@ class HttpClient:
     async def close(self) -> None:
         """Do nothing, because no connection stays open between requests."""
 
-    async def ask(self, ready: Ready, start: float, give_up_s: float) -> RequestRecord:
+    async def ask(self, ready: Ready, start: float, deadline_s: float) -> RequestRecord:
         """Send one request; see `Client.ask`."""
         sent_s = time.monotonic() - start
         answer = _Answer()
         try:
-            async with asyncio.timeout(give_up_s - sent_s):
+            async with asyncio.timeout(deadline_s - sent_s):
                 await self._read(ready, start, answer)
         except (OSError, asyncio.IncompleteReadError) as failure:  # TimeoutError included
             answer.error = type(failure).__name__

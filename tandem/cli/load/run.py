@@ -150,7 +150,7 @@ def _stopped_by_interrupt(pipes: Sequence[Connection]) -> Iterator[list[float]]:
 
 def shares_of(target: Target, workload: Workload, settings: LoadSettings) -> list[GrpcShare]:
     """Split the workload into one share per client."""
-    give_up_s = workload.seconds + settings.drain_s
+    deadline_s = workload.seconds + settings.drain_s
     return [
         GrpcShare(
             target.address,
@@ -158,7 +158,7 @@ def shares_of(target: Target, workload: Workload, settings: LoadSettings) -> lis
             workload.seed,
             target.vocab_size,
             each,
-            give_up_s,
+            deadline_s,
             settings.slo_class,
             target.tls,
         )

@@ -68,12 +68,12 @@ def find_model(address: str, api_key: str = "", tls: Tls | None = None) -> Targe
 
 def wait_until_idle(target: Target, within_s: float) -> None:
     """Wait until the router has no requests. Raises Unavailable after `within_s` seconds."""
-    give_up = time.monotonic() + within_s
+    deadline_s = time.monotonic() + within_s
     while True:
         loads = view_of(target.address, target.api_key).loads
         if loads.waiting + loads.running == 0:
             return
-        if time.monotonic() > give_up:
+        if time.monotonic() > deadline_s:
             count = loads.waiting + loads.running
             raise Unavailable(f"the router at {target.address} still has {count} other requests")
         time.sleep(_POLL_S)

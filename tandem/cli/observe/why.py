@@ -35,13 +35,13 @@ def why(
 
     address, key = metrics_server(metrics, metrics_key, metrics_key_file)
 
-    async def look() -> ScrapeInterval:
+    async def scrape_interval() -> ScrapeInterval:
         before = await scrape(address, key)
         await asyncio.sleep(seconds)
         return ScrapeInterval(before, await scrape(address, key))
 
     console = Console() if sys.stdout.isatty() else Console(width=WIDE)
-    interval = asyncio.run(look())
+    interval = asyncio.run(scrape_interval())
     for line in models(interval.now):
         console.print(line, markup=False)
     console.print(findings(interval))

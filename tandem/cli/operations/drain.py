@@ -65,12 +65,12 @@ async def _with_retries(ask: Callable[[], Awaitable[Answer]]) -> Answer:
 
     from tandem.protocol.errors import Unavailable
 
-    give_up = time.monotonic() + RETRY_FOR_S
+    deadline_s = time.monotonic() + RETRY_FOR_S
     while True:
         try:
             return await ask()
         except Unavailable:
-            if time.monotonic() > give_up:
+            if time.monotonic() > deadline_s:
                 raise
         await asyncio.sleep(AGAIN_S)
 

@@ -21,10 +21,10 @@ from tandem.cli.planning.plan_options import (
 )
 
 if TYPE_CHECKING:
+    from tandem.capacity.plan.inputs import PlanInputs
     from tandem.capacity.plan.measured_knees import Compared
-    from tandem.capacity.plan.question import Question
     from tandem.capacity.plan.speculation import Drafting
-    from tandem.capacity.plan.trials import Found
+    from tandem.capacity.plan.trials import TrialResult
     from tandem.capacity.planner.decision import Split
 
 BATCHES = (1, 8, 32, 64, 128, 256)
@@ -33,17 +33,17 @@ _MS = 1e3
 _FULL = 1.0
 
 
-def lines(question: Question, split: Split) -> Iterator[str]:
+def lines(inputs: PlanInputs, split: Split) -> Iterator[str]:
     """Yield the lines about memory, cluster size, and the first bottleneck."""
     from tandem.capacity.simulation.hardware import ITEM_BYTES
     from tandem.cost_model.step_cost import StepCost
     from tandem.engine.memory import GIB
     from tandem.engine.model_summary import model_summary
 
-    memory, demand, cost = question.memory, question.demand, StepCost(question.costs)
-    prefill, decode = question.sizing.load_ratios(split)
-    alone_s = demand.lone_prompt_seconds(cost, question.facts.chunk_tokens)
-    for number, line in enumerate(model_summary(question.model, ITEM_BYTES, question.kv_element_bytes)):
+    memory, demand, cost = inputs.memory, inputs.demand, StepCost(inputs.costs)
+    prefill, decode = inputs.sizing.load_ratios(split)
+    alone_s = demand.lone_prompt_seconds(cost, inputs.facts.chunk_tokens)
+    for number, line in enumerate(model_summary(inputs.model, ITEM_BYTES, inputs.kv_element_bytes)):
         yield f"{'' if number else 'model':<10}{line}"
     drafts = ""
     if memory.draft_weight_bytes:
@@ -56,9 +56,9 @@ def lines(question: Question, split: Split) -> Iterator[str]:
     )
     yield (
         f"steps     {cost.parameters.base_s * _MS:.1f} ms to decode one answer, {alone_s * _MS:.0f} ms to compute a"
-        f" prompt of {demand.computed_tokens:.0f} tokens ({'as fitted' if question.cost else 'by the roofline'})"
+        f" prompt of {demand.computed_tokens:.0f} tokens ({'as fitted' if inputs.cost else 'by the roofline'})"
     )
-    yield f"targets   {question.targets.text}"
+    yield f"targets   {inputs.targets.text}"
     (worse, first), (better, other) = sorted(
         ((prefill, "prefill"), (decode, "decode")), key=lambda each: each[0].value, reverse=True
     )
@@ -72,7 +72,7 @@ def lines(question: Question, split: Split) -> Iterator[str]:
         yield f"          too few for {demand.per_s:g} requests/s: targets hold up to {demand.per_s / worse.value:.3g}"
 
 
-def strategy_table(found: Iterable[Found], rate: float) -> Table:
+def strategy_table(found: Iterable[TrialResult], rate: float) -> Table:
     """Return a table with one row per strategy."""
     table = Table(box=None, pad_edge=False)
     table.add_column("strategy", no_wrap=True)
@@ -92,24 +92,24 @@ def strategy_table(found: Iterable[Found], rate: float) -> Table:
     return table
 
 
-def what_if_lines(question: Question, split: Split) -> Iterator[str]:
+def what_if_lines(inputs: PlanInputs, split: Split) -> Iterator[str]:
     """Yield the effect of each change of the cluster, from the cost model alone."""
     from tandem.capacity.plan.what_if import changes
 
-    for change in changes(question.sizing, split, question.quantized_forms()):
+    for change in changes(inputs.sizing, split, inputs.quantized_forms()):
         yield f"  {change.name}: {change.rate:.2f} × the load, with {change.split.prefill}:{change.split.decode}"
 
 
-def speculation_lines(question: Question, drafting: Drafting) -> Iterator[str]:
+def speculation_lines(inputs: PlanInputs, drafting: Drafting) -> Iterator[str]:
     """Yield the effect of draft tokens by the roofline, and by the fitted step costs if there are any."""
     from tandem.cost_model.step_cost import StepCost
 
-    context = round(question.demand.context_tokens)
+    context = round(inputs.demand.context_tokens)
     yield (
         f"speculative decoding with {drafting.drafts} drafts, each accepted with probability {drafting.acceptance:g}"
         f" and proposed in {drafting.cost:.3g} of a step: {drafting.tokens:.2f} tokens a step"
     )
-    for name, costs in (("by the roofline", question.predicted_costs), ("by the measured steps", question.cost)):
+    for name, costs in (("by the roofline", inputs.predicted_costs), ("by the measured steps", inputs.cost)):
         if costs is None:
             continue
         cost = StepCost(costs)
@@ -156,14 +156,14 @@ def plan(
     """Size a cluster: prefill:decode ratio, memory, latencies, and which bottleneck binds first."""
     from dataclasses import replace
 
-    from tandem.capacity.plan.question import Question
+    from tandem.capacity.plan.inputs import PlanInputs
     from tandem.capacity.plan.speculation import Drafting
 
     targets, demand = latency.targets(), asked.demand()
     if workers is not None:
         check_above_0("--workers", workers)
     model = shape.config()
-    question = Question(
+    inputs = PlanInputs(
         name=shape.name,
         model=model,
         device=gpu.kind(),
@@ -174,16 +174,16 @@ def plan(
         kv_element_bytes=shape.kv_element_bytes(model),
         draft=shape.draft_memory(model),
     )
-    drafting = Drafting.parse("0.7,3" if speculate is None else speculate, question.draft_step_ratio)
+    drafting = Drafting.parse("0.7,3" if speculate is None else speculate, inputs.draft_step_ratio)
     if speculate is not None:
-        question = replace(question, drafting=drafting)
+        inputs = replace(inputs, drafting=drafting)
     if check is None:
-        _answer(question, drafting, simulate=simulate)
+        _answer(inputs, drafting, simulate=simulate)
     else:
-        _check(check, question)
+        _check(check, inputs)
 
 
-def _answer(question: Question, drafting: Drafting, *, simulate: bool) -> None:
+def _answer(inputs: PlanInputs, drafting: Drafting, *, simulate: bool) -> None:
     """Print the split by the cost model, the changes that would affect it, and the results of each strategy."""
     import sys
 
@@ -192,28 +192,28 @@ def _answer(question: Question, drafting: Drafting, *, simulate: bool) -> None:
     from tandem.capacity.plan.trials import trials
     from tandem.cli.observe.status import WIDE
 
-    question.check()
-    split = question.split()
+    inputs.check()
+    split = inputs.split()
     console = Console() if sys.stdout.isatty() else Console(width=WIDE)
-    for line in lines(question, split):
+    for line in lines(inputs, split):
         console.print(line, highlight=False)
     console.print("effects of changes, by the cost model:")
-    for line in what_if_lines(question, split):
+    for line in what_if_lines(inputs, split):
         console.print(line, highlight=False)
-    for line in speculation_lines(question, drafting):
+    for line in speculation_lines(inputs, drafting):
         console.print(line, highlight=False)
     if simulate:
         with console.status("simulating"):
-            found = list(trials(question, split))
-        console.print(strategy_table(found, question.demand.per_s))
+            found = list(trials(inputs, split))
+        console.print(strategy_table(found, inputs.demand.per_s))
 
 
-def _check(file: Path, question: Question) -> None:
+def _check(file: Path, inputs: PlanInputs) -> None:
     """Print one line per row and cell of a measured table, and how many knees are close to the measured ones."""
     from tandem.capacity.plan.measured_knees import check
 
     knees = []
-    for knee in check(file, question.hardware):
+    for knee in check(file, inputs.hardware):
         knees.append(knee)
         print(comparison(knee), flush=True)
     print(f"{sum(knee.near for knee in knees)} of {len(knees)} knees within 20 % of the measured ones")

@@ -73,7 +73,7 @@ class LeaderElection:
         """Mark the first start as complete: another controller may take over from now on."""
         self._started.set()
 
-    async def wait_until_settled(self) -> None:
+    async def wait_until_decided(self) -> None:
         """Wait until this controller leads or mirrors a settled leader. Raises Unavailable if this controller stops."""
         await self.decided()
         self._check_not_stopped()
@@ -163,16 +163,16 @@ class LeaderElection:
     @asynccontextmanager
     async def _following(self, successor: OtherController) -> AsyncIterator[None]:
         what = "following another controller"
-        following = begin(going_on(partial(self._follow, successor), what), what)
+        following = begin(going_on(partial(self._wait_for_successor, successor), what), what)
         try:
             yield
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
 
-    async def _follow(self, successor: OtherController) -> None:
+    async def _wait_for_successor(self, successor: OtherController) -> None:
         try:
-            self.successor = self.kept_at = await successor.wait_until_settled()
+            self.successor = self.kept_at = await successor.wait_until_decided()
         except Unavailable as error:
             log.info("%s", error.message)
             return

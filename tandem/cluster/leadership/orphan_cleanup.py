@@ -28,7 +28,7 @@ ANSWER_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Cleared:
+class CleanupResult:
     """The workers that were stopped and the placement groups that were released, by name."""
 
     workers: tuple[str, ...]
@@ -47,7 +47,7 @@ class Clearing:
         self._left = left or RayOrphanedWorkers()
         self._over = asyncio.Event()
 
-    async def clear(self) -> Cleared:
+    async def clear(self) -> CleanupResult:
         """Stop all orphaned workers and release their resources.
 
         Raises FailedPrecondition if a live controller uses the workers, and NotFound if there are no orphaned workers.
@@ -62,14 +62,14 @@ class Clearing:
             self._over.set()
         if not workers and not groups:
             raise NotFound("no workers were left there; --cluster-name says whose are meant")
-        return Cleared(_sorted([each.peer.worker_id for each in workers]), _sorted(groups))
+        return CleanupResult(_sorted([each.peer.worker_id for each in workers]), _sorted(groups))
 
     async def release_workers(self) -> Handover:
         """Wait until all orphaned workers are stopped, and return an empty handover to the younger controller."""
         await self._over.wait()
         return Handover()
 
-    async def wait_until_settled(self) -> str:
+    async def wait_until_decided(self) -> str:
         """Raise Unavailable: an older controller waits until this one is gone instead of following it."""
         raise Unavailable("the workers are being ended")
 
@@ -78,7 +78,7 @@ class Clearing:
         await asyncio.Event().wait()
 
 
-def clear_ray(address: str, name: str) -> Cleared:
+def clear_ray(address: str, name: str) -> CleanupResult:
     """Stop the orphaned workers of the cluster `name` in the Ray cluster at `address`; see `Clearing.clear`.
 
     Raises InvalidArgument for an invalid address or name, and Unavailable if this process cannot join Ray.
@@ -93,14 +93,14 @@ def clear_ray(address: str, name: str) -> Cleared:
         ray.stop()
 
 
-async def _clear() -> Cleared:
+async def _clear() -> CleanupResult:
     from ray.exceptions import RayActorError
 
     number = next_number()
     options = {"name": actor_name(number), "num_cpus": 0, "scheduling_strategy": on_this_node()}
     actor = actor_class(Clearing).options(**options).remote(number)
     try:
-        cleared: Cleared = await plainly(actor.clear.remote())
+        cleared: CleanupResult = await plainly(actor.clear.remote())
     except RayActorError as error:
         raise Unavailable(f"the process that ends the workers died: {error}; try again") from None
     return cleared
@@ -116,7 +116,7 @@ async def _live_controllers(others: Collection[OtherController]) -> str:
 async def _listener(controller: OtherController) -> str:
     try:
         async with asyncio.timeout(ANSWER_S):
-            return f"at {await controller.wait_until_settled()}"
+            return f"at {await controller.wait_until_decided()}"
     except TimeoutError:
         return "one that starts or hangs"
     except Unavailable:

@@ -31,7 +31,7 @@ RETRY_S = 0.5
 """Seconds before an assignment that a worker did not accept is sent again."""
 OPEN_S = 10.0
 """Timeout for all workers to open the schedulers that a new mode needs, in seconds; if it expires, nothing changes."""
-SETTLE_S = 35.0
+STABLE_TIMEOUT_S = 35.0
 """Timeout for closing schedulers to finish, in seconds after the grace: a transfer may take 30 s to end."""
 
 SendAssignment = Callable[[WorkerInfo, Assignment, float], Awaitable[None]]
@@ -62,8 +62,8 @@ class Assignments:
     def inherit(self, topology: Topology, roles: Mapping[str, Role], drained: Collection[str] = ()) -> None:
         """Replace the known workers by those in `roles`, which has each worker's current or initial role.
 
-        A worker keeps its role if `topology` needs that role. Workers in `drained` are absent until `is_back` is called
-        for them.
+        A worker keeps its role if `topology` needs that role. Workers in `drained` are absent until `restore_worker` is
+        called for them.
         """
         assignments = assign(topology, roles)
         self._wanted, self._sent = assignments, {}
@@ -76,7 +76,7 @@ class Assignments:
         if not all(_played(phase, here.values()) for phase in (Role.PREFILL, Role.DECODE)):
             self._wanted.update({each: replace(assignment, role=Role.BOTH) for each, assignment in here.items()})
         self._registry.set_mode(topology.mode)
-        self._look()
+        self._poll()
 
     def wanted(self, worker_id: str) -> Assignment:
         """Return the wanted assignment of this worker; a worker that is not running starts with it."""
@@ -98,7 +98,7 @@ class Assignments:
             return {each: self._role(each) for each in self._wanted}
 
     def expect(self, worker_id: str, role: Role) -> None:
-        """Add a worker that has yet to start; call `is_back` once it serves."""
+        """Add a worker that has yet to start; call `restore_worker` once it serves."""
         self._wanted[worker_id] = self.topology.assignment(role)
         self._absent[worker_id] = role
 
@@ -111,7 +111,7 @@ class Assignments:
         """Send workers their assignments, until cancelled."""
         try:
             async for _ in self._registry.watch():
-                self._look()
+                self._poll()
         finally:
             for task in self._sending:
                 task.cancel()
@@ -126,7 +126,7 @@ class Assignments:
         """
         async with self._one_at_a_time:
             await self._share(change.over(self.topology, len(self._here())), change.grace_s)
-        await self._settle(change.grace_s)
+        await self._wait_until_stable(change.grace_s)
 
     async def flip(self, into_prefill: int, grace_s: float) -> None:
         """Turn `into_prefill` decode workers into prefill workers; a negative number turns prefill into decode workers.
@@ -141,7 +141,7 @@ class Assignments:
             if not 1 <= prefill < here:
                 raise FailedPrecondition(f"{here} workers serve, of which {prefill} cannot prefill; try again later")
             await self._share(replace(self.topology, prefill=prefill), grace_s)
-        await self._settle(grace_s)
+        await self._wait_until_stable(grace_s)
 
     async def _share(self, topology: Topology, grace_s: float) -> None:
         """Apply a topology to the present workers, and to absent workers for when they serve again.
@@ -159,7 +159,7 @@ class Assignments:
             self._wanted[worker_id] = topology.assignment(self._absent[worker_id])
         self._want(assignments)
 
-    async def stand_in_for(self, worker_id: str) -> None:
+    async def cover_role_of(self, worker_id: str) -> None:
         """Mark a worker as absent; if no other worker has its role, all present workers open both schedulers.
 
         Does nothing if the worker is absent already. Raises DeadlineExceeded, with everything unchanged, if the workers
@@ -183,7 +183,7 @@ class Assignments:
                     self.topology = topology
                     raise
 
-    async def is_back(self, worker_id: str) -> None:
+    async def restore_worker(self, worker_id: str) -> None:
         """Add a worker that serves back to the topology; workers that stood in for it return to their own roles.
 
         Does nothing if the worker was not marked as absent.
@@ -197,7 +197,7 @@ class Assignments:
             if not (self.topology.mode is Mode.DISAGGREGATED and 1 <= self.topology.prefill < len(here)):
                 return
             self._want(assign(self.topology, here))
-        await self._settle(self._grace_s)
+        await self._wait_until_stable(self._grace_s)
 
     def _here(self) -> dict[str, Assignment]:
         """Return the wanted assignments of the present workers."""
@@ -228,20 +228,20 @@ class Assignments:
             self._want(before)
             raise DeadlineExceeded(f"{late} did not open what the new mode needs; nothing has changed, try again")
 
-    async def _settle(self, grace_s: float) -> None:
+    async def _wait_until_stable(self, grace_s: float) -> None:
         """Wait until every serving worker has its wanted assignment, which a later change may have set.
 
-        Raises DeadlineExceeded after `grace_s` + `SETTLE_S` seconds.
+        Raises DeadlineExceeded after `grace_s` + `STABLE_TIMEOUT_S` seconds.
         """
-        late = await self._late(lambda info: not _settled(info, self._wanted), grace_s + SETTLE_S)
+        late = await self._late(lambda info: not _settled(info, self._wanted), grace_s + STABLE_TIMEOUT_S)
         if late:
             raise DeadlineExceeded(f"the mode has changed; {late} still finishes what it had, and follows then")
 
     def _want(self, assignments: Mapping[str, Assignment]) -> None:
         self._wanted.update(assignments)
-        self._look()
+        self._poll()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Send the wanted assignment to each worker that is registered with a different one."""
         members = self._registry.membership().workers
         self._sent = {info.peer: sent for info in members if (sent := self._sent.get(info.peer)) is not None}

@@ -49,38 +49,40 @@ class Draining:
         members = self._registry.membership().workers
         return next((info for info in members if info.peer.worker_id == worker_id), None)
 
-    def may_drain(self, keeper: ProcessSupervisor, *, force: bool) -> WorkerInfo:
+    def may_drain(self, supervisor: ProcessSupervisor, *, force: bool) -> WorkerInfo:
         """Check that a worker may be drained, and return its registration.
 
         Raises FailedPrecondition if the worker does not serve or, unless `force` is set, if no other worker serves.
         """
         members = {info.peer.worker_id: info for info in self._registry.membership().workers if info.open is not None}
-        info = members.pop(keeper.name, None)
-        if info is None or keeper.phase is not Phase.SERVING:
-            raise FailedPrecondition(f"{keeper.name} is {keeper.phase} and cannot be drained; look at `tandem status`")
+        info = members.pop(supervisor.name, None)
+        if info is None or supervisor.phase is not Phase.SERVING:
+            raise FailedPrecondition(
+                f"{supervisor.name} is {supervisor.phase} and cannot be drained; look at `tandem status`"
+            )
         if not members and not force:
             raise FailedPrecondition(
-                f"{keeper.name} is the only worker that serves, requests would fail; add --force to drain it anyway"
+                f"{supervisor.name} is the only worker that serves, requests would fail; add --force to drain it anyway"
             )
         return info
 
-    async def run(self, keeper: ProcessSupervisor, info: WorkerInfo, grace_s: float) -> None:
+    async def run(self, supervisor: ProcessSupervisor, info: WorkerInfo, grace_s: float) -> None:
         """Drain a worker, end it after `grace_s` seconds at the latest, and return when its process is gone."""
-        self._running.add(keeper)
+        self._running.add(supervisor)
         try:
-            await self._assignments.stand_in_for(keeper.name)
-            keeper.retire()
-            await self._drained(keeper, info, grace_s)
+            await self._assignments.cover_role_of(supervisor.name)
+            supervisor.retire()
+            await self._drained(supervisor, info, grace_s)
         finally:
-            self._running.discard(keeper)
+            self._running.discard(supervisor)
 
-    async def _drained(self, keeper: ProcessSupervisor, info: WorkerInfo, grace_s: float) -> None:
+    async def _drained(self, supervisor: ProcessSupervisor, info: WorkerInfo, grace_s: float) -> None:
         try:
             await self._workers.drain(info, grace_s)
         except TandemError as error:
-            log.warning("%s did not drain: %s", keeper.name, error.message)
-            keeper.end_now()
-        await keeper.until(Phase.DRAINED, END_S)
+            log.warning("%s did not drain: %s", supervisor.name, error.message)
+            supervisor.end_now()
+        await supervisor.until(Phase.DRAINED, END_S)
 
 
 log = logging.getLogger(__name__)
@@ -110,7 +112,7 @@ class Operator:
         self._registry = registry
         self._assignments = assignments
         self._fleet = fleet
-        self._keepers = fleet.keepers
+        self._supervisors = fleet.supervisors
         self._draining = Draining(registry, assignments, workers)
         self._node_is_up = node_is_up
         self._awaited: set[ProcessSupervisor] = set()
@@ -129,23 +131,23 @@ class Operator:
     @property
     def coming(self) -> int:
         """The number of workers that are expected to serve but do not serve now, because they start or restart."""
-        return sum(self._is_coming(keeper) for keeper in self._keepers.values())
+        return sum(self._is_coming(supervisor) for supervisor in self._supervisors.values())
 
     def wanted(self) -> dict[str, Role]:
         """Return the workers that serve or will serve without an operator's action, with their roles."""
         return {
             name: self._assignments.wanted(name).role
-            for name, keeper in self._keepers.items()
-            if name not in self._leaving and (keeper in self._awaited or keeper.will_serve)
+            for name, supervisor in self._supervisors.items()
+            if name not in self._leaving and (supervisor in self._awaited or supervisor.will_serve)
         }
 
     def absent(self) -> tuple[Absence, ...]:
         """Return the workers that do not serve now, with reasons."""
-        lacks = ((keeper, keeper.health().lack) for keeper in self._keepers.values())
-        return tuple(Absence(keeper.name, lack, self._is_coming(keeper)) for keeper, lack in lacks if lack)
+        lacks = ((supervisor, supervisor.health().lack) for supervisor in self._supervisors.values())
+        return tuple(Absence(supervisor.name, lack, self._is_coming(supervisor)) for supervisor, lack in lacks if lack)
 
-    def _is_coming(self, keeper: ProcessSupervisor) -> bool:
-        return keeper in self._awaited or keeper.phase in {Phase.STARTING, Phase.WAITING}
+    def _is_coming(self, supervisor: ProcessSupervisor) -> bool:
+        return supervisor in self._awaited or supervisor.phase in {Phase.STARTING, Phase.WAITING}
 
     async def finish(self) -> Handover:
         """Complete running drains, cancel pending waits, and return the state that the next controller needs."""
@@ -159,8 +161,8 @@ class Operator:
 
     def handover(self) -> Handover:
         """Return the state that another controller would need to take over the workers now."""
-        drained = [name for name, keeper in self._keepers.items() if keeper.phase is Phase.DRAINED]
-        going = {*self._leaving, *(keeper.name for keeper in self._awaited)}
+        drained = [name for name, supervisor in self._supervisors.items() if supervisor.phase is Phase.DRAINED]
+        going = {*self._leaving, *(supervisor.name for supervisor in self._awaited)}
         return Handover(tuple(name for name in drained if name not in going), tuple(self._rescheduling.items()))
 
     def staying(self, slots: Iterable[Slot]) -> tuple[Slot, ...]:
@@ -170,9 +172,9 @@ class Operator:
     def resume(self, handover: Handover) -> None:
         """Continue the rescheduling that another controller began."""
         for name, node in handover.rescheduling:
-            if (keeper := self._keepers.get(name)) is not None and not keeper.wanted:
-                self._awaited.add(keeper)
-                self._changes.begin(self._come_back_elsewhere(keeper, node))
+            if (supervisor := self._supervisors.get(name)) is not None and not supervisor.wanted:
+                self._awaited.add(supervisor)
+                self._changes.begin(self._come_back_elsewhere(supervisor, node))
 
     async def set_mode(self, change: ModeChange) -> tuple[WorkerInfo, ...]:
         """Change the mode and return the current workers; see `Assignments.set_mode`."""
@@ -189,15 +191,15 @@ class Operator:
         FailedPrecondition if the worker does not serve, has been drained before, or is the last one, unless `force` is
         set.
         """
-        keeper = self._keepers.get(worker_id)
-        if keeper is None:
-            raise NotFound(f"no worker is called {worker_id!r}; there are {', '.join(self._keepers)}")
+        supervisor = self._supervisors.get(worker_id)
+        if supervisor is None:
+            raise NotFound(f"no worker is called {worker_id!r}; there are {', '.join(self._supervisors)}")
         if restart:
-            work = self._drain_and_restart(keeper, grace_s, force=force)
+            work = self._drain_and_restart(supervisor, grace_s, force=force)
         elif node_leaves:
-            work = self._drain_and_move(keeper, grace_s, force=force)
+            work = self._drain_and_move(supervisor, grace_s, force=force)
         else:
-            work = self._drain(keeper, grace_s, force=force)
+            work = self._drain(supervisor, grace_s, force=force)
         await self._changes.to_its_end(work)
 
     async def resize(self, change: SizeChange) -> tuple[WorkerInfo, ...]:
@@ -209,8 +211,8 @@ class Operator:
         once a node with capacity joins.
         """
         await self._changes.to_its_end(self._resize(change))
-        coming = sorted(self._awaited, key=lambda keeper: keeper.name)
-        await asyncio.gather(*(self._counted_in(keeper, change.wait_s) for keeper in coming))
+        coming = sorted(self._awaited, key=lambda supervisor: supervisor.name)
+        await asyncio.gather(*(self._counted_in(supervisor, change.wait_s) for supervisor in coming))
         return self._registry.membership().workers
 
     async def _resize(self, change: SizeChange) -> None:
@@ -232,36 +234,36 @@ class Operator:
         """Return present and awaited workers with their roles, in the order in which they should be removed."""
         roles = await self._assignments.roles()
         here, awaited = {}, {}
-        newest_first = list(self._keepers.items())[::-1]
-        for name, keeper in sorted(newest_first, key=lambda each: _worth(each[1])):
-            if keeper in self._awaited:
+        newest_first = list(self._supervisors.items())[::-1]
+        for name, supervisor in sorted(newest_first, key=lambda each: _worth(each[1])):
+            if supervisor in self._awaited:
                 awaited[name] = roles[name]
-            elif keeper.phase not in {Phase.DRAINING, Phase.DRAINED, Phase.STOPPED}:
+            elif supervisor.phase not in {Phase.DRAINING, Phase.DRAINED, Phase.STOPPED}:
                 here[name] = roles[name]
         return here, awaited
 
     def _begin(self, slot: Slot) -> None:
         self._assignments.expect(slot.worker_id, slot.role)
-        keeper = self._fleet.add(slot)
-        self._awaited.add(keeper)
+        supervisor = self._fleet.add(slot)
+        self._awaited.add(supervisor)
         self._registry.look_again()
-        self._changes.begin(self._arrive(keeper))
+        self._changes.begin(self._arrive(supervisor))
 
-    async def _counted_in(self, keeper: ProcessSupervisor, within_s: float) -> None:
+    async def _counted_in(self, supervisor: ProcessSupervisor, within_s: float) -> None:
         """Wait until a worker serves and workers that stood in for it have their own roles again."""
-        await keeper.until(Phase.SERVING, within_s)
-        while keeper in self._awaited:  # noqa: ASYNC110
+        await supervisor.until(Phase.SERVING, within_s)
+        while supervisor in self._awaited:  # noqa: ASYNC110
             await asyncio.sleep(LOOK_S)
 
-    async def _arrive(self, keeper: ProcessSupervisor) -> None:
+    async def _arrive(self, supervisor: ProcessSupervisor) -> None:
         """Wait until a worker serves, and add it back to the topology; return as well if its supervisor has stopped."""
         try:
-            await keeper.until(Phase.SERVING)
-            await self._assignments.is_back(keeper.name)
+            await supervisor.until(Phase.SERVING)
+            await self._assignments.restore_worker(supervisor.name)
         except TandemError as error:
-            log.info("%s: %s", keeper.name, error.message)
+            log.info("%s: %s", supervisor.name, error.message)
         finally:
-            self._awaited.discard(keeper)
+            self._awaited.discard(supervisor)
 
     async def _leave(self, worker_id: str, grace_s: float) -> None:
         self._leaving.add(worker_id)
@@ -272,69 +274,69 @@ class Operator:
             self._leaving.discard(worker_id)
 
     async def _leave_for_good(self, worker_id: str, grace_s: float) -> None:
-        keeper = self._keepers[worker_id]
+        supervisor = self._supervisors[worker_id]
         info = self._draining.registered(worker_id)
-        if keeper.phase is Phase.SERVING and info is not None:
-            await self._draining.run(keeper, info, grace_s)
+        if supervisor.phase is Phase.SERVING and info is not None:
+            await self._draining.run(supervisor, info, grace_s)
         else:
-            if keeper.phase is Phase.DRAINING:
-                await keeper.until(Phase.DRAINED, grace_s + END_S)
-            await self._assignments.stand_in_for(worker_id)
+            if supervisor.phase is Phase.DRAINING:
+                await supervisor.until(Phase.DRAINED, grace_s + END_S)
+            await self._assignments.cover_role_of(worker_id)
         await self._fleet.remove(worker_id)
         self._assignments.forget(worker_id)
-        self._awaited.discard(keeper)
+        self._awaited.discard(supervisor)
 
-    async def _drain(self, keeper: ProcessSupervisor, grace_s: float, *, force: bool) -> None:
-        if keeper.phase is Phase.DRAINED:
-            raise FailedPrecondition(f"{keeper.name} was drained before; add --restart to start it again")
-        await self._draining.run(keeper, self._draining.may_drain(keeper, force=force), grace_s)
+    async def _drain(self, supervisor: ProcessSupervisor, grace_s: float, *, force: bool) -> None:
+        if supervisor.phase is Phase.DRAINED:
+            raise FailedPrecondition(f"{supervisor.name} was drained before; add --restart to start it again")
+        await self._draining.run(supervisor, self._draining.may_drain(supervisor, force=force), grace_s)
 
-    async def _drain_and_restart(self, keeper: ProcessSupervisor, grace_s: float, *, force: bool) -> None:
-        if keeper.phase is not Phase.DRAINED:
-            info = self._draining.may_drain(keeper, force=force)
-            with self._counting_on(keeper):
-                await self._draining.run(keeper, info, grace_s)
-        self._awaited.add(keeper)
-        keeper.restart()
+    async def _drain_and_restart(self, supervisor: ProcessSupervisor, grace_s: float, *, force: bool) -> None:
+        if supervisor.phase is not Phase.DRAINED:
+            info = self._draining.may_drain(supervisor, force=force)
+            with self._counting_on(supervisor):
+                await self._draining.run(supervisor, info, grace_s)
+        self._awaited.add(supervisor)
+        supervisor.restart()
         self._registry.look_again()
-        arriving = self._changes.begin(self._arrive(keeper))
-        await keeper.until(Phase.SERVING, BACK_S)
+        arriving = self._changes.begin(self._arrive(supervisor))
+        await supervisor.until(Phase.SERVING, BACK_S)
         await arriving
 
-    async def _drain_and_move(self, keeper: ProcessSupervisor, grace_s: float, *, force: bool) -> None:
+    async def _drain_and_move(self, supervisor: ProcessSupervisor, grace_s: float, *, force: bool) -> None:
         """Drain a worker, return, and start the worker on another node in the background."""
-        info = self._draining.may_drain(keeper, force=force)
-        node = self._rescheduling[keeper.name] = info.address.rpartition(":")[0]
+        info = self._draining.may_drain(supervisor, force=force)
+        node = self._rescheduling[supervisor.name] = info.address.rpartition(":")[0]
         try:
-            with self._counting_on(keeper):
-                await self._drain(keeper, grace_s, force=force)
+            with self._counting_on(supervisor):
+                await self._drain(supervisor, grace_s, force=force)
         except BaseException:
-            self._rescheduling.pop(keeper.name, None)
+            self._rescheduling.pop(supervisor.name, None)
             raise
-        self._changes.begin(self._come_back_elsewhere(keeper, node))
+        self._changes.begin(self._come_back_elsewhere(supervisor, node))
 
     @contextlib.contextmanager
-    def _counting_on(self, keeper: ProcessSupervisor) -> Iterator[None]:
+    def _counting_on(self, supervisor: ProcessSupervisor) -> Iterator[None]:
         """Treat the worker as expected to serve while the body runs, and afterwards unless the body fails."""
-        self._awaited.add(keeper)
+        self._awaited.add(supervisor)
         try:
             yield
         except BaseException:
-            self._awaited.discard(keeper)
+            self._awaited.discard(supervisor)
             raise
 
-    async def _come_back_elsewhere(self, keeper: ProcessSupervisor, node: str) -> None:
-        self._rescheduling[keeper.name] = node
+    async def _come_back_elsewhere(self, supervisor: ProcessSupervisor, node: str) -> None:
+        self._rescheduling[supervisor.name] = node
         try:
             while await self._may_be_up(node):  # noqa: ASYNC110
                 await asyncio.sleep(NODE_LOOK_S)
         finally:
-            self._rescheduling.pop(keeper.name, None)
-        if keeper.wanted:
+            self._rescheduling.pop(supervisor.name, None)
+        if supervisor.wanted:
             return  # it was restarted or removed in the meantime
-        log.info("%s, where %s was, has left; it starts elsewhere", node, keeper.name)
-        keeper.restart()
-        await self._arrive(keeper)
+        log.info("%s, where %s was, has left; it starts elsewhere", node, supervisor.name)
+        supervisor.restart()
+        await self._arrive(supervisor)
 
     async def _may_be_up(self, node: str) -> bool:
         try:
@@ -344,8 +346,8 @@ class Operator:
             return True
 
 
-def _worth(keeper: ProcessSupervisor) -> int:
+def _worth(supervisor: ProcessSupervisor) -> int:
     """Return a worker's rank for removal, lowest first: 0 = waits for a node, 1 = does not serve, 2 = serves."""
-    if keeper.phase is Phase.SERVING:
+    if supervisor.phase is Phase.SERVING:
         return 2
-    return int(keeper.health().stage != WAITS_FOR_NODE)
+    return int(supervisor.health().stage != WAITS_FOR_NODE)

@@ -34,10 +34,10 @@ class Fleet:
         self._new_slot = new_slot
         self._release = release
         self._slots: dict[str, Slot] = {}
-        self._keepers: dict[str, ProcessSupervisor] = {}
+        self._supervisors: dict[str, ProcessSupervisor] = {}
         self._runs: dict[str, asyncio.Task[None]] = {}
         self._removals: dict[str, asyncio.Task[None]] = {}
-        self.keepers: Mapping[str, ProcessSupervisor] = MappingProxyType(self._keepers)
+        self.supervisors: Mapping[str, ProcessSupervisor] = MappingProxyType(self._supervisors)
         """The supervisors by worker id, in the order in which they were added."""
 
     def new_slots(self, roles: Iterable[Role]) -> list[Slot]:
@@ -56,21 +56,21 @@ class Fleet:
         `living` is a live process with its incarnation, which is adopted instead. With `drained` no process is started
         until an operator wants the worker.
         """
-        keeper = self._keep(slot)
+        supervisor = self._keep(slot)
         if living is not None:
-            keeper.adopt(*living)
+            supervisor.adopt(*living)
         if drained:
-            keeper.retire()
-        self._slots[slot.worker_id], self._keepers[slot.worker_id] = slot, keeper
-        self._runs[slot.worker_id] = asyncio.create_task(keeper.run())
-        return keeper
+            supervisor.retire()
+        self._slots[slot.worker_id], self._supervisors[slot.worker_id] = slot, supervisor
+        self._runs[slot.worker_id] = asyncio.create_task(supervisor.run())
+        return supervisor
 
     async def remove(self, worker_id: str) -> None:
         """End the worker's process, if any, and remove the slot. Idempotent."""
-        keeper = self._keepers.get(worker_id)
-        if keeper is None:
+        supervisor = self._supervisors.get(worker_id)
+        if supervisor is None:
             return
-        keeper.stop()
+        supervisor.stop()
         if worker_id not in self._removals:
             self._removals[worker_id] = asyncio.create_task(self._remove(worker_id))
         await asyncio.shield(self._removals[worker_id])  # the caller may be cancelled, a removal must not
@@ -82,13 +82,13 @@ class Fleet:
         except Exception:
             log.exception("%s is removed, but its resources may not have been released", worker_id)
         finally:
-            for mine in (self._slots, self._keepers, self._runs, self._removals):
+            for mine in (self._slots, self._supervisors, self._runs, self._removals):
                 mine.pop(worker_id, None)
 
     async def stop(self) -> None:
         """End all processes at once; return when they are gone."""
-        for keeper in self._keepers.values():
-            keeper.stop()
+        for supervisor in self._supervisors.values():
+            supervisor.stop()
         await asyncio.gather(*self._runs.values(), *self._removals.values())
 
     async def release(self) -> None:
@@ -96,12 +96,14 @@ class Fleet:
 
         Processes that serve live on; see `ProcessSupervisor.detach` for the others.
         """
-        for keeper in self._keepers.values():
-            keeper.detach()
+        for supervisor in self._supervisors.values():
+            supervisor.detach()
         await asyncio.gather(*self._runs.values(), *self._removals.values())
-        for mine in (self._slots, self._keepers, self._runs):
+        for mine in (self._slots, self._supervisors, self._runs):
             mine.clear()
 
     def health(self) -> tuple[tuple[Slot, Health], ...]:
         """Return the current health of each worker."""
-        return tuple((self._slots[worker_id], keeper.health()) for worker_id, keeper in self._keepers.items())
+        return tuple(
+            (self._slots[worker_id], supervisor.health()) for worker_id, supervisor in self._supervisors.items()
+        )

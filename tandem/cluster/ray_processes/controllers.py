@@ -27,7 +27,7 @@ class OtherController(ABC):
         """Make the other controller release its workers, once its own start is complete."""
 
     @abstractmethod
-    async def wait_until_settled(self) -> str:
+    async def wait_until_decided(self) -> str:
         """Wait until the other controller leads or follows a settled leader, and return its listener, host:port."""
 
     @abstractmethod
@@ -70,8 +70,8 @@ class _RayController(OtherController):
         handover: Handover = await _answer(self._actor.release_workers.remote())
         return handover
 
-    async def wait_until_settled(self) -> str:
-        return str(await _answer(self._actor.wait_until_settled.remote()))
+    async def wait_until_decided(self) -> str:
+        return str(await _answer(self._actor.wait_until_decided.remote()))
 
     async def ended(self) -> None:
         from ray.exceptions import RayError

@@ -69,8 +69,8 @@ class JoinedRay:
         import ray
 
         logging.getLogger("ray").setLevel(logging.ERROR)
-        give_up = time.monotonic() + self._wait_s
-        address = self._waiting(give_up, self._reachable_address)
+        deadline_s = time.monotonic() + self._wait_s
+        address = self._waiting(deadline_s, self._reachable_address)
         try:
             ray.init(address=address, namespace=self._namespace, log_to_driver=False, logging_level=logging.ERROR)
         except Exception as error:
@@ -79,7 +79,7 @@ class JoinedRay:
                 "`ray start`, and give its RAY_AUTH_TOKEN if it has one"
             ) from error
         try:
-            self._waiting(give_up, lambda: self._check_resources(resources))
+            self._waiting(deadline_s, lambda: self._check_resources(resources))
             self._check_network(resources)
         except BaseException:
             self.stop()
@@ -100,14 +100,14 @@ class JoinedRay:
         if ray is not None:
             atexit.unregister(ray.shutdown)  # it would hang again as the interpreter exits
 
-    def _waiting(self, give_up: float, attempt: Callable[[], Result]) -> Result:
-        """Retry `attempt` until it succeeds or the time is `give_up`; return its result, and log each new failure."""
+    def _waiting(self, deadline_s: float, attempt: Callable[[], Result]) -> Result:
+        """Retry `attempt` until it succeeds or the deadline has passed; return its result, and log each new failure."""
         said = ""
         while True:
             try:
                 return attempt()
             except (Unavailable, FailedPrecondition) as error:
-                if time.monotonic() >= give_up or self._stopping.is_set():
+                if time.monotonic() >= deadline_s or self._stopping.is_set():
                     raise
                 if error.message != said:
                     said = error.message

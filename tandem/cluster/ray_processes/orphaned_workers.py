@@ -183,9 +183,9 @@ def release_placement_group(worker_id: str) -> bool:
     """
     from ray.util.placement_group import remove_placement_group
 
-    give_up, group = time.monotonic() + GONE_S, place_of(worker_id)
+    deadline_s, group = time.monotonic() + GONE_S, place_of(worker_id)
     while group is not None and place_of(worker_id) == group:
-        if time.monotonic() > give_up:
+        if time.monotonic() > deadline_s:
             log.warning("Ray still has the placement group of %s, which was released %.0f s ago", worker_id, GONE_S)
             break
         remove_placement_group(group)

@@ -135,7 +135,7 @@ class RayProcess(Process):
 
         # A process on this host is killed directly: it is gone at once, with its ports and its memory. On other hosts
         # the node's Ray kills the process, after some seconds in which it may end by itself.
-        if self._identity and processes.lives(self._identity):
+        if self._identity and processes.process_alive(self._identity):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self._pid, signal.SIGKILL)
         ray.kill(self._actor, no_restart=True)

@@ -144,5 +144,5 @@ class WorkerActors:
             token=self._token,
             metrics_key=cluster.metrics_key or (metrics_key_of(self._token) if cluster.router.guarded else ""),
             outlive_s=cluster.workers_outlive_s,
-            gather_s=_CPU_GATHER_S if slot.device == "cpu" else 0.0,
+            batch_wait_s=_CPU_GATHER_S if slot.device == "cpu" else 0.0,
         )

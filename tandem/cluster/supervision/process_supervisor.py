@@ -273,7 +273,7 @@ class ProcessSupervisor:
         await process.placed()
         self._progress = ("", 0.0)
         self._pid = await process.pid()
-        following = asyncio.ensure_future(self._follow(process))
+        following = asyncio.ensure_future(self._monitor(process))
         try:
             await process.start()
         finally:
@@ -281,7 +281,7 @@ class ProcessSupervisor:
             await asyncio.gather(following, return_exceptions=True)  # `ended` reports a process that is gone
         self._phase = Phase.SERVING
 
-    async def _follow(self, process: Process) -> None:
+    async def _monitor(self, process: Process) -> None:
         """Poll the progress of a start until cancelled."""
         while True:
             self._progress = await process.progress()

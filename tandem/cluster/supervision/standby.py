@@ -16,18 +16,18 @@ class Standby:
 
     def __init__(
         self,
-        keeper: ProcessSupervisor,
+        supervisor: ProcessSupervisor,
         prepare: Callable[[int], Awaitable[tuple[Process, Process]]],
         incarnations: Incarnations,
         *,
         hang_deadline_s: float,
     ) -> None:
-        """Create the standby for the process that `keeper` supervises; both take numbers from `incarnations`.
+        """Create the standby for the process that `supervisor` supervises; both take numbers from `incarnations`.
 
         `prepare` spawns a process for an incarnation and returns two handles on it: `start` of the first loads as much
         as possible in advance, `start` of the second makes the process serve.
         """
-        self._keeper = keeper
+        self._keeper = supervisor
         self._prepare = prepare
         self._incarnations = incarnations
         self._hang_deadline_s = hang_deadline_s

@@ -139,7 +139,7 @@ class PagePool:
         The caller guarantees that the prefill worker has released the lease and will not write to the pages again.
         """
         with self.lock:
-            return self._give_back(self._pop(self._advertised, lease))
+            return self._make_free(self._pop(self._advertised, lease))
 
     def free_quarantined(self, lease: Lease) -> int:
         """Free the quarantined pages of a lease and return their number.
@@ -147,13 +147,13 @@ class PagePool:
         The caller guarantees that the writer is quiescent, or has been dead long enough that no write can arrive.
         """
         with self.lock:
-            return self._give_back(self._pop(self._quarantined, lease))
+            return self._make_free(self._pop(self._quarantined, lease))
 
     def free(self, owner: RequestRef, pages: Sequence[int] | None = None) -> int:
         """Free `pages` of the owner and return their number; None = all pages that it owns, if any."""
         with self.lock:
             held = self._owned.get(owner, {})
-            return self._give_back(self._disown(owner, list(held) if pages is None else pages))
+            return self._make_free(self._disown(owner, list(held) if pages is None else pages))
 
     def share(self, owner: RequestRef, pages: Sequence[int]) -> None:
         """Turn pages of the owner into shared pages with the caller as their only reader.
@@ -172,12 +172,12 @@ class PagePool:
         with self.lock:
             self._need_known(pages, [page for page in pages if page not in self._shared and page not in self._cached])
             # A cached page stops being free when it is retained, so reservations limit how many cached pages may be.
-            room = self._unreserved
+            free = self._unreserved
             for count, page in enumerate(pages):
                 if page in self._cached:
-                    if not room:
+                    if not free:
                         return count
-                    room -= 1
+                    free -= 1
                     del self._cached[page]
                 self._shared[page] = self._shared.get(page, 0) + 1
             return len(pages)
@@ -310,6 +310,6 @@ class PagePool:
             raise StaleEpoch(f"Lease {lease_name(lease)} holds no such pages; it is over or was never granted here.")
         return leases.pop(lease)
 
-    def _give_back(self, pages: Sequence[int]) -> int:
+    def _make_free(self, pages: Sequence[int]) -> int:
         self._free.give(pages)
         return len(pages)

@@ -20,7 +20,7 @@ from tandem.engine.steps.sampling_metadata import History, SamplingInput
 
 
 @dataclass(slots=True)
-class _Lent:
+class _CountsSlot:
     """The row of counts that a request has, and the number of output tokens in it after all launched steps."""
 
     row: int
@@ -35,7 +35,7 @@ class PenaltyCounts:
 
     def __init__(self, vocab_size: int, rows: int, device: torch.device) -> None:
         self.counts = torch.zeros(rows, vocab_size, dtype=torch.int32, device=device)
-        self._lent: OrderedDict[History, _Lent] = OrderedDict()
+        self._lent: OrderedDict[History, _CountsSlot] = OrderedDict()
         """The histories that have a row, least recently used first."""
 
     def place(self, draws: Sequence[SamplingInput], late: Sequence[Tensor | None]) -> list[int]:
@@ -63,11 +63,11 @@ class PenaltyCounts:
         lent.counted = tokens + 1
         return lent.row
 
-    def _lend(self, history: History) -> _Lent:
+    def _lend(self, history: History) -> _CountsSlot:
         """Assign a free row, or the least recently used one, to `history`; its counts are not valid yet."""
         full = len(self._lent) == len(self.counts)
         row = self._lent.popitem(last=False)[1].row if full else len(self._lent)
-        lent = self._lent[history] = _Lent(row, counted=-1)
+        lent = self._lent[history] = _CountsSlot(row, counted=-1)
         return lent
 
     def _count(self, row: Tensor, history: History, late: Tensor | None) -> None:

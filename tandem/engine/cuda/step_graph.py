@@ -90,7 +90,7 @@ def capture_step(
     return StepGraph(sizes, words, graph, borrow(logits), chunks_at, groups)
 
 
-class _Borrowed:
+class _TensorView:
     """The memory of a tensor as `torch.as_tensor` accepts it, without a reference to the tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -107,5 +107,5 @@ def borrow(tensor: Tensor) -> Tensor:
 
     The caller ensures that the memory is not unmapped, and that it reads the contents only while they are valid.
     """
-    memory = torch.as_tensor(_Borrowed(tensor), device=tensor.device)
+    memory = torch.as_tensor(_TensorView(tensor), device=tensor.device)
     return memory.view(tensor.dtype).view(tensor.shape)

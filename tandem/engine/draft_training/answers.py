@@ -31,7 +31,7 @@ class Answer:
     """[tokens, H] in the model's dtype, on the host: the states before the final norm that tokens were sampled from."""
 
 
-class Answering:
+class AnswerGenerator:
     """Decodes prompts with a runner that keeps hidden states. No one else may use the runner."""
 
     def __init__(self, runner: ModelRunner, temperature: float, seed: int, drew: Drew | None = None) -> None:

@@ -16,7 +16,7 @@ from tandem.engine.config import EngineConfig
 from tandem.engine.config.kv import kv_groups
 from tandem.engine.config.model import ModelSpec
 from tandem.engine.device import parse_device, parse_dtype, parse_kv_dtype, parse_page_tokens
-from tandem.engine.draft_training.answers import BATCH, Answer, Answering, tokens_a_step
+from tandem.engine.draft_training.answers import BATCH, Answer, AnswerGenerator, tokens_a_step
 from tandem.engine.draft_training.eagle_layer import EagleLayer, EagleSizes
 from tandem.engine.draft_training.train_eagle import eagle_guesses, train_eagle, write_eagle
 from tandem.engine.draft_training.train_heads import (
@@ -178,7 +178,7 @@ def _answer(
         keep_hidden=True,
     )
     rounds = -(-recipe.tokens // (_ANSWER_MIN * len(prompts))) if recipe.temperature else 1
-    answering = Answering(ModelRunner.load(sized, progress), recipe.temperature, recipe.seed)
+    answering = AnswerGenerator(ModelRunner.load(sized, progress), recipe.temperature, recipe.seed)
     found: list[Answer] = []
     done = 0
     for some in answering.answers(list(prompts) * rounds, ANSWER_TOKENS):

@@ -126,7 +126,7 @@ class DraftModel(BatchProposer):
         request = self._requests[key]
         return len(request.tokens) - min(request.stored, len(request.tokens) - 1)
 
-    def room(self, key: Hashable, drafts: int) -> int:
+    def capacity(self, key: Hashable, drafts: int) -> int:
         """Return how many of `drafts` draft tokens have KV pages.
 
         Missing pages are allocated, as far as the pool has free pages.

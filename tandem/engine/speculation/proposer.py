@@ -103,7 +103,7 @@ class BatchProposer(Proposer):
 
     Its computation lengthens the step, which is worthwhile only if accepted draft tokens save more time, so the number
     of draft tokens is decided before it runs. A proposer with its own KV can propose for a request only once the KV of
-    the request's context is stored; `missing`, `room` and `store_context` are for these proposers.
+    the request's context is stored; `missing`, `capacity` and `store_context` are for these proposers.
     """
 
     source: DraftSource
@@ -132,7 +132,7 @@ class BatchProposer(Proposer):
         """Return the value that `missing` will have right after a request with `tokens` tokens begins."""
         return tokens
 
-    def room(self, key: Hashable, drafts: int) -> int:
+    def capacity(self, key: Hashable, drafts: int) -> int:
         """Return how many of `drafts` draft tokens fit into memory, and reserve memory for them; 0 if there is none."""
         del key
         return drafts
@@ -140,12 +140,12 @@ class BatchProposer(Proposer):
     def store_context(self, pieces: Mapping[Hashable, int]) -> None:
         """Compute and store, in one step, the KV of the given number of missing tokens of each request.
 
-        Each request has memory for these tokens (`room`), and is missing more tokens than this number.
+        Each request has memory for these tokens (`capacity`), and is missing more tokens than this number.
         """
 
     @abstractmethod
     def compute(self, wanted: Sequence[WantedDraft]) -> Sequence[Sequence[int]]:
-        """Return the draft tokens of each request, at most one per sampling input and as many as `room` allows.
+        """Return the draft tokens of each request, at most one per sampling input and as many as `capacity` allows.
 
         A draft may be empty. The caller ensures that no step of the engine is in flight. The call also stores the KV of
         all missing tokens, which should be few.

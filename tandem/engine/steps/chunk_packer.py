@@ -32,19 +32,19 @@ class Sections:
     def of(cls, words: Words, sizes: StepSizes) -> "Sections":
         """Return the sections of `words`, a buffer with the layout of `sizes`, as views."""
         at = bounds_of(sizes)
-        narrow = words[at.wide :].view(np.int32)
+        int32_words = words[at.int32_start :].view(np.int32)
         return cls(
             words[at.token_ids],
             words[at.slots].reshape(sizes.groups, -1)[:, : sizes.tokens],
             words[at.drawn],
-            narrow[at.positions],
-            narrow[at.sources],
-            narrow[at.row_starts],
-            narrow[at.contexts],
-            narrow[at.table]
+            int32_words[at.positions],
+            int32_words[at.sources],
+            int32_words[at.row_starts],
+            int32_words[at.contexts],
+            int32_words[at.table]
             .reshape(sizes.groups, -1)[:, : sizes.rows * sizes.width]
             .reshape(sizes.groups, sizes.rows, sizes.width),
-            narrow[at.adapters],
+            int32_words[at.adapters],
         )
 
 

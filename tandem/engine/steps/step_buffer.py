@@ -86,24 +86,24 @@ class StepSizes:
         return -(-self.rows * self.width // 4) * 4
 
     @property
-    def wide(self) -> list[int]:
+    def int64_sections(self) -> list[int]:
         """The lengths of the int64 sections without padding, in elements."""
         return [self.tokens, self.groups * self.group_slots, self.drawn]
 
     @property
-    def narrow(self) -> list[int]:
+    def int32_sections(self) -> list[int]:
         """The lengths of the int32 sections without padding, in elements."""
         return [self.tokens, self.tokens, self.rows + 1, self.rows, self.groups * self.group_table, self.tokens]
 
     @property
-    def wide_room(self) -> list[int]:
+    def int64_room(self) -> list[int]:
         """The space of each int64 section, including padding up to the next section, in elements."""
-        return [-(-length // 2) * 2 for length in self.wide]
+        return [-(-length // 2) * 2 for length in self.int64_sections]
 
     @property
-    def narrow_room(self) -> list[int]:
+    def int32_room(self) -> list[int]:
         """The space of each int32 section, including padding up to the next section, in elements."""
-        return [-(-length // 4) * 4 for length in self.narrow]
+        return [-(-length // 4) * 4 for length in self.int32_sections]
 
     @property
     def words(self) -> int:
@@ -129,7 +129,7 @@ class _Bounds:
     contexts: slice
     table: slice
     adapters: slice
-    wide: int
+    int32_start: int
     """The number of 8-byte words of the int64 sections, which come first."""
     words: int
     starts: Words
@@ -145,11 +145,11 @@ def bounds_of(sizes: StepSizes) -> _Bounds:
 
     The result is cached, because it is needed in each step, and most steps have the same sizes.
     """
-    wide, narrow = sizes.wide_room, sizes.narrow_room
-    token_ids, slots, drawn = _slices(wide, sizes.wide)
-    positions, sources, row_starts, contexts, table, adapters = _slices(narrow, sizes.narrow)
-    begin = sum(wide)
-    words = begin + sum(narrow) // 2
+    int64_sections, int32_sections = sizes.int64_room, sizes.int32_room
+    token_ids, slots, drawn = _slices(int64_sections, sizes.int64_sections)
+    positions, sources, row_starts, contexts, table, adapters = _slices(int32_sections, sizes.int32_sections)
+    begin = sum(int64_sections)
+    words = begin + sum(int32_sections) // 2
     sections = token_ids, slots, drawn, positions, sources, row_starts, contexts, table, adapters
     starts = [section.start for section in sections]
     return _Bounds(
@@ -209,10 +209,10 @@ def _fill_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a compiled fu
     """
     page_tokens, vocab_size, pages, windows = limits[0], limits[1], limits[2], limits[3:]
     groups, group_slots, group_table = len(windows), at[10], at[11]
-    narrow = words[at[3] :].view(np.int32)
+    int32_sections = words[at[3] :].view(np.int32)
     ids, slots, drawn = words[at[0] :], words[at[1] :], words[at[2] :]
-    positions, from_rows, row_starts = narrow[at[4] :], narrow[at[5] :], narrow[at[6] :]
-    contexts, into, adapted = narrow[at[7] :], narrow[at[8] :], narrow[at[9] :]
+    positions, from_rows, row_starts = int32_sections[at[4] :], int32_sections[at[5] :], int32_sections[at[6] :]
+    contexts, into, adapted = int32_sections[at[7] :], int32_sections[at[8] :], int32_sections[at[9] :]
     found = OK
     for row in range(len(position_offset)):
         slot = slot_indices[row]

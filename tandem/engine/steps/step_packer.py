@@ -167,10 +167,12 @@ def view_step(
     max_cached: int | None = None,
 ) -> PackedStep:
     """Return a packed step as `unpack` does, valid for every batch within these bounds."""
-    wide = sum(sizes.wide_room)
-    token_ids, slots, drawn = _cut(words[:wide], sizes.wide_room, sizes.wide)
-    narrow = words[wide:].view(torch.int32)
-    positions, sources, row_starts, contexts, table, adapters = _cut(narrow, sizes.narrow_room, sizes.narrow)
+    int32_start = sum(sizes.int64_room)
+    token_ids, slots, drawn = _cut(words[:int32_start], sizes.int64_room, sizes.int64_sections)
+    int32_words = words[int32_start:].view(torch.int32)
+    positions, sources, row_starts, contexts, table, adapters = _cut(
+        int32_words, sizes.int32_room, sizes.int32_sections
+    )
     slots, table = slots.view(sizes.groups, -1), table.view(sizes.groups, -1)
     layouts = tuple(
         StepLayout(

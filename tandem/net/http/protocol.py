@@ -112,7 +112,7 @@ class GuardedProtocol(H11Protocol):
         _probe(transport.get_extra_info("socket"), self._limits)
         if not self._all.admit(self, len(self.connections)):
             self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections are open; try again in a moment")
-        self._follow()
+        self._rearm_timeout()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the connection's deadlines."""
@@ -126,14 +126,14 @@ class GuardedProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """Process received data and update the deadline."""
         super().data_received(data)
-        self._follow()
+        self._rearm_timeout()
         if self.conn.their_state is h11.SEND_BODY and self.conn.body_bytes > READ_BYTES:
             self._all.await_turn(self)
 
     def on_response_complete(self) -> None:
         """Update the deadline after a response."""
         super().on_response_complete()
-        self._follow()
+        self._rearm_timeout()
 
     def send_400_response(self, msg: str) -> None:
         """Reject a malformed request."""
@@ -151,7 +151,7 @@ class GuardedProtocol(H11Protocol):
             self._unread.cancel()
             self._unread = None
 
-    def _follow(self) -> None:
+    def _rearm_timeout(self) -> None:
         """Set the deadline for the data that the connection waits for, unless it is already set."""
         waits = self._awaited()
         if self.cycle is None or self.cycle.response_complete:

@@ -21,7 +21,7 @@ class WatchedFiles:
         self._paths = paths
         self._clock = clock
         self._checked_s = clock()
-        self._versions = self._look()
+        self._versions = self._stamps()
 
     def changed(self) -> bool:
         """Return True once after each change of a file, up to `CHECK_S` seconds after it."""
@@ -29,10 +29,10 @@ class WatchedFiles:
         if now < self._checked_s + CHECK_S:
             return False
         self._checked_s = now
-        before, self._versions = self._versions, self._look()
+        before, self._versions = self._versions, self._stamps()
         return before != self._versions
 
-    def _look(self) -> list[tuple[int, int, int] | None]:
+    def _stamps(self) -> list[tuple[int, int, int] | None]:
         return [_version(path) for path in self._paths]
 
 

@@ -30,19 +30,19 @@ class _Continued:
         return self.sampling.prompt_logprobs is not None and not self.prior_output_tokens
 
     @property
-    def question_tokens(self) -> int:
+    def original_prompt_tokens(self) -> int:
         """Number of tokens of the client's prompt."""
         return len(self.prompt_token_ids) - self.prior_output_tokens
 
     @property
     def original_prompt(self) -> tuple[int, ...]:
         """The token ids of the client's prompt."""
-        return self.prompt_token_ids[: self.question_tokens]
+        return self.prompt_token_ids[: self.original_prompt_tokens]
 
     @property
     def answer(self) -> tuple[int, ...]:
         """The token ids of the answer that earlier attempts have generated; empty for a first attempt."""
-        return self.prompt_token_ids[self.question_tokens :]
+        return self.prompt_token_ids[self.original_prompt_tokens :]
 
 
 @dataclass(frozen=True, slots=True)

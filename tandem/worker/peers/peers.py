@@ -45,7 +45,7 @@ class SameHostPeers:
         if not self._host or them.host != self._host:
             return
         runs = self._runs.setdefault(them.peer.worker_id, {})
-        if processes.lives(them.process):
+        if processes.process_alive(them.process):
             runs[them.peer.incarnation] = them.process
         else:
             runs.setdefault(them.peer.incarnation, "")
@@ -59,7 +59,7 @@ class SameHostPeers:
     def process_alive(self, peer: PeerRef) -> bool | None:
         """Return True if the process of this incarnation is alive; None if that is unknown. Any thread may call it."""
         process = self._runs.get(peer.worker_id, {}).get(peer.incarnation)
-        return processes.lives(process) if process else None
+        return processes.process_alive(process) if process else None
 
 
 class IncompatiblePeers:
@@ -171,13 +171,13 @@ class Peers(DecodePeers):
 
         The decode worker has cached the pages before that part.
         """
-        request = worker_pb2.AllotPagesRequest(
+        request = worker_pb2.AllocatePagesRequest(
             lease=conversion.to_proto(destination.lease, worker_pb2.Lease),
             pages=pages,
             prefill=conversion.to_proto(self._me, types_pb2.PeerRef),
         )
         stub = self._connection(destination.peer, destination.address).stub
-        reply = await _call(stub.AllotPages(request, timeout=self._timeout_s), destination.peer)
+        reply = await _call(stub.AllocatePages(request, timeout=self._timeout_s), destination.peer)
         return AllocatedPages(tuple(reply.page_ids), reply.write_for_s)
 
     async def renew(self, peer: PeerRef, address: str, leases: Sequence[Lease], within_s: float) -> Renewal:
@@ -206,14 +206,14 @@ class Peers(DecodePeers):
             in_doubt=in_doubt,
         )
         if destination.peer in self._gone:
-            self._owe(destination.peer, [destination])
+            self._add_pending_release(destination.peer, [destination])
             return
         stub = self._connection(destination.peer, destination.address).stub
         await _call(stub.ReleaseLease(request, timeout=self._timeout_s), destination.peer)
 
     async def _name_deliveries(self, peer: PeerRef, address: str, leases: Sequence[Lease]) -> bool:
         if peer in self._gone:
-            self._owe(peer, [Destination(peer, address, lease) for lease in leases])
+            self._add_pending_release(peer, [Destination(peer, address, lease) for lease in leases])
             return True
         request = worker_pb2.NameDeliveriesRequest(
             leases=[conversion.to_proto(lease, worker_pb2.Lease) for lease in leases],
@@ -262,7 +262,7 @@ class Peers(DecodePeers):
         """Close the connections to this incarnation of a worker and its earlier ones, which have ended.
 
         No connection to these incarnations is opened again, because another process may listen at the address by now,
-        unless `welcome` accepts one of them again.
+        unless `restore_peer` accepts one of them again.
         """
         self._gone.add(peer)
         for known, connection in list(self._connections.items()):
@@ -273,7 +273,7 @@ class Peers(DecodePeers):
         self._incompatible.forget(peer)
         self._sender.remove_peer(peer)
 
-    def welcome(self, peer: PeerRef) -> None:
+    def restore_peer(self, peer: PeerRef) -> None:
         """Accept an incarnation that serves; if it was assumed dead, restore its state.
 
         Reports of leases that were held back meanwhile are then sent to it.
@@ -297,7 +297,7 @@ class Peers(DecodePeers):
 
     # ---- inside ----
 
-    def _owe(self, peer: PeerRef, leases: Sequence[Destination]) -> None:
+    def _add_pending_release(self, peer: PeerRef, leases: Sequence[Destination]) -> None:
         """Hold back reports for a worker that is assumed dead, which needs them if it turns out to be alive."""
         if self._gone.is_last(peer):
             self._owed.setdefault(peer, deque(maxlen=MOST_WAITING)).extend(leases)

@@ -244,7 +244,7 @@ def step_costs(cost: CostParameters) -> Facts:
     if not cost.observed:
         return {}
     parts: Reading = {(name.removesuffix("_s"),): getattr(cost, name) for name in SECONDS}
-    return {f.STEP_COST: parts, f.STEP_FREE_TOKENS: cost.free_tokens, f.STEP_MIXED_NOISE: cost.mixed_noise}
+    return {f.STEP_COST: parts, f.STEP_FREE_TOKENS: cost.free_tokens, f.STEP_MIXED_NOISE: cost.mixed_step_margin}
 
 
 def _pages(found: WorkerInspection) -> Reading:

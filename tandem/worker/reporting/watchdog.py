@@ -80,7 +80,7 @@ class Watchdog:
 
     def _stuck(self) -> str:
         """Return the operation in which the device hangs; empty if it does not hang."""
-        if self._loop.give_up_stuck():
+        if self._loop.abandon_stuck_step():
             return "a step"
         if self._checks.busy_s > self._step_deadline_s:
             return "a checksum"

@@ -65,7 +65,8 @@ def test_8_bit_kv_takes_its_bytes_with_scales() -> None:
 
 def test_effects_are_those_of_steps_with_the_bits_that_are_held() -> None:
     """Embeddings stay in 16 bits, and scales take 4 bytes a row or a head."""
-    from tandem.capacity.plan.question import Question
+    from tandem.capacity.plan.inputs import PlanInputs
+
     from tandem.capacity.planner.demand import Demand, LatencyTargets
     from tandem.capacity.simulation.hardware import roofline
     from tandem.cost_model.devices import device_kind
@@ -73,8 +74,8 @@ def test_effects_are_those_of_steps_with_the_bits_that_are_held() -> None:
     from tandem.engine.models.shapes import shape_config
 
     model, device = shape_config("llama-3-8b"), device_kind("--gpu", "H200")
-    question = Question("llama-3-8b", model, device, Demand(20.0, 2000, 500), LatencyTargets(1.0, 0.025))
-    weights, kv, both = question.quantized_forms()
+    inputs = PlanInputs("llama-3-8b", model, device, Demand(20.0, 2000, 500), LatencyTargets(1.0, 0.025))
+    weights, kv, both = inputs.quantized_forms()
     layers = 32 * (4096 * (6144 + 4096 + 3 * 14336))
     rows = 32 * (6144 + 4096 + 2 * 14336 + 4096)
     assert weights.memory.weight_bytes == pytest.approx(4 * 128256 * 4096 + layers + 4 * rows)

@@ -148,7 +148,7 @@ class Crew:
         """The workers whose slots were released."""
         self.processes: dict[str, ProcessOf] = {}
         self.fleet = Fleet(self._keeper, self._new_slot, self._release)
-        self.keepers = self.fleet.keepers
+        self.supervisors = self.fleet.supervisors
         self.operator = Operator(workers.registry, workers.assignments, self.fleet, self, self._node_is_up)
 
     @classmethod
@@ -157,13 +157,13 @@ class Crew:
         crew = cls(workers)
         for name, info in workers.infos.items():
             crew.fleet.add(Slot(name, info.role, "cpu"))
-        await until(lambda: all(keeper.phase is Phase.SERVING for keeper in crew.keepers.values()))
+        await until(lambda: all(supervisor.phase is Phase.SERVING for supervisor in crew.supervisors.values()))
         return crew
 
     async def drain(self, info: WorkerInfo, _grace_s: float) -> None:
         await self.drains.wait()
         name = info.peer.worker_id
-        assert self.keepers[name].phase is Phase.DRAINING
+        assert self.supervisors[name].phase is Phase.DRAINING
         self.drained.append(name)
         self.processes[name].over.set()
 

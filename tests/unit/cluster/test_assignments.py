@@ -61,26 +61,26 @@ async def test_assignments_are_told_although_something_failed(
     for module in (tandem.cluster.operations.assignments, tandem.cluster.background):
         monkeypatch.setattr(module, "RETRY_S" if module is tandem.cluster.operations.assignments else "AGAIN_S", 0.0)
     workers = Workers({"a": P, "b": D}, DISAGGREGATED)
-    tell, look, failures = workers.assignments._send, workers.assignments._look, ["tell", "look"]
+    send, poll, failures = workers.assignments._send, workers.assignments._poll, ["send", "poll"]
 
     async def tell_at_last(info: WorkerInfo, assignment: Assignment, grace_s: float) -> None:
-        if "tell" in failures:
-            failures.remove("tell")
+        if "send" in failures:
+            failures.remove("send")
             raise KeyError("a defect of telling")
-        await tell(info, assignment, grace_s)
+        await send(info, assignment, grace_s)
 
     def look_at_last() -> None:
-        if "look" in failures:
-            failures.remove("look")
+        if "poll" in failures:
+            failures.remove("poll")
             raise KeyError("a defect of looking")
-        look()
+        poll()
 
     workers.assignments._send = tell_at_last
     await until(lambda: workers.seen)
     workers._tasks[1].cancel()
-    monkeypatch.setattr(workers.assignments, "_look", look_at_last)
+    monkeypatch.setattr(workers.assignments, "_poll", look_at_last)
     workers._tasks.append(begin(going_on(workers.assignments.run, "sending"), "sending"))
-    await until(lambda: "look" not in failures)
+    await until(lambda: "poll" not in failures)
     await workers.assignments.set_mode(ModeChange("colocated"))
     assert workers.roles == {"a": BOTH, "b": BOTH}
     assert not failures
@@ -131,7 +131,7 @@ async def test_without_what_is_needed_nothing_changes(monkeypatch: pytest.Monkey
 async def test_who_takes_too_long_follows_later(monkeypatch: pytest.MonkeyPatch) -> None:
     workers = Workers({"a": BOTH, "b": BOTH}, Topology(Mode.ADAPTIVE))
     workers.busy.add("b")
-    monkeypatch.setattr(tandem.cluster.operations.assignments, "SETTLE_S", 0.05)
+    monkeypatch.setattr(tandem.cluster.operations.assignments, "STABLE_TIMEOUT_S", 0.05)
     with pytest.raises(DeadlineExceeded, match="b still finishes"):
         await workers.assignments.set_mode(ModeChange("disaggregated"))
     workers.finish("b")
@@ -195,9 +195,9 @@ async def test_a_worker_comes_back_once_its_node_has_left(monkeypatch: pytest.Mo
     await stage.operator.drain_worker("b", 1.0, restart=False, force=True, node_leaves=True)
     assert workers.roles == {"a": BOTH}
     await asyncio.sleep(0.02)
-    assert stage.keepers["b"].phase is Phase.DRAINED, "its node is still there"
+    assert stage.supervisors["b"].phase is Phase.DRAINED, "its node is still there"
     stage.nodes_up = False
-    await until(lambda: stage.keepers["b"].phase is Phase.SERVING)
+    await until(lambda: stage.supervisors["b"].phase is Phase.SERVING)
     await until(lambda: workers.roles == {"a": P, "b": D})
     workers.check()
     await stage.stop()
@@ -211,7 +211,7 @@ async def test_nobody_leaves_whom_nobody_stands_in_for(monkeypatch: pytest.Monke
         patch.setattr(tandem.cluster.operations.assignments, "OPEN_S", 0.05)
         with pytest.raises(DeadlineExceeded, match="a did not open"):
             await stage.operator.drain_worker("b", 1.0, restart=False, force=False)
-    assert stage.keepers["b"].phase is Phase.SERVING
+    assert stage.supervisors["b"].phase is Phase.SERVING
     assert not stage.drained
     workers.deaf.clear()
     await stage.operator.set_mode(ModeChange("colocated"))
@@ -258,7 +258,7 @@ async def test_it_begins_anew_with_workers_as_they_are() -> None:
     workers.assignments.inherit(Topology(Mode.DISAGGREGATED, 1), {"a": D, "b": P, "c": D}, drained=["b"])
     await until(lambda: workers.roles == {"a": BOTH, "b": P, "c": BOTH})
     assert workers.assignments.topology.prefill == 0
-    await workers.assignments.is_back("b")
+    await workers.assignments.restore_worker("b")
     assert workers.roles == {"a": D, "b": P, "c": D}
     workers.assignments.inherit(Topology(Mode.COLOCATED), {"a": D, "b": P, "c": D})
     await until(lambda: workers.roles == {"a": BOTH, "b": BOTH, "c": BOTH})

@@ -33,9 +33,9 @@ async def test_a_worker_that_dies_is_expected_from_its_death_to_its_return() -> 
 
     watching = asyncio.create_task(watch())
     await until(lambda: seen)
-    before = crew.keepers["decode-0"].health().incarnation
+    before = crew.supervisors["decode-0"].health().incarnation
     crew.processes["decode-0"].over.set()
-    await until(lambda: crew.keepers["decode-0"].health().incarnation > before and seen[-1] == (True, False))
+    await until(lambda: crew.supervisors["decode-0"].health().incarnation > before and seen[-1] == (True, False))
     assert (False, True) in seen
     assert all(serves is not waits for serves, waits in seen), "at every moment one of both is so"
     watching.cancel()
@@ -77,7 +77,7 @@ async def test_a_worker_that_drains_to_be_restarted_is_expected() -> None:
     workers = crew.workers
     crew.drains.clear()
     restart = asyncio.create_task(crew.operator.drain_worker("decode-0", 1.0, restart=True, force=False))
-    await until(lambda: crew.keepers["decode-0"].phase is Phase.DRAINING)
+    await until(lambda: crew.supervisors["decode-0"].phase is Phase.DRAINING)
     workers._say(replace(workers.infos["decode-0"], closing=D))
     assert expected(workers.registry) == {"decode-0": D}
     crew.drains.set()

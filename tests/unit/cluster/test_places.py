@@ -18,7 +18,7 @@ from tandem.cluster.ray_processes.worker_actors import WorkerActors
 from tandem.cluster.supervision.roles import Slot
 from tandem.protocol.messages import Role
 from tandem.settings.cluster import ClusterSettings
-from tandem.worker.actor import give_place_back
+from tandem.worker.actor import release_own_group
 
 SLOT = Slot("decode-0", Role.DECODE, "cpu")
 OUTLIVING = ClusterSettings.of(Path("m"), ray_address="auto", token="t", workers_outlive_s=9.0)
@@ -185,7 +185,7 @@ def test_the_last_worker_gives_back_what_nobody_uses(groups: Groups) -> None:
     groups.theirs["decode-9"] = "PENDING"
     groups.here = groups.mine["decode-0"]
     groups.actors = {"decode-0-7", "decode-1-7", "decode-9-7"}
-    give_place_back()
+    release_own_group()
     assert list(groups.mine) == ["decode-9"], "of a worker that serves still; that of decode-2 is dead"
     assert groups.actors == {"decode-0-7", "decode-9-7"}
 
@@ -195,5 +195,5 @@ def test_where_a_controller_is_a_worker_gives_back_its_own_place_alone(groups: G
         groups.make([{"decode": 1.0}], name=name, lifetime="detached")
     groups.here = groups.mine["decode-0"]
     groups.actors = {"controller-5"}
-    give_place_back()
+    release_own_group()
     assert list(groups.mine) == ["decode-1"]

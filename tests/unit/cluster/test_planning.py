@@ -89,14 +89,14 @@ class Scene:
     async def _scrape(self) -> str:
         return merge([Exposition(registry).render()[0].decode() for registry in self.boards])
 
-    async def look(self, per_s: float, prompt: int = 900, answer: float = 10.0, times: int = 1) -> None:
+    async def poll(self, per_s: float, prompt: int = 900, answer: float = 10.0, times: int = 1) -> None:
         for _ in range(times):
             self.now += WINDOW_S
             count = per_s * WINDOW_S
             self.router.counter(f.OFFERED_REQUESTS).add(count)
             self.router.counter(f.OFFERED_PROMPT_TOKENS).add(count * prompt)
             self.router.counter(f.OFFERED_ANSWER_TOKENS).add(count * answer)
-            await self.planning.look()
+            await self.planning.poll()
 
     def told(self) -> Scrape:
         return Scrape(Exposition(self.own).render()[0].decode(), self.now)
@@ -114,7 +114,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]
 
 async def test_roles_change_and_metrics_and_logs_say_why(said: pytest.LogCaptureFixture) -> None:
     scene = Scene(ON, APART)
-    await scene.look(45.0, times=4)
+    await scene.poll(45.0, times=4)
     (change,) = scene.hand.asked
     assert isinstance(change, ModeChange)
     assert (change.mode, change.prefill, change.decode) == (Mode.DISAGGREGATED, 7, 0)
@@ -127,7 +127,7 @@ async def test_roles_change_and_metrics_and_logs_say_why(said: pytest.LogCapture
 
 async def test_a_dry_run_decides_and_changes_nothing(said: pytest.LogCaptureFixture) -> None:
     scene = Scene(PlannerSettings(PlannerMode.DRY_RUN, WINDOW_S), APART)
-    await scene.look(45.0, times=4)
+    await scene.poll(45.0, times=4)
     assert scene.hand.asked == []
     assert scene.told().total(f.PLANNER_CHANGES, direction="to_prefill") == 1
     assert "planner, dry run: from 4:4 to 7:1" in said.text
@@ -136,7 +136,7 @@ async def test_a_dry_run_decides_and_changes_nothing(said: pytest.LogCaptureFixt
 async def test_the_number_of_workers_follows_where_it_may() -> None:
     limits = Limits(workers=Range(4, 16))
     scene = Scene(PlannerSettings(PlannerMode.ON, WINDOW_S, limits), [Role.BOTH] * 4)
-    await scene.look(45.0, answer=450.0, times=4)
+    await scene.poll(45.0, answer=450.0, times=4)
     (change,) = scene.hand.asked
     assert isinstance(change, SizeChange)
     assert change.prefill == change.decode == 0
@@ -148,15 +148,15 @@ async def test_those_who_serve_change_their_roles_while_others_wait_for_a_node()
     scene = Scene(PlannerSettings(PlannerMode.ON, WINDOW_S, limits), [Role.PREFILL] + [Role.DECODE] * 3)
     scene.hand.late = True
     with pytest.raises(DeadlineExceeded):
-        await scene.look(45.0, times=4)
+        await scene.poll(45.0, times=4)
     (grown,) = scene.hand.asked
     assert isinstance(grown, SizeChange)
     scene.hand.coming, scene.hand.late = grown.prefill + grown.decode - 4, False
-    await scene.look(45.0, times=8)
+    await scene.poll(45.0, times=8)
     assert isinstance(scene.hand.asked[1], ModeChange)
     assert scene.hand.asked[1].prefill == 3
     scene.hand.coming = 0
-    await scene.look(45.0, times=8)
+    await scene.poll(45.0, times=8)
     assert isinstance(scene.hand.asked[-1], SizeChange), "nobody is on the way any more"
 
 
@@ -164,12 +164,12 @@ async def test_a_look_that_fails_is_not_the_last(said: pytest.LogCaptureFixture)
     scene = Scene(PlannerSettings(PlannerMode.ON, 1e-3), APART)
     looks = 0
 
-    async def look() -> None:
+    async def poll() -> None:
         nonlocal looks
         looks += 1
         raise ValueError("no figure") if looks == 1 else asyncio.CancelledError
 
-    scene.planning.look = look  # type: ignore[method-assign]
+    scene.planning.poll = poll  # type: ignore[method-assign]
     with pytest.raises(asyncio.CancelledError):
         await scene.planning.run()
     assert looks == 2
@@ -180,10 +180,10 @@ async def test_what_is_late_is_an_error_and_the_next_look_begins_anew() -> None:
     scene = Scene(ON, APART)
     scene.hand.late = True
     with pytest.raises(DeadlineExceeded):
-        await scene.look(45.0, times=4)
+        await scene.poll(45.0, times=4)
     scene.hand.late = False
     scene.now += 1e6  # however long that took: it is of no window
-    await scene.look(45.0, times=3)
+    await scene.poll(45.0, times=3)
     wanted = scene.told().total(f.PLANNER_WANTED, role="prefill")
     assert wanted == 7
 

@@ -105,7 +105,7 @@ async def test_it_grows_and_shrinks_while_all_work_is_taken() -> None:
     assert "both-0" in workers.roles
     await crew.operator.resize(SizeChange(workers=1))
     assert list(workers.roles) == ["prefill-0"], "the newest leave"
-    assert list(crew.keepers) == list(await workers.assignments.roles()) == ["prefill-0"]
+    assert list(crew.supervisors) == list(await workers.assignments.roles()) == ["prefill-0"]
     assert sorted(crew.released) == ["both-0", "decode-0", "decode-1", "prefill-1"]
     workers.check()
     await crew.stop()
@@ -120,14 +120,14 @@ async def test_who_finds_no_room_is_awaited_and_counts() -> None:
     assert workers.roles == {"prefill-0": P, "decode-0": D}
     with pytest.raises(DeadlineExceeded):
         await crew.operator.resize(SizeChange(prefill=2, decode=2))
-    assert len(crew.keepers) == 4
+    assert len(crew.supervisors) == 4
     assert crew.operator.coming == 2
     assert [each.worker_id for each in crew.operator.absent()] == ["prefill-1", "decode-1"]
     assert {(each.reason, each.coming) for each in crew.operator.absent()} == {(WAITS_FOR_NODE, True)}
     await crew.operator.set_mode(ModeChange("disaggregated", prefill=1, decode=1))
     with pytest.raises(DeadlineExceeded, match="prefill-1"):
         await crew.operator.resize(SizeChange(prefill=2, decode=1))
-    assert list(crew.keepers) == ["prefill-0", "decode-0", "prefill-1"], "who never served is given up first"
+    assert list(crew.supervisors) == ["prefill-0", "decode-0", "prefill-1"], "who never served is given up first"
     crew.room.set()
     await until(lambda: workers.roles == {"prefill-0": P, "decode-0": D, "prefill-1": P})
     await until(lambda: workers.assignments.topology.prefill == 2)
@@ -143,7 +143,7 @@ async def test_a_new_worker_ends_the_standing_in_for_one_that_stays_away() -> No
     assert workers.roles == {"decode-0": BOTH}
     await crew.operator.resize(SizeChange(prefill=1, decode=1, wait_s=60))
     await until(lambda: workers.roles == {"prefill-1": P, "decode-0": D})
-    assert crew.keepers["prefill-0"].phase is Phase.DRAINED, "an operator wanted that"
+    assert crew.supervisors["prefill-0"].phase is Phase.DRAINED, "an operator wanted that"
     assert [(each.worker_id, each.coming) for each in crew.operator.absent()] == [("prefill-0", False)]
     await crew.operator.drain_worker("prefill-0", 1.0, restart=True, force=False)
     assert workers.roles == {"prefill-0": P, "prefill-1": P, "decode-0": D}
@@ -157,9 +157,9 @@ async def test_one_that_moves_counts_and_can_be_given_up(monkeypatch: pytest.Mon
     await crew.operator.drain_worker("decode-1", 1.0, restart=False, force=True, node_leaves=True)
     with pytest.raises(DeadlineExceeded, match="decode-1 is drained"):
         await crew.operator.resize(SizeChange(prefill=1, decode=2))
-    assert len(crew.keepers) == 3, "nobody takes its place, for it comes back"
+    assert len(crew.supervisors) == 3, "nobody takes its place, for it comes back"
     await crew.operator.resize(SizeChange(prefill=1, decode=1))
-    assert list(crew.keepers) == ["prefill-0", "decode-0"]
+    assert list(crew.supervisors) == ["prefill-0", "decode-0"]
     crew.nodes_up = False
     await asyncio.sleep(0.02)
     assert workers.roles == {"prefill-0": P, "decode-0": D}
@@ -193,11 +193,11 @@ async def test_who_is_given_up_while_it_restarts_says_so() -> None:
     crew = await Crew.of(workers)
     crew.room.clear()
     restarting = asyncio.ensure_future(crew.operator.drain_worker("both-1", 1.0, restart=True, force=False))
-    await until(lambda: crew.keepers["both-1"].phase is Phase.STARTING)
+    await until(lambda: crew.supervisors["both-1"].phase is Phase.STARTING)
     await crew.operator.resize(SizeChange(workers=1))
     with pytest.raises(FailedPrecondition, match="both-1 was taken out"):
         await restarting
-    assert list(crew.keepers) == ["both-0"]
+    assert list(crew.supervisors) == ["both-0"]
     await crew.stop()
 
 
@@ -209,7 +209,7 @@ async def test_who_lets_go_ends_what_is_under_way_and_tells_who_stays_away(monke
     await crew.operator.drain_worker("decode-1", 1.0, restart=False, force=True, node_leaves=True)
     crew.room.clear()
     restarting = asyncio.ensure_future(crew.operator.drain_worker("decode-2", 1.0, restart=True, force=True))
-    await until(lambda: crew.keepers["decode-2"].phase is Phase.STARTING)
+    await until(lambda: crew.supervisors["decode-2"].phase is Phase.STARTING)
     handover = await crew.operator.finish()
     assert handover == Handover(("decode-0",), (("decode-1", "a"),))
     with pytest.raises(Unavailable, match="another controller has taken over"):
@@ -229,7 +229,7 @@ async def test_a_drain_that_runs_is_waited_for(monkeypatch: pytest.MonkeyPatch) 
     crew = await Crew.of(workers)
     crew.drains.clear()
     leaving = asyncio.ensure_future(crew.operator.resize(SizeChange(prefill=1, decode=1)))
-    await until(lambda: any(keeper.phase is Phase.DRAINING for keeper in crew.keepers.values()))
+    await until(lambda: any(supervisor.phase is Phase.DRAINING for supervisor in crew.supervisors.values()))
     letting_go = asyncio.ensure_future(crew.operator.finish())
     await asyncio.sleep(0.02)
     assert not letting_go.done()
@@ -250,7 +250,7 @@ async def test_who_drains_since_its_node_leaves_is_handed_over_as_one_that_moves
     monkeypatch.setattr(tandem.cluster.supervision.process_supervisor, "LOOK_S", 0.02)  # it is noticed late
     asking = crew.operator.drain_worker("decode-1", 1.0, restart=False, force=True, node_leaves=True)
     draining = asyncio.ensure_future(asking)
-    await until(lambda: crew.keepers["decode-1"].phase is Phase.DRAINING)
+    await until(lambda: crew.supervisors["decode-1"].phase is Phase.DRAINING)
     letting_go = asyncio.ensure_future(crew.operator.finish())
     await asyncio.sleep(0)
     crew.drains.set()
@@ -271,7 +271,7 @@ async def test_a_drain_that_never_ends_keeps_nobody_from_taking_over(monkeypatch
     monkeypatch.setattr(crew, "drain", without_end)
     with pytest.raises(DeadlineExceeded):
         await crew.operator.drain_worker("decode-1", 0.0, restart=False, force=False)
-    assert crew.keepers["decode-1"].phase is Phase.DRAINING
+    assert crew.supervisors["decode-1"].phase is Phase.DRAINING
     async with asyncio.timeout(60):
         assert await crew.operator.finish() == Handover()
     await crew.stop()

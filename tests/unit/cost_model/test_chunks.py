@@ -108,7 +108,7 @@ def test_a_step_lasts_as_long_as_all_answers_tolerate() -> None:
 
 
 def test_noise_shortens_steps_with_targets() -> None:
-    noisy = StepCost(replace(H200.parameters, mixed_noise=1.3))
+    noisy = StepCost(replace(H200.parameters, mixed_step_margin=1.3))
     for targets, asked_s in (((0.025,), None), ((0.025, math.inf), 0.02), ((), 0.02)):
         assignment, beside = Assignment(Role.BOTH, itl_target_s=asked_s), ConcurrentDecode(ROWS, CONTEXT, targets)
         assert step_limit(noisy, assignment, beside).seconds < step_limit(H200, assignment, beside).seconds < math.inf

@@ -162,7 +162,7 @@ def test_the_reported_noise_is_that_of_mixed_steps() -> None:
         for _ in range(4000):
             work = mixed(rng)
             fit.observe(work, StepCost(TRUE).seconds(work) * rng.lognormal(0, noise if work.decode_rows else 0.1))
-        told = fit.parameters.mixed_noise
+        told = fit.parameters.mixed_step_margin
         over = [rng.lognormal(0, noise) > told for _ in range(5000)]
         assert np.mean(over) < 0.03
 
@@ -170,15 +170,15 @@ def test_the_reported_noise_is_that_of_mixed_steps() -> None:
 def test_each_stall_raises_the_noise_of_mixed_steps() -> None:
     fit = StepFit(TRUE)
     play(fit, TRUE, mixed, 500, noise=0.0)
-    quiet = fit.parameters.mixed_noise
+    quiet = fit.parameters.mixed_step_margin
     work = StepWork(500, 1e5, 20, 20_000)
     for _ in range(LEARN_EVERY):
         fit.observe(work, 1000 * StepCost(TRUE).seconds(work))
-    assert quiet < fit.parameters.mixed_noise < quiet + 0.1
+    assert quiet < fit.parameters.mixed_step_margin < quiet + 0.1
     play(fit, TRUE, mixed, 300, noise=0.0)
     for _ in range(5000):
         fit.observe(work, 1000 * StepCost(fit.parameters).seconds(work))
-    assert fit.parameters.mixed_noise == MARGIN_MAX
+    assert fit.parameters.mixed_step_margin == MARGIN_MAX
 
 
 def test_long_chunks_alone_do_not_determine_short_ones_and_long_contexts() -> None:

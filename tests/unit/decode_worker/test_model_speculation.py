@@ -112,7 +112,7 @@ class FakeModel(BatchProposer):
     def missing(self, key: Hashable) -> int:
         return self.known[key] - self.stored.get(key, 0)
 
-    def room(self, key: Hashable, drafts: int) -> int:
+    def capacity(self, key: Hashable, drafts: int) -> int:
         if key not in self.stored and len(self.stored) == self._free:
             return 0
         self.stored.setdefault(key, 0)
@@ -137,8 +137,8 @@ def bounds(seconds: float = math.inf, rows: int = 1000) -> StepBounds:
 
 @pytest.fixture(name="make")
 def _make() -> Callable[..., tuple[Any, FakeBatch, FakeModel]]:
-    def make(*requests: FakeRequest, cost: StepCost = SMALL, room: int = 100) -> tuple[Any, FakeBatch, FakeModel]:
-        batch, model = FakeBatch(requests), FakeModel(cost, room)
+    def make(*requests: FakeRequest, cost: StepCost = SMALL, capacity: int = 100) -> tuple[Any, FakeBatch, FakeModel]:
+        batch, model = FakeBatch(requests), FakeModel(cost, capacity)
         some: Any = batch
         return ModelSpeculation(model, some, lambda _: False, lambda *_: 0, clock=lambda: 0.0), batch, model
 
@@ -214,7 +214,7 @@ def test_a_context_that_does_not_pay_is_not_stored(make: Any) -> None:
 
 def test_without_memory_a_request_has_no_drafts(make: Any) -> None:
     first, second = FakeRequest(4, 100), FakeRequest(5, 100)
-    speculation, batch, model = make(first, second, room=1)
+    speculation, batch, model = make(first, second, capacity=1)
     learn(speculation, accepted=3)
     for _ in range(5):
         speculation.launch(bounds())

@@ -190,7 +190,7 @@ class TestPreempted:
         desk.reserve(ask("other", 12, 5))
         request = desk.reserve(ask("back", 20, 5))
         assert (request.committed, desk.budget.committed) == (6, 10)
-        desk.budget.expect_return(request)
+        desk.budget.reserve_for_preempted(request)
         desk.end(request)
         return desk
 
@@ -214,6 +214,6 @@ class TestPreempted:
         desk = Desk(12)
         for name in ("one", "two"):
             request = desk.reserve(ask(name, 28, 5))
-            desk.budget.expect_return(request)
+            desk.budget.reserve_for_preempted(request)
             desk.end(request)
         assert desk.reserve(ask("new", 28, 5)).committed == 8

@@ -142,10 +142,10 @@ class Model:
         drafts = {}
         for each in due:
             request = each.request
-            room = len(request.pages) * PAGE_TOKENS - each.next_position - 1
-            assert batch.positions_left(request) == room
+            capacity = len(request.pages) * PAGE_TOKENS - each.next_position - 1
+            assert batch.positions_left(request) == capacity
             assert batch.next_position(request) == each.next_position
-            most = min(room, batch.rows_left(request) - 1, 5)
+            most = min(capacity, batch.rows_left(request) - 1, 5)
             if request.history is None and most > 0 and self.dice.random() < 0.7:
                 drafts[request] = [self.dice.randrange(20, 60) for _ in range(self.dice.randint(1, most))]
         return drafts

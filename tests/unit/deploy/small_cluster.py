@@ -69,16 +69,18 @@ class SmallCluster:
         for end in self.pair.ends:
             self._listeners[end.me.worker_id] = end, await self._open_listener(end)
         names = (ROUTER, *self._listeners)
-        self._keepers = {name: ProcessSupervisor(name, partial(self._spawn, name), partial(self._gone, name), _AT_ONCE)
-                         for name in names}  # fmt: skip
+        self._supervisors = {
+            name: ProcessSupervisor(name, partial(self._spawn, name), partial(self._gone, name), _AT_ONCE)
+            for name in names
+        }
         await self.open_controller()
-        self._runs = [asyncio.ensure_future(keeper.run()) for keeper in self._keepers.values()]
+        self._runs = [asyncio.ensure_future(supervisor.run()) for supervisor in self._supervisors.values()]
         await self._serving()
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        for keeper in self._keepers.values():
-            keeper.stop()
+        for supervisor in self._supervisors.values():
+            supervisor.stop()
         await asyncio.gather(*self._runs)
         await asyncio.gather(self.close_controller(), *(listener.close() for listener in self._open))
         await self.pair.__aexit__(*error)
@@ -110,7 +112,7 @@ class SmallCluster:
         await self._metrics.close()
 
     async def _serving(self) -> None:
-        await until(lambda: all(keeper.phase is Phase.SERVING for keeper in self._keepers.values()))
+        await until(lambda: all(supervisor.phase is Phase.SERVING for supervisor in self._supervisors.values()))
 
     async def _open_listener(self, end: End) -> str:
         """Opens a worker's metrics listener like a worker's process."""
@@ -141,7 +143,7 @@ class SmallCluster:
 
     def _health(self) -> list[tuple[str, Any]]:
         roles = {name: end.config.role.value for name, (end, _) in self._listeners.items()}
-        return [(roles.get(name, ROUTER), keeper.health()) for name, keeper in self._keepers.items()]
+        return [(roles.get(name, ROUTER), supervisor.health()) for name, supervisor in self._supervisors.items()]
 
 
 _AT_ONCE = Backoff(first_s=0, longest_s=0)

@@ -67,11 +67,11 @@ def test_the_notice_comes_after_the_bytes_and_on_the_fabric_s_thread(pair: Pair)
     seen: list[tuple[bool, bool]] = []
     main = threading.current_thread()
 
-    def look(notice: TransferNotice) -> None:
+    def poll(notice: TransferNotice) -> None:
         equal = bool((pair.decode.pool[4] == pair.prefill.pool[1]).all())
         seen.append((equal, threading.current_thread() is not main))
 
-    pair.decode.transport.on_notice = look
+    pair.decode.transport.on_notice = poll
     pair.post([1], [4], 1).result(timeout=60)
     assert seen == [(True, True)]
 

@@ -324,11 +324,11 @@ def test_those_who_may_still_write_to_quarantined_pages_are_named_once(desk: Des
 def test_each_writer_is_looked_at_once_a_round() -> None:
     looks: list[PeerRef] = []
 
-    def look(peer: PeerRef) -> bool:
+    def poll(peer: PeerRef) -> bool:
         looks.append(peer)
         return True
 
-    table = LeaseTable(lambda: 0.0, DURATION, Fence(WINDOW, lambda peer: GRACE, lambda: 0.0, look))
+    table = LeaseTable(lambda: 0.0, DURATION, Fence(WINDOW, lambda peer: GRACE, lambda: 0.0, poll))
     for number in range(5):
         table.advertise(table.grant(RequestRef(f"r{number}", 1), WRITER), WRITER, [number])
     table.peer_gone(WRITER)

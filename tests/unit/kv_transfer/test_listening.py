@@ -13,5 +13,5 @@ def test_only_close_looks_count_as_listening(monkeypatch: pytest.MonkeyPatch) ->
     here = Listening()
     for after_s in (LOOK_GAP_S / 2, 2 * LOOK_GAP_S, LOOK_GAP_S / 2):
         now[0] += after_s
-        here.look()
+        here.poll()
     assert here.seconds == pytest.approx(LOOK_GAP_S)

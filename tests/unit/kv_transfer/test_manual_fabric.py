@@ -120,7 +120,7 @@ def test_pages_of_a_dead_writer_land_as_they_were_until_it_is_buried() -> None:
     pair.memory[0] = 99
     pair.fabric.land(pair.fabric.writes[0], 1)
     np.testing.assert_array_equal(pair.memory[1, 4], before[0])
-    pair.fabric.bury(PREFILL)
+    pair.fabric.remove_dead(PREFILL)
     assert not pair.fabric.writes
     assert not future.done()
     assert not pair.memory[1, 5].any()

@@ -48,7 +48,7 @@ class Agent:
 
     def prepare(self, connection: Connection, local: Sequence[int], remote: Sequence[int], notice: bytes) -> int:
         handle = len(self.states)
-        self.states[handle] = TransferState.MOVING
+        self.states[handle] = TransferState.IN_PROGRESS
         return handle
 
     def start(self, handle: int) -> TransferState:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kv_transfer.nixl_backend import processes
-from kv_transfer.nixl_backend.processes import lives, this_process
+from kv_transfer.nixl_backend.processes import process_alive, this_process
 
 NAMESPACE = os.readlink("/proc/self/ns/pid")
 
@@ -28,43 +28,43 @@ def name_of(pid: int) -> str:
 
 
 def until(true: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + 60
+    deadline_s = time.monotonic() + 60
     while not true():
-        assert time.monotonic() < give_up
+        assert time.monotonic() < deadline_s
         time.sleep(0.005)
 
 
 def test_this_process_lives() -> None:
     assert this_process() == name_of(os.getpid())
-    assert lives(this_process()) is True
+    assert process_alive(this_process()) is True
 
 
 def test_a_process_that_stands_still_lives_and_one_that_was_killed_does_not(child: "subprocess.Popen[bytes]") -> None:
     name = name_of(child.pid)
     os.kill(child.pid, signal.SIGSTOP)
     until(lambda: processes._stat(child.pid)[processes._STATE] == "T")
-    assert lives(name) is True
+    assert process_alive(name) is True
     child.kill()
     until(lambda: processes._stat(child.pid)[processes._STATE] == "Z")
-    assert lives(name) is False
+    assert process_alive(name) is False
     child.wait()
-    assert lives(name) is False
+    assert process_alive(name) is False
 
 
 def test_another_process_of_the_same_number_is_not_that_one() -> None:
     namespace, pid, started_at = this_process().split()
-    assert lives(f"{namespace} {pid} {int(started_at) - 1}") is False
+    assert process_alive(f"{namespace} {pid} {int(started_at) - 1}") is False
 
 
 @pytest.mark.parametrize("name", ["", "nonsense", "pid:[1] 1 1", f"{NAMESPACE} 1"])
 def test_of_what_cannot_be_seen_nothing_is_known(name: str) -> None:
-    assert lives(name) is None
+    assert process_alive(name) is None
 
 
 def test_where_there_is_no_such_table_nothing_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     known = this_process()
     monkeypatch.setattr(processes, "PROC", tmp_path)
-    assert lives(known) is None
+    assert process_alive(known) is None
     this_process.cache_clear()
     assert this_process() == ""
     this_process.cache_clear()
@@ -76,6 +76,6 @@ def test_a_process_whose_other_threads_have_not_ended_lives(monkeypatch: pytest.
     (tmp_path / "42/task/42").mkdir(parents=True)
     (tmp_path / "42/stat").write_text("42 (a) name (b)) Z " + "0 " * 18 + "777 0\n")
     monkeypatch.setattr(processes, "PROC", tmp_path)
-    assert lives(f"{NAMESPACE} 42 777") is False
+    assert process_alive(f"{NAMESPACE} 42 777") is False
     (tmp_path / "42/task/43").mkdir()
-    assert lives(f"{NAMESPACE} 42 777") is True
+    assert process_alive(f"{NAMESPACE} 42 777") is True

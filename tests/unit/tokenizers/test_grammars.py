@@ -149,7 +149,7 @@ def test_drafts_are_followed_as_far_as_they_are_allowed(grammars: Grammars) -> N
         drafts = answer[at : at + 4]
         for count in range(5):
             wrong = next(token for token in range(3, TOKENS) if token not in allowed(masks[at + count]))
-            assert state.follow(answer[:at], [*drafts[:count], wrong, *drafts]) == count
+            assert state.count_allowed(answer[:at], [*drafts[:count], wrong, *drafts]) == count
         for count in range(1, 5):
             assert np.array_equal(state.allowed(answer[:at], count), masks[at + count])
         assert np.array_equal(state.allowed(answer[:at]), masks[at])
@@ -160,7 +160,7 @@ def fails_at(state: AnswerGrammar, answer: Sequence[int], drafts: Callable[[], l
     for at in range(len(answer)):
         try:
             if drafts is not None:
-                state.follow(answer[:at], drafts())
+                state.count_allowed(answer[:at], drafts())
             state.allowed(answer[:at])
         except InvalidArgument:
             return at

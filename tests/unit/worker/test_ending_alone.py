@@ -29,7 +29,7 @@ async def test_a_place_is_given_back_by_a_worker_that_cannot_drain(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     given_back: list[bool] = []
-    monkeypatch.setattr(actor, "give_place_back", lambda: given_back.append(True))
+    monkeypatch.setattr(actor, "release_own_group", lambda: given_back.append(True))
     alone = WorkerActor.__new__(WorkerActor)
     alone._me = PeerRef("decode-0", 1)
     alone._process = Process()  # type: ignore[assignment]

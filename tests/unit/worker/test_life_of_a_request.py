@@ -118,7 +118,7 @@ async def test_prompts_of_a_burst_share_their_first_step(monkeypatch: pytest.Mon
         assert all_are_here.wait(60)
 
     monkeypatch.setattr("tandem.worker.loop.time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
-    async with WorkerPair(gather_s=0.5, max_step_tokens=64) as pair:
+    async with WorkerPair(batch_wait_s=0.5, max_step_tokens=64) as pair:
         await until(lambda: pair.prefill.worker._loop._work._cond._waiters)  # type: ignore[attr-defined]
         heard = [pair.send(f"q{n}", [n + 3, *PROMPT], TEN) for n in range(4)]
         all_are_here.set()

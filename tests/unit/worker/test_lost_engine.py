@@ -229,7 +229,7 @@ async def test_a_slow_step_is_waited_for() -> None:
     async with WorkerPair(step_deadline_s=2 * DEADLINE_S) as pair:
         running = await decoding(pair, "running")
         never_end(pair.decode)
-        assert not pair.decode.worker._loop.give_up_stuck()
+        assert not pair.decode.worker._loop.abandon_stuck_step()
         pair.decode.engine.let_go()
         await until(lambda: running.finish)
         assert running.tokens == answer_to(PROMPT, LONG)
@@ -243,7 +243,7 @@ async def test_an_idle_engine_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> N
             await until(lambda: all(loop._busy_since is None and not loop._work.is_set() for loop in loops))
             clock = SimpleNamespace(monotonic=lambda later_s=later_s: time.monotonic() + later_s)
             monkeypatch.setattr("tandem.worker.loop.time", clock)
-            assert not any(loop.give_up_stuck() for loop in loops)
+            assert not any(loop.abandon_stuck_step() for loop in loops)
             heard = pair.send(name, PROMPT, TEN)
             await until(lambda heard=heard: heard.finish)
             assert heard.tokens == answer_to(PROMPT, TEN)

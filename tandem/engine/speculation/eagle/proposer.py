@@ -70,7 +70,7 @@ class EagleProposer(DraftModel):
         """Return the value of `missing` right after a request begins; only its newest tokens are computed."""
         return min(tokens, DRAFTS_MAX + 1)
 
-    def room(self, key: Hashable, drafts: int) -> int:
+    def capacity(self, key: Hashable, drafts: int) -> int:
         """Return how many of `drafts` draft tokens fit into memory.
 
         If the context has reached the head's maximum length, a new one is started.
@@ -79,7 +79,7 @@ class EagleProposer(DraftModel):
         if len(request.tokens) + drafts > self._head.facts.max_context:
             del request.tokens[: -self.missing(key)]
             request.stored = 0
-        return super().room(key, drafts)
+        return super().capacity(key, drafts)
 
     def compute(self, wanted: Sequence[WantedDraft]) -> Sequence[Sequence[int]]:
         """Return the draft tokens of each request; none if the hidden state of its newest token is missing."""

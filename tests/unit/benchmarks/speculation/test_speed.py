@@ -12,7 +12,7 @@ from tandem.protocol.messages import SamplingParams
 PROMPTS = [[1], [2], [3]]
 
 
-class Answering:
+class AnswerGenerator:
     """A worker that answers at once; `wrong` prompts differently."""
 
     def __init__(self, wrong: Sequence[int] = ()) -> None:
@@ -27,7 +27,7 @@ class Answering:
 
 
 def workers(*wrong: int) -> Sequence[LocalWorker]:
-    return cast(Any, (Answering(), Answering(wrong)))
+    return cast(Any, (AnswerGenerator(), AnswerGenerator(wrong)))
 
 
 async def test_answers_that_differ_are_counted() -> None:

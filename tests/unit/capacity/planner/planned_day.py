@@ -12,7 +12,7 @@ from router.observability.request_outcome import RequestOutcome
 from tandem.capacity.planner.decision import Decision, Direction, Split, State
 from tandem.capacity.planner.demand import LatencyTargets
 from tandem.capacity.planner.load_ratio import WorkerFacts
-from tandem.capacity.planner.observation import Kept, Observation, Offered
+from tandem.capacity.planner.observation import Observation, Offered, TargetCounts
 from tandem.capacity.planner.policy import plan
 from tandem.capacity.simulation.arrivals import Mix
 from tandem.capacity.simulation.cluster import VirtualCluster
@@ -239,7 +239,7 @@ class PlannedRun(Run):
             waiting_requests=len(self.cluster.router.scheduler.queue),
             waiting_tokens=sum(each.prefill_tokens for each in loads),
             running_requests=sum(each.decode_requests for each in loads),
-            kept=Kept(len(self._verdicts) - sum(missed.values()), missed),
+            kept=TargetCounts(len(self._verdicts) - sum(missed.values()), missed),
         )
         self._offered, self._verdicts, self._expected = [], [], 0.0
         return seen

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from tandem.capacity.planner.demand import LatencyTargets
 from tandem.capacity.planner.load_ratio import WorkerFacts
-from tandem.capacity.planner.observation import Kept, Observation, Offered
+from tandem.capacity.planner.observation import Observation, Offered, TargetCounts
 from tandem.protocol.cost_parameters import CostParameters
 
 COSTS = CostParameters(
@@ -22,5 +22,7 @@ def offered(per_s: float, prompt: float, answer: float, cached: float = 0.0) -> 
 
 def seen(per_s: float, prompt: float, answer: float, prefill: int = 4, decode: int = 4, **more: object) -> Observation:
     """Returns a window of 10 s."""
-    before = Observation(10.0, offered(per_s, prompt, answer), TARGETS, FACTS, FACTS, prefill, decode, kept=Kept(100.0))
+    before = Observation(
+        10.0, offered(per_s, prompt, answer), TARGETS, FACTS, FACTS, prefill, decode, kept=TargetCounts(100.0)
+    )
     return replace(before, **more)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tandem.capacity.planner.decision import Decision, Direction, Split, State
-from tandem.capacity.planner.observation import Kept, Observation
+from tandem.capacity.planner.observation import Observation, TargetCounts
 from tandem.capacity.planner.policy import GAIN, plan
 from tandem.protocol.errors import InvalidArgument
 from tandem.protocol.lifecycle.spans import Phase
@@ -168,7 +168,7 @@ def test_a_shared_cluster_changes_only_its_number_of_workers() -> None:
 
 
 def test_missed_targets_raise_the_load_ratio_of_a_role() -> None:
-    late = Kept(50.0, {Phase.DECODE: 50.0})
+    late = TargetCounts(50.0, {Phase.DECODE: 50.0})
     calm = seen(24.0, 900.0, 620.0, prefill=3, decode=5)
     decisions = decide([replace(calm, kept=late)] * 20)
     assert decisions[-1].state.decode_scale > 1.2
@@ -181,7 +181,7 @@ def test_missed_targets_raise_the_load_ratio_of_a_role() -> None:
 
 def test_missed_targets_with_headroom_for_twice_the_load_change_no_load_ratio() -> None:
     """More workers would not help: for instance, the gap of a hand-over exceeds the target."""
-    late = Kept(90.0, {Phase.DECODE: 10.0})
+    late = TargetCounts(90.0, {Phase.DECODE: 10.0})
     decisions = decide([seen(15.0, 900.0, 300.0, prefill=3, decode=5, kept=late)] * 20)
     assert decisions[-1].decode is not None
     assert decisions[-1].decode.value < 0.5
@@ -189,7 +189,7 @@ def test_missed_targets_with_headroom_for_twice_the_load_change_no_load_ratio() 
 
 
 def test_learned_scales_do_not_hold_for_another_demand() -> None:
-    late = Kept(50.0, {Phase.DECODE: 50.0})
+    late = TargetCounts(50.0, {Phase.DECODE: 50.0})
     taught = decide([seen(24.0, 900.0, 620.0, prefill=3, decode=5, kept=late)] * 20)[-1].state
     swung = decide([seen(45.0, 90.0, 900.0, prefill=3, decode=5, kept=late)], state=taught)
     assert taught.decode_scale > 1.2

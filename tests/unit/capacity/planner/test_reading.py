@@ -128,10 +128,10 @@ def test_a_worker_counts_by_its_assigned_role() -> None:
 
 def test_the_fitted_costs_have_the_largest_noise_of_the_workers() -> None:
     cluster = Cluster()
-    cluster.cost = replace(COST, mixed_noise=1.27)
+    cluster.cost = replace(COST, mixed_step_margin=1.27)
     found = fitted(cluster.scrape(0.0))
     assert found is not None
-    assert found.mixed_noise == pytest.approx(1.27)
+    assert found.mixed_step_margin == pytest.approx(1.27)
 
 
 def test_a_worker_that_reports_no_noise_has_the_default() -> None:
@@ -139,7 +139,7 @@ def test_a_worker_that_reports_no_noise_has_the_default() -> None:
     cluster = Cluster(untold=(f.STEP_MIXED_NOISE,))
     found = fitted(cluster.scrape(0.0))
     assert found is not None
-    assert found.mixed_noise == UNMEASURED.mixed_noise
+    assert found.mixed_step_margin == UNMEASURED.mixed_step_margin
 
 
 def test_unmeasured_costs_do_not_count() -> None:

@@ -199,8 +199,8 @@ def test_ctrl_c_ends_with_the_figures_so_far(url: str, server: OpenAIServer, tmp
     options = ("--url", url, "--rate", "20,40", "--duration", "600", "--json", str(file), "--answer-tokens", "5")
     command = [sys.executable, "-m", "tandem.cli.main", "bench", *SMALL, *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT, text=True)
-    give_up = time.monotonic() + 120
-    while len(server.streamed) < 10 and process.poll() is None and time.monotonic() < give_up:
+    deadline_s = time.monotonic() + 120
+    while len(server.streamed) < 10 and process.poll() is None and time.monotonic() < deadline_s:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)

@@ -40,7 +40,7 @@ class Listeners:
         self.servers: list[Any] = []
         self.registry = Registry()
         self.registry.keep(())
-        self.keeper = ""
+        self.supervisor = ""
         self.clear = asyncio.Event()
 
     async def open(self, operator: Asked, where: Callable[[], Awaitable[str]]) -> str:
@@ -58,7 +58,7 @@ class Listeners:
 
     async def there(self) -> str:
         await self.clear.wait()
-        return self.keeper
+        return self.supervisor
 
 
 @pytest.fixture
@@ -89,8 +89,8 @@ async def failures(client: ControllerClient) -> list[TandemError]:
 
 
 async def test_what_operators_ask_reaches_who_keeps_the_workers_as_it_was_asked(listeners: Listeners) -> None:
-    listeners.keeper = await listeners.open(Asked(), listeners.here)
-    asked_there = await failures(ControllerClient(listeners.keeper, "secret"))
+    listeners.supervisor = await listeners.open(Asked(), listeners.here)
+    asked_there = await failures(ControllerClient(listeners.supervisor, "secret"))
     listeners.clear.set()
     client = ControllerClient(await listeners.open(Nobody(), listeners.there), "secret")
     asked_here = await failures(client)
@@ -107,7 +107,7 @@ async def test_what_operators_ask_reaches_who_keeps_the_workers_as_it_was_asked(
 
 
 async def test_until_it_is_clear_who_keeps_them_operators_wait(listeners: Listeners) -> None:
-    listeners.keeper = await listeners.open(Asked(), listeners.here)
+    listeners.supervisor = await listeners.open(Asked(), listeners.here)
     client = ControllerClient(await listeners.open(Nobody(), listeners.there), "secret")
     asking = asyncio.ensure_future(client.absent())
     await asyncio.sleep(0.02)
@@ -117,7 +117,7 @@ async def test_until_it_is_clear_who_keeps_them_operators_wait(listeners: Listen
 
 
 async def test_one_that_does_not_answer_is_told(listeners: Listeners) -> None:
-    listeners.keeper = "127.0.0.1:1"
+    listeners.supervisor = "127.0.0.1:1"
     listeners.clear.set()
     client = ControllerClient(await listeners.open(Nobody(), listeners.there), "secret")
     with pytest.raises(Unavailable, match=r"the controller at 127\.0\.0\.1:1"):

@@ -59,8 +59,8 @@ class Seen(OtherController):
     async def release_workers(self) -> Handover:
         return await self._answer(self._one.election.release_workers())
 
-    async def wait_until_settled(self) -> str:
-        await self._answer(self._one.election.wait_until_settled())
+    async def wait_until_decided(self) -> str:
+        await self._answer(self._one.election.wait_until_decided())
         return f"listener-{self.number}"
 
     async def ended(self) -> None:
@@ -119,14 +119,14 @@ async def some_turns(count: int) -> None:
         await asyncio.sleep(0)
 
 
-def keepers(group: list[One]) -> list[int]:
+def supervisors(group: list[One]) -> list[int]:
     return [one.number for one in group if one.election.keeps and not one.over.is_set()]
 
 
 async def test_the_first_one_keeps_them() -> None:
     group: list[One] = []
     one = await One(group, 1).start()
-    assert keepers(group) == [1]
+    assert supervisors(group) == [1]
     assert one.workers.got == [Handover()]
     assert await one.election.decided() == ""
     assert await one.election.alone()
@@ -143,7 +143,7 @@ async def test_a_younger_one_takes_over_when_the_olders_start_is_over() -> None:
     assert first.workers.did == ["take over"]
     first.election.started()
     await taking
-    assert keepers(group) == [2]
+    assert supervisors(group) == [2]
     assert second.workers.got == [Handover(("drained-1",))]
     await until(lambda: first.workers.follows == "listener-2")
     assert await first.election.decided() == "listener-2"
@@ -174,7 +174,7 @@ async def test_who_follows_from_the_beginning_is_no_obstacle_between_two_others(
     assert young.workers.got == [Handover(("drained-1",))]
     await starting
     assert between.workers.follows == "listener-5"
-    assert keepers(group) == [5]
+    assert supervisors(group) == [5]
 
 
 async def test_who_follows_one_that_follows_says_what_the_last_one_says() -> None:
@@ -186,7 +186,7 @@ async def test_who_follows_one_that_follows_says_what_the_last_one_says() -> Non
     await asyncio.gather(young.start(), youngest.start(), following)
     assert first.workers.follows == "listener-5"
     assert young.workers.follows == "listener-7"
-    assert keepers(group) == [7]
+    assert supervisors(group) == [7]
 
 
 async def test_a_look_that_is_old_when_it_is_told_makes_nobody_a_second_keeper() -> None:
@@ -195,10 +195,10 @@ async def test_a_look_that_is_old_when_it_is_told_makes_nobody_a_second_keeper()
     first = await One(group, 1).start()
     second = await One(group, 2).start()
     looked, told = asyncio.Event(), asyncio.Event()
-    look = first.election._controllers.others
+    poll = first.election._controllers.others
 
     async def slowly(than: int) -> list[OtherController]:
-        found = await look(than)
+        found = await poll(than)
         looked.set()
         await told.wait()
         return found
@@ -211,7 +211,7 @@ async def test_a_look_that_is_old_when_it_is_told_makes_nobody_a_second_keeper()
     told.set()
     await starting
     await until(lambda: first.workers.follows == "listener-3")
-    assert keepers(group) == [3]
+    assert supervisors(group) == [3]
     assert first.workers.did == ["take over", "let go"] * 2
 
 
@@ -224,7 +224,7 @@ async def test_who_follows_from_the_beginning_takes_over_from_its_elders() -> No
     await until(lambda: between.election._leader_task)
     young.die()
     await starting
-    assert keepers(group) == [3]
+    assert supervisors(group) == [3]
     assert between.workers.got == [Handover(("drained-1",))]
 
 
@@ -264,8 +264,8 @@ async def test_one_of_many_keeps_them_whoever_begins_or_dies_when(seed: int, mon
     living = [one for one in group if not one.over.is_set()]
     for each in await asyncio.wait_for(asyncio.gather(*(starts[one.number] for one in living)), 60):
         assert each in living
-    await until(lambda: keepers(group) == [max(one.number for one in living)])
-    assert [one.number for one in living if has_them(one)] == keepers(group)
+    await until(lambda: supervisors(group) == [max(one.number for one in living)])
+    assert [one.number for one in living if has_them(one)] == supervisors(group)
     for one in living:
         await one.perish(starts)
 
@@ -278,7 +278,7 @@ async def test_who_let_go_takes_over_again_when_nobody_younger_lives() -> None:
     assert first.workers.did == ["take over", "let go", "take over"]
     assert (first.workers.follows, first.election.successor) == ("", "")
     third = await One(group, 3).start()
-    assert keepers(group) == [3]
+    assert supervisors(group) == [3]
     assert third.workers.got == [Handover(("drained-1",))]
 
 
@@ -292,7 +292,7 @@ async def test_who_let_go_follows_the_youngest_when_one_between_them_ends() -> N
     second.die()
     await until(lambda: first.workers.follows == "listener-3" or not first.election.kept_at)
     assert (first_heard, first.election.kept_at) == ("listener-2", "listener-3"), "at no time they were said to be here"
-    assert keepers(group) == [3]
+    assert supervisors(group) == [3]
     assert first.workers.did == ["take over", "let go"]
 
 
@@ -305,7 +305,7 @@ async def test_one_that_dies_while_it_is_asked_is_no_obstacle() -> None:
     await asyncio.sleep(0.01)
     first.die()
     await taking
-    assert keepers(group) == [2]
+    assert supervisors(group) == [2]
     assert second.workers.got == [Handover()]
 
 
@@ -333,7 +333,7 @@ async def test_one_that_fails_to_let_go_is_no_obstacle_and_heeds_the_younger() -
 
     first.workers.release_workers = fail  # type: ignore[method-assign]
     await One(group, 2).start()
-    assert keepers(group) == [2]
+    assert supervisors(group) == [2]
     await until(lambda: first.workers.follows == "listener-2")
 
 
@@ -358,6 +358,6 @@ async def test_one_that_stops_hands_nothing_over_and_heeds_nobody() -> None:
     await taking
     assert first.workers.did == ["take over"]
     await second.election.stop()
-    for ask in (second.election.release_workers, second.election.wait_until_settled):
+    for ask in (second.election.release_workers, second.election.wait_until_decided):
         with pytest.raises(Unavailable):
             await ask()

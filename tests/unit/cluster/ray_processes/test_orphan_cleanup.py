@@ -28,7 +28,7 @@ class Other(OtherController):
     async def release_workers(self) -> Handover:
         raise AssertionError("nothing is taken from it")
 
-    async def wait_until_settled(self) -> str:
+    async def wait_until_decided(self) -> str:
         if self._listener is None:
             await asyncio.Event().wait()
         assert self._listener is not None
@@ -132,7 +132,7 @@ async def test_a_start_that_begins_meanwhile_waits_until_all_is_over() -> None:
     clear = Clearing(9, Others(), left)
     clearing_up, asked = asyncio.ensure_future(clear.clear()), asyncio.ensure_future(clear.release_workers())
     with pytest.raises(Unavailable):
-        await clear.wait_until_settled()
+        await clear.wait_until_decided()
     for _ in range(9):
         await asyncio.sleep(0)
     assert not asked.done()

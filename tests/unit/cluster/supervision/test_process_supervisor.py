@@ -58,12 +58,12 @@ class Stage:
         self.incarnations: list[int] = []
         self.dead: list[int] = []
         self.spawn_error: Exception | None = None
-        self.keeper = ProcessSupervisor(
+        self.supervisor = ProcessSupervisor(
             "w", self._spawn, self.dead.append, Backoff(0, 0), hang_deadline_s=hang_deadline_s
         )
         if adopted is not None:
-            self.keeper.adopt(*adopted)
-        self.run = asyncio.ensure_future(self.keeper.run())
+            self.supervisor.adopt(*adopted)
+        self.run = asyncio.ensure_future(self.supervisor.run())
 
     async def _spawn(self, incarnation: int) -> Process:
         self.incarnations.append(incarnation)
@@ -75,7 +75,7 @@ class Stage:
 
     async def until(self, processes: int, phase: Phase) -> FakeProcess:
         async with asyncio.timeout(60):
-            while len(self.processes) < processes or self.keeper.health().phase is not phase:  # noqa: ASYNC110
+            while len(self.processes) < processes or self.supervisor.health().phase is not phase:  # noqa: ASYNC110
                 await asyncio.sleep(0)
         return self.processes[-1]
 
@@ -85,7 +85,7 @@ async def test_death_is_told_and_a_new_incarnation_follows() -> None:
     first = await stage.until(1, Phase.STARTING)
     first.may_start.set()
     await stage.until(1, Phase.SERVING)
-    assert stage.keeper.health().pid == 1000
+    assert stage.supervisor.health().pid == 1000
     first.death.set_result("the process died")
     second = await stage.until(2, Phase.STARTING)
     assert stage.dead == stage.incarnations[:1]
@@ -93,9 +93,9 @@ async def test_death_is_told_and_a_new_incarnation_follows() -> None:
     assert first.ends == 1
     second.may_start.set()
     await stage.until(2, Phase.SERVING)
-    health = stage.keeper.health()
+    health = stage.supervisor.health()
     assert (health.restarts, health.error, health.pid) == (1, "the process died", 1001)
-    stage.keeper.stop()
+    stage.supervisor.stop()
     await stage.run
 
 
@@ -104,17 +104,17 @@ async def test_one_whose_death_cannot_be_told_is_kept_all_the_same(caplog: pytes
     first = await stage.until(1, Phase.STARTING)
 
     def fail(incarnation: int) -> None:
-        stage.keeper._on_death = stage.dead.append
+        stage.supervisor._on_death = stage.dead.append
         raise KeyError(incarnation)
 
-    stage.keeper._on_death = fail
+    stage.supervisor._on_death = fail
     first.death.set_result("the process died")
     second = await stage.until(2, Phase.STARTING)
     assert first.ends == 1
     assert "supervising w failed" in caplog.text
     second.may_start.set()
     await stage.until(2, Phase.SERVING)
-    stage.keeper.stop()
+    stage.supervisor.stop()
     await stage.run
 
 
@@ -122,8 +122,8 @@ async def test_death_during_the_start_is_seen_at_once() -> None:
     stage = Stage()
     (await stage.until(1, Phase.STARTING)).death.set_result("killed while loading")
     await stage.until(2, Phase.STARTING)
-    assert stage.keeper.health().error == "killed while loading"
-    stage.keeper.stop()
+    assert stage.supervisor.health().error == "killed while loading"
+    stage.supervisor.stop()
     await stage.run
 
 
@@ -134,9 +134,9 @@ async def test_a_failed_start_is_ended_and_tried_again() -> None:
     first.may_start.set()
     await stage.until(2, Phase.STARTING)
     assert first.ends == 1
-    assert stage.keeper.health().error == "no room"
+    assert stage.supervisor.health().error == "no room"
     assert stage.dead == stage.incarnations[:1]
-    stage.keeper.stop()
+    stage.supervisor.stop()
     await stage.run
 
 
@@ -144,9 +144,9 @@ async def test_a_failed_spawn_is_tried_again() -> None:
     stage = Stage()
     stage.spawn_error = RuntimeError("no node has room")
     await stage.until(1, Phase.STARTING)
-    assert stage.keeper.health().error == "no node has room"
+    assert stage.supervisor.health().error == "no node has room"
     assert len(stage.incarnations) == 2
-    stage.keeper.stop()
+    stage.supervisor.stop()
     await stage.run
 
 
@@ -157,22 +157,22 @@ async def test_stop_ends_the_process_and_starts_no_other(serving: bool) -> None:
     if serving:
         process.may_start.set()
         await stage.until(1, Phase.SERVING)
-    stage.keeper.stop()
+    stage.supervisor.stop()
     await stage.run
     assert process.ends == 1
     assert len(stage.processes) == 1
     assert stage.dead == stage.incarnations
-    assert stage.keeper.health().phase is Phase.STOPPED
+    assert stage.supervisor.health().phase is Phase.STOPPED
 
 
 async def test_progress_of_the_start_is_known() -> None:
     stage = Stage()
     await stage.until(1, Phase.STARTING)
     async with asyncio.timeout(60):
-        while stage.keeper.health().stage != "loading":  # noqa: ASYNC110
+        while stage.supervisor.health().stage != "loading":  # noqa: ASYNC110
             await asyncio.sleep(0)
-    assert stage.keeper.health().fraction == 0.5
-    stage.keeper.stop()
+    assert stage.supervisor.health().fraction == 0.5
+    stage.supervisor.stop()
     await stage.run
 
 
@@ -188,17 +188,17 @@ async def test_a_retired_process_has_no_successor_until_it_is_asked_for() -> Non
     first = await stage.until(1, Phase.STARTING)
     first.may_start.set()
     await stage.until(1, Phase.SERVING)
-    stage.keeper.retire()
-    assert stage.keeper.phase is Phase.DRAINING
+    stage.supervisor.retire()
+    assert stage.supervisor.phase is Phase.DRAINING
     first.death.set_result("the process stopped by itself")
     await stage.until(1, Phase.DRAINED)
     await asyncio.sleep(0.01)
     assert len(stage.processes) == 1
     assert stage.dead == stage.incarnations
-    stage.keeper.restart()
+    stage.supervisor.restart()
     await stage.until(2, Phase.STARTING)
-    assert stage.keeper.health().restarts == 0
-    stage.keeper.stop()
+    assert stage.supervisor.health().restarts == 0
+    stage.supervisor.stop()
     await stage.run
 
 
@@ -207,11 +207,11 @@ async def test_a_retired_process_that_does_not_end_is_ended_and_stays_away() -> 
     first = await stage.until(1, Phase.STARTING)
     first.may_start.set()
     await stage.until(1, Phase.SERVING)
-    stage.keeper.retire()
-    stage.keeper.end_now()
+    stage.supervisor.retire()
+    stage.supervisor.end_now()
     await stage.until(1, Phase.DRAINED)
     assert first.ends == 1
-    stage.keeper.stop()
+    stage.supervisor.stop()
     await stage.run
     assert len(stage.processes) == 1
 
@@ -236,23 +236,23 @@ async def test_one_that_is_let_go_lives_on_and_another_keeper_adopts_it() -> Non
     process = await stage.until(1, Phase.STARTING)
     process.may_start.set()
     await stage.until(1, Phase.SERVING)
-    stage.keeper.detach()
+    stage.supervisor.detach()
     await stage.run
     assert (process.ends, stage.dead) == (0, [])
 
     process.may_start.clear()
     other = Stage((stage.incarnations[0], process))
-    assert other.keeper.health().phase is Phase.STARTING
+    assert other.supervisor.health().phase is Phase.STARTING
     process.may_start.set()
-    while other.keeper.phase is not Phase.SERVING:  # noqa: ASYNC110
+    while other.supervisor.phase is not Phase.SERVING:  # noqa: ASYNC110
         await asyncio.sleep(0)
-    assert other.keeper.health().incarnation == stage.incarnations[0]
+    assert other.supervisor.health().incarnation == stage.incarnations[0]
     assert other.incarnations == []
     process.death.set_result("the process died")
     await other.until(1, Phase.STARTING)
     assert other.dead == stage.incarnations
     assert other.incarnations[0] > stage.incarnations[0]
-    other.keeper.stop()
+    other.supervisor.stop()
     await other.run
 
 
@@ -264,7 +264,7 @@ async def test_one_that_does_not_serve_when_it_is_let_go_is_ended(dies: bool) ->
         process.may_start.set()
         await stage.until(1, Phase.SERVING)
         process.death.set_result("at that moment")
-    stage.keeper.detach()
+    stage.supervisor.detach()
     await stage.run
     assert process.ends == 1
     assert stage.dead == stage.incarnations
@@ -275,8 +275,8 @@ async def test_one_that_was_adopted_and_does_not_follow_yet_lives_on_when_it_is_
     adopted = FakeProcess(0)
     stage = Stage((7, adopted))
     await asyncio.sleep(0.01)
-    assert stage.keeper.phase is Phase.STARTING
-    stage.keeper.detach()
+    assert stage.supervisor.phase is Phase.STARTING
+    stage.supervisor.detach()
     await stage.run
     assert (adopted.ends, stage.dead, stage.incarnations) == (0, [], [])
 
@@ -298,11 +298,11 @@ async def test_one_that_hangs_is_killed_and_a_new_one_takes_its_place() -> None:
     second = await stage.until(2, Phase.STARTING)
     assert (first.kills, first.ends) == (1, 1)
     assert stage.dead == stage.incarnations[:1]
-    health = stage.keeper.health()
+    health = stage.supervisor.health()
     assert (health.restarts, health.error) == (1, "it gave no sign of life for 0.006 s and was killed")
     second.may_start.set()
     await stage.until(2, Phase.SERVING)
-    stage.keeper.stop()
+    stage.supervisor.stop()
     await stage.run
     assert second.kills == 0
 
@@ -318,7 +318,7 @@ async def test_one_that_answers_is_left_alone_and_one_question_waits_at_a_time()
     asked = process.asked
     await stage.until(2, Phase.STARTING)
     assert process.asked <= asked + 1
-    stage.keeper.stop()
+    stage.supervisor.stop()
     await stage.run
 
 
@@ -329,7 +329,7 @@ async def test_a_start_may_be_silent_for_longer(monkeypatch: pytest.MonkeyPatch)
     first.hangs = True
     await asyncio.sleep(20 * OFTEN_S)
     assert (first.kills, len(stage.processes)) == (0, 1)
-    stage.keeper.stop()
+    stage.supervisor.stop()
     await stage.run
     monkeypatch.setattr("tandem.cluster.liveness.START_HANG_DEADLINE_S", 2 * OFTEN_S)
     stage = Stage(hang_deadline_s=OFTEN_S)
@@ -337,8 +337,8 @@ async def test_a_start_may_be_silent_for_longer(monkeypatch: pytest.MonkeyPatch)
     first.hangs = True
     await stage.until(2, Phase.STARTING)
     assert first.kills == 1
-    assert stage.keeper.health().error == "it gave no sign of life for 0.012 s and was killed"
-    stage.keeper.stop()
+    assert stage.supervisor.health().error == "it gave no sign of life for 0.012 s and was killed"
+    stage.supervisor.stop()
     await stage.run
 
 
@@ -351,7 +351,7 @@ async def test_an_error_is_a_sign_of_life() -> None:
     while process.asked < asked + 50:  # noqa: ASYNC110
         await asyncio.sleep(0)
     assert process.kills == 0
-    stage.keeper.stop()
+    stage.supervisor.stop()
     await stage.run
 
 
@@ -361,16 +361,16 @@ async def test_without_a_deadline_nothing_is_asked() -> None:
     process.hangs = True
     await asyncio.sleep(0.05)
     assert (process.asked, process.kills) == (0, 0)
-    stage.keeper.stop()
+    stage.supervisor.stop()
     await stage.run
 
 
 async def test_one_that_hangs_while_it_drains_is_killed_too() -> None:
     stage = Stage(hang_deadline_s=OFTEN_S)
     process = await serving(stage)
-    stage.keeper.retire()
+    stage.supervisor.retire()
     process.hangs = True
     await stage.until(1, Phase.DRAINED)
     assert process.kills == 1
-    stage.keeper.stop()
+    stage.supervisor.stop()
     await stage.run

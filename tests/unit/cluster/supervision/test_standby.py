@@ -24,11 +24,11 @@ class Scene:
         self.prepared: list[FakeProcess] = []
         self.used: list[FakeProcess] = []
         """The same processes as `prepared`, as they serve."""
-        self.keeper = ProcessSupervisor(
+        self.supervisor = ProcessSupervisor(
             "router", self._spawn, self._gone, Backoff(0, 0), hang_deadline_s=0, incarnations=incarnations
         )
-        self.standby = Standby(self.keeper, self._prepare, incarnations, hang_deadline_s=0)
-        self.runs = [asyncio.ensure_future(self.keeper.run()), asyncio.ensure_future(self.standby.run())]
+        self.standby = Standby(self.supervisor, self._prepare, incarnations, hang_deadline_s=0)
+        self.runs = [asyncio.ensure_future(self.supervisor.run()), asyncio.ensure_future(self.standby.run())]
 
     async def _spawn(self, _incarnation: int) -> Process:
         self.cold.append(FakeProcess(len(self.cold)))
@@ -43,12 +43,12 @@ class Scene:
     def _gone(self, incarnation: int) -> None:
         standby = self.standby.use(incarnation)
         if standby is not None:
-            self.keeper.adopt(*standby)
+            self.supervisor.adopt(*standby)
 
     async def serves_cold(self) -> FakeProcess:
         await until(lambda: self.cold)
         self.cold[-1].may_start.set()
-        await until(lambda: self.keeper.phase is Phase.SERVING)
+        await until(lambda: self.supervisor.phase is Phase.SERVING)
         return self.cold[-1]
 
     async def is_ready(self, number: int) -> None:
@@ -59,7 +59,7 @@ class Scene:
 
     async def stop(self) -> None:
         self.standby.stop()
-        self.keeper.stop()
+        self.supervisor.stop()
         await asyncio.gather(*self.runs)
 
 
@@ -73,13 +73,13 @@ async def scene() -> AsyncIterator[Scene]:
 async def test_a_process_that_dies_is_replaced_by_its_standby(scene: Scene) -> None:
     first = await scene.serves_cold()
     await scene.is_ready(0)
-    before = scene.keeper.health()
+    before = scene.supervisor.health()
     first.death.set_result("the process died")
-    await until(lambda: scene.keeper.health().pid == 1100)
+    await until(lambda: scene.supervisor.health().pid == 1100)
     assert len(scene.cold) == 1
     scene.used[0].may_start.set()
-    await until(lambda: scene.keeper.phase is Phase.SERVING)
-    after = scene.keeper.health()
+    await until(lambda: scene.supervisor.phase is Phase.SERVING)
+    after = scene.supervisor.health()
     assert (after.restarts, after.error) == (1, "the process died")
     assert after.incarnation > before.incarnation
     assert (scene.prepared[0].ends, scene.used[0].ends) == (0, 0), "it lives on"
@@ -90,7 +90,7 @@ async def test_no_standby_is_prepared_before_the_process_serves(scene: Scene) ->
     first = await scene.serves_cold()
     await scene.is_ready(0)
     first.death.set_result("the process died")
-    await until(lambda: scene.keeper.health().pid == 1100)
+    await until(lambda: scene.supervisor.health().pid == 1100)
     for _ in range(100):
         await asyncio.sleep(0)
     assert len(scene.prepared) == 1

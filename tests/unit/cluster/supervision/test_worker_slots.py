@@ -46,7 +46,7 @@ async def test_a_slot_is_taken_until_its_place_is_back_whoever_waits_for_it() ->
     fleet = fleet_of_one(release)
     removals = [asyncio.ensure_future(fleet.remove("decode-0")) for _ in range(2)]
     await begun.wait()
-    assert fleet.keepers["decode-0"].phase is Phase.STOPPED
+    assert fleet.supervisors["decode-0"].phase is Phase.STOPPED
     assert fleet.new_slots([Role.DECODE])[0].worker_id == "decode-1"
     removals[0].cancel()
     letting_go = asyncio.ensure_future(fleet.release())
@@ -56,7 +56,7 @@ async def test_a_slot_is_taken_until_its_place_is_back_whoever_waits_for_it() ->
     await letting_go
     await removals[1]
     assert given_back == ["decode-0"]
-    assert not fleet.keepers
+    assert not fleet.supervisors
     assert fleet.new_slots([Role.DECODE])[0].worker_id == "decode-0"
 
 
@@ -66,7 +66,7 @@ async def test_a_place_that_cannot_be_given_back_is_told_and_holds_nobody_up(cap
 
     fleet = fleet_of_one(release)
     await fleet.remove("decode-0")
-    assert not fleet.keepers
+    assert not fleet.supervisors
     assert not fleet.health()
     assert "decode-0 is removed" in caplog.text
     assert "Ray is away" in caplog.text

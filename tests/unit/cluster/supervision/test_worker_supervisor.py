@@ -203,7 +203,7 @@ async def test_who_is_let_go_lives_on_with_the_next() -> None:
     world = World()
     await world.supervisor.take_over(Handover())
     await until(lambda: len(world.serving) == 2)
-    await until(lambda: all(keeper.phase is Phase.SERVING for keeper in world.supervisor.fleet.keepers.values()))
+    await until(lambda: all(keeper.phase is Phase.SERVING for keeper in world.supervisor.fleet.supervisors.values()))
     before, first = world.serving, world.supervisor
     assert await first.release_workers() == Handover()
     assert (first.fleet.health(), first.taken_over) == ((), frozenset())
@@ -225,7 +225,7 @@ async def test_peers_accept_who_is_started_after_a_takeover_on_a_host_whose_cloc
     world = World()
     await world.supervisor.take_over(Handover())
     await until(lambda: len(world.serving) == 2)
-    await until(lambda: all(keeper.phase is Phase.SERVING for keeper in world.supervisor.fleet.keepers.values()))
+    await until(lambda: all(keeper.phase is Phase.SERVING for keeper in world.supervisor.fleet.supervisors.values()))
     dead = world.of("prefill-0").peer
     await world.supervisor.release_workers()
     world.running.remove(world.of("prefill-0"))
@@ -238,7 +238,7 @@ async def test_peers_accept_who_is_started_after_a_takeover_on_a_host_whose_cloc
     heir = PeerRef("prefill-0", world.serving["prefill-0"])
     assert heir not in known_to_decode
     # The one before takes over again, as the younger has ended: whom it starts is younger still.
-    await until(lambda: all(keeper.phase is Phase.SERVING for keeper in world.supervisor.fleet.keepers.values()))
+    await until(lambda: all(keeper.phase is Phase.SERVING for keeper in world.supervisor.fleet.supervisors.values()))
     await world.supervisor.release_workers()
     world.running.remove(world.of("prefill-0"))
     known_to_decode.add(heir)
@@ -279,12 +279,12 @@ async def test_who_is_away_stays_away_until_it_is_wanted() -> None:
     world.add("prefill-0", Role.PREFILL)
     world.add("decode-0", Role.DECODE)
     await world.supervisor.take_over(Handover(drained=("decode-1",)))
-    keeper = world.supervisor.fleet.keepers["decode-1"]
+    keeper = world.supervisor.fleet.supervisors["decode-1"]
     await until(lambda: keeper.phase is Phase.DRAINED)
     assert (await world.supervisor.release_workers()).drained == ("decode-1",)
     supervisor = world.move_in(CONFIG.with_fields(decode=2))
     await supervisor.take_over(Handover(drained=("decode-1",)))
-    await until(lambda: supervisor.fleet.keepers["decode-1"].phase is Phase.DRAINED)
+    await until(lambda: supervisor.fleet.supervisors["decode-1"].phase is Phase.DRAINED)
     await supervisor.operator.drain_worker("decode-1", 0.0, restart=True, force=False)
     assert len(world.serving) == 3
     await supervisor.stop(end_workers=True)
@@ -301,7 +301,7 @@ async def test_once_the_cluster_serves_sizes_and_settings_are_as_asked(caplog: p
     assert len(world.serving) == 3, "nothing changes before the cluster serves"
     caplog.set_level(logging.WARNING)
     world.supervisor.started.set()
-    await until(lambda: "decode-1" not in world.supervisor.fleet.keepers)
+    await until(lambda: "decode-1" not in world.supervisor.fleet.supervisors)
     await until(lambda: world.serving.get("decode-0", 0) > 7)
     assert sorted(world.serving) == ["decode-0", "prefill-0"]
     assert world.released == ["decode-1"]
@@ -389,10 +389,10 @@ async def test_a_controller_that_replaces_a_dead_one_keeps_what_operators_change
     """The config has one worker of each role; there were two that decode, and one of them was drained."""
     world = World()
     await world.supervisor.take_over(Handover())
-    await until(lambda: all(keeper.phase is Phase.SERVING for keeper in world.supervisor.fleet.keepers.values()))
+    await until(lambda: all(keeper.phase is Phase.SERVING for keeper in world.supervisor.fleet.supervisors.values()))
     await world.supervisor.operator.resize(SizeChange(prefill=1, decode=2, wait_s=60.0))
     await world.supervisor.operator.drain_worker("decode-1", 0.0, restart=False, force=False)
-    await until(lambda: world.supervisor.fleet.keepers["decode-1"].phase is Phase.DRAINED)
+    await until(lambda: world.supervisor.fleet.supervisors["decode-1"].phase is Phase.DRAINED)
     serving, state = world.serving, world.supervisor.state
     assert state.handover == Handover(("decode-1",))
     await world.supervisor.stop(end_workers=False)
@@ -403,7 +403,7 @@ async def test_a_controller_that_replaces_a_dead_one_keeps_what_operators_change
     assert world.serving == serving
     assert heir.state.topology == state.topology
     assert {slot.worker_id for slot in heir.state.slots} == {"prefill-0", "decode-0", "decode-1"}
-    assert heir.fleet.keepers["decode-1"].phase is Phase.DRAINED
+    assert heir.fleet.supervisors["decode-1"].phase is Phase.DRAINED
     heir.started.set()
     await heir.operator.drain_worker("decode-1", 0.0, restart=True, force=False)
     assert world.serving.keys() == {"prefill-0", "decode-0", "decode-1"}

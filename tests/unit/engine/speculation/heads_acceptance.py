@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tandem.engine.draft_training.answers import BATCH, Answering, tokens_a_step
+from tandem.engine.draft_training.answers import BATCH, AnswerGenerator, tokens_a_step
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.speculation.proposer import BatchProposer, WantedDraft
 from tandem.engine.steps.sampling_metadata import SamplingInput
@@ -29,13 +29,13 @@ def heads_tokens_a_step(
                 proposer.extend(number, [token])
             else:
                 proposer.begin(number, [*some[number], token], "")
-            wanted.append(WantedDraft(number, draws[: proposer.room(number, len(draws))], (row,)))
+            wanted.append(WantedDraft(number, draws[: proposer.capacity(number, len(draws))], (row,)))
         for number, guessed in zip(numbers, proposer.compute(wanted), strict=True):
             of_batch[number].append(guessed)
 
     answers: list[list[int]] = []
     of_batch: list[list[Sequence[int]]] = []
-    answering = Answering(runner, 0.0, 0, drew)
+    answering = AnswerGenerator(runner, 0.0, 0, drew)
     for start in range(0, len(prompts), BATCH):
         some = prompts[start : start + BATCH]
         of_batch = [[] for _ in some]

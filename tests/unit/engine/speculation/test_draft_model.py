@@ -52,7 +52,7 @@ def test_drafts_are_the_models_own_tokens_whatever_was_accepted(
     for name, text in texts.items():
         model.begin(name, text)
     for step in range(60):
-        wanted = {name: draws(step, model.room(name, dice.randint(1, 7))) for name in texts if dice.random() < 0.8}
+        wanted = {name: draws(step, model.capacity(name, dice.randint(1, 7))) for name in texts if dice.random() < 0.8}
         wanted = {name: some for name, some in wanted.items() if some}
         late = {name: model.missing(name) - 1 for name in wanted if model.missing(name) > 8}
         if late:
@@ -76,14 +76,14 @@ def test_only_what_the_next_draft_needs_is_computed() -> None:
     model = DraftModel(engine)
     model.begin("a", [5, 6, 7])
     assert model.missing("a") == 3
-    assert model.room("a", 4) == 4
+    assert model.capacity("a", 4) == 4
     drafted = computed(model, {"a": draws(0, 4)})[0]
     assert [len(batch.rows) for batch in engine.batches] == [3, 1, 1, 1]
     model.extend("a", [*drafted, 9])
     assert model.missing("a") == 2, "the last draft was drawn and not fed"
     model.extend("a", [10])
     assert model.missing("a") == 3
-    model.room("a", 1)
+    model.capacity("a", 1)
     computed(model, {"a": draws(5, 1)})
     model.extend("a", [11])
     assert model.missing("a") == 1, "of a wrong draft nothing is left"
@@ -93,22 +93,22 @@ def test_a_full_pool_leaves_a_request_without_drafts() -> None:
     model = DraftModel(engine := FakeEngine(pages=6))
     model.begin("a", list(range(3, 3 + 4 * PAGE_TOKENS)))
     model.begin("b", list(range(3, 3 + 4 * PAGE_TOKENS)))
-    assert model.room("a", 3) == 3
-    assert model.room("b", 3) == 0
+    assert model.capacity("a", 3) == 3
+    assert model.capacity("b", 3) == 0
     assert engine.pool.counts().owned == 5, "a part of a context is of no use"
-    assert model.room("a", 7) == 7
-    assert model.room("a", 20) == 6 * PAGE_TOKENS - (4 * PAGE_TOKENS - 1)
+    assert model.capacity("a", 7) == 7
+    assert model.capacity("a", 20) == 6 * PAGE_TOKENS - (4 * PAGE_TOKENS - 1)
     model.leave("a")
-    assert model.room("b", 3) == 3
+    assert model.capacity("b", 3) == 3
     engine.pool.check_integrity()
 
 
 def test_drafts_end_with_the_context_of_the_model() -> None:
     model = DraftModel(FakeEngine(pages=80))
     model.begin("a", [3] * 253)
-    assert model.room("a", 7) == 256 - 252
+    assert model.capacity("a", 7) == 256 - 252
     model.begin("b", [3] * 300)
-    assert model.room("b", 7) == 0
+    assert model.capacity("b", 7) == 0
 
 
 def test_where_the_draft_model_has_no_token_the_draft_is_a_token_nevertheless(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def test_where_the_draft_model_has_no_token_the_draft_is_a_token_nevertheless(mo
     monkeypatch.setattr(FakeEngine, "_row", lambda *_: NO_TOKEN)
     model = DraftModel(FakeEngine())
     model.begin("a", [3])
-    assert model.room("a", 3) == 3
+    assert model.capacity("a", 3) == 3
     assert computed(model, {"a": draws(1, 3)}) == [[0, 0, 0]]
 
 

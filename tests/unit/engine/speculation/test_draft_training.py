@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.engine.draft_training.answers import Answer, Answering, tokens_a_step
+from tandem.engine.draft_training.answers import Answer, AnswerGenerator, tokens_a_step
 from tandem.engine.draft_training.train_draft import base_weights
 from tandem.engine.draft_training.train_heads import frequent_tokens
 from tandem.engine.model_runner import ModelRunner
@@ -54,14 +54,14 @@ def test_heads_guess_the_tokens_that_answers_have_most() -> None:
 def test_each_token_of_an_answer_has_the_state_that_drew_it(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model")
     runner = ModelRunner.load(tiny_engine_config(model, keep_hidden=True))
-    together = next(Answering(runner, 0.0, 0).answers(PROMPTS, 12))
+    together = next(AnswerGenerator(runner, 0.0, 0).answers(PROMPTS, 12))
     for prompt, answer in zip(PROMPTS, together, strict=True):
-        (alone,) = next(Answering(runner, 0.0, 0).answers([prompt], 12))
+        (alone,) = next(AnswerGenerator(runner, 0.0, 0).answers([prompt], 12))
         assert alone.token_ids == answer.token_ids
         assert len(answer.hidden) == len(answer.token_ids)
         torch.testing.assert_close(alone.hidden, answer.hidden)
     with pytest.raises(ValueError, match="no hidden states"):
-        Answering(ModelRunner.load(tiny_engine_config(model)), 0.0, 0)
+        AnswerGenerator(ModelRunner.load(tiny_engine_config(model)), 0.0, 0)
 
 
 @pytest.mark.parametrize("write", [partial(write_heads, own=False), write_eagle], ids=["Medusa", "EAGLE"])

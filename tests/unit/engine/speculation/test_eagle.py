@@ -110,7 +110,7 @@ def test_a_context_as_long_as_the_head_allows_begins_anew(model: Path, tmp_path:
     proposer.begin("a", [3, 4, 5])
     for token in range(6, 26):
         proposer.extend("a", [token])
-        assert proposer.room("a", 3) == 3
+        assert proposer.capacity("a", 3) == 3
         (found,) = proposer.compute([WantedDraft("a", [SamplingInput(GREEDY, 0)] * 3, [0])])
         assert len(found) == 3
         assert len(proposer._requests["a"].tokens) + 2 <= 8
@@ -171,7 +171,7 @@ def test_drafts_are_the_guesses_of_the_head(model: Path, tmp_path: Path, form: d
             if step == 4:
                 continue  # a step without drafts, whose states are missing
             contexts[name] += [(states[number], token) for number, token in zip(numbers, gained, strict=True)]
-            assert proposer.room(name, 3) == 3
+            assert proposer.capacity(name, 3) == 3
             wanted.append(WantedDraft(name, [SamplingInput(GREEDY, 0)] * dice.randint(1, 3), numbers))
         drafted = proposer.compute(wanted)
         assert [list(each) for each in drafted] == [

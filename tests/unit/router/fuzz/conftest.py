@@ -113,7 +113,7 @@ class FuzzedRouter:
 
     def assert_quiet(self) -> RouterState:
         """Waits until router and workers are idle, asserts that no error was logged, and returns the final state."""
-        give_up = time.monotonic() + _QUIET_WITHIN_S
+        deadline_s = time.monotonic() + _QUIET_WITHIN_S
         lag_s = turn_cpu_s = 0.0
         while True:
             state = self.state()
@@ -121,7 +121,7 @@ class FuzzedRouter:
             lag_s, turn_cpu_s = max(lag_s, state.lag_s), max(turn_cpu_s, state.turn_cpu_s)
             if not (state.requests or state.worker_requests):
                 return RouterState(0, 0, (), lag_s, turn_cpu_s)
-            assert time.monotonic() < give_up, state
+            assert time.monotonic() < deadline_s, state
             time.sleep(0.02)
 
     def close(self) -> None:

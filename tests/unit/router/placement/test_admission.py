@@ -241,7 +241,7 @@ def test_the_noisier_steps_are_the_fewer_are_admitted() -> None:
     for noise in (1.05, 1.2, 1.35):
         world = World()
         for worker in world.by_peer.values():
-            learn_cost(worker, StepCost(replace(worker.cost.parameters, mixed_noise=noise)))
+            learn_cost(worker, StepCost(replace(worker.cost.parameters, mixed_step_margin=noise)))
         asked = arrivals(world, 1000.0, 6.0, 0.8 * CAPACITY, slo)
         world.run()
         refused.append(sum(each.refused is not None for each in asked))
@@ -256,7 +256,7 @@ def test_more_noise_never_admits_more() -> None:
     for noise in (1.05, 1.2, 1.3, 1.5):
         world = World()
         for worker in world.by_peer.values():
-            learn_cost(worker, StepCost(replace(worker.cost.parameters, mixed_noise=noise)))
+            learn_cost(worker, StepCost(replace(worker.cost.parameters, mixed_step_margin=noise)))
         asked = arrivals(world, 1000.0, 6.0, CAPACITY, slo)
         world.run()
         refused.append(sum(each.refused is not None for each in asked))

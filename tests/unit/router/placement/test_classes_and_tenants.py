@@ -245,7 +245,9 @@ async def test_what_was_expected_is_compared_with_what_came(cluster: Cluster, cl
     assert record.prediction.ttft_s == pytest.approx(0.06, rel=0.01), "a base of 20 ms and 1 ms a token, as guessed"
     assert record.ttft_s > 0
     assert record.itl_s is not None
-    assert prediction_quality.surprise_s == record.surprise_s == record.ttft_s - record.prediction.ttft_s
+    assert (
+        prediction_quality.prediction_error_s == record.prediction_error_s == record.ttft_s - record.prediction.ttft_s
+    )
     assert record.regret_s == 0, "there was nobody else"
     cluster.prefill.switches.fail_transfers = 1
     await client.run(ask(8, prompt=PROMPT))

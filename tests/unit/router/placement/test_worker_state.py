@@ -174,7 +174,7 @@ def test_the_targets_of_the_answers_there_bound_its_steps(at: TestFleet, worker:
     assert worker.step_limit.seconds == pytest.approx(4 * worker.idle_step_s / worker.cost.margin)
     worker.remove_answer("answer-2")
     assert worker.gap_targets == (0.02,)
-    assert worker.step_target(tight) == worker.step_limit.seconds == pytest.approx(0.02 / H200.mixed_noise)
+    assert worker.step_target(tight) == worker.step_limit.seconds == pytest.approx(0.02 / H200.mixed_step_margin)
     at.answers("w", 1)
     assert worker.gap_targets == (0.02, math.inf)
     assert worker.gap_target(BEST_EFFORT) == math.inf

@@ -36,10 +36,10 @@ async def test_a_defect_in_one_round_ends_no_heartbeat(caplog: pytest.LogCapture
             raise ValueError("a broken reply")
         return frozenset()
 
-    keeper = LeaseKeeper(beat, lambda _: None)
-    keeper.keep(GrantedLease(LEASE, 0.03))
+    supervisor = LeaseKeeper(beat, lambda _: None)
+    supervisor.keep(GrantedLease(LEASE, 0.03))
     await until(lambda: len(rounds) >= 3, "heartbeats after the broken one")
-    keeper.close()
+    supervisor.close()
     assert "a broken reply" in caplog.text
 
 
@@ -51,17 +51,17 @@ def test_one_heartbeat_names_all_leases_of_a_worker(loop: ProcessLoop) -> None:
         return frozenset()
 
     leases = [Lease(f"q{n}", 1, n) for n in range(1, 40)]
-    keeper = LeaseKeeper(beat, lambda _: None)
+    supervisor = LeaseKeeper(beat, lambda _: None)
     with loop.running():
         for lease in leases:
-            keeper.keep(GrantedLease(lease, 0.3))
+            supervisor.keep(GrantedLease(lease, 0.3))
     loop.advance(0.25)
     assert rounds == [leases, leases]
     for lease in leases[1:]:
-        keeper.drop(lease.request_id)
+        supervisor.drop(lease.request_id)
     loop.advance(0.1)
     assert rounds[2:] == [leases[:1]]
-    keeper.close()
+    supervisor.close()
 
 
 def test_a_stalled_heartbeat_is_given_up_before_the_lease_is_over(loop: ProcessLoop) -> None:
@@ -78,12 +78,12 @@ def test_a_stalled_heartbeat_is_given_up_before_the_lease_is_over(loop: ProcessL
         given_up.append(clock() - began)
         raise DeadlineExceeded("stalled")
 
-    keeper = LeaseKeeper(beat, lambda _: None)
+    supervisor = LeaseKeeper(beat, lambda _: None)
     with loop.running():
-        keeper.keep(GrantedLease(Lease("long", 1, 2), 60.0))
-        keeper.keep(GrantedLease(LEASE, 1.2))
+        supervisor.keep(GrantedLease(Lease("long", 1, 2), 60.0))
+        supervisor.keep(GrantedLease(LEASE, 1.2))
     loop.advance(1.3)
-    keeper.close()
+    supervisor.close()
     assert given == [pytest.approx(0.4)] * 3
     assert sent == pytest.approx([0.4, 0.8, 1.2]), "no pause after a whole period of waiting"
     assert given_up == pytest.approx([0.8, 1.2])
@@ -113,12 +113,12 @@ def test_a_lease_is_lost_when_three_heartbeats_in_a_row_say_so(loop: ProcessLoop
             raise answer
         return answer
 
-    keeper = LeaseKeeper(beat, lambda lease: lost.append((lease, len(sent))))
+    supervisor = LeaseKeeper(beat, lambda lease: lost.append((lease, len(sent))))
     with loop.running():
-        keeper.keep(GrantedLease(LEASE, 0.3))
-        keeper.keep(GrantedLease(other, 0.3))
+        supervisor.keep(GrantedLease(LEASE, 0.3))
+        supervisor.keep(GrantedLease(other, 0.3))
     loop.advance(0.85)
-    keeper.close()
+    supervisor.close()
     assert lost == [(LEASE, 7)]
     assert sent[-1] == [other], "a lost lease is kept alive no longer"
 
@@ -131,15 +131,15 @@ def test_only_the_newest_lease_of_a_request_can_be_lost(loop: ProcessLoop) -> No
     async def beat(_leases: Sequence[Lease], _timeout_s: float) -> frozenset[Lease]:
         return frozenset({LEASE})
 
-    keeper = LeaseKeeper(beat, lost.append)
+    supervisor = LeaseKeeper(beat, lost.append)
     with loop.running():
-        keeper.keep(GrantedLease(LEASE, 0.3))
+        supervisor.keep(GrantedLease(LEASE, 0.3))
     loop.advance(0.25)
-    keeper.keep(GrantedLease(newer, 0.3))
+    supervisor.keep(GrantedLease(newer, 0.3))
     loop.advance(1.0)
-    assert len(keeper) == 1
+    assert len(supervisor) == 1
     assert not lost
-    keeper.close()
+    supervisor.close()
 
 
 async def test_the_call_to_the_worker_has_that_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

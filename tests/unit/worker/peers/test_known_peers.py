@@ -16,7 +16,7 @@ class Kernel(dict[str, bool]):
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     made = Kernel()
-    monkeypatch.setattr(processes, "lives", made.get)
+    monkeypatch.setattr(processes, "process_alive", made.get)
     return made
 
 

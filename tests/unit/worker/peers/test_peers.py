@@ -44,10 +44,10 @@ class Decode(worker_pb2_grpc.WorkerServicer):
             raise self.refusal
         return self.reply
 
-    async def AllotPages(self, _request: Any, _context: Any) -> worker_pb2.AllotPagesResponse:
+    async def AllocatePages(self, _request: Any, _context: Any) -> worker_pb2.AllocatePagesResponse:
         self.calls.append("allocate_pages")
         await self.go.wait()
-        return worker_pb2.AllotPagesResponse(page_ids=[1, 2])
+        return worker_pb2.AllocatePagesResponse(page_ids=[1, 2])
 
     async def RenewPermissions(self, request: Any, _context: Any) -> worker_pb2.RenewPermissionsResponse:
         self.calls.append(f"renew {len(request.leases)} of {request.prefill.worker_id}/{request.prefill.incarnation}")
@@ -266,9 +266,9 @@ async def test_a_worker_that_was_taken_for_dead_hears_of_what_it_has_back(
     scene.peers.forget(THERE)
     await scene.peers.release(scene.there, in_doubt=False)
     assert await scene.peers._name_deliveries(THERE, scene.there.address, [replace(LEASE, epoch=10)])
-    scene.peers.welcome(PeerRef("decode-0", 4))
+    scene.peers.restore_peer(PeerRef("decode-0", 4))
     assert told == []
-    scene.peers.welcome(THERE)
+    scene.peers.restore_peer(THERE)
     assert [destination.lease.epoch for destination in told] == [9, 10]
     scene.decode.go.set()
     await scene.peers.release(scene.there, in_doubt=False)
@@ -300,7 +300,7 @@ async def test_a_sender_that_is_back_need_not_introduce_itself_again(scene: Scen
     assert not scene.peers.same_host(PeerRef("prefill-9", 3))
     scene.peers.forget(other.me)
     assert "prefill-9" not in scene.transport._peers
-    scene.peers.welcome(other.me)
+    scene.peers.restore_peer(other.me)
     assert scene.transport._peers["prefill-9"].peer == other.me
 
 

@@ -158,7 +158,7 @@ class WorkerLoad(_message.Message):
     def __init__(self, prefill_requests: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., decode_requests: _Optional[int] = ..., pages_used: _Optional[int] = ..., pages_total: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., decode_context_tokens: _Optional[int] = ..., cost: _Optional[_Union[CostParameters, _Mapping]] = ..., preemptions: _Optional[int] = ..., decode_speedup: _Optional[float] = ...) -> None: ...
 
 class CostParameters(_message.Message):
-    __slots__ = ("base_s", "prompt_base_s", "token_s", "pair_s", "row_s", "context_s", "free_tokens", "error", "observed", "tile_tokens", "mixed_noise", "wave_tokens", "verify_base_s")
+    __slots__ = ("base_s", "prompt_base_s", "token_s", "pair_s", "row_s", "context_s", "free_tokens", "error", "observed", "tile_tokens", "mixed_step_margin", "wave_tokens", "verify_base_s")
     BASE_S_FIELD_NUMBER: _ClassVar[int]
     PROMPT_BASE_S_FIELD_NUMBER: _ClassVar[int]
     TOKEN_S_FIELD_NUMBER: _ClassVar[int]
@@ -169,7 +169,7 @@ class CostParameters(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     OBSERVED_FIELD_NUMBER: _ClassVar[int]
     TILE_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    MIXED_NOISE_FIELD_NUMBER: _ClassVar[int]
+    MIXED_STEP_MARGIN_FIELD_NUMBER: _ClassVar[int]
     WAVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VERIFY_BASE_S_FIELD_NUMBER: _ClassVar[int]
     base_s: float
@@ -182,10 +182,10 @@ class CostParameters(_message.Message):
     error: float
     observed: int
     tile_tokens: int
-    mixed_noise: float
+    mixed_step_margin: float
     wave_tokens: int
     verify_base_s: float
-    def __init__(self, base_s: _Optional[float] = ..., prompt_base_s: _Optional[float] = ..., token_s: _Optional[float] = ..., pair_s: _Optional[float] = ..., row_s: _Optional[float] = ..., context_s: _Optional[float] = ..., free_tokens: _Optional[int] = ..., error: _Optional[float] = ..., observed: _Optional[int] = ..., tile_tokens: _Optional[int] = ..., mixed_noise: _Optional[float] = ..., wave_tokens: _Optional[int] = ..., verify_base_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, base_s: _Optional[float] = ..., prompt_base_s: _Optional[float] = ..., token_s: _Optional[float] = ..., pair_s: _Optional[float] = ..., row_s: _Optional[float] = ..., context_s: _Optional[float] = ..., free_tokens: _Optional[int] = ..., error: _Optional[float] = ..., observed: _Optional[int] = ..., tile_tokens: _Optional[int] = ..., mixed_step_margin: _Optional[float] = ..., wave_tokens: _Optional[int] = ..., verify_base_s: _Optional[float] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
     __slots__ = ("router_id", "ref", "prompt_token_ids", "sampling", "prefill", "prior_output_tokens", "cache_salt", "gap_target_s", "adapter")
@@ -434,7 +434,7 @@ class PeerDescription(_message.Message):
     probe_address: int
     def __init__(self, peer: _Optional[_Union[_types_pb2.PeerRef, _Mapping]] = ..., agent_metadata: _Optional[bytes] = ..., base_address: _Optional[int] = ..., page_bytes: _Optional[int] = ..., pages: _Optional[int] = ..., device_id: _Optional[int] = ..., memory: _Optional[str] = ..., host: _Optional[str] = ..., process: _Optional[str] = ..., probe_address: _Optional[int] = ...) -> None: ...
 
-class AllotPagesRequest(_message.Message):
+class AllocatePagesRequest(_message.Message):
     __slots__ = ("lease", "pages", "prefill")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
@@ -444,7 +444,7 @@ class AllotPagesRequest(_message.Message):
     prefill: _types_pb2.PeerRef
     def __init__(self, lease: _Optional[_Union[Lease, _Mapping]] = ..., pages: _Optional[int] = ..., prefill: _Optional[_Union[_types_pb2.PeerRef, _Mapping]] = ...) -> None: ...
 
-class AllotPagesResponse(_message.Message):
+class AllocatePagesResponse(_message.Message):
     __slots__ = ("page_ids", "write_for_s")
     PAGE_IDS_FIELD_NUMBER: _ClassVar[int]
     WRITE_FOR_S_FIELD_NUMBER: _ClassVar[int]

@@ -96,10 +96,10 @@ class WorkerStub:
                 request_serializer=tandem_dot_v1_dot_worker__pb2.ConnectPeerRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_worker__pb2.ConnectPeerResponse.FromString,
                 _registered_method=True)
-        self.AllotPages = channel.unary_unary(
-                '/tandem.v1.Worker/AllotPages',
-                request_serializer=tandem_dot_v1_dot_worker__pb2.AllotPagesRequest.SerializeToString,
-                response_deserializer=tandem_dot_v1_dot_worker__pb2.AllotPagesResponse.FromString,
+        self.AllocatePages = channel.unary_unary(
+                '/tandem.v1.Worker/AllocatePages',
+                request_serializer=tandem_dot_v1_dot_worker__pb2.AllocatePagesRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_worker__pb2.AllocatePagesResponse.FromString,
                 _registered_method=True)
         self.RenewPermissions = channel.unary_unary(
                 '/tandem.v1.Worker/RenewPermissions',
@@ -209,7 +209,7 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def AllotPages(self, request, context):
+    def AllocatePages(self, request, context):
         """Prefill to decode worker: allocate the pages promised by a lease, to write to them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -301,10 +301,10 @@ def add_WorkerServicer_to_server(servicer, server):
                     request_deserializer=tandem_dot_v1_dot_worker__pb2.ConnectPeerRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_worker__pb2.ConnectPeerResponse.SerializeToString,
             ),
-            'AllotPages': grpc.unary_unary_rpc_method_handler(
-                    servicer.AllotPages,
-                    request_deserializer=tandem_dot_v1_dot_worker__pb2.AllotPagesRequest.FromString,
-                    response_serializer=tandem_dot_v1_dot_worker__pb2.AllotPagesResponse.SerializeToString,
+            'AllocatePages': grpc.unary_unary_rpc_method_handler(
+                    servicer.AllocatePages,
+                    request_deserializer=tandem_dot_v1_dot_worker__pb2.AllocatePagesRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_worker__pb2.AllocatePagesResponse.SerializeToString,
             ),
             'RenewPermissions': grpc.unary_unary_rpc_method_handler(
                     servicer.RenewPermissions,
@@ -659,7 +659,7 @@ class Worker:
             _registered_method=True)
 
     @staticmethod
-    def AllotPages(request,
+    def AllocatePages(request,
             target,
             options=(),
             channel_credentials=None,
@@ -672,9 +672,9 @@ class Worker:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/tandem.v1.Worker/AllotPages',
-            tandem_dot_v1_dot_worker__pb2.AllotPagesRequest.SerializeToString,
-            tandem_dot_v1_dot_worker__pb2.AllotPagesResponse.FromString,
+            '/tandem.v1.Worker/AllocatePages',
+            tandem_dot_v1_dot_worker__pb2.AllocatePagesRequest.SerializeToString,
+            tandem_dot_v1_dot_worker__pb2.AllocatePagesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from router.api.answers import CompleteAnswer, best_of
-from router.requests.answer import Ending
+from router.requests.answer import AnswerEnd
 from router.text.token_scores import ScoredToken, TokenScore
 from router.text.tokenizer import Tokenizer
 from tandem.metrics import families as f
@@ -174,7 +174,7 @@ async def test_best_of_returns_the_most_likely(cluster: Cluster, http: httpx.Asy
 
 
 def test_the_best_answers_of_each_prompt_come_first() -> None:
-    ending = Ending(FinishReason.LENGTH, "", 3, 2, 0, Timeline((), None, "", ""))
+    ending = AnswerEnd(FinishReason.LENGTH, "", 3, 2, 0, Timeline((), None, "", ""))
 
     def one(text: str, *logprobs: float) -> CompleteAnswer:
         scores = [TokenScore(ScoredToken(1, b"a", each), (), 0) for each in logprobs]

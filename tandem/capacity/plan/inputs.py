@@ -43,7 +43,7 @@ _HELPS = "more workers do not help: relax the target, or take a faster --gpu or 
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class PlanInputs:
     """A model on workers of one kind, each with a GPU, and the load and latency targets to serve."""
 
     name: str
