@@ -121,8 +121,8 @@ class StepLoop:
 
         `deadline_s` limits a step, from its schedule to its result; a longer step counts as stuck. `batch_wait_s` is
         the time in seconds that an idle loop waits for more prompts before it computes the first. `publish` and
-        `on_death` are called on the loop's thread and return immediately. `publish` passes a step's number, events, tokens and a
-        list of calls to the event loop, which sends the events and tokens and then makes the calls.
+        `on_death` are called on the loop's thread and return immediately. `publish` passes a step's number, events,
+        tokens and a list of calls to the event loop, which sends the events and tokens and then makes the calls.
         """
         self._runner = runner
         self._decode = decode
