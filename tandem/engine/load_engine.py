@@ -228,7 +228,7 @@ def load_rank(
         )
 
     loaded, _ = _load_model(config, setting, kernels_of, None)
-    return loaded.model, _host_cache(config, setting)
+    return loaded.model, _host_cache(config, setting, loaded.model.spec)
 
 
 def _prepare_device(config: EngineConfig, setting: _Setting) -> None:
@@ -285,19 +285,19 @@ def _start_on_host(
     on_step: Callable[[PackedStep], None] | None,
 ) -> tuple[PagedCache, Stepper]:
     """Allocate the KV cache and create a synchronous stepper, for a CPU or for kernels that were passed in."""
-    spec, cache = model.spec, _host_cache(config, setting)
+    spec, cache = model.spec, _host_cache(config, setting, model.spec)
     draw = partial(sample, eos_token_ids=spec.eos_token_ids, masks=masks)
     forward = forward_over(model, cache, on_step)
     stepper = HostStepper(StepPacker(step_limits(spec, cache)), forward, setting.device, draw)
     return cache, stepper
 
 
-def _host_cache(config: EngineConfig, setting: _Setting) -> PagedCache:
+def _host_cache(config: EngineConfig, setting: _Setting, spec: ModelSpec) -> PagedCache:
     # Allocated outside of inference mode, because the transfer and tests write into the cache as well.
     # The capacity is None only on a GPU with kernels that were passed in, that is in tests.
     capacity = _CPU_CACHE_BYTES if config.kv_cache_bytes is None else config.kv_cache_bytes
     return PagedCache(
-        setting.own_spec,
+        spec,
         setting.page_tokens,
         capacity,
         setting.kv_dtype,
