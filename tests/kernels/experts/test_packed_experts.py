@@ -45,7 +45,7 @@ def run_packed(case: ExpertCase, gate_up: Weight, down: Weight, dtype: torch.dty
     experts = prepared_experts(replace(experts, gate_up=weights[0], down=weights[1]), dtype)
     assert isinstance(experts.gate_up, PackedWeight) or isinstance(experts.down, PackedWeight)
     layer = ExpertsLayer(Norm(guarded(case.norm, dtype), EPS), experts, case.spec)
-    OURS.add(hidden, layer, case.slots.to(DEVICE))
+    OURS.add(hidden, layer, case.slots.to(DEVICE), hidden)
     assert guards_of(hidden).isnan().all()
     return hidden.to(case.hidden.device)
 
