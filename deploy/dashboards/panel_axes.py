@@ -19,7 +19,7 @@ _LEGEND_MAX = 8
 
 
 def draw_panel(axes: Axes, shown: Shown, time_range: TimeRange) -> None:
-    """Draw a panel. Times on the axis are seconds after the start of `time_range`."""
+    """Plot a panel. Times on the axis are seconds after the start of `time_range`."""
     start = time_range.start
     axes.set_xlim(0, time_range.end - start)
     axes.set_title(shown.title, fontsize=_TITLE, loc="left")

@@ -51,8 +51,8 @@ class Tool:
 class Options(TypedDict, total=False):
     """Keyword arguments of every request; for an absent argument the default of the router or the model applies.
 
-    `GenerationOptions` in proto/tandem/v1/inference.proto describes `max_tokens` and all later arguments. At most one of
-    `json_schema`, `regex`, `grammar` and `choice` may be given; it determines the format of the answers.
+    `GenerationOptions` in proto/tandem/v1/inference.proto describes `max_tokens` and all later arguments. At most one
+    of `json_schema`, `regex`, `grammar` and `choice` may be given; it determines the format of the answers.
     """
 
     model: str

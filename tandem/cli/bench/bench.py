@@ -230,7 +230,7 @@ def _write(server: Server, load: LoadOptions, results: ResultOptions, loads: lis
 
 
 def _pictures() -> ModuleType:
-    """Import the drawing module. Raises InvalidArgument if matplotlib is missing."""
+    """Import the module that plots latencies. Raises InvalidArgument if matplotlib is missing."""
     from tandem.protocol.errors import InvalidArgument
 
     try:

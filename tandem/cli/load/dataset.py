@@ -45,7 +45,7 @@ class Prompts:
 
 
 def read_dataset(file: Path, answer: Lengths, cv: float = 1.0) -> Source:
-    """Read a file of prompts (`prompt` or `messages` in each line) or a trace, whichever it contains.
+    """Read a file of prompts (`prompt` or `messages` in each line) or a trace.
 
     Raises InvalidArgument, which names the wrong line.
     """

@@ -22,8 +22,8 @@ LOOPBACK = "127.0.0.1"
 def check_listeners(config: ClusterSettings) -> None:
     """Check the listeners' addresses and ports. Raises InvalidArgument, which names the option, for an unusable one.
 
-    An address is unusable if it does not belong to this machine, or if other machines can reach it without a key and
-    --insecure is not given. A port is unusable if it cannot be opened.
+    An address is unusable if it does not belong to this machine, or if other machines could use it without a key
+    although --insecure is not given. A port is unusable if it cannot be opened.
     """
     router = config.router
     if (problem := host_problem(router.host)) is not None:

@@ -85,7 +85,7 @@ def check_workers(mode: str, *, prefill: int | None, decode: int | None, workers
 
 
 def choose_hardware(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options' values with `auto` for device and mode replaced by a choice, and the number of workers set.
+    """Return the options' values with `auto` for device and mode replaced; on GPUs, also choose the number of workers.
 
     The device is `cuda` if this host has a usable GPU, otherwise `cpu`. On GPUs, every worker has its own GPU and runs
     both prefill and decode, in adaptive mode with two or more; on a CPU, one worker prefills and one decodes.
