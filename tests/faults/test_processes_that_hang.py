@@ -34,16 +34,20 @@ RESTART_WITHIN_S = 240.0
 """Far longer than the hang deadline and a start, even when other tests load the cores."""
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster(running_cluster: Callable[..., Any], small_model: Path) -> Any:
     return running_cluster(
         model=small_model, decode=2, dtype="float32", page_tokens=16, hang_deadline_s=HANG_DEADLINE_S
     )
 
 
+@pytest.fixture(scope="module")
+def expected(cluster: Any) -> list[list[int]]:
+    return asyncio.run(undisturbed(cluster.grpc_address, QUESTIONS))
+
+
 @pytest.mark.timeout(900)
-def test_a_worker_that_hangs_is_replaced_and_its_streams_continue(cluster: Any) -> None:
-    expected = asyncio.run(undisturbed(cluster.grpc_address, QUESTIONS))
+def test_a_worker_that_hangs_is_replaced_and_its_streams_continue(cluster: Any, expected: list[list[int]]) -> None:
     streams, victim = asyncio.run(in_flight_when_suspended(cluster, QUESTIONS))
     for stream, tokens in zip(streams, expected, strict=True):
         stream.check(tokens)
@@ -100,9 +104,10 @@ async def amid_streams(cluster: Any, strike: Callable[[], None]) -> list[Stream]
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGSTOP, marks=soak), signal.SIGKILL])
-def test_a_controller_that_hangs_or_dies_is_replaced_and_streams_continue(cluster: Any, number: signal.Signals) -> None:
+def test_a_controller_that_hangs_or_dies_is_replaced_and_streams_continue(
+    cluster: Any, expected: list[list[int]], number: signal.Signals
+) -> None:
     """Another one adopts router and workers: streams go on, and operators reach it at the same address."""
-    expected = asyncio.run(undisturbed(cluster.grpc_address, QUESTIONS))
     pid, served = cluster.controller_pid(), [cluster.router(), *cluster.workers()]
     streams = asyncio.run(amid_streams(cluster, lambda: os.kill(pid, number)))
     for stream, tokens in zip(streams, expected, strict=True):

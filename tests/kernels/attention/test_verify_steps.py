@@ -25,6 +25,7 @@ from tandem.engine.steps.draft_groups import fill_draft_groups
 from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.protocol.messages import SamplingParams
 from tests.draft_rows import with_drafts
+from tests.soak import soak
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DRAW = SamplingInput(SamplingParams(max_tokens=1, temperature=0.0), 0)
@@ -77,7 +78,7 @@ def verify_step(runner: ModelRunner, size: VerifySize, batch: StepBatch) -> tupl
 
 @pytest.mark.parametrize(
     ("engine", "group"),
-    [({}, 2), ({"num_key_value_heads": 2}, 4), ({}, 8)],
+    [pytest.param({}, 2, marks=soak), ({"num_key_value_heads": 2}, 4), ({}, 8)],
     ids=["4 heads-2", "2 heads-4", "4 heads-8"],
     indirect=["engine"],
 )
