@@ -180,7 +180,7 @@ def check(prompt: Prompt, answer: list[int], reference: Reference, tell: Callabl
         tell(tie)
 
 
-@pytest.mark.parametrize("number", [3, 12])
+@pytest.mark.parametrize("number", [3, pytest.param(12, marks=soak)])
 def test_the_reference_reads_what_generate_writes(number: int, prompts: list[Prompt], reference: Reference) -> None:
     answer = reference.generate(prompts[number], 16)
     assert compare(prompts[number], answer, reference) == []
