@@ -16,7 +16,7 @@ from tandem.net.rpc import open_client_channel
 from tandem.protocol.generated.tandem.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from tandem.protocol.lifecycle.events import LifecycleEvent
 
-REQUESTS = 120
+REQUESTS = 75
 AT_ONCE = 24
 IN_PREFILL_TRIES = 20
 STORMS = 8

@@ -1,7 +1,7 @@
 """Two prefill and two decode workers: whichever dies or is suspended, every stream continues with the same tokens.
 
-Runs in `make soak` only: `test_killed_workers.py` and `test_processes_that_hang.py` have each kind of fault in a smaller
-cluster. TANDEM_FAULT_SAVE=1 saves the measurements of the restarts.
+Runs in `make soak` only; `test_killed_workers.py` and `test_processes_that_hang.py` have such faults in smaller clusters.
+TANDEM_FAULT_SAVE=1 saves the measurements of the restarts.
 """
 
 from __future__ import annotations
