@@ -1,6 +1,6 @@
 """Two prefill and two decode workers: whichever dies or is suspended, every stream continues with the same tokens.
 
-Runs in `make soak` only; `test_killed_workers.py` and `test_processes_that_hang.py` have such faults in smaller clusters.
+Runs in `make soak` only; `test_killed_workers.py` and `test_processes_that_hang.py` have such faults for `make test`.
 TANDEM_FAULT_SAVE=1 saves the measurements of the restarts.
 """
 
