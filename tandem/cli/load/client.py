@@ -84,8 +84,8 @@ class Client(Protocol):
     async def ask(self, ready: Ready, start: float, deadline_s: float) -> RequestRecord:
         """Send `ready` immediately, and return its record when it has ended.
 
-        The record's times are relative to `start`, a time of `time.monotonic`. If the request has not ended `deadline_s`
-        seconds after `start`, it counts as failed.
+        The record's times are relative to `start`, a time of `time.monotonic`. A request that has not
+        ended `deadline_s` seconds after `start` counts as failed.
         """
 
     async def close(self) -> None:
