@@ -60,7 +60,7 @@ def check_endpoint(endpoint: str) -> None:
         import opentelemetry.sdk.trace  # noqa: F401
     except ImportError as error:
         missing = f"{SETTING} needs OpenTelemetry's SDK ({error.name} is not installed)"
-        raise FailedPrecondition(f"{missing}; pip install '.[otlp]' in Tandem's folder") from None
+        raise FailedPrecondition(f"{missing}; pip install 'tandem[otlp]'") from None
 
 
 def otlp_exporter(endpoint: str, router_id: str) -> TraceExporter:
