@@ -236,5 +236,5 @@ def _pictures() -> ModuleType:
     try:
         from tandem.cli.load import pictures
     except ModuleNotFoundError:
-        raise InvalidArgument("--plot", "needs matplotlib; pip install 'tandem[plots]'") from None
+        raise InvalidArgument("--plot", "needs matplotlib; pip install '.[plots]' in Tandem's folder") from None
     return pictures

@@ -66,7 +66,6 @@ def test_8_bit_kv_takes_its_bytes_with_scales() -> None:
 def test_effects_are_those_of_steps_with_the_bits_that_are_held() -> None:
     """Embeddings stay in 16 bits, and scales take 4 bytes a row or a head."""
     from tandem.capacity.plan.inputs import PlanInputs
-
     from tandem.capacity.planner.demand import Demand, LatencyTargets
     from tandem.capacity.simulation.hardware import roofline
     from tandem.cost_model.devices import device_kind
