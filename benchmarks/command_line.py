@@ -92,9 +92,10 @@ def above_0(text: str) -> float:
 def misplaced_options(
     parser: argparse.ArgumentParser, parsed: argparse.Namespace, group: argparse._ArgumentGroup, option: str, on: bool
 ) -> None:
-    """End the program if an option of `group` differs from its default although `option` excludes the group.
+    """End the program with an error if an option of `group` is given that cannot be combined with `option`.
 
-    If `on`, the options of the group are valid only without `option`; otherwise only with it.
+    An option counts as given if its value is not its default. `on` is True if `option` is given: the options of the
+    group are then invalid. If `on` is False, they are invalid without `option`.
     """
     given = [
         action.option_strings[0]

@@ -97,7 +97,7 @@ _ENGINE |= {
     for scheme, ratios in _TIMES_16_BITS.items()
 }
 _STEPS = Floor(1.03, at_most=True)
-"""The bound of a step with transfers: at most 3 % longer than a step without."""
+"""Maximum duration of a step during transfers ÷ that of a step without them."""
 _KV_TWO_GPUS: Floors = {
     "transfer_bw_ratio_one_page": Floor(0.60),
     "transfer_bw_ratio_2048": Floor(0.90),
@@ -125,7 +125,7 @@ def check(folder: Path = RESULTS) -> int:
 
 
 def _judge(folder: Path) -> Iterator[tuple[bool, str]]:
-    """Yield whether a run holds its floors, and a line of text.
+    """Yield True if a run meets its floors, else False, with a line of text about it.
 
     The runs are the newest of each benchmark, model and hardware.
     """

@@ -72,7 +72,7 @@ def graph_seconds(launch: Callable[[int], object], repeats: int) -> float:
 
 
 def race(contestants: Mapping[str, Contestant]) -> dict[str, float]:
-    """Return the median device time of each contestant in microseconds; contestants alternate on a heated chip.
+    """Return the median device time of each contestant in microseconds; they run in turn on a heated chip.
 
     A kernel measured after a pause, such as a compilation, would run above the clock that the power limit sustains.
     """

@@ -25,7 +25,7 @@ from tandem.cli.load.workload import Source, parse_rates
 from tandem.protocol.errors import InvalidArgument
 
 CELLS = (SloCell("good_1000_25", 1.0, 0.025, 95), SloCell("good_300_60", 0.3, 0.060, 95))
-"""SLO cells: limits of TTFT in ms, and of a request's 95th-percentile ITL in ms."""
+"""Goodput cells: name, maximum TTFT and maximum 95th-percentile ITL of a request, both in seconds."""
 
 Row = dict[str, object]
 

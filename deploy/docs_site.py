@@ -1,7 +1,7 @@
-"""Hooks of MkDocs: links from pages to files of the repository, and the list of decisions.
+"""Hooks of MkDocs, which replace links to source files and add the decision pages to the navigation.
 
-Pages link to source files, which the site does not contain. On the site such a link becomes its text and the file's
-path.
+Pages link to source files, which the site does not contain. On the site, a link to a source file becomes the link's
+text and the file's path.
 """
 
 import re
@@ -23,12 +23,15 @@ def on_config(config: Any, **_: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Return a page's Markdown without links that lead out of the site."""
+    """Return a page's Markdown without links to files of the repository that are not on the site."""
     return without_outer_links(markdown, PurePosixPath(page.file.src_uri))
 
 
 def without_outer_links(markdown: str, page: PurePosixPath) -> str:
-    """Replace links of `page` (a path below docs/) to folders and to files outside of docs/."""
+    """Return the Markdown with links to folders, and to files outside of docs/, replaced by text.
+
+    `page` is the path of the page below docs/, to which its links are relative.
+    """
 
     def replaced(link: re.Match[str]) -> str:
         text, target, _ = link.groups()

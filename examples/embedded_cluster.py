@@ -1,4 +1,4 @@
-"""Starts a cluster from Python, asks it and stops it: `python examples/embedded_cluster.py [MODEL]`.
+"""Starts a cluster from Python, sends it a prompt and stops it: `python examples/embedded_cluster.py [MODEL]`.
 
 MODEL is a folder in Hugging Face layout or a GGUF file; without it the small model of `make run` is served.
 """

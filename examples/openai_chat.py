@@ -1,4 +1,4 @@
-"""Asks for a chat answer, whole and streamed: `python examples/openai_chat.py [http://127.0.0.1:8000/v1]`."""
+"""Requests a chat answer, whole and streamed: `python examples/openai_chat.py [http://127.0.0.1:8000/v1]`."""
 
 import os
 import sys

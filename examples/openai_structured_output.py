@@ -1,4 +1,4 @@
-"""Asks for an answer that follows a JSON schema: `python examples/openai_structured_output.py [BASE_URL]`."""
+"""Requests an answer that follows a JSON schema: `python examples/openai_structured_output.py [BASE_URL]`."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Asks with Tandem's own Python client, over gRPC: `python examples/python_client.py [127.0.0.1:50051]`."""
+"""Sends a prompt with Tandem's Python client, over gRPC: `python examples/python_client.py [127.0.0.1:50051]`."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Loads and unloads adapters in a running cluster, and compares its answers with models that have them merged."""
+"""Loads and unloads adapters in a running cluster, and compares its answers with those of merged models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TIMEOUT_S = 60.0
 
 @dataclass
 class AdapterClient:
-    """An operator of a cluster that serves a tiny model, and writes adapters for it into `folder`."""
+    """Writes adapters for a tiny model into `folder`, and operates the cluster that serves the model."""
 
     cluster: Any
     family: str

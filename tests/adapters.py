@@ -57,7 +57,7 @@ class TinyAdapter:
     def merged(self, folder: Path, scale: Callable[[str], float] | None = None) -> Path:
         """Write the model with W + scale · B · A in place of W.
 
-        The scale is alpha / rank, or `scale` of the module's name.
+        The scale is alpha / rank or, if given, `scale(module name)`.
         """
         write_tiny_model(folder, self.family, **self.changes)
         tensors = random_weights(json.loads((folder / "config.json").read_text()))

@@ -37,7 +37,7 @@ class Pair:
 
 
 class Authority:
-    """A certificate authority with a key of its own."""
+    """A certificate authority and its private key."""
 
     def __init__(self, name: str) -> None:
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])

@@ -68,7 +68,7 @@ They run in any process, and last in their folder, so that the other files start
 """
 SHARING_NOTHING = {"test_cluster_life.py", "test_cpu_machines.py", "test_families.py", "test_model_of_the_cluster.py"}
 """Long files whose tests share no cluster or fixture, so that each test may run in any process."""
-EACH_VALUE_ONCE = (HERE / "kernels", HERE / "unit" / "worker" / "speculation")
+EACH_VALUE_ONCE = (HERE / "kernels", HERE / "unit" / "worker" / "adapters", HERE / "unit" / "worker" / "speculation")
 """Folders whose tests combine many parameter values, and are slow without a GPU."""
 GPU_FOLDERS = {"gpu", "kernels"}
 COMPILE = """

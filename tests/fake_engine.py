@@ -41,12 +41,12 @@ FACTS = ModelFacts("fake", VOCAB, max_context=256, eos_token_ids=(EOS,), dtype="
 
 
 class ComputedStep(NamedTuple):
-    """The rows of a computed step, for tests; it keeps no request alive."""
+    """The rows of a computed step, without the objects that would keep requests in memory."""
 
     rows: Sequence[StepRow]
     """The rows, without histories and scores."""
     newest_rows: int
-    """The number of rows of one token that verify no draft token."""
+    """Number of decode rows, without the rows that verify draft tokens."""
 
     @classmethod
     def of(cls, batch: StepBatch) -> "ComputedStep":
@@ -180,7 +180,9 @@ class FakeEngine:
 
 
 def next_token(context: list[int], draw: int, prompt_tokens: int = 0, *, barred: Set[int] = frozenset()) -> int:
-    """Return the next token; with penalties, `prompt_tokens` is the length of the prompt.
+    """Return the token after `context`, a hash of the arguments.
+
+    `prompt_tokens` is the prompt's length if there are penalties, else 0.
 
     EOS is returned only if all other tokens are barred, as at the end of a grammar; otherwise tests end an answer by
     `stop_token_ids`.

@@ -1,4 +1,4 @@
-"""A Ray node for tests, as an administrator would start it: small, with a token, and without anything of Tandem."""
+"""A small Ray node for tests, as an administrator would start it: with a token, without Tandem's settings."""
 
 from __future__ import annotations
 

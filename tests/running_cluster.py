@@ -19,7 +19,7 @@ from tandem.settings.cluster import ClusterSettings
 from tandem.settings.planner import PlannerMode, PlannerSettings
 
 IDLE_WITHIN_S = 120.0
-"""Seconds, longer than any lease and quarantine: pages that are not free by then never will be."""
+"""Seconds until all pages must be free, longer than any lease and quarantine last."""
 
 
 class RunningCluster:

@@ -1,4 +1,4 @@
-"""A model with constructed weights that calls the first tool it knows, and repeats a word of the tool's result.
+"""A model with constructed weights that calls the first tool that it knows, and repeats a word of the tool's result.
 
 The model is a Llama of one layer. Each head finds one token anywhere in the context: the name of a tool in the list of
 tools, the beginning of a tool's result, or the word that the result should have. The last token and what the heads
@@ -33,7 +33,7 @@ _SLOWEST = 7
 """The dimension of a head that RoPE rotates least: by 1e-5 over the longest context."""
 _ROPE_THETA = 1e12
 _FOUND = 5.0
-"""Gain of the keys: a token that a head looks for gets e^80 times the weight of any other token."""
+"""Scale of the keys: a token that a head searches for gets e^80 times the attention weight of any other token."""
 _PIECE_CHARS = 12
 
 
@@ -42,7 +42,7 @@ def write_tool_calling_model(
 ) -> Path:
     """Write the model into `folder`; `calls` has the arguments of the call of each tool, by the tool's name.
 
-    `tokenizer` is the folder of a tokenizer, that of SmolLM2, to which the model adds tokens; `context` is in tokens.
+    `tokenizer` is the folder of SmolLM2's tokenizer, which is copied with additional tokens; `context` is in tokens.
     """
     folder.mkdir(parents=True, exist_ok=True)
     made = _Chains(Tokenizer.from_file(str(tokenizer / "tokenizer.json")), calls, word)

@@ -1,4 +1,4 @@
-"""Compares the engine with transformers on a CPU, or a GGUF file served from its own codes with the same in bfloat16.
+"""Compares the engine with transformers on a CPU, or a GGUF file's quantized weights with the same in bfloat16.
 
 Both sides use the same model, dtype and threads in one process. They alternate, so that noise of the machine affects
 both alike, and medians are compared. Decode times exclude the prefill on both sides. Ratios are the engine's speed /
@@ -35,7 +35,7 @@ from tandem.protocol.messages import SamplingParams
 DTYPES = ("float32", "bfloat16")
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 _BYTES = 1 << 28
-"""Bytes of the array for the read bandwidth, far more than the caches hold."""
+"""Size of the array for measuring the read bandwidth, in bytes; far more than the caches hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class Engine:
         return (time.perf_counter() - started) / (new_tokens - 1), answers
 
     def weight_bytes(self) -> int:
-        """Return 0, because the bytes that a step reads are not compared between two engines."""
+        """Return 0, because this is not compared between two engines."""
         return 0
 
     def kv_bytes(self, tokens: int) -> int:
@@ -196,7 +196,7 @@ def print_table(peer: str, dtype: str, compared: Sequence[Comparison], bandwidth
 
 
 def as_result(compared: Sequence[Comparison], bandwidth: float, suffix: str) -> dict[str, object]:
-    """Return the ratios and the times behind them as JSON; `suffix` is appended to their names."""
+    """Return the ratios, and the times from which they are computed, as JSON; `suffix` is appended to their names."""
     result: dict[str, object] = {each.name + suffix: round(each.ratio, 3) for each in compared}
     for each in compared:
         name = each.name.replace("ratio_", "") + suffix
@@ -211,7 +211,7 @@ def as_result(compared: Sequence[Comparison], bandwidth: float, suffix: str) -> 
 def measure(options: argparse.Namespace) -> Measured:
     """Compare both sides in one dtype or both.
 
-    Raises InvalidArgument if codes are to be compared but the model has none.
+    Raises InvalidArgument if quantized weights are to be compared but the model has none.
     """
     file = options.model or find_default_model()
     folder = prepare_model(file)
@@ -251,7 +251,7 @@ def _sum(values: Any) -> Any:
 
 
 def read_bandwidth(threads: int, rounds: int = 7) -> float:
-    """Return the bandwidth in GB/s at which `threads` threads read together, the best of `rounds`."""
+    """Return the total read bandwidth of `threads` threads in GB/s: the best of `rounds` measurements."""
     values = np.ones(_BYTES // 4, dtype=np.float32)
     parts = np.array_split(values, threads)
     _sum(parts[0][:16])

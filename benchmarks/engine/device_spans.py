@@ -39,7 +39,7 @@ def record_spans(run: Callable[[], object]) -> list[Span]:
 
 
 def last_steps(spans: Sequence[Span], steps: int, of: int) -> Sequence[Span]:
-    """Return the spans of the last `steps` of `of` steps, all of which launch the same kernels."""
+    """Return the spans of the last `steps` of `of` recorded steps, all of which launch the same kernels."""
     return spans[len(spans) * (of - steps) // of :]
 
 
@@ -49,12 +49,15 @@ def idle_share(spans: Sequence[Span]) -> float:
 
 
 def idle_share_next_to_copies(spans: Sequence[Span]) -> float:
-    """Return the share of idle time next to copies only: a decode step begins and ends with a copy."""
+    """Return the share of the time that is idle before or after a copy, i.e. between decode steps.
+
+    A decode step begins and ends with a copy.
+    """
     return sum(gap for gap, next_to_copy in _gaps(spans) if next_to_copy) / _whole(spans)
 
 
 def added_time(spans: Sequence[Span]) -> dict[str, float]:
-    """Return, by kernel name, the microseconds that a kernel runs after the end of all earlier kernels."""
+    """Return, by kernel name, the total microseconds by which kernels end later than all kernels before them."""
     added: dict[str, float] = defaultdict(float)
     for span, ended in zip(spans, chain((spans[0].start,), _ends(spans)), strict=False):
         added[span.name] += max(0.0, span.end - max(span.start, ended))

@@ -25,12 +25,12 @@ from tandem.protocol.messages import SamplingParams
 
 _GREEDY = SamplingInput(SamplingParams(max_tokens=1, temperature=0.0), 0)
 DECODE_STEPS = 48
-"""Timed steps of a decode measurement; the context grows, and reaches the given length in the middle."""
+"""Timed steps of a decode measurement; the context grows by a token per step and has the given length in the middle."""
 _SAMPLED = SamplingParams(max_tokens=1, temperature=0.8, top_k=50, top_p=0.95)
 
 
 class GpuEngine:
-    """A model runner that serves rows by index, with pages assigned row by row."""
+    """A model runner whose requests are rows 0, 1, …, with pages assigned row by row."""
 
     def __init__(self, runner: ModelRunner, adapters: Sequence[int] = (0,)) -> None:
         """Assign `adapters`, given by their numbers, to the rows in turn."""
@@ -45,7 +45,10 @@ class GpuEngine:
     def decode_seconds(
         self, batch: int, context: int, steps: int = DECODE_STEPS, warm: int = 8, sampled: bool = False
     ) -> float:
-        """Return the seconds per step of `batch` rows around `context` tokens. Each step is launched one ahead."""
+        """Return the seconds per step of `batch` rows around `context` tokens.
+
+        Each step is launched before the results of the previous one are read.
+        """
         timed = self.decode_steps(batch, context - steps // 2 - warm, warm + steps, sampled)
         for _ in range(warm):
             next(timed)
@@ -106,7 +109,7 @@ class GpuEngine:
         return graph
 
     def graph_seconds(self, contexts: Sequence[int]) -> float:
-        """Return the device time of such a step in seconds, measured by replaying its CUDA graph back to back."""
+        """Return the device time of a step whose rows have these contexts, in seconds, by replaying its CUDA graph."""
         return median_seconds(self.graph(contexts).graph.replay, rounds=30)
 
     def prefill_seconds(self, rows: int, tokens: int, rounds: int = 9) -> float:

@@ -265,7 +265,7 @@ def _attention(shape: AttentionShape, kv_dtype: torch.dtype, copy: float) -> Fig
 
 
 def _latents(spec: ModelSpec, copy: float) -> Figures:
-    """Measure the model's latent decode attention, with and without the matrix products before and after it."""
+    """Measure the decode attention of a model with latent attention, with and without the products around it."""
     found: Figures = {}
     for rows, tokens in ATTENTIONS:
         size = latent.Size(rows, tokens, spec.latent_shapes[0])

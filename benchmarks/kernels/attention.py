@@ -2,9 +2,9 @@
 
 `--kv-cache-dtype int8` measures attention over 8-bit keys and values.
 
-Every plan of a short list runs at every size, in a CUDA graph whose calls read more cache than L2 holds. The sizes have
-rows of equal length, of lognormal lengths as in conversations, and one long row among short ones. Figures are KV bytes
-over time, as shares of the copy bandwidth measured in the same run.
+Every plan of a short list is measured at every size, in a CUDA graph whose calls read more KV than L2 holds. The sizes
+have rows of equal length, of lognormal lengths as in conversations, and one long row among short ones. Figures are KV
+bytes over time, as shares of the copy bandwidth measured in the same run.
 """
 
 import argparse

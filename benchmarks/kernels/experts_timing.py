@@ -25,7 +25,7 @@ FORMS = {
     "fp8_blocks": (Codes.FLOAT8, 128),
     "int4": (Codes.INT4, 128),
 }
-"""The type of codes, and the columns per group; 0 = one scale per row."""
+"""By name: the type of the quantized weights, and the columns per group; 0 = one scale per row."""
 
 
 def _packed(weight: Tensor, form: str) -> PackedWeight:
@@ -41,11 +41,9 @@ _DTYPE = torch.bfloat16
 _EPS = 1e-6
 _COMPILERS = 16
 _INPUTS, _LONG_INPUTS, _LONG = 24, 4, 1024
-"""Steps per graph, each with different tokens; fewer for long steps. Together they read far more than L2 holds."""
+"""Steps per graph: 24, or 4 if a step has at least `_LONG` tokens. Together they read far more than L2 holds."""
 _QUIET = 1e-5
-"""Standard deviation of the down weights: so small that the residual stream, and with it the routing of every replay,
-stays the same.
-"""
+"""Standard deviation of the down weights: so small that replays do not change the hidden states, hence the routing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +90,7 @@ class ExpertLayer:
         return list(_random(1.0, count, tokens, self.shape.hidden).unbind())
 
     def add(self, hidden: Tensor, tile: ExpertTile | None = None, counter: Tensor | None = None) -> None:
-        """Launch one step. Measured steps have a counter, as in the engine."""
+        """Launch one step. `counter` [experts] counts the tokens of each expert; None = a temporary one."""
         tokens = len(hidden)
         slots = torch.arange(tokens, device="cuda")
         used = torch.zeros(self.spec.experts, dtype=torch.int64, device="cuda") if counter is None else counter

@@ -15,7 +15,7 @@ from tandem.engine.kernels.experts.expert_tiles import (
 )
 
 _LONG_AVERAGE = 128
-"""Tokens per expert at which the largest tile is measured."""
+"""Average number of tokens per expert for which the largest tile is tuned."""
 
 GATE_UP = {
     1: [ProductTile(1, 1024, 1, 4), ProductTile(4, 512, 1, 4), ProductTile(2, 2048, 1, 8), ProductTile(4, 1024, 1, 8)],

@@ -1,4 +1,4 @@
-"""Every fused operation of a model's layer beside its unfused form, and the inputs of both.
+"""Compares every fused operation of a model's layer with its unfused form, and makes the inputs of both.
 
 The unfused form is PyTorch's operations one by one, or cuBLAS with the engine's kernels around it.
 """
@@ -71,7 +71,7 @@ class Contest:
     asks_host: bool = False
     """True if the unfused form waits for the device, so that a CUDA graph cannot contain it."""
     heats: bool = False
-    """True if the forms are so compute-intensive that they must alternate on a heated chip, without graphs."""
+    """True if both forms are so compute-intensive that they must run in turn on a heated chip, without graphs."""
 
     def measure(self) -> Comparison:
         """Measure both forms on this process's GPU."""
@@ -93,7 +93,7 @@ class Contest:
 
 
 DECODE_TOKENS = 256
-"""The largest step in which each token is a row of its own; larger steps are one prompt."""
+"""Maximum number of tokens of a decode step, with one row per token; a larger step is one prompt."""
 _DTYPE = torch.bfloat16
 
 _ROTATED_BYTES = 256 << 20

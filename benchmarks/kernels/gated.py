@@ -23,7 +23,7 @@ SHAPES = {"llama-3-8b": (4096, 14336), "llama-3.2-1b": (2048, 8192), "qwen3-0.6b
 """Hidden and intermediate size by shape."""
 TOKENS = (512, 1024, 2048, 4096, 8192)
 TILES = ((256, 192, False), (256, 160, False), (128, 256, False), (256, 128, False), (128, 160, True), (128, 192, True))
-"""(rows, columns, whether two warp groups alternate between tiles of their own)."""
+"""(rows, columns, True if two warp groups compute separate tiles in turn)."""
 CLUSTERS = ((2, 1), (1, 2))
 _WEIGHTS = 2
 

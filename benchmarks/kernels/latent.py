@@ -154,7 +154,7 @@ LARGE = LatentShape(heads=128, latent=512, rope=64, nope=128, v_dim=128, scale=1
 DECODE = ((LITE, 64, 4096), (LITE, 1, 32768), (LITE, 128, 4096), (LARGE, 64, 4096))
 """(shape, rows, context)."""
 PROMPTS = ((0, 2048), (0, 8192), (8192, 2048), (8192, 128))
-"""(tokens already in the cache, tokens of the prompt's chunk)."""
+"""(cached tokens of the prompt, tokens of its chunk)."""
 
 Figures = dict[str, object]
 
@@ -198,7 +198,7 @@ def _decode(copy: float, *, rank_plans: bool) -> Figures:
 
 
 def _prompts() -> Figures:
-    """Measure one chunk of a layer. Launches by the host count where they take longer than the device."""
+    """Measure a layer's attention for one chunk; the time is that of the host's launches where they are slower."""
     matrix = matrix_rate()
     found: Figures = {"matrix_tflops": round(matrix / 1e12, 1)}
     for cached, tokens in PROMPTS:

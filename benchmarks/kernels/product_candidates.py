@@ -34,7 +34,7 @@ def bucket_of(tokens: int) -> int:
 
 
 def candidates(product: Product, tokens: int, early: Sequence[int]) -> list[Tile]:
-    """Return tiles for a bfloat16 weight; `early` has the numbers of bytes of each row to prefetch into L2."""
+    """Return tiles for a bfloat16 weight, one set for each number in `early` of bytes per row to prefetch into L2."""
     if tokens == 1:
         return list(_gemv_candidates(product))
     return [tile for ahead in early for tile in _skinny_candidates(product, tokens, ahead)]
@@ -87,5 +87,8 @@ def _skinny_candidates(product: Product, tokens: int, early: int) -> Iterable[Sk
 
 
 def _splits(tiles: int, steps: int) -> list[int]:
-    """Return the powers of two that split `steps` into at least two per program, for a limited number of programs."""
+    """Return the numbers of splits of a product's `steps` along K to try.
+
+    They are powers of two that leave each split at least two steps, with a limited number of programs.
+    """
     return [s for s in (1, 2, 4, 8) if steps >= 2 * s and (s == 1 or tiles * s <= _MOST_PROGRAMS)]

@@ -28,7 +28,7 @@ EARLY = 512
 """Bytes of a weight row that candidates prefetch into L2."""
 _EPS = 1e-5
 _DEQUANTIZED_FROM = 128
-"""Minimum number of tokens for which the product with a dequantized weight is measured."""
+"""Minimum number of tokens for which the product with a dequantized weight is measured as well."""
 _ROTATED_BYTES = 256 << 20
 """Minimum total size of the weights in a timed graph: five times L2."""
 

@@ -61,9 +61,9 @@ def handover_parts_ms(answers: Sequence[Answer]) -> dict[str, float]:
 def gaps_meeting_transfers_ms(stream: Answer, prompts: Sequence[Answer]) -> list[float]:
     """Return the gaps of `stream` that overlap transfers of `prompts`, in ms, without steps that a request joined.
 
-    Only certain overlaps count: a prompt's timeline has the start of its first write, and start and end of the last
-    chunk's writes; the times of the writes in between are unknown. Tokens arrive later than their steps by a fraction
-    of a step. Arrivals and timelines use the clock of one host.
+    Only overlaps that are certain count: a prompt's timeline has the start of its first write, and the start and end
+    of the last chunk's writes, but not the times of the writes in between. Tokens arrive later than their steps by
+    a fraction of a step. Arrivals and timelines use the clock of one host.
     """
     moving = [span for answer in prompts for span in _moving(answer)]
     joined = {_nearest(stream.moments, answer.moments[-1]) for answer in prompts}

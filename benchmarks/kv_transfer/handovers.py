@@ -109,7 +109,7 @@ async def handovers(client: Asking, settings: Settings) -> Figures:
 async def prefills(client: Asking, settings: Settings) -> Figures:
     """Measure how much transfers slow prefill down, by alternating prompts with and without a transfer.
 
-    A request for 1 token needs no transfer; 2 tokens are the fewest that do. The order alternates from round to round,
+    A request for 1 token needs no transfer, one for 2 tokens does. The order alternates from round to round,
     so that either kind follows the other, and a pause, equally often.
     """
     took: dict[int, list[float]] = {1: [], 2: []}

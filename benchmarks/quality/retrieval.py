@@ -1,10 +1,10 @@
 """Needle retrieval in long contexts by a constructed model: `python -m benchmarks.quality retrieval`.
 
-No model that is small enough for a CPU answers questions about 32,768 tokens. Two layers of one head can copy what
-followed an earlier occurrence of a token (an induction head, arXiv:2209.11895), exactly and at any distance, with
-weights that are written down instead of trained. An answer is therefore wrong only if keys and values are: from a wrong
-position, with a wrong scale, or too coarse. The keys to compare have one coordinate of `OUTLIER` times the size of the
-others, like those of trained models, which is the difficulty for 8-bit codes.
+No model that is small enough for a CPU answers questions about 32,768 tokens. Two layers of one head can copy the token
+that followed an earlier occurrence of a token (an induction head, arXiv:2209.11895), exactly and at any distance, with
+constructed instead of trained weights. An answer is therefore wrong only if keys or values are wrong: read from a wrong
+position, with a wrong scale, or too coarsely quantized. As in trained models, one coordinate of the second layer's keys
+is `OUTLIER` times as large as the others, which makes 8-bit quantization difficult.
 
 16-bit and quantized KV answer the same prompts in one run.
 """
@@ -32,14 +32,14 @@ NUMBER_TOKENS = 6
 KEY = 3
 """The token in front of the number, repeated at the end of the prompt."""
 FIRST_DIGIT, FIRST_HAY = 4, 32
-"""Tokens from `FIRST_DIGIT` on occur only in numbers, tokens from `FIRST_HAY` on only in the surrounding text."""
+"""First token id of the numbers' digits, and first token id of the surrounding text."""
 OUTLIER = 8.0
 HIDDEN, HEAD_DIM = 128, 64
 ROPE_THETA = 1e12
 """RoPE's base: so large that half of a head's coordinate pairs hardly rotate within 65,536 positions."""
 _HALF = HEAD_DIM // 2
 _TURNING = 14
-"""The coordinate pairs that find the previous position; the other pairs compare tokens."""
+"""Number of coordinate pairs of a head that RoPE rotates and that find the previous position; others compare tokens."""
 _CODE = 2 * (_HALF - _TURNING)
 """The number of coordinates of a token's code, each 1 or -1."""
 _TOKEN, _BEFORE, _ONE, _COPIED = 0, _CODE, 2 * _CODE, 2 * _CODE + 1
@@ -47,7 +47,7 @@ _TOKEN, _BEFORE, _ONE, _COPIED = 0, _CODE, 2 * _CODE, 2 * _CODE + 1
 _ALIKE = 12
 """The largest dot product allowed between the codes of two tokens of which one occurs in numbers."""
 _SHARPNESS_BEFORE, _SHARPNESS_SAME = 16.0, 1.0
-"""The score that each pair, or each coordinate of a code, adds.
+"""The attention score that each rotating pair (layer 1) or each coordinate of a code (layer 2) adds.
 
 The attention weights of other positions are then below e^-9 and e^-20.
 """
@@ -113,7 +113,7 @@ def _position_before() -> dict[str, Tensor]:
 def _same_token() -> dict[str, Tensor]:
     """Return the second layer's projections.
 
-    A token attends to those that follow the same token, and copies their code.
+    A token attends to the tokens that followed its earlier occurrences, and copies their code.
     """
     size = math.sqrt(HIDDEN / (2 * _CODE + 1))
     gain = math.sqrt(_SHARPNESS_SAME * math.sqrt(HEAD_DIM)) / size

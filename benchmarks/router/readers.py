@@ -69,7 +69,7 @@ async def _read_grpc(address: str, asked: Asked) -> Answers:
     async with AsyncExitStack() as stack:
         stubs = []
         for _ in range(0, asked.answers, _CALLS_A_CONNECTION):
-            # Channels with a subchannel pool of their own do not share a connection.
+            # Channels with separate subchannel pools do not share a connection.
             own = grpc.aio.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
             stubs.append(inference_pb2_grpc.InferenceStub(await stack.enter_async_context(own)))
         reading = [one(stubs[number // _CALLS_A_CONNECTION]) for number in range(asked.answers)]

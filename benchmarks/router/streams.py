@@ -84,7 +84,7 @@ def running(model: Path, step_s: float, settings: dict[str, Any]) -> Iterator[Ro
 
 
 def messages_a_core(model: Path, kind: str, answers: int, tokens: int) -> float:
-    """Returns messages per second of the router process's CPU time where each token has a message of its own."""
+    """Return the messages per second of the router process's CPU time if each token has its own message."""
     with running(model, _STEP_S, UNCOALESCED) as router:
         read = router.read(kind, answers, tokens)
         return read.messages / router.usage().cpu_s

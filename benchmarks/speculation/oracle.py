@@ -1,7 +1,7 @@
 """Proposers that know the answer, to show what a step gains at a given acceptance rate.
 
-Models with random weights produce no text that a real proposer could guess. Every figure made with these proposers
-names them.
+No real proposer could predict the text of a model with random weights. Every figure made with these proposers names
+them.
 """
 
 import random
@@ -16,12 +16,12 @@ ORACLE = DraftSource(ProposerName.NGRAM, 1)
 class OracleProposer:
     """Proposes each token correctly with probability `alpha`, independently of the others, and a wrong token otherwise.
 
-    With `alpha` 0 every token is wrong. Whether the guess for a position is right depends only on the seed and the
-    position, not on the number of calls, so that runs are reproducible.
+    With `alpha` 0 every token is wrong. Whether the draft token for a position is right depends only on the
+    seed and the position, not on the number of calls, so that runs are reproducible.
     """
 
     def __init__(self, answer_of: Callable[[Hashable], Sequence[int]], alpha: float, seed: int = 0) -> None:
-        """Take `answer_of`, which returns the prompt and the whole answer of the request with a given key."""
+        """`answer_of` returns the prompt and the whole answer of the request with the given key."""
         if not 0 <= alpha <= 1:
             raise ValueError(f"alpha is a probability, not {alpha}")
         self._answer_of = answer_of

@@ -75,12 +75,12 @@ class Chance:
 
 
 WANTED = {1: 4, 8: 3, 32: 3, 64: 2, 128: 1}
-"""The additional number of draft tokens, besides `DRAFTS`, to measure each batch size with."""
+"""By batch size: the number of draft tokens that is measured in addition to `DRAFTS`, and that the table shows."""
 ALPHAS = (0.7, 0.8)
 WARM_UP_STEPS, LEARNING_STEPS = 20, 100
 """Unmeasured steps: with a fixed number of draft tokens, and with a number that the worker has to learn."""
 _PROMPT_STEPS = 100
-"""Additional steps beyond those that a batch's prompts take, in which other requests already decode."""
+"""Steps for which answers are made longer, because requests decode while the prompts of others are computed."""
 _POLL_S = 0.002
 
 Figures = dict[str, object]

@@ -27,7 +27,7 @@ from tandem.metrics.scrape import Scrape, ScrapeInterval
 from tandem.protocol.errors import InvalidArgument
 
 _PARTS_BITS = 16
-"""Bits for the number of a load: more than rows times loads times classes."""
+"""Bits of a load's number in its token seed; enough for rows × loads × classes."""
 _CLASSES_MAX = 4
 CELLS = len(standard_cells(1.0))
 """The number of SLO cells of the table."""
@@ -85,7 +85,7 @@ class Run:
                         yield Turn(row, offer, rate, part)
 
     def _rate(self, offer: Offer, part: Part, number: int) -> float | None:
-        """Return rate number `number` of a part; None = it was measured already or does not exist."""
+        """Return the rate of load `number` of a part; None = it was measured already, or there is no such load."""
         if self._rates:
             rate = self._rates[number]
             return None if any(load["rate"] == rate for load in part.loads()) else rate
@@ -165,7 +165,7 @@ class Run:
     def unloaded_step_s(self) -> float | None:
         """The idle cluster's decode step in seconds, which defines the strict cell.
 
-        None = no start has measured it yet. Raises InvalidArgument if the file is damaged.
+        None = it was not measured yet. Raises InvalidArgument if the file is damaged.
         """
         if not self._step_file.exists():
             return None
@@ -175,7 +175,10 @@ class Run:
         return step_s
 
     def _unloaded_step(self, target: Target) -> float:
-        """Return that step, measured once for all starts, because the strict cell must be the same for every row."""
+        """Return the idle cluster's decode step in seconds, measured by the first start of the command only.
+
+        The strict cell must be the same for every row.
+        """
         if (known := self.unloaded_step_s) is not None:
             return known
         step_s = warm_up(target)

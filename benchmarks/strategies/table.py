@@ -11,7 +11,7 @@ from tandem.protocol.errors import InvalidArgument
 
 _COLOCATED_SIGN = "colocated"
 _NOT_ALIKE = "_not_swept_alike"
-"""Suffix of a relation's name, for the list of cells in which the relation cannot be determined."""
+"""Suffix of a ratio's name, for the list of cells in which the ratio cannot be computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def invalid_loads(rows: Sequence[Row]) -> list[str]:
 
 
 def relations(rows: Sequence[Row], rate: float) -> dict[str, object]:
-    """Return disaggregated / shared, and adaptive / the best of the others, if both sides were measured."""
+    """Return the ratios disaggregated ÷ colocated and adaptive ÷ the best other row, if both sides were measured."""
     by_kind = {row.strategy.kind: row for row in rows}
     found: dict[str, object] = {}
     apart, shared, adaptive = (by_kind.get(kind) for kind in (DISAGGREGATED, SHARED, ADAPTIVE))
@@ -116,7 +116,7 @@ def relations(rows: Sequence[Row], rate: float) -> dict[str, object]:
 
 
 def _over_best(name: str, ours: Row, others: Sequence[Row]) -> dict[str, object]:
-    """Return the ratios by cell, and the names of cells in which the rows were not swept alike."""
+    """Return the goodput of `ours` ÷ the best of `others` by cell, and the cells that cannot be compared."""
     alike = {cell: swept_alike([ours, *others], cell) for cell in ours.goodput}
     ratios = {
         cell: _ratio(goodput, max(row.goodput[cell] for row in others))

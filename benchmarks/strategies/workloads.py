@@ -14,7 +14,7 @@ _SIGMA = 0.8
 """Standard deviation of the logarithm of lengths: half of them are within a factor of 1.7 of the median."""
 _TRACE_RATE = 0.5
 _TRACE_RATES = {"mooncake-conversation": 0.125}
-"""First rates of traces, whose prompts of up to a whole context keep a worker busy for half a second."""
+"""First rates of traces with very long prompts, each of which keeps a worker busy for half a second."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ DASHBOARDS: tuple[Dashboard, ...] = (serving.DASHBOARD, phases.DASHBOARD, worker
 
 
 def text_of(dashboard: Dashboard) -> str:
-    """Return the content of the dashboard's file."""
+    """Return the dashboard as the text of its JSON file."""
     return json.dumps(dashboard.as_json(), indent=1) + "\n"
 
 

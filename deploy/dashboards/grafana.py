@@ -23,7 +23,7 @@ Json = dict[str, Any]
 
 
 class Kind(StrEnum):
-    """The panel types, by Grafana's names."""
+    """Grafana's panel types; the values are the names in its JSON."""
 
     LINES = "timeseries"
     NUMBER = "stat"
@@ -32,7 +32,7 @@ class Kind(StrEnum):
 
 
 class Unit(StrEnum):
-    """The units, by Grafana's names."""
+    """Grafana's units; the values are the names in its JSON."""
 
     SECONDS = "s"
     REQUESTS = "reqps"
@@ -57,7 +57,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A panel of a dashboard; `about` is its description, and `width` is in Grafana's 24 columns."""
+    """A panel of a dashboard; `about` is its description, and `width` is a number of Grafana's 24 columns."""
 
     title: str
     unit: Unit
@@ -79,7 +79,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Dashboard:
-    """A page of rows; `name` is the name of its file and part of its address in Grafana."""
+    """A Grafana dashboard: rows of panels. `name` is the name of its file and part of its address in Grafana."""
 
     name: str
     title: str
@@ -120,7 +120,11 @@ def _variables() -> list[Json]:
 
 
 def _variable(name: str, label: str, family: Family, matchers: str = "", everything: str = ".*") -> Json:
-    """Return a variable with the values of a label. By default, "All" also matches series without the label."""
+    """Return a dashboard variable with which the user selects values of the metric label `name`.
+
+    The choices are the values in the series of `family` that `matchers` select. `everything` is the regular expression
+    of the choice "All"; by default it also matches series without the label.
+    """
     selected = f"{family.full_name}{{{matchers}}}" if matchers else family.full_name
     return {
         "name": name,
@@ -138,7 +142,7 @@ def _variable(name: str, label: str, family: Family, matchers: str = "", everyth
 
 
 def _panels(rows: Sequence[Row]) -> Iterator[Json]:
-    """Yield the rows and panels from top to bottom, numbered from 1."""
+    """Yield the JSON of the rows and panels from top to bottom; ids start at 1, folded rows contain their panels."""
     number, top = 1, 0
     for row in rows:
         head: Json = {"id": number, "type": "row", "title": row.title, "collapsed": row.folded, "panels": []}

@@ -1,4 +1,4 @@
-"""A sequence of loads of several SLO classes, which gives every panel of the dashboards something to show."""
+"""A sequence of loads with several SLO classes, so that every panel of the dashboards has data."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tandem.cli.load.target import Target
 from tandem.cli.load.workload import Block, Workload
 
 _SHARED = Block(1 << 40, 96)
-"""The common prefix of every second prompt; no other block has its key."""
+"""The common prefix of every second prompt. Its key differs from those of all other blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of the load with one SLO class.
+    """A section of the load, whose requests all have the same SLO class.
 
-    `rate` is in requests per second, and `share` is the part's share of the total time.
+    `rate` is in requests per second, and `share` is the section's fraction of the total time.
     """
 
     slo_class: str
@@ -34,11 +34,17 @@ PARTS = (
     Part("balanced", 0.15, 2.0, Synthetic(Lengths(60, 0.5), Lengths(10, 0.5))),
     Part("best_effort", 0.25, 2.0, Synthetic(Lengths(60, 0.5), Lengths(30, 0.3))),
 )
-"""Short and long requests, steady and in bursts, with and without targets, for a small model on a few cores."""
+"""The sections in order: short and long requests, steady and in bursts, with and without latency targets.
+
+The rates suit a small model on a few cores.
+"""
 
 
 def run_mixed(target: Target, seconds: float, seed: int, clients: int = 2) -> dict[str, list[RequestRecord]]:
-    """Run all parts, and return the requests by class. Takes `seconds`, plus the time of the last answers."""
+    """Run all parts one after another, and return the records of their requests by SLO class.
+
+    The due times cover `seconds`; each part then also waits for its last answers.
+    """
     found: dict[str, list[RequestRecord]] = {}
     for number, part in enumerate(PARTS):
         workload = _half_shared(part.source.at(part.rate, part.share * seconds, seed + number))
@@ -48,7 +54,7 @@ def run_mixed(target: Target, seconds: float, seed: int, clients: int = 2) -> di
 
 
 def since_sent(records: Sequence[RequestRecord]) -> list[RequestRecord]:
-    """Return the records with the send time in place of the due time, because a router observes only the send time."""
+    """Return the records with the due time replaced by the send time, because a router does not know due times."""
     return [replace(record, due_s=record.sent_s) for record in records]
 
 

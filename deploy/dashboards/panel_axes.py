@@ -12,14 +12,14 @@ from matplotlib.ticker import EngFormatter, Formatter, FuncFormatter
 from deploy.dashboards.panels import Curve, Shown, TimeRange
 
 _SCALED = {"s": "s", "bytes": "B", "Bps": "B/s", "flops": "FLOP/s"}
-"""The text of each Grafana unit that takes SI prefixes; `_PLAIN` has the units without prefixes."""
+"""Axis text of the Grafana units that are shown with SI prefixes; `_PLAIN` has the units without prefixes."""
 _PLAIN = {"reqps": "req/s", "cps": "/s"}
 _SMALL, _TITLE, _BIG = 6.5, 9, 20
 _LEGEND_MAX = 8
 
 
 def draw_panel(axes: Axes, shown: Shown, time_range: TimeRange) -> None:
-    """Draw a panel. Times on the axis are seconds after the start of `time_range`."""
+    """Plot a panel. Times on the axis are seconds after the start of `time_range`."""
     start = time_range.start
     axes.set_xlim(0, time_range.end - start)
     axes.set_title(shown.title, fontsize=_TITLE, loc="left")
@@ -81,9 +81,10 @@ def _table(axes: Axes, curves: Sequence[Curve]) -> None:
 
 
 def _heatmap(axes: Axes, curves: Sequence[Curve], start: float) -> None:
-    """Draw a histogram's buckets over time.
+    """Draw a histogram's buckets over time, as a heat map.
 
-    Buckets are cumulative, so each is shown without those below it. The last bucket has no upper bound.
+    Prometheus' buckets are cumulative, so the counts of the next lower bucket are subtracted from each. The last bucket
+    has no upper bound and is not drawn.
     """
     rising = sorted(curves, key=lambda curve: float(curve.name))
     moments = sorted({at for curve in rising for at, _ in curve.series.points})
@@ -100,7 +101,7 @@ def _heatmap(axes: Axes, curves: Sequence[Curve], start: float) -> None:
 
 
 def _on(moments: Sequence[float], curve: Curve) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Return the curve's values at these moments; NaN = the curve has no value there."""
+    """Return the curve's values at the given Unix times; NaN where the curve has no finite value."""
     have = dict(curve.series.points)
     found = [have.get(at, math.nan) for at in moments]
     return np.array([value if math.isfinite(value) else math.nan for value in found])

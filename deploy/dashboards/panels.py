@@ -17,7 +17,10 @@ _NAME = "__name__"
 
 @dataclass(frozen=True, slots=True)
 class TimeRange:
-    """The time to show: from `start` to `end` in Unix seconds, rates over `rate_s`, one point every `step_s`."""
+    """The time range of a dashboard, from `start` to `end` in Unix seconds, with one point every `step_s` seconds.
+
+    Rates are computed over `rate_s` seconds.
+    """
 
     start: float
     end: float
@@ -27,7 +30,7 @@ class TimeRange:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A series with its legend text."""
+    """A series of a panel; `name` is its text in the legend."""
 
     name: str
     series: Series
@@ -35,7 +38,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A panel as in the dashboard's file, and the resulting series of each of its queries."""
+    """A panel with its data: its JSON in the dashboard's file, and the series that each of its queries returned."""
 
     panel: Mapping[str, Any]
     answers: tuple[tuple[Curve, ...], ...]
@@ -47,7 +50,7 @@ class Shown:
 
     @property
     def empty(self) -> list[str]:
-        """The queries whose result has no number."""
+        """The queries of the panel that returned no finite value."""
         found = zip(self.panel["targets"], self.answers, strict=True)
         return [target["expr"] for target, curves in found if not any(curve.series.finite for curve in curves)]
 
@@ -66,9 +69,9 @@ def names() -> list[str]:
 def show(
     dashboard: Mapping[str, Any], prometheus: Prometheus, time_range: TimeRange, *, folded_row: str | None = None
 ) -> Iterator[Shown]:
-    """Yield every panel with the results of its queries, with all variables set to "All".
+    """Run the queries of a dashboard with all variables set to "All", and yield each panel with its results.
 
-    The panels are those outside of folded rows, or those of the folded row with the title `folded_row`.
+    The panels are those outside of folded rows or, if `folded_row` is given, those of the folded row with that title.
     """
     chosen = {each["name"]: each.get("allValue", "") for each in dashboard["templating"]["list"]}
     rows = {panel["title"]: panel["panels"] for panel in dashboard["panels"] if panel["type"] == "row"}

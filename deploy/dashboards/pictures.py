@@ -34,7 +34,7 @@ OUT = Path(__file__).parents[2] / "docs" / "pictures"
 _PROCESSES, _SEED, _DPI = 3, 31, 80
 _COLUMNS, _WIDTH_IN, _LINE_IN = 24, 19.0, 0.27
 _MARGIN_X, _MARGIN_TOP, _MARGIN_BOTTOM = 0.045, 0.9, 0.8
-"""Margins of each panel: horizontally as shares of the panel's width, above and below in grid lines."""
+"""Margins around each panel: left and right as a fraction of the figure's width, above and below in grid lines."""
 _HEAD_LINES = 2
 _POINTS = 150
 
@@ -57,7 +57,7 @@ def draw(dashboard: dict[str, Any], prometheus: Prometheus, time_range: TimeRang
 
 
 def _place(place: dict[str, int], lines: int) -> tuple[float, float, float, float]:
-    """Return a panel's left, bottom, width and height as shares of the figure."""
+    """Return a panel's left, bottom, width and height as fractions of the figure, for its `place` in Grafana."""
     top = place["y"] + _HEAD_LINES
     return (
         place["x"] / _COLUMNS + _MARGIN_X * 0.8,
@@ -69,7 +69,7 @@ def _place(place: dict[str, int], lines: int) -> tuple[float, float, float, floa
 
 @contextmanager
 def _own_run(arguments: argparse.Namespace) -> Iterator[tuple[Prometheus, float]]:
-    """Yield a Prometheus that has scraped a cluster under load, and the start time of the load."""
+    """Run a cluster under load, and yield a Prometheus that has scraped it and the load's start in Unix seconds."""
     config = ClusterSettings.of(
         prepare_model(find_default_model()),
         dtype="float32",

@@ -7,7 +7,7 @@ from tandem.metrics.family import Family
 
 
 def _process(name: str) -> Selection:
-    """Select a metric that all processes of a cluster export; Prometheus' own processes have no label `worker`."""
+    """Select the series of a standard process metric that belong to Tandem, which have the label `worker`."""
     return Selection(f'{name}{{namespace=~"$namespace",model=~"$model",worker!=""}}')
 
 

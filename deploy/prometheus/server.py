@@ -1,4 +1,4 @@
-"""Runs a Prometheus on this host that scrapes a cluster with this repository's rules, and queries it."""
+"""Runs and queries a Prometheus on this host that scrapes a cluster and evaluates the repository's rules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tandem.protocol.errors import DeadlineExceeded, FailedPrecondition, Unavail
 
 RULES = Path(__file__).parent / "rules.yaml"
 NAMESPACE = "tandem"
-"""The value of the label `namespace`, in place of a Kubernetes namespace."""
+"""The value of the label `namespace`, which on Kubernetes is the Kubernetes namespace."""
 _HOST = "127.0.0.1"
 _READY_S, _STOP_S, _ANSWER_S, _POLL_S = 30.0, 10.0, 10.0, 0.2
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -69,7 +69,7 @@ class Prometheus:
         self.address = address
 
     def at(self, expression: str, when: float | None = None) -> list[Series]:
-        """Evaluate an expression at the time `when`, by default now.
+        """Return the value of a PromQL expression at the Unix time `when`, by default now: one point per series.
 
         Raises FailedPrecondition if Prometheus rejects it.
         """
@@ -78,12 +78,15 @@ class Prometheus:
         return [Series(each["metric"], [_point(each["value"])]) for each in found]
 
     def between(self, expression: str, start: float, end: float, step_s: float) -> list[Series]:
-        """Evaluate an expression over a time range, with one point every `step_s` seconds."""
+        """Return the values of a PromQL expression from `start` to `end` (Unix seconds), one every `step_s` seconds."""
         found = self.get("query_range", query=expression, start=str(start), end=str(end), step=str(step_s))["result"]
         return [Series(each["metric"], [_point(point) for point in each["values"]]) for each in found]
 
     def number(self, expression: str, when: float | None = None) -> float:
-        """Return the value of an expression whose result has at most one series; 0 = it has none."""
+        """Return the value of a PromQL expression that has at most one series; 0 if it has none.
+
+        Raises FailedPrecondition for several series.
+        """
         found = self.at(expression, when)
         if len(found) > 1:
             raise FailedPrecondition(f"{len(found)} series instead of one: {expression}")
@@ -94,9 +97,9 @@ class Prometheus:
         return {each["labels"]["alertname"] for each in self.get("alerts")["alerts"] if each["state"] == "firing"}
 
     def get(self, what: str, **parameters: str) -> Any:
-        """Return the field `data` of a reply.
+        """Call the endpoint `what` of Prometheus' HTTP API, and return the field `data` of the reply.
 
-        Raises Unavailable if there is none, and FailedPrecondition with Prometheus' message for a wrong query.
+        Raises Unavailable if no valid reply arrives, and FailedPrecondition if Prometheus rejects the query.
         """
         url = f"http://{self.address}/api/v1/{what}?{urllib.parse.urlencode(parameters)}"
         try:
@@ -108,7 +111,7 @@ class Prometheus:
             raise Unavailable(f"no answer from Prometheus at {self.address}: {error}") from None
 
     def await_scrape(self, processes: int, after: float | None = None, within_s: float = _READY_S) -> None:
-        """Wait until `processes` processes were scraped after the time `after`, by default now.
+        """Wait until `processes` processes have been scraped after the Unix time `after`, by default now.
 
         Raises DeadlineExceeded after `within_s` seconds.
         """
@@ -122,7 +125,7 @@ class Prometheus:
 
 
 def find_prometheus() -> str | None:
-    """Return the path of the Prometheus program; None = it is not installed."""
+    """Return the path of the Prometheus program; None if it is not installed."""
     return shutil.which("prometheus")
 
 
@@ -138,9 +141,9 @@ def running_prometheus(
 ) -> Iterator[Prometheus]:
     """Run a Prometheus that scrapes a cluster by its service discovery, and `exporters` at host:port.
 
-    Without `full_windows`, alerts fire as soon as their condition holds, and increases and rates, including burn rates,
-    cover ten seconds; those of restarts cover twenty, because a start takes some seconds. Raises FailedPrecondition if
-    Prometheus is not installed or does not start.
+    Without `full_windows`, which is for tests, alerts fire as soon as their condition holds. Increases and rates,
+    including burn rates, then cover ten seconds; those that count restarts cover twenty, because a start takes some
+    seconds. Raises FailedPrecondition if Prometheus is not installed or does not start.
     """
     program = find_prometheus()
     if program is None:

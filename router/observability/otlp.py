@@ -4,7 +4,7 @@ Spans are made from the timeline when a request has ended; no other module depen
 the semantic conventions for generative AI (`gen_ai.*`); attributes without a conventional name begin with `tandem.`.
 Spans contain no text of prompts or answers.
 
-opentelemetry-sdk and its exporter come with `pip install 'tandem[otlp]'`. A separate thread makes the spans, because
+opentelemetry-sdk and its exporter come with `pip install '.[otlp]'`. A separate thread makes the spans, because
 that takes some tenths of a millisecond per request, and the SDK's thread sends them. If the collector is absent or too
 slow, spans are dropped with a log line: requests never wait.
 """

@@ -1,6 +1,6 @@
 """Groups of command options: each group is a dataclass whose fields are the options.
 
-Typer itself knows only flat parameters, so that commands would otherwise repeat long lists.
+Typer only supports a flat list of parameters, which commands with the same options would have to repeat.
 """
 
 import functools
@@ -13,7 +13,10 @@ R = TypeVar("R")
 
 
 def option_groups(command: Callable[..., R]) -> Callable[..., R]:
-    """Let `command` take such dataclasses as keyword arguments, while the shell sees one flat list of options."""
+    """Wrap `command` for Typer: replace each parameter that is an option group by the options of the group.
+
+    When the wrapper is called with the options, it creates the groups and passes them to `command`.
+    """
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     options = []

@@ -28,11 +28,11 @@ SETTINGS = {
     **{name: f"--{name.replace('_', '-')}" for name in ("out", "scheme", "group_size", "method", "samples", "kind")},
     **{name: f"--{name}" for name in ("text", "tokens")},
 }
-"""The option for each setting name that errors contain, for `tandem up` and other commands."""
+"""The option for each setting name that may occur in error messages of `tandem up` and other commands."""
 
 
 def plain_errors(command: Callable[P, R]) -> Callable[P, R]:
-    """Make `command` end with a sentence and an exit code if it raises a TandemError or is interrupted."""
+    """Wrap `command` so that a TandemError prints one sentence and sets the exit code; Ctrl-C only sets the code."""
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -50,9 +50,9 @@ def plain_errors(command: Callable[P, R]) -> Callable[P, R]:
 
 
 def in_options(message: str) -> str:
-    """Return `message` with the engine's setting names replaced by options.
+    """Return `message` with the names of settings replaced by the command's options.
 
-    A name is replaced at the beginning of the message and, if it contains an underscore, anywhere.
+    Names with an underscore are replaced anywhere, others only at the beginning of the message before a colon.
     """
     return re.sub(r"^(\w+)(?=:)|\b\w+_\w+\b", lambda found: SETTINGS.get(found.group(), found.group()), message)
 

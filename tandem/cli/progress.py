@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Report = Callable[[str, float], None]
-"""Called with the name of an activity and its completed fraction, 0 to 1."""
+"""Function that is called with the name of an activity and its completed fraction, 0 to 1."""
 
 
 @contextmanager
 def progress_bars(console: Console) -> Iterator[Report]:
-    """Show one bar per activity on a terminal. Yields a function that takes its name and completed fraction."""
+    """Show one progress bar per activity on a terminal, nothing elsewhere; yield the function that updates them."""
     from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())

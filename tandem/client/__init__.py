@@ -7,8 +7,8 @@
         for chunk in client.stream_chat("And at night?"):
             print(chunk.text, end="", flush=True)
 
-Every failure raises a `TandemError`. The `retry_after_s` of `ResourceExhausted` and `Unavailable` says after how many
-seconds to try again.
+Every failure raises a `TandemError`. The `retry_after_s` of `ResourceExhausted` and `Unavailable` is the number of
+seconds to wait before the next attempt.
 """
 
 from tandem.client.answers import Answer, Chunk, FinishReason, Prompt, ScoredToken, Tokens, TokenScore, ToolCallDelta

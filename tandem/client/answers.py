@@ -35,7 +35,7 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True)
 class TokenScore:
-    """The log probability of one token of an answer, and those of the most likely tokens at its position."""
+    """The log probability of one token of an answer, and the log probabilities of the most likely tokens there."""
 
     chosen: ScoredToken
     top: Sequence[ScoredToken]
@@ -43,7 +43,7 @@ class TokenScore:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """The next part of a tool call; the first part of a call carries its id and name."""
+    """The next part of a tool call in a stream; the first part of a call has its id and name."""
 
     index: int
     id: str
@@ -53,10 +53,10 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The next part of one answer in a stream."""
+    """A message of the stream with the next part of one answer."""
 
     index: int
-    """The number of the answer within the request, from 0."""
+    """The index of the answer within the request, from 0."""
     text: str
     reasoning: str
     tool_calls: Sequence[ToolCallDelta]
@@ -67,7 +67,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The prompt that belongs to an answer; each field is empty unless the request asks for it."""
+    """The prompt of an answer; each field is empty unless an option of the request asks for it."""
 
     text: str = ""
     """The prompt's text, if the request sets `echo`."""
@@ -93,13 +93,13 @@ class Answer:
     logprobs: Sequence[TokenScore]
     finish_reason: FinishReason
     matched_stop: str
-    """The stop string that ended the answer; "" = none."""
+    """The stop string that ended the answer; "" if it ended for another reason."""
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     """The number of prompt tokens whose KV came from a prefix cache."""
     prompt: Prompt
-    """Those parts of the prompt that the request asks for."""
+    """The parts of the prompt that the request's options ask for."""
     timeline: Timeline
     """The lifecycle events of the request in the cluster, and the workers that served it."""
 
@@ -115,7 +115,7 @@ class Tokens:
 
     token_ids: Sequence[int]
     token_strs: Sequence[str]
-    """The text of each token if the request sets `spell`, otherwise empty."""
+    """The text of each token if the call sets `spell`, otherwise empty."""
     max_context: int
     """The maximum number of tokens of prompt and answer together."""
 
@@ -146,10 +146,10 @@ class _Parts:
 
 
 class AnswerCollector:
-    """Collects the messages of one request's stream into answers; a `Stream` or `AsyncStream` owns it."""
+    """Collects the messages of one request's stream into answers. It belongs to a `Stream` or `AsyncStream`."""
 
     def __init__(self, prompts: int, n: int) -> None:
-        """Expect `n` answers to each of the request's `prompts` prompts."""
+        """Prepare for `n` answers to each prompt; `prompts` is the number of prompts in the request."""
         self._count = prompts * n
         self._n = n
         self._parts: dict[int, _Parts] = {}
@@ -158,11 +158,11 @@ class AnswerCollector:
 
     @property
     def begun(self) -> bool:
-        """True if a part of an answer has arrived."""
+        """True once a part of an answer has arrived."""
         return bool(self._parts)
 
     def add(self, message: inference_pb2.GenerateResponse) -> Chunk | None:
-        """Add a message of the stream, and return its chunk; None = the message carries no chunk."""
+        """Add a message of the stream; return its chunk, or None if the message has no chunk."""
         kind = message.WhichOneof("event")
         if kind == "complete":
             parts = self._parts.setdefault(message.index, _Parts())

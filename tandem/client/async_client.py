@@ -35,7 +35,7 @@ class AsyncStream:
         self._collector = collector
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
-        """Yield the chunks that have not been read. Raises the request's TandemError."""
+        """Yield the chunks that have not been read yet. Raises the request's TandemError if it fails."""
         try:
             async for message in self._call:
                 chunk = self._collector.add(message)
@@ -104,26 +104,32 @@ class AsyncClient:
         return self._stream(self._stub.Chat, chat_request(conversation, options))
 
     async def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Answer:
-        """Return the continuation of a text or of token ids; see `stream_generate`."""
+        """Return the answer to a prompt, which is a text or token ids to continue; see `stream_generate`."""
         return await self.stream_generate(prompt, **options).answer()
 
     async def generate_all(self, prompts: Prompts, **options: Unpack[GenerateOptions]) -> list[Answer]:
-        """Return the continuations of each prompt, `n` per prompt, in the prompts' order; see `stream_generate`."""
+        """Return the answers to all prompts, `n` per prompt, in the prompts' order; see `stream_generate`."""
         return await self.stream_generate(prompts, **options).answers()
 
     def stream_generate(self, prompts: Prompts, **options: Unpack[GenerateOptions]) -> AsyncStream:
-        """Stream the continuations of one or several texts or lists of token ids. Errors are those of `stream_chat`."""
+        """Stream the answers to one or several prompts, each a text or token ids. Raises as `stream_chat` does."""
         return self._stream(self._stub.Generate, generate_request(prompts, options))
 
     async def tokenize(self, text: str, *, spell: bool = False, **options: Unpack[GenerateOptions]) -> Tokens:
-        """Return the token ids of a text, encoded as `generate` does with the same options."""
+        """Return the token ids of a text, encoded as `generate` does with the same options.
+
+        `spell` also requests the text of each token.
+        """
         request = tokenize_request(generate_request(text, options), spell=spell)
         return tokens_of(await self._unary(self._stub.Tokenize, request))
 
     async def tokenize_chat(
         self, conversation: Conversation, *, spell: bool = False, **options: Unpack[ChatOptions]
     ) -> Tokens:
-        """Return the token ids of a conversation, encoded as `chat` does with the same options."""
+        """Return the token ids of a conversation, encoded as `chat` does with the same options.
+
+        `spell` also requests the text of each token.
+        """
         request = tokenize_request(chat_request(conversation, options), spell=spell)
         return tokens_of(await self._unary(self._stub.Tokenize, request))
 

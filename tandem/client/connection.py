@@ -1,4 +1,4 @@
-"""The connection to one router: its channel, the metadata of each call, and the errors of failed calls."""
+"""The connection to one router: its gRPC channel, the metadata of calls, and the conversion of their errors."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class Tls:
     """The TLS settings for a router, or for a proxy in front of it; all files are in PEM format."""
 
     roots: Path | None = None
-    """The certificates of the trusted authorities; None = those of gRPC."""
+    """File with the certificates of trusted authorities; None = gRPC's default authorities."""
     certificate: Path | None = None
-    """The client's own certificate chain, for servers that require one (mTLS)."""
+    """File with the client's own certificate chain, for servers that require one (mTLS)."""
     key: Path | None = None
-    """The private key of `certificate`."""
+    """File with the private key of `certificate`."""
     server_name: str = ""
-    """The name that the server's certificate must have; "" = the host of the address."""
+    """The name for which the server's certificate must be issued; "" = the host in the address."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wording:
-    """The texts of the errors that a client raises by itself, and the name of the API key's argument in them.
+    """The texts of errors that the client words itself, and the name that they use for the API key argument.
 
-    `{router}` is replaced by the router's address, `{details}` by the message of the transport.
+    In the texts, `{router}` is replaced by "the router at ADDRESS", and `{details}` by gRPC's error message.
     """
 
     key_name: str = "api_key"
@@ -47,12 +47,12 @@ PYTHON = Wording()
 
 
 class Connection:
-    """The checked settings of a connection, from which a client opens its channel."""
+    """The validated settings of a connection, with which a client opens its channel."""
 
     def __init__(self, address: str, api_key: str, tls: Tls | None, wording: Wording = PYTHON) -> None:
         """Check the settings.
 
-        Raises InvalidArgument for a key that no call could carry, or for a file that cannot be read.
+        Raises InvalidArgument for an API key that cannot be sent, or for a file that cannot be read.
         """
         if api_key:
             check_key(wording.key_name, api_key)
@@ -75,7 +75,7 @@ class Connection:
         return open_client_channel(self.address, credentials=self._credentials, target_name=self._server_name)
 
     def error(self, error: Any, *, begun: bool = False) -> TandemError:
-        """Return the typed error of a failed call; `begun` = a part of an answer had already arrived."""
+        """Return the TandemError for a failed call; `begun` is True if a part of an answer had already arrived."""
         router, wording = f"the router at {self.address}", self._wording
         if error.code() is grpc.StatusCode.UNAUTHENTICATED:
             return Unauthenticated((wording.wrong_key if self.metadata else wording.no_key).format(router=router))

@@ -49,16 +49,19 @@ class Tool:
 
 
 class Options(TypedDict, total=False):
-    """Keyword arguments of every request; the router or the model has a default for each absent one.
+    """Keyword arguments of every request; for an absent argument the default of the router or the model applies.
 
-    proto/tandem/v1/inference.proto describes those from `max_tokens` on, in `GenerationOptions`. At most one of
-    `json_schema`, `regex`, `grammar` and `choice` may be given: the format that the answers follow.
+    `GenerationOptions` in proto/tandem/v1/inference.proto describes `max_tokens` and all later arguments. At most one
+    of `json_schema`, `regex`, `grammar` and `choice` may be given; it determines the format of the answers.
     """
 
     model: str
     """The name of the model; absent = the served model."""
     request_id: str
-    """The id for `abort`, unique among the client's running requests; absent = the router generates an id."""
+    """The request id, with which `abort` can cancel it; absent = the router generates an id.
+
+    It must be unique among the client's running requests.
+    """
     max_tokens: int
     temperature: float
     top_k: int
@@ -91,29 +94,29 @@ class Options(TypedDict, total=False):
 
 
 class GenerateOptions(Options, total=False):
-    """Additional keyword arguments of a request that continues a prompt, without a conversation."""
+    """Additional keyword arguments of a request that continues a plain prompt."""
 
     echo: bool
-    """True = the answer includes the prompt's text, and with `logprobs` its log probabilities."""
+    """True if the answer includes the prompt's text and, with `logprobs`, the prompt's log probabilities."""
     best_of: int
     """The number of answers to generate; the `n` most likely ones are returned."""
 
 
 class ChatOptions(Options, total=False):
-    """Additional keyword arguments of a request that continues a conversation."""
+    """Additional keyword arguments of a request that answers a conversation."""
 
     tools: Sequence[Tool]
     """The functions that the model may call."""
     tool_choice: str | Tool
     """`auto`, `none`, `required`, or the tool that the model must call."""
     parallel_tool_calls: bool
-    """False = the answer contains at most one tool call."""
+    """Whether the answer may contain several tool calls; False = at most one."""
     chat_template_kwargs: Mapping[str, Any]
     """Additional variables of the chat template."""
     add_generation_prompt: bool
-    """False = the prompt ends after the last message."""
+    """Whether the prompt ends with the start of an assistant's message; False = it ends after the last message."""
     continue_final_message: bool
-    """True = the answer continues the content of the last message."""
+    """True if the answer continues the content of the last message."""
 
 
 _GENERATE_FIELDS = ("model", "request_id", "echo", "best_of")
@@ -151,7 +154,7 @@ def prompt_count(request: inference_pb2.GenerateRequest | inference_pb2.ChatRequ
 def tokenize_request(
     request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest, *, spell: bool
 ) -> inference_pb2.TokenizeRequest:
-    """Build the request for the token ids of a request's prompt, with the text of each token if `spell`."""
+    """Build the request that tokenizes the prompt of `request`; `spell` also requests the text of each token."""
     if isinstance(request, inference_pb2.ChatRequest):
         return inference_pb2.TokenizeRequest(chat=request, return_token_strs=spell)
     return inference_pb2.TokenizeRequest(generate=request, return_token_strs=spell)

@@ -1,6 +1,6 @@
 """The synchronous client.
 
-The messages of a request and the collection of its answers are shared with the client for asyncio.
+It shares the code that builds requests and collects answers with the client for asyncio.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Stream:
         self._collector = collector
 
     def __iter__(self) -> Iterator[Chunk]:
-        """Yield the chunks that have not been read. Raises the request's TandemError."""
+        """Yield the chunks that have not been read yet. Raises the request's TandemError if it fails."""
         try:
             for message in self._call:
                 chunk = self._collector.add(message)
@@ -85,7 +85,7 @@ class Client:
         timeout_s: float | None = None,
         wording: Wording = PYTHON,
     ) -> None:
-        """Open the channel, which connects with the first call.
+        """Open the channel, which connects at the first call.
 
         `timeout_s` is the deadline of each call in seconds; None = no deadline. Raises InvalidArgument for a malformed
         key, or for a file of `tls` that cannot be read.
@@ -108,26 +108,32 @@ class Client:
         return self._stream(self._stub.Chat, chat_request(conversation, options))
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Answer:
-        """Return the continuation of a text or of token ids; see `stream_generate`."""
+        """Return the answer to a prompt, which is a text or token ids to continue; see `stream_generate`."""
         return self.stream_generate(prompt, **options).answer()
 
     def generate_all(self, prompts: Prompts, **options: Unpack[GenerateOptions]) -> list[Answer]:
-        """Return the continuations of each prompt, `n` per prompt, in the prompts' order; see `stream_generate`."""
+        """Return the answers to all prompts, `n` per prompt, in the prompts' order; see `stream_generate`."""
         return self.stream_generate(prompts, **options).answers()
 
     def stream_generate(self, prompts: Prompts, **options: Unpack[GenerateOptions]) -> Stream:
-        """Stream the continuations of one or several texts or lists of token ids. Errors are those of `stream_chat`."""
+        """Stream the answers to one or several prompts, each a text or token ids. Raises as `stream_chat` does."""
         return self._stream(self._stub.Generate, generate_request(prompts, options))
 
     def tokenize(self, text: str, *, spell: bool = False, **options: Unpack[GenerateOptions]) -> Tokens:
-        """Return the token ids of a text, encoded as `generate` does with the same options."""
+        """Return the token ids of a text, encoded as `generate` does with the same options.
+
+        `spell` also requests the text of each token.
+        """
         request = tokenize_request(generate_request(text, options), spell=spell)
         return tokens_of(self._unary(self._stub.Tokenize, request))
 
     def tokenize_chat(
         self, conversation: Conversation, *, spell: bool = False, **options: Unpack[ChatOptions]
     ) -> Tokens:
-        """Return the token ids of a conversation, encoded as `chat` does with the same options."""
+        """Return the token ids of a conversation, encoded as `chat` does with the same options.
+
+        `spell` also requests the text of each token.
+        """
         request = tokenize_request(chat_request(conversation, options), spell=spell)
         return tokens_of(self._unary(self._stub.Tokenize, request))
 

@@ -8,16 +8,16 @@ from tandem.settings.invalid import refuse
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """The peak rates and fixed costs of a device, as a roofline model needs them."""
+    """The peak rates and fixed costs of a device, the parameters of a roofline model."""
 
     flops: float
     """Peak floating-point operations per second in the model's dtype."""
     bytes_per_s: float
     """Peak bytes per second between the device's memory and its cores."""
     launch_s: float
-    """Fixed seconds of each step, for launches and everything else that is neither arithmetic nor memory reads."""
+    """Fixed seconds of each step: kernel launches and all other work except arithmetic and memory reads."""
     verify_s: float = 0.0
-    """Additional fixed seconds of a step that verifies draft tokens: the host plans it while the device waits."""
+    """Additional fixed seconds of a step that verifies draft tokens: the device waits while the host plans the step."""
 
 
 def parse_ceilings(option: str, text: str) -> Ceilings:

@@ -28,7 +28,7 @@ GPU_MEMORY_FRACTION = 0.9
 """Fraction of a GPU's memory that all workers on this GPU may use together."""
 CPU_BATCH_REQUESTS, GPU_BATCH_REQUESTS = 64, 256
 AUTO = "auto"
-"""Value of --mode and --device that lets `tandem up` choose by the hardware and by other options."""
+"""Value of --mode and --device with which `tandem up` chooses by the hardware and the other options."""
 DEFAULT_NAME = "tandem"
 QUANTIZATIONS = ("int8", "fp8", "int4")
 
@@ -70,7 +70,7 @@ class ClusterSettings(Settings):
         kind=str,
         parse=lambda _option, path: Path(path),
     )
-    """A running cluster has the path of a checked folder in Hugging Face layout here."""
+    """Once the cluster runs, this is the path of a checked folder in Hugging Face layout."""
     served_model_names: tuple[str, ...] = setting(
         (),
         help="Names by which clients call the model, the first of which answers have; default: that of --model.",
@@ -164,7 +164,7 @@ class ClusterSettings(Settings):
         topic=Topic.LISTENERS,
         check=check_port,
     )
-    """The port is opened on the controller's address. The router also serves its own metrics on its HTTP port."""
+    """The controller opens this port on its own address. The router also serves its own metrics on its HTTP port."""
     controller_port: int = setting(
         0,
         help="Port of the controller, for workers and operators; 0 = any free one.",
@@ -187,7 +187,7 @@ class ClusterSettings(Settings):
         secret=True,
         check=_check_secret,
     )
-    """Without this key, metrics that are closed to the public require the cluster's own secret."""
+    """If it is empty, metrics that are not public require a key that is derived from `token`."""
     ray_address: str = setting(
         "",
         help="Join a Ray cluster, HOST:PORT or auto, whose nodes offer `prefill` and `decode`; default: a Ray of its"
@@ -219,7 +219,7 @@ class ClusterSettings(Settings):
     cluster_name: str = setting(
         DEFAULT_NAME, help="The name that identifies those workers.", topic=Topic.HOSTS, check=check_cluster_name
     )
-    """The name separates several Tandem clusters in one Ray cluster."""
+    """The name distinguishes several Tandem clusters in one Ray cluster."""
     start_timeout_s: float = setting(
         180.0, help="Seconds that all workers may take to load and serve.", topic=Topic.FAILURES, least=0
     )
@@ -256,11 +256,11 @@ class ClusterSettings(Settings):
 
     @classmethod
     def of(cls, model: Path, **fields: Any) -> "ClusterSettings":
-        """Return the default settings of a model, with these fields replaced; see `with_fields`."""
+        """Return the settings for a model: the given fields, and defaults for all others; see `with_fields`."""
         return cls(model).with_fields(**fields)
 
     def with_fields(self, **fields: Any) -> "ClusterSettings":
-        """Return a copy with these fields replaced, in whichever branch they are.
+        """Return a copy with the given fields replaced; a field may belong to any branch of the tree.
 
         Raises TypeError for an unknown name.
         """
@@ -342,7 +342,7 @@ class ClusterSettings(Settings):
 
     @property
     def ray_namespace(self) -> str | None:
-        """The Ray namespace in which workers and controllers register; None = a private Ray instance."""
+        """The Ray namespace of workers and controllers; None if workers do not outlive the cluster."""
         return namespace_of(self.cluster_name) if self.workers_outlive_s else None
 
     @property

@@ -31,7 +31,7 @@ class EngineSettings(Settings):
         kind=str,
         parse=lambda _option, _shape: True,
     )
-    """True = initialize weights at random instead of reading them; the model's folder then needs only config.json."""
+    """True if weights are initialized at random instead of being read; the folder then needs only config.json."""
     dtype: str = setting(
         "auto", help="Of weights and KV: auto, float32, bfloat16 or float16.", topic=Topic.ENGINE, choices=DTYPES
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from tandem.settings.setting import Settings, Topic, setting
 
 _FILES_SHARE = 3
-"""Each of the two servers (HTTP, gRPC) may use at most one third of the process's file descriptors."""
+"""The divisor of the process's file descriptors: each of the two servers (HTTP, gRPC) may use one third."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,18 +20,21 @@ class ListenerLimits(Settings):
         topic=Topic.LIMITS,
         above=0,
     )
-    """The server closes the HTTP connection that has been idle for longest if a further one arrives."""
+    """At the limit, a new HTTP connection makes the server close the one that has been idle for longest."""
     max_calls: int = setting(
         8_192,
         help="Maximum calls in progress at each port; more are rejected, 429.",
         topic=Topic.LIMITS,
         above=0,
     )
-    """Calls of the health service have a count of their own."""
+    """Calls of the health service are counted separately."""
     header_timeout_s: float = setting(
         10.0, help="Seconds a client may take for a request's header.", topic=Topic.LIMITS, above=0
     )
-    """It runs from the connection to the first request, and from a request's first byte to its header's end."""
+    """The timeout also applies from the opening of a connection to its first request.
+
+    For later requests, it runs from the first byte of the header to its end.
+    """
     body_timeout_s: float = setting(
         60.0, help="Seconds a client may take for a request's body.", topic=Topic.LIMITS, above=0
     )
@@ -45,7 +48,7 @@ class ListenerLimits(Settings):
     keepalive_s: float = setting(
         20.0, help="Seconds between keepalive pings to a silent client.", topic=Topic.LIMITS, above=0
     )
-    """If no response arrives for the same time again, the client's calls are aborted."""
+    """If a ping is not answered within the same time, the client's calls are aborted."""
 
     def __post_init__(self) -> None:
         """Raise InvalidArgument, which names the limit, if a limit is not above 0."""

@@ -22,7 +22,7 @@ class Option:
     field: Field[Any]
     setting: Setting
     file: bool = False
-    """True for the variant with the suffix -file, whose value names a file with the secret."""
+    """True for the variant of a secret's option with the suffix -file, whose value is the path of a file with it."""
 
     @property
     def name(self) -> str:
@@ -37,7 +37,7 @@ class Option:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """All names on the command line. A switch that is on by default has its negative names after a slash."""
+        """All names on the command line; a switch that is on by default has names like `--name/--no-name`."""
         if self.kind is not bool or not self.default:
             return self.flag, *self.setting.aliases
         names = (self.flag, *self.setting.aliases)
@@ -79,7 +79,7 @@ class Option:
 
     @property
     def default(self) -> Any:
-        """The option's value if the user does not give it; None = the field has its own default."""
+        """The option's value if the user does not give it; None if the default is that of the settings field."""
         if self.setting.automatic is not FIELD_DEFAULT:
             return self.setting.automatic
         if NoneType in get_args(self.kind):
@@ -87,7 +87,7 @@ class Option:
         return str(self.field.default) if self.kind is str else self.field.default
 
     def read(self, value: Any) -> Any:
-        """Return the field's value for a value of the option. Raises InvalidArgument, which names the option."""
+        """Convert the option's value to the settings field's value. Raises InvalidArgument, which names the option."""
         if self.setting.parse is not None:
             return self.setting.parse(self.flag, value)
         if self.setting.unit != 1.0:
@@ -115,15 +115,15 @@ def _options(tree: Any) -> Iterator[Option]:
 
 
 def option_of(field: Field[Any]) -> str:
-    """Return the option of a field, or the field's name if it has no option."""
+    """Return the command-line option of a settings field, or the field's name if it has no option."""
     description = setting_of(field)
     return field.name if description is None or description.topic is None else Option(field, description).flag
 
 
 def read_options(tree: type[S], given: Mapping[str, Any]) -> S:
-    """Return the settings of a tree from values by option name.
+    """Create the settings of a tree from option values, which are given by option name.
 
-    A value that equals the option's default leaves the field's own default. Raises InvalidArgument, which names the
+    If a value equals the option's default, the field keeps its own default. Raises InvalidArgument, which names the
     option.
     """
     return tree(**_values(tree, given))
@@ -147,7 +147,7 @@ def _values(tree: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require(branch: Any, values: Mapping[str, Any]) -> None:
-    """Raise InvalidArgument if some options of a branch are given but one that they require is missing."""
+    """Raise InvalidArgument if a required field of the branch is missing although other fields are given."""
     needed = [field for field in fields(branch) if field.default is MISSING and field.default_factory is MISSING]
     for field in needed:
         if field.name not in values:

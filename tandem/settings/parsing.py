@@ -37,7 +37,7 @@ def named_path(option: str, text: str) -> tuple[str, Path]:
 
 
 def named_paths(option: str, texts: Sequence[str]) -> tuple[tuple[str, Path], ...]:
-    """Parse several "NAME=PATH". Raises InvalidArgument for a wrong form, or a name that is given twice."""
+    """Parse several texts "NAME=PATH". Raises InvalidArgument for a wrong form, or a name that is given twice."""
     paths: dict[str, Path] = {}
     for text in texts:
         name, path = named_path(option, text)

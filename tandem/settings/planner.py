@@ -1,6 +1,6 @@
 """Settings of the planner, which adapts the roles and the number of workers to the load.
 
-It decides once per observation window, and changes the cluster only after several windows agree.
+The planner decides once per observation window, and changes the cluster only if several consecutive windows agree.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from tandem.settings.setting import NameOf, Settings, Topic, field_name, setting
 
 
 class PlannerMode(StrEnum):
-    """The actions that the planner may take: none, only proposals, or changes of the cluster."""
+    """The actions that the planner may take: none, logging its decisions, or changing the cluster."""
 
     OFF = "off"
     DRY_RUN = "dry-run"
@@ -38,7 +38,7 @@ class Range:
 
 
 def parse_range(option: str, text: str) -> Range:
-    """Parse "MIN:MAX", both included. Raises InvalidArgument, which names `option`."""
+    """Parse "MIN:MAX", a range that includes both. Raises InvalidArgument, which names `option`, for other texts."""
     low, colon, high = text.partition(":")
     if not (colon and low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
         refuse(option, f"{text!r} is not MIN:MAX with 1 <= MIN <= MAX; 1:8 is, for example")
@@ -73,7 +73,7 @@ class Limits(Settings):
         kind=str,
         parse=parse_range,
     )
-    """The range of workers of all roles together; None = the number stays, and workers only change roles."""
+    """The range of the total number of workers; None = the number does not change, and workers only change roles."""
     required_windows: int = 2
     """Consecutive windows that must propose the same change before the planner makes it."""
     required_windows_down: int = 6
@@ -83,7 +83,7 @@ class Limits(Settings):
     cooldown: int = 2
     """Windows after a change in which the planner makes no further change."""
     settled: int = 6
-    """Windows after a change, or after a sharp move of the load, before the policy learns from missed targets."""
+    """Windows after a change, or after a sharp change of the load, until the policy learns from missed targets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class PlannerSettings(Settings):
         option="planner-window",
         above=0,
     )
-    """The window should be long enough for some tens of requests."""
+    """A window should be long enough to contain some tens of requests."""
     limits: Limits = dataclasses.field(default_factory=Limits)
 
     def check(self, name_of: NameOf = field_name) -> None:

@@ -68,7 +68,7 @@ class RouterSettings(Settings):
         option="api-key",
         check=_check_keys,
     )
-    """The keys of tenants without quotas."""
+    """The API keys of tenants without quotas."""
     api_key_file: Path | None = setting(
         None,
         help="File with more of them, read again when it changes. A line has KEY or sha256:HEX, then name=NAME,"
@@ -94,7 +94,7 @@ class RouterSettings(Settings):
         " model's own.",
         topic=Topic.MODEL,
     )
-    """`tandem up` replaces the file or name by the Jinja template itself; empty = the tokenizer's template."""
+    """Jinja template: `tandem up` replaces the file or name by its text; empty = the tokenizer's own template."""
     generation_config: str = setting(
         "auto",
         help="Sampling of requests that name none: auto = as the model's generation_config.json; none = plain sampling,"
@@ -149,8 +149,8 @@ class RouterSettings(Settings):
     )
     """A worker responds even while it computes a step.
 
-    Together with the heartbeat interval this is at most 5 s, yet longer than a process waits for a core on a busy
-    two-core host. If the worker responds later after all, each moved request has cost one extra prefill.
+    The default plus the heartbeat interval is at most 5 s, but longer than a process waits for a core on a busy
+    two-core host. If a silent worker responds later after all, each moved request has cost one additional prefill.
     """
     recovery_timeout_s: float = setting(
         180.0,
@@ -158,7 +158,7 @@ class RouterSettings(Settings):
         topic=Topic.FAILURES,
         least=0,
     )
-    """As long as the start of a worker may take. This waiting time is not counted as time in the queue."""
+    """The default is the time that the start of a worker may take. This wait is not counted as time in the queue."""
     otlp_endpoint: str = setting(
         "",
         help="OTLP/gRPC endpoint for request spans, http://HOST:PORT; needs tandem[otlp].",
@@ -180,15 +180,16 @@ class RouterSettings(Settings):
     max_queued_requests: int = 1024
     """The maximum number of requests that wait for a worker; further ones are rejected at once."""
     max_queued_per_tenant: int | None = setting(None, least=1)
-    """The maximum number of waiting requests per API key; None = half of `max_queued_requests` with several keys, else
-    all.
+    """The maximum number of waiting requests per API key.
+
+    None = half of `max_queued_requests` if there are several keys, otherwise all of them.
     """
     goodput_window_s: float = setting(60.0, above=0)
     """The length of the sliding window over which goodput is measured, in seconds."""
     traces_kept: int = setting(512, above=0)
-    """The number of most recently ended requests whose timelines are kept, in addition to the slow ones."""
+    """The number of most recently ended requests whose timelines are kept, in addition to the slowest requests."""
     slow_window_s: float = setting(60.0, above=0)
-    """The window in which the router keeps the slowest request of each latency bucket, in seconds."""
+    """The length of the window in which the router keeps the slowest request of each latency bucket, in seconds."""
     max_deferral_s: float = setting(30.0, above=0)
     """The maximum time for which requests with a TTFT target overtake a request without one, in seconds."""
     max_choices: int = 16
@@ -202,17 +203,15 @@ class RouterSettings(Settings):
     max_template_kwargs_bytes: int = 16 << 10
     """The maximum size of a request's `chat_template_kwargs`, in bytes of JSON."""
     sse_comment_s: float = setting(10.0, above=0)
-    """Seconds without an event after which the router sends a comment in the stream, so that proxies keep the
-    connection.
-    """
+    """Seconds without an event after which the router sends a comment, so that proxies keep the connection open."""
     max_attempts: int = 3
     """The maximum number of failed attempts of a request before its error is returned to the client."""
     retry_after_s: float = 1.0
-    """The retry hint, in seconds, of errors that report a full queue or a missing worker."""
+    """The retry hint (Retry-After), in seconds, of errors that report a full queue or a missing worker."""
     rpc_timeout_s: float = 10.0
     """The deadline of a call to a worker, in seconds."""
     queue_timeout_s: float = 120.0
-    """The maximum time in the queue, in seconds."""
+    """The maximum time of a request in the queue, in seconds."""
     stall_timeout_s: float = 120.0
     """The maximum time without an event from the workers of a placed request, in seconds."""
     chunks_per_s: float = 5000.0
@@ -236,5 +235,5 @@ class RouterSettings(Settings):
 
     @property
     def guarded(self) -> bool:
-        """True if requests need an API key."""
+        """True if clients need an API key."""
         return bool(self.api_keys) or self.api_key_file is not None

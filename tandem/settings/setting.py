@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 _KEY = "setting"
 FIELD_DEFAULT = object()
-"""Marks an option whose default is that of its field."""
+"""Value of `Setting.automatic` for an option that has the same default as its field."""
 
 
 class Topic(StrEnum):
-    """The topics by which `tandem up --help` and the docs group settings, in the order of their sections."""
+    """The groups of settings in `tandem up --help` and the docs, in the order in which they appear."""
 
     FIRST = "First settings"
     MODEL = "Model"
@@ -38,7 +38,7 @@ class Topic(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The description of one setting. Without a `topic` the setting has no option, and only code and tests set it."""
+    """The description of one setting. Without a `topic`, it has no option and can only be set in code."""
 
     help: str = ""
     topic: Topic | None = None
@@ -47,30 +47,30 @@ class Setting:
     variable: str = ""
     """Environment variable; empty = TANDEM_ followed by the option's name."""
     aliases: tuple[str, ...] = ()
-    """Further names of the option, as vLLM has them."""
+    """Further names of the option, which are vLLM's names for it."""
     metavar: str | None = None
     kind: Any = None
     """Type of the option's value; None = the field's type."""
     parse: Callable[[str, Any], Any] | None = None
-    """Converts the option's value to the field's, given the option's name, which its InvalidArgument mentions."""
+    """Function that converts the option's value to the field's; its first argument is the option's name for errors."""
     automatic: Any = FIELD_DEFAULT
-    """Default of an option whose value `tandem up` chooses unless the user gives it (`choose_hardware`)."""
+    """Default of an option, if it differs from the field's: `choose_hardware` replaces it by a chosen value."""
     secret: bool = False
-    """True if the value may also come from a file, named by the option with the suffix -file."""
+    """True if the value may also come from a file, whose path a second option with the suffix -file takes."""
     choices: Collection[str] | type[StrEnum] = ()
     least: float = -math.inf
     most: float = math.inf
     above: float = -math.inf
     """Exclusive lower limit; `least` and `most` are inclusive."""
     unit: float = 1.0
-    """The option's unit in the field's unit: 1e-3 for an option in milliseconds of a field in seconds."""
+    """Factor from the option's unit to the field's: 1e-3 if the option is in milliseconds and the field in seconds."""
     check: Callable[[str, Any], None] | None = None
-    """A further check of the field's value, given the name that its InvalidArgument mentions."""
+    """Additional check of the field's value; its first argument is the setting's name for errors."""
 
     def checked(self, name: str, value: Any) -> Any:
-        """Return the valid value, converted to an enum member if the choices are an enum.
+        """Check a value, and return it, converted to an enum member if `choices` is an enum. None is always valid.
 
-        Raises InvalidArgument, which calls the setting `name`.
+        Raises InvalidArgument for an invalid value; the error refers to the setting as `name`.
         """
         if value is None:
             return value
@@ -84,7 +84,7 @@ class Setting:
         return cast(type[StrEnum], self.choices)(value) if is_enum else value
 
     def _check_number(self, name: str, value: float) -> None:
-        """Raise InvalidArgument for a value outside the limits; infinity and NaN are outside every limit."""
+        """Raise InvalidArgument for a value outside the limits; infinity and NaN are never valid."""
         if math.isfinite(value) and value > self.above and self.least <= value <= self.most:
             return
         shown, above, least, most = (f"{each / self.unit:g}" for each in (value, self.above, self.least, self.most))
@@ -107,12 +107,12 @@ def required(**description: Any) -> Any:
 
 
 def setting_of(field: Field[Any]) -> Setting | None:
-    """Return the description of a field; None = the field is not a setting."""
+    """Return the description of a field, or None if the field is not a setting."""
     return field.metadata.get(_KEY)
 
 
 NameOf = Callable[[Field[Any]], str]
-"""Returns the name by which errors refer to a field: the field's name or its option."""
+"""Function that returns the name of a field in errors: the field's own name or its option."""
 
 
 def field_name(field: Field[Any]) -> str:
@@ -121,18 +121,18 @@ def field_name(field: Field[Any]) -> str:
 
 
 class Settings:
-    """Base class of the dataclasses in the tree, whose fields are settings or further `Settings`."""
+    """Base class of the dataclasses of the settings tree; their fields are settings or branches, again `Settings`."""
 
     __slots__ = ()
 
     def values(self) -> dict[str, Any]:
-        """Return the fields by name, as keyword arguments of a process's configuration, which has the same fields."""
+        """Return the values of the fields by name, to create a process's configuration, which has the same fields."""
         return {field.name: getattr(self, field.name) for field in fields(cast(Any, self))}
 
     def check(self, name_of: NameOf = field_name) -> None:
         """Check each setting of this branch and its sub-branches, and convert names to enum members.
 
-        Raises InvalidArgument, which names a wrong setting by `name_of`.
+        Raises InvalidArgument for a wrong setting; `name_of` returns its name in the error.
         """
         for field in fields(cast(Any, self)):
             description, value = setting_of(field), getattr(self, field.name)
@@ -143,7 +143,7 @@ class Settings:
 
 
 def branch_of(field: Field[Any]) -> type[Settings] | None:
-    """Return the class of a field that is a branch of the tree; None = the field is a setting."""
+    """Return the class of a field that is a branch of the tree, or None if the field is a setting."""
     kinds = [
         kind for kind in (field.type, *get_args(field.type)) if isinstance(kind, type) and issubclass(kind, Settings)
     ]

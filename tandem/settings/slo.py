@@ -1,4 +1,4 @@
-"""SLO classes: named latency targets, the policy for targets that cannot be met, and their parsing from options."""
+"""SLO classes: named latency targets with a policy for targets that cannot be met, and their option parser."""
 
 import math
 from collections.abc import Iterable
@@ -14,9 +14,7 @@ class Overload(StrEnum):
     REJECT = "reject"
     """The router rejects the request at once, with a retry hint."""
     DEGRADE = "degrade"
-    """The request runs without targets: its prefill comes after all requests with targets, its decode shares their
-    batch.
-    """
+    """The request runs without targets: its prefill waits for requests with targets, its decode shares their batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +25,18 @@ class SloClass:
     ttft_s: float = math.inf
     """The TTFT target, measured from the request's arrival."""
     itl_s: float = math.inf
-    """The ITL target, which the percentile `itl_percent` of the gaps must meet."""
+    """The ITL target: the maximum of the `itl_percent` percentile of a request's inter-token gaps."""
     itl_steps: float = math.inf
-    """The ITL target as a multiple of an idle worker's decode step; the smaller of the two ITL targets applies."""
+    """The ITL target as a multiple of an idle worker's decode step; the smaller one of this and `itl_s` applies."""
     itl_percent: float = 99.0
-    """The percentile of a request's own inter-token gaps that must meet the ITL target."""
+    """The percentile of a request's own inter-token gaps that the ITL target limits, between 0 and 100."""
     worst_gap_s: float = math.inf
-    """The limit of every single inter-token gap."""
+    """The maximum of every single inter-token gap."""
     overload: Overload = Overload.REJECT
     has_targets: bool = field(init=False, repr=False, compare=False)
     """True if the class has any target."""
     has_gap_target: bool = field(init=False, repr=False, compare=False)
-    """True if the class has a target for the time between tokens."""
+    """True if the class limits inter-token gaps, by an ITL target or `worst_gap_s`."""
 
     def __post_init__(self) -> None:
         """Set the derived flags. Raises InvalidArgument for a missing name or a target out of range."""
@@ -56,11 +54,14 @@ class SloClass:
         return hash(self.name)
 
     def itl_target(self, idle_step_s: float) -> float:
-        """Return the ITL target in seconds on a worker whose decode step of one request takes `idle_step_s`."""
+        """Return the ITL target in seconds on a worker whose decode step of a single request takes `idle_step_s`."""
         return min(self.itl_s, self.itl_steps * idle_step_s)
 
     def gap_target(self, idle_step_s: float) -> float:
-        """Return the longest gap in seconds that may occur any number of times: `min(ITL target, worst gap)`."""
+        """Return the maximum inter-token gap in seconds with which targets are met even if all gaps are that long.
+
+        This is min(ITL target, `worst_gap_s`); the arguments are those of `itl_target`.
+        """
         return min(self.itl_target(idle_step_s), self.worst_gap_s)
 
 

@@ -9,7 +9,7 @@ from tandem.settings.setting import Settings, Topic, required, setting
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles(Settings):
-    """The paths of the certificate, its key and the client authorities, all in PEM format."""
+    """The paths of PEM files: the server's certificate, its private key and the authorities of clients."""
 
     certificate: Path = required(
         help="PEM file with the certificate of both ports for clients; read again when it changes.",

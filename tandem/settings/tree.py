@@ -1,4 +1,4 @@
-"""Access to the fields of the settings tree by name alone, whichever branch has the field."""
+"""Access to the fields of the settings tree by their name, without the branch that they belong to."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -11,10 +11,10 @@ S = TypeVar("S", bound=Settings)
 
 
 def fields_by_name(tree: Any) -> dict[str, tuple[str, Field[Any]]]:
-    """Map each field's name to its dotted path and the field: `page_tokens` to `engine.page_tokens`.
+    """Return each field of the tree by its name, with its dotted path: `page_tokens` has `engine.page_tokens`.
 
-    If several fields have the same name, the one closest to the root wins; if several are at the same depth, the name
-    is left out.
+    If several fields have the same name, the field closest to the root is returned; if these are several at the same
+    depth, the name is left out.
     """
     named: dict[str, tuple[str, Field[Any]]] = {}
     level = [("", tree)]
@@ -28,7 +28,7 @@ def fields_by_name(tree: Any) -> dict[str, tuple[str, Field[Any]]]:
 
 
 def replace_fields(settings: S, values: Mapping[str, Any]) -> S:
-    """Return a copy of the settings with the named fields replaced, in whichever branch they are.
+    """Return a copy of the settings with the named fields replaced; a field may belong to any branch.
 
     Raises TypeError for an unknown name.
     """

@@ -1,4 +1,4 @@
-"""Settings of each worker apart from those of its engine."""
+"""Settings of each worker, except those of its engine."""
 
 from dataclasses import dataclass
 
@@ -35,7 +35,7 @@ class WorkerSettings(Settings):
         unit=1e-3,
         above=0,
     )
-    """If decoding alone is slower, the batch does not grow, and prompts use the time that the target leaves."""
+    """The batch does not grow while its decode steps exceed the target; prompts use the time that decoding leaves."""
     prefix_cache: bool = setting(
         True,
         help="Keep KV pages, while memory allows, for requests with a common prefix.",
@@ -57,7 +57,7 @@ class WorkerSettings(Settings):
         least=0,
         most=1,
     )
-    """At least one page of each prompt is verified unless the rate is 0; the handshake checks that workers agree."""
+    """Unless the rate is 0, at least one page per prompt is verified. The handshake checks that the rates agree."""
     kv_lease_s: float = setting(
         5.0,
         help="Seconds that a decode worker keeps its reservation for a request of a silent router.",
@@ -72,7 +72,7 @@ class WorkerSettings(Settings):
         least=1,
         most=600,
     )
-    """A decode worker's check of the pages that arrived has the same deadline."""
+    """The same deadline applies to a decode worker's check of the received pages."""
     kv_quarantine_share: float = setting(
         0.5,
         help="Fraction of a worker's KV pages in quarantine above which it accepts no requests.",
@@ -82,8 +82,8 @@ class WorkerSettings(Settings):
     )
     """Above this share the worker registers as not ready.
 
-    It becomes ready again when enough quarantined pages are free: pages it received, once silent prefill workers
-    release them, and pages it still sends, once decode workers have them.
+    It becomes ready again when enough quarantined pages are free. Pages to which a silent prefill worker may write are
+    free once that worker releases them; pages that are still being sent are free once the decode worker has them.
     """
     trusted_network: bool = setting(
         False,
@@ -91,7 +91,7 @@ class WorkerSettings(Settings):
         " need. UCX then listens at each worker, and every client that connects can write into its memory.",
         topic=Topic.HOSTS,
     )
-    """The handshake checks that all workers of a cluster agree."""
+    """All workers of a cluster need the same value, which the handshake checks."""
     ceilings: Ceilings | None = setting(
         None,
         help="TFLOPS:GBPS that a worker's device can do at best; utilization and `tandem why` go by it. Default: what"
@@ -111,24 +111,24 @@ class WorkerSettings(Settings):
     transfer_backend: str = "nixl"
     """The transport of KV pages; only `nixl` exists."""
     quarantine_s: float = 5.0
-    """Seconds from a local prefill worker's death until the pages that it may still have written are free.
+    """Seconds until the pages to which a dead prefill worker on the same host may have written are free.
 
     The time starts when the prefill worker's write window ends.
     """
     quarantine_far_s: float = 60.0
-    """The same for a prefill worker on another or an unknown host, whose writes may still arrive for a long time."""
+    """Like `quarantine_s`, for a prefill worker on another or unknown host, whose writes may arrive much later."""
     write_window_s: float = 10.0
-    """Seconds for which a prefill worker may write to its reserved pages before it must renew the permission."""
+    """Seconds for which a prefill worker may write to its reserved pages until it must renew the permission."""
     lease_retry_after_s: float = 0.2
-    """The retry hint of a refused reservation, in seconds."""
+    """The retry hint, in seconds, of the error for a KV reservation that is refused."""
     rpc_timeout_s: float = 5.0
     """Deadline of each call to another worker or the controller, in seconds."""
     attach_grace_s: float = 5.0
-    """Seconds for which requests survive while their router has no event stream to this worker."""
+    """Seconds for which requests continue while their router has no event stream to this worker."""
     max_prefill_requests: int = 1024
     """The maximum number of requests in prefill on a worker, waiting or running.
 
-    Routers dispatch late and rarely reach it.
+    Routers keep requests in their own queue, so this limit is rarely reached.
     """
     max_prefill_rows: int = 64
     """The maximum number of prompt chunks in one step."""

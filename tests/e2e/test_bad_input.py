@@ -60,7 +60,7 @@ GRPC_CASES: dict[str, tuple[inference_pb2.GenerateRequest, str]] = {
 
 @pytest.fixture(scope="module")
 def cluster(running_cluster: Callable[..., Any]) -> Any:
-    return running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512)
+    return running_cluster(dtype="float32", page_tokens=16, max_step_tokens=128)
 
 
 def works(stub: Any) -> bool:

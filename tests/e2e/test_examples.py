@@ -19,7 +19,7 @@ EXAMPLES = ROOT / "examples"
 
 @pytest.fixture(scope="module")
 def cluster(running_cluster: Callable[..., Any]) -> Any:
-    return running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512)
+    return running_cluster(dtype="float32", page_tokens=16, max_step_tokens=128)
 
 
 def run(name: str, *arguments: str) -> str:

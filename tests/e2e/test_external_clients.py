@@ -165,7 +165,7 @@ assert b"tandem.v1.Inference" in next(reflect(iter([b"\\x3a\\x00"])))
 @pytest.fixture(scope="module")
 def cluster(running_cluster: Callable[..., Any]) -> Any:
     """The cluster, which other modules share."""
-    return running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512)
+    return running_cluster(dtype="float32", page_tokens=16, max_step_tokens=128)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ ASKED = "What is the weather in Paris, in celsius?"
 
 @pytest.fixture(scope="module")
 def url(running_cluster: Callable[..., Any]) -> str:
-    return f"http://{running_cluster(dtype='float32', page_tokens=16, max_step_tokens=512).http_address}"
+    return f"http://{running_cluster(dtype='float32', page_tokens=16, max_step_tokens=128).http_address}"
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import psutil
 
 
 def test_every_process_of_a_cluster_listens_on_loopback_alone(running_cluster: Callable[..., Any]) -> None:
-    running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512)
+    running_cluster(dtype="float32", page_tokens=16, max_step_tokens=128)
     addresses = set()
     process = psutil.Process(os.getpid())
     for each in (process, *process.children(recursive=True)):

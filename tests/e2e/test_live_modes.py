@@ -98,7 +98,7 @@ def _incarnations(cluster: Any) -> dict[str, int]:
 def test_streams_keep_their_tokens_while_modes_and_roles_change(
     running_cluster: Callable[..., Any], prompts: list[tuple[int, ...]]
 ) -> None:
-    cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512)
+    cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=128)
     before = _incarnations(cluster)
     asyncio.run(live(cluster, [prompts[number] for number in (0, 4, 8)]))
     assert _incarnations(cluster)["prefill-0"] == before["prefill-0"], "no change of mode starts a worker anew"

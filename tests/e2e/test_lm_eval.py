@@ -15,7 +15,7 @@ import pytest
 
 from tests.soak import soak
 
-PROBES = 24
+QUESTIONS = 24
 TASK = """
 task: capitals
 dataset_path: json
@@ -49,7 +49,7 @@ def write_task(folder: Path) -> None:
     """Writes a task of questions with four choices each, some of which a small model gets wrong."""
     dice = random.Random(5)
     rows = []
-    for number in range(PROBES):
+    for number in range(QUESTIONS):
         country, (capital, city) = dice.choice(sorted(CAPITALS.items()))
         elsewhere = sorted({each for name, (each, _) in CAPITALS.items() if name != country})
         choices = dice.sample([capital, city, *dice.sample(elsewhere, 2)], 4)
@@ -65,7 +65,7 @@ def write_task(folder: Path) -> None:
 def test_a_multiple_choice_task_has_the_accuracy_of_transformers(
     run: Callable[..., str], running_cluster: Callable[..., Any], model_folder: Path, tmp_path: Path
 ) -> None:
-    cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512)
+    cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=128)
     write_task(tmp_path)
     served = (
         f"model=SmolLM2-135M-Instruct,base_url=http://{cluster.http_address}/v1/completions,num_concurrent=2"

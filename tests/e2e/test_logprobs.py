@@ -23,7 +23,7 @@ PENALTIES = [
 
 @pytest.fixture(scope="module")
 def client(running_cluster: Callable[..., Any]) -> openai.OpenAI:
-    cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512)
+    cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=128)
     return openai.OpenAI(
         base_url=f"http://{cluster.http_address.removeprefix('http://')}/v1", api_key="unused", max_retries=0
     )

@@ -30,7 +30,7 @@ Traced = tuple[str, RouterServer, Receiver]
 @pytest.fixture
 async def traced(running_cluster: Callable[..., Any], model_folder: Path) -> AsyncIterator[Traced]:
     """Yields the second router's gRPC address, the router, and the receiver of its spans."""
-    cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512)
+    cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=128)
     receiver = Receiver()
     ends = cluster._cluster.endpoints
     config = RouterConfig(
@@ -85,7 +85,7 @@ def check(root: Any, receiver: Receiver) -> None:
 
 
 def test_the_terminal_draws_a_real_request_and_names_bottlenecks(running_cluster: Callable[..., Any]) -> None:
-    cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512)
+    cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=128)
     request = inference_pb2.GenerateRequest(
         request_id="to be drawn".replace(" ", "-"), text=PROMPT, options=inference_pb2.GenerationOptions(max_tokens=5)
     )

@@ -16,7 +16,7 @@ from tandem.net.rpc import open_client_channel
 from tandem.protocol.generated.tandem.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from tandem.protocol.lifecycle.events import LifecycleEvent
 
-REQUESTS = 120
+REQUESTS = 75
 AT_ONCE = 24
 IN_PREFILL_TRIES = 20
 STORMS = 8
@@ -150,7 +150,7 @@ async def storm(cluster: Any, prompts: list[tuple[int, ...]], requests: int, see
 def test_cancelled_requests_leave_every_page_free(
     running_cluster: Callable[..., Any], prompts: list[tuple[int, ...]]
 ) -> None:
-    cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512)
+    cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=128)
     earlier = len(cancelled_requests(cluster))
     for number in range(STORMS):
         requests = LATER_REQUESTS if number else REQUESTS
@@ -179,7 +179,7 @@ def test_a_request_cancelled_in_prefill_leaves_every_page_free(
     running_cluster: Callable[..., Any], prompts: list[tuple[int, ...]]
 ) -> None:
     """A prompt of several chunks on an idle cluster is cancelled once the prefill worker holds pages for it."""
-    cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512)
+    cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=128)
     cluster.assert_idle_and_sound()
     longest = max(prompts, key=len)
     for number in range(IN_PREFILL_TRIES):

@@ -27,7 +27,7 @@ SETTINGS = LoadSettings(clients=2, drain_s=120.0)
 
 @pytest.fixture(scope="module")
 def cluster(running_cluster: Callable[..., Any]) -> Any:
-    return running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512)
+    return running_cluster(dtype="float32", page_tokens=16, max_step_tokens=128)
 
 
 @pytest.fixture(scope="module")
@@ -105,13 +105,14 @@ def test_one_request_alone_measures_a_step(address: str) -> None:
 
 
 @pytest.mark.usefixtures("_short_warm_up")
-@pytest.mark.parametrize("api", ["grpc", pytest.param("completions", marks=soak), "chat"])
+@pytest.mark.parametrize("api", [pytest.param("grpc", marks=soak), pytest.param("completions", marks=soak), "chat"])
 def test_the_bench_command_measures_a_real_model(api: str, cluster: Any, tmp_path: Path) -> None:
     http = f"http://{cluster.http_address.removeprefix('http://')}"
     server = ["--url", f"grpc://{cluster.grpc_address}"] if api == "grpc" else ["--url", http, "--api", api]
-    load = ["--rate", "3,5", "--duration", "2", "--prompt-tokens", "48", "--answer-tokens", "6", "--clients", "1"]
+    load = ["--rate", "4", "--duration", "2", "--clients", "1", "--warm-up", "2"]
+    lengths = ["--prompt-tokens", "48", "--answer-tokens", "6", "--vocab-size", "256"]
     file = tmp_path / "bench.json"
-    run = CliRunner().invoke(app, ["bench", *server, *load, "--vocab-size", "256", "--json", str(file)])
+    run = CliRunner().invoke(app, ["bench", *server, *load, *lengths, "--json", str(file)])
     assert run.exit_code == 0, run.output
     for figures in json.loads(file.read_text())["loads"]:
         assert (figures["errors"], figures["finished"]) == ({}, figures["requests"])

@@ -16,7 +16,7 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 @pytest.fixture(scope="module")
 def client(running_cluster: Callable[..., Any]) -> openai.OpenAI:
-    cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512)
+    cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=128)
     return openai.OpenAI(
         base_url=f"http://{cluster.http_address.removeprefix('http://')}/v1", api_key="unused", max_retries=0
     )
@@ -66,11 +66,11 @@ def test_completion_with_stop(client: openai.OpenAI, model: str) -> None:
 
 def test_seed(client: openai.OpenAI, model: str) -> None:
     def once(seed: int) -> str:
-        answer = client.completions.create(model=model, prompt="The sea", temperature=1.0, seed=seed, max_tokens=24)
+        answer = client.completions.create(model=model, prompt="The sea", temperature=1.0, seed=seed, max_tokens=16)
         return answer.choices[0].text
 
     assert once(1) == once(1)
-    assert len({once(seed) for seed in range(2, 6)}) > 1
+    assert len({once(seed) for seed in (2, 3)}) > 1
 
 
 def test_several_answers(client: openai.OpenAI, model: str) -> None:
@@ -117,7 +117,7 @@ def test_answers_are_parsed(client: openai.OpenAI, model: str) -> None:
     assert found.age == 31
     assert parsed.choices[0].finish_reason == "stop"
     many = client.chat.completions.parse(
-        model=model, messages=question, response_format=Person, temperature=1.0, seed=1, n=3, max_tokens=120
+        model=model, messages=question, response_format=Person, temperature=1.0, seed=1, n=2, max_tokens=120
     )
     assert any(choice.message.parsed for choice in many.choices if choice.finish_reason == "stop")
 
@@ -150,7 +150,7 @@ def test_formats_that_cost_too_much_fail_alone(client: openai.OpenAI, model: str
         return caught.value
 
     costly = [
-        *([{"guided_regex": "a?" * 120_000}] * 4),
+        *([{"guided_regex": "a?" * 120_000}] * 2),
         {"guided_regex": "[a-c]{5}a{200000}"},
         {"guided_grammar": "root ::= root root root | [a-z] | [a-z ]+"},
     ]

@@ -95,7 +95,7 @@ def watched(running_cluster: Callable[..., Any], tmp_path_factory: pytest.TempPa
     cluster = running_cluster(
         dtype="float32",
         page_tokens=PAGE_TOKENS,
-        max_step_tokens=512,
+        max_step_tokens=128,
         slo_classes=CLASSES,
         hang_deadline_s=0.0,  # the tests suspend processes until an alert fires
     )

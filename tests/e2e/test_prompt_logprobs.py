@@ -15,8 +15,8 @@ from tests.e2e.reference import Reference
 from tests.soak import soak
 
 TOLERANCE = 1e-3
-LENGTHS = (1, 12, 20)
-"""Numbers of prompts: of 7, 100 and 513 tokens, the last of which takes several chunks."""
+LENGTHS = (1, 12, 15)
+"""Numbers of prompts: of 7, 100 and 129 tokens, the last of which takes two chunks."""
 AS_STARTED: dict[str, Any] = {"mode": "disaggregated", "prefill": 1, "decode": 1, "step_policy": "unchunked"}
 WAYS: dict[str, dict[str, Any]] = {
     "disaggregated": AS_STARTED,
@@ -26,7 +26,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", params=["disaggregated", pytest.param("colocated", marks=soak)])
 def client(request: pytest.FixtureRequest, running_cluster: Callable[..., Any]) -> Iterator[openai.OpenAI]:
-    cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512)
+    cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=128)
     asyncio.run(cluster.controller.set_mode(**WAYS[request.param]))
     with openai.OpenAI(base_url=f"http://{cluster.http_address}/v1", api_key="unused", max_retries=0) as client:
         yield client

@@ -29,22 +29,26 @@ from .traffic import IN_DECODE, in_flight_when_suspended, serves_again
 
 HANG_DEADLINE_S = 8.0
 """Short, and still far longer than any process here waits for a core."""
-PROBES = [Question((5, 6, 7, 8 + n), 400) for n in range(6)]
+PROMPTS = [Question((5, 6, 7, 8 + n), 400) for n in range(6)]
 RESTART_WITHIN_S = 240.0
 """Far longer than the hang deadline and a start, even when other tests load the cores."""
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster(running_cluster: Callable[..., Any], small_model: Path) -> Any:
     return running_cluster(
         model=small_model, decode=2, dtype="float32", page_tokens=16, hang_deadline_s=HANG_DEADLINE_S
     )
 
 
+@pytest.fixture(scope="module")
+def expected(cluster: Any) -> list[list[int]]:
+    return asyncio.run(undisturbed(cluster.grpc_address, PROMPTS))
+
+
 @pytest.mark.timeout(900)
-def test_a_worker_that_hangs_is_replaced_and_its_streams_continue(cluster: Any) -> None:
-    expected = asyncio.run(undisturbed(cluster.grpc_address, PROBES))
-    streams, victim = asyncio.run(in_flight_when_suspended(cluster, PROBES))
+def test_a_worker_that_hangs_is_replaced_and_its_streams_continue(cluster: Any, expected: list[list[int]]) -> None:
+    streams, victim = asyncio.run(in_flight_when_suspended(cluster, PROMPTS))
     for stream, tokens in zip(streams, expected, strict=True):
         stream.check(tokens)
     after = restarted(cluster, victim)
@@ -63,7 +67,7 @@ def test_a_router_that_hangs_is_replaced(cluster: Any) -> None:
         assert time.monotonic() < deadline_s, now
         time.sleep(LOOK_S)
     assert "no sign of life" in now.error
-    assert asyncio.run(serves_again(cluster.grpc_address, 60, PROBES[0].request())) == PROBES[0].tokens
+    assert asyncio.run(serves_again(cluster.grpc_address, 60, PROMPTS[0].request())) == PROMPTS[0].tokens
 
 
 def standby_after(cluster: Any, incarnation: int) -> None:
@@ -91,7 +95,7 @@ def members_after(cluster: Any, controller: int) -> set[str]:
 async def amid_streams(cluster: Any, strike: Callable[[], None]) -> list[Stream]:
     """Returns streams that decoded when `strike` was called, once they have ended."""
     async with Client(cluster.grpc_address) as client:
-        streams = [client.ask(question) for question in PROBES]
+        streams = [client.ask(question) for question in PROMPTS]
         await asyncio.gather(*(stream.reached(IN_DECODE) for stream in streams))
         strike()
         await asyncio.gather(*(stream.task for stream in streams))
@@ -100,9 +104,10 @@ async def amid_streams(cluster: Any, strike: Callable[[], None]) -> list[Stream]
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGSTOP, marks=soak), signal.SIGKILL])
-def test_a_controller_that_hangs_or_dies_is_replaced_and_streams_continue(cluster: Any, number: signal.Signals) -> None:
+def test_a_controller_that_hangs_or_dies_is_replaced_and_streams_continue(
+    cluster: Any, expected: list[list[int]], number: signal.Signals
+) -> None:
     """Another one adopts router and workers: streams go on, and operators reach it at the same address."""
-    expected = asyncio.run(undisturbed(cluster.grpc_address, PROBES))
     pid, served = cluster.controller_pid(), [cluster.router(), *cluster.workers()]
     streams = asyncio.run(amid_streams(cluster, lambda: os.kill(pid, number)))
     for stream, tokens in zip(streams, expected, strict=True):
@@ -114,7 +119,7 @@ def test_a_controller_that_hangs_or_dies_is_replaced_and_streams_continue(cluste
     assert [(one.name, one.pid, one.incarnation) for one in after] == [
         (one.name, one.pid, one.incarnation) for one in served
     ]
-    assert asyncio.run(undisturbed(cluster.grpc_address, PROBES[:1])) == expected[:1]
+    assert asyncio.run(undisturbed(cluster.grpc_address, PROMPTS[:1])) == expected[:1]
 
     victim = cluster.worker("decode")
     kill(victim)
@@ -130,7 +135,7 @@ def test_clients_that_retry_do_not_notice_that_the_router_is_killed(cluster: Any
     os.kill(killed.pid, signal.SIGKILL)
     began = time.monotonic()
     with openai.OpenAI(base_url=f"http://{cluster.http_address}/v1", api_key="none", max_retries=5) as client:
-        answer = client.completions.create(model="SmolLM2-135M-Instruct", prompt=list(PROBES[0].prompt), max_tokens=4)
+        answer = client.completions.create(model="SmolLM2-135M-Instruct", prompt=list(PROMPTS[0].prompt), max_tokens=4)
     print(f"answered after {time.monotonic() - began:.1f} s")
     assert answer.usage is not None
     assert answer.usage.completion_tokens > 0

@@ -1,6 +1,7 @@
 """Two prefill and two decode workers: whichever dies or is suspended, every stream continues with the same tokens.
 
-`make soak` restarts each role thirty times, too; TANDEM_FAULT_SAVE=1 saves the measurements.
+Runs in `make soak` only; `test_killed_workers.py` and `test_processes_that_hang.py` have such faults for `make test`.
+TANDEM_FAULT_SAVE=1 saves the measurements of the restarts.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from .growth import MIB, Growth
 from .moments import LOOK_S, AmidTransfer, busy, freeze_amid_transfer, kill, restarted, thawed
 from .streams import AT_ONCE, LONG_PROMPT_TOKENS, SHORT_PROMPT_TOKENS, Client, Load, Question, Stream, undisturbed
 from .traffic import IN_DECODE, in_flight_when_suspended
+
+pytestmark = soak
 
 STILL_S = 3.0
 RESTARTS = 30
@@ -116,7 +119,7 @@ def test_streams_survive_a_death_amid_transfer_and_decode(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("role", [pytest.param("prefill", marks=soak), "decode"])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_worker_suspended_amid_a_transfer_completes_it(
     role: str, cluster: Any, questions: list[Question], expected: list[list[int]]
 ) -> None:
@@ -152,7 +155,6 @@ def test_streams_leave_a_suspended_worker_and_it_continues(
     assert cluster.named(victim.name) == victim
 
 
-@soak
 @pytest.mark.timeout(300 + 60 * RESTARTS)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_restarts_under_load_leak_neither_descriptors_nor_memory(

@@ -18,7 +18,7 @@ DELAY_S, LOSS = 0.02, 0.01
 CUT_S = 5.0
 WRITING_S = 0.5
 """Time in seconds from the first advertised page to the cut; at that loss the whole transfer takes seconds."""
-PROBES = [Question(tuple(3 + (n + 37 * k) % 4000 for n in range(400 + 16 * k)), 48) for k in range(4)]
+PROMPTS = [Question(tuple(3 + (n + 37 * k) % 4000 for n in range(400 + 16 * k)), 48) for k in range(4)]
 LONG = Question(tuple(3 + n % 4000 for n in range(2000)), 48)
 CLEAR = {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
 
@@ -58,13 +58,13 @@ async def cut_amid_transfer(hosts: TwoHosts) -> Stream:
 
 async def scenario(model: Path) -> None:
     async with two_hosts(model) as hosts:
-        right = [stream.tokens for stream in await answers(hosts, [*PROBES, LONG])]
+        right = [stream.tokens for stream in await answers(hosts, [*PROMPTS, LONG])]
         hosts_of = {name: worker.address.rpartition(":")[0] for name, worker in hosts.workers.items()}
         hosts_of["controller"] = hosts.controller_address.rpartition(":")[0]
         assert hosts_of == {"controller": ADDRESSES[0], "decode-0": ADDRESSES[0], "prefill-0": ADDRESSES[1]}
         first = {name: worker.peer.incarnation for name, worker in hosts.workers.items()}
         await hosts.wire.tell(delay_s=DELAY_S, loss=LOSS)
-        for stream, tokens in zip(await answers(hosts, PROBES), right, strict=False):
+        for stream, tokens in zip(await answers(hosts, PROMPTS), right, strict=False):
             stream.check(tokens)
         await hosts.idle_and_sound()
 
@@ -76,7 +76,7 @@ async def scenario(model: Path) -> None:
         else:
             assert "prefill-0" in stream.words or "decode-0" in stream.words, stream.words
         await hosts.idle_and_sound()
-        for stream, tokens in zip(await answers(hosts, [*PROBES, LONG]), right, strict=True):
+        for stream, tokens in zip(await answers(hosts, [*PROMPTS, LONG]), right, strict=True):
             stream.check(tokens)
         await hosts.idle_and_sound()
         await hosts.look()

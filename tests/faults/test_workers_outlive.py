@@ -14,7 +14,7 @@ from tests.soak import soak
 from .streams import Client, Load, Question, undisturbed
 from .ups import LOOK_S, WITHIN_S, ups
 
-PROBES = [Question(tuple(range(100, 100 + length)), 60) for length in (20, 33, 48)]
+PROMPTS = [Question(tuple(range(100, 100 + length)), 60) for length in (20, 33, 48)]
 LONG_ENOUGH, SHORT = ("--workers-outlive", "600"), ("--workers-outlive", "1")
 
 
@@ -24,7 +24,7 @@ async def test_workers_continue_after_their_tandem_up_has_ended(small_model: Pat
     async with ups(small_model) as cluster:
         first = await cluster.start(*LONG_ENOUGH)
         await first.serves()
-        expected = await undisturbed(first.router, PROBES)
+        expected = await undisturbed(first.router, PROMPTS)
         workers = cluster.workers()
         assert len(workers) == 2
 
@@ -32,13 +32,13 @@ async def test_workers_continue_after_their_tandem_up_has_ended(small_model: Pat
         second = await cluster.start(*LONG_ENOUGH)
         await second.serves()
         assert cluster.workers() == workers, "workers were started anew"
-        assert await undisturbed(second.router, PROBES) == expected
+        assert await undisturbed(second.router, PROMPTS) == expected
 
         async with Client(second.router) as client:
-            load = Load(client, PROBES, expected, at_once=2)
+            load = Load(client, PROMPTS, expected, at_once=2)
             third = await cluster.start(*LONG_ENOUGH)
             await third.serves()
-            assert await undisturbed(third.router, PROBES) == expected
+            assert await undisturbed(third.router, PROMPTS) == expected
             await second.until("another `tandem up`")
 
             await third.end(signal.SIGKILL)
@@ -53,14 +53,14 @@ async def test_workers_continue_after_their_tandem_up_has_ended(small_model: Pat
         renewed = cluster.workers()
         assert len(renewed) == 2
         assert len(renewed & workers) == 1
-        assert await undisturbed(second.router, PROBES) == expected
+        assert await undisturbed(second.router, PROMPTS) == expected
 
         fourth = await cluster.start(*SHORT, "--decode", "2")
         await fourth.serves()
         assert "decode-1" in await cluster.left(), "it waits for a place, and holds nobody up"
         await second.end(signal.SIGTERM)
         assert "workers live on" in second.said
-        assert await undisturbed(fourth.router, PROBES) == expected
+        assert await undisturbed(fourth.router, PROMPTS) == expected
         assert cluster.workers() == renewed
 
         await fourth.end(signal.SIGTERM)

@@ -195,6 +195,7 @@ def test_an_up_that_waits_for_resources_can_be_stopped(head: Head, up: Callable[
     assert head.actors() == []
 
 
+@soak
 @pytest.mark.timeout(300)
 def test_an_up_without_enough_resources_says_which(head: Head, up: Callable[..., subprocess.Popen[str]]) -> None:
     process = up("--address", head.address, "--prefill", "2")

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tandem.engine import model_runner
 from tandem.engine.kernels.cpu.kernels import CpuKernels
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -21,6 +22,8 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         from . import interpreter
 
         interpreter.mend(monkeypatch)
+        # Two steps of each loaded engine, a second in the interpreter, which compiles nothing.
+        monkeypatch.setattr(model_runner, "warm_up", lambda *_: None)
 
 
 @pytest.fixture(scope="session")

@@ -139,7 +139,7 @@ def test_one_ahead_as_one_by_one(rows: int, dtype: torch.dtype) -> None:
 
 
 def test_no_answer_ends_early() -> None:
-    for request in one_ahead(STEPS, 4, torch.bfloat16):
+    for request in one_by_one(STEPS, torch.bfloat16):
         early = request.answer[: request.sampling.min_tokens]
         assert not {*EOS, *request.sampling.stop_token_ids} & {*early}, request.sampling
 

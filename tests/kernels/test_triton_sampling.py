@@ -74,12 +74,12 @@ def run(
     return out.cpu()
 
 
-@pytest.mark.parametrize(("vocab", "repeats"), [(100, 3), (4097, 2), (49152, 1)])
-def test_the_tokens_of_the_cpu_sampler(vocab: int, repeats: int) -> None:
+@pytest.mark.parametrize("vocab", [100, 4097, 49152 if ON_GPU else 20_001])
+def test_the_tokens_of_the_cpu_sampler(vocab: int) -> None:
     """With continuous logits another token would need a number within 1e-7 of a threshold."""
     mix = MIXED if vocab < CANDIDATES + 500 else MIXED_BIG
     chosen = DeviceSampler(vocab, len(mix) + 1, DEVICE, PDL)
-    for seed in range(20 if ON_GPU else repeats):
+    for seed in range(20 if ON_GPU else 1):
         logits = random_logits(len(mix), vocab, seed)
         draws = make_draws(mix, seed=1000 * seed)
         assert run(chosen, logits, draws).tolist() == sampler.sample(logits, draws).tolist(), seed

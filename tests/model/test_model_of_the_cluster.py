@@ -8,7 +8,7 @@ the KV is 32-bit.
 
 Hypothesis drives a cluster of real parts in one thread (`world.py` lists the real and the simulated parts).
 `machine.py` defines the moves; `checks.py`, `World.check` and `World.end` define the invariants. `make test` makes the
-same 5,000 moves each time, `make soak` a million others. For a minimal example of a failure:
+same 3,000 moves each time, `make soak` a million others. For a minimal example of a failure:
 
     TANDEM_MODEL_SEED=2 TANDEM_MODEL_RUNS=25 TANDEM_MODEL_SHRINK=1 python -m pytest tests/model -k holds
 
@@ -40,7 +40,7 @@ from tests.model.world import World
 from tests.soak import SOAKING, soak
 
 MOVES_A_RUN = 200
-RUNS = 5000 if SOAKING else 25
+RUNS = 5000 if SOAKING else 15
 """The number of runs; few of them have less than the maximum number of moves."""
 LEAST_IN_A_RUN = {
     "moves": 190,
@@ -66,7 +66,7 @@ LEAST_IN_A_RUN = {
     "gave way": 0.03,
 }
 """The minimum average number of each event per run; with fewer events, the runs would test too little."""
-WINDOW_RUNS = 20 if SOAKING else 5
+WINDOW_RUNS = 20 if SOAKING else 3
 """The number of additional runs with sliding windows."""
 WINDOWS = (None, 5, 3)
 """The windows of the groups of layers in those runs.
@@ -74,7 +74,7 @@ WINDOWS = (None, 5, 3)
 With a window of 5 tokens and pages of 4, a page becomes invisible exactly when a later page begins; with a window of 3,
 in the middle of a page.
 """
-FLIPPING_RUNS = 12 if SOAKING else 4
+FLIPPING_RUNS = 12 if SOAKING else 3
 """The number of additional runs with changing roles."""
 SEED = 2
 SEEDS_FOR_A_MUTANT = range(3, 67)
@@ -154,7 +154,7 @@ def test_a_page_that_is_given_up_too_early_is_found(mutant: Mutant, monkeypatch:
 
 def test_a_run_does_not_depend_on_the_speed_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hypothesis repeats a run that failed, and the repetition has to fail as well."""
-    fast, pauses = play(3, 102), random.Random()  # Hypothesis seeds the global random generator
+    fast, pauses = play(2, 102), random.Random()  # Hypothesis seeds the global random generator
 
     def slow_down(name: str, most: int) -> None:
         clock = getattr(time, name)
@@ -163,7 +163,7 @@ def test_a_run_does_not_depend_on_the_speed_of_the_machine(monkeypatch: pytest.M
     for name in ("monotonic", "perf_counter", "time"):
         slow_down(name, 2)
         slow_down(f"{name}_ns", 2 * 10**9)
-    assert play(3, 102) == fast
+    assert play(2, 102) == fast
 
 
 @pytest.mark.timeout(1200)

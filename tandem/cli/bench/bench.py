@@ -166,7 +166,10 @@ class ResultOptions:
             _pictures()
 
     def cells(self) -> list[SloCell]:
-        """Return the goodput targets, or none if no target is given. A target that is not given is unlimited."""
+        """Return one cell with the goodput targets, or no cell if no target is given.
+
+        A target that is not given is infinite. Raises InvalidArgument for a target that is not above 0.
+        """
         import math
 
         from tandem.cli.load.slo import SloCell
@@ -181,7 +184,7 @@ class ResultOptions:
         return [SloCell(self.targets(), *limits)]
 
     def targets(self) -> str:
-        """Return the targets as text for the table."""
+        """Return the goodput targets as text for the table."""
         named = (("TTFT", self.ttft), ("ITL", self.itl))
         return ", ".join(f"{name} ≤ {limit:g} ms" for name, limit in named if limit is not None)
 
@@ -227,11 +230,11 @@ def _write(server: Server, load: LoadOptions, results: ResultOptions, loads: lis
 
 
 def _pictures() -> ModuleType:
-    """Import the drawing module. Raises InvalidArgument if matplotlib is missing."""
+    """Import the module that plots latencies. Raises InvalidArgument if matplotlib is missing."""
     from tandem.protocol.errors import InvalidArgument
 
     try:
         from tandem.cli.load import pictures
     except ModuleNotFoundError:
-        raise InvalidArgument("--plot", "needs matplotlib; pip install 'tandem[plots]'") from None
+        raise InvalidArgument("--plot", "needs matplotlib; pip install '.[plots]' in Tandem's folder") from None
     return pictures

@@ -19,7 +19,7 @@ _LATENCIES = {"ttft": "TTFT", "gaps": "ITL", "tpot": "TPOT", "end_to_end": "E2E"
 class Load:
     """The result of a load at one rate.
 
-    `interrupted` is True if Ctrl-C ended the load; unfinished requests are then in none of its results.
+    `interrupted` is True if Ctrl-C ended the load; requests that had not ended by then are not counted.
     """
 
     report: LoadReport
@@ -27,17 +27,17 @@ class Load:
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Tokens of complete answers per second, until the last request ended."""
+        """Tokens of complete answers per second, from the start to the end of the last request."""
         return sum(record.tokens for record in self.report.records if not record.error) / self.report.makespan_s
 
     @property
     def requests_per_s(self) -> float:
-        """Complete answers per second, until the last request ended."""
+        """Complete answers per second, from the start to the end of the last request."""
         return sum(not record.error for record in self.report.records) / self.report.makespan_s
 
     @property
     def total_tokens_per_s(self) -> float:
-        """Tokens of prompts and complete answers per second, until the last request ended."""
+        """Tokens of complete answers and of their prompts per second, from the start to the end of the last request."""
         whole = [record for record in self.report.records if not record.error]
         return sum(record.prompt_tokens + record.tokens for record in whole) / self.report.makespan_s
 

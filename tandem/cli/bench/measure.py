@@ -27,7 +27,7 @@ def measure(
 ) -> list[Load]:
     """Send each workload, and return one load for each.
 
-    Ctrl-C ends the current load, whose result then contains the requests that were answered until then.
+    Ctrl-C ends the current load and skips the later ones; the result contains the requests that had ended by then.
     """
     loads: list[Load] = []
     for workload in map(server.fitted, workloads):

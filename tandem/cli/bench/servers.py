@@ -1,4 +1,4 @@
-"""The server under load: its model, the warm-up requests, and the shares of a workload for the client processes."""
+"""The server under load: its model, its warm-up, and the distribution of a workload to client processes."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -24,9 +24,9 @@ _ANSWER_S = 120.0
 _LIST_S = 10.0
 _WARM_TOKENS = 8
 _PROBE_WORDS = 256
-"""The number of words in the longer of two prompts that show how many tokens the server counts per word.
+"""Number of words in the longer of the two prompts with which the tokens per word are measured.
 
-The prompt has at most an eighth of the context.
+The prompt has fewer words if this is more than an eighth of the context.
 """
 _REASON_CHARACTERS = 300
 
@@ -39,7 +39,7 @@ class Server(Protocol):
         """The name of the served model."""
 
     def warm_up(self, requests: int) -> None:
-        """Send `requests` concurrent requests that are in none of the results.
+        """Send `requests` concurrent requests, which are not counted in the results, and wait for their answers.
 
         Raises a TandemError with the server's reason.
         """
@@ -50,7 +50,7 @@ class Server(Protocol):
         """Send each request at its due time, and return one result per client process."""
 
     def fitted(self, workload: Workload) -> Workload:
-        """Return the workload cut to the model's context, if the server reports the context."""
+        """Return the workload with its requests cut to the model's context, or unchanged if the context is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class GrpcServer:
         return str(self.target.view.model.model)
 
     def warm_up(self, requests: int) -> None:
-        """Send a fixed number of concurrent requests, whatever `requests` is."""
+        """Send a fixed number of concurrent requests, or none if `requests` is 0; see `touch`."""
         if requests:
             touch(self.target)
 
@@ -87,7 +87,7 @@ class HttpServer:
     """Any server with OpenAI's HTTP API."""
 
     share: HttpShare
-    """The settings that all requests have in common, without arrivals."""
+    """The server and the settings of all requests; its arrivals are not used."""
     context: int | None = None
     words: WordLengths = WordLengths()  # noqa: RUF009  # frozen
 
@@ -97,7 +97,10 @@ class HttpServer:
         return self.share.model
 
     def warm_up(self, requests: int) -> None:
-        """Send concurrent requests. For chat, two further ones measure how many tokens a word of a prompt takes."""
+        """Send `requests` concurrent requests.
+
+        For chat, two requests before these measure how many tokens the server counts per word of a prompt.
+        """
         long = _PROBE_WORDS if self.context is None else min(_PROBE_WORDS, self.context // 8)
         short = max(1, long // 4)
         if self.share.chat and short < long:
@@ -126,7 +129,10 @@ class HttpServer:
         return workload if self.context is None else workload.fitted(self.context)
 
     def _probe(self, number: int, length: int) -> int:
-        """Send one request without streaming, and return its prompt tokens; 0 = the server does not count them."""
+        """Send one request without streaming, and return its number of prompt tokens, or 0 if the server reports none.
+
+        `length` is the length of the prompt in tokens, or in words for chat; different `number` give different prompts.
+        """
         share = replace(self.share, seed=WARM_SEED)
         body = request_body(share, Arrival(0.0, (Block(number, length),), _WARM_TOKENS))
         answer = _call(f"{share.url}/{route(share.chat)}", share.api_key, body, _ANSWER_S)
@@ -158,7 +164,7 @@ def find_server(
 
 
 def list_models(url: str, api_key: str = "") -> Sequence[dict[str, Any]]:
-    """Return the models that the server lists, at least one, each with an `id`. Raises Unavailable if it lists none."""
+    """Return the entries of the server's model list, each with an `id`. Raises Unavailable if the list is empty."""
     address_of(url)
     try:
         listed = _call(f"{url.rstrip('/')}/models", api_key, None, _LIST_S)["data"]
@@ -175,7 +181,7 @@ def _with_version(url: str) -> str:
 
 
 def _call(url: str, api_key: str, body: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
-    """Send one call to the server. Raises a TandemError with the server's reason."""
+    """Send one HTTP request, and return the JSON of its response. Raises a TandemError with the server's reason."""
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
     content = None if body is None else json.dumps(body).encode()
     try:

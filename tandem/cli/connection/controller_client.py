@@ -16,7 +16,7 @@ GRACE_S = 30.0
 WAIT_S = 180.0
 """Default time to wait for new workers, in seconds."""
 _CHANGE_MARGIN_S = 240.0
-"""Additional deadline of a change in seconds: for connecting, transfers in progress, and a worker's restart."""
+"""Seconds that a change of the cluster may take beyond its grace: to connect, end transfers, and restart a worker."""
 _LOOK_S = 10.0
 """Deadline of the call that lists the workers, in seconds."""
 
@@ -74,7 +74,7 @@ class ControllerClient:
         return tuple(conversion.from_proto(info, WorkerInfo) for info in reply.workers), float(reply.seconds)
 
     async def workers(self) -> tuple[WorkerInfo, ...]:
-        """Return all workers that serve."""
+        """Return all workers that serve at present."""
         return (await self._membership()).workers
 
     async def _membership(self) -> Membership:
@@ -107,7 +107,7 @@ class ControllerClient:
         return float(reply.seconds)
 
     async def load_adapter(self, name: str, path: str) -> AdapterFacts:
-        """Load an adapter into all workers, and return it as soon as requests may name it. See `LoadAdapterRequest`."""
+        """Load an adapter into all workers; return it once requests may name it. See `LoadAdapterRequest`."""
         request = types_pb2.LoadAdapterRequest(lora_name=name, lora_path=path)
         reply = await self._call(lambda stub: stub.LoadAdapter(request, timeout=_CHANGE_MARGIN_S))
         return conversion.from_proto(reply.adapter, AdapterFacts)
@@ -125,7 +125,7 @@ class ControllerClient:
         return found.workers[0].model.adapters if found.workers else ()
 
     async def _call(self, ask: Callable[[Any], Awaitable[Any]]) -> Any:
-        """Return the reply to the call that `ask` makes on the controller's stub."""
+        """Connect to the controller, make the call `ask(stub)`, and return its reply."""
         async with open_channel(self._address, self._token) as channel:
             return await self._typed(ask(cluster_pb2_grpc.ClusterStub(channel)))
 
@@ -136,7 +136,7 @@ class ControllerClient:
             raise self._error(error) from None
 
     def _error(self, error: grpc.aio.AioRpcError) -> TandemError:
-        """Return the controller's error, or a readable sentence if only the transport reported a failure."""
+        """Return the controller's own error or, if only the transport failed, Unauthenticated or Unavailable."""
         if any(key == ERROR_CODE for key, _ in error.trailing_metadata() or ()):
             return error_of(error, "the controller")
         if is_refused_peer(error):

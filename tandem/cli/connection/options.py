@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 def _one_of_several(context: typer.Context, parameter: typer.CallbackParam, key: str) -> str:
-    """Return one API key: the first if the environment variable has several, as in the pod of `tandem up`."""
+    """Return the API key to send; from the environment variable, the first of its keys.
+
+    In the pod of `tandem up`, the variable contains all keys that the router accepts.
+    """
     source = context.get_parameter_source(parameter.name or "")
     return (key.split() or [""])[0] if source is not None and source.name == "ENVIRONMENT" else key
 
@@ -123,10 +126,10 @@ class RouterOptions:
         return router_client(*self.find())
 
     def find(self, *, reads: bool = False) -> tuple[str, str, Tls | None]:
-        """Return address, key and TLS settings of the given router, or of the newest running cluster's.
+        """Return the address, API key and TLS settings of the given router, or of the newest running cluster's.
 
-        With `reads`, the key of a cluster on this host is its metrics key, because a tenant's key cannot read the load
-        of other tenants. Raises Unavailable if no cluster runs.
+        `reads` is True for a command that reads the load of all tenants, which a tenant's key may not: the key of a
+        cluster on this host is then its metrics key. Raises Unavailable if no cluster runs.
         """
         from tandem.cli.connection.router import tls_of
         from tandem.cli.connection.state import newest
@@ -187,7 +190,7 @@ def shown_key(api_key: str, api_key_file: str) -> str:
 
 
 def metrics_server(address: str, key: str, key_file: str = "") -> tuple[str, str]:
-    """Return the metrics address and the key for it.
+    """Return the given metrics address and key, or those of the newest running cluster.
 
     Raises Unavailable if no address is given and no cluster runs.
     """

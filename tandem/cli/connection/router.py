@@ -1,4 +1,4 @@
-"""Access of a command to a router: `tandem.client` with errors that name options, and the data of `tandem status`."""
+"""A command's connection to a router: a client whose errors name options, and a query of the router's state."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +17,10 @@ COMMANDS = Wording(
     unreachable="cannot reach {router}; is `tandem up` running there?",
     lost="lost {router} before the answer's end; is `tandem up` running?",
 )
-"""The error texts for users of the command line."""
+"""The texts of client errors for users of the command line, which name options."""
 CA, CERTIFICATE, KEY = "--tls-ca", "--tls-client-certificate", "--tls-client-key"
 _VIEW_S = 5.0
-"""Deadline for a router's description of itself, in seconds."""
+"""Deadline of the calls that query a router's state, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        """Validate the parameters.
+        """Validate the parameters, with the same limits as the router.
 
-        Raises InvalidArgument, which names the option and its limits, the same as the router's.
+        Raises InvalidArgument, which names the option and its limits.
         """
         if self.max_tokens is not None and not 1 <= self.max_tokens <= INT32_MAX:
             raise InvalidArgument("--max-tokens", f"{self.max_tokens} is not between 1 and {INT32_MAX}")
@@ -55,7 +55,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class ServerView:
-    """A router's description of itself, its load and its model."""
+    """The state of a router as it reports it: its workers, its load and its model."""
 
     info: inference_pb2.GetServerInfoResponse
     loads: inference_pb2.GetLoadsResponse
@@ -68,7 +68,7 @@ def router_client(address: str, api_key: str = "", tls: Tls | None = None, timeo
 
 
 def view_of(address: str, api_key: str = "", tls: Tls | None = None) -> ServerView:
-    """Return the router's description of itself. Raises Unavailable if it does not respond within five seconds."""
+    """Query the router's workers, load and model. Raises Unavailable if it does not respond within five seconds."""
     with router_client(address, api_key, tls, _VIEW_S) as client:
         try:
             return ServerView(client.server(), client.loads(), client.model())
@@ -77,7 +77,7 @@ def view_of(address: str, api_key: str = "", tls: Tls | None = None) -> ServerVi
 
 
 def model_of(address: str, api_key: str = "", tls: Tls | None = None) -> inference_pb2.GetModelInfoResponse:
-    """Return the router's model, which any key may read.
+    """Query the router's model, which every API key may read.
 
     Raises Unavailable if the router does not respond within five seconds.
     """
@@ -89,10 +89,10 @@ def model_of(address: str, api_key: str = "", tls: Tls | None = None) -> inferen
 
 
 def tls_of(ca: str, certificate: str, key: str, pinned: str = "") -> Tls | None:
-    """Return the TLS settings from the PEM files of options; None if neither `ca` nor `pinned` is given. "" = no file.
+    """Return the TLS settings from the PEM files that options name, or None if neither `ca` nor `pinned` is given.
 
-    `pinned` is the certificate of a router on this host; it is trusted without `ca`, whatever name it was issued for.
-    Raises InvalidArgument, which names the option of a wrong file.
+    A file that is not given is "". `pinned` is the certificate of a router on this host; without `ca` it is trusted,
+    whatever name it was issued for. Raises InvalidArgument, which names the option of a wrong file.
     """
     if bool(certificate) != bool(key):
         missing, given = (KEY, CERTIFICATE) if certificate else (CERTIFICATE, KEY)
@@ -122,7 +122,7 @@ def _readable(option: str, file: str) -> Path:
 
 
 def _name_in(file: str) -> str:
-    """Return the first host name of a certificate; "" = it has none."""
+    """Return the first host name of a certificate, or "" if it has none."""
     certificate = x509.load_pem_x509_certificate(_readable(CA, file).read_bytes())
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value

@@ -1,4 +1,4 @@
-"""State files of `tandem up`, by which other commands find a running cluster: one small file per cluster."""
+"""State files of `tandem up`, with which other commands find a running cluster: one small file per cluster."""
 
 import json
 import os

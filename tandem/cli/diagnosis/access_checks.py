@@ -1,4 +1,7 @@
-"""Checks of a router's key file and certificate, which `tandem doctor` imports when it runs, as they import gRPC."""
+"""Checks of a router's key file and certificate, for `tandem doctor`.
+
+The module imports gRPC, so `tandem doctor` imports it only when it runs.
+"""
 
 import stat
 from collections import Counter
@@ -14,7 +17,7 @@ _SOON = timedelta(days=14)
 
 
 def check_key_file(file: str) -> list[Check]:
-    """Check a router's file of API keys; "" = no file, no checks."""
+    """Check a router's file of API keys; without a file (""), return no checks."""
     if not file:
         return []
     try:
@@ -30,9 +33,9 @@ def check_key_file(file: str) -> list[Check]:
 
 
 def check_certificate(certificate: str, key: str, client_ca: str, now: datetime | None = None) -> list[Check]:
-    """Check the certificate of a router's client ports at the time `now`, by default the present.
+    """Check the files of a router's TLS certificate, and that it does not expire soon after `now`.
 
-    Without files there are no checks.
+    The default of `now` is the present. Without files (""), return no checks.
     """
     try:
         files = tls_files(certificate, key, client_ca)

@@ -143,12 +143,12 @@ def check_listeners(host: str, grpc_port: int, http_port: int, ours: dict[int, i
 
 
 def host_problem(host: str) -> str | None:
-    """Return the reason why this machine cannot listen at `host`; None = it can."""
+    """Return the reason why this machine cannot listen at `host`, or None if it can."""
     return port_problem(host, 0) if host else "it is empty"
 
 
 def port_problem(host: str, port: int) -> str | None:
-    """Return the reason why this port cannot be opened; None = it can. Port 0 always passes."""
+    """Return the reason why this port cannot be opened, or None if it can. Port 0 always can."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -160,9 +160,9 @@ def port_problem(host: str, port: int) -> str | None:
 
 
 def check_command_lines(running: Iterable[tuple[int, list[str]]] | None = None) -> list[Check]:
-    """Check that no `tandem` process on this host got a secret as an option, which every user of the host can read.
+    """Check that no `tandem` process on this host has a secret on its command line, which every user can read.
 
-    `running` has process ids and command lines; the default is the processes of this host.
+    `running` are pairs of process id and command line, by default of all processes of this host.
     """
     showing = [
         Check(
@@ -178,7 +178,7 @@ def check_command_lines(running: Iterable[tuple[int, list[str]]] | None = None) 
 
 
 def _secrets_in(command: list[str]) -> list[str]:
-    """Return the options of `command` that reveal a secret, if the command runs Tandem."""
+    """Return the options of `command` that contain a secret; none if the command does not run Tandem."""
     if not any(Path(word).name == "tandem" or word == "tandem.cli.main" for word in command[:4]):
         return []
     given = {word.partition("=")[0] for word in command}
@@ -192,7 +192,7 @@ def _command_lines() -> list[tuple[int, list[str]]]:
 
 
 def all_checks(host: str, grpc_port: int, http_port: int, ours: dict[int, int]) -> list[Callable[[], list[Check]]]:
-    """Return all checks in the order of the output. Each runs when it is called."""
+    """Return all checks, in the order of the output, as functions that run the check when called."""
     return [
         lambda: [check_python(), check_cores(), check_shared_memory(), check_ray()],
         lambda: [check_torch(), check_gpu()],

@@ -22,9 +22,9 @@ _EVERYWHERE = ("0.0.0.0", "::")
 
 
 def check_ucx_environment(environment: Mapping[str, str] = os.environ) -> Check:
-    """Check that workers started here would open no port.
+    """Check that the UCX variables in `environment` let workers started here open no TCP port.
 
-    The check fails in the cases where `tandem up` does not start.
+    If the check fails, `tandem up` refuses to start, too.
     """
     from kv_transfer.nixl_backend.ucx_shared_memory import check_transports
 
@@ -36,7 +36,7 @@ def check_ucx_environment(environment: Mapping[str, str] = os.environ) -> Check:
 
 
 def check_running_clusters(running: "Iterable[RunningCluster]") -> list[Check]:
-    """Return one check for each worker of this user's clusters that has an open port."""
+    """Return the checks of the workers of this user's clusters; see `check_workers`."""
     checks = []
     for cluster in running:
         if not cluster.controller:
@@ -51,7 +51,7 @@ def check_running_clusters(running: "Iterable[RunningCluster]") -> list[Check]:
 
 
 def check_workers(workers: "Iterable[WorkerInfo]") -> list[Check]:
-    """Return one check for each worker with an open port, or a single check if no worker has one."""
+    """Return one warning for each open port of the workers, or a single check that passes if there is none."""
     workers = tuple(workers)
     opened = [
         Check(

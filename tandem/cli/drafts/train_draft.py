@@ -54,7 +54,7 @@ def train_draft(
     ] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: all cores.")] = None,
 ) -> None:
-    """Train heads that guess a model's next tokens from its own answers, for --speculate draft."""
+    """Train heads that predict a model's next tokens, on answers of the model itself, for --speculate draft."""
     from rich.console import Console
 
     from tandem.cli.models.hub_model import hub_model
@@ -92,9 +92,9 @@ def _report(console: Console, out: Path, trained: Trained) -> None:
 
 
 def prompts_of(folder: Path, text: Path | None) -> list[list[int]]:
-    """Return paragraphs as token ids, formatted as user messages if the model has a chat template.
+    """Return the paragraphs of `text` as token ids, formatted as user messages if the model has a chat template.
 
-    Raises InvalidArgument for a text that cannot be read.
+    Without `text`, the built-in text is used. Raises InvalidArgument for a text that cannot be read.
     """
     from router.text.chat_template import ChatTurn
     from router.text.tokenizer import Tokenizer

@@ -25,27 +25,27 @@ from tandem.protocol.messages import FinishReason
 _GENERATE = "/tandem.v1.Inference/Generate"
 _GET_MODEL = "/tandem.v1.Inference/GetModelInfo"
 _NEAR_S = 0.002
-"""Remaining seconds before the due time that are short enough for a single exact sleep."""
+"""Seconds before the due time at which `until` makes its last sleep, which is short enough to end on time."""
 _PROGRESS_S = 0.25
 """Interval between two progress reports of a client, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The numbers of requests of a share that were sent, that have ended, and that ended with an error."""
+    """The progress of a share: the numbers of requests that were sent, have ended, and ended with an error."""
 
     sent: int = 0
     ended: int = 0
     failed: int = 0
     tokens: int = 0
-    """The tokens of all answers that have ended."""
+    """The number of tokens in all answers that have ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShareResult:
-    """The result of one client process: a record per request, and its CPU use as a share of one core.
+    """The result of one client process: a record per request, and the CPU use of the process.
 
-    After a stop, requests that had not ended have no record.
+    `cpu_share` is a fraction of one core. If the load was stopped, requests that had not ended have no record.
     """
 
     records: tuple[RequestRecord, ...]
@@ -63,7 +63,7 @@ class Ready:
 
 
 def make_ready(index: int, arrival: Arrival, seed: int, vocab_size: int, slo_class: str = "") -> Ready:
-    """Build a greedy request for exactly the workload's number of answer tokens."""
+    """Build a greedy request for exactly `arrival.new_tokens` answer tokens."""
     options = inference_pb2.GenerationOptions(
         max_tokens=arrival.new_tokens, temperature=0, ignore_eos=True, slo_class=slo_class
     )
@@ -82,10 +82,10 @@ class Client(Protocol):
         """Wait until the server can be reached."""
 
     async def ask(self, ready: Ready, start: float, deadline_s: float) -> RequestRecord:
-        """Send `ready` immediately, and return its record.
+        """Send `ready` immediately, and return its record when it has ended.
 
-        The record's times are relative to `start`, a time of `time.monotonic`. After `deadline_s` the request counts as
-        failed.
+        The record's times are relative to `start`, a time of `time.monotonic`. A request that has not
+        ended `deadline_s` seconds after `start` counts as failed.
         """
 
     async def close(self) -> None:
@@ -97,7 +97,7 @@ class Share(Protocol):
 
     @property
     def deadline_s(self) -> float:
-        """Seconds after the common start at which all unfinished requests count as failed."""
+        """Seconds after the common start at which requests that have not ended count as failed."""
 
     def requests(self) -> list[Ready]:
         """Build the requests, before the start."""
@@ -108,9 +108,10 @@ class Share(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GrpcShare:
-    """The share of one client over gRPC: the router, and the arrivals by their number in the workload.
+    """The share of one client process that sends over gRPC: the router and its part of the workload's arrivals.
 
-    After `deadline_s` seconds all unfinished requests count as failed.
+    Each arrival is paired with its number in the workload. Requests that have not ended `deadline_s` seconds after the
+    start count as failed.
     """
 
     address: str
@@ -211,7 +212,8 @@ def run_share(pipe: Pipe, share: Share) -> None:
 async def _run_share(pipe: Pipe, share: Share) -> None:
     """Receive the start time from `pipe`, send each request at its due time, and send back a `ShareResult`.
 
-    During the load the process regularly sends its `Progress`. Any further message, or the end of the pipe, stops it.
+    During the load the process regularly sends its `Progress`. A further message from `pipe`, or its end, stops the
+    load.
     """
     everything, client = share.requests(), share.connect()
     # Ctrl-C also interrupts the parent process, which then stops this one.
@@ -260,7 +262,10 @@ async def until(
 
 
 class _Sending:
-    """Sends each request of a share at its due time without waiting for others; `records` has those that have ended."""
+    """Sends each request of a share at its due time without waiting for others.
+
+    `records` are the records of the requests that have ended.
+    """
 
     def __init__(self, client: Client, everything: list[Ready], start: float, deadline_s: float) -> None:
         self._client, self._everything, self._start, self._give_up_s = client, everything, start, deadline_s

@@ -19,7 +19,10 @@ _ANSWER_FIELDS = ("max_tokens", "output_length")
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Conversations with random arrival times. A line may give the length of its answer, otherwise it is drawn."""
+    """Conversations with random arrival times: one per line of the file, with its answer length if the line gives one.
+
+    The other answer lengths are random, with the distribution `answer`.
+    """
 
     name: str
     lines: tuple[tuple[Messages, int | None], ...]
@@ -27,7 +30,10 @@ class Prompts:
     cv: float = 1.0
 
     def at(self, rate: float, seconds: float, seed: int) -> Workload:
-        """Return a workload. Another seed gives other arrivals and other drawn answer lengths."""
+        """Return a workload with the lines in order, repeated as often as necessary.
+
+        The seed determines the arrival times and the random answer lengths.
+        """
         moments, answers = (np.random.default_rng(each) for each in np.random.SeedSequence(seed).spawn(2))
         due = due_times(moments, self.cv, rate, seconds)
         drawn = self.answer.draw(answers, len(due))
@@ -39,7 +45,7 @@ class Prompts:
 
 
 def read_dataset(file: Path, answer: Lengths, cv: float = 1.0) -> Source:
-    """Read prompts (`prompt` or `messages` in each line) or a trace.
+    """Read a file of prompts (`prompt` or `messages` in each line) or a trace.
 
     Raises InvalidArgument, which names the wrong line.
     """

@@ -23,9 +23,10 @@ _KIND_CHARACTERS = 80
 
 @dataclass(frozen=True, slots=True)
 class HttpShare:
-    """The share of one client over HTTP: the server, and the arrivals by their number in the workload.
+    """The share of one client process that sends over HTTP: the server and its part of the workload's arrivals.
 
-    After `deadline_s` seconds all unfinished requests count as failed.
+    Each arrival is paired with its number in the workload. Requests that have not ended `deadline_s` seconds after the
+    start count as failed.
     """
 
     url: str
@@ -36,9 +37,9 @@ class HttpShare:
     arrivals: tuple[tuple[int, Arrival], ...]
     deadline_s: float
     chat: bool = False
-    """True = call /chat/completions, with words in place of token ids."""
+    """True if requests go to /chat/completions, with words in place of token ids; False for /completions."""
     ignore_eos: bool = True
-    """True = request exactly the workload's number of tokens, and count an answer of another length as an error."""
+    """True if requests set `ignore_eos`, and an answer without exactly the workload's number of tokens is an error."""
 
     def requests(self) -> list[Ready]:
         """Build the requests; see `Share.requests`."""
@@ -50,7 +51,7 @@ class HttpShare:
 
 
 def make_request(share: HttpShare, index: int, arrival: Arrival) -> Ready:
-    """Build the bytes of an HTTP request for a greedy answer of the workload's number of tokens."""
+    """Build the bytes of an HTTP request for a greedy answer with `arrival.new_tokens` tokens."""
     body = request_body(share, arrival) | {"stream": True, "stream_options": {"include_usage": True}}
     content = json.dumps(body).encode()
     address = address_of(share.url)
@@ -107,7 +108,7 @@ def address_of(url: str) -> HttpAddress:
 
 
 class HttpClient:
-    """A client with one connection per request. The time of a token is the arrival of the event with its text."""
+    """A client with one connection per request. The time of a token is the time at which its event arrives."""
 
     def __init__(self, url: str, ignore_eos: bool = True) -> None:
         self._address = address_of(url)
@@ -115,7 +116,7 @@ class HttpClient:
         self._ignore_eos = ignore_eos
 
     async def connected(self) -> None:
-        """Open and close a connection, so that an unreachable server is found before the load begins."""
+        """Open and close a connection, so that an unreachable server is reported before the load begins."""
         _, writer = await self._open()
         writer.close()
 
@@ -199,7 +200,7 @@ async def _lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 class _Answer:
-    """The part of an answer that has arrived, with its times."""
+    """The part of an answer that has arrived, and the times of its events."""
 
     def __init__(self) -> None:
         self.moments: list[float] = []
@@ -212,7 +213,7 @@ class _Answer:
         return self.completion_tokens or len(self.moments)
 
     def take(self, data: bytes, moment: float) -> bool:
-        """Take the data of one event, and return False after the last event. Raises ValueError for invalid JSON."""
+        """Process the data of one event; return False if it ends the stream. Raises ValueError for invalid JSON."""
         if data.startswith(_DONE):
             return False
         event = json.loads(data)
@@ -234,7 +235,7 @@ def _has_token(choice: Mapping[str, Any]) -> bool:
 
 
 def _kind(error: object) -> str:
-    """Return the code or type of an error within a stream, or its text if it has neither."""
+    """Return the code or type of an error that the server sent in the stream, or its text if it has neither."""
     if isinstance(error, Mapping):
         error = error.get("code") or error.get("type") or error.get("message")
     return str(error)[:_KIND_CHARACTERS]

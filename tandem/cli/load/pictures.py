@@ -30,7 +30,7 @@ Load = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The result of one `tandem bench`, or of a row of the strategy table, with loads by ascending rate."""
+    """The result of one run of `tandem bench`, or one row of the strategy table, with loads by ascending rate."""
 
     label: str
     workload: str
@@ -39,7 +39,7 @@ class Run:
 
 
 def run_of(label: str, result: Mapping[str, Any]) -> Run:
-    """Parse the run in a result file. Raises KeyError if the file contains none."""
+    """Parse the run in the JSON of a result file. Raises KeyError if it contains none."""
     return Run(label, result["workload"], tuple(result["curve_levels"]), by_rate(result["loads"]))
 
 

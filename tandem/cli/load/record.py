@@ -14,8 +14,8 @@ class RequestRecord:
 
     `token_s` has the arrival time of each token of the answer; tokens of one message have the same time, and `chunks`
     is the number of messages. Over HTTP, whose messages do not say how many tokens they hold, `token_s` has one time
-    per message. If the request did not end, as after an error, `finish` is empty and the fields after `error` are 0 or
-    empty.
+    per message. If the answer is not complete, for example after an error, `finish` is empty and the fields after
+    `error` are 0 or empty.
     """
 
     index: int
@@ -42,7 +42,7 @@ class RequestRecord:
 
     @property
     def lateness_s(self) -> float:
-        """Seconds from the due time to the send."""
+        """Seconds from the due time until the request was sent."""
         return self.sent_s - self.due_s
 
     @property
@@ -62,11 +62,11 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """TPOT: mean seconds per token after the first; None if all tokens came in one message."""
+        """TPOT: mean seconds per token after the first token; None if fewer than two token times are known."""
         return (self.token_s[-1] - self.token_s[0]) / (self.tokens - 1) if len(self.token_s) > 1 else None
 
     @property
     def worst_decile_s(self) -> float | None:
-        """Mean of the longest tenth of the gaps in seconds, rounded up to whole gaps; None below two tokens."""
+        """Mean of the longest 10 % of the gaps, in seconds, their number rounded up; None without a gap."""
         gaps = sorted(self.gaps_s, reverse=True)
         return float(np.mean(gaps[: -(-len(gaps) // 10)])) if gaps else None

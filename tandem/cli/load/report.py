@@ -13,12 +13,12 @@ from tandem.cli.load.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class CellScore:
-    """The outcomes of a load's requests for one SLO cell. Rejected requests count as well."""
+    """The number of a load's requests with each outcome, for one SLO cell. Rejected requests count as well."""
 
     cell: SloCell
     outcomes: Mapping[Outcome, int]
     per_s: float
-    """Goodput: requests per second of the workload that met the cell's limits."""
+    """Goodput: requests that met the cell's limits, divided by the workload's seconds."""
 
     @property
     def share(self) -> float:
@@ -30,8 +30,8 @@ class CellScore:
 class LoadReport:
     """The results of one workload at one rate; times are in seconds.
 
-    A latency covers only the requests that got as far as it measures. Rejected requests therefore appear in `errors`
-    and in the scores of the cells, not in `ttft`.
+    Each latency summarizes only the requests that have it: a rejected request has no TTFT, so it counts in `errors` and
+    in `scores`, but not in `ttft`.
     """
 
     workload: Workload
@@ -51,19 +51,19 @@ class LoadReport:
 
     @property
     def valid(self) -> bool:
-        """True if the clients sent on time. Otherwise the load that the server saw differs from the workload."""
+        """True if the clients sent 99 % of the requests on time; otherwise the server got another load than planned."""
         return self.lateness.p99 <= self.lateness_bound_s
 
     @property
     def tokens_per_s(self) -> float:
-        """Answer tokens per second that arrived during the workload's `seconds`, while requests were due."""
+        """Answer tokens that arrived during the workload's `seconds`, per second; later ones do not count."""
         seconds = self.workload.seconds
         shares = ((record, sum(moment <= seconds for moment in record.token_s)) for record in self.records)
         return sum(record.tokens * arrived / len(record.token_s) for record, arrived in shares if arrived) / seconds
 
     @property
     def finished_per_s(self) -> float:
-        """Complete answers per second that ended during the workload's `seconds`, while requests were due."""
+        """Complete answers that ended during the workload's `seconds`, per second; later ones do not count."""
         seconds = self.workload.seconds
         return sum(not record.error and record.ended_s <= seconds for record in self.records) / seconds
 
@@ -113,7 +113,7 @@ def _score(score: CellScore) -> dict[str, object]:
 
 
 def score_cell(cell: SloCell, records: Sequence[RequestRecord], seconds: float) -> CellScore:
-    """Count the outcomes of all requests of a workload that lasts `seconds`."""
+    """Count the outcomes of a workload's requests for `cell`; `seconds` is the workload's duration."""
     outcomes = Counter(cell.judge(record) for record in records)
     return CellScore(cell, {each: outcomes[each] for each in Outcome}, outcomes[Outcome.MET] / seconds)
 

@@ -32,9 +32,7 @@ class LoadSettings:
     drain_s: float = 60.0
     """Seconds to wait for answers after the last due time. Requests that have not ended by then count as failed."""
     lateness_bound_s: float = 0.010
-    """Maximum lateness in seconds: a run is invalid if more than 1 % of its requests are sent later after their due
-    time.
-    """
+    """Maximum delay after the due time, in seconds: a run is invalid if more than 1 % of its requests are later."""
 
     slo_class: str = ""
     """The SLO class of every request; empty = none."""
@@ -45,7 +43,7 @@ class LoadSettings:
 
 
 class LoadInterrupted(KeyboardInterrupt):
-    """Raised when a load is interrupted after `seconds`; carries the results of the clients until then."""
+    """Raised if Ctrl-C interrupts a load, `seconds` after its start; `results` are the clients' results up to then."""
 
     def __init__(self, results: Sequence[ShareResult], seconds: float) -> None:
         super().__init__()
@@ -63,8 +61,8 @@ def run_load(
 ) -> LoadReport:
     """Cut `workload` to the model's context, send each request at its due time, and return the report.
 
-    `target` may be an address (host:port). `on_start` receives the start time, by `time.monotonic`. Raises Unavailable
-    if the cluster does not respond or has other requests, Internal if a client process dies.
+    `target` may be an address (host:port). `on_start` receives the start time of `time.monotonic`. Raises Unavailable
+    if the cluster does not respond or still has other requests, and Internal if a client process dies.
     """
     settings = settings or LoadSettings()
     target = find_target(target) if isinstance(target, str) else target
@@ -91,7 +89,7 @@ def run_clients(
     """Run one client process per share, with a common start, and return their results.
 
     `on_progress` receives the combined progress of all shares. The first Ctrl-C stops the clients and raises
-    `LoadInterrupted` with the results until then; a second one ends them without results.
+    `LoadInterrupted` with the results up to then; a second Ctrl-C ends the load without results.
     """
     with _clients(shares) as pipes:
         for pipe in pipes:
@@ -127,7 +125,10 @@ def _collect(pipes: Sequence[Connection], on_progress: Callable[[Progress], None
 
 @contextmanager
 def _stopped_by_interrupt(pipes: Sequence[Connection]) -> Iterator[list[float]]:
-    """Make the first Ctrl-C stop the clients instead of this process. Yields a list that then contains its time."""
+    """While the body runs, let the first Ctrl-C stop the clients instead of this process.
+
+    Yields a list that is empty until then, and afterwards contains the time of the Ctrl-C (`time.monotonic`).
+    """
     interrupted: list[float] = []
 
     def stop(*_: object) -> None:
@@ -167,7 +168,7 @@ def shares_of(target: Target, workload: Workload, settings: LoadSettings) -> lis
 
 
 def deal(workload: Workload, clients: int) -> list[tuple[tuple[int, Arrival], ...]]:
-    """Deal numbered arrivals to the clients in turn, so that a burst is spread over all of them."""
+    """Distribute the arrivals, each with its number, to the clients in turn, so that all clients share a burst."""
     numbered = tuple(enumerate(workload.arrivals))
     return [numbered[first::clients] for first in range(min(clients, len(numbered)))]
 

@@ -1,4 +1,4 @@
-"""SLO cells: limits of a request's latencies, and how a request is judged by them."""
+"""SLO cells: limits of a request's latencies, and the outcome of a request with these limits."""
 
 import math
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ from tandem.cli.load.spread import percentile
 from tandem.protocol.errors import InvalidArgument, ResourceExhausted
 
 GAP_PERCENT = 99.0
-"""Default percentile of a request's own gaps that the limit applies to."""
+"""Default percentile of a request's own inter-token gaps to which the gap limit applies."""
 _SHED = (ResourceExhausted.code, f"HTTP {HTTPStatus.TOO_MANY_REQUESTS:d}")
-"""The errors by which a server rejects a request at once for lack of capacity, over gRPC and over HTTP."""
+"""The error codes, over gRPC and HTTP, of requests that a server rejects at once for lack of capacity."""
 STRICT_STEPS = 2.0
-"""The gap limit of the strict cell, in decode steps of an idle cluster."""
+"""The gap limit of the strict cell, as a multiple of an idle cluster's decode step."""
 
 
 @dataclass(frozen=True, slots=True)
 class SloCell:
-    """Latency limits in seconds: TTFT from the due time, and the `gap_percent` percentile of a request's gaps."""
+    """Latency limits in seconds: for the TTFT from the due time, and for a percentile of a request's own gaps."""
 
     name: str
     ttft_s: float
@@ -33,9 +33,9 @@ class SloCell:
         return {"ttft_ms": ttft_ms, "gap_ms": gap_ms, "gap_percent": self.gap_percent}
 
     def judge(self, record: RequestRecord) -> Outcome:
-        """Return the request's outcome.
+        """Return the outcome of a request with the limits of this cell.
 
-        SHED = rejected at once for lack of capacity, FAILED = incomplete for another reason.
+        SHED = rejected at once for lack of capacity, FAILED = without a complete answer for another reason.
         """
         if record.error:
             return Outcome.SHED if record.error in _SHED else Outcome.FAILED

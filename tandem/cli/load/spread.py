@@ -38,7 +38,7 @@ class Spread:
 
     @classmethod
     def of(cls, durations: Iterable[float | None]) -> "Spread":
-        """Summarize durations; a None is skipped."""
+        """Summarize durations in seconds; None values are skipped."""
         values = np.sort([each for each in durations if each is not None])
         if values.size == 0:
             return cls(0, 0.0, 0.0, 0.0, 0.0, 0.0, ())

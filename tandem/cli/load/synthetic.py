@@ -15,7 +15,10 @@ from tandem.protocol.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A distribution of lengths in tokens: constant if `sigma` is 0, else lognormal with `sigma` of the logarithm."""
+    """A distribution of lengths in tokens: constant if `sigma` is 0, else lognormal.
+
+    `sigma` is the standard deviation of the logarithm.
+    """
 
     mean: float
     sigma: float = 0.0
@@ -62,13 +65,14 @@ class Synthetic:
 
     @property
     def name(self) -> str:
-        """A name with lengths and burstiness, valid in file names."""
+        """A name made of the lengths and the burstiness, valid in file names."""
         return f"{self.prompt}-to-{self.answer}-cv{self.cv:g}"
 
     def at(self, rate: float, seconds: float, seed: int) -> Workload:
-        """Return a workload. Arrival times and lengths have separate random generators.
+        """Return a workload with random arrival times and lengths.
 
-        With another rate, the lengths are therefore the same, in the same order.
+        Arrival times and lengths have separate random generators, so workloads with the same seed and different rates
+        have the same lengths in the same order.
         """
         moments, prompts, answers = (np.random.default_rng(each) for each in np.random.SeedSequence(seed).spawn(3))
         due = due_times(moments, self.cv, rate, seconds)

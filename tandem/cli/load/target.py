@@ -15,14 +15,14 @@ from tandem.protocol.generated.tandem.v1 import inference_pb2
 WARM_REQUESTS, WARM_PROMPT, WARM_TOKENS = 8, 256, 32
 LONE_REQUESTS, LONE_PROMPT, LONE_TOKENS = 3, 1000, 65
 WARM_SEED = 2**62
-"""The seed of warm-up prompts. No workload has it, so that no prefix cache hit comes from a warm-up."""
+"""The seed of warm-up prompts. No workload has it, so requests of a load never hit cached warm-up prompts."""
 _POLL_S = 0.05
 _TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A router under load and its description of itself."""
+    """A router under load, with its workers, load and model as it reported them in `view`."""
 
     address: str
     api_key: str
@@ -45,7 +45,7 @@ class Target:
         return any(worker.device.startswith("cuda") for worker in self.view.info.workers)
 
     def as_result(self) -> dict[str, object]:
-        """Return the cluster's description as JSON."""
+        """Return the cluster's model, workers and warnings as JSON."""
         workers = sorted(self.view.info.workers, key=lambda worker: worker.worker_id)
         return {
             "model": self.view.model.model,
@@ -56,12 +56,12 @@ class Target:
 
 
 def find_target(address: str, api_key: str = "") -> Target:
-    """Query the router's description. Raises Unavailable if it does not respond or serves no model yet."""
+    """Query the router's workers, load and model. Raises Unavailable if it does not respond or serves no model yet."""
     return Target(address, api_key, view_of(address, api_key))
 
 
 def find_model(address: str, api_key: str = "", tls: Tls | None = None) -> Target:
-    """Query only the router's model, which any key may read. Raises Unavailable as `find_target` does."""
+    """Query only the router's model, which every API key may read. Raises Unavailable as `find_target` does."""
     unread = inference_pb2.GetServerInfoResponse(), inference_pb2.GetLoadsResponse()
     return Target(address, api_key, ServerView(*unread, model_of(address, api_key, tls)), tls)
 
@@ -80,16 +80,16 @@ def wait_until_idle(target: Target, within_s: float) -> None:
 
 
 def warm_up(target: Target) -> float:
-    """Warm up with concurrent, then single requests, and return the decode step of an idle cluster in seconds.
+    """Send concurrent and then single requests, and return the decode step of an idle cluster in seconds.
 
-    The step is the mean gap of the fastest single request, because the other requests were delayed by something else.
+    The step is the mean inter-token gap of the fastest single request, because the others were slowed by other work.
     Raises Unavailable if a request fails.
     """
     return asyncio.run(_warm_up(target))
 
 
 def touch(target: Target) -> None:
-    """Send some concurrent requests, so that no request of a load is the first of its kind.
+    """Send some concurrent requests, so that the first requests of a load do not include one-time costs.
 
     Raises Unavailable if a request fails.
     """
@@ -130,6 +130,6 @@ async def _ask(client: LoadClient, target: Target, number: int, prompt: int, tok
 
 
 def _step_s(record: RequestRecord) -> float:
-    """Return the mean gap in seconds, without the first gap, which contains the hand-over."""
+    """Return the mean inter-token gap in seconds, without the first gap, which includes the KV hand-over."""
     moments = record.token_s[1:]
     return (moments[-1] - moments[0]) / (len(moments) - 1)

@@ -24,9 +24,9 @@ def prompt_words(prompt: tuple[Block, ...], seed: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WordLengths:
-    """The number of tokens that a server counts for a number of words, given its tokenizer and chat template.
+    """A linear model of the tokens that a server counts for a prompt of words.
 
-    The model is linear: tokens = `template` + `per_word` × words.
+    tokens = `template` + `per_word` × words, where `template` are the tokens of the chat template.
     """
 
     template: float = 0.0
@@ -34,12 +34,18 @@ class WordLengths:
 
     @classmethod
     def of(cls, short: tuple[int, int], long: tuple[int, int]) -> WordLengths:
-        """Fit the line through two prompts of (words, tokens); if it does not rise, assume one token per word."""
+        """Fit the model to two prompts, given as (words, tokens).
+
+        If the longer prompt does not have more tokens, return the default of one token per word.
+        """
         per_word = (long[1] - short[1]) / (long[0] - short[0])
         return cls(max(0.0, short[1] - per_word * short[0]), per_word) if per_word > 0 else cls()
 
     def in_words(self, workload: Workload) -> Workload:
-        """Return the workload with block lengths in words, so that prompts have about the requested tokens."""
+        """Return the workload with the block lengths converted from tokens to words.
+
+        The prompts then have about the requested number of tokens on the server. Conversations are not changed.
+        """
         return replace(workload, arrivals=tuple(map(self._arrival, workload.arrivals)))
 
     def _arrival(self, arrival: Arrival) -> Arrival:

@@ -12,9 +12,9 @@ from tandem.protocol.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A part of a prompt with `tokens` token ids, generated from `key`.
+    """A part of a prompt: `tokens` token ids that are generated from `key`.
 
-    Within a workload, equal keys give equal ids; a longer block extends a shorter one.
+    Within a workload, blocks with equal keys have equal token ids, up to the length of the shorter block.
     """
 
     key: int
@@ -37,7 +37,10 @@ class Arrival:
         return sum(block.tokens for block in self.prompt)
 
     def fitted(self, context: int) -> "Arrival":
-        """Return the request cut to `context` tokens: first the answer, to at most half, then the end of the prompt."""
+        """Return the request shortened to fit into a context of `context` tokens.
+
+        The answer is cut to at most half of the context, and then the end of the prompt as far as necessary.
+        """
         answer = min(self.new_tokens, context // 2)
         if answer + self.prompt_tokens <= context:
             return replace(self, new_tokens=answer)
@@ -59,7 +62,8 @@ class Workload:
     """Arrivals sorted by due time, all within `seconds`, at about `rate` per second.
 
     `seed` selects the token ids: another seed gives the same lengths and shared prefixes with other tokens, so that a
-    second run hits no prefix cache entry of the first. `clipped` is the number of requests cut to a context.
+    second run hits no prefix cache entry of the first. `clipped` is the number of requests that were shortened to fit
+    into a context.
     """
 
     name: str
@@ -78,7 +82,7 @@ class Workload:
             )
 
     def fitted(self, context: int) -> "Workload":
-        """Return the workload with every request cut to a model's context of `context` tokens."""
+        """Return the workload with every request shortened to fit into a model's context of `context` tokens."""
         fitted = tuple(arrival.fitted(context) for arrival in self.arrivals)
         clipped = sum(a != b for a, b in zip(fitted, self.arrivals, strict=True))
         return replace(self, arrivals=fitted, clipped=self.clipped + clipped)
@@ -99,7 +103,7 @@ def parse_rates(text: str, option: str = "--rates") -> list[float]:
 
 
 class Source(Protocol):
-    """A source of workloads at any rate; equal arguments give equal workloads."""
+    """A source of workloads, which creates one for any rate; equal arguments give equal workloads."""
 
     @property
     def name(self) -> str:
@@ -113,7 +117,7 @@ class Source(Protocol):
 
 
 def prompt_ids(prompt: tuple[Block, ...], seed: int, vocab_size: int) -> NDArray[np.int64]:
-    """Return the token ids of a prompt, each below `vocab_size`: random, but equal for equal keys and seed."""
+    """Return random token ids below `vocab_size` for a prompt; equal block keys and seeds give equal token ids."""
     return np.concatenate(
         [np.random.default_rng((seed, block.key)).integers(0, vocab_size, block.tokens) for block in prompt]
     )

@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 _ID = re.compile(r"(?P<repo>\w[\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?(:(?P<file>[^:]+\.gguf))?")
 _FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 _OTHER_FILES = ("consolidated*", *(f"*/{pattern}" for pattern in _FILES if pattern != "*.jinja"))
-"""Patterns to skip: weights in other layouts, and models in other formats, which have their own subfolders."""
+"""Patterns of files that are not downloaded: other weight layouts, and subfolders with other model formats."""
 _GIB = 1 << 30
 _NAMED_AT_MOST = 8
 Progress = Callable[[str, float], None]
-"""Called with a description and the completed fraction, 0 to 1."""
+"""Function that is called with a description and the completed fraction, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """A repository, or one GGUF file in it."""
+    """A model on the Hugging Face Hub: a whole repository, or one GGUF file in it."""
 
     repo: str
     revision: str | None = None
     """A branch, tag or commit; None = the default branch."""
     file: str = ""
-    """The GGUF file; empty = the safetensors files with configuration and tokenizer."""
+    """The GGUF file; empty = the repository's safetensors files with configuration and tokenizer."""
 
     @property
     def name(self) -> str:
@@ -47,8 +47,8 @@ class HubModel:
     def download(self, progress: Progress) -> Path:
         """Download missing files, and return the model's folder or GGUF file in the cache.
 
-        Without a connection, or with HF_HUB_OFFLINE, the cache must have all files. Raises ModelError that says what is
-        wrong: no such repository, revision or file, no access, no connection, no disk space.
+        Without a connection, or with HF_HUB_OFFLINE, the cache must have all files. Raises ModelError, which tells what
+        is missing: the repository, revision or file, access to it, the connection, or disk space.
         """
         try:
             folder = self._download(progress)
@@ -98,7 +98,7 @@ class HubModel:
         raise ModelError(f"{self.repo} has {lacks}; give one of its GGUF files: {ids}{more}")
 
     def _reason(self, error: Exception) -> str:
-        """Return what went wrong and what the user can do about it."""
+        """Return a sentence with the cause of a failed download and the remedy."""
         from huggingface_hub import constants
         from huggingface_hub.errors import (
             GatedRepoError,
@@ -139,7 +139,7 @@ def hub_model(model: Path) -> HubModel | None:
 
 
 def _check_space(files: Iterable[DryRunFileInfo]) -> int:
-    """Return the bytes of the files that are not in the cache. Raises ModelError if its disk has less free space."""
+    """Return the bytes that must be downloaded. Raises ModelError if the cache's disk has less free space."""
     from huggingface_hub import constants
 
     missing = sum(each.file_size or 0 for each in files if each.will_download)
@@ -154,7 +154,7 @@ def _check_space(files: Iterable[DryRunFileInfo]) -> int:
 
 
 def _progress_bar(report: Callable[[float], None]) -> Any:
-    """Return a class for the library's progress bars that calls `report` with the bytes so far, and prints nothing."""
+    """Return a progress bar class for huggingface_hub that passes the bytes so far to `report` and prints nothing."""
     from tqdm import tqdm
 
     class ProgressBar(tqdm):  # type: ignore[misc]  # its package has no types

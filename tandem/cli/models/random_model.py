@@ -1,4 +1,4 @@
-"""A model folder for performance runs: a real model's shape, a tokenizer of the same vocabulary size, no weights."""
+"""Creates a model folder without weights for performance runs: a real model's shape and a matching tokenizer."""
 
 import json
 import shutil
@@ -14,10 +14,11 @@ _TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_te
 
 
 def random_model(shape: str) -> Path:
-    """Create the folder of `shape` ("llama-3-8b") in the user's cache, and return it.
+    """Create a model folder with the shape named `shape` ("llama-3-8b") in the user's cache, and return its path.
 
-    The folder is for `ClusterSettings.random_weights`. Its tokenizer is the small model's, extended to the shape's
-    vocabulary: random weights sample any token id, and a client that counts or times text needs some text for each id.
+    The folder is for `EngineSettings.random_weights`. Its tokenizer is the default model's, extended to the shape's
+    vocabulary size: with random weights any token id can be sampled, and a client that counts or times text needs some
+    text for each token id.
     Raises InvalidArgument for an unknown shape.
     """
     folder = write_shape(shape, default_cache() / f"random-{shape}")

@@ -13,15 +13,16 @@ from tandem.logging.log_file import KEPT, earlier
 
 
 class LogTail:
-    """Follows the log files of the newest run in a folder of runs, and those of every run that begins later."""
+    """Follows the log files of the newest run in the folder `root`, and those of every run that starts later."""
 
     def __init__(self, root: Path) -> None:
         """Start with the newest run; `root` need not exist yet."""
         self._root = root
         self._oldest = max((run.name for run in self._runs()), default="")
         self._read: dict[Path, dict[tuple[int, int], int]] = {}
-        """For each log file, the bytes already read of it and its rotated files, by device and inode, because names
-        change.
+        """For each log file, the number of bytes already read of it and of its rotated files.
+
+        The inner keys are device and inode, because rotation changes the names.
         """
         self._rest: dict[Path, bytes] = {}
         """The last line of each file, if it is incomplete."""
@@ -34,7 +35,7 @@ class LogTail:
                     yield from self._lines_of(file)
 
     def _runs(self) -> list[Path]:
-        """Return the folders of all runs, whose names sort by start time."""
+        """Return the folders of all runs, unsorted; sorted by name they are in the order of their start."""
         try:
             return [each for each in self._root.iterdir() if each.is_dir()]
         except FileNotFoundError:
@@ -60,7 +61,10 @@ class LogTail:
 
 
 def _parts(file: Path, stack: ExitStack) -> list[BinaryIO]:
-    """Open the existing files, newest first. A file that is rotated meanwhile is then found under its next name."""
+    """Open a log file and its rotated predecessors as far as they exist, newest first.
+
+    A file that is rotated while the others are opened is found under its next name. `stack` closes the files.
+    """
     parts: list[BinaryIO] = []
     for path in (file, *(earlier(file, number) for number in range(1, KEPT + 1))):
         with suppress(FileNotFoundError):  # not written yet, or an old run whose folder was deleted

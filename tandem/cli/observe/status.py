@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tandem.protocol.generated.tandem.v1.inference_pb2 import WorkerStatus
 
 WIDE = 200
-"""Columns of output that goes to a pipe or a file, where lines need not be wrapped."""
+"""Width in columns of output to a pipe or a file, where lines need not be wrapped."""
 
 
 @plain_errors
@@ -38,9 +38,9 @@ def status(*, router: RouterOptions) -> None:
 
 
 def absences(address: str) -> list[str]:
-    """Return one line per worker that does not serve; empty for a router given by address.
+    """Return one line per requested worker that does not serve at present.
 
-    Only the controller knows these workers.
+    Only the controller of a cluster on this host knows these workers, so the result is empty if `address` is given.
     """
     import asyncio
 
@@ -92,7 +92,7 @@ def worker_table(view: "ServerView") -> "Table":
 
 
 def remarks(view: "ServerView") -> list[str]:
-    """Return one line per problem: waiting requests, workers that accept no new ones, and slow transports."""
+    """Return one line per problem: a degraded cluster, workers that are not ready, and warnings of workers."""
     lines = [f"degraded: {view.info.degraded}"] if view.info.degraded else []
     for worker in sorted(view.info.workers, key=_role_and_id):
         lines += [f"{worker.worker_id} is not ready: {worker.not_ready}"] if worker.not_ready else []
@@ -111,12 +111,12 @@ def _state(worker: "WorkerStatus") -> str:
 
 
 def _role_and_id(worker: "WorkerStatus") -> tuple[str, list[str | int]]:
-    """Return a sort key: by role, then by id in numerical order (10 after 9)."""
+    """Return the key that sorts workers by role, then by id with numbers in numerical order (10 after 9)."""
     return worker.role, [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", worker.worker_id)]
 
 
 def _time_of(unix_nanos: int) -> str:
-    """Return the time of day in local time."""
+    """Return the date and time in local time, or "-" for 0."""
     if unix_nanos == 0:
         return "-"
     return datetime.fromtimestamp(unix_nanos / 1e9).strftime("%Y-%m-%d %H:%M:%S")

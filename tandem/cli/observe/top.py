@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tandem.metrics.scrape import Scrape
 
 _FIRST_S = 1.0
-"""Seconds that the first view covers."""
+"""Seconds between the first two scrapes, which the first view shows."""
 
 
 @plain_errors
@@ -60,7 +60,7 @@ async def _watch(address: str, key: str, interval: float, *, once: bool) -> None
 
 
 async def scrape(address: str, key: str) -> Scrape:
-    """Scrape the metrics of the whole cluster."""
+    """Scrape the metrics of all processes of the cluster."""
     import time
 
     from tandem.metrics.metrics_server import METRICS_PATH, fetch

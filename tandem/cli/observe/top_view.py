@@ -1,4 +1,4 @@
-"""The view of `tandem top`: router, SLO classes, phases, workers, in the order of a request."""
+"""The view of `tandem top`: a summary line, and tables of SLO classes, latencies and workers."""
 
 from rich.console import Group
 from rich.table import Table
@@ -57,7 +57,10 @@ def _table(about: str) -> Table:
 
 
 def _blame(interval: ScrapeInterval, name: str) -> str:
-    """Return the phases in which requests of a class missed their targets since the router's start, worst first."""
+    """Return the phases that made requests of an SLO class miss their targets since the router's start, with counts.
+
+    The phase with the highest count is first.
+    """
     phases = interval.now.values(f.SLO_MISSED, "phase", slo_class=name)
     missed = {each: interval.now.total(f.SLO_MISSED, slo_class=name, phase=each) for each in phases}
     worst = sorted((each for each in phases if missed[each]), key=lambda each: -missed[each])

@@ -32,7 +32,7 @@ _NONE = "-"
 
 
 def drawn(trace: RequestTrace) -> RenderableType:
-    """Return the view of one request: its identity, its phases and its transfer."""
+    """Return the view of one request: a head line, a table of its phases, and notes such as its KV transfer."""
     table = Table(box=None, pad_edge=False)
     for column in ("phase", "at ms", "took ms", "worker", ""):
         table.add_column(column, justify="right" if column.endswith("ms") else "left", no_wrap=True)

@@ -50,7 +50,7 @@ def why(
 
 
 def models(now: Scrape) -> list[str]:
-    """Return the lines about the model that the workers serve."""
+    """Return the lines that describe the model, as the workers report them."""
     from tandem.metrics import families as f
 
     found = now.values(f.MODEL_INFO, "summary")
@@ -109,7 +109,7 @@ def speculation(interval: ScrapeInterval) -> list[str]:
 
 
 def _workers(now: Scrape) -> list[str]:
-    """Return all workers that the controller supervises or that report metrics."""
+    """Return the ids of all workers that the controller supervises or that report metrics."""
     from tandem.metrics import families as f
 
     kept = [

@@ -75,7 +75,7 @@ def _stop_those_here(timeout: float, name: str, *, everything: bool) -> None:
 def _stop(clusters: "Sequence[RunningCluster]", timeout: float) -> None:
     """Send SIGINT to each cluster and wait for its end. Raises DeadlineExceeded, which names those that still run.
 
-    SIGINT rather than SIGTERM, because workers may outlive a SIGTERM.
+    SIGINT is sent rather than SIGTERM, because with SIGTERM the workers may be left running.
     """
     import signal
     import time

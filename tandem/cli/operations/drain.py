@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 RETRY_FOR_S = 10.0
-"""Seconds for which calls are retried while another controller takes over, when a node is about to leave."""
+"""Seconds for which calls of `tandem drain --node` are retried while another controller takes over."""
 AGAIN_S = 0.5
 
 Answer = TypeVar("Answer")
@@ -59,7 +59,7 @@ def drain(
 
 
 async def _with_retries(ask: Callable[[], Awaitable[Answer]]) -> Answer:
-    """Make a call, and retry it for `RETRY_FOR_S` if the controller is unavailable."""
+    """Make the call `ask`, and retry it for up to `RETRY_FOR_S` while the controller is unavailable."""
     import asyncio
     import time
 

@@ -16,9 +16,9 @@ def ready(
     node: Annotated[str, typer.Option("--node", help="The address of the node.")],
     controller: ControllerOptions,
 ) -> None:
-    """Check that a worker at this address serves, or that no worker of the cluster is starting; exits with 1 if not.
+    """Check that a worker at this address serves, or that no worker of the cluster is starting; exit with 1 if not.
 
-    So a node that waits for its workers is not ready, and a node that is not needed is.
+    A node is therefore not ready while its workers start, but ready if no worker needs it.
     """
     import asyncio
 

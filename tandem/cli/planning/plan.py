@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from tandem.capacity.planner.decision import Split
 
 BATCHES = (1, 8, 32, 64, 128, 256)
-"""The numbers of decoding requests for which the effect of draft tokens is printed."""
+"""The batch sizes of decode steps for which the effect of draft tokens is printed."""
 _MS = 1e3
 _FULL = 1.0
 
 
 def lines(inputs: PlanInputs, split: Split) -> Iterator[str]:
-    """Yield the lines about memory, cluster size, and the first bottleneck."""
+    """Yield the lines about the model, memory, step times, latency targets, cluster size and first bottleneck."""
     from tandem.capacity.simulation.hardware import ITEM_BYTES
     from tandem.cost_model.step_cost import StepCost
     from tandem.engine.memory import GIB
@@ -73,7 +73,7 @@ def lines(inputs: PlanInputs, split: Split) -> Iterator[str]:
 
 
 def strategy_table(found: Iterable[TrialResult], rate: float) -> Table:
-    """Return a table with one row per strategy."""
+    """Return a table of simulated results with one row per strategy; `rate` is the planned load in requests/s."""
     table = Table(box=None, pad_edge=False)
     table.add_column("strategy", no_wrap=True)
     for column in ("knee /s", f"kept at {rate:g}/s", "TTFT p50", "p99 ms", "ITL p50", "p99 ms", "missed by"):
@@ -93,7 +93,7 @@ def strategy_table(found: Iterable[TrialResult], rate: float) -> Table:
 
 
 def what_if_lines(inputs: PlanInputs, split: Split) -> Iterator[str]:
-    """Yield the effect of each change of the cluster, from the cost model alone."""
+    """Yield one line per quantized form of the model: the load that it allows, as the cost model predicts it."""
     from tandem.capacity.plan.what_if import changes
 
     for change in changes(inputs.sizing, split, inputs.quantized_forms()):
@@ -101,7 +101,7 @@ def what_if_lines(inputs: PlanInputs, split: Split) -> Iterator[str]:
 
 
 def speculation_lines(inputs: PlanInputs, drafting: Drafting) -> Iterator[str]:
-    """Yield the effect of draft tokens by the roofline, and by the fitted step costs if there are any."""
+    """Yield lines with the speedup by draft tokens that the roofline predicts and, if given, the fitted step costs."""
     from tandem.cost_model.step_cost import StepCost
 
     context = round(inputs.demand.context_tokens)
@@ -120,7 +120,7 @@ def speculation_lines(inputs: PlanInputs, drafting: Drafting) -> Iterator[str]:
 
 
 def comparison(found: Compared) -> str:
-    """Return one line that compares a predicted knee with the measured one."""
+    """Return one line that compares the predicted knee (highest rate that meets the targets) with the measured one."""
     upper = "more" if found.lost is None else f"{found.lost:g}"
     measured, mark = f"measured {found.kept:g} to {upper}", "" if found.near else "  <-- beyond 20 %"
     return (
@@ -184,7 +184,10 @@ def plan(
 
 
 def _answer(inputs: PlanInputs, drafting: Drafting, *, simulate: bool) -> None:
-    """Print the split by the cost model, the changes that would affect it, and the results of each strategy."""
+    """Print the split that the cost model recommends, and the predicted effects of changes and speculative decoding.
+
+    With `simulate`, also print the simulated results of each strategy.
+    """
     import sys
 
     from rich.console import Console
@@ -209,7 +212,10 @@ def _answer(inputs: PlanInputs, drafting: Drafting, *, simulate: bool) -> None:
 
 
 def _check(file: Path, inputs: PlanInputs) -> None:
-    """Print one line per row and cell of a measured table, and how many knees are close to the measured ones."""
+    """Compare predicted knees with the measured table in `file`.
+
+    Print one line per row and SLO cell of the table, and the number of knees within 20 % of the measured ones.
+    """
     from tandem.capacity.plan.measured_knees import check
 
     knees = []

@@ -60,7 +60,7 @@ class ShapeOptions:
         return quantized_at_load(spec, self.quantization)
 
     def kv_element_bytes(self, model: ModelSpec) -> float:
-        """Return the bytes per KV element, including its part of a scale.
+        """Return the bytes per KV element, including its share of a quantization scale.
 
         Raises InvalidArgument for an unknown dtype, or for a model that has no 8-bit KV cache.
         """
@@ -69,7 +69,7 @@ class ShapeOptions:
         return kv_element_bytes(model, self.kv_cache_dtype)
 
     def draft_memory(self, model: ModelSpec) -> DraftMemory:
-        """Return the additional memory of --draft, zero without it.
+        """Return the additional memory for the draft model or heads of --draft; zero without --draft.
 
         Raises ModelError if the draft model cannot be served.
         """
@@ -95,7 +95,7 @@ class GpuOptions:
     memory_gib: Annotated[float | None, typer.Option(help="Its memory; default: that of the GPU, or 80.")] = None
 
     def kind(self) -> DeviceKind:
-        """Return the device with its rates and memory. Raises InvalidArgument, which names the option."""
+        """Return the GPU with its peak rates and its memory. Raises InvalidArgument, which names the option."""
         from dataclasses import replace
 
         from tandem.cost_model.devices import DeviceKind, device_kind
@@ -116,7 +116,7 @@ class TargetOptions:
     slo_itl: Annotated[float, typer.Option(help="Milliseconds between tokens, of 99 in 100 gaps.")] = 25.0
 
     def targets(self) -> LatencyTargets:
-        """Return the targets. Raises InvalidArgument, which names the option."""
+        """Return the latency targets. Raises InvalidArgument, which names the option."""
         from tandem.capacity.planner.demand import LatencyTargets
 
         check_above_0("--slo-ttft", self.slo_ttft)
@@ -156,9 +156,9 @@ class CostOptions:
     live: Annotated[bool, typer.Option("--live", help="Use the fitted costs of the running cluster.")] = False
 
     def fitted(self) -> CostParameters | None:
-        """Return the fitted costs that the options choose; None = the options choose none.
+        """Return the fitted step costs of the file of --from or, with --live, of the running cluster; otherwise None.
 
-        Raises FailedPrecondition for a cluster that has not fitted any yet, and Unavailable if no cluster runs.
+        Raises FailedPrecondition if the cluster has not fitted step costs yet, and Unavailable if no cluster runs.
         """
         import asyncio
 

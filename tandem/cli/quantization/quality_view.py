@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def quality_table(quality: Quality) -> Table:
-    """Return a table with one row for positions scored in prefill and one for positions scored in decode steps."""
+    """Return the table, with one row for tokens scored in prefill and one for tokens scored in decode steps."""
     table = Table(title="predictions of the same text: this model, and the one before")
     for heading in ("phase", "tokens", "KL in nats", "top-1", "perplexity", "before", "change"):
         table.add_column(heading, justify="left" if heading == "phase" else "right", no_wrap=True)

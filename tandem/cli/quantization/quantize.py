@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from tandem.engine.quantizer.quantize import Quantized
 
 _QUALITY_SAMPLES, _QUALITY_TOKENS = 32, 256
-"""The text for quality: enough for a KL divergence accurate to a few percent, in about a minute on a CPU."""
+"""Number and length of the samples that measure quality.
+
+They give the KL divergence to within a few percent, in about a minute on a CPU.
+"""
 
 
 @plain_errors
@@ -78,7 +81,7 @@ def quantize(
 
 
 def _calibration_samples(folder: Path, text: Path | None, samples: int, tokens: int) -> list[Sequence[int]]:
-    """Return pieces of the text as token ids.
+    """Return `samples` pieces of the calibration text as token ids, `tokens` each; without `text`, of the built-in one.
 
     Raises InvalidArgument for a text that is too short or cannot be read.
     """
@@ -100,7 +103,10 @@ def _summary(written: Quantized) -> str:
 
 
 def _print_quality(console: Console, folder: Path, output: Path, device: str) -> None:
-    """Print how the predictions of `output` differ from those of `folder`, on text that no calibration uses."""
+    """Print how the predictions of the model in `output` differ from those in `folder`.
+
+    The text is the built-in evaluation text, which is never used for calibration.
+    """
     from router.text.tokenizer import Tokenizer
     from tandem.cli.quantization.quality_view import quality_table
     from tandem.cli.quantization.sample_text import sample_text, text_hash, token_samples

@@ -24,7 +24,7 @@ _EVALUATION = 4
 def sample_text(part: Part, *, docs: bool = True) -> str:
     """Return one part of the text. Repeated paragraphs are kept once, so that no paragraph is in both parts.
 
-    Without `docs` the text is the same at every commit.
+    Without `docs`, the pages of `docs/` are left out, and the text does not depend on the commit.
     """
     pages = [*(topics[name] for name in sorted(topics)), *(_docs() if docs else ())]
     paragraphs = dict.fromkeys(paragraph.strip() for page in pages for paragraph in page.split("\n\n"))
@@ -37,7 +37,7 @@ def sample_text(part: Part, *, docs: bool = True) -> str:
 
 
 def text_hash(text: str) -> str:
-    """Return the first digits of the text's SHA-256, which identify the text in results."""
+    """Return the first 12 hexadecimal digits of the text's SHA-256, which identify the text in results."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

@@ -8,9 +8,10 @@ from tandem.client import Answer, Chunk, Client, InvalidArgument, Message, Strea
 
 
 def answer_one(client: Client, prompt: str, sampling: Sampling, *, raw: bool = False) -> Answer:
-    """Stream the answer to one prompt to the terminal, and return it; `raw` continues the text without a chat template.
+    """Stream the answer to one prompt to the terminal, and return it.
 
-    A model without a chat template continues the text as well.
+    The prompt is sent as a user message. With `raw`, or if the model has no chat template, it is sent as text to
+    continue.
     """
     if not raw:
         try:
@@ -27,7 +28,7 @@ def answer_chat(client: Client, conversation: Sequence[Message], sampling: Sampl
 
 
 def _show(stream: Stream) -> Answer:
-    """Print a stream, and make sure that later output, such as an error or the echo of Ctrl-C, begins on a new line."""
+    """Print the text of a stream as it arrives, then a line end, also after an error or Ctrl-C; return the answer."""
     reasoned = answered = False
     try:
         with stream:

@@ -38,7 +38,7 @@ def chat(*, drawn: SamplingOptions, router: RouterOptions) -> None:
 
 
 def _turn(client: "Client", sampling: "Sampling", messages: "list[Message]", line: str) -> None:
-    """Send one message and stream its answer. The conversation keeps both only if the answer is complete."""
+    """Send one message and stream its answer; append both to `messages` if the answer is complete."""
     import sys
 
     from tandem.cli.requests.answering import answer_chat
@@ -56,7 +56,7 @@ def _turn(client: "Client", sampling: "Sampling", messages: "list[Message]", lin
 
 
 def _read() -> str | None:
-    """Read the next line; None = the conversation has ended."""
+    """Read the user's next line, or None if the user has ended the conversation."""
     try:
         line = input("> ").strip()
     except (EOFError, KeyboardInterrupt):

@@ -11,7 +11,7 @@ from tandem.protocol.lifecycle.spans import Phase, last_attempt, seconds_by_phas
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row: name, duration and remark."""
+    """One row of the table: a name, a duration or rate as text, and a remark."""
 
     name: str
     figure: str
@@ -21,7 +21,8 @@ class Row:
 def timeline_rows(answer: Answer) -> list[Row]:
     """Return the rows queue, prefill, transfer, first token, hand-over, inter-token, rate and total.
 
-    An absent phase shows "-". Phases cover all attempts of the request; the transfer row covers the last one.
+    A phase that did not occur shows "-". The rows cover all attempts of the request, except that transfer covers only
+    the last attempt.
     """
     timeline, tokens = answer.timeline, answer.completion_tokens
     took, last = seconds_by_phase(spans_of(timeline)), last_attempt(timeline)
@@ -91,7 +92,7 @@ def _decode_note(timeline: Timeline) -> str:
 
 
 def _ms(seconds: float | None) -> str:
-    """Format a duration in milliseconds, or in seconds from ten seconds on."""
+    """Format a duration: in milliseconds below ten seconds, else in seconds; "-" for None."""
     if seconds is None:
         return "-"
     return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds * 1e3:.1f} ms"

@@ -20,9 +20,10 @@ LOOPBACK = "127.0.0.1"
 
 
 def check_listeners(config: ClusterSettings) -> None:
-    """Check the listeners. Raises InvalidArgument, which names the option, for an unusable address or port.
+    """Check the listeners' addresses and ports. Raises InvalidArgument, which names the option, for an unusable one.
 
-    An address is unusable if it does not belong to this machine or is open to everybody; a port, if it is in use.
+    An address is unusable if it does not belong to this machine, or if other machines could use it without a key
+    although --insecure is not given. A port is unusable if it cannot be opened.
     """
     router = config.router
     if (problem := host_problem(router.host)) is not None:
@@ -48,9 +49,9 @@ def check_listeners(config: ClusterSettings) -> None:
 
 
 def check_network(config: ClusterSettings) -> None:
-    """Raise InvalidArgument if UCX would listen on an untrusted network.
+    """Raise InvalidArgument if the environment would make UCX listen on an untrusted network.
 
-    Workers on this host inherit its environment, which may configure UCX that way.
+    Workers on this host inherit the environment of `tandem up`, whose UCX variables may request that.
     """
     from kv_transfer.nixl_backend.ucx_shared_memory import check_transports
 
@@ -78,7 +79,7 @@ def check_device(config: ClusterSettings) -> None:
 def check_memory(config: ClusterSettings) -> None:
     """Raise InvalidArgument if the workers' KV pages exceed the host's memory.
 
-    The worker itself checks a GPU's memory, or that of another host.
+    A worker on a GPU or on another host checks the memory itself.
     """
     if not config.on_cpu or config.worker_kv_cache_bytes is None or config.ray_address:
         return
@@ -149,7 +150,8 @@ def check_draft(config: ClusterSettings) -> None:
 def check_weights(config: ClusterSettings) -> None:
     """Raise InvalidArgument if the workers' weights, including those for drafts, and KV pages exceed the host's memory.
 
-    The model's folder must have been checked before. The worker itself checks a GPU's memory, or that of another host.
+    The model's folder must have been checked before. A worker on a GPU or on another host checks the
+    memory itself.
     """
     import torch
 
@@ -184,13 +186,13 @@ def check_weights(config: ClusterSettings) -> None:
 
 
 def _engine(config: ClusterSettings) -> EngineConfig:
-    """Return an engine configuration with the settings that determine the sizes of weights and pages."""
+    """Return an engine configuration for computing the sizes of weights and pages; it does not serve."""
     adapters = tuple(AdapterSource(name, path) for name, path in config.loras)
     return EngineConfig(config.model, adapters=adapters, **config.engine.values())
 
 
 def warn_if_open(config: ClusterSettings) -> None:
-    """Print a warning if unauthorized clients could use the cluster."""
+    """Print a warning if clients on other machines could use the cluster without a key."""
     host = config.router.host
     if not config.router.guarded and not is_loopback(host):
         Console(stderr=True, highlight=False, soft_wrap=True).print(

@@ -1,4 +1,4 @@
-"""The life of one `tandem up`: check, prepare, start, answer the first prompt, serve, stop."""
+"""The stages of `tandem up`: check, prepare, start, answer the first prompt, serve, stop."""
 
 import signal
 import sys
@@ -44,9 +44,9 @@ from tandem.settings.cluster import ClusterSettings
 
 
 class StartView:
-    """The lines printed during the start, updated in place on a terminal and appended elsewhere.
+    """Prints one line per step of the start, updated in place on a terminal and appended elsewhere.
 
-    Use it as a context manager; any thread may report.
+    Use it as a context manager. All threads may call its methods.
     """
 
     def __init__(self, console: Console) -> None:
@@ -77,13 +77,13 @@ class StartView:
 
     @contextmanager
     def step(self, what: str) -> Iterator[Callable[[str, float], None]]:
-        """Show a step of this thread. Yields a function that takes a description and the completed fraction, 0 to 1."""
+        """Show the step `what` while the body runs; yield a function that reports a text and a fraction (0 to 1)."""
         self.report(what)
         yield lambda detail, fraction: self.report(what, detail=detail, fraction=fraction)
         self.report(what, done=True)
 
     def cluster_progress(self, event: ClusterProgress) -> None:
-        """Show the progress that `Cluster.start` reports, and later the processes that die and serve again."""
+        """Show the progress that `Cluster.start` reports; afterwards, print which processes die and serve again."""
         if event.note:
             self._console.print(f"[yellow]{escape(event.note)}[/]")
             return
@@ -110,7 +110,7 @@ class StartView:
                 self._live.update(self._tasks[what], total=1, completed=fraction, description=f"{what}: {detail}")
 
     def _say(self, line: str) -> None:
-        """Print a line at once if the output cannot be redrawn."""
+        """Print a line if the output is not a terminal, where lines cannot be updated in place."""
         if not self._console.is_terminal:
             self._console.print(line)
             sys.stdout.flush()
@@ -133,7 +133,7 @@ def serve(config: ClusterSettings, model: Path | None, first: FirstPrompt | None
 
     `model` is the model's path; None = the default model. Raises a TandemError with the reason if the cluster cannot
     serve, and KeyboardInterrupt for a signal during the start. In every case all of the cluster's processes have ended
-    on return, except workers that are to outlive it.
+    on return, except workers that may outlive the cluster.
     """
     console = Console(highlight=False, soft_wrap=True)
     if first is not None and config.router.tls is not None and config.router.tls.client_ca is not None:
@@ -174,7 +174,7 @@ def _start(console: Console, config: ClusterSettings, view: StartView) -> Cluste
 
 
 def _serve(console: Console, cluster: Cluster, config: ClusterSettings, first: FirstPrompt | None, once: bool) -> bool:
-    """Serve, and return True if workers that may outlive the cluster are to do so."""
+    """Answer the first prompt and serve; return True if the signal that ended it lets workers outlive the cluster."""
     ends = cluster.endpoints
     announced = state.announce(
         ends.grpc,
@@ -228,7 +228,7 @@ def _endpoints(config: ClusterSettings, ends: Endpoints) -> str:
 
 
 def _with_model(config: ClusterSettings, model: Path | None, view: StartView) -> ClusterSettings:
-    """Return the settings with a checked model folder and the model name for clients."""
+    """Download or convert the model if necessary, check it, and return the settings with its folder and name."""
     hub = None if model is None else hub_model(model)
     if hub is not None:
         with view.step(f"fetching {hub.name}") as progress:
@@ -276,9 +276,9 @@ def _interrupt(number: int, _frame: object) -> NoReturn:
 
 
 def _leaves_workers(interrupt: KeyboardInterrupt) -> bool:
-    """Return True for SIGTERM and SIGHUP, which stop this process only.
+    """Return True if the interrupt was SIGTERM or SIGHUP, after which workers may outlive this process.
 
-    Ctrl-C and `tandem down` stop the workers as well.
+    Ctrl-C and `tandem down` send SIGINT, which stops the workers as well.
     """
     return interrupt.args in {(signal.SIGTERM,), (signal.SIGHUP,)}
 

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from tandem.settings.router import RouterSettings
 
 OPTIONS = {option.name: option for option in options_of(ClusterSettings)}
-"""All options of the tree by parameter name, in the order of the help."""
+"""All options of the settings tree by parameter name, in the order of `--help`."""
 
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Let `command` take all options of the tree; it gets their values by name in the argument `given`."""
+    """Add all options of the settings tree to `command`, which gets their values by name in the argument `given`."""
     own = [parameter for name, parameter in inspect.signature(command).parameters.items() if name != "given"]
 
     @functools.wraps(command)
@@ -55,7 +55,7 @@ def _parameter(option: Option) -> inspect.Parameter:
 def settings_of(given: Mapping[str, Any]) -> ClusterSettings:
     """Return the cluster's settings from the options' values. Raises InvalidArgument, which names an option.
 
-    Secrets are read from their files. Files and names that the router would reject are checked here.
+    Secrets are read from their files. Files and names that the router would reject at its start are rejected here.
     """
     from tandem.cli.connection.secret_files import one_key
 

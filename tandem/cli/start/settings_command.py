@@ -21,9 +21,9 @@ from tandem.cli.start.setting_options import OPTIONS
 PREFIX = "TANDEM_"
 _CONFIG = "config"
 _NEAR = 0.8
-"""Names with at least this similarity (difflib's ratio) are treated as a misspelling of each other."""
+"""Minimum similarity (difflib's ratio) with which an unknown name counts as a misspelling of a known one."""
 _LONGEST = 100
-"""Maximum characters of a name that are compared."""
+"""Maximum number of characters of a name that are compared with known names."""
 SEVERAL = frozenset({"--served-model-name", "--lora-modules"})
 """Options that take several values after one flag, as in vLLM."""
 
@@ -32,7 +32,10 @@ class SettingsCommand(TyperCommand):
     """A command whose options may also come from `--config FILE` and from variables TANDEM_…."""
 
     def __init__(self, *args: Any, params: list[Any] | None = None, **given: Any) -> None:
-        """Give an environment variable to those of `params` that are not settings; see `TyperCommand`."""
+        """Create the command; options of `params` without an environment variable get one, TANDEM_ and their name.
+
+        The arguments are those of `TyperCommand`.
+        """
         for option in params or ():
             if isinstance(option, TyperOption) and option.name is not None:
                 option.envvar = option.envvar or PREFIX + option.name.upper()
@@ -41,7 +44,7 @@ class SettingsCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line, in which an option of `SEVERAL` may have several values.
 
-        Raises BadParameter for a variable whose name is nearly that of an option.
+        Raises BadParameter for an environment variable whose name is a misspelling of an option's variable.
         """
         rest = super().parse_args(ctx, _repeated(args))
         if not ctx.resilient_parsing:
@@ -49,7 +52,10 @@ class SettingsCommand(TyperCommand):
         return rest
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help. Aliases are mentioned in the options' texts, because the column of names is narrow."""
+        """Write the help with only the first name of each setting's option.
+
+        The option's help text mentions the other names, because the column of names is narrow.
+        """
         options = [option for option in self.params if isinstance(option, TyperOption) and option.name in OPTIONS]
         names = [(option, option.opts, option.secondary_opts) for option in options]
         try:
@@ -121,7 +127,7 @@ def with_model_argument(up: Callable[..., None]) -> Callable[..., None]:
 
 
 def read_config_file(ctx: typer.Context, file: Path | None) -> Path | None:
-    """Make the settings in a YAML file the defaults of the other options; this is the callback of `--config`."""
+    """Use the settings in a YAML file as defaults of the other options; this is the callback of `--config`."""
     if file is not None:
         found = [option for option in ctx.command.params if isinstance(option, TyperOption)]
         options = {option.name: option for option in found if option.name != _CONFIG}
@@ -145,9 +151,9 @@ def _read(file: Path) -> Mapping[str, Any]:
 
 
 def _named(settings: Mapping[str, Any], options: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Return the settings by the names of their options. Raises BadParameter for unknown names.
+    """Return the settings of the YAML file by the parameter names of their options.
 
-    Names may have dashes or underscores, and may be those of vLLM.
+    Names in the file may have dashes or underscores, and may be vLLM's names. Raises BadParameter for unknown names.
     """
     names = {spelled.lstrip("-").replace("-", "_"): name for name, option in options.items() for spelled in option.opts}
     found: dict[str, Any] = {}

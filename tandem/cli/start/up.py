@@ -69,7 +69,7 @@ def model_path(given: Mapping[str, Any]) -> Path | None:
 
 
 def check_workers(mode: str, *, prefill: int | None, decode: int | None, workers: int | None) -> None:
-    """Raise InvalidArgument for a worker count that the mode does not have; None = not given."""
+    """Raise InvalidArgument if a count is given whose option does not belong to the mode; None = not given."""
     from tandem.protocol.errors import InvalidArgument
     from tandem.protocol.mode import Mode
 
@@ -85,7 +85,7 @@ def check_workers(mode: str, *, prefill: int | None, decode: int | None, workers
 
 
 def choose_hardware(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options' values with each `auto` replaced by a choice.
+    """Return the options' values with `auto` for device and mode replaced; on GPUs, also choose the number of workers.
 
     The device is `cuda` if this host has a usable GPU, otherwise `cpu`. On GPUs, every worker has its own GPU and runs
     both prefill and decode, in adaptive mode with two or more; on a CPU, one worker prefills and one decodes.

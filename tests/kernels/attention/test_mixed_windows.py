@@ -31,6 +31,7 @@ from tandem.protocol.kv_pages import FREED, KvPages
 from tandem.protocol.messages import SamplingParams
 from tests.kernels.decode_cases import DEVICE, ON_GPU
 from tests.kernels.steps import assert_as_good
+from tests.soak import soak
 
 DRAW = SamplingInput(SamplingParams(max_tokens=1, temperature=0.0), 0)
 PAGE, PAGES = 16, 12
@@ -81,7 +82,7 @@ def free_unseen_pages(cache: PagedCache, row: StepRow) -> None:
             cache.tensor[KV.groups * PAGES_OF[of][number] + group] = float("nan")
 
 
-@pytest.fixture(params=["windows", "everything"])
+@pytest.fixture(params=[pytest.param("windows", marks=soak), "everything"])
 def model(tmp_path: Path, request: pytest.FixtureRequest) -> ModelSpec:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     spec = load_spec(tmp_path)

@@ -24,13 +24,16 @@ from tandem.engine.kernels.attention.prefill_attention import (
 )
 from tests.kernels.prefill_cases import LENGTHS, LONG, ROWS, SHAPES, check, run, torch_of
 from tests.kernels.steps import assert_as_good, heads, make_step
+from tests.soak import soak
 
 CPU = torch.device("cpu")
 NO_PAGE = 1 << 30
 """A page id that no cache has."""
+HALVES = (torch.bfloat16, torch.float16)
+"""The dtypes that a CPU computes slowly."""
 
 
-@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.fixture(params=[torch.float32, *HALVES], ids=str)
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     chosen: torch.dtype = request.param
     return chosen
@@ -48,11 +51,12 @@ def test_every_shape_and_page_size(shape: AttentionShape, page_tokens: int, dtyp
     check(SdpaPrefill(), make_step(rows, shape, page_tokens, seed=page_tokens), dtype, CPU)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, *(pytest.param(each, marks=soak) for each in HALVES)], ids=str)
 def test_a_long_prompt(dtype: torch.dtype) -> None:
     check(SdpaPrefill(), make_step([(LONG, LONG)], heads(1, 1, 64), page_tokens=128), dtype, CPU)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", HALVES)
 def test_a_chunk_of_a_long_prompt(dtype: torch.dtype) -> None:
     """float32 is left out: PyTorch's fused attention sums thousands of keys less exactly than its plain one."""
     check(SdpaPrefill(), make_step([(130, LONG)], heads(1, 1, 64), page_tokens=128), dtype, CPU)

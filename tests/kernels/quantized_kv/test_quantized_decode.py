@@ -150,10 +150,10 @@ def test_padded_rows_read_nothing_and_give_zeros(units: int) -> None:
 
 @pytest.mark.parametrize("choose", [fixed(units=7), fixed(splits=8)], ids=["units", "splits"])
 def test_repeated_calls_give_the_same_bits(choose: PlanFunction) -> None:
-    step = decode_step([700, 33], SHAPES["gqa"], page_tokens=16)
+    step = decode_step([700 if ON_GPU else 300, 33], SHAPES["gqa"], page_tokens=16)
     cache, attention = quantized(step.cache), attention_of(step, choose=choose, kv_dtype=torch.int8)
     first = run(attention, step, cache, torch.float16)
-    for _ in range(50 if ON_GPU else 2):
+    for _ in range(50 if ON_GPU else 1):
         assert torch.equal(run(attention, step, cache, torch.float16), first)
 
 

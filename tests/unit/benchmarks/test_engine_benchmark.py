@@ -14,6 +14,7 @@ from benchmarks.results import run_facts, save_result
 from tandem.engine.config import EngineConfig
 from tandem.engine.model_runner import ModelRunner
 from tests.factories import write_tiny_model
+from tests.soak import soak
 from tests.unit.engine.weights.quantized_folders import write_quantized
 
 SMALL = Settings(batches=(1, 3), prompt=5, new_tokens=4, prefill=20, rounds=2)
@@ -65,6 +66,7 @@ def test_ratios_are_of_medians_and_named_by_dtype() -> None:
     assert result["read_gb_per_s_bf16"] == 50.0
 
 
+@soak
 def test_the_last_line_is_the_result(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--prompt-tokens", "5", "--new-tokens", "3", "--prefill-tokens", "8", "--rounds", "1"]
     run_case("engine", "", CASES, ["--model", str(folder), "--dtype", "both", "--threads", "1", *sizes])

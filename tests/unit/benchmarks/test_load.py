@@ -18,6 +18,7 @@ from tandem.cli.load.report import make_report
 from tandem.cli.load.synthetic import Lengths, Synthetic
 from tandem.cli.load.trace import Trace
 from tandem.protocol.errors import InvalidArgument
+from tests.soak import soak
 
 EXCERPT = Path(__file__).parents[1] / "cli" / "traces" / "mooncake_excerpt.jsonl"
 
@@ -86,6 +87,7 @@ def test_requests_leave_as_drawn_and_are_counted(url: str, capsys: pytest.Captur
     assert len({tuple(asked["prompt"]) for asked in Server.asked}) == load["n"], "no prompt begins as another"
 
 
+@soak
 @pytest.mark.parametrize(("tokens", "error"), [("7", "400"), ("9", "WRONG_LENGTH"), ("11", "property name")])
 def test_what_is_no_whole_answer_is_an_error(
     tokens: str, error: str, url: str, capsys: pytest.CaptureFixture[str]
@@ -120,6 +122,7 @@ def test_a_server_that_is_not_there_ends_the_run_before_a_load() -> None:
         main(["--url", "http://127.0.0.1:9/v1", "--device", "cpu", "--clients", "1"])
 
 
+@soak
 def test_the_knee_of_a_level_that_is_never_met_is_0(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     result = result_of(url, capsys, "--new-tokens", "2", "--rates", "9", "--slo", "never:0.001:0.001")
     assert result["knee_goodput_per_s"]["never"] == 0.0

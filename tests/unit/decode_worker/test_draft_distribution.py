@@ -15,6 +15,7 @@ from tandem.engine.sampling_filters import draw_filtered, has_filters, invert
 from tandem.engine.steps.sampling_metadata import SamplingInput
 from tandem.engine.steps.seeded import start_of, uniforms
 from tandem.protocol.messages import SamplingParams
+from tests.soak import soak
 
 VOCAB, SEEDS = 32, 100_000
 FILTERS = {
@@ -25,6 +26,10 @@ FILTERS = {
     "min-p": SamplingParams(2, temperature=1.0, min_p=0.02),
     "all filters": SamplingParams(2, temperature=1.2, top_k=24, top_p=0.95, min_p=0.01),
 }
+LARGE_SAMPLES = [
+    pytest.param(sampling, id=name, marks=() if name.startswith("all") else soak) for name, sampling in FILTERS.items()
+]
+"""`make test` draws with no filter and with all of them, `make soak` also with each one alone."""
 STARTS = np.array([start_of(seed) for seed in range(SEEDS)], dtype=np.uint64)
 Rule = Callable[[Sequence[int], Sequence[int], Sequence[int]], list[list[int]]]
 """From the draws of the newest tokens' rows, the drafts and the draws of their rows: the tokens of each request."""
@@ -116,7 +121,7 @@ def limit(degrees: int) -> float:
     return float(degrees * (1 - spread + 3.0902 * spread**0.5) ** 3)
 
 
-@pytest.mark.parametrize("sampling", FILTERS.values(), ids=FILTERS)
+@pytest.mark.parametrize("sampling", LARGE_SAMPLES)
 def test_answers_follow_the_model(sampling: SamplingParams) -> None:
     found, degrees, dropped = statistic(matching, sampling)
     assert not dropped
@@ -124,7 +129,7 @@ def test_answers_follow_the_model(sampling: SamplingParams) -> None:
     assert found < limit(degrees)
 
 
-@pytest.mark.parametrize("sampling", FILTERS.values(), ids=FILTERS)
+@pytest.mark.parametrize("sampling", LARGE_SAMPLES)
 def test_a_broken_rule_is_detected(sampling: SamplingParams) -> None:
     found, degrees, _ = statistic(trusting, sampling)
     assert found > 2 * limit(degrees)

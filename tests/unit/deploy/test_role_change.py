@@ -25,6 +25,7 @@ from tandem.metrics.family import Family, Kind
 from tandem.metrics.registry import Registry
 from tandem.settings.ceilings import Ceilings
 from tandem.worker.reporting.metrics import Utilization, WorkerMetrics, engine_facts
+from tests.soak import soak
 from tests.unit.deploy.played import input_series, promtool, said
 from tests.unit.deploy.promql import walk
 from tests.unit.deploy.test_rules import RULES, needs_promtool
@@ -162,6 +163,7 @@ def test_panels_count_it_once(tmp_path: Path) -> None:
     assert not compare(tmp_path)
 
 
+@soak
 @needs_promtool
 def test_a_label_that_changes_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = World.__init__

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ def series() -> dict[str, set[str]]:
     return {**known(), **recorded}
 
 
+@cache
 def cases() -> list[dict[str, Any]]:
     return [case for file in CASES for case in yaml.safe_load(file.read_text())["tests"]]
 

@@ -117,6 +117,17 @@ async def test_calls_in_progress_are_bounded_and_health_answers_all_the_same() -
         assert await status_of(last) is grpc.StatusCode.OK
 
 
+async def test_more_calls_at_once_than_grpc_keeps_pending_are_all_answered() -> None:
+    """By default gRPC cancels some of them, without a reason, while a thousand are not yet accepted."""
+    servicer = Held()
+    servicer.go.set()
+    async with serving(servicer, ListenerLimits()) as port, contextlib.AsyncExitStack() as channels:
+        opened = [await channels.enter_async_context(channel_to(port)) for _ in range(8)]
+        stubs = [cluster_pb2_grpc.ClusterStub(channel) for channel in opened]
+        calls = [stub.Register(cluster_pb2.RegisterRequest()) for stub in stubs for _ in range(250)]
+        assert {await status_of(call) for call in calls} == {grpc.StatusCode.OK}
+
+
 async def test_a_message_over_the_limit_is_refused_by_grpc_itself() -> None:
     async with serving(Held(), ListenerLimits(max_request_bytes=1000)) as port, channel_to(port) as channel:
         call = channel.unary_unary(REGISTER)(b"x" * 1001)

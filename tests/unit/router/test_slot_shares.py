@@ -13,7 +13,8 @@ from tests.unit.router.fake_cluster import channel_to, until
 from tests.unit.router.test_generate import Client, ask, expected
 
 SLOTS = 6
-TOKENS = 400
+TOKENS = 250
+"""The length of a long answer: more tokens than are given out, one a step, within the tests' timeouts."""
 OTHER = [9, 9]
 HELD_AT = 20
 """The tokens after which each answer first stands still; enough to be taken back."""

@@ -66,7 +66,6 @@ def test_a_grammar_of_exponential_time_ends_with_its_process(process: GrammarPro
         (GrammarKind.REGEX, "a{200000}"),
         (GrammarKind.CHOICE, ["a" * 200_000]),
         (GrammarKind.JSON_SCHEMA, {"const": "a" * 200_000}),
-        (GrammarKind.JSON_SCHEMA, EXPONENTIAL),
         (GrammarKind.EBNF, "start: /a{200000}/"),
         (GrammarKind.TOOL_CALL, {"f": {"properties": {"x": EXPONENTIAL}}}),
     ],

@@ -17,7 +17,7 @@ from tests.fake_engine import FakeEngine, answer_to, whole_text
 from tests.soak import examples
 from tests.worker_pair import WorkerPair, until
 
-REQUESTS = examples(104)
+REQUESTS = examples(40)
 TOGETHER = 8
 PROMPT = [20, 21, 22, 23, 24]
 LIMIT = 9

@@ -12,6 +12,7 @@ import pytest
 from benchmarks.router import streams as benchmark
 from benchmarks.router.streams import UNCOALESCED, many_streams, measure_all, running
 from benchmarks.router.token_source import age_of, token_of
+from tests.soak import soak
 from tests.unit.router import conftest
 
 model = conftest.model
@@ -23,6 +24,7 @@ def test_a_token_tells_its_age(sent: float, age_s: float) -> None:
     assert age_of(token_of(sent), sent + age_s) == pytest.approx(age_s, abs=2e-4)
 
 
+@soak
 def test_every_token_is_read_by_both_protocols(model: Path) -> None:
     with running(model, 0.002, UNCOALESCED) as router:
         before = time.monotonic()
@@ -39,6 +41,7 @@ def test_every_token_is_read_by_both_protocols(model: Path) -> None:
     assert usage.rss_bytes > 1 << 20
 
 
+@soak
 def test_more_calls_at_once_than_grpc_keeps_pending_are_all_answered(model: Path) -> None:
     """GRPC cancelled some of them, without a reason, above a thousand calls that no handler had taken yet."""
     figures = many_streams(model, 1100, 3, 2)
@@ -46,6 +49,7 @@ def test_more_calls_at_once_than_grpc_keeps_pending_are_all_answered(model: Path
     assert figures["stream_tokens_read"] == 2 * 1100 * 3
 
 
+@soak
 def test_all_figures_are_measured_also_beside_clients_that_do_not_read(model: Path) -> None:
     asked = argparse.Namespace(answers=4, tokens=20, streams=6, stream_tokens=8, rounds=2)
     figures = measure_all(asked, model)
@@ -58,6 +62,7 @@ def _dies(*_: object) -> None:
     raise SystemExit(1)
 
 
+@soak
 def test_a_router_that_dies_ends_the_benchmark(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benchmark, "run_router", _dies)
     with pytest.raises(EOFError), running(model, 0.01, {}):

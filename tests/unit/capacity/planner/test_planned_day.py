@@ -9,7 +9,7 @@ from tandem.capacity.simulation.hardware import hardware
 from tandem.settings.slo import SloClass
 from tests.unit.capacity.planner.planned_day import Change, Day, Hour, PlannedRun, Run
 
-WORKERS, HOUR_S = 4, 50.0
+WORKERS, HOUR_S = 4, 36.0
 SLO = SloClass("planned", ttft_s=3.0, itl_s=0.03, itl_percent=95.0)
 HOURS = (
     Hour("prefill-heavy", Mix(3.8 * WORKERS, 1500, 50, 0.5)),

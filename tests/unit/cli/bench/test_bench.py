@@ -20,6 +20,7 @@ from router.config import RouterConfig
 from router.server import RouterServer
 from tandem.cli.main import app
 from tandem.protocol.generate import ROOT
+from tests.soak import soak
 from tests.unit.cli.bench.openai_server import CONTEXT, OpenAIServer
 from tests.unit.router import conftest
 from tests.unit.router.fake_cluster import until
@@ -139,7 +140,7 @@ def test_requests_fit_the_listed_context(url: str, server: OpenAIServer, tmp_pat
     assert load["clipped"] == load["requests"]
 
 
-@pytest.mark.parametrize("suffix", ["svg", "png"])
+@pytest.mark.parametrize("suffix", ["svg", pytest.param("png", marks=soak)])
 def test_the_latencies_are_drawn(suffix: str, url: str, tmp_path: Path) -> None:
     picture = tmp_path / f"latencies.{suffix}"
     figures(tmp_path, "--url", url, "--rate", "5,9", "--plot", str(picture))

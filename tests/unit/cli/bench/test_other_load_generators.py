@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from benchmarks.router.streams import UNCOALESCED, running
 from tandem.cli.main import app
+from tests.soak import soak
 
 RATE, SECONDS, TOKENS = 5, 20, 64
 WITHIN = 0.05
@@ -57,6 +58,7 @@ def run(words: list[str], folder: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@soak
 @pytest.mark.timeout(900)
 def test_guidellm_measures_the_same_throughput(url: str, model_folder: Path, tmp_path: Path) -> None:
     words = [command("guidellm"), "run", "--disable-progress"]
@@ -70,6 +72,7 @@ def test_guidellm_measures_the_same_throughput(url: str, model_folder: Path, tmp
     assert bench(url, tmp_path) == pytest.approx(theirs, rel=WITHIN)
 
 
+@soak
 @pytest.mark.timeout(900)
 def test_aiperf_measures_the_same_throughput(url: str, model_folder: Path, tmp_path: Path) -> None:
     words = [command("aiperf"), "profile", "-m", "tokens", "-u", url, "--endpoint-type", "completions", "--streaming"]

@@ -15,11 +15,11 @@ from tandem.engine.model_runner import ModelRunner
 from tandem.engine.steps.batch import StepBatch, StepRow
 from tests.adapters import ATTENTION, DENSE, EVERY, TinyAdapter
 from tests.factories import draw, tiny_engine_config, write_tiny_model
+from tests.soak import soak
 
 TOLERANCE = 3e-5
 PROMPT = 37
 
-KERNELS: dict[str, Callable[[], Kernels | None]] = {"device": lambda: None, "reference": ReferenceKernels}
 EIGHT = [
     TinyAdapter(seed=0),
     TinyAdapter(seed=1, rank=1, alpha=1),
@@ -72,7 +72,9 @@ def eight(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [adapter.write(folder / str(number)) for number, adapter in enumerate(EIGHT)]
 
 
-@pytest.mark.parametrize("kernels", KERNELS.values(), ids=KERNELS.keys())
+@pytest.mark.parametrize(
+    "kernels", [pytest.param(lambda: None, id="device"), pytest.param(ReferenceKernels, id="reference", marks=soak)]
+)
 def test_eight_adapters_in_one_batch_equal_the_merged_models(
     base: Path, eight: list[Path], kernels: Callable[[], Kernels | None], tmp_path: Path
 ) -> None:

@@ -81,6 +81,7 @@ def test_smollm2_has_the_logits_of_transformers(smollm2: Path, converted: Path, 
         torch.testing.assert_close(found[0], wanted[at], atol=5e-4, rtol=1e-4)
 
 
+@soak
 @pytest.mark.usefixtures("_no_tokenizer")
 def test_smollm2_has_the_logits_of_its_dequantized_weights(smollm2: Path, converted: Path, tmp_path: Path) -> None:
     """Codes in the product against all weights dequantized to float32 beforehand, by the gguf package."""

@@ -8,7 +8,7 @@ import grpc.aio
 import pytest
 
 from tandem.settings.slo import BEST_EFFORT, DEFAULT_CLASSES, Overload, SloClass
-from tests.unit.router.conftest import Cluster
+from tests.unit.router.conftest import WITHOUT_RECOVERY, Cluster
 from tests.unit.router.fake_cluster import channel_to, until
 from tests.unit.router.placement.test_classes_and_tenants import STRICT, measured
 from tests.unit.router.test_generate import Client, ask, expected
@@ -28,7 +28,7 @@ async def client(cluster: Cluster) -> Any:
 class TestWhoWaits:
     @pytest.fixture
     def settings(self) -> dict[str, Any]:
-        return {"chunks_per_s": 1e-3, "chunk_delay_max_s": 3.0, "slo_classes": CLASSES}
+        return {"chunks_per_s": 1e-3, "chunk_delay_max_s": 3.0, "slo_classes": CLASSES, **WITHOUT_RECOVERY}
 
     async def chunks(self, client: Client, slo: SloClass) -> int:
         """In which eight tokens of such an answer come."""

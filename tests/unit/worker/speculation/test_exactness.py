@@ -20,7 +20,7 @@ from tandem.protocol.messages import SamplingParams
 from tandem.protocol.speculation_method import SpeculationMethod
 from tests.factories import tiny_engine_config, write_tiny_model
 
-TOKENS, REQUESTS, VOCAB = 128, 32, 96
+TOKENS, REQUESTS, VOCAB = 128, 16, 96
 PROMPTS = [[3 + (7 * n + k * k) % (VOCAB - 3) for k in range(5 + n)] for n in range(REQUESTS)]
 KINDS: list[dict[str, Any]] = [
     {"logprobs": 2},

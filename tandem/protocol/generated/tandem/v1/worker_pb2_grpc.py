@@ -124,7 +124,7 @@ class WorkerServicer:
     """
 
     def Attach(self, request, context):
-        """Called by a router: one stream per router, with one message per step for all its requests in both halves. When the
+        """Called by a router: one stream per router, with one message per step for all its requests in both phases. When the
         stream ends, the worker cancels every request of that router.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -132,7 +132,7 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Reserve(self, request, context):
-        """Router to decode worker: promise pages to a request that will be prefilled on another worker.
+        """Router to decode worker: reserve pages for a request that will be prefilled on another worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -167,7 +167,7 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SetAssignment(self, request, context):
-        """Called by the controller: change role and step policy. Returns at once: opening halves are open, closing halves
+        """Called by the controller: change role and step policy. Returns at once: opening phases are open, closing phases
         finish their requests, and the worker registers its new role afterwards.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -182,7 +182,7 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """Called by the controller: list an adapter no more. Requests that have it finish; then its slot is free.
+        """Called by the controller: no longer list an adapter. Its slot is free once the requests that use it have finished.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -210,7 +210,7 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def AllocatePages(self, request, context):
-        """Prefill to decode worker: allocate the pages promised by a lease, to write to them.
+        """Prefill to decode worker: allocate the pages that a lease reserves, to write to them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
