@@ -66,7 +66,7 @@ class Simulated:
     def _of_class(self, row: Strategy, workload: Workload, slo: SloClass) -> Load:
         report, cluster = self.stage.simulate(row.settings, workload, self.cells, slo)
         quality = cluster.router.prediction_quality
-        errors = {name: round(getattr(quality, name), 4) for name in ("ttft_error", "itl_error", "surprise_s")}
+        errors = {name: round(getattr(quality, name), 4) for name in ("ttft_error", "itl_error", "prediction_error_s")}
         busy = {peer.worker_id: round(each.busy_s / workload.seconds, 3) for peer, each in cluster.workers.items()}
         return {**report.as_result(), "prediction_quality": errors, "busy": busy}
 

@@ -39,7 +39,7 @@ ADAPTED = "qwen3_moe"
 """The family whose cluster loads adapters."""
 DRAFTED = "deepseek_v3"
 """The family whose cluster has Medusa heads; n-grams, which the others draft with, find next to nothing here."""
-FAMILIES = ["qwen3_moe", pytest.param("deepseek_v3", marks=soak), pytest.param("gpt_oss", marks=soak)]
+FAMILIES = [pytest.param(family, marks=soak) for family in ("qwen3_moe", "deepseek_v3", "gpt_oss")]
 PROMPTS = (20, 33, 64, 90)
 ANSWER = 150
 IN_DECODE = 5

@@ -16,6 +16,7 @@ from tandem.engine.parallel.collectives import GlooCollectives
 from tandem.engine.parallel.step_stream import StepSender, received_steps
 from tandem.protocol.errors import Unavailable
 from tests.factories import greedy_answer, tiny_engine_config, write_tiny_model
+from tests.soak import soak
 
 PROMPT = [(5 * position + 2) % 150 for position in range(50)]
 LIMIT_S = 120.0
@@ -38,7 +39,7 @@ def follow(folder: Path, rank: Rank, leader: socket.socket) -> None:
     collectives.close()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=soak), 3])
 def test_processes_give_the_tokens_of_one(ranks: int, tmp_path: Path) -> None:
     """With the kernels of CPUs, and three KV heads or one for each rank."""
     sizes = {"num_attention_heads": 6, "num_key_value_heads": 3 if ranks == 3 else 1, "hidden_size": 96}
