@@ -1,0 +1,160 @@
+"""Which bytes each rank of a prefill worker writes to which rank of a decode worker, for any two divisions of a model.
+
+A page of the whole model has planes, one for each KV head, layer and part (keys, values, or latents). A plane has the
+elements of the page's tokens and then, in an 8-bit cache, their scales. Each rank has a pool of its own, whose pages
+have the planes of its heads and layers, heads outermost. The pages of all ranks of a worker have the same numbers.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import chain, product
+
+
+@dataclass(frozen=True, slots=True)
+class RankedPages:
+    """The division of one group of layers' pages among the ranks of a worker.
+
+    Ranks are numbered stage by stage: rank = stage · tensor_ranks + number within the stage.
+    """
+
+    tensor_ranks: int
+    """Number of ranks that divide the heads of a layer. If it exceeds `kv_heads`, several ranks hold the same head."""
+    kv_heads: int
+    """Number of KV heads of the whole model; 1 for latents, which every rank of a stage holds."""
+    stages: tuple[tuple[int, ...], ...]
+    """For each pipeline stage, the numbers of its layers in a page, in order."""
+    page_tokens: int
+    parts: int
+    """2 for keys and values, 1 for latents."""
+    token_bytes: int
+    """Size in bytes of one token's elements in a plane."""
+    scale_bytes: int = 0
+    """Size in bytes of one token's scale in a plane."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks of the worker."""
+        return self.tensor_ranks * len(self.stages)
+
+    @property
+    def plane_bytes(self) -> int:
+        """Size of a plane in bytes."""
+        return self.page_tokens * (self.token_bytes + self.scale_bytes)
+
+    def heads(self, rank: int) -> range:
+        """Return the heads that a rank holds."""
+        number = rank % self.tensor_ranks
+        if self.kv_heads >= self.tensor_ranks:
+            count = self.kv_heads // self.tensor_ranks
+            return range(number * count, (number + 1) * count)
+        head = number * self.kv_heads // self.tensor_ranks
+        return range(head, head + 1)
+
+    def layers(self, rank: int) -> tuple[int, ...]:
+        """Return the layers that a rank holds."""
+        return self.stages[rank // self.tensor_ranks]
+
+    def page_bytes(self, rank: int) -> int:
+        """Return the size of a page of a rank in bytes."""
+        return len(self.heads(rank)) * len(self.layers(rank)) * self.parts * self.plane_bytes
+
+    def holders(self, head: int, layer: int) -> list[int]:
+        """Return the ranks that hold a head of a layer."""
+        return [rank for rank in range(self.ranks) if layer in self.layers(rank) and head in self.heads(rank)]
+
+    def regions(self, rank: int, head: int, layer: int, part: int, token: int) -> tuple[int, int]:
+        """Return the offsets of a token's elements and of its scale in a page of a rank, in bytes."""
+        layers = self.layers(rank)
+        number = ((head - self.heads(rank).start) * len(layers) + layers.index(layer)) * self.parts + part
+        start = number * self.plane_bytes
+        return start + token * self.token_bytes, start + self.page_tokens * self.token_bytes + token * self.scale_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """Bytes of a source rank's page that belong into a target rank's page."""
+
+    source_rank: int
+    target_rank: int
+    source_page: int
+    """The number of the source page among those that share a target page, 0 if pages have equal numbers of tokens."""
+    target_page: int
+    """The number of the target page among those that share a source page, likewise."""
+    source_start: int
+    """The offset in the source page, in bytes."""
+    target_start: int
+    bytes: int
+
+    @property
+    def source_end(self) -> int:
+        """The offset of the end in the source page, in bytes."""
+        return self.source_start + self.bytes
+
+    @property
+    def target_end(self) -> int:
+        """The offset of the end in the target page, in bytes."""
+        return self.target_start + self.bytes
+
+
+def why_not(source: RankedPages, target: RankedPages) -> str | None:
+    """Return why KV cannot be handed over between two divisions, as the end of a sentence; None if it can."""
+    for what, mine, theirs in (
+        ("KV heads", source.kv_heads, target.kv_heads),
+        ("parts per layer", source.parts, target.parts),
+        ("bytes per token and head", source.token_bytes, target.token_bytes),
+        ("bytes per scale", source.scale_bytes, target.scale_bytes),
+        ("layers", sorted(chain(*source.stages)), sorted(chain(*target.stages))),
+    ):
+        if mine != theirs:
+            return f"the prefill worker has {mine} {what} and the decode worker {theirs}"
+    sizes = source.page_tokens, target.page_tokens
+    if max(sizes) % min(sizes):
+        return f"pages of {sizes[0]} and of {sizes[1]} tokens do not divide each other"
+    return None
+
+
+@lru_cache(maxsize=64)
+def plan_handoff(source: RankedPages, target: RankedPages) -> tuple[ByteRange, ...]:
+    """Return the ranges to write for each target page, or for each source page if that is larger.
+
+    Each byte of every target rank's page is in exactly one range. A head that several source ranks hold is written by
+    the one whose number among them is that of the target rank, modulo their count, so that the load is even. Ranges
+    that are adjacent on both sides are merged: with equal stages and page sizes, there is one range for each pair of
+    ranks. Raises ValueError if `why_not` gives a reason.
+    """
+    if (reason := why_not(source, target)) is not None:
+        raise ValueError(reason)
+    return tuple(chain.from_iterable(_merged(_ranges_to(rank, source, target)) for rank in range(target.ranks)))
+
+
+def _ranges_to(rank: int, source: RankedPages, target: RankedPages) -> Iterator[ByteRange]:
+    """Yield the ranges of one target rank, in the order of its bytes within each block of tokens."""
+    tokens = min(source.page_tokens, target.page_tokens)
+    for block in range(max(source.page_tokens, target.page_tokens) // tokens):
+        # Several smaller pages share a larger one.
+        from_page, from_token = (0, block * tokens) if source.page_tokens > tokens else (block, 0)
+        to_page, to_token = (0, block * tokens) if target.page_tokens > tokens else (block, 0)
+        for head, layer, part in product(target.heads(rank), target.layers(rank), range(target.parts)):
+            holders = source.holders(head, layer)
+            writer = holders[rank % target.tensor_ranks % len(holders)]
+            for mine, theirs, size in zip(
+                source.regions(writer, head, layer, part, from_token),
+                target.regions(rank, head, layer, part, to_token),
+                (target.token_bytes, target.scale_bytes),
+                strict=True,
+            ):
+                if size:
+                    yield ByteRange(writer, rank, from_page, to_page, mine, theirs, tokens * size)
+
+
+def _merged(ranges: Iterator[ByteRange]) -> Iterator[ByteRange]:
+    """Join each range with the next one if they are adjacent on both sides."""
+    last = next(ranges)
+    for each in ranges:
+        if replace(last, source_start=last.source_end, target_start=last.target_end, bytes=each.bytes) == each:
+            last = replace(last, bytes=last.bytes + each.bytes)
+        else:
+            yield last
+            last = each
+    yield last
