@@ -126,7 +126,7 @@ def words_as(words, BITS: tl.constexpr, FP8: tl.constexpr, dtype: tl.constexpr):
     """Convert words of four bytes of codes, int32 [rows, words], to `dtype` → [rows, codes] in word order.
 
     `CENTRE` is subtracted from 4-bit codes; of each 16 words (or of all, if there are fewer), the codes in the lower
-    halves come before those in the upper halves. `in_word_order` brings the input into the same order.
+    halves come before those in the upper halves. Within 16 columns, the order is that of `in_word_order`.
     """
     return _nibbles_of(words, dtype) if BITS == 4 else _bytes_of(words, FP8, dtype)
 
