@@ -177,7 +177,7 @@ class Kernels(Products):
         return None
 
     def draft_group_rows(self, drafts: int) -> int:
-        """Return the maximum number of rows of a group (`DraftGroups`) in steps of up to `drafts` drafts per request.
+        """Return the maximum number of rows of a group (`DraftGroups`) for up to `drafts` draft tokens per request.
 
         The default is 1: attention computes each row separately, and steps need no groups.
         """
@@ -198,8 +198,8 @@ class Kernels(Products):
     def begin_step(self, cache: KvCache, layout: StepLayout) -> None:
         """Do the work of a step that all layers of a KV group share.
 
-        Called once per group, before the step's first layer. Group 0 comes last, so that `embed` directly follows what
-        is launched for all groups. The default does nothing.
+        Called once per group, before the step's first layer. Group 0 comes last: launches that serve all groups can
+        wait for it, and `embed` directly follows them. The default does nothing.
         """
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """Compiles libraries' kernels in separate processes, into the folder in which the libraries look for them.
 
-Such a compiler holds the GIL nearly all the time. In the engine's process it would alternate with Triton's compiler,
-with the library's own import and with itself, and dominate the start (docs/decisions/startup.md).
+Such a compiler holds the GIL nearly all the time. In the engine's process, several compilations, the import of the
+library and Triton's compiler would have to take turns, which would dominate the start (docs/decisions/startup.md).
 """
 
 import contextlib

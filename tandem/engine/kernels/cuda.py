@@ -192,9 +192,9 @@ class CudaKernels(Kernels):
         return self._gate_up(x, due, gate_up, activation)
 
     def _gate_up(self, x: Tensor, norm: Norm | None, gate_up: Linear, activation: str = "silu") -> Tensor:
-        """Compute activation(g) · u of x.
+        """Return activation(g) · u with [g | u] = RMSNorm(x) · weightᵀ + bias, or x · weightᵀ + bias without `norm`.
 
-        Only the kernels of packed weights and the streaming kernels can apply `norm`.
+        `norm` must be None unless the weight is packed or a streaming kernel computes the product.
         """
         gate_up = dequantized_for(len(x), gate_up, self._dtype)
         if isinstance(gate_up.weight, PackedWeight):

@@ -26,7 +26,11 @@ def multiplied_on_gpus(weight: PackedWeight) -> bool:
 
 
 def step_bytes(weight: PackedWeight) -> int:
-    """Return the size in bytes of the largest equal pieces of a row's codes that have a single scale each."""
+    """Return the maximum number of bytes of a row's codes that a GPU kernel reads at a time.
+
+    The columns in these bytes share one scale. With 4-bit codes, this holds separately for the columns in the lower
+    halves of the bytes and for those in the upper halves.
+    """
     columns = weight.shape[-1]
     group = 0 if weight.group == columns else weight.group  # gcd(n, 0) is n: a single scale per row sets no bound
     if weight.bits == 8:

@@ -28,7 +28,7 @@ _SDPA_SCORES = 1 << 26
 _SOFTCAP, _SINKS = "softcap", "learnable_sink"
 """Names of flash-attn-4's arguments for `AttentionShape.softcap` and for sinks."""
 COMPILED_LENGTHS = (1, 257)
-"""Row lengths in tokens for which flash-attn-4 compiles different kernels: within one tile of queries, and longer."""
+"""Row lengths in tokens to compile for: flash-attn-4 has one kernel for up to a tile of queries, another for more."""
 _FLASH_PAGE = 128
 """The page size in tokens that flash-attn-4 loads by TMA; pages of other sizes are loaded by its threads."""
 

@@ -1,4 +1,4 @@
-"""Prefill attention over an 8-bit KV cache: what a step's rows attend to is dequantized into 16-bit copies."""
+"""Prefill attention over an 8-bit KV cache: the keys and values that a step's rows see are first dequantized."""
 
 import threading
 from dataclasses import replace
@@ -19,7 +19,7 @@ from tandem.protocol.ending import pages_for
 _TOKENS = 32
 """Number of tokens whose keys or values a program holds at a time."""
 _PROGRAMS = 2048
-"""Total number of programs: several times as many as run concurrently, so that the GPU does not wait for a few."""
+"""Number of programs at which a launch aims: several times as many as run concurrently, to balance the work."""
 _WARPS = 4
 _ROWS = tl.constexpr(32)
 """Number of rows whose context lengths a program reads at a time."""
@@ -30,10 +30,10 @@ def dequantize_pages(
 ) -> None:
     """Dequantize the keys and values of `layer` that the tokens of `rows` see, and write them to `pages` row by row.
 
-    pages is [n, 2, kv_heads, page_tokens, head_dim] float16, bfloat16 or float32. Row r gets as many pages as its
-    context has, after those of the rows before it; what does not fit in n pages is left out. Positions after a row's
-    context are set to 0. Pages before the window of a row's first token are neither read nor written. The launch does
-    not overlap with others.
+    pages is [n, 2, kv_heads, page_tokens, head_dim] float16, bfloat16 or float32. Each row takes as many pages as its
+    whole context has, and follows the row before it; pages from number n on are not written. In the last page of a row,
+    positions after its context are set to 0. Pages before the window of a row's first token are neither read nor
+    written. The launch does not overlap with others.
     """
     _, _, _, kv_heads, page_tokens, head_dim = cache.shape
     contexts, table = layout.context_lens[rows.start : rows.stop], layout.page_table[rows.start : rows.stop]
@@ -118,7 +118,7 @@ def _dequantize(
 
 
 _LEAST_TOKENS = 32768
-"""Minimum capacity of the copies in tokens, if the model's context is shorter: 134 MB for 8 heads of 128 dimensions."""
+"""Minimum capacity of the copies in tokens, for models with a short context: 134 MB for 8 heads of 128 dimensions."""
 
 
 def make_copies(model: ModelSpec, page_tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -31,13 +31,13 @@ from tandem.engine.kernels.triton_launch import INTERPRETED, prefer_shared_memor
 MERGED_ELEMENTS = 8192
 """Number of elements of partial results (float32) that a merging program loads at once: 16 splits of 4 heads of 128.
 
-A merging program whose tile of queries is larger than the smallest one loads half as many, because it still holds that
-tile.
+A merging program loads half as many if its tile of queries is larger than the smallest tile, because the registers
+also hold the tile.
 """
 LINE_BYTES = 128
 """Size of a line of the L2 cache in bytes."""
 INTERPRETER_SMS = 8
-"""The number of multiprocessors that is assumed without a GPU; small, because Triton's interpreter is slow."""
+"""Number of multiprocessors to plan for without a GPU; small, because Triton's interpreter is slow."""
 
 ROWS_TILE = 32
 """Number of rows whose context lengths a program reads at a time: one per thread of a warp."""
@@ -122,9 +122,9 @@ class DecodeAttention:
 
         `groups` is `DraftGroups.table` if a group may have several rows (`tokens` > 1), else None.
 
-        Its kernel does not overlap with the kernel before it, and the kernel after it (`triton_embed.embed`) must not
-        overlap with it, so that all later kernels see its results. Raises ValueError for more than `max_rows` rows, for
-        a cache whose dtype is not `kv_dtype`, or if `groups` does not match `tokens`.
+        The planning kernel does not overlap with the kernel before it. The next kernel (`triton_embed.embed`) must not
+        overlap with the planning kernel, so that all later kernels see the plan. Raises ValueError for more than
+        `max_rows` rows, for a cache whose dtype is not `kv_dtype`, or if `groups` does not match `tokens`.
         """
         rows, capacity = len(context_lens), page_table.shape[1] * cache.shape[4]
         if (groups is None) != (self._tokens == 1):
@@ -264,10 +264,10 @@ class DecodeAttention:
     def _tile_ranges(self, rows: int, units: int) -> Tensor:
         """Return this thread's memory for the tile ranges of `rows` rows and `units` programs: [units, fields] int32.
 
-        The fields are those of `TileRange`. The memory is separate for each thread and each pair of numbers, because
-        trial steps run concurrently during the start, and the launch of a trial step that fills the memory may be left
-        out; the number of programs also depends on the width of the page table. The memory is kept after the thread has
-        ended, because CUDA graphs that the thread captured read and write it.
+        The fields are those of `TileRange`. Each thread has its own memory, because trial steps run concurrently during
+        the start. Each pair of `rows` and `units` has its own memory too, because a trial step may skip the launch that
+        fills it; `units` also depends on the width of the page table. The memory is kept after the thread has ended,
+        because CUDA graphs that the thread captured read and write it.
         """
         key = threading.get_ident(), rows, units
         if key not in self._all_tile_ranges:

@@ -2,10 +2,10 @@
 
 Codes are loaded as 16-bit words that hold the codes of an even dimension and of the odd dimension after it, so that the
 words are loaded into the layout of the tensor cores like 16-bit numbers. One permutation of bytes turns two words into
-two float16 numbers of even dimensions, another into two of odd dimensions; the units then multiply even and odd
-dimensions separately. Float16 holds all codes of either dtype exactly. The scales of keys multiply the scores. The
-scales of values would make weights too small for float16: instead their logarithms are added to the scores, which makes
-the largest weight 1, and the weights are divided by the scales where they are summed.
+two float16 numbers of even dimensions, another into two of odd dimensions; even and odd dimensions are then multiplied
+separately. Float16 holds all codes of either dtype exactly. The scales of keys multiply the scores. The scales of
+values would make weights too small for float16: instead their logarithms are added to the scores, which makes the
+largest weight 1, and where the weights are summed, they are divided by the scales.
 """
 
 import triton
@@ -52,10 +52,11 @@ def _split_query(at, held, dtype: tl.constexpr):
 
 @triton.jit
 def _numbers(words, ODD: tl.constexpr, BIASED: tl.constexpr, FP8: tl.constexpr, dtype: tl.constexpr):
-    """Return the even or odd codes of int16 `words`: float8_e4m3fn if FP8, else int8; plus `BIAS` if BIASED.
+    """Return one of the two 8-bit codes of each int16 of `words`, the high byte if ODD, converted to `dtype`.
 
-    dtype is float32 or float16. Int8 codes in float16 are returned as multiples of `TINY`, the smallest number of
-    float16: the float16 number with the bits n is n · TINY, so the bits of code + 128 need no conversion.
+    `dtype` is float32 or float16. Codes are float8_e4m3fn if FP8, else int8; `BIAS` is added to int8 codes if BIASED.
+    On a GPU, int8 codes in float16 are returned multiplied by `TINY`, the smallest positive float16 number: float16
+    bits n < 2048 represent n · TINY, so the byte code + 128 serves as float16 bits without a conversion.
     """
     if dtype == tl.float16 and not _WIDE:
         if FP8:

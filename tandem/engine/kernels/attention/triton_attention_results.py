@@ -22,8 +22,8 @@ def _merge(
 ):
     """Return the softmax-weighted sum of `count` normalised partial results → [SIZE, DIM_PADDED] float32.
 
-    Each partial result has SPLIT_CELLS queries. `cell_of` [SIZE] gives the positions of the wanted ones, valid where
-    `held`.
+    Each partial result has SPLIT_CELLS queries. `cell_of` [SIZE] gives the positions of the queries to merge, where the
+    mask `held` is True.
     """
     split = tl.arange(0, MERGED_SPLITS)
     dim = tl.arange(0, DIM_PADDED)
@@ -79,7 +79,7 @@ def deliver(
     """Store the result of `attend` for one range of a group and key head; the last program merges the results.
 
     `lane` is the number of the group and key head, `split` that of the range, `rows` the number of rows of the group,
-    and `active` the number of ranges of the group and key head. If there is only one, the result is final. Else it
+    and `active` the number of ranges of the group and key head. The result of a single range is final. Otherwise it
     becomes partial result number `first_partial` + `split`, and the last program to arrive merges all of them. `lanes`
     [GROUP_TILE] (or `lane`, if groups have one token) gives the row and key head of each query, where the final result
     is stored.
@@ -143,7 +143,7 @@ def clear_padding(
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
 ):
-    """Zero one key head's results of rows without a group: from the row stored at `used_at` up to row `tokens`."""
+    """Zero one key head's results of padding rows, from the row number stored at `used_at` to `tokens` (exclusive)."""
     cell = tl.arange(0, GROUP_PADDED * DIM_PADDED)
     zeros = tl.zeros([GROUP_PADDED * DIM_PADDED], out.dtype.element_ty)
     for row in tl.range(tl.load(used_at) + program, tokens, programs):

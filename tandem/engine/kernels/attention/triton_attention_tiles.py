@@ -43,9 +43,9 @@ def page_of_tile(table, tile, begin, context, PAGE_TOKENS: tl.constexpr, BLOCK_T
 
 @triton.jit
 def token_offsets(page, tile, page_stride, PAGE_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, ROW: tl.constexpr):
-    """Return the offset of a tile's first token in the cache if pages hold whole tiles, else those of all its tokens.
+    """Return the offset of a tile's first token in the cache, or those of all tokens if pages do not hold whole tiles.
 
-    Offsets are int64, in elements; those of all tokens are [BLOCK_TOKENS, 1].
+    Offsets are int64, in elements: a scalar, or [BLOCK_TOKENS, 1].
     """
     if PAGE_TOKENS % BLOCK_TOKENS == 0:
         offset = page.to(tl.int64) * page_stride + (tile * BLOCK_TOKENS % PAGE_TOKENS) * ROW
@@ -57,7 +57,10 @@ def token_offsets(page, tile, page_stride, PAGE_TOKENS: tl.constexpr, BLOCK_TOKE
 
 @triton.jit
 def heads_of(SIZE: tl.constexpr, GROUP_PADDED: tl.constexpr, TOKENS: tl.constexpr):
-    """Return the head [SIZE], within its group, of each query of a tile; the tile holds these heads TOKENS times."""
+    """Return the head [SIZE] of each query of a tile, counted among the query heads of the tile's key head.
+
+    A tile of TOKENS tokens has these heads once per token, padded to GROUP_PADDED heads.
+    """
     head = tl.arange(0, SIZE)
     if TOKENS > 1:
         head = head % GROUP_PADDED
@@ -122,7 +125,7 @@ def is_seen(position, seen, contexts, WINDOW: tl.constexpr, TOKENS: tl.constexpr
 def finite(highest, TOKENS: tl.constexpr):
     """Return the running maxima, with 0 instead of -inf, so that they can be subtracted from scores.
 
-    Only in groups of several tokens can a query have seen no position yet.
+    A maximum is -inf if the query has seen no position yet. That is possible only in groups of several tokens.
     """
     if TOKENS > 1:
         highest = tl.where(highest == float("-inf"), 0.0, highest)
@@ -131,7 +134,7 @@ def finite(highest, TOKENS: tl.constexpr):
 
 @triton.jit
 def _fetch_into_cache(cache, address, wanted):
-    """Prefetch the cache lines at the addresses `address` that are `wanted` into L2, without waiting.
+    """Prefetch the cache lines at `address` into L2 where the mask `wanted` is True, without waiting.
 
     The prefetched lines stay coherent if a kernel writes them later.
     """
@@ -143,9 +146,10 @@ def _fetch_into_cache(cache, address, wanted):
 
 @triton.jit
 def _dot(a, b, WIDE_DOT: tl.constexpr):
-    """Return a · b in float32. Triton's interpreter does not multiply bfloat16, so it converts the operands to float32.
+    """Return a · b in float32.
 
-    That changes no product.
+    WIDE_DOT is for Triton's interpreter, which cannot multiply bfloat16: the operands are first converted to float32,
+    which does not change the products.
     """
     if WIDE_DOT:
         a = a.to(tl.float32)

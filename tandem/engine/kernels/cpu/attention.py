@@ -39,7 +39,7 @@ KEYS = 256
 WIDENED_KEYS = 32
 """Maximum number of int8 keys or values that are converted at a time: with head dim 256 they still fit into L1."""
 ITEM_FIELDS = 5
-"""The int64 fields of an item: row, key head, first query, block (-1 = all), slot of the partial result (-1 = none)."""
+"""Number of int64 fields of an item: row, key head, first query, block (-1 = all), partial result slot (-1 = none)."""
 LOWEST = np.float32(-1e30)
 """A finite number below every score, so that a block without a visible key adds exactly nothing."""
 
@@ -153,7 +153,7 @@ def attention_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def
 
 @inlined
 def _plane(shared, row, head, key, values):  # type: ignore[no-untyped-def]
-    """Return the index of the first key element (or value element) of the page of `key` in the layer's cache."""
+    """Return the index in the layer's cache at which the keys (or values) of the page of position `key` begin."""
     page_tokens = argument(shared, PAGE_TOKENS)
     page = load_int(argument(shared, PAGE_TABLE), row * argument(shared, COLUMNS) + key // page_tokens, INT32)
     plane = head * argument(shared, HEAD_ITEMS) + (argument(shared, PART_ITEMS) if values else 0)

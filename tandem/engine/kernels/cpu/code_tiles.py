@@ -239,9 +239,9 @@ def code_rows(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Emit out[t][r] = w[r] · x[t] in float32, for `tokens` tokens and the rows of `panels` panels from `first` on.
 
-    bits, codes, scales, offsets and factors are those of a `PanelWeight`, with 0 for a tensor that it does not have.
-    `length` is the number of blocks in a group. x, x_scales and x_sums are as `quantize_row` stores them, one token
-    after another. out_stride is in bytes.
+    bits, codes, scales, offsets and factors are those of a `PanelWeight`; 0 stands for a tensor that the weight does
+    not have. `length` is the number of blocks in a group. x, x_scales and x_sums are as `quantize_row` stores them, one
+    token after another. out_stride is in bytes.
     """
 
     def codegen(context: Any, builder: Builder, signature: Any, args: Any) -> Value:

@@ -3,8 +3,8 @@
 The choice of a token's experts is computed in float32, and does not depend on the other tokens. In a step of fewer than
 LONG_TOKENS tokens every expert has fewer tokens than that, so every product has the same order of accumulation.
 Operations that PyTorch computes run token by token, because PyTorch's result for an element depends on the element's
-place in the tensor (the last elements are computed without vectors, with another approximation of exp), and the result
-of its product depends on the number of rows.
+place in the tensor (the last elements are computed without vectors, with another approximation of exp), and PyTorch's
+result of a product depends on the number of rows.
 """
 
 from dataclasses import replace

@@ -256,7 +256,7 @@ class CpuKernels(Kernels):
     def _chunk_rows(self, rows: int) -> int:
         """Return the number of weight rows in a chunk.
 
-        There are few enough that all threads end at about the same time, and enough to stream the weight.
+        The rows are few enough that all threads end at about the same time, and enough to stream the weight.
         """
         share = rows // (self._threads * _CHUNKS_A_THREAD)
         return min(max(share - share % 4, 8), MAX_CHUNK_ROWS)

@@ -21,7 +21,7 @@ LONG_TOKENS = 48
 _PIECE = 256
 """Number of weight rows in a piece.
 
-There are enough that the library's copy of the input costs little, and few enough that many threads have work.
+The rows are enough that the library's copy of the input costs little, and few enough that many threads have work.
 """
 
 

@@ -23,14 +23,16 @@ _PIECE = 1 << 22
 class PanelWeight(PackedWeight):
     """A packed weight [..., N, K] in panels of sixteen rows; rows from N on are zero.
 
-    codes   [..., N / 16, K / 4, 16, 4] int8: units of four columns, with the sign bits flipped:
-            as unsigned bytes they are codes + 128; or [..., N / 16, K / 8, 16, 4] uint8 with two units in the halves of
-            the bytes, the first unit in the lower half
+    codes   8 bits: [..., N / 16, K / 4, 16, 4] int8, in units of four columns; the sign bits are flipped, so that the
+            unsigned bytes are codes + 128.
+            4 bits: [..., N / 16, K / 8, 16, 4] uint8; each four bytes hold two units, the first one in their lower
+            halves, the second one in their upper halves
     scales  [..., N / 16, K / group, 16] float16, to be multiplied by `factors`; or [..., N / 16, 0, 16] if each row has
-            a single scale, which is then in `factors`
-    offsets like the scales, or None; as in `PackedWeight` they belong to the codes before these were made unsigned
-    factors [..., N / 16, 16] float32: if there are groups, a power of two for each row, chosen so that float16 holds
-            all scales of the row
+            a single scale and no offset: then `factors` holds the scales
+    offsets like the scales, also to be multiplied by `factors`; None = as in `PackedWeight`. They belong to the codes
+            of `PackedWeight`, not to codes + 128
+    factors [..., N / 16, 16] float32: the scales if `scales` is empty, else a power of two for each row, chosen so that
+            float16 holds all scales of the row
     """
 
     factors: Tensor

@@ -160,7 +160,7 @@ def take_chunk(shared):  # type: ignore[no-untyped-def]
 
 @inlined
 def publish(shared, operation, chunks):  # type: ignore[no-untyped-def]
-    """Offer the chunks of the job in shared memory to all threads, except the first, which the caller must run."""
+    """Publish the job in shared memory: any thread may take its chunks, except chunk 0, which the caller must run."""
     set_argument(shared, 0, operation)
     set_argument(shared, CHUNKS, chunks)
     atomic_store(shared + 8 * FINISHED, 0)
@@ -171,7 +171,7 @@ def publish(shared, operation, chunks):  # type: ignore[no-untyped-def]
 
 @inlined
 def await_chunks(shared):  # type: ignore[no-untyped-def]
-    """Wait until every chunk of the job is finished; other threads may still work on the last ones."""
+    """Wait until every chunk of the job is finished, including those that other threads have taken."""
     chunks, spins = argument(shared, CHUNKS), 0
     while atomic_load(shared + 8 * FINISHED) != chunks:
         spins += 1
@@ -181,7 +181,10 @@ def await_chunks(shared):  # type: ignore[no-untyped-def]
 
 @inlined
 def await_chunk(shared):  # type: ignore[no-untyped-def]
-    """Wait for a chunk for a helper thread, and return it; -1 if none has come for a while or the pool stops."""
+    """Wait until this helper thread can take a chunk, and return the chunk's number.
+
+    Returns -1 if there is none for a while, or if the pool stops.
+    """
     chunk, spins = -1, 0
     while chunk < 0 and spins < _SPINS_BEFORE_SLEEP and atomic_load(shared + 8 * STOP) == 0:
         chunk = take_chunk(shared)

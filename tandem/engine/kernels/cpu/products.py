@@ -168,7 +168,7 @@ def gate_up_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
 
 @inlined
 def _finish_gate_up(shared, gate, up, token, first, n, tag):  # type: ignore[no-untyped-def]
-    """Add the bias to n gates and ups of one token, from row `first` on, and store activation(g) · u."""
+    """Add the bias to n gate sums and n up sums of one token, from row `first` on, and store activation(gate) · up."""
     bias, rows = argument(shared, BIAS), argument(shared, ROWS)
     if bias != 0:
         add_row(gate, bias + first * item_bytes(tag), n, tag)

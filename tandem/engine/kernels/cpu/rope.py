@@ -16,10 +16,11 @@ LARGEST_CODE = 127
  KV_HEADS, HEAD_DIM, ROTATED, PAGE_TOKENS, QUANTIZED, EPS) = range(2, 21)  # fmt: skip
 """Indices of the arguments of a ROPE job.
 
-`q_norm` and `k_norm` are 0 if there are no norms; if `wide_norm` is 1 they are float32 in a model of any dtype. `cache`
-is the layer's part of page 0; `page_items`, `part_items` and `head_items` are the distances between pages, between keys
-and values, and between heads, in elements. The leading `rotated` dimensions of a head are rotated. If `quantized` is 1
-the cache holds int8 codes, and the float32 scales follow the codes of a head's `page_tokens` tokens.
+`q_norm` and `k_norm` are the addresses of the norms' weights, 0 if there are no norms. The weights are float32 if
+`wide_norm` is 1, else they have the model's dtype. `cache` is the layer's part of page 0; `page_items`, `part_items`
+and `head_items` are the distances between pages, between keys and values, and between heads, in elements. The leading
+`rotated` dimensions of a head are rotated. If `quantized` is 1 the cache holds int8 codes, and the float32 scales
+follow the codes of a head's `page_tokens` tokens.
 """
 ROPE = struct.Struct("=20qd")
 

@@ -48,8 +48,8 @@ def _dot_tile(rows: int, tokens: int) -> "Function":
 
     It computes out[t][r] = Σ w[r][i] · x[t][i] over i < k. w has `rows` rows and x `tokens` rows of elements of type
     `tag`, out is float32; strides are in bytes. If `more` is not 0 the sums are added to `out`. The weights two tiles
-    ahead are prefetched into the L2 cache: the few miss slots of the first level would limit the stream of a row to
-    half of the memory's bandwidth, and that of a wide tile to a third.
+    ahead are prefetched into the L2 cache. Without the prefetch, the few miss slots of the L1 cache would limit the
+    stream of a row to half of the memory's bandwidth, and the stream of a wide tile to a third.
     """
 
     def emit(builder: Builder, tag: Any, args: Any) -> None:
@@ -172,7 +172,7 @@ def _emit_dot_rows(builder: Builder, tag: Any, args: Any) -> None:
 
 
 def _tile_rows(tokens: int) -> int:
-    """Return the number of weight rows in a tile of `tokens` tokens: as many as registers can hold the sums of."""
+    """Return the number of weight rows in a tile of `tokens` tokens, such that the registers hold all sums."""
     if has_wide_registers():
         return 2 if tokens == BLOCK else 4
     return 2 if tokens == _NARROW_BLOCK else 4

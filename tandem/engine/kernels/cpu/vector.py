@@ -43,7 +43,7 @@ Spread = Callable[[Value], Value]
 
 
 def _rowwise(name: str, body: Callable[[Builder, Any, Any, Fetch, Put, Spread], None]) -> Function:
-    """Return a function whose last argument is a length n; `body` processes one or sixteen elements of the rows.
+    """Return a function that applies `body` to rows of n elements, one or sixteen at a time; its last argument is n.
 
     The body gets `fetch(address, tag)` and `put(address, tag, value)`, which load and store the current elements of a
     row, and `spread`, which repeats a float32 argument in every lane.
@@ -139,7 +139,7 @@ _SOFTEN, _COMBINE = _rowwise("soften", _emit_soften), _rowwise("combine", _emit_
 
 
 def _calls(function: Function) -> Any:
-    """Return the code generator of an intrinsic that calls `function` with the same arguments; the last is a tag."""
+    """Return the code generator of an intrinsic: its last argument is the tag, the others are passed to `function`."""
 
     def codegen(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
         function.call(builder, signature.args[-1], args[:-1])

@@ -14,7 +14,7 @@ from functools import lru_cache
 class ProductTile:
     """The tile of one product: a program multiplies `rows` rows of an expert's weight, `columns` at a time.
 
-    In the gated product they are `rows` rows of gate and of up each. `stages` is the depth of the load pipeline.
+    In the gated product, these are `rows` rows of gate and as many of up. `stages` is the depth of the load pipeline.
     """
 
     rows: int
@@ -27,8 +27,9 @@ class ProductTile:
 class ExpertTile:
     """The tiles of both products, for `tokens` tokens of one expert; `tokens` = 1 is for steps of a single token.
 
-    In a step of a single token a program of the down product multiplies with the weights of all experts of the token,
-    and `columns` is the sum over these. Nothing is pipelined, because all loads of a program are in flight together.
+    In a step of a single token, a program of the down product reads the weights of all the token's experts, and
+    `down.columns` counts the columns of all of them. Nothing is pipelined, because all loads of a program are in flight
+    together.
     """
 
     tokens: int
@@ -106,8 +107,8 @@ PACKED_TILES = {
 }
 """The tiles of packed weights in the 16-bit types, which have not been measured yet.
 
-For a packed weight, the groups of its scales replace `columns`, which is used only if the layer's other weight is not
-packed.
+For a packed weight, `held_weight.step_bytes` replaces `columns`. `columns` is used only if one of the layer's two
+weights is not packed.
 """
 PACKED_FLOAT_TILE = ExpertTile(16, gate_up=ProductTile(16, 32, 3, 4), down=ProductTile(32, 32, 3, 4))
 """The tile of packed weights for inputs in float32, the same for every step."""

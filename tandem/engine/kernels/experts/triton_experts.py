@@ -1,12 +1,20 @@
-"""A mixture of experts on a GPU: five or six launches per layer, all of which a CUDA graph can capture.
+"""The routed experts of a mixture-of-experts layer on a GPU, in four to seven launches that a CUDA graph can capture.
 
-Grids are as large as the largest possible number of tiles requires, and memory as large as all pairs require, so that
-the host need not know how tokens are distributed over experts. The launches are: the router's product, which also norms
-its input in steps in which that is cheaper than another launch; the choice of experts; in larger steps, the sorting;
-the gated product; the down product; and the sum over each token's experts.
+Grids have the size for the largest possible number of tiles, and buffers the size for all (token, expert) pairs, so
+the host need not know how the tokens are distributed over the experts. The launches are:
 
-In float32 every step has the same tiles, so a token's numbers do not depend on the other tokens. For the 16-bit types
-that holds among steps with the same tiles (see `expert_tiles`).
+1. the norm of the input, only for float32 or more than `FUSED_NORM_TOKENS` tokens; otherwise part of the next launch
+2. the router's product
+3. the choice of experts, which in small 16-bit steps also sorts the pairs by expert
+4. the sorting of the pairs, if the choice has not done it
+5. the gate and up products with the activation
+6. the down product
+7. the sum over each token's experts
+
+With unpacked 16-bit weights, a step of one token needs no sorting, and its down product also computes the sum.
+
+In float32 all steps use the same tiles, so a token's results do not depend on the other tokens. In the 16-bit types
+this holds only among steps that use the same tiles (see `expert_tiles`).
 """
 
 import torch
@@ -50,7 +58,7 @@ FUSED_NORM_TOKENS = 64
 Each program of the product repeats the norm of the whole row.
 """
 _SORTED_NUMBERS = 4096
-"""Maximum of tokens · experts that one program chooses and sorts: 16 numbers of each kind in a thread's registers."""
+"""Maximum of tokens · experts for which one program chooses and sorts: 16 registers of a thread per tensor."""
 _CHOICE_TOKENS = 4
 """Number of tokens per program of the choice in larger steps."""
 _SORT_CHUNK = 4096
@@ -93,9 +101,10 @@ class ExpertKernels:
         out: Tensor,
         tile: ExpertTile | None = None,
     ) -> Tensor:
-        """Add the routed experts' output to `out` (see `Products.experts`); return RMSNorm of `hidden` before that.
+        """Add the routed experts' output to `out` (see `Products.experts`), and return RMSNorm(hidden).
 
-        `tile` replaces the default tile (`tile_for`).
+        The norm is computed before the addition, which overwrites `hidden` if it is `out`. `tile` replaces the default
+        tile (`tile_for`, or `packed_tile` for packed weights).
         """
         experts, spec, (tokens, width) = layer.experts, layer.spec, hidden.shape
         shape = ExpertShape(spec.experts, spec.top_k, width, spec.width)

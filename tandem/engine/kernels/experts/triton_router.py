@@ -129,9 +129,10 @@ def choice_kernel(
 ):  # fmt: skip
     """Choose the experts of TOKENS tokens; grid (ceil(T / TOKENS),); with SORT there is only one program.
 
-    weights and chosen [T · TOP_K] are float32 and int32, chosen -1 for padding tokens; counts [E] int32 and used [E]
-    int64 are increased; tiles and pairs are as in the module's docstring. Lanes are experts by group, with padding
-    after each group.
+    weights [T · TOP_K] float32 and chosen [T · TOP_K] int32 are stored; chosen is -1 for padding tokens. The number of
+    tokens that chose each expert is added to counts [E] int32 if TASK is COUNT, and to used [E] int64 if COUNTED. With
+    SORT tiles and pairs are stored as in the module's docstring. Lanes are experts by group, with padding after each
+    group.
     """
     SIZE: tl.constexpr = E // GROUPS
     LANES: tl.constexpr = BLOCK_G * BLOCK_S

@@ -30,13 +30,13 @@ from tandem.engine.kernels.latent.triton_products import absorb, values_of
 from tandem.engine.kernels.triton_launch import INTERPRETED
 
 INTERPRETER_SMS = 8
-"""The number of multiprocessors that is assumed without a GPU; small, because Triton's interpreter is slow."""
+"""Number of multiprocessors to plan for without a GPU; small, because Triton's interpreter is slow."""
 _GROUPS_TILE = 128
 """Number of groups whose context lengths a program of the plan reads at a time."""
 _MERGED_ELEMENTS = 8192
 """Number of elements of partial results (float32) that a merging program loads at a time."""
 _MERGED_DIMS, _MANY_MERGES = 64, 512
-"""Number of dimensions that a program merges, and minimum of tokens · heads for which it merges all dimensions."""
+"""Number of dimensions that a program merges if tokens · heads is less than the second number; otherwise all."""
 
 
 class _Step(NamedTuple):
@@ -89,8 +89,8 @@ class AbsorbedAttention:
 
         page_table [R, W] int32; contexts [groups] int32, 0 = a group of padding; groups None = each row is a group.
 
-        Its kernel does not overlap with the kernel before it, and the kernel after it (`triton_embed.embed`) must not
-        overlap with it, so that all later kernels see its results.
+        The planning kernel does not overlap with the kernel before it. The next kernel (`triton_embed.embed`) must not
+        overlap with the planning kernel, so that all later kernels see the plan.
         """
         plan, count = self._plan, len(contexts)
         capacity = page_table.shape[1] * cache.shape[4]

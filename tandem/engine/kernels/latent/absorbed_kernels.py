@@ -14,7 +14,7 @@ from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inpu
 RANGE_FIELDS = tl.constexpr(4)
 """Number of fields of a program's range: first group, group after the last, first tile in the first group, tiles."""
 PART_FIELDS = tl.constexpr(2)
-"""Number of fields of a group's partial results: the number of the first one, and how many there are."""
+"""Number of fields of a group's entry in `parts`: the slot of its first partial result, and their number."""
 GROUP_FIELDS = tl.constexpr(3)
 """Number of fields of a group of several tokens: its row, its first token, its number of tokens."""
 
@@ -31,11 +31,11 @@ def plan_ranges_kernel(
     BLOCK_TOKENS: tl.constexpr,
     GROUPS_TILE: tl.constexpr,
 ):
-    """Program n computes the range of attention program (unit) n, and the numbers of group n's partial results.
+    """Program n computes the range of attention program (unit) n, and the slots of group n's partial results.
 
     With SPLITS each group is cut into that many ranges, which depend only on its own context. Without SPLITS, the tiles
     of all groups are concatenated and cut into ranges of equal length, so that no program waits for a long group. The
-    partial result that a unit computes for a group has the number group + unit.
+    partial result that a unit computes for a group is stored in slot group + unit.
     """
     number = tl.program_id(0)
     if SPLITS > 0:

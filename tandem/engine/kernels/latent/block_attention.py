@@ -21,9 +21,9 @@ _FLASH_MOST = 256
 _FLASH_ALIGNED = 8
 """flash-attn-4's head dims are multiples of this number of bfloat16 elements."""
 _COMPILED_TOKENS = 257
-"""Number of tokens of the row for which kernels are compiled, which is more than one tile of queries.
+"""Number of tokens of a row for which kernels are compiled: more than one tile of queries.
 
-Shorter rows use absorbed attention, or are in a step with rows of this length.
+Shorter rows use absorbed attention, or share a step with rows that are longer than a tile.
 """
 _SCORES = 1 << 26
 """Maximum number of scores (float32) that the plain implementation holds at a time: 256 MiB."""

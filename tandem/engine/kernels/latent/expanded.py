@@ -123,7 +123,7 @@ class ExpandedAttention:
 
 
 def _pack(lengths: Tensor, first_positions: Tensor, longest: int, tokens: int) -> _Block:
-    """Return the block of ranges [R] int32, packed one after another; `tokens` is an upper bound of their sum."""
+    """Return the block of the rows' ranges of positions ([R] int32); `tokens` is an upper bound of Σ `lengths`."""
     starts = torch.nn.functional.pad((lengths + TAIL).cumsum(0, dtype=torch.int32), (1, 0))
     return _Block(starts, lengths, first_positions, longest, tokens + len(lengths) * TAIL)
 

@@ -95,6 +95,6 @@ class LatentKernels:
 
 
 def _is_absorbed(shape: LatentShape, layout: StepLayout, single: int) -> bool:
-    """Return True if the rows from `single` on take less arithmetic when absorbed, and have not too many tokens."""
+    """Return True if the rows from `single` on are short enough, and few enough, for absorbed attention."""
     most = absorbed_tokens(shape)
     return layout.max_row_tokens <= most and len(layout.positions) - single <= _ABSORBED_ROWS * most

@@ -25,7 +25,7 @@ class TokenGroups(NamedTuple):
 def group_chunks(layout: StepLayout, first_row: int, tokens: int) -> TokenGroups:
     """Divide the rows from `first_row` on into groups of up to `tokens` tokens; every row before has one token.
 
-    The number of entries is the largest that such rows could need, so that no shape depends on data of the device.
+    The table has enough entries for any lengths of these rows, so that no shape depends on data of the device.
     """
     starts = layout.row_starts[first_row:].long() - first_row
     begins, ends = starts[:-1], starts[1:]

@@ -12,9 +12,9 @@ from tandem.engine.config.attention import LatentShape
 from tandem.engine.kernels.triton_launch import INTERPRETED, launch_dependents, wait_for_inputs
 
 _FEW_TOKENS, _MANY_TOKENS = 16, 256
-"""Maximum step sizes, in tokens, for programs of 16 tokens, and for programs of `_NARROW` columns.
+"""Maximum number of tokens of a step for programs of 16 tokens, and for programs of `_NARROW` columns.
 
-In such steps programs of more columns would not fill the GPU.
+In these steps, larger programs would be too few to fill the GPU.
 """
 _NARROW, _WIDE = 32, 128
 """Number of columns of a program's result, in small and in large steps."""
@@ -89,9 +89,10 @@ def _tile(tokens: int, columns: int, dtype: torch.dtype) -> tuple[int, int, int]
 
 @triton.jit
 def dot(a, b, acc, WIDE_DOT: tl.constexpr):
-    """Return acc + a · b in float32. Triton's interpreter does not multiply bfloat16, so it converts the operands.
+    """Return acc + a · b in float32.
 
-    That changes no product.
+    WIDE_DOT is for Triton's interpreter, which cannot multiply bfloat16: the operands are first converted to float32,
+    which does not change the products.
     """
     if WIDE_DOT:
         a = a.to(tl.float32)

@@ -40,13 +40,13 @@ class GatedTile:
 
 
 BEST_TILE = GatedTile(rows=128, columns=160, pingpong=True, cluster_rows=2, cluster_columns=1)
-"""The best tile, or within 1 % of the best, for every shape and size in benchmarks/kernels/gated.py."""
+"""The fastest tile, or within 1 % of the fastest, for every shape and size in benchmarks/kernels/gated.py."""
 
 
 class GatedProduct(Protocol):
     """Interface of a gated product: x [T, K] and gate_up [2·I, K] with the gate rows first → [T, I].
 
-    Results are rounded at most once more than in the definition.
+    An implementation may also round the product of gate and up before it applies the activation.
     """
 
     def __call__(self, x: Tensor, gate_up: Linear) -> Tensor:

@@ -174,7 +174,7 @@ def finish_split(
     K: tl.constexpr, OP: tl.constexpr, GELU: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Finish an output tile. If it is split, store its sums; the last program to arrive adds those of all in order."""
+    """Store an output tile. If the tile is split, the last of its programs to arrive adds the sums of all, in order."""
     if SPLITS == 1:
         _finish(sums, sums_up, squares, bias, out, rows, tokens, T, N, eps, K, OP, GELU, NORM, BIAS)
     else:

@@ -64,7 +64,7 @@ def tile_for(tokens: int, n: int, k: int, paired: bool, item_bytes: int) -> Tile
 
 
 def _gemv(outputs: int, k: int, paired: bool) -> Gemv:
-    """Return a tile of all columns, if at most 4096: all loads of its weights are issued before the input is ready."""
+    """Return a tile of all k columns if k ≤ 4096, so that a program loads all its weights before the input is ready."""
     columns = min(_power_above(k), 4096 if k <= 4096 else 2048)
     warps = 8 if columns == 4096 and outputs >= 4096 else 4
     numbers = 8192 * warps // 4

@@ -29,8 +29,8 @@ _GATED_OUTPUTS = 64
 _SPLITS = ((1, 16), (4, 4))
 """Pairs (maximum number of token tiles, number of programs among which the columns of x are split).
 
-With more tiles the columns are not split. There are few pairs, so that all kernels are compiled at the start
-(`TRIAL_TOKENS`). With a single tile, a product of several parts has enough programs with half as many splits.
+With more tiles the columns are not split. With a single tile, a product of several parts (see `LoraTables`) has half as
+many splits, which give enough programs. There are few pairs, so that the steps of `TRIAL_TOKENS` compile all kernels.
 """
 TRIAL_TOKENS = (16, 32, 64, 128, 512)
 """Numbers of tokens of trial steps that together use all kernels."""

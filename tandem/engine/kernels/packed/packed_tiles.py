@@ -93,7 +93,7 @@ _MOST_SPLITS = 8
 def tile_for(tokens: int, n: int, k: int, paired: bool, bits: int, columns: int) -> Skinny:
     """Return the tile for a step of `tokens` tokens and a weight [n, k].
 
-    `columns` is the number of bytes of codes that may be read at a time. `paired` is True if the rows are gate and up.
+    `columns` is `step_bytes` of the weight. `paired` is True if the rows are gate and up.
     """
     bucket = next((size for size in TOKEN_TILES if tokens <= size), TOKEN_TILES[-1])
     tuned = TUNED.get((bits, n, k, paired), {}).get(bucket)

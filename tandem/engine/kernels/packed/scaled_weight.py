@@ -9,7 +9,7 @@ from tandem.engine.kernels.packed_weight import PackedWeight
 BLOCK = 128
 """Size of the library's blocks: a weight has a scale per BLOCK rows and BLOCK columns, an input per BLOCK columns."""
 ROW_TILE = 256
-"""Number of tokens to whose multiples inputs are padded, for every tile and for what a library reads."""
+"""Quantized inputs have memory for a multiple of this number of tokens, so that no product reads outside of it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,10 @@ def nibbles_as(codes, dtype: tl.constexpr):
 
 @triton.jit
 def _four(words, part, BITS: tl.constexpr, FP8: tl.constexpr, dtype: tl.constexpr):
-    """Convert four codes of each word: its bytes, or their lower (`part` 0) or upper halves → [rows, words, 2, 2]."""
+    """Convert four codes of each word → [rows, words, 2, 2].
+
+    8-bit codes are the word's bytes; 4-bit codes are the lower (`part` 0) or the upper halves (`part` 1) of the bytes.
+    """
     first, second = _code(words, 0, part, BITS, FP8, dtype), _code(words, 1, part, BITS, FP8, dtype)
     third, fourth = _code(words, 2, part, BITS, FP8, dtype), _code(words, 3, part, BITS, FP8, dtype)
     return tl.join(tl.join(first, second), tl.join(third, fourth))
@@ -122,8 +125,8 @@ def _code(words, number, part, BITS: tl.constexpr, FP8: tl.constexpr, dtype: tl.
 def words_as(words, BITS: tl.constexpr, FP8: tl.constexpr, dtype: tl.constexpr):
     """Convert words of four bytes of codes, int32 [rows, words], to `dtype` → [rows, codes] in word order.
 
-    `CENTRE` is subtracted from 4-bit codes. The lower halves of each 16 words (or of all, if there are fewer) come
-    first.
+    `CENTRE` is subtracted from 4-bit codes; of each 16 words (or of all, if there are fewer), the codes in the lower
+    halves come before those in the upper halves. Within 16 columns, the order is that of `in_word_order`.
     """
     return _nibbles_of(words, dtype) if BITS == 4 else _bytes_of(words, FP8, dtype)
 

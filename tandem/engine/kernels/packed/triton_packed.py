@@ -21,10 +21,7 @@ def words_at(rows_at, at, inside, EVEN: tl.constexpr):
 
 @triton.jit
 def columns_of(start, K: tl.constexpr, BITS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the columns of the codes in COLUMNS bytes from `start` on, in the order of the codes, and their validity.
-
-    A column is valid if it is less than K.
-    """
+    """Return the column of each code in the COLUMNS bytes from `start` on, and a mask of the columns less than K."""
     BYTES: tl.constexpr = K * BITS // 8
     if BITS == 8 or (K // TILE * TILE == K and COLUMNS * 2 // TILE * TILE == COLUMNS * 2):
         at = start * 8 // BITS + tl.arange(0, COLUMNS * 8 // BITS)
@@ -114,7 +111,7 @@ def finish_sums(
 
 @triton.jit
 def _centred(offset, scale, BITS: tl.constexpr):
-    """Return the offset to add if `CENTRE` has been subtracted from the codes."""
+    """Return the offset as float32; for 4-bit codes it also makes up for the `CENTRE` that was subtracted from them."""
     return offset.to(tl.float32) + (CENTRE * scale if BITS == 4 else 0.0)
 
 

@@ -11,7 +11,10 @@ from tandem.engine.kernels.triton_math import LARGEST_FP8, LARGEST_INT8, as_code
 
 @triton.jit
 def _to_codes(most, largest):
-    """Return the factors that turn values whose largest magnitude is `most` into codes of at most `largest`."""
+    """Return largest ÷ most for each group: values times this factor are codes with magnitudes of at most `largest`.
+
+    `most` [groups] holds the largest magnitude of each group's values; 0 counts as 1.
+    """
     return tl.div_rn(tl.zeros_like(most) + largest, tl.where(most > 0, most, 1.0))
 
 
@@ -36,8 +39,8 @@ def quantize_kernel(
 
     The gated activation is rounded to x's dtype first, because other products store it rounded.
 
-    Codes are those of x · norm: the reciprocal of the root mean square is only in the scales, because its last digit
-    depends on the order of a sum.
+    Codes are those of x · norm. The reciprocal of the root mean square multiplies only the scales, because its last
+    digit depends on the order of a sum.
 
     x [T, K], norm [K], codes [T, K]; the scale of token t and group g is at g · stride + t. BLOCK columns, the smallest
     power of two from K on, are divided into GROUPs; GROUP = BLOCK means that a row is one group.
@@ -82,7 +85,7 @@ def _columns_at(pointers, inside, EVEN: tl.constexpr, POLICY: tl.constexpr):
 
 @triton.jit
 def _products(held, taken, sums, scale, token_scale, GROUPED: tl.constexpr, SUM: tl.constexpr):
-    """Add the products of codes to `sums`; if GROUPED they are scaled first, because each group has its own scales."""
+    """Add products of codes to `sums`; if GROUPED the products are scaled first, as each group has its own scales."""
     if GROUPED:
         nothing = tl.zeros((held.shape[0], taken.shape[1]), SUM)
         found = tl.dot(held, taken, nothing, out_dtype=SUM).to(tl.float32)

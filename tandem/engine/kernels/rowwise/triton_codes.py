@@ -22,9 +22,9 @@ def store_head(at, scale_at, first, second, gap, mask, present, CODES: tl.conste
 def _store_codes(at, scale_at, first, second, gap, mask, present, rounded: tl.constexpr):
     """Store one head of some tokens as 8-bit codes and a float32 scale.
 
-    first and second [tokens, lanes] are the head's numbers, stored at `at` and at `at + gap`, 0 outside of the head's
-    dimensions; they are first rounded to the dtype `rounded`. scale_at and present are [tokens, 1]. The scale is NaN if
-    any number is not finite.
+    first and second [tokens, lanes] are the numbers to store at `at` and at `at + gap`; they are 0 in lanes outside of
+    the head's dimensions. They are rounded to the dtype `rounded` before they are quantized. scale_at and present are
+    [tokens, 1]. The scale is NaN if any number is not finite.
     """
     kind: tl.constexpr = at.dtype.element_ty
     largest: tl.constexpr = LARGEST_FP8 if kind == tl.float8e4nv else LARGEST_INT8

@@ -75,7 +75,7 @@ def choose(
 
 @triton.jit
 def _draw_filtered(params_ptr, weights_ptr, ids_ptr, found_ptr, vocab, total, TILE: tl.constexpr, SHIFT: tl.constexpr):
-    """Sample from the tokens that the filters keep, which are the first by falling weight, then rising id."""
+    """Sample from the tokens that the filters keep: the leading ones in the order of falling weight, then rising id."""
     top_k = tl.load(params_ptr + TOP_K).to(tl.int32)
     top_k = tl.where(top_k > 0, tl.minimum(top_k, vocab), vocab)
     top_p = tl.load(params_ptr + TOP_P)
@@ -129,15 +129,18 @@ def _mass_of(top_p, mass):
 
 @triton.jit
 def _load(weights_ptr, place, length):
-    """Load the weights at `place` before `length` rounded up to ALIGNED, so that the mask never splits a wide load."""
+    """Load the weights at `place`; 0 from `length`, rounded up to a multiple of ALIGNED, on.
+
+    The length is rounded up so that the mask does not prevent wide loads.
+    """
     return tl.load(weights_ptr + place, mask=place < tl.cdiv(length, ALIGNED) * ALIGNED, other=0.0)
 
 
 @triton.jit
 def _measure(weights_ptr, length, least, TILE: tl.constexpr, SHIFT: tl.constexpr):
-    """Return the count (int32) and the mass (int64) of those of `length` weights whose bits are at least `least`.
+    """Return the number (int32) and the mass (int64) of the weights whose bits are at least `least` (int32).
 
-    `least` is int32, like the bits.
+    Only the first `length` weights are taken into account.
     """
     count = tl.zeros([TILE], dtype=tl.int32)
     mass = tl.zeros([TILE], dtype=tl.int64)

@@ -18,11 +18,12 @@ NOTHING = tl.constexpr(-(1 << 63))
 
 
 def logprobs(logits: Tensor, tokens: Tensor, rows: Tensor, top: int, *, pdl: bool) -> tuple[Tensor, Tensor]:
-    """Return log probabilities for rows of logits [R, V]: of each row's token, and the `top` ≤ MOST_TOP largest.
+    """Return the log probabilities of the sampled token and of the `top` ≤ MOST_TOP most likely tokens of some rows.
 
-    rows [S] int64, tokens [R] int64. Neither temperature nor filters nor penalties change the result. Returns the log
-    probabilities [S, 1 + top] float32, first that of the token, then the largest by falling logit and rising id, and
-    the ids of the largest [S, top] int64. Does not wait for the device.
+    logits [R, V]; tokens [R] int64, the sampled token of each row; rows [S] int64, the indices of the rows to compute.
+    Temperature, filters and penalties do not change the result. Returns the log probabilities [S, 1 + top] float32,
+    first that of the sampled token, then those of the most likely tokens by falling logit and rising id, and the ids of
+    the most likely tokens [S, top] int64. Does not wait for the device.
     """
     count, vocab = len(rows), logits.shape[1]
     assert 0 <= top <= min(MOST_TOP, vocab), f"top must be from 0 to {min(MOST_TOP, vocab)}"

@@ -7,7 +7,7 @@ and independent of the order of summation:
   is found by halving an interval of bits.
 - Masses are summed as integers, in units of 2**-shift.
 
-Filters look at the most likely tokens, which `collect` gathers, and at the whole row only if these do not suffice.
+Filters are applied to the most likely tokens, which `collect` gathers, or to the whole row if these do not suffice.
 `tandem.engine.cuda.sampler_cuda` owns the scratch memory and launches the kernels.
 """
 
@@ -200,8 +200,8 @@ def weigh(
 ):
     """Compute a part of a row: its weights, their mass and, if the row is filtered, their histogram.
 
-    weights [rows, room] float32, those of a row after the first CANDIDATES columns; masses [rows, SPLITS] int64;
-    histograms [rows, SPLITS, BINS] int32.
+    weights [rows, room] float32: the first CANDIDATES columns are left for `collect`, and a row's weights follow;
+    masses [rows, SPLITS] int64; histograms [rows, SPLITS, BINS] int32.
     """
     launch_dependents(PDL)
     wait_for_inputs(PDL)
