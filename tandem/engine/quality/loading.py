@@ -19,7 +19,7 @@ _SPARE_PAGES = 4
 def load_for_comparison(
     config: EngineConfig, tokens: int, progress: Progress | None = None, *, kernels: Kernels | None = None
 ) -> ModelRunner:
-    """Load an engine whose KV cache holds `tokens` tokens of at most `COMPANY` samples.
+    """Load an engine whose KV cache has space for at most `COMPANY` samples with `tokens` tokens in total.
 
     The settings `kv_cache_bytes` and `max_batch_requests` of `config` are replaced. `kernels` and the errors are those
     of `ModelRunner.load`.

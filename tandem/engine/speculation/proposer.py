@@ -83,13 +83,13 @@ class Proposer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WantedDraft:
-    """A request for draft tokens: one request of a step, and how its next tokens will be sampled."""
+    """A serving request for which draft tokens are wanted, and the sampling inputs of its next tokens."""
 
     key: Hashable
     draws: Sequence[SamplingInput]
     """One sampling input per draft position, at least one.
 
-    The target model will sample the tokens that the draft predicts with these inputs.
+    With these inputs the target model will sample the tokens that the draft predicts.
     """
     rows: Sequence[int] = ()
     """The rows of the engine's newest step that sampled the request's newest tokens, in token order.
@@ -152,6 +152,6 @@ class BatchProposer(Proposer):
         """
 
     def propose(self, key: Hashable, most: int) -> Draft:
-        """Return a greedily sampled draft of `most` tokens, without hidden states of the engine's newest step."""
+        """Return a greedily sampled draft of at most `most` tokens; it uses no hidden states of the target model."""
         draws = [SamplingInput(SamplingParams(max_tokens=1), 0)] * most
         return Draft(self.compute([WantedDraft(key, draws)])[0], self.source)
