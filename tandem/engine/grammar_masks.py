@@ -81,7 +81,7 @@ class GrammarMasks:
     def allowed_drafts(self, history: History, grammar: str, drafts: Sequence[int]) -> int:
         """Return the number of leading draft tokens of `drafts` that the grammar allows after the output so far.
 
-        The next step may then have rows for them. It returns 0 for a request whose masks are slow.
+        The next step may then have rows for them. Returns 0 if the request's masks are slow or not ready in time.
         """
         answer = self._answer(history, grammar)
         if answer.busy or answer.slow:

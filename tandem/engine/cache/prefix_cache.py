@@ -178,7 +178,7 @@ class PrefixCache:
     def join(self, prefix: Prefix, numbers: int) -> None:
         """Retain the pages of the first `numbers` digests of the path.
 
-        Raises StaleEpoch, and retains nothing, if any of them is not or no longer indexed.
+        Raises StaleEpoch, and retains nothing, if any of these pages is missing from the index.
         """
         with self.pool.lock:
             if numbers <= self._hit(prefix.digests[:numbers]):

@@ -39,7 +39,7 @@ class KvGroup:
 
 
 def kv_groups(spec: ModelSpec) -> tuple[KvGroup, ...]:
-    """Return the groups of layers, those without a window first, then by window and by layer number.
+    """Return the groups of layers, ordered by window and by layer number; groups without a window come first.
 
     Raises ModelError if keys and values differ in shape between layers.
     """

@@ -106,8 +106,9 @@ class TokenDraws:
     ) -> Callable[[], Drawn]:
         """Sample a token for each row of logits [at least sampled rows, vocab]; `late` is from `late_tokens`.
 
-        If `greedy_is_drawn`, the most likely tokens are in `drawn` already, so plain greedy rows need no further work.
-        Returns a function that reads the result from `memory`, to be called once the device has finished.
+        If `greedy_is_drawn`, the most likely tokens are in `drawn` already, so a step of greedy rows alone, without
+        masks or penalties, needs no sampling. Returns a function that reads the result from `memory`, to be called once
+        the device has finished.
         """
         draws = SamplingMetadata.of(draws)
         if draws.masked or draws.constrained:

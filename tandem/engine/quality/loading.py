@@ -13,7 +13,7 @@ from tandem.engine.quality.teacher_forced import COMPANY
 from tandem.engine.weights.checkpoint import Progress
 
 _SPARE_PAGES = 4
-"""The number of additional pages for the output tokens of prompts."""
+"""The number of additional pages in each group of layers, for output tokens."""
 
 
 def load_for_comparison(

@@ -14,7 +14,7 @@ from tandem.protocol.messages import SamplingParams
 DRAFTS_MAX = 7
 """Maximum number of draft tokens of one request in a step."""
 NGRAM_MAX = 3
-"""The length of the longest n-gram that is looked up; those of length 2 and 1 are looked up after it."""
+"""The length of the longest n-gram that is looked up; shorter n-grams are looked up only if it has no match."""
 MATCH_MAX = 8
 """Maximum number of tokens that are compared to find the length of a match."""
 
@@ -94,7 +94,7 @@ class WantedDraft:
     rows: Sequence[int] = ()
     """The rows of the engine's newest step that sampled the request's newest tokens, in token order.
 
-    Empty if an earlier step or another worker sampled them, as after a prompt, a hand-over or a preemption.
+    Empty if that step had no decode row of the request, as directly after a prompt, a hand-over or a preemption.
     """
 
 
@@ -145,7 +145,7 @@ class BatchProposer(Proposer):
 
     @abstractmethod
     def compute(self, wanted: Sequence[WantedDraft]) -> Sequence[Sequence[int]]:
-        """Return the draft tokens of each request, at most one per sampling input and as many as `capacity` allows.
+        """Return the draft tokens of each request, at most one per sampling input, within the result of `capacity`.
 
         A draft may be empty. The caller ensures that no step of the engine is in flight. The call also stores the KV of
         all missing tokens, which should be few.
