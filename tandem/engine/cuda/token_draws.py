@@ -172,9 +172,10 @@ class TokenDraws:
     def _score(
         self, logits: Tensor, draws: Sequence[SamplingInput], asking: Sequence[int], memory: DrawMemory
     ) -> tuple[Tensor, Tensor]:
-        """Return host memory for log probabilities: [asking, 1 + top] float32, and the token ids [asking, top] int64.
+        """Launch the computation of log probabilities, and return the host memory that will receive them.
 
-        `asking` has the rows that want log probabilities.
+        The memory is [n, 1 + top] float32 for the log probabilities and [n, top] int64 for the token ids, where
+        `asking` [n] has the rows that want log probabilities.
         """
         count = len(asking)
         top = min(max(draws[row].sampling.logprobs or 0 for row in asking), logits.shape[1])

@@ -145,10 +145,10 @@ class BatchProposer(Proposer):
 
     @abstractmethod
     def compute(self, wanted: Sequence[WantedDraft]) -> Sequence[Sequence[int]]:
-        """Return the draft tokens of each request, at most one per sampling input, within the result of `capacity`.
+        """Return the draft tokens of each request, at most one per sampling input.
 
-        A draft may be empty. The caller ensures that no step of the engine is in flight. The call also stores the KV of
-        all missing tokens, which should be few.
+        A draft may be empty, and has at most the length that `capacity` returned. The caller ensures that no step of
+        the engine is in flight. The call also stores the KV of all missing tokens, which should be few.
         """
 
     def propose(self, key: Hashable, most: int) -> Draft:
