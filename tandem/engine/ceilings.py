@@ -1,9 +1,9 @@
 """Measures the peak rates of a device in a fraction of a second, as the reference for utilization.
 
-The rates are those of a large matrix product in the model's dtype, and the memory bandwidth: on a GPU that of a copy,
-counting read and written bytes, on a CPU that of all threads reading together. The operands are random numbers, because
-a product of zeros takes less power and runs faster. Other users of the device slow some rounds down, so only fast
-rounds count.
+The two rates are the FLOP/s of a large matrix product in the model's dtype, and the memory bandwidth. The bandwidth is
+measured on a GPU by a copy, counting both read and written bytes, and on a CPU by all threads reading together. The
+operands are random numbers, because a product of zeros takes less power and runs faster. Other users of the device slow
+some rounds down, so only fast rounds count.
 """
 
 import logging
@@ -31,7 +31,7 @@ An idle chip is at first faster than it can stay, so only the second half counts
 """
 _PRODUCTS_LEAST, _PRODUCTS_MOST = 4, 400
 _FAST_PART = 4
-"""Only one in `_FAST_PART` rounds may be faster than the round whose time is returned."""
+"""The returned time is that of the round after the fastest 1 / `_FAST_PART` of all rounds."""
 _CPU_READ_BYTES = 128 << 20
 _CPU_MATRIX = 512
 _CPU_ROUNDS_S = 0.1
@@ -147,5 +147,5 @@ def _rounds(
 
 
 def _fast(times: list[float]) -> float:
-    """Return the time of a fast round, as some are slowed down, but not of the fastest, which may be an outlier."""
+    """Return the time of a fast round; other users slow some rounds down, and the fastest may be an outlier."""
     return sorted(times)[len(times) // _FAST_PART]

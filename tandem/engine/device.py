@@ -31,7 +31,7 @@ _CAPABILITY = (8, 0)
 
 
 def usable_gpus() -> int:
-    """Return the number of GPUs that can be used: those before the first that `parse_device` rejects, by index."""
+    """Return the number of GPUs that can be used: by index, all GPUs before the first that is too old."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     too_old = (index for index in range(count) if torch.cuda.get_device_capability(index) < _CAPABILITY)
     return next(too_old, count)

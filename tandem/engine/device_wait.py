@@ -4,9 +4,9 @@ import time
 from typing import Protocol
 
 SPIN_S = 300e-6
-"""The time of polling before blocking in seconds, because a thread that blocks on the device wakes up late.
+"""The time in seconds for which a thread polls before it blocks.
 
-It wakes up tens of microseconds after the event.
+A thread that blocks on the device wakes up tens of microseconds after the event.
 """
 LOOK_S = 10e-6
 """The pause between polls in seconds, in which other threads can run; Linux's default timer slack would extend it."""

@@ -81,7 +81,7 @@ class GrammarMasks:
     def allowed_drafts(self, history: History, grammar: str, drafts: Sequence[int]) -> int:
         """Return the number of leading draft tokens of `drafts` that the grammar allows after the output so far.
 
-        The next step may then have rows for them. It returns 0 for a request whose masks are slow.
+        The next step may then have rows for them. Returns 0 if the request's masks are slow or not ready in time.
         """
         answer = self._answer(history, grammar)
         if answer.busy or answer.slow:
@@ -118,7 +118,7 @@ class GrammarMasks:
             history.waiting, history.slow = answer.busy, answer.slow
 
     def _launch(self, works: "deque[_Work]") -> None:
-        """Compute masks one after another in a single thread, because nearly all of them take little time."""
+        """Let one thread compute the masks one after another, because nearly all of them take little time."""
         if not works:
             return
         answers = [work.answer for work in works]
@@ -132,12 +132,15 @@ class GrammarMasks:
         wait([answer.computing for answer in answers if answer.busy and answer.computing], self._step_wait_s)
 
     def _spread(self, works: "deque[_Work]") -> None:
-        """Compute the masks that are not started yet in separate threads, as the mask before them may take long."""
+        """Let a separate thread compute each mask that is still waiting, because the mask before it may take long."""
         while (work := _next(works)) is not None:
             work.answer.computing = self._threads.submit(work.do)
 
     def _bits(self, history: History, drafts: int, words: int) -> NDArray[np.int32]:
-        """Return the mask, as bits [words], of the tokens that a row may sample after `drafts` draft tokens."""
+        """Return the mask, as bits [words], of the tokens that a row may sample after `drafts` draft tokens.
+
+        If the mask is not ready or the grammar failed, only end-of-sequence tokens are allowed.
+        """
         answer = self._answers[history]
         if not history.waiting:
             try:

@@ -17,7 +17,7 @@ from tandem.engine.steps.scored_step import with_scoring
 from tandem.engine.steps.step_packer import PackedStep, StepPacker, unpack
 
 Forward = Callable[[PackedStep, DeferredTokens | None], Tensor | None]
-"""A function that stores a step's KV and returns the logits [drawn, vocab]; None if no row samples a token."""
+"""A function that stores a step's KV and returns the logits [sampled rows, vocab]; None if no row samples a token."""
 
 _WORDS_AT_FIRST = 4096
 

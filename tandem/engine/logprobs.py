@@ -48,9 +48,9 @@ def scores_of(
 ) -> list[TokenLogprobs | None]:
     """Return the log probabilities of each row; None for a row that wants none.
 
-    `values` and `top_ids` have one entry for each row that wants log probabilities, in order: the value of the sampled
-    token followed by those of the most likely tokens, and the ids of the latter. All entries have as many most likely
-    tokens as the row that wants the most.
+    `values` and `top_ids` have one entry for each row that wants log probabilities, in order. An entry of `values` has
+    the log probability of the sampled token, then those of the most likely tokens; an entry of `top_ids` has the ids of
+    the most likely tokens. All entries have the maximum number of most likely tokens that any row wants.
     """
     scores = iter(zip(values, top_ids, strict=True))
     return [_score(each.sampling.logprobs, *next(scores)) if wants_logprobs(each) else None for each in draws]

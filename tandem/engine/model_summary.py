@@ -34,7 +34,10 @@ def model_summary(
 
 
 def _attention(spec: ModelSpec) -> Iterator[str]:
-    """Yield the number of layers for each number of tokens that they attend to, layers with windows first."""
+    """Yield the parts of the line about attention.
+
+    The first parts are the number of layers with each sliding window, and without one; then come sinks and latents.
+    """
     windows = Counter(map(window_of, spec.layers))
     for number, (window, layers) in enumerate(sorted(windows.items(), key=lambda each: each[0] or spec.max_context)):
         seen = "all" if window is None else f"{window:,}"

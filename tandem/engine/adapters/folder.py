@@ -28,11 +28,17 @@ _UNSUPPORTED: dict[str, tuple[str, tuple[object, ...]]] = {
     "layer_replication": ("replicated layers", (None, [])),
     "alora_invocation_tokens": ("tokens that switch it on (aLoRA)", (None, [])),
 }
-"""Config fields with unsupported values: for each field, what other values mean, and the supported values."""
+"""Config fields of which few values are supported: for each, what its other values mean, and the supported ones."""
 _CHANGE_BASE = ("pissa", "olora", "corda", "loftq")
-"""Values of `init_lora_weights` that also change the base model's weights; the folder does not have these changes."""
+"""Prefixes of the values of `init_lora_weights` with which the base model's weights change, too.
+
+An adapter folder does not have these changes, so its adapter is rejected.
+"""
 _HEADER_BYTES = 1 << 20
-"""Maximum size of a header and of a config: a header has about 150 bytes per tensor, and two tensors per module."""
+"""Maximum size in bytes of a tensor file's header, and of a config.
+
+A header has about 150 bytes per tensor, and an adapter has two tensors per module.
+"""
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 
 

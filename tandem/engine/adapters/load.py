@@ -85,7 +85,7 @@ def _check_size(placed: PlacedUpdate, a: Tensor, b: Tensor, dtype: torch.dtype) 
 def _matrices(tables: LoraTables, updates: Sequence[PlacedUpdate]) -> tuple[Tensor, Tensor]:
     """Return the new contents of a slot, in host memory: the stacked A matrices and the stacked scaled B matrices.
 
-    The A of an update is repeated for each part of the stacked weight that its rows overlap.
+    If a module's rows overlap several parts of the stacked weight, the module's A is repeated for each of these parts.
     """
     rank = tables.rank
     into_a, into_b = (torch.zeros(each.shape[1:], dtype=each.dtype) for each in (tables.a, tables.b))

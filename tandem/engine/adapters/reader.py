@@ -43,7 +43,7 @@ def read_adapter(path: Path) -> AdapterFolder:
 def check_unchanged(folder: AdapterFolder) -> None:
     """Raise ModelError if the adapter's files have changed since `read_adapter` hashed them.
 
-    If they changed while the tensors were read, the tensors may be mixed.
+    If the files changed while the tensors were read, the tensors may come from different versions of the adapter.
     """
     if _hash(folder.path) != folder.identity:
         raise ModelError(f"{folder.path} changed while it was read; load it once it is written.")

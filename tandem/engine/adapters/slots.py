@@ -1,7 +1,8 @@
 """Assigns adapters to the adapter slots of an engine.
 
-A slot is free, or has an adapter, which is listed or unloaded. An unloaded adapter keeps its slot, so that requests
-accepted before can finish with it, until another adapter needs the slot and no request uses the unloaded one.
+A slot is free, or has an adapter, which is listed or unloaded. After `unload`, the adapter keeps its slot, so that
+requests that were accepted before can finish. The slot is given to another adapter only once no request uses the
+unloaded one.
 """
 
 import threading

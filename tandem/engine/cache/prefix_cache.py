@@ -4,10 +4,10 @@ Only full pages are indexed, each by a digest of its tokens and of all tokens be
 (`tandem/protocol/page_digests.py`). The digests of one prompt are a path in a tree. A digest has one page in each group
 of layers (`tandem/protocol/kv_pages.py`).
 
-In groups without a window, a reader of a page also reads all pages before it, so a page has no more readers than the
-page before it. A path is released from its end, so the page that the pool evicts first, the least recently released, is
-always a leaf, and no page is left that no path leads to. A digest that loses its page in such a group loses its pages
-in all groups.
+In groups without a window, a reader of a page also reads all pages before it, so a page has at most as many readers as
+the page before it. A path is released from its end, and the pool evicts the least recently released page first. The
+evicted page is therefore always a leaf, and lookups can reach all other pages. A digest that loses its page in a group
+without a window loses its pages in all groups.
 
 In groups with a window, a reader of n pages needs only the last ⌈(window - 1) / page⌉ of them. A page that has left the
 window is released while its request still runs. It stays cached until it is evicted, so that a prefix that ends there
@@ -153,9 +153,9 @@ class PrefixCache:
         """Return the entries (`KvPages`) of the first `numbers` pages, and the number of pages reserved for windows.
 
         Indexed pages are shared and read-only; the other pages of groups without a window are newly allocated. In
-        groups with a window, entries that are not indexed are FREED: instead of allocating these pages, it reserves as
-        many as the request needs at the same time. Raises ResourceExhausted, without any change, if too few pages are
-        free.
+        groups with a window, the entries of pages that are not indexed are FREED. These pages are only reserved, as
+        many as the request needs at the same time; the caller allocates them later. Raises ResourceExhausted, without
+        any change, if too few pages are free.
         """
         with self.pool.lock:
             self._read(prefix, None)
@@ -178,7 +178,7 @@ class PrefixCache:
     def join(self, prefix: Prefix, numbers: int) -> None:
         """Retain the pages of the first `numbers` digests of the path.
 
-        Raises StaleEpoch, and retains nothing, if any of them is not or no longer indexed.
+        Raises StaleEpoch, and retains nothing, if any of these pages is missing from the index.
         """
         with self.pool.lock:
             if numbers <= self._hit(prefix.digests[:numbers]):
@@ -227,7 +227,7 @@ class PrefixCache:
     ) -> None:
         """Index the request's pages that hold the KV of its first `numbers` digests; None = of all digests.
 
-        If `all_groups` is False, pages of groups with a window stay the request's own until `retire` or a later call.
+        If `all_groups` is False, the request keeps its pages of groups with a window until `retire` or a later call.
         """
         with self.pool.lock:
             end = len(prefix.digests) if numbers is None else min(numbers, len(prefix.digests))
@@ -248,8 +248,8 @@ class PrefixCache:
                         self._digests.update(dict.fromkeys(new, digest))
                         self._log.stored(digest, parent)
                 else:
-                    # Another request indexed this digest first: `_retain_path` has retained its pages, and this
-                    # request's own pages stay its own.
+                    # Another request indexed this digest first: `_retain_path` has retained the indexed pages, and
+                    # this request keeps its own.
                     prefix.pages += [FREED] * groups
                     for group in self._full:
                         prefix.pages[number * groups + group] = node.pages[group]
@@ -366,10 +366,10 @@ class PrefixCache:
         prefix.known = max(first, end)
 
     def _retain_path(self, prefix: Prefix, end: int) -> int:
-        """Retain the indexed pages from digest `prefix.known` to `end` in groups without a window.
+        """Retain the pages that other requests have indexed from digest `prefix.known` to `end`; return the new end.
 
-        Other requests have indexed these pages. The entries of `prefix` do not change. Returns the number of digests up
-        to which pages may be published.
+        Only groups without a window are concerned, and the entries of `prefix` do not change. The returned end is lower
+        if too few unreserved pages are left: the caller publishes only pages before it.
         """
         first, full = prefix.known, self._full
         known = self._path(prefix.digests[first:end]) if full else 0
@@ -384,14 +384,17 @@ class PrefixCache:
         return first + whole
 
     def _give_published(self, owner: RequestRef, prefix: Prefix, pages: Sequence[int]) -> None:
-        """Share the request's pages in windowed groups in which their digest is indexed without a page."""
+        """Index and share the request's pages of groups with a window where the index has no page for their digest.
+
+        Covers the first `prefix.known` digests.
+        """
         for number in range(prefix.known):
             for group, _ in self._windowed:
                 entry = number * self.kv.groups + group
                 page = pages[entry]
                 if page == FREED or prefix.pages[entry] != FREED:
                     continue
-                # A page that another request already provides stays the owner's.
+                # If another request's page is indexed already, `owner` keeps its own page.
                 if self._give(owner, prefix, entry, page):
                     prefix.pages[entry] = page
 

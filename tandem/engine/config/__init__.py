@@ -6,7 +6,7 @@ from pathlib import Path
 from tandem.settings.engine import EngineSettings
 
 CPU_PAGE_TOKENS, GPU_PAGE_TOKENS = 16, 128
-"""The default number of tokens in a KV page; prefill attention on GPUs is fast with pages of this size."""
+"""The default numbers of tokens in a KV page on CPUs and on GPUs; prefill attention on GPUs is fast with 128."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class AdapterSource:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig(EngineSettings):
-    """The settings of an engine, and the values that its worker determines: device, memory share and weights."""
+    """The settings of an engine, and the values that its worker adds, such as device, memory share and weights."""
 
     model: Path
     """The model folder in Hugging Face layout: config.json, safetensors, tokenizer."""

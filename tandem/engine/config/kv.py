@@ -1,7 +1,8 @@
 """The layout of the KV cache, derived from a model's spec.
 
-Layers with the same sliding window, or all layers without one, need their KV equally long; they share pages and form
-groups. All groups have the same number of layers, so that all pages have the same size and come from one pool.
+Layers with the same sliding window keep the KV of the same tokens, and so do all layers without a window. These layers
+are divided into groups, and the layers of a group share pages. All groups have the same number of layers (some are
+padded), so that all pages have the same size and come from one pool.
 """
 
 from collections import defaultdict
@@ -12,7 +13,7 @@ from tandem.engine.config.model import GroupedQueryAttention, LayerSpec, ModelSp
 from tandem.protocol.errors import ModelError
 
 _WASTE = 16
-"""The padding of groups may take at most one part in `_WASTE` of the KV of a request of maximum length."""
+"""Padding may add at most 1 / `_WASTE` to the KV of a request of maximum length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class KvGroup:
 
 
 def kv_groups(spec: ModelSpec) -> tuple[KvGroup, ...]:
-    """Return the groups of layers, those without a window first, then by window and by layer number.
+    """Return the groups of layers, ordered by window and by layer number; groups without a window come first.
 
     Raises ModelError if keys and values differ in shape between layers.
     """
@@ -80,7 +81,7 @@ def _classes(layers: Sequence[LayerSpec]) -> Mapping[int | None, list[int]]:
 
 
 def _depth(sizes: Mapping[int | None, int], max_context: int) -> int:
-    """Return the number of layers in a page: the one with the fewest groups that wastes little memory as padding.
+    """Return the number of layers in a page that needs the fewest groups, without more padding than `_WASTE` allows.
 
     Padding is measured by its memory in a request of `max_context` tokens, so padding of layers with a window is cheap.
     """

@@ -46,7 +46,7 @@ class Codes(StrEnum):
 
 
 _HALF_SCALES = {WeightFormat.Q8_0, WeightFormat.Q4_0, WeightFormat.Q4_1}
-"""Formats that store scales and offsets as float16; in other formats they are products, kept in float32."""
+"""Formats whose scales and offsets are kept in float16, as stored; those of other formats are kept in float32."""
 LEAST_GROUP = 16
 """Minimum number of columns in a group; weights with smaller groups are dequantized at load."""
 

@@ -25,9 +25,10 @@ If another trial is compiling a kernel, the launch of this kernel is skipped and
 def run_side_by_side(trials: Mapping[str, Trial], device: torch.device) -> None:
     """Run every trial once, concurrently, and wait; the first trial that needs a kernel compiles it.
 
-    Trials share scratch memory. Most launches are on one stream and use it in turns; launches on a second stream at the
-    same time do not, so the results and the final contents of the scratch memory are undefined (`Kernels.end_trials`).
-    The failure of a trial is logged with the trial's name, and occurs again where the kernel is used.
+    Trials share scratch memory, which launches on the main stream use in turns. Launches on a second stream may use it
+    at the same time, so the results and the final contents of the scratch memory are undefined: the caller resets it
+    with `Kernels.end_trials`. The failure of a trial is logged with the trial's name, and occurs again where the kernel
+    is used.
     """
 
     def run(trial: Trial) -> None:

@@ -113,7 +113,7 @@ def _refusing_small_gpus(device: torch.device) -> Iterator[None]:
 def _one_row(
     config: EngineConfig, model: DecoderModel, page_tokens: int, kv_dtype: torch.dtype, device: torch.device
 ) -> PagedCache:
-    """Return a KV cache for one row of maximum length, on which trial steps run."""
+    """Return the KV cache over which trial steps run; it has pages for the longest row of a prefill step."""
     row_tokens = min(config.max_step_tokens, model.spec.max_context)
     pages = len(kv_groups(model.spec)) * pages_for(row_tokens, page_tokens)
     capacity = cache_bytes(model.spec, pages, page_tokens, kv_dtype)

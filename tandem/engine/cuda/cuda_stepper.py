@@ -71,11 +71,11 @@ class CudaStepper:
         self.graph_use = GraphUse()
         self._memory = [_HostMemory(_pinned(_WORDS_AT_FIRST), draws.make_memory()) for _ in range(2)]
         self._draw_of_row: list[int] = []
-        """The index of each row of the newest step among its sampling rows; empty if both numberings are equal."""
+        """The result of `_draws_of_rows` for the newest step."""
 
     def launch(self, batch: StepBatch) -> PendingStep:
         """Launch a step, as `ModelRunner.launch` describes."""
-        # Triton and CUDA graphs use the current device of the calling thread, and steps have a thread of their own.
+        # Triton and CUDA graphs use the current device of the calling thread, and steps run on a separate thread.
         torch.cuda.set_device(self._drawn.device)
         # Before any state changes, because this call rejects some malformed batches.
         sizes = self._packer.sizes(batch)
@@ -122,10 +122,9 @@ class CudaStepper:
         return logits
 
     def _sources(self, batch: StepBatch) -> list[int | None]:
-        """Return the source of each sampling row's token.
+        """Return, for each sampling row, which sampling row of the previous step samples the row's token.
 
-        It is an index among the sampling rows of the previous step, whose sampled token is the row's token; None if the
-        host knows the token.
+        The result has indices among the previous step's sampling rows, or None for a token that the host knows.
         """
         rows = [row.source for row in batch.rows if row.draw is not None]
         return [None if row is None else self._draw_of_row[row] if self._draw_of_row else row for row in rows]
@@ -133,10 +132,11 @@ class CudaStepper:
     def _compute(
         self, batch: StepBatch, sizes: StepSizes, memory: _HostMemory
     ) -> tuple[Tensor | None, bool, StepPieces | None]:
-        """Return the logits [at least sampled rows, vocab], the prompt scoring, and whether greedy tokens are sampled.
+        """Launch the computation of a step's logits; return (logits, greedy_is_drawn, scoring).
 
-        The result is (logits, True if greedy tokens are sampled already, scoring). Graphs compute only the logits of
-        sampling rows, so a step that scores a prompt runs without a graph.
+        The logits are [at least sampled rows, vocab], or None if no row samples a token. `greedy_is_drawn` is True if
+        the step also samples the greedy tokens. `scoring` is the prompt scoring, if any. Graphs compute only the logits
+        of sampling rows, so a step that scores a prompt runs without a graph.
         """
         decode = self.verify.fitting(batch) or self.graphs.fitting(batch)
         graph = None if batch.scored else decode or self.prompts.fitting(batch, sizes)

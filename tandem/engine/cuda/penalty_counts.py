@@ -21,7 +21,7 @@ from tandem.engine.steps.sampling_metadata import History, SamplingInput
 
 @dataclass(slots=True)
 class _CountsSlot:
-    """The row of counts that a request has, and the number of output tokens in it after all launched steps."""
+    """A request's row of counts, and the number of output tokens that it counts once all launched steps have run."""
 
     row: int
     counted: int
@@ -42,8 +42,8 @@ class PenaltyCounts:
         """Return the row of counts of each sampling input, brought up to date; -1 for an input without penalties.
 
         The sampler must run next. `late` has, for each input, the last token of its output [1] int64 on the device, or
-        None if the history has it. At most as many inputs may have penalties as there are rows, each of a different
-        request. The call only launches kernels, and never waits.
+        None if the history has it. Inputs with penalties must belong to different requests, and there must be a row for
+        each. The call only launches kernels, and never waits.
         """
         # Marked as used first, so that no row of this step is reassigned to another of its requests.
         for draw in draws:

@@ -21,7 +21,10 @@ from tandem.engine.steps.step_packer import StepPacker
 from tandem.engine.weights.checkpoint import Progress
 
 _HALF_TILES = range(TILE_TOKENS // 2, 4 * TILE_TOKENS, TILE_TOKENS)
-"""Token counts of prefill steps that get a graph in addition to whole tiles; such short steps do not fill the GPU."""
+"""Token counts of prefill steps that get a graph although they are not a whole number of tiles.
+
+Steps this short do not fill the GPU.
+"""
 _LEAST_PROMPT = 32
 """Minimum number of prompt tokens for which a mixed step has a graph."""
 _ROWS = 8
@@ -86,10 +89,10 @@ class PromptGraphs:
         self._graphs = {size: self._graphs[size] for size in ordered}
 
     def fitting(self, batch: StepBatch, sizes: StepSizes) -> StepGraph | None:
-        """Return the graph for `batch`: that with the fewest decode rows, then the fewest tokens, that is large enough.
+        """Return the smallest graph that has enough decode rows and prompt tokens for `batch`.
 
-        `sizes` are those of the batch. Returns None if the batch, or the context of its prompts, is too large, or if it
-        has no prompt.
+        Of several graphs, the one with the fewest decode rows is used, then the one with the fewest tokens. `sizes` are
+        those of the batch. Returns None if the batch has no prompt, or if it or its context is too large.
         """
         answers = len(batch.tokens)
         if not batch.chunks or sizes.rows - answers > _ROWS:

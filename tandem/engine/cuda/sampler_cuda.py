@@ -27,7 +27,10 @@ IN_PROMPT: int = triton_sampling.IN_PROMPT.value
 """The bit of a token count that is set if the prompt contains the token (see `DeviceSampler.sample`)."""
 
 MASS_BITS = 62
-"""The total weight of a row, at most one unit per token, is at most 2**62, so that it fits into an int64."""
+"""The sum of a row's weights in fixed point is at most 2**62, so that it fits into an int64.
+
+A token's weight is at most 1, which is stored as 2**62 divided by the vocabulary size, rounded up to a power of 2.
+"""
 TILE, TILE_WARPS = 2048, 4
 CHOICE_TILE, CHOICE_WARPS = 4096, 16
 MANY_ROWS = 16
@@ -191,7 +194,10 @@ class DeviceSampler:
         )
 
     def _collect(self, params: Tensor, rows: int) -> None:
-        """Collect the tokens with the highest weights of rows with filters, into `_ids`; their weights come first."""
+        """Collect the tokens with the highest weights in each row that has a filter.
+
+        Their ids are written to `_ids`, their weights to the start of the row in `_weights`.
+        """
         triton_sampling.collect[(rows, self._splits)](
             params,
             self._weights,

@@ -106,8 +106,9 @@ class TokenDraws:
     ) -> Callable[[], Drawn]:
         """Sample a token for each row of logits [at least sampled rows, vocab]; `late` is from `late_tokens`.
 
-        If `greedy_is_drawn`, the most likely tokens are in `drawn` already, so plain greedy rows need no further work.
-        Returns a function that reads the result from `memory`, to be called once the device has finished.
+        If `greedy_is_drawn`, the most likely tokens are in `drawn` already, so a step of greedy rows alone, without
+        masks or penalties, needs no sampling. Returns a function that reads the result from `memory`, to be called once
+        the device has finished.
         """
         draws = SamplingMetadata.of(draws)
         if draws.masked or draws.constrained:
@@ -171,9 +172,10 @@ class TokenDraws:
     def _score(
         self, logits: Tensor, draws: Sequence[SamplingInput], asking: Sequence[int], memory: DrawMemory
     ) -> tuple[Tensor, Tensor]:
-        """Return host memory for log probabilities: [asking, 1 + top] float32, and the token ids [asking, top] int64.
+        """Launch the computation of log probabilities, and return the host memory that will receive them.
 
-        `asking` has the rows that want log probabilities.
+        The memory is [n, 1 + top] float32 for the log probabilities and [n, top] int64 for the token ids, where
+        `asking` [n] has the rows that want log probabilities.
         """
         count = len(asking)
         top = min(max(draws[row].sampling.logprobs or 0 for row in asking), logits.shape[1])

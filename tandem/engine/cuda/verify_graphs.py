@@ -27,7 +27,7 @@ from tandem.engine.steps.step_packer import StepPacker
 from tandem.engine.weights.checkpoint import Progress
 
 DRAFTS = (1, 2, 3, 5, 7)
-"""The numbers of draft tokens per request for which graphs are captured; in a graph all requests have equally many."""
+"""The mean numbers of draft tokens per request for which graphs are captured."""
 MOST_ROWS = 256
 """Maximum number of rows of a graph: with more rows, verifying draft tokens does not raise the throughput."""
 

@@ -44,10 +44,10 @@ class AnswerGenerator:
         self._drew = drew
 
     def answers(self, prompts: Sequence[Sequence[int]], most: int) -> Iterator[list[Answer]]:
-        """Yield the outputs of at most `most` tokens, for `BATCH` prompts at a time.
+        """Decode all prompts, and yield the outputs of `BATCH` prompts at a time.
 
-        The end-of-sequence token, if any, is the last token of its output. The seed of a prompt is `seed` plus its
-        number.
+        An output has at most `most` tokens, and its last token may be an end-of-sequence token. The seed of a prompt is
+        `seed` plus the number of the prompt.
         """
         for start in range(0, len(prompts), BATCH):
             yield self._answer(start, prompts[start : start + BATCH], most)

@@ -17,7 +17,10 @@ from tandem.protocol.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class EagleSizes:
-    """The sizes of the EAGLE head's layer: those of the model's last layer where it has them."""
+    """The sizes of the EAGLE head's layer.
+
+    Heads and RoPE base are those of the model's last layer, the width that of its widest dense feed-forward network.
+    """
 
     shape: AttentionShape
     rope: RopeConfig
@@ -45,9 +48,9 @@ class EagleSizes:
 
 
 Tokens = Callable[[int, Tensor], Tensor]
-"""A function that returns the token [B, T] int64 that follows each position read by step `step`.
+"""A function that returns the tokens [B, T] int64 that a step of `EagleLayer.chain` reads together with its states.
 
-Its arguments are the number of the step, and the states that the previous step computed.
+Its arguments are the number of the step and these states [B, T, H]: the model's in step 0, later the predicted ones.
 """
 
 

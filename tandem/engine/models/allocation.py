@@ -291,7 +291,7 @@ def _attention(spec: Attention, hidden: int, empty: Empty, norm: Empty) -> Atten
     if isinstance(spec, LatentAttention):
         return _latent(spec, hidden, empty, norm)
     shape = spec.shape
-    heads = spec.qk_norm // shape.head_dim  # 1, or all: the norm's elements over those of a head
+    heads = spec.qk_norm // shape.head_dim  # the heads that are normalized together: 1, or all
     kv_elements = shape.head_dim if heads == 1 else shape.kv_heads * shape.head_dim
     return AttentionParameters(
         qkv=empty(shape.qkv_size, hidden),

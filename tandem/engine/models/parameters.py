@@ -118,7 +118,7 @@ class ParameterSlot:
     codes and scales, too.
     """
     shape: tuple[int, ...] | None = None
-    """The shape in the checkpoint, or that of this rank's part of the stored tensor; None = the destination's shape."""
+    """The shape of the stored tensor, or of the part of it that this rank reads; None = the destination's shape."""
     stacked: tuple[int, ...] = ()
     """The number of rows of each stacked weight, if the checkpoint stacks several weights in one tensor; else empty.
 

@@ -49,7 +49,10 @@ def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn(plain: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
-    """Scale frequencies as YaRN does (arXiv:2309.00071, section 3.2): from kept to divided along the dimensions."""
+    """Scale frequencies as YaRN does (arXiv:2309.00071, section 3.2).
+
+    High frequencies are kept, low ones are divided by the factor, and those between are interpolated.
+    """
 
     def dimension(rotations: float) -> float:
         inner = rope.original_context / (rotations * 2 * math.pi)

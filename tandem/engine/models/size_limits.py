@@ -23,7 +23,7 @@ Each expert has three tensors, and reading a hundred thousand names takes a seco
 _WIDTH, _HEADS, _HEAD_WIDTH, _VOCABULARY = 1 << 20, 1 << 12, 1 << 12, 1 << 24
 """Limits of about thirty times the largest published numbers.
 
-The sizes in bytes of all products of them fit into 64 bits.
+Products of these sizes, in bytes, fit into 64 bits.
 """
 _LIMITS = {
     "num_hidden_layers": _LAYERS,

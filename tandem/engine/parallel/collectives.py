@@ -14,8 +14,8 @@ from tandem.engine.config.sharding import Rank
 class Collectives(ABC):
     """The collective operations of one rank in its group.
 
-    All ranks make the same calls in the same order. If a rank fails, the group ends: the calls of the other ranks get
-    no answer.
+    All ranks make the same calls in the same order. If a rank fails, the calls of the other ranks cannot complete, and
+    the group ends.
     """
 
     def __init__(self, rank: Rank) -> None:

@@ -9,7 +9,7 @@ from tandem.engine.parallel.collectives import Collectives
 
 
 class RankProducts(Products):
-    """Computes a rank's matrix products with `base`, and sums the outputs over all ranks where each has only a part.
+    """Computes a rank's matrix products with `base`, summed over all ranks where each has only a term.
 
     `base` is the rank's kernels, with or without adapters. The inputs of `linear` and `linear_add` are divided among
     the ranks, and so are the inner elements of each expert; each rank's output is therefore one term of a sum.

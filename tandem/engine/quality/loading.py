@@ -13,13 +13,13 @@ from tandem.engine.quality.teacher_forced import COMPANY
 from tandem.engine.weights.checkpoint import Progress
 
 _SPARE_PAGES = 4
-"""The number of additional pages for the output tokens of prompts."""
+"""The number of additional pages in each group of layers, for output tokens."""
 
 
 def load_for_comparison(
     config: EngineConfig, tokens: int, progress: Progress | None = None, *, kernels: Kernels | None = None
 ) -> ModelRunner:
-    """Load an engine whose KV cache holds `tokens` tokens of at most `COMPANY` samples.
+    """Load an engine whose KV cache has space for at most `COMPANY` samples with `tokens` tokens in total.
 
     The settings `kv_cache_bytes` and `max_batch_requests` of `config` are replaced. `kernels` and the errors are those
     of `ModelRunner.load`.

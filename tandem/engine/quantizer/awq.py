@@ -17,7 +17,7 @@ def scale_for_activations(
 ) -> None:
     """Scale the inputs of a linear layer so that rounding its weight causes the least output error.
 
-    The scales are powers of the inputs' mean magnitudes, of which the best exponent is chosen.
+    The scales are the inputs' mean magnitudes, raised to the exponent that causes the least error.
     """
     sizes = fold.shared(inputs.mean).clamp(min=1e-4)
 

@@ -1,8 +1,8 @@
-"""Scales the inputs of linear layers, and undoes it exactly where they are computed, so that the model stays the same.
+"""Scales the inputs of linear layers without changing the model's outputs.
 
-Dividing an input by s, and multiplying the weight's column for it by s, changes nothing except the rounding error of
-quantization. The division is folded into the weights that compute the inputs: the norm before q, k, v and before gate,
-up; the rows of v for attention's output product; and the rows of up for down.
+If an input is divided by s, and the weight's column for this input is multiplied by s, only the rounding error of
+quantization changes. The division is folded into the weights that compute the input: the norm before q, k, v and before
+gate, up; the rows of v for attention's output projection; and the rows of up for down.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,10 @@ class Fold:
     weight: Tensor
     """The weight of the linear layer, [N, K]; modified in place."""
     divided: tuple[Tensor, ...]
-    """The tensors that are divided, [S] or [S, …], in place; S = K except for the output projection of attention."""
+    """The tensors that are divided in place, [S] or [S, …], with one scale per row.
+
+    S is K, except for the output projection of attention, whose query heads share scales (`shared_by`).
+    """
     dtype: torch.dtype
     """The dtype in which `divided` is stored if it is not quantized."""
     kv_heads: int = 1
@@ -30,7 +33,7 @@ class Fold:
     """The number of query heads that read the same KV head, and therefore share its scales."""
 
     def shared(self, inputs: Tensor) -> Tensor:
-        """Return the maximum of the values [K] of the inputs that share each scale [S]."""
+        """Return [S]: for each scale, the maximum of the values `inputs` [K] of the inputs that share the scale."""
         return inputs.view(self.kv_heads, self.shared_by, -1).amax(1).flatten()
 
     def spread(self, scales: Tensor) -> Tensor:
@@ -40,7 +43,7 @@ class Fold:
     def apply(self, scales: Tensor) -> None:
         """Divide the tensors by the scales [S], and multiply the weight's columns to compensate.
 
-        The columns are multiplied by the factor of the division after rounding.
+        A norm is rounded to `dtype` after the division; the columns are multiplied by the quotient before / after.
         """
         vector = self.divided[0]
         if vector.dim() == 1:

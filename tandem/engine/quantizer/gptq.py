@@ -1,7 +1,8 @@
 """GPTQ (Frantar et al., arXiv:2210.17323): columns are rounded one by one, and later columns compensate the error.
 
-Columns are rounded in descending order of their inputs' power. Each column stays in the group of its position, whose
-scale is computed before, so that the checkpoint does not have to store an order of columns.
+Columns are rounded in descending order of their inputs' power (activation order), but groups are static: a column
+belongs to the group of its position, and all scales are computed before the first column is rounded. So the checkpoint
+does not have to store an order of columns.
 """
 
 import torch

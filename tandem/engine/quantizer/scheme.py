@@ -98,8 +98,9 @@ def parse_scheme(name: str) -> OutputScheme:
 def choose_group(scheme: OutputScheme, asked: int | None, inputs: set[int]) -> int | None:
     """Return the group size for linear layers with these numbers of inputs; None for a scheme without groups.
 
-    Raises InvalidArgument if `asked`, or without it every size in `GROUPS`, does not divide all of them, or if `asked`
-    is set for a scheme without groups.
+    The group size is `asked` or, if that is None, the first of `GROUPS` that divides all numbers of inputs. Raises
+    InvalidArgument if there is none, if `asked` does not divide all of them or is no multiple of 8, or if `asked` is
+    set for a scheme without groups.
     """
     if not scheme.grouped:
         if asked is not None:

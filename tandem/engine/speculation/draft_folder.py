@@ -80,8 +80,8 @@ def drafting_model(folder: Path, spec: ModelSpec) -> ModelSpec | None:
 def draft_bytes(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> int:
     """Return the memory in bytes that `config.draft` needs in addition to a model of `dtype`, without KV.
 
-    It is 0 without a draft. It counts the weights of a draft model; the weights of Medusa heads and the hidden states
-    that they read; or, for an EAGLE head, its weights and the hidden states of both models.
+    It is 0 without a draft. A draft model needs its weights; Medusa heads need their weights and the hidden states that
+    they read; an EAGLE head needs its weights and the hidden states of the head and of the target model.
     """
     if config.draft is None:
         return 0

@@ -59,7 +59,7 @@ class _Request:
     pages: list[int] = field(default_factory=list)
     """The pages of all positions in the order of `KvPages`; pages outside the sliding window are kept, too."""
     stored: int = 0
-    """The number of leading positions with stored KV; they hold `tokens`, followed by tokens of `drafted`."""
+    """The number of positions with stored KV; the tokens at these positions are `tokens`, then those of `drafted`."""
     drafted: Sequence[int] = ()
     """The newest draft, until its tokens have been verified."""
 
@@ -159,7 +159,7 @@ class DraftModel(BatchProposer):
         """Return the draft tokens of each request in `wanted`.
 
         One step of the draft model samples the first token of all drafts, the next step the second, and so on. Each
-        token is a row of its own, as when draft tokens are verified.
+        token is a separate row, as in steps that verify draft tokens.
         """
         draws = {each.key: self._own_draws(each.draws) for each in wanted}
         found: dict[Hashable, list[int]] = {key: [] for key in draws}

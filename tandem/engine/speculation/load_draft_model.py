@@ -100,7 +100,7 @@ def draft_model_bytes(config: EngineConfig, device: torch.device) -> int:
 
 
 def kv_share(config: EngineConfig, spec: ModelSpec, page_tokens: int, device: torch.device) -> float:
-    """Return the share of the KV memory for the draft model, with which both models hold equally many tokens."""
+    """Return the share of the KV memory for the draft model with which both models hold the same number of tokens."""
     mine = draft_config(config)
     dtypes = parse_kv_dtype(config, device, spec), parse_kv_dtype(mine, device, draft := load_spec(mine.model))
     return share_of((spec, dtypes[0]), (draft, dtypes[1]), page_tokens)
@@ -126,8 +126,8 @@ def load_draft_model(
 ) -> LoadedDraft:
     """Load the draft model of `config` with `load`, on the device of the target.
 
-    `total` is the KV memory of both models in bytes; None = what is left on a GPU that already has the weights of the
-    target. Raises ModelError if the model cannot be served or has another vocabulary.
+    `total` is the KV memory of both models in bytes; None = the memory left on a GPU that already has the weights of
+    the target. Raises ModelError if the model cannot be served or has another vocabulary.
     """
     assert config.draft is not None
     check_draft_model(config.draft, spec, config.tokenizer or config.model)

@@ -35,7 +35,7 @@ class NgramHistory:
         return (x, y, z), (y, z), z
 
     def draft(self, position: int, most: int) -> Draft:
-        """Return a draft with the tokens from `position` on, which follows an occurrence of the last n-gram.
+        """Return a draft with the tokens from `position` on; an occurrence of the last n-gram ends before `position`.
 
         If the tokens end before the draft has `most` tokens, the draft repeats its own tokens periodically.
         """

@@ -14,7 +14,7 @@ from tandem.protocol.messages import SamplingParams
 DRAFTS_MAX = 7
 """Maximum number of draft tokens of one request in a step."""
 NGRAM_MAX = 3
-"""The length of the longest n-gram that is looked up; those of length 2 and 1 are looked up after it."""
+"""The length of the longest n-gram that is looked up; shorter n-grams are looked up only if it has no match."""
 MATCH_MAX = 8
 """Maximum number of tokens that are compared to find the length of a match."""
 
@@ -83,18 +83,18 @@ class Proposer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WantedDraft:
-    """A request for draft tokens: one request of a step, and how its next tokens will be sampled."""
+    """A serving request for which draft tokens are wanted, and the sampling inputs of its next tokens."""
 
     key: Hashable
     draws: Sequence[SamplingInput]
     """One sampling input per draft position, at least one.
 
-    The target model will sample the tokens that the draft predicts with these inputs.
+    With these inputs the target model will sample the tokens that the draft predicts.
     """
     rows: Sequence[int] = ()
     """The rows of the engine's newest step that sampled the request's newest tokens, in token order.
 
-    Empty if an earlier step or another worker sampled them, as after a prompt, a hand-over or a preemption.
+    Empty if that step had no decode row of the request, as directly after a prompt, a hand-over or a preemption.
     """
 
 
@@ -145,13 +145,13 @@ class BatchProposer(Proposer):
 
     @abstractmethod
     def compute(self, wanted: Sequence[WantedDraft]) -> Sequence[Sequence[int]]:
-        """Return the draft tokens of each request, at most one per sampling input and as many as `capacity` allows.
+        """Return the draft tokens of each request, at most one per sampling input.
 
-        A draft may be empty. The caller ensures that no step of the engine is in flight. The call also stores the KV of
-        all missing tokens, which should be few.
+        A draft may be empty, and has at most the length that `capacity` returned. The caller ensures that no step of
+        the engine is in flight. The call also stores the KV of all missing tokens, which should be few.
         """
 
     def propose(self, key: Hashable, most: int) -> Draft:
-        """Return a greedily sampled draft of `most` tokens, without hidden states of the engine's newest step."""
+        """Return a greedily sampled draft of at most `most` tokens; it uses no hidden states of the target model."""
         draws = [SamplingInput(SamplingParams(max_tokens=1), 0)] * most
         return Draft(self.compute([WantedDraft(key, draws)])[0], self.source)

@@ -79,9 +79,9 @@ def _ngrams(tokens: Sequence[int], position: int) -> tuple[Ngram, Ngram, Ngram]:
 class SuffixProposer:
     """Proposes the tokens that followed a request's last tokens earlier, in the request or in outputs of its tenant.
 
-    The longest match is used; of equally long matches, the one in the request itself. The speed of an output reveals
-    which outputs its draft tokens come from. Tenants, which are told apart by the cache salt, therefore never share
-    outputs; all requests without a salt are one tenant.
+    The longest n-gram with a match is used; of equally long ones, the match in the request itself. An output that
+    repeats an earlier one is generated faster, which would reveal the earlier one. Tenants, which are told apart by the
+    cache salt, therefore never share outputs; all requests without a salt are one tenant.
     """
 
     def __init__(self) -> None:

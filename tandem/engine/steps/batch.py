@@ -57,7 +57,7 @@ class RowColumns(NamedTuple):
     token_ids: NDArray[np.int64]
     """[n]: the token id of each row."""
     position_offset: NDArray[np.int64]
-    """[n]: the position of each row's token minus `step`."""
+    """[n]: the position of each row's token minus `step`; the array is equal in consecutive steps."""
     step: int
     sources: NDArray[np.int32]
     """[n]: the row of the previous step that samples the row's token (`StepRow.source`), or FROM_HOST."""

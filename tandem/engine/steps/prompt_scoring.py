@@ -76,7 +76,7 @@ class StepPieces:
             yield slice(first, min(first + PIECE, self.scored))
 
     def logits(self, hidden: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor | None:
-        """Compute all logits, and return those of the rows that sample a token; None if there are none.
+        """Compute all logits, and return the logits of the rows that sample a token; None if no row samples one.
 
         The logits of scored positions are computed piece by piece and dropped: the rank only contributes its part to
         the first rank's logits. The arguments are those of `StepScoring.logits`.

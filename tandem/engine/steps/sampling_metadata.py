@@ -15,7 +15,7 @@ SETTINGS = 8
 TEMPERATURE, NUMBER = 0, 4
 """The columns of the temperature and of the random number, which the sampler fills in."""
 NO_TOKEN = -1
-"""The token id of a row whose largest logit is not finite: it is NaN or infinite, or no token was allowed.
+"""The token id of a row whose largest logit is not finite, for example because no token was allowed.
 
 If the next step was launched before the host has read this id, it uses token 0 instead.
 """
@@ -38,7 +38,7 @@ class History:
     waiting: bool = False
     """Set by the engine in each step: True if the grammar's mask was not ready, so the token must be discarded."""
     slow: bool = False
-    """Set by the engine once a mask took longer than a step waits; the request then gets no more draft tokens."""
+    """Set by the engine once a mask took longer than a step waits; from then on the request gets no draft tokens."""
     failure: Exception | None = None
     """Set by the engine if the grammar cannot continue; the request fails when it gets its next token."""
 

@@ -1,8 +1,8 @@
 """The buffer of a step: the layout of its sections, and the compiled loop that fills them for rows of one token.
 
-The loop is compiled because the same work took about thirty NumPy calls per step: if the last step was ten milliseconds
-ago, nearly all of their time went into fetching code. The loop keeps the GIL, because another thread that took the GIL
-would delay the step for much longer than the loop runs.
+The loop is compiled because the same work took about thirty NumPy calls per step. If the last step was ten milliseconds
+ago, the CPU spent nearly all of the time of these calls on fetching their code. The loop keeps the GIL, because another
+thread that took the GIL would delay the step for much longer than the loop runs.
 """
 
 from dataclasses import dataclass
@@ -197,7 +197,8 @@ def _fill_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a compiled fu
     position_offset [n] int64: the position of each row's token minus `step`
     token_ids       [n] int64
     sources         [n] int32: the row of the previous step that samples the token, -1 if the id is known
-    drawn_before    int64: the index of each row of the previous step among its sampling rows; empty = the row's number
+    drawn_before    int64: for each row of the previous step, its index among that step's sampling rows; empty if all
+                    rows of that step sampled a token
     slot_indices    [n]: the slot of each row in table, page_counts and adapters
     table           [slots, entries] int32: page n of group g is entry n · groups + g
     page_counts     [slots] int32: the number of entries of each slot

@@ -34,7 +34,7 @@ class PackedStep:
     """The tensors of a step.
 
     token_ids  [T] int64
-    sources    [T] int32: the index of this token among the tokens that the previous step sampled; -1 = token_ids has it
+    sources    [T] int32: each token's index among the tokens that the previous step sampled; -1 = token_ids has its id
     layouts    one for each group of layers
     drawn      [D] int64: the index of the last token of each row that samples a token; None = all T tokens
     words      [sizes.words] int64, the buffer of which the other tensors are views
@@ -75,8 +75,8 @@ class StepPacker:
         """Return the sizes of the sections that `batch` needs.
 
         Raises Internal if the batch is empty, has a malformed chunk, or has a row beyond the maximum context. Rows of
-        one token are checked only when they are packed. Either error is a defect of the scheduler, which should have
-        rejected the request.
+        one token are checked only when they are packed. All of these errors are defects of the scheduler, which should
+        have rejected the request.
         """
         singles, chunks = len(batch.tokens), batch.chunks
         if not singles and not chunks:
@@ -103,10 +103,10 @@ class StepPacker:
     ) -> None:
         """Write the batch into `words` [sizes.words]. Raises Internal for a malformed row.
 
-        If `sizes` has more rows and tokens than `batch`, the rest becomes padding, which reads and writes nothing. The
-        rows and tokens of chunks begin at number `chunks_at`; None = after the rows of one token, or, without chunks,
-        after all rows. `drawn_before` has the index of each row of the previous step among its sampling rows; empty =
-        the row's number.
+        If `sizes` has more rows and tokens than `batch`, the rest becomes padding, which reads and writes nothing.
+        `chunks_at` is the number of the first row, and of the first token, of the chunks; None = directly after the
+        rows of one token or, without chunks, after all rows. `drawn_before` has, for each row of the previous step, its
+        index among the rows of that step that sampled a token; empty = all rows sampled one.
         """
         if chunks_at is None:
             chunks_at = len(batch.tokens) if batch.chunks else sizes.rows

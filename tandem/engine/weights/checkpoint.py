@@ -27,7 +27,7 @@ from tandem.protocol.errors import ModelError
 
 _T = TypeVar("_T")
 _PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
-"""Name prefixes of the text model's tensors in multimodal checkpoints, with those of text-only checkpoints."""
+"""Pairs of name prefixes of the text model's tensors: in multimodal checkpoints, and in text-only checkpoints."""
 _ATTENTION_SCALES = tuple(f".{part}_{kind}" for part in ("q", "k", "v", "kv") for kind in ("scale", "zero_point"))
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 

@@ -123,7 +123,7 @@ def _is_sound(folder: Path) -> bool:
 def _convert(path: Path, folder: Path, progress: Progress | None, *, codes: bool) -> None:
     """Write a hidden folder next to `folder`, then rename it.
 
-    The caller holds the lock, so no process uses the leftover folders that are removed first.
+    Leftover hidden folders are removed first; no process uses them, because the caller holds the lock.
     """
     for leftover in [*folder.parent.glob(".partial-*"), folder]:
         shutil.rmtree(leftover, ignore_errors=True)

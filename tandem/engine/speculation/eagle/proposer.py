@@ -59,8 +59,8 @@ class EagleProposer(DraftModel):
     def extend(self, key: Hashable, token_ids: Sequence[int]) -> None:
         """Append tokens, as `Proposer.extend` describes.
 
-        Only the newest tokens are kept: a step samples at most one token more than there were drafts, and the hidden
-        states of older tokens that are not stored no longer exist.
+        Of the tokens whose KV is not stored, only the newest DRAFTS_MAX + 1 are kept: a step samples at most as many,
+        and the hidden states of tokens from earlier steps no longer exist.
         """
         super().extend(key, token_ids)
         request = self._requests[key]

@@ -6,8 +6,8 @@ scales   [G, N]
 g_idx    I32 [K]: the group of each input; may be missing if columns are not scattered
 
 weight = (code - zero) · scale. In a symmetric scheme every zero is the centre of the codes. Checkpoints of either
-format have been published under the name of the other; the values of a symmetric scheme tell which it is, those of an
-asymmetric one do not.
+format have been published under the name of the other. In a symmetric scheme the stored zeros tell which format it is;
+in an asymmetric scheme they do not.
 """
 
 from collections.abc import Mapping
