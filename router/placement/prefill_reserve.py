@@ -4,10 +4,11 @@ A gap target is the maximum gap between two tokens that an SLO class allows. If 
 placed one by one, they would spread over all workers, and prompts would get only forced chunks. Therefore n workers
 take no such answers, where n maximizes the share of requests that are served (docs/decisions/placement.md):
 
-    served(n) = min(1, prefill rate of n reserved workers / arrival rate, answers that the others decode in time / all)
+    served(n) = min(1, prefill rate of n reserved workers / arrival rate, share of answers that the others can decode)
 
-No worker is reserved if the prefill chunks that fit beside the answers are enough for all prompts. Placement works
-without this file, at 0.82 of the goodput of strict requests.
+A worker can decode only as many answers as their gap targets allow. No worker is reserved if the prefill chunks that
+fit beside the answers are enough for all prompts. Without this file placement works, but the goodput of strict requests
+falls to 0.82 times its value.
 """
 
 import math

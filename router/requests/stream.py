@@ -309,7 +309,7 @@ class EventStream:
         self._handed_over(request)
 
     def _handed_over(self, request: RoutedRequest) -> None:
-        """Remove the prompt from the prefill worker's load, unless that worker's token has not arrived yet."""
+        """Remove the prompt from the prefill worker's load if the attempt's first token has arrived."""
         if request.prefill is not None and request.assembler.count > request.prior_output_tokens:
             request.prefill.state.remove_prompt(request.internal_id)
 

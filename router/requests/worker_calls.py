@@ -70,7 +70,7 @@ class DispatchCalls:
     ) -> None:
         """Call Reserve, then Prefill.
 
-        The task is never cancelled: if the request ends meanwhile, it must still release a lease that was granted.
+        The task is never cancelled, because it must release a granted lease even if the request ends meanwhile.
         """
         asked = prefill if decode is None else decode
         admitted, token_ids, prior_output_tokens = request.admitted, request.token_ids, request.prior_output_tokens

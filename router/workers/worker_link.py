@@ -216,7 +216,7 @@ class WorkerLink:
     # ---- liveness ----
 
     def _needs_reply(self) -> bool:
-        """Return True if heartbeats are needed: the worker has requests of this router, or may respond again."""
+        """Return True if heartbeats are needed: the worker has requests of this router, or it is silent."""
         return self.connected and (bool(self.request_ids) or self._probe.silent)
 
     def _follow_probe(self) -> None:
