@@ -73,7 +73,7 @@ class AnswerPrediction:
         if request.slo.has_gap_target:
             self.alone_s = cost.decode_step_seconds(1, own)
             self.target_s = worker.step_target(request.slo)
-            # Only the safety margin says that the answer misses its target even alone: accept it on an idle worker.
+            # The answer would miss its target even alone, but only by the safety margin: an idle worker accepts it.
             if self.target_s < self.alone_s <= worker.gap_target(request.slo):
                 self.target_s = self.alone_s
         self.cost_s = request.mean_tokens * (step_s + rows * (step_s - worker.step_s)) / worker.decode_speedup

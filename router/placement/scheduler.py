@@ -98,7 +98,7 @@ class AdmissionController:
         ahead = self._queue.ahead(request)[1] + others
         answer = self._policy.predict_answer(request, self._fleet, ahead)
         if answer is None or not answer.step_s > answer.target_s >= answer.alone_s:
-            return None  # the request meets its target, or would miss it even alone: a rejection would help no one
+            return None  # the target is met, or missed even without other answers: rejecting would not help
         excess = (answer.step_s - answer.target_s) / (answer.step_s - answer.alone_s)
         hint_s = max(excess * request.mean_tokens * answer.step_s, _RETRY_MIN_S)
         return Refused(

@@ -53,7 +53,7 @@ class FormatCompiler:
         """`config.tokenizer_folder` contains the model's tokenizer, from which the grammars are compiled."""
         self._folder = config.tokenizer_folder
         waits = "formats of answers wait to be compiled"
-        # A tenant whose grammars take all of their time leaves a process to the others.
+        # One process is left to the other tenants, even if the grammars of one tenant take very long.
         per_tenant = _PROCESSES - 1
         self._pool = TokenizerPool(_PROCESSES, config.max_tokenizing_bytes, config.retry_after_s, waits, per_tenant)
         self._processes: _Processes | None = None

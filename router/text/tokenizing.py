@@ -130,7 +130,7 @@ class TokenizerPool:
             jobs = self._waiting[tenant]
             job = jobs.popleft()
             self._left(tenant, job)
-            if jobs:  # the tenant's next turn comes after those of the other tenants
+            if jobs:  # the tenant's next job comes after one of each other tenant
                 self._waiting[tenant] = self._waiting.pop(tenant)
             self._idle -= 1
             self._running[tenant] += 1
