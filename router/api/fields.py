@@ -84,7 +84,7 @@ class Sampling(Body):
     )
 
     def options(self, **given: Any) -> Options:
-        """Return the options of a request; `given` has those that this API reads from fields with other names."""
+        """Return the options of a request; `given` has those that this class does not define, such as `max_tokens`."""
         return Options(
             temperature=self.temperature,
             top_p=self.top_p,

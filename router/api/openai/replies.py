@@ -179,7 +179,7 @@ class OpenAIReply:
         return sse_event(dumped({**self._stream_head(), "choices": choices, **self._usage_so_far(), **more}))
 
     def _usage_so_far(self) -> dict[str, Any]:
-        """Return the field `usage` of a stream event before the last.
+        """Return the field `usage` that a stream event shows before all answers have ended.
 
         It has the counts so far with `continuous_usage`; else it is null with `include_usage`, and absent without.
         """
