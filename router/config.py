@@ -12,7 +12,9 @@ from tandem.settings.router import RouterSettings
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig(RouterSettings):
-    """The settings of one router, with the values that the controller adds: model, identity, its address and secrets.
+    """The settings of one router, and the values that the controller adds.
+
+    The controller adds the model, the router's identity, the controller's address and secrets.
 
     An immutable value; every part of the router reads it.
     """

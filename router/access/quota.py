@@ -59,7 +59,7 @@ class Quota:
     def admit(self) -> None:
         """Charge one request to the quota.
 
-        Raises RateLimited, with the time until a request will be admitted, if it is used up.
+        If the quota is used up, raises RateLimited with the time until a request will be admitted.
         """
         for bucket, kind in ((self._requests, "requests"), (self._tokens, "tokens")):
             if bucket is not None and (wait_s := bucket.seconds_until(1.0)):

@@ -1,4 +1,4 @@
-"""Tenants, which are identified by a hash of their API key or of its name, so that keys are not passed on."""
+"""Tenant ids: the hash of an API key, or of its name if it has one, so that keys are not passed on."""
 
 from hashlib import blake2b
 
@@ -19,7 +19,7 @@ def tenant_of_digest(digest: bytes) -> str:
 
 
 def tenant_named(name: str) -> str:
-    """Return the tenant's id for all API keys with this name; it differs from the id for any key without a name."""
+    """Return the id of the tenant that owns all API keys with this name; no key without a name has the same id."""
     return blake2b(name.encode(), digest_size=16, person=_NAME_DOMAIN).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""The answers to a call: the parsers of their text, complete answers, and the choice of the best answers."""
+"""Parses the text of the answers to a call, collects complete answers, and chooses the best ones."""
 
 from __future__ import annotations
 

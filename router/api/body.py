@@ -201,8 +201,8 @@ def by_type(tags: Mapping[str, str], served: str, *, absent: str = "", other: st
 def choice(tag: Callable[[Any], str | None], problem: str, *, field: str = "") -> Discriminator:
     """Return a pydantic discriminator; `tag` returns the tag of a value, or None if the value is not valid.
 
-    The error for an invalid value has the message `problem`, and names the field `field` inside the value unless that
-    is "".
+    The error for an invalid value has the message `problem`, and names the field `field` inside the value unless
+    `field` is "".
     """
     return Discriminator(tag, custom_error_type=f"choice:.{field}" if field else "choice", custom_error_message=problem)
 

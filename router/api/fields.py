@@ -1,4 +1,4 @@
-"""The fields of sampling and placement that every HTTP API has: vLLM's names, and Tandem's own fields.
+"""The sampling and placement fields that every HTTP API has: fields of vLLM, and Tandem's own fields.
 
 The bounds in their types only document the fields in the OpenAPI page. The validator checks the values, so that gRPC
 requests are checked as well.
@@ -84,7 +84,7 @@ class Sampling(Body):
     )
 
     def options(self, **given: Any) -> Options:
-        """Return the options of a request; `given` are the options for which this API has names of its own."""
+        """Return the options of a request; `given` has those that this class does not define, such as `max_tokens`."""
         return Options(
             temperature=self.temperature,
             top_p=self.top_p,

@@ -31,7 +31,7 @@ from tandem.protocol.lifecycle.events import EventTime, LifecycleEvent
 from tandem.protocol.lifecycle.request_trace import TRACEPARENT, only
 
 _DRAIN_BYTES = 64 << 20
-"""Size up to which a body over the limit is still read, so that the client gets the error instead of a broken pipe."""
+"""Maximum size of a rejected body that is still read, so that the client gets the error, not a broken pipe."""
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 _T_co = TypeVar("_T_co", covariant=True)

@@ -95,7 +95,7 @@ class HttpAccess:
 
 
 def only_operations(app: ASGIApp) -> ASGIApp:
-    """Return an application with only the paths that operators need without TLS: probes, metrics and traces."""
+    """Return an application that serves only probes, metrics and traces, for a plain HTTP listener beside TLS."""
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in PROBE_PATHS | READERS_PATHS:

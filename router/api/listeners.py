@@ -57,9 +57,9 @@ class Listeners:
     ) -> None:
         """`ports` are the ports of gRPC and HTTP; 0 = any free port.
 
-        `check` is applied to the metadata of gRPC calls, and `rejected` is called with each call that it rejects; `app`
-        checks HTTP requests itself. `add_inference` adds `tandem.v1.Inference` to a server. Raises InvalidArgument if
-        the files of `tls` cannot be used.
+        `check` is applied to the metadata of gRPC calls, and `rejected` is called with each call that `check` rejects;
+        `app` checks HTTP requests itself. `add_inference` adds `tandem.v1.Inference` to a server. Raises
+        InvalidArgument if the files of `tls` cannot be used.
         """
         self._host, (self._grpc_port, self._http_port) = host, ports
         self._check = check

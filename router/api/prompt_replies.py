@@ -35,7 +35,10 @@ class PromptForm:
         return cls(echo, options.logprobs if echo else None, options.prompt_logprobs, only=echo and alone)
 
     def options(self, given: Options) -> Options:
-        """Return the client's options `given` with the prompt scores that the reply needs; with `only`, for 1 token."""
+        """Return the client's options `given`, changed to score the prompt as the reply needs.
+
+        If `only` is set, `max_tokens` is changed to 1, the minimum.
+        """
         return replace(given, prompt_logprobs=self.top, max_tokens=1 if self.only else given.max_tokens)
 
     def shown(self, event: AnswerChunk | AnswerEnd) -> AnswerChunk | AnswerEnd:
@@ -54,7 +57,10 @@ class PromptForm:
 
     @property
     def top(self) -> int | None:
-        """Number of alternatives per token for which the prompt is scored; None if it is not scored."""
+        """Number of alternatives per prompt token that the workers must report: the larger of `echo_top` and `listed`.
+
+        None if the reply has no log probabilities of the prompt.
+        """
         return max((top for top in (self.echo_top, self.listed) if top is not None), default=None)
 
 

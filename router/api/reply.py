@@ -30,7 +30,11 @@ class Reply(Protocol):
         """Return the first events of a stream of `choices` answers."""
 
     def event(self, event: AnswerChunk | AnswerEnd) -> AnswerChunk | AnswerEnd:
-        """Return an answer's event as the client sees it; a reply of the prompt alone removes the answer's tokens."""
+        """Return an answer's event as the client sees it.
+
+        If the client requested only the echoed prompt (`echo` with `max_tokens` 0), the sampled token is left out;
+        otherwise the event is unchanged.
+        """
 
     def prompt(self, index: int, prompt: PromptReply) -> bytes:
         """Return the event with the prompt of answer number `index`; may run in any thread."""
@@ -82,7 +86,7 @@ class NamedEventsReply(ABC):
         """Return the first events of the stream of one answer."""
 
     def event(self, event: AnswerChunk | AnswerEnd) -> AnswerChunk | AnswerEnd:
-        """Return the event unchanged, because these APIs cannot request the prompt alone."""
+        """Return the event unchanged, because these APIs have no `echo`."""
         return event
 
     def prompt(self, _index: int, _prompt: PromptReply) -> bytes:

@@ -19,9 +19,9 @@ _VALID = re.compile(rb"[ -~]{1,128}")
 class RequestIds:
     """ASGI middleware that gives every response an X-Request-Id.
 
-    The id is that of the request if the request has exactly one such header with 1 to 128 printable ASCII characters;
-    else the id of the answer if the response has set it; else a new id. The client's id is only echoed and never names
-    the request inside the cluster, because a gateway sends the same id again with a retry.
+    It is the client's id if the request has exactly one X-Request-Id of 1 to 128 printable ASCII characters, else the
+    answer's id if the response has set one, else a new id. The client's id is only echoed and never names the request
+    inside the cluster, because a gateway sends the same id again with a retry.
     """
 
     def __init__(self, app: ASGIApp) -> None:

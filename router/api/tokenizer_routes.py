@@ -1,6 +1,6 @@
 """The HTTP routes of the tokenizer: `/tokenize`, `/detokenize` and `/tokenizer_info` as in vLLM, and Anthropic's count.
 
-They share the tokenizer threads, the limits and the fair order of tenants with the requests for answers.
+These calls share the tokenizer threads, the limits and the fair order of tenants with generation requests.
 """
 
 from __future__ import annotations

@@ -13,7 +13,10 @@ class Goodput:
     """
 
     def __init__(self, classes: Iterable[str], window_s: float, clock: Callable[[], float]) -> None:
-        """`window_s` is the window's length in seconds of `clock`; until that time has passed, it is shorter."""
+        """`window_s` is the window's length in seconds of `clock`.
+
+        During the first `window_s` seconds the window extends back only to the creation of this object.
+        """
         self._window_s = window_s
         self._bin_s = window_s / _BINS
         self._clock = clock

@@ -85,7 +85,7 @@ class SpanMaker:
         from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
         class Ids(RandomIdGenerator):
-            """An id generator that gives the trace id chosen by the router to a trace that begins in the router."""
+            """An id generator: a trace that begins in the router gets the id `trace_id`, which the router sets."""
 
             trace_id = 0
 

@@ -40,7 +40,8 @@ class PlacementRecord:
 class PredictionQuality:
     """Running means of prediction errors over about the last hundred records.
 
-    An error is |predicted - actual| ÷ actual. The dispatcher owns it and writes on the event loop.
+    `ttft_error` and `itl_error` are means of |predicted - actual| ÷ actual. The dispatcher owns it and writes on the
+    event loop.
     """
 
     def __init__(self) -> None:

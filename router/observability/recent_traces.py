@@ -50,7 +50,7 @@ class Exemplars:
             self._spread.exemplars[place] = Exemplar(seconds, ended / 1e9, _labels(trace))
 
     def traces(self) -> list[RequestTrace]:
-        """Return the traces of all exemplars."""
+        """Return the traces of this histogram's exemplars, one for each bucket that has one."""
         return [held.trace for held in self._held.values()]
 
 
@@ -97,7 +97,7 @@ def _arrival(trace: RequestTrace) -> int:
 
 
 def _labels(trace: RequestTrace) -> dict[str, str]:
-    """Return an exemplar's labels: the trace id, and the request id unless the client has chosen too long an id."""
+    """Return an exemplar's labels: the trace id, and the request id if both fit into `EXEMPLAR_CHARS` characters."""
     labels = {_TRACE_ID: trace.context.trace_id, _REQUEST_ID: trace.request_id}
     if sum(len(name) + len(value) for name, value in labels.items()) > EXEMPLAR_CHARS:
         del labels[_REQUEST_ID]

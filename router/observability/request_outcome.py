@@ -41,7 +41,7 @@ class GapTracker:
     """
 
     target_s: float = math.inf
-    """The ITL target in seconds, which longer gaps miss."""
+    """The ITL target in seconds; a longer gap misses it."""
     tokens: int = 0
     first_s: float = 0.0
     last_s: float = 0.0
@@ -125,9 +125,8 @@ class JointOutcome:
     def add(self, verdict: RequestOutcome | None) -> RequestOutcome | None:
         """Add the outcome of one answer; `verdict` is None if the client cancelled it before it missed a target.
 
-        Returns the outcome of the whole request once its last answer was added, else None: the worst outcome among its
-        answers. A request in which no answer missed a target and the client cancelled one does not count, so None is
-        returned for it as well.
+        Returns None until the last answer of the request is added, then the worst outcome among the answers. If no
+        answer failed or missed a target but the client cancelled one, the request does not count, so None is returned.
         """
         found = self._found
         found.append(verdict)
@@ -145,8 +144,8 @@ def judge(
 ) -> RequestOutcome:
     """Return the outcome of one answer, which may have ended early.
 
-    `ttft_s` is the time to the first token, or the time waited if there was none. `first` has the phase times before
-    the first token; None if they are the same as `times`.
+    `ttft_s` is the time to the first token, or the time waited if there was none. `times` has the phase times of the
+    whole request, `first` those before the first token; None if they are the same.
     """
     first = first or times
     if ttft_s is not None and ttft_s > slo.ttft_s:

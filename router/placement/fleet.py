@@ -79,7 +79,7 @@ class IncompatiblePairs:
         return len(self._pairs) < before
 
     def why(self, prefills: Iterable[PeerRef], decodes: Iterable[PeerRef]) -> str:
-        """Return the reason of the first known rejection between a prefill and a decode worker; "" without one."""
+        """Return the reason of the first known rejection between one of `prefills` and one of `decodes`; "" if none."""
         known = (self._pairs.get(pair) for pair in product(prefills, decodes))
         return next((each[1] for each in known if each is not None), "")
 
@@ -134,6 +134,6 @@ class Fleet:
         worker.refresh()
 
     def rank(self, worker: WorkerState) -> None:
-        """Sort `worker` into both rankings by its current keys, or remove it from those for which it takes no work."""
+        """Sort `worker` into each ranking by its current key, or remove it from one whose work it does not take."""
         self.prefills.put(worker, worker.prompt_rank if worker.live and worker.prefills else None)
         self.decodes.put(worker, worker.answer_rank if worker.live and worker.decodes else None)

@@ -1,10 +1,11 @@
 """Predicts the latencies of a request on a worker, and the cost to all requests on that worker.
 
     prompt: cost = ttft + decode rows · delay of their tokens             misses = 1 if ttft misses its target
-    answer: cost = tokens · (step + rows · growth of the step) / speedup  misses = gap targets missed, with its own
+    answer: cost = tokens · (step + rows · growth of the step) / speedup  misses = answers that miss a gap target
 
-A gap target is the maximum gap between two tokens that an SLO class allows. Every prediction of the router is made
-here, from the step costs that the worker itself fits (`tandem/cost_model/step_cost.py`).
+A gap target is the maximum gap between two tokens that an SLO class allows. The misses of an answer include the answer
+itself and those already on the worker, except answers that miss their target even without it. Every prediction of the
+router is made here, from the step costs that the worker itself fits (`tandem/cost_model/step_cost.py`).
 """
 
 import math
@@ -51,8 +52,8 @@ class AnswerPrediction:
 
     `step_s` is the time of a decode step with the answer in the batch, `target_s` the longest step that meets the
     answer's gap target, and `alone_s` the time of a step with only this answer. `cost_s` is the cost to all requests on
-    the worker, `misses` the number of answers that would miss their gap target, and `missing` the number of prompt
-    tokens whose KV the worker does not hold.
+    the worker, `misses` the number of answers that would newly miss their gap target, this answer included, and
+    `missing` the number of prompt tokens whose KV the worker does not hold.
     """
 
     __slots__ = ("alone_s", "cost_s", "misses", "missing", "step_s", "target_s", "worker")
@@ -60,7 +61,7 @@ class AnswerPrediction:
     def __init__(self, worker: WorkerState, cached: int, request: QueuedRequest, ahead: float = 0.0) -> None:
         """Predict the answer of `request` on `worker`, which has cached `cached` tokens of its prompt.
 
-        `ahead` similar answers are assumed to begin before it, as many as fit into the batch.
+        Up to `ahead` similar answers, as many as fit into the batch, are assumed to begin before this one.
         """
         self.worker = worker
         self.missing = max(1, request.prefill_tokens - cached)
@@ -72,7 +73,7 @@ class AnswerPrediction:
         if request.slo.has_gap_target:
             self.alone_s = cost.decode_step_seconds(1, own)
             self.target_s = worker.step_target(request.slo)
-            # Only the safety margin says that the answer misses its target even alone: accept it on an idle worker.
+            # The answer would miss its target even alone, but only by the safety margin: an idle worker accepts it.
             if self.target_s < self.alone_s <= worker.gap_target(request.slo):
                 self.target_s = self.alone_s
         self.cost_s = request.mean_tokens * (step_s + rows * (step_s - worker.step_s)) / worker.decode_speedup

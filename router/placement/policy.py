@@ -67,8 +67,8 @@ class PlacementPolicy:
     def could_serve(self, request: QueuedRequest, fleet: Fleet) -> bool:
         """Return True if the live workers could serve the request once they are idle.
 
-        They must be ready, have enough memory for it, be compatible with each other, and be allowed by the current
-        mode.
+        The workers must be ready, have enough memory for the request, be compatible with each other, and be allowed by
+        the current mode.
         """
         ready = [worker for worker in fleet.live if not worker.info.not_ready]
         prefills = [worker for worker in ready if _can_prefill(worker, request)]
@@ -115,8 +115,8 @@ class PlacementPolicy:
         """Predict the answer on the worker with the lowest ratio of predicted step time to `target_s`.
 
         `ahead` other answers are assumed to begin first, spread evenly over the decode workers. Workers that would miss
-        the gap target even with this answer alone are used only if all do. None if no worker has measured its steps
-        yet.
+        the gap target even with this answer alone are used only if all candidates would miss it. None if no worker has
+        measured its steps yet.
         """
         reserved = self._reserved(request, fleet)
         measured = (each for each in fleet.decodes if each.slot not in reserved and each.cost.parameters.observed)
@@ -234,19 +234,19 @@ def _takes_prefill(worker: WorkerState, request: QueuedRequest) -> bool:
 
 
 def _can_prefill(worker: WorkerState, request: QueuedRequest) -> bool:
-    """Return True if `worker` could compute the prompt while it is idle."""
+    """Return True if `worker` could compute the prompt if it were idle."""
     return worker.prefills and request.prefill_tokens <= worker.kv_tokens_total
 
 
 def _takes_decode(worker: WorkerState, request: QueuedRequest) -> bool:
-    """Return True if `worker` has capacity for the expected answer now, and for the longest answer when idle."""
+    """Return True if `worker` has capacity for the expected answer now, and for the longest answer if it were idle."""
     if worker.decode_full or not _can_decode(worker, request):
         return False
     return worker.kv.held(request.reserved_tokens, decoding=not worker.prefills) <= worker.pages_free
 
 
 def _can_decode(worker: WorkerState, request: QueuedRequest) -> bool:
-    """Return True if `worker` could decode an answer of maximum length while it is idle."""
+    """Return True if `worker` could decode an answer of maximum length if it were idle."""
     return worker.decodes and request.kv_tokens <= worker.answer_tokens_total
 
 
@@ -258,9 +258,10 @@ def _first(workers: Iterable[WorkerState], takes: Takes, most: int) -> list[Work
 def _with_holders(
     match: PrefixMatch, fleet: Fleet, workers: list[WorkerState], takes: Takes
 ) -> list[tuple[WorkerState, int]]:
-    """Return `workers`, and others that have cached more of the prompt than the worst of them, with the cached tokens.
+    """Return `workers`, and others that have cached more of the prompt than the worst of `workers`.
 
-    At most `_CANDIDATES` workers are considered for their cache.
+    The result is pairs (worker, cached prompt tokens). Only the `_CANDIDATES` workers with the longest cached prefixes
+    are considered for addition.
     """
     held = [(worker, match.pages(worker.slot)) for worker in workers]
     for slot, pages in match.longest(_CANDIDATES, min((pages for _, pages in held), default=0)):

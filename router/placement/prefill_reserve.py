@@ -4,10 +4,11 @@ A gap target is the maximum gap between two tokens that an SLO class allows. If 
 placed one by one, they would spread over all workers, and prompts would get only forced chunks. Therefore n workers
 take no such answers, where n maximizes the share of requests that are served (docs/decisions/placement.md):
 
-    served(n) = min(1, prefill rate of n reserved workers / arrival rate, answers that the others decode in time / all)
+    served(n) = min(1, prefill rate of n reserved workers / arrival rate, share of answers that the others can decode)
 
-No worker is reserved if the prefill chunks that fit beside the answers are enough for all prompts. Placement works
-without this file, at 0.82 of the goodput of strict requests.
+A worker can decode only as many answers as their gap targets allow. No worker is reserved if the prefill chunks that
+fit beside the answers are enough for all prompts. Without this file placement works, but the goodput of strict requests
+falls to 0.82 times its value.
 """
 
 import math
@@ -113,7 +114,7 @@ def _shared_prefill_rate(decoding: Sequence[WorkerState], request: QueuedRequest
     chunk = chunks_within(limit, like.cost, like.max_step_tokens, decode, request.prefill_tokens / 2)
     now_s = sum(worker.step_s for worker in decoding) / len(decoding)
     if times > 1.0 and breaks_target(target_s, now_s, like.cost.decode_step_seconds(rows, context)):
-        # `step_limit` ignores a target that even a plain decode step misses, as it would with `times` the answers. The
-        # answers of today keep theirs, so that prompts must be assumed to get forced chunks only.
+        # With `times` the answers even a plain decode step would miss the target, so that `step_limit` ignores it and
+        # allows large chunks. The present answers still meet the target, so only forced chunks are assumed here.
         chunk = forced_chunk(max(1, like.max_step_tokens - rows))
     return _prefill_rate(like, request, chunk, decode)

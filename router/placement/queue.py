@@ -86,7 +86,7 @@ class QueuedRequest:
 
     @property
     def decode_context(self) -> int:
-        """Number of context tokens of a decode step of the request, as the average over the answer."""
+        """Expected number of context tokens of the request in a decode step, averaged over its answer."""
         return self.prefill_tokens + int(self.mean_tokens) // 2
 
 
@@ -152,7 +152,7 @@ class RequestQueue:
         insort(self._tenants[request.tenant], request, key=_key)
 
     def head(self, passed: Collection[str] = ()) -> QueuedRequest | None:
-        """Return the next request without removing it; tenants in `passed` only get their resumed requests."""
+        """Return the next request without removing it; of the tenants in `passed`, consider only resumed requests."""
         if self._resumed:
             return min(self._resumed.values(), key=lambda request: request.sequence)
         heads = [waiting[0] for tenant, waiting in self._tenants.items() if tenant not in passed]

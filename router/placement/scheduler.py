@@ -17,7 +17,7 @@ _RETRY_MIN_S = 2 * BACK_OFF_S
 
 
 class AdmissionController:
-    """Decides when a request arrives whether its SLO targets can be met, from the predictions of placement.
+    """Checks, by the predictions of placement, whether the SLO targets of an arriving request can be met.
 
     The `RequestScheduler` owns it and calls it on the event loop.
     """
@@ -31,9 +31,10 @@ class AdmissionController:
     def admit(self, request: QueuedRequest, others: int = 0) -> None:
         """Set the request's position in the queue, and check that its targets can be met.
 
-        `others` is the number of requests that arrived with it or before it and are not queued yet. If its targets
-        cannot be met, its SLO class decides: the request is served without targets, or `Refused` is raised with the
-        time after which to retry. Nothing is checked if the worker of the prediction has not measured its steps yet.
+        `others` is the number of requests that arrived with this one or before it but are not queued yet. If the
+        targets cannot be met, the SLO class decides: the request is served without targets, or `Refused` is raised with
+        the time after which to retry. Nothing is checked if no live worker can prefill the request, or if the worker of
+        the prediction has not measured its steps yet.
         """
         prediction = self._policy.predict_prompt(request, self._fleet)
         if prediction is not None:
@@ -85,9 +86,10 @@ class AdmissionController:
         )
 
     def _check_itl(self, request: QueuedRequest, others: int) -> Refused | None:
-        """Return an error if the inter-token gaps would miss their target on every worker, else None.
+        """Return an error if the inter-token gaps would miss their target on the best worker, else None.
 
-        The retry hint is the time until enough answers have ended:
+        An answer that would miss its target there even alone is not rejected. The retry hint is the time until enough
+        answers have ended:
 
             (step - target) / (step - alone) · mean tokens · step
         """
@@ -96,7 +98,7 @@ class AdmissionController:
         ahead = self._queue.ahead(request)[1] + others
         answer = self._policy.predict_answer(request, self._fleet, ahead)
         if answer is None or not answer.step_s > answer.target_s >= answer.alone_s:
-            return None  # the request meets its target, or would miss it even alone: a rejection would help no one
+            return None  # the target is met, or missed even without other answers: rejecting would not help
         excess = (answer.step_s - answer.target_s) / (answer.step_s - answer.alone_s)
         hint_s = max(excess * request.mean_tokens * answer.step_s, _RETRY_MIN_S)
         return Refused(
@@ -211,7 +213,7 @@ class RequestScheduler:
 
 
 def record(request: QueuedRequest, placement: Placement, prefill: WorkerState, decode: WorkerState | None) -> None:
-    """Add a placed request to the load of its workers; its decode context is the prompt and half of the answer."""
+    """Add a placed request to the load of its workers; its decode context counts as prompt + half of the answer."""
     cached = placement.cached_tokens
     prefill.add_prompt(request.internal_id, PromptWork(request.prefill_tokens - cached, cached, request.tenant))
     if decode is not None:

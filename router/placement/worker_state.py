@@ -21,11 +21,12 @@ from tandem.settings.slo import SloClass
 BACK_OFF_S = 0.05
 """The time for which a worker that refused a request gets no new requests, in seconds."""
 _STEPS_AHEAD = 2
-"""Maximum number of full steps of one tenant's prompt tokens that may wait at a worker.
+"""Limit of one tenant's prompt tokens that wait at a worker, in full steps (`max_step_tokens`).
 
-Two keep the worker's device busy, and leave most prompts in the router, where they can still go to a faster worker. The
-limit applies per tenant, because a worker computes the shortest prompts first: with a common limit, long prompts of one
-tenant would fill a worker and keep the short prompts of other tenants in the router until they are computed.
+Two steps keep the worker's device busy, and leave most prompts in the router, where they can still go to a faster
+worker. The limit applies per tenant, because a worker computes the shortest prompts first: with a common limit, long
+prompts of one tenant would fill a worker and keep the short prompts of other tenants in the router until they are
+computed.
 """
 
 Clock = Callable[[], float]
@@ -57,11 +58,11 @@ _NOTHING = (0, 0, 0)
 class WorkerState:
     """The load, costs and latency targets of one worker process, as placement sees them.
 
-    Its `WorkerLink` owns it; all calls come on the event loop. The number of decode rows is the larger of this router's
-    own count and the number in the worker's load report, which includes the requests of other routers; so is the number
-    of pages. The number of prompt tokens is that of the report plus those of own prompts that the report does not
-    include yet. Placement reads plain attributes, computed on each change, because reads are far more frequent than
-    changes.
+    Its `WorkerLink` owns it; all calls come on the event loop. The numbers of decode rows and of pages are each the
+    larger of this router's own count and the count in the worker's load report, which includes the requests of other
+    routers. The number of waiting prompt tokens is that of the report, plus the tokens of this router's prompts that
+    the report does not include yet. Placement reads plain attributes, computed on each change, because reads are far
+    more frequent than changes.
     """
 
     def __init__(self, info: WorkerInfo, clock: Clock) -> None:
@@ -89,9 +90,9 @@ class WorkerState:
         The value is True once the worker has accepted the prompt, so that the next load report includes it.
         """
         self.prefill_tokens, self.prefill_full = 0, False
-        """Number of prompt tokens that wait at this worker; True if they reach the worker's limit over all tenants."""
+        """Number of prompt tokens that wait at this worker; True if they reach its limit and some are this router's."""
         self.full_tenants: frozenset[str] = frozenset()
-        """The tenants from which the worker takes no more prompts now."""
+        """The tenants whose tokens reach the limit at this worker, so that it gets no further prompts of theirs now."""
         self._answers: dict[str, AnswerWork] = {}
         self._classes: dict[SloClass, int] = {}
         """The number of this router's answers on the worker, by SLO class."""
@@ -206,7 +207,7 @@ class WorkerState:
     def margin(self) -> float:
         """The safety factor of predicted steps: the 99.5th percentile of (gap at the client ÷ predicted decode step).
 
-        Before a gap has been observed it is the margin that the worker itself has learned.
+        Before the first observed gap it is the margin that the worker itself has learned.
         """
         return self.cost.margin if self._margin is None else self._margin.value
 
@@ -235,7 +236,7 @@ class WorkerState:
     def answers_broken(self, step_s: float) -> int:
         """Return the number of answers that would newly miss their gap target if steps took `step_s` seconds.
 
-        These answers meet it with the present steps of `self.step_s` seconds.
+        Answers that miss their target already, with the present steps of `self.step_s` seconds, do not count.
         """
         if not self.gap_targets or step_s <= self.gap_targets[0]:
             return 0
@@ -317,7 +318,7 @@ class WorkerState:
         """Predicted time of a decode step of the current batch, in seconds."""
         step_s, free = max(self.step_s, self.idle_step_s), self.pages_free
         self.decode_full = free <= 0 or rows >= self.max_batch_requests
-        """True if the worker takes no more answers now."""
+        """True if the worker gets no new answers now, because it has no free pages or no free slot in its batch."""
         self.answer_rank = self.decode_full, step_s * self.info.pages_total / max(1, free)
         """The worker's sort key for answers: workers with capacity first, then by step time ÷ free share of pages."""
         self.backlog = None

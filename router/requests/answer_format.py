@@ -37,7 +37,7 @@ class AnswerFormat:
     """True if the format applies only to the answer's text, so that it does not conflict with a forced tool call."""
 
     chars: int = dataclasses.field(init=False, default=0)
-    """The approximate size in characters, computed when the body is parsed: a large schema takes long."""
+    """The approximate size in characters, computed when the body is parsed, because a large schema takes long."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "chars", len(str(self.value)))
@@ -53,7 +53,7 @@ class FormatCompiler:
         """`config.tokenizer_folder` contains the model's tokenizer, from which the grammars are compiled."""
         self._folder = config.tokenizer_folder
         waits = "formats of answers wait to be compiled"
-        # A tenant whose grammars take all of their time leaves a process to the others.
+        # One process is left to the other tenants, even if the grammars of one tenant take very long.
         per_tenant = _PROCESSES - 1
         self._pool = TokenizerPool(_PROCESSES, config.max_tokenizing_bytes, config.retry_after_s, waits, per_tenant)
         self._processes: _Processes | None = None
@@ -96,7 +96,7 @@ class _Processes:
         self.tokens = tokens
         self._all = [GrammarProcess(tokens) for _ in range(_PROCESSES)]
         self._idle = [*self._all]
-        """The idle processes; the last is used first, so that the other starts only for two formats at once."""
+        """The idle processes; the last is used first, so the other starts only if two formats are compiled at once."""
 
     def make(self, wanted: AnswerFormat, unwanted: threading.Event) -> str:
         """Compile the format and return the checked grammar. Raises InvalidArgument, which names the format's field."""
@@ -109,7 +109,7 @@ class _Processes:
             self._idle.append(process)
 
     def close(self) -> None:
-        """End the processes; each finishes its current compilation before."""
+        """End the processes; each finishes its current compilation first."""
         for process in self._all:
             process.close()
 

@@ -26,7 +26,11 @@ class AnswerSyntaxes:
         self._reasoning = choose_reasoning(config.reasoning_parser, tokenizer.template_source)
 
     def check(self, request: ClientRequest) -> None:
-        """Raise InvalidArgument if the request wants tool calls that this server cannot parse or force."""
+        """Raise InvalidArgument for tool options that this server cannot serve.
+
+        These are `tool_choice` auto without a parser for the model's calls, and a forced call together with an answer
+        format.
+        """
         tools, wanted = _tools(request), request.options.answer_format
         if tools.forced and wanted is not None and not wanted.text_only:
             raise InvalidArgument("tool_choice", f"cannot force a call beside {wanted.field}; send one of them")

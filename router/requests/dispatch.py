@@ -267,7 +267,7 @@ class Dispatcher:
         return self._live.values()
 
     def waited_s(self, request: RoutedRequest) -> float:
-        """Return the seconds for which the request has been in the queue, without the time before the last recovery.
+        """Return the seconds that the request has been in the queue, or since the end of a later recovery.
 
         During a recovery it is 0, because no request could be served.
         """
@@ -304,9 +304,9 @@ class Dispatcher:
         self._end_attempts(link, "went away while it served the request", retry=self._serves_or_waits)
 
     def _leave_silent_workers(self) -> None:
-        """Move the requests of workers that do not respond to other workers.
+        """Retry the requests of silent workers (those that do not respond) on other workers.
 
-        A request stays if no other worker can serve it.
+        A request stays where it is if no other worker can serve it.
         """
         for link in self.pool.links:
             if link.silent and link.request_ids:
@@ -318,9 +318,9 @@ class Dispatcher:
     def _end_attempts(
         self, link: WorkerLink, why: str, *, retry: bool, where: Callable[[RoutedRequest], bool] = lambda _: True
     ) -> None:
-        """Fail the attempts on a worker of all requests for which `where` returns True.
+        """Fail the current attempts on a worker, for all requests for which `where` returns True.
 
-        `retry` is as in `RequestEnds.fail_attempt`, and `why` says in the error what is wrong with the worker.
+        `retry` is as in `RequestEnds.fail_attempt`, and `why` says in the error message what is wrong with the worker.
         """
         lost = Unavailable(f"{link.name} {why}; send it again", retry_after_s=self._config.retry_after_s)
         for request_id in link.request_ids:

@@ -1,9 +1,10 @@
 """Decides how long the first token of an answer is held, to be sent together with the second token.
 
 The gap between the first two tokens is the longest: it contains the KV transfer to the decode worker, or mixed steps
-that were already planned. The ITL target is a percentile, so that a long answer may have some gaps above the target; if
-its class does not limit the longest gap, the first gap may be one of them, and the token is not held. Otherwise it is
-held until the second token arrives, but no longer than until shortly before the TTFT target.
+that were already planned. Therefore the token is held until the second token arrives, but no longer than until shortly
+before the TTFT target. It is not held if the SLO class limits no gaps. Nor is it held if the class limits a percentile
+of the gaps but not the longest one, and the answer is long enough that some gaps may be above the ITL target: the first
+gap may be one of these.
 """
 
 import math

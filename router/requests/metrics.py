@@ -113,7 +113,7 @@ class RouterMetrics:
     # At the end: only the first of these calls counts
 
     def finished(self, request: RoutedRequest, reason: FinishReason) -> None:
-        """Count an answer that has ended for `reason`, when its last message is sent to the client."""
+        """Count an answer that has ended with `reason`; called when its last message is sent to the client."""
         if request.counted:
             return
         if reason is FinishReason.ABORT:
@@ -146,10 +146,10 @@ class RouterMetrics:
         self.traces.add(request.trace(self._model, reason.name.lower()), whole=True)
 
     def left(self, request: RoutedRequest) -> None:
-        """Count a request whose client disconnected.
+        """Count a request whose client disconnected, unless the request has been counted before.
 
-        The request counts against its SLO class only if it had already missed a target. If the request has failed, only
-        its trace is stored, because its client has now received the error.
+        It counts against its SLO class only if it had already missed a target. A failed request has been counted by
+        `failed`, so only its trace is stored now that the client has received the error.
         """
         if request.failure:
             outcome, request.failure = request.failure, ""

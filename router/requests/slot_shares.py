@@ -24,7 +24,8 @@ WAIT_S = 1.0
 _SHARE = 2
 """A tenant's answers are preempted only if its share is at least this multiple of the waiting tenant's share.
 
-Equal shares would preempt an answer whenever two busy tenants differ by one, and each preemption costs a prefill.
+With 1 instead of 2, an answer would be preempted whenever two busy tenants differ by one answer, and each preemption
+costs a prefill.
 """
 _PROGRESS_TOKENS = 16
 """Minimum number of tokens that an attempt generates before it may be preempted, so that every answer progresses."""
@@ -55,10 +56,11 @@ class SlotShares:
 def answer_to_preempt(
     waiting: RoutedRequest, live: Iterable[RoutedRequest], slots: int, kv_tokens: int
 ) -> RoutedRequest | None:
-    """Return the answer to preempt for `waiting`: of the tenant with the largest share, the least urgent and newest.
+    """Return the answer to preempt for `waiting`: the newest of the least urgent answers of one tenant.
 
-    `slots` and `kv_tokens` are the totals of all decode workers. None if no tenant's share is `_SHARE` times that of
-    the waiting tenant, counting `waiting` as running, or if no answer may be preempted.
+    The tenant is the one with the largest share of slots or KV pages. `slots` and `kv_tokens` are the totals of all
+    decode workers. None if the largest share is below `_SHARE` times that of the waiting tenant, counting `waiting` as
+    running, or if no answer may be preempted.
     """
     running = [each for each in live if each.decode is not None and not each.generated]
     shares: defaultdict[str, list[RoutedRequest]] = defaultdict(list)

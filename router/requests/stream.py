@@ -90,7 +90,7 @@ class EventStream:
             except Exception as error:
                 self._fail_internally(request, error)
         # Most tokens arrive as plain rows, because one event object per token would cost more than everything else.
-        # The fast path: while a job of the request waits to be sent, a row that only continues the answer joins it.
+        # The fast path: if a job of the request already waits to be sent, a row of next tokens is added to that job.
         for request_id, attempt, first_index, token_ids in chain.from_iterable(each.rows() for each in step.tokens):
             request = live.get(request_id)
             if request is None or attempt != request.attempt or request.prefill is None:
@@ -309,7 +309,7 @@ class EventStream:
         self._handed_over(request)
 
     def _handed_over(self, request: RoutedRequest) -> None:
-        """Remove the prompt from the prefill worker's load, unless that worker's token has not arrived yet."""
+        """Remove the prompt from the prefill worker's load if the attempt's first token has arrived."""
         if request.prefill is not None and request.assembler.count > request.prior_output_tokens:
             request.prefill.state.remove_prompt(request.internal_id)
 

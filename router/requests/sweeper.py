@@ -29,7 +29,7 @@ class SweptRequests(Protocol):
         """Return all requests that have not ended, waiting or running."""
 
     def waited_s(self, request: RoutedRequest) -> float:
-        """Return how long a request has waited, in seconds, without times in which no request could be served."""
+        """Return how long a request has waited, at most the time since the end of the last recovery, in seconds."""
 
     def swept(self) -> None:
         """Called at the end of each sweep: expire old load reports, and place waiting requests that fit now."""
@@ -71,7 +71,7 @@ class Sweeper:
         self._owner.swept()
 
     def _each(self, sweep: Callable[[RoutedRequest], None], request: RoutedRequest) -> None:
-        """Call `sweep` for one request; if it raises, fail the request, which would break every later sweep."""
+        """Call `sweep` for one request; if it raises, fail the request, because later sweeps would raise as well."""
         try:
             sweep(request)
         except Exception as error:

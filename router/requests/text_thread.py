@@ -1,4 +1,4 @@
-"""Detokenizes outside the event loop, in one thread; a batch has the tokens of all requests in a step."""
+"""Detokenizes outside the event loop, in one thread, which gets the tokens of several requests as one batch."""
 
 import asyncio
 import logging

@@ -48,7 +48,7 @@ _T = TypeVar("_T")
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 SALT_MAX = 256
 _GREEDY_BELOW = 1e-5
-"""A temperature below this is set to 0 (greedy): it could overflow float32, and the result would be the same."""
+"""A temperature below this is set to 0 (greedy): logits ÷ temperature could overflow, and the result is the same."""
 
 
 def find_adapter(name: str, config: RouterConfig, served: ServedModel | None) -> AdapterFacts | None:

@@ -70,7 +70,7 @@ class DispatchCalls:
     ) -> None:
         """Call Reserve, then Prefill.
 
-        The task is never cancelled: if the request ends meanwhile, it must still release a lease that was granted.
+        The task is never cancelled, because it must release a granted lease even if the request ends meanwhile.
         """
         asked = prefill if decode is None else decode
         admitted, token_ids, prior_output_tokens = request.admitted, request.token_ids, request.prior_output_tokens
@@ -113,8 +113,8 @@ class DispatchCalls:
         except Exception as error:
             log.exception("dispatching request %s failed", ref.request_id, extra=about(ref.request_id))
             self._refused(request, ref, asked, Internal(f"dispatching failed ({type(error).__name__}); see the log"))
-        # The attempt has ended during the calls: abort it, since it may hold a lease or a queued prompt. This is needed
-        # even if a later attempt has completed the answer: each attempt has resources of its own.
+        # If the attempt has ended during the calls, it may still hold a lease or a queued prompt: abort it. This is
+        # needed even if a later attempt has completed the answer, because each attempt holds separate resources.
         if not _current(request, ref) and not (request.generated and request.attempt == ref.attempt):
             for link in {prefill, decode or prefill}:
                 link.abort(ref)

@@ -135,7 +135,7 @@ class _TooMuch(BaseException):
 
 
 _deadline = local()
-"""The deadline of the rendering in each thread: it stops when the thread's CPU time reaches `cpu_s` seconds."""
+"""The deadline of the rendering in each thread: `cpu_s` is the thread's CPU time in seconds at which it ends."""
 
 
 def _joined(pieces: Iterable[str]) -> str:

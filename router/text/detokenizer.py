@@ -25,7 +25,10 @@ class Detokenizer:
         """Number of characters in the decoded text of the window's emitted tokens."""
 
     def add_all(self, token_ids: Sequence[int]) -> str:
-        """Add tokens and return the text that became final; they are decoded at once if they end with a character."""
+        """Add tokens and return the text that became final.
+
+        The tokens are decoded together if their text ends with a complete character, else one by one.
+        """
         if len(token_ids) == 1:
             return self.add(token_ids[0])
         text = self._decode([*self._window, *token_ids])

@@ -42,7 +42,7 @@ def format_logprobs(
 def format_prompt_logprobs(
     ids: Sequence[int], logprobs: PromptLogprobs, token_bytes: Callable[[int], bytes]
 ) -> list[TokenScore]:
-    """Return the scores of a prompt's tokens; that of the first token is NaN, because it has no predecessor."""
+    """Return the scores of a prompt's tokens; the first one's log probability is NaN, because no token precedes it."""
     decoder = getincrementaldecoder("utf-8")("replace")
     scores, offset = list[TokenScore](), 0
     for token_id, each in zip(ids, chain((TokenLogprobs(math.nan),), logprobs.tokens()), strict=True):

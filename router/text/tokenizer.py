@@ -79,8 +79,9 @@ class Tokenizer:
 
         Special tokens inside the text are encoded as special tokens, because clients that render templates themselves
         send plain prompts. `last` is the maximum number of ids: tokens at the beginning of the text are dropped, but
-        not the special tokens before it. Only the end of a long text is encoded then. The ids equal those of the whole
-        text, because tokenizers merge only within words, unless a single word is longer than `_CUT_TOKENS` tokens.
+        not the special tokens before the text. With `last`, only the end of a long text is encoded. The ids still equal
+        the last ids of the whole text, because tokenizers merge only within words; an exception is a single word of
+        more than `_CUT_TOKENS` tokens.
         """
         return self._encode_last(text, last, special=add_special_tokens)
 
@@ -119,17 +120,17 @@ class Tokenizer:
         return template.render(spelled, given, offered, end)
 
     def encode_rendered(self, text: str, *, add_special_tokens: bool = False, last: int | None = None) -> list[int]:
-        """Return the token ids of a text from `render_chat`, in which only the template's special tokens count.
+        """Return the token ids of a text from `render_chat`; only special tokens of the template are encoded as such.
 
         `add_special_tokens` and `last` are the same as in `encode`.
         """
         return self._encode_last(text, last, special=add_special_tokens)
 
     def fewest_tokens(self, text: str, enough: int) -> int:
-        """Return a lower bound of the number of tokens of `text`, which need not be exact from `enough` up.
+        """Return a lower bound of the number of tokens of `text`; a bound of `enough` or more is not improved.
 
-        If the bound by bytes is below `enough`, the beginning of a long text is encoded, and more of the text until the
-        bound reaches `enough`.
+        If the bound from the number of bytes is below `enough`, longer and longer beginnings of a long text are encoded
+        until the bound reaches `enough`.
         """
         least = self._length.fewest_tokens(text.replace(self._break, ""))
         chars = _CHARS_PER_TOKEN * (enough + _CUT_TOKENS)

@@ -15,7 +15,7 @@ from tandem.protocol.errors import TandemError, Unavailable
 
 _T = TypeVar("_T")
 _JOB_BYTES_MIN = 4 << 10
-"""Minimum size with which a job is counted, in bytes, because every job has a fixed cost."""
+"""The size in bytes as which a smaller job is counted, because every job has a fixed cost."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +40,7 @@ class TokenizerPool:
         waits: str = "prompts wait to be tokenized",
         threads_per_tenant: int | None = None,
     ) -> None:
-        """`retry_after_s` is the retry hint of rejections; `waits` says in their message which bytes have to wait.
+        """`retry_after_s` is the retry hint of rejections; their message is "more than N bytes of {waits}".
 
         A tenant may run at most `threads_per_tenant` jobs at the same time; None = as many as there are threads.
         """
@@ -84,7 +84,7 @@ class TokenizerPool:
         return result
 
     def close(self) -> None:
-        """Start no more jobs, and fail the waiting jobs with Unavailable."""
+        """Start no further jobs, and fail the waiting jobs with Unavailable."""
         for jobs in self._waiting.values():
             for job in jobs:
                 _refuse(job, Unavailable("the router is stopping; send the request again"))
@@ -130,7 +130,7 @@ class TokenizerPool:
             jobs = self._waiting[tenant]
             job = jobs.popleft()
             self._left(tenant, job)
-            if jobs:  # the tenant's next turn comes after those of the other tenants
+            if jobs:  # the tenant's next job comes after one of each other tenant
                 self._waiting[tenant] = self._waiting.pop(tenant)
             self._idle -= 1
             self._running[tenant] += 1

@@ -17,7 +17,7 @@ Beat = Callable[[Sequence[Lease], float], Awaitable[frozenset[Lease]]]
 """A function that sends one heartbeat with a deadline in seconds, and returns the leases unknown to the worker."""
 
 _ROUNDS_TO_BELIEVE = 3
-"""Number of consecutive heartbeats (one lease duration) that must report a lease as unknown before it is lost."""
+"""Number of consecutive heartbeats (one lease duration) that must not find a lease before it counts as lost."""
 
 
 class LeaseKeeper:
@@ -44,7 +44,7 @@ class LeaseKeeper:
             self._task = asyncio.create_task(self._run(), name="router-heartbeats")
 
     def drop(self, request_id: str) -> None:
-        """Stop renewing the lease of a request, because the worker has admitted it or it has ended."""
+        """Stop renewing the lease of a request: the worker has admitted the request, or the request has ended."""
         self._held.pop(request_id, None)
 
     def close(self) -> None:

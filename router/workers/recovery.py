@@ -35,7 +35,7 @@ class Recovery:
         return waited != self.waits
 
     def waited_s(self, since_s: float) -> float:
-        """Return the seconds that a request queued at `since_s` has waited, without time before the last recovery.
+        """Return the seconds since `since_s`, when a request was queued, or since the end of a later recovery.
 
         During a recovery it is 0: the queue timeout does not count times in which no request could be served.
         """

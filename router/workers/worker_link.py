@@ -182,7 +182,7 @@ class WorkerLink:
             try:
                 await self._call(self._stub.Abort(message, timeout=self._timeout))
             except DeadlineExceeded as error:
-                # The worker may be stalled: try again. If the stream breaks, it cancels this router's requests anyway.
+                # The worker may be stalled: try again. If the stream breaks, the worker cancels these requests anyway.
                 if not self.connected:
                     self._log_lost_aborts(refs, error)
                     return
@@ -216,7 +216,7 @@ class WorkerLink:
     # ---- liveness ----
 
     def _needs_reply(self) -> bool:
-        """Return True if heartbeats are needed: the worker has requests of this router, or may respond again."""
+        """Return True if heartbeats are needed: the worker has requests of this router, or it is silent."""
         return self.connected and (bool(self.request_ids) or self._probe.silent)
 
     def _follow_probe(self) -> None:

@@ -117,7 +117,7 @@ class ClientTool(Body):
 
 
 class ClientToolChoice(Body):
-    """The choice of tools: whether the answer may or must call some, and which."""
+    """The choice of tools: the answer may call any, must call any, must call the tool `name`, or must call none."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None

@@ -59,7 +59,7 @@ def status_error(status: int, message: str, details: Mapping[str, Any] | None = 
 
 
 def _too_long(error: ContextLengthExceeded) -> str:
-    """Return the error message that Anthropic's clients parse, to shorten the answer or the conversation."""
+    """Return the error message in the form that Anthropic's clients parse to shorten the answer or the conversation."""
     lengths = error.lengths
     if lengths is None:
         return f"prompt is too long: {error.message}"
@@ -76,7 +76,7 @@ def error_response(path: str, error: TandemError) -> Response:
 
 
 def add_error_handlers(app: Starlette) -> None:
-    """Make `app` reply to all errors with these responses, including routing errors and unexpected exceptions."""
+    """Make `app` reply to all errors, also routing errors and unexpected exceptions, in the form of the path's API."""
     app.add_exception_handler(TandemError, _on_tandem_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_defect)

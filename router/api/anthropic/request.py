@@ -84,7 +84,10 @@ def _misplaced(field: str, block: Block) -> InvalidArgument:
 
 
 def _result(content: str | Sequence[TextBlock | ToolReferenceBlock]) -> str:
-    """Return the text of a tool result; a tool reference becomes a sentence, because the prompt lists the tool."""
+    """Return the text of a tool result.
+
+    A tool reference becomes a sentence that the tool can be called; its definition is in the prompt's list of tools.
+    """
     if isinstance(content, str):
         return content
     return "".join(

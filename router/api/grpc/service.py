@@ -40,7 +40,7 @@ _A = TypeVar("_A", types_pb2.LoadAdapterRequest, types_pb2.UnloadAdapterRequest)
 
 @dataclass(frozen=True, slots=True)
 class _Caller:
-    """The tenant and other properties of one gRPC call, and a future that cancels the work for it."""
+    """The tenant and other properties of one gRPC call; the work for the call is cancelled once `gone` is done."""
 
     facts: CallFacts
     gone: asyncio.Future[None]

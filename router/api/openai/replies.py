@@ -84,7 +84,11 @@ class OpenAIReply:
         return self._event([prompt.echo(self._choice(index, "", None), ())])
 
     def event(self, event: AnswerChunk | AnswerEnd) -> AnswerChunk | AnswerEnd:
-        """Return an answer's event as the client sees it; a reply of the prompt alone removes the answer's tokens."""
+        """Return an answer's event as the client sees it.
+
+        If the client requested only the echoed prompt (`echo` with `max_tokens` 0), the sampled token is left out;
+        otherwise the event is unchanged.
+        """
         return self._call.prompts.shown(event)
 
     def chunk(self, index: int, chunk: AnswerChunk) -> bytes:
@@ -175,7 +179,10 @@ class OpenAIReply:
         return sse_event(dumped({**self._stream_head(), "choices": choices, **self._usage_so_far(), **more}))
 
     def _usage_so_far(self) -> dict[str, Any]:
-        """Return a stream event's `usage`: the counts so far if each event has them, null or no field otherwise."""
+        """Return the field `usage` that a stream event shows before all answers have ended.
+
+        It has the counts so far with `continuous_usage`; else it is null with `include_usage`, and absent without.
+        """
         if self._call.continuous_usage:
             return {"usage": _counts(self._prompt_tokens, self._completion_tokens)}
         return {"usage": None} if self._call.include_usage else {}

@@ -36,7 +36,7 @@ Content = Annotated[Text | Annotated[list[Part], LIST, Tag(ITEMS)], TEXT_OR_ITEM
 
 
 class ResponseMessage(Body):
-    """A message of the conversation, or an earlier answer."""
+    """A `message` item of the input: of the user, the system or the developer, or the text of an earlier answer."""
 
     inert = frozenset({"id", "status", "phase"})
     type: Literal["message"] | None = None
@@ -107,7 +107,7 @@ class ResponseFunctionTool(_Repeated):
 
 
 class ResponseOtherTool(Body):
-    """A tool of a type that this server cannot offer; it is left out unless a tool call is required."""
+    """A tool of a type that this server cannot offer; an error if a tool call is required, otherwise ignored."""
 
     lenient = True
     type: str
@@ -182,7 +182,7 @@ class ResponseTextOptions(Body):
 
 
 class ResponseReasoningOptions(Body):
-    """The options of the model's reasoning."""
+    """The `reasoning` object of the request: the reasoning effort; requests for summaries are ignored."""
 
     inert = frozenset({"summary", "generate_summary"})
     effort: str | None = None

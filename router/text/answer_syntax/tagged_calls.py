@@ -25,7 +25,7 @@ CODER_TAGS = (_CALL, _CALL_END)
 GLM_TAGS = (_CALL, _CALL_END, _KEY, _KEY_END, _VALUE, _VALUE_END)
 _STRING = frozenset({"string"})
 _WORDS = {"boolean": {"True": "true", "False": "false"}, "null": {"None": "null"}}
-"""For each JSON type, Python's spellings of its values, which models also write, and their JSON."""
+"""For each JSON type, Python's spellings of its values, which models also write, mapped to JSON's spellings."""
 _TYPES: Mapping[type, tuple[str, ...]] = {
     str: ("string",),
     bool: ("boolean",),
@@ -41,8 +41,8 @@ _TYPES: Mapping[type, tuple[str, ...]] = {
 def read_qwen3_coder(reader: AnswerReader, parts: AnswerParts, schemas: Schemas) -> Steps[None]:
     """Read Qwen3-Coder's calls: `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`.
 
-    A line break after the opening tag of a value and one before its closing tag are not part of the value. Text without
-    `<tool_call>` counts as a call only if the client offers its function.
+    A line break after the opening tag of a value and one before its closing tag are not part of the value. A
+    `<function=…>` without `<tool_call>` before it counts as a call only if the client offers the function.
     """
     while marker := (yield from reader.until((_CALL, _FUNCTION), parts.content)):
         before, marked = [marker], marker == _CALL
@@ -171,10 +171,10 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _as_json(text: str, types: frozenset[str]) -> str:
-    """Return a value between tags as JSON of one of `types`.
+    """Return a value between tags as JSON, of one of `types` if possible.
 
-    It is the text itself if the text is JSON of one of the types, or any JSON if the types do not include strings; else
-    the text becomes a JSON string.
+    Python's `True`, `False` and `None` become JSON if a type allows it. Text that is JSON of one of the types other
+    than a string is kept, and so is any JSON if the types do not include strings. Other text becomes a JSON string.
     """
     value = text.strip()
     for kind, words in _WORDS.items():
