@@ -108,7 +108,7 @@ class ControllerProcess:
         self.serves()
 
     def stop(self, timeout_s: float, *, leave_workers: bool) -> bool:
-        """Stop the controller and all processes that it supervises; return True if the workers live on.
+        """Stop the controller and the processes that it supervises; return True if the workers keep running.
 
         Raises Unavailable if the controller does not respond within `timeout_s` seconds.
         """

@@ -149,8 +149,9 @@ class RouterSettings(Settings):
     )
     """A worker responds even while it computes a step.
 
-    The default plus the heartbeat interval is at most 5 s, but longer than a process waits for a core on a busy
-    two-core host. If a silent worker responds later after all, each moved request has cost one additional prefill.
+    The default is longer than a process waits for a core on a busy two-core host, and with the heartbeat interval at
+    most 5 s. If a silent worker proves to be alive, each request that was moved away from it has cost one additional
+    prefill.
     """
     recovery_timeout_s: float = setting(
         180.0,
@@ -169,8 +170,8 @@ class RouterSettings(Settings):
     max_request_items: int = setting(1 << 18, above=0)
     """The maximum number of fields, strings and list entries of a request, counted before it is parsed.
 
-    At most a quarter of those in a JSON body may be strings, lists and objects. A prompt that is a list of token ids
-    may have as many ids as the model's context.
+    In a JSON body, at most a quarter of this number may be strings, lists and objects. A prompt that is a list of token
+    ids may have as many ids as the model's context.
     """
     max_tokenizing_bytes: int = setting(32 << 20, above=0)
     """The maximum bytes of prompts that wait to be parsed and tokenized, which takes about one second per MiB.

@@ -54,7 +54,7 @@ class Setting:
     parse: Callable[[str, Any], Any] | None = None
     """Function that converts the option's value to the field's; its first argument is the option's name for errors."""
     automatic: Any = FIELD_DEFAULT
-    """Default of an option, if it differs from the field's: `choose_hardware` replaces it by a chosen value."""
+    """Default of the option if it differs from the field's; `choose_hardware` replaces AUTO by a chosen value."""
     secret: bool = False
     """True if the value may also come from a file, whose path a second option with the suffix -file takes."""
     choices: Collection[str] | type[StrEnum] = ()

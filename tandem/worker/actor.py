@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 LOOK_S = 1.0
 """The interval at which a worker that may outlive controllers checks for contact with one, in seconds."""
 LAST_GRACE_S = 30.0
-"""Seconds that requests have before a worker without controllers ends: their routers are probably gone, too."""
+"""Seconds that a worker without controllers gives its requests before it ends; their routers are probably gone, too."""
 CONTROLLER = "controller-"
 """The prefix of the names of controllers' actors."""
 
@@ -134,8 +134,8 @@ class WorkerActor:
 def release_own_group() -> None:
     """Remove the placement group of this actor, which ends the actor.
 
-    If no controller lives that may still use them, the placement groups of this namespace that wait for a node or whose
-    worker has died are removed first.
+    If no controller runs in this namespace, the namespace's placement groups that wait for a node or whose worker has
+    died are removed first, because no controller can still use them.
     """
     import ray
     from ray.util.placement_group import (

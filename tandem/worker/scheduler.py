@@ -130,9 +130,10 @@ class BatchGrowth:
     def rows(self, running: StepWork, most: int, targets: Sequence[float] = ()) -> int:
         """Return the maximum number of decode rows of the next step: at least the running rows, at most `most`.
 
-        `targets` are the inter-token targets of the running requests in seconds, ascending; infinite = no target. A
-        request that joins is assumed to have the mean context of the rows that run or ran last. A target that even a
-        batch of one request would miss does not limit the batch, because waiting requests would not help to meet it.
+        `targets` are the inter-token targets of the running requests in seconds, ascending; infinite = no target.
+        Targets that the running rows miss already are ignored. A request that joins is assumed to have the mean context
+        of the rows that run or ran last. If even a batch of one request would miss the target, the batch is not
+        limited, because keeping requests waiting would not help to meet it.
         """
         if running.decode_rows:
             self._context = running.decode_context_tokens / running.decode_rows

@@ -1,9 +1,10 @@
 """The list of LoRA adapters of a running cluster, and the loop that makes every worker load these adapters.
 
 The list is authoritative. It is published with the membership, which routers and workers follow, so a restarted router
-has it at once. A worker that registers without an adapter of the list, because it has just started, is sent the adapter
-and takes no requests until it has loaded it; a worker with an adapter that is not in the list unloads it. A controller
-that takes over starts with the list of the leader that it followed or, without one, with the adapters of live workers.
+has the list at once. A worker that registers without an adapter of the list, because the worker has just started, must
+load the adapter before it takes requests; a worker with an adapter that is not in the list unloads that adapter. A
+controller that takes over starts with the list of the leader that it followed; if it followed none, with the adapters
+of the config and of the live workers.
 
 Changes are sequential. An adapter enters the list once every live worker has loaded it with the same hash; if one
 worker fails, all unload it. An adapter leaves the list before the workers unload it, and no worker reuses its slot

@@ -267,7 +267,7 @@ class Assignments:
             await asyncio.sleep(RETRY_S)
 
     async def _late(self, is_late: Callable[[WorkerInfo], bool], within_s: float) -> str:
-        """Wait until no serving worker is late.
+        """Wait until `is_late` is False for every serving worker.
 
         Returns the names of the workers that are late after `within_s` seconds, "" = none.
         """

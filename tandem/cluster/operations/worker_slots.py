@@ -94,7 +94,7 @@ class Fleet:
     async def release(self) -> None:
         """Stop supervising all processes and remove their slots, without releasing the slots' resources.
 
-        Processes that serve live on; see `ProcessSupervisor.detach` for the others.
+        Processes that serve keep running; see `ProcessSupervisor.detach` for the others.
         """
         for supervisor in self._supervisors.values():
             supervisor.detach()

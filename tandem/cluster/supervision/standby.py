@@ -1,4 +1,4 @@
-"""A standby for a process that must be replaced within moments: prepared early, and started when the process dies."""
+"""A standby for a process that must be replaced at once: prepared in advance, and started when the process dies."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

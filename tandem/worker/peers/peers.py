@@ -26,7 +26,7 @@ RUNS_KEPT = 16
 
 
 class SameHostPeers:
-    """The prefill workers on this host, and whether their processes are alive, if they can be observed from here.
+    """The prefill workers on this host, and whether their processes are alive, where this process can observe them.
 
     Entries are by incarnation, because an earlier incarnation may still be alive beside its successor. Owned by
     `Peers`.
@@ -167,9 +167,9 @@ class Peers(DecodePeers):
         return False
 
     async def allocate_pages(self, destination: Destination, pages: int) -> AllocatedPages:
-        """Request from the decode worker the pages for the last part of the prompt, which has `pages` pages in all.
+        """Request from the decode worker the pages for the last part of the prompt, which it has not cached.
 
-        The decode worker has cached the pages before that part.
+        `pages` is the number of pages of the whole prompt.
         """
         request = worker_pb2.AllocatePagesRequest(
             lease=conversion.to_proto(destination.lease, worker_pb2.Lease),
@@ -261,8 +261,8 @@ class Peers(DecodePeers):
     def forget(self, peer: PeerRef) -> None:
         """Close the connections to this incarnation of a worker and its earlier ones, which have ended.
 
-        No connection to these incarnations is opened again, because another process may listen at the address by now,
-        unless `restore_peer` accepts one of them again.
+        Unless `restore_peer` accepts one of these incarnations again, no connection to them is opened, because another
+        process may listen at the address by now.
         """
         self._gone.add(peer)
         for known, connection in list(self._connections.items()):

@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 class Watchdog:
     """A timer on the event loop that checks leases, device and page pool.
 
-    Expired leases, expired quarantines and stuck steps are noticed late by at most a tenth of their time limit. The
-    pool is checked whenever the worker becomes idle. Owned by the worker.
+    Expired leases, expired quarantines and stuck steps are noticed with a delay of at most a tenth of their time limit.
+    The pool is checked whenever the worker becomes idle. Owned by the worker.
     """
 
     def __init__(
