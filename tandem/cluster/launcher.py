@@ -256,7 +256,7 @@ class Cluster:
         )
 
     def _await_serving(self, controller: ControllerProcess) -> ClusterHealth | None:
-        """Poll until all processes serve and return their health; None = `stop` came first.
+        """Poll until all processes serve, and return their health; None if `stop` was called first.
 
         Raises Unavailable if a process dies before it serves, and DeadlineExceeded after `start_timeout_s` seconds.
         """

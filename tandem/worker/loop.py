@@ -214,7 +214,10 @@ class StepLoop:
             time.sleep(self._batch_wait_s)
 
     def _step(self) -> bool:
-        """Launch a step and postprocess the one that has ended; return False if there was neither."""
+        """Launch the next step and postprocess a step that has ended; return False if there was neither.
+
+        If the engine is asynchronous, the ended step is the previous one, otherwise the launched one.
+        """
         launched = finished = self._launch()
         if self._runner.asynchronous:
             finished, self._running = self._running, launched

@@ -99,8 +99,9 @@ class StepScheduler:
     def apply(self, work: StepWork, output: ModelRunnerOutput) -> tuple[Sequence[RoutedEvent], DecodedStep | None]:
         """Pass the output of a step to both schedulers; steps are passed in the order of their plans.
 
-        Returns the events for the routers, and the decode rows with the tokens of all requests without an event, or
-        None if no request decoded. Afterwards the caller delivers the updates of `PrefillScheduler.take_updates`.
+        Returns the events for the routers, and the decode rows with the tokens of those requests that have no event;
+        None instead of the rows if no request decoded. Afterwards the caller delivers the updates of
+        `PrefillScheduler.take_updates`.
         """
         decoded, prefilled = output.split(work.decode_rows)
         step = self._decode.apply(decoded.token_ids, decoded.logprobs) if work.decode_rows else None

@@ -23,7 +23,7 @@ CONNECT_S = 5.0
 LOOK_S = 1.0
 """Interval between attempts to reach a Ray cluster that does not respond yet, in seconds."""
 
-# The controller reports each death in one line; Ray's own paragraph would interrupt other output of `tandem up`.
+# The controller reports each death in one line; Ray's longer message would interrupt other output of `tandem up`.
 _ENVIRONMENT = {"RAY_DEDUP_LOGS_SKIP_REGEX": ".*"}
 
 Result = TypeVar("Result")

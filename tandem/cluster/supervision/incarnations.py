@@ -3,7 +3,7 @@
 import secrets
 
 _RANDOM_BITS, _COUNT_BITS = 24, 20
-"""The widths of the random part and of the count in a number of 64 bits; the remaining bits are the generation."""
+"""The widths in bits of the random part and of the count in a 64-bit number; the other bits are the generation."""
 
 
 class Incarnations:

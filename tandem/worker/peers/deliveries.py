@@ -42,7 +42,7 @@ class _Peer:
 
 
 class Deliveries:
-    """Reports to each peer, in one call per period, the leases whose notices were sent at least a period ago.
+    """Reports to each peer, in one call per period, the leases whose transfer notices were sent at least a period ago.
 
     Used on the event loop. Owned by `Peers`.
     """

@@ -99,7 +99,7 @@ log = logging.getLogger(__name__)
 Reply = TypeVar("Reply")
 
 DELIVERY_PERIOD_S = 1.0
-"""Interval of the reports of sent notices to a decode worker, in seconds.
+"""Interval in seconds at which the leases whose transfer notices were sent are reported to a decode worker.
 
 A notice arrives within milliseconds. The requests of lost notices are prefilled again after the report.
 """
@@ -192,7 +192,7 @@ class Peers(DecodePeers):
         return Renewal(over, reply.write_for_s)
 
     def delivered(self, destination: Destination) -> None:
-        """Queue the lease for the next report of sent notices."""
+        """Queue the lease, whose transfer notice was sent, for a report to the decode worker."""
         self._deliveries.add(destination)
 
     async def release(self, destination: Destination, *, in_doubt: bool) -> None:
@@ -283,7 +283,7 @@ class Peers(DecodePeers):
         log.info("%s, which was taken for dead, is back", peer.worker_id)
         known = self._accepted.get(peer.worker_id)
         if known is not None and known.peer == peer:
-            # It considers the handshake made, and will not make it again.
+            # The peer considers the handshake complete and will not repeat it.
             self._sender.add_peer(known)
         for destination in self._owed.pop(peer, ()):
             self._deliveries.add(destination)
